@@ -216,9 +216,9 @@ class RunFolder:
             **{"started_at": at - 100, **fields},
         )
         write_document(self.paths.attempt(number).outcome, outcome)
-        self.tell_ended(number, state, cause, last_step, at)
+        self.record_attempt_end(number, state, cause, last_step, at)
 
-    def tell_ended(
+    def record_attempt_end(
         self, number: int, state: AttemptState, cause: Cause | None, last_step: int, at: float
     ) -> None:
         """The one line that ends an attempt, and all there is when its node is lost."""
@@ -336,7 +336,7 @@ def _lost_attempt(run: RunFolder) -> Iterator[RunFolder]:
     run.launch(2, 1, 120, "gpt:step-00000120.a0001.l02")
     yield run
     run.commit(150, 2, parent="gpt:step-00000120.a0001.l02", at=T0 + 200)
-    run.tell_ended(2, AttemptState.NODE_FAILED, Cause.NODE_FAILURE, 170, T0 + 260)
+    run.record_attempt_end(2, AttemptState.NODE_FAILED, Cause.NODE_FAILURE, 170, T0 + 260)
     run.tell("cli", EventKind.PINNED, checkpoint="step-00000050.a0001.l01", by="me", note="\0 keep")
     yield run
 

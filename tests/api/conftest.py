@@ -121,14 +121,14 @@ def home(tmp_path_factory: pytest.TempPathFactory, patched: pytest.MonkeyPatch) 
 
 
 @pytest.fixture(scope="module")
-def story(home: Path) -> dict[str, RunFolder]:
+def sample_runs(home: Path) -> dict[str, RunFolder]:
     """The sample run and its fork; the fork is live on a machine that cannot be reached."""
     (home / "runs").mkdir()
     return {run.name: run for run in storied_run(home / "runs")}
 
 
 @pytest.fixture(scope="module")
-def served(home: Path, story: dict[str, RunFolder]) -> Iterator[Served]:
+def served(home: Path, sample_runs: dict[str, RunFolder]) -> Iterator[Served]:
     """A server as `holdfast serve` starts it by default: on loopback, with its own token."""
-    with serving(home, story) as one:
+    with serving(home, sample_runs) as one:
         yield one

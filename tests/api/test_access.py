@@ -26,10 +26,10 @@ SECRET = "s3cr3t-value-of-a-token"
 
 
 @pytest.fixture(scope="module")
-def guarded(home: Path, story: dict[str, RunFolder]) -> Iterator[Served]:
+def guarded(home: Path, sample_runs: dict[str, RunFolder]) -> Iterator[Served]:
     """A server that accepts requests for a public host name."""
     access_policy = AccessPolicy(hosts=frozenset({"holdfast.example"}))
-    with serving(home, story, access_policy) as one:
+    with serving(home, sample_runs, access_policy) as one:
         yield one
 
 
@@ -139,12 +139,12 @@ def test_printed_url_starts_a_session_and_redirects_without_the_token(served: Se
 
 
 def test_forwarded_headers_count_only_from_a_trusted_proxy(
-    home: Path, story: dict[str, RunFolder]
+    home: Path, sample_runs: dict[str, RunFolder]
 ) -> None:
     told = {"X-Forwarded-For": "203.0.113.9", "X-Forwarded-Proto": "https"}
     trusted: dict[str, Any] = {"proxy_headers": True, "forwarded_allow_ips": ["127.0.0.1"]}
     for options, address, is_secure in ((trusted, "203.0.113.9", True), ({}, "127.0.0.1", False)):
-        with serving(home, story, **options) as one, one.stranger(**told) as client:
+        with serving(home, sample_runs, **options) as one, one.stranger(**told) as client:
             answer = client.post("/api/v1/session", json={"token": one.token})
             assert ("Secure" in answer.headers["set-cookie"].split("; ")) is is_secure
             assert client.post("/api/v1/session", json={"token": "no"}).status_code == 401

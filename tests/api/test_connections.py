@@ -26,10 +26,10 @@ PARTS = (
 
 
 @pytest.fixture(scope="module")
-def limited(home: Path, story: dict[str, RunFolder]) -> Iterator[Served]:
+def limited(home: Path, sample_runs: dict[str, RunFolder]) -> Iterator[Served]:
     """A server with a small connection limit and a request time limit of two seconds."""
     protocol = limited_protocol(MOST, request_s=REQUEST_S, stall_s=REQUEST_S)
-    with serving(home, story, http=protocol) as one:
+    with serving(home, sample_runs, http=protocol) as one:
         yield one
 
 

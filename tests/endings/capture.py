@@ -1,4 +1,4 @@
-"""Capture endings again: `python -m tests.endings.capture [--only NAME …] [--into FOLDER]`.
+"""Captures endings: `python -m tests.endings.capture [--only NAME …] [--into FOLDER]`.
 
 Run it from the checkout. Each ending is produced by a real program and what Holdfast saw of it is
 written to `captured/`. Endings that fill a disk or the memory need root; those of jobs start a

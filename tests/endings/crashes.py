@@ -1,4 +1,4 @@
-"""Capturing crashes: real torchrun under a real node runtime, and what the agent then knows."""
+"""Captures crashes of real torchrun launches under a real node runtime."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _GROUPS: Final = Path("/sys/fs/cgroup")
 
 
 def capture_crash(crash: Crash) -> tuple[dict[str, Any], dict[str, str]]:
-    """(the inputs of `classify_crash`, what of them is private to this machine)."""
+    """(the inputs of `classify_crash`, the parts of them that are private to this machine)."""
     with (
         tempfile.TemporaryDirectory(prefix="ending-") as scratch,
         _memory_limit(crash.memory_bytes),
@@ -101,7 +101,7 @@ def _kill_torchrun() -> None:
 
 @contextlib.contextmanager
 def _memory_limit(size: int) -> Iterator[None]:
-    """This process, and all that it starts, in a control group of `size` bytes; needs root."""
+    """Limit this process and its children to `size` bytes of memory; needs root."""
     if not size:
         yield
         return

@@ -1,6 +1,6 @@
-"""Which endings there are: the way a program takes, what it needs, the cause, the quoted words.
+"""The list of endings: how each is produced, what it needs, its cause, and the quoted evidence.
 
-`quote` is what the evidence must hold: the record that decided, not the rule's own words.
+`quote` is text that the evidence must contain. It comes from the deciding record, not the rule.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ MIB: Final = 1 << 20
 class Crash:
     """A crash of torchrun's ranks on this machine, captured as the agent sees it.
 
-    `memory_bytes` puts all of it into a control group of that size, `full_bytes` gives it a file
-    system of that size, `ends_torchrun` kills torchrun itself. `first` is the rank to be named.
+    `memory_bytes` limits the memory of the launch, `full_bytes` gives it a file system of that
+    size, and `ends_torchrun` kills torchrun itself. `first` is the rank that must be named.
     """
 
     name: str
@@ -34,13 +34,13 @@ class Crash:
 
     @property
     def argv(self) -> tuple[str, ...]:
-        """The program's own argv."""
+        """The program's argv."""
         return self.command or ("ranks.py", self.name)
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobEnding:
-    """An ending of a whole job, captured as `classify` gets it: by name, in `jobs.py`."""
+    """An ending of a whole job, captured as input of `classify`; `jobs.py` has it by name."""
 
     name: str
     cause: Cause | None
@@ -49,7 +49,7 @@ class JobEnding:
     is_confirmed: bool = True
 
 
-# Written after the words of torch, CUDA, NCCL and Slurm; no run has captured them yet.
+# Written from the messages of torch, CUDA, NCCL and Slurm; not captured from real runs yet.
 _GPU: Final = tuple(
     Crash(name=name, cause=cause, quote=quote, first=first, is_confirmed=False)
     for name, cause, quote, first in (
@@ -165,7 +165,7 @@ CRASHES: Final = (
     Crash(name="anomaly", cause=Cause.NUMERICS, quote="returned nan values", first=None),
     Crash(name="tensor_too_large", cause=Cause.HOST_OOM, quote="DefaultCPUAllocator", first=None),
     Crash(
-        # torch says that a write failed, and not why.
+        # torch reports that a write failed, but not why.
         name="save_on_full_disk",
         cause=Cause.INFRASTRUCTURE,
         quote="iostream error",
@@ -227,7 +227,7 @@ JOBS: Final[tuple[JobEnding, ...]] = (
         name="slurm_preempted_without_session", cause=Cause.PREEMPTION, quote="PreemptTime=2"
     ),
     JobEnding(name="slurm_time_limit", cause=Cause.TIME_LIMIT, quote="time is up"),
-    # To the nodes that are left this is the same as the loss of the whole node.
+    # The remaining nodes cannot tell this from the loss of the whole node.
     JobEnding(name="slurm_agent_killed", cause=Cause.NODE_FAILURE, quote="its agent is lost"),
     JobEnding(name="slurm_node_lost", cause=Cause.NODE_FAILURE, quote="was lost"),
     JobEnding(name="slurm_leading_node_lost", cause=Cause.NODE_FAILURE, quote="agent is lost"),

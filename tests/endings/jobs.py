@@ -1,4 +1,4 @@
-"""Capturing endings of whole jobs: real agents here or on a Slurm cluster of our own."""
+"""Captures endings of whole jobs: real agents on this machine or on a test Slurm cluster."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ WAYS: dict[str, Callable[[Start, Any], LocalRun]] = {}
 
 
 def way(act: Callable[[Start, Any], LocalRun]) -> Callable[[Start, Any], LocalRun]:
-    """Register how a job is brought to an ending. It gets the cluster, None for local jobs."""
+    """Register a function that produces an ending. It gets the cluster, or None for local jobs."""
     WAYS[act.__name__] = act
     return act
 
 
 def capture_jobs(endings: list[JobEnding]) -> Iterator[tuple[str, dict[str, Any], dict[str, str]]]:
-    """(name, inputs of `classify`, what of them is private) of each; one cluster for all."""
+    """(name, inputs of `classify`, private parts of them) of each ending; one cluster for all."""
     here = [ending for ending in endings if not ending.on_slurm]
     there = [ending for ending in endings if ending.on_slurm]
     with tempfile.TemporaryDirectory(prefix="endings-") as scratch:
@@ -86,7 +86,7 @@ def _capture(
 
 
 def _inputs(run: LocalRun) -> dict[str, Any]:
-    """What `classify` was given of the run's one attempt."""
+    """The inputs of `classify` for the run's only attempt."""
     attempt = run.paths.attempt(1)
     seen = observe(attempt)
     losses = [str(event.data["host"]) for event in run.events(EventKind.NODE_LOST)]

@@ -20,7 +20,7 @@ _ADDRESS: Final = re.compile(r"\b(?!127\.|0\.0\.0\.0)\d{1,3}(\.\d{1,3}){3}\b")
 def write_record(
     name: str, inputs: Mapping[str, Any], *, private: Mapping[str, str], folder: Path = FOLDER
 ) -> Path:
-    """Write what was captured; `private` maps what is this machine's own to what is kept of it."""
+    """Write a captured record; `private` maps texts of this machine to their replacements."""
     known = {
         str(CHECKOUT): "/holdfast",
         **{str(Path(p).resolve()): "/python" for p in (sys.prefix, sys.base_prefix)},

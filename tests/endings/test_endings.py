@@ -1,4 +1,4 @@
-"""Every captured ending has its cause, and evidence that quotes the record that decided."""
+"""Every captured ending is classified with the right cause and quotes the deciding record."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A hold-out set: endings that the rules of `evidence.py` were not written from.
+"""A hold-out set: endings that were not used to write the rules of `evidence.py`.
 
-A change to the rules does not come in one commit with a change to these. `MISSED` says what the
-rules make today of those that they get wrong; a variant that they learn is no longer held out, so
-it moves to `endings.py` and another one takes its place.
+Do not change the rules and this set in the same commit. `MISSED` lists the variants that the rules
+classify wrongly today. If you teach the rules a variant, move it to `endings.py` and add another
+one here.
 """
 
 from __future__ import annotations
@@ -36,5 +36,5 @@ VARIANTS: Final = tuple(
         ("peer_fails_first", Cause.USER_ERROR, "vocabulary of 50257"),
     )
 )
-# All three are taken for the program's own error.
+# All three are classified as the program's own error.
 MISSED: Final = frozenset({"helper_out_of_memory", "distribution_of_nan", "store_has_no_space"})

@@ -1,4 +1,4 @@
-"""Checkpoints that a stranger made to do harm: each case spoils a good one in one way."""
+"""Hostile checkpoints: each case damages a good one in one way."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from holdfast.contracts.paths import MANIFEST, CheckpointName
 NAME: Final = str(CheckpointName(7, 1, 1))
 DATA: Final = "__0_0.distcp"
 TRAIN_STATE: Final = "train_state.json"
-# More than the program that loads it may have.
+# More memory than the loading program may use.
 BOMB_BYTES: Final = 3 << 29
 CANARY: Final = "ran"
 Spoil = Callable[[Path], object]
 
 
 class Hostile:
-    """Unpickled without care, it leaves a file behind."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, target: Path) -> None:
         self._command = f"touch {target}"
@@ -47,7 +47,7 @@ class Hostile:
 
 
 def state() -> dict[str, Any]:
-    """What is saved, and what is loaded into."""
+    """The state that is saved and loaded into."""
     return {"w": torch.arange(6000.0).reshape(60, 100), "n": 3}
 
 
@@ -58,7 +58,7 @@ def make(directory: Path) -> None:
 
 
 def seal(directory: Path) -> None:
-    """A manifest that matches all files, as an attacker can write one too."""
+    """Write a manifest that matches all files, as an attacker could."""
     entries = []
     for path in sorted(p for p in directory.rglob("*") if p.is_file() and not p.is_symlink()):
         content = path.read_bytes()
@@ -80,7 +80,7 @@ def seal(directory: Path) -> None:
 
 
 def edit(change: Callable[[Any], object]) -> Spoil:
-    """`.metadata`, with something in it changed."""
+    """Change something in `.metadata`."""
 
     def act(directory: Path) -> None:
         metadata = pickle.loads((directory / ".metadata").read_bytes())
@@ -95,7 +95,7 @@ def raw(make_content: Callable[[Path], bytes]) -> Spoil:
 
 
 def place(key: str, **changes: Any) -> Spoil:
-    """Where the entry of `key` lies, changed."""
+    """Change the location of the entry of `key`."""
 
     def change(metadata: Any) -> None:
         for index, info in metadata.storage_data.items():
@@ -106,7 +106,7 @@ def place(key: str, **changes: Any) -> Spoil:
 
 
 def chunks(*boxes: tuple[tuple[Any, ...], tuple[Any, ...]]) -> Spoil:
-    """The chunks of `w`, each (offsets, sizes); all lie where its one chunk lay."""
+    """Replace the chunks of `w`, each (offsets, sizes), all at the location of the original one."""
 
     def change(metadata: Any) -> None:
         index = next(i for i in metadata.storage_data if i.fqn == "w")
@@ -125,7 +125,7 @@ def _size(numbers: tuple[Any, ...]) -> Any:
 
 
 def entry(key: str, content: Callable[[Path], bytes]) -> Spoil:
-    """Other bytes for the entry of `key`, at the end of the data file."""
+    """Append other bytes for the entry of `key` to the data file."""
 
     def act(directory: Path) -> None:
         data = content(directory)
@@ -149,7 +149,7 @@ def canary(directory: Path) -> Hostile:
 
 @cache
 def bomb() -> bytes:
-    """A tensor's zip whose data inflate to `BOMB_BYTES` zeros."""
+    """A tensor's zip file whose data decompress to `BOMB_BYTES` zeros."""
     stream = io.BytesIO()
     with (
         zipfile.ZipFile(io.BytesIO(saved(torch.zeros(60, 100)))) as source,
@@ -170,7 +170,7 @@ def put(path: str, content: bytes) -> Spoil:
 
 
 def instead(path: str, make_other: Callable[[Path], object]) -> Spoil:
-    """Something else stands where the file was."""
+    """Replace the file by something else."""
 
     def act(directory: Path) -> None:
         (directory / path).unlink()
@@ -191,7 +191,7 @@ def patched(find: bytes, put: bytes) -> bytes:
 
 
 def forged(**changes: Any) -> TensorStorageMetadata:
-    """The entry of a tensor, with values of types that do not belong there."""
+    """A tensor's entry with values of wrong types."""
     return replace(TENSOR, **changes)
 
 

@@ -1,4 +1,4 @@
-"""Loads every hostile checkpoint in one process of little memory and writes down what came of it.
+"""Loads every hostile checkpoint in one process with limited memory and reports the result.
 
     python hostile_program.py FOLDER
 
@@ -66,7 +66,7 @@ def main() -> None:
     ):
         for name, spoil in cases.items():
             place = folder / f"{group} {name}".replace("/", " ").replace(".", "_")
-            # Once as stock DCP's, without a manifest, and once with a fitting one.
+            # Once without a manifest, as stock DCP writes it, and once with a matching one.
             for sealed in (False, True) if seals else (False,):
                 what = f"{group}: {name}{', sealed' if sealed else ''}"
                 report(what, place / str(sealed) / NAME, origin, spoil, act, sealed)
@@ -80,7 +80,7 @@ def report(
     act: Callable[[Path], object],
     sealed: bool,
 ) -> None:
-    """Spoil a copy, use it, say what happened."""
+    """Damage a copy, load it, and print what happened."""
     shutil.copytree(origin, directory)
     spoil(directory)
     if sealed:
@@ -91,7 +91,7 @@ def report(
     try:
         act(directory)
     except BaseException as problem:
-        # Whatever comes is what the test is to judge, an alarm and an exit too.
+        # The test judges every kind of exception, timeouts and exits included.
         error = problem
     signal.alarm(0)
     facts = {

@@ -1,7 +1,7 @@
-"""What a power cut may leave: a model of a file system that promises what `fsync` says, no more.
+"""A model of a disk after a power cut, with a file system that guarantees only what `fsync` does.
 
-From a trace of system calls it knows, at every moment, which bytes and which names are durable.
-Of the others each may have reached the disk or not, in any order.
+From a trace of system calls the model knows at every moment which bytes and names are durable.
+All others may have reached the disk or not, in any order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SUBSETS_MAX: Final = 64
 
 
 class Loss(Enum):
-    """What becomes of bytes that were written and not fsynced."""
+    """What happens to bytes that were written but not synced."""
 
     KEPT = "kept"
     TORN = "torn"
@@ -29,7 +29,7 @@ class Loss(Enum):
 
 @dataclass(eq=False)
 class Inode:
-    """A file's, link's or directory's contents: as programs see them, and as the disk has them."""
+    """Contents of a file, link or directory: as programs see them, and as they are on disk."""
 
     is_directory: bool = False
     target: str = ""
@@ -40,7 +40,7 @@ class Inode:
     pending: list[dict[str, Inode | None]] = field(default_factory=list)
 
     def change(self, names: dict[str, Inode | None]) -> None:
-        """Names set (or, with None, taken away) together, not durable yet."""
+        """Set names (or remove them, with None) in one change that is not durable yet."""
         self.pending.append(names)
         _apply(self.names, names)
 
@@ -51,7 +51,7 @@ class Inode:
 
 
 class Disk:
-    """A folder as a trace of calls made it. Begins with the directories that were there."""
+    """A folder as a trace of calls created it; starts with the given directories."""
 
     def __init__(self, folders: Iterable[str]) -> None:
         self.root = Inode(is_directory=True)
@@ -63,7 +63,7 @@ class Disk:
         _sync_all(self.root)
 
     def play(self, call: Call) -> None:
-        """Take over what a call that succeeded did."""
+        """Apply the effect of a successful call."""
         if call.result < 0:
             return
         if call.op == "mkdir":
@@ -92,14 +92,14 @@ class Disk:
             directory.change({name: None})
 
     def find(self, path: str) -> Inode | None:
-        """What programs see under `path`."""
+        """The inode that programs see at `path`."""
         inode: Inode | None = self.root
         for name in PurePosixPath(path).parts:
             inode = inode.names.get(name) if inode else None
         return inode
 
     def states(self, chance: random.Random) -> Iterator[State]:
-        """What may be there after a cut now: all subsets of few pending names, some of many."""
+        """Possible states after a power cut now: all subsets of few pending names, some of many."""
         directories = list(_directories(self.root))
         pending = [(d, i) for d in directories for i in range(len(d.pending))]
         for chosen in _subsets(pending, chance):
@@ -107,7 +107,7 @@ class Disk:
                 yield State(self.root, frozenset((id(d), i) for d, i in chosen), loss)
 
     def worst(self) -> State:
-        """What is left when all that was not fsynced is gone."""
+        """The state in which everything that was not synced is lost."""
         return State(self.root, frozenset(), Loss.LOST)
 
     def _get(self, path: str) -> Inode:
@@ -124,7 +124,7 @@ class Disk:
         directory.change({name: inode})
 
     def _rename(self, old: str, new: str) -> None:
-        """One change where both names are in one directory, as is all that this model needs."""
+        """Rename within one directory, as a single change; the model needs no other kind."""
         directory, name = self._parent(new)
         former, former_name = self._parent(old)
         assert former is directory, (old, new)
@@ -133,7 +133,7 @@ class Disk:
 
 @dataclass(frozen=True)
 class State:
-    """One disk after a cut: which pending changes of names made it, and what of the bytes."""
+    """A disk after a power cut: which pending name changes and which bytes survived."""
 
     root: Inode
     made_it: frozenset[tuple[int, int]]
@@ -159,13 +159,13 @@ class State:
     def has(self, path: str) -> bool:
         return any(found == path for found, _ in self._walk(self.root, ""))
 
-    def lay_out(self, directory: Inode, folder: Path) -> None:
-        """Make the files of this state in `folder`."""
+    def write_files(self, directory: Inode, folder: Path) -> None:
+        """Write the files of this state to `folder`."""
         folder.mkdir(exist_ok=True)
         for name, inode in self.names(directory).items():
             path = folder / name
             if inode.is_directory:
-                self.lay_out(inode, path)
+                self.write_files(inode, path)
             elif inode.target:
                 path.symlink_to(inode.target)
             else:

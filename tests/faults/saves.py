@@ -1,4 +1,4 @@
-"""Saves through real flushers with the shim under them: what is staged, and what is believed."""
+"""Saves through real flushers with the fault shim: staging steps, and the step a resume uses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdfast.contracts.paths import CheckpointName, RunPaths
 from holdfast.contracts.slots import Slot, SlotState
 from holdfast.trainer.loading.resume import choose
 
-# Small files on a machine that others load too: what takes longer hangs.
+# The files are small, so a save that takes longer hangs, even on a busy machine.
 WRITTEN_S_MAX: Final = 60.0
 FILE_BYTES: Final = 3000
 _ENDINGS: Final = frozenset({SlotState.DONE, SlotState.FAILED})
@@ -27,13 +27,13 @@ _BUSY: Final = frozenset({SlotState.COPYING, SlotState.SEALED, SlotState.FLUSHIN
 
 
 class ManyFiles(FakeRank):
-    """A rank whose step is several files, one of them in a folder of its own."""
+    """A rank whose step has several files, one of them in a subfolder."""
 
     tensor_bytes = FILE_BYTES
 
     @property
     def files(self) -> dict[str, int]:
-        """Bytes of what this rank writes, by path: the first rank has the session's files too."""
+        """Sizes of this rank's files by path; the first rank has the session's files too."""
         if self.rank > 0:
             return {f"pp1/__{self.rank}_0.distcp": self.tensor_bytes}
         return {
@@ -43,7 +43,7 @@ class ManyFiles(FakeRank):
         }
 
     def stage_step(self, step: int) -> Slot:
-        """Seal the step's files in a free slot."""
+        """Write the step's files into a free slot and seal it."""
         content = b"".join(content_of(step, path, size) for path, size in self.files.items())
         number = next(i for i, s in enumerate(self.slots) if s.state not in _BUSY)
         return self.stage(step, content, slot=number)
@@ -61,13 +61,13 @@ class ManyFiles(FakeRank):
 
 
 def content_of(step: int, path: str, size: int = FILE_BYTES) -> bytes:
-    """The bytes that belong into a file of a step; no two files have the same."""
+    """The expected contents of a file of a step; all files differ."""
     stem = f"{path} of step {step}; ".encode()
     return (stem * (size // len(stem) + 1))[:size]
 
 
 class Node:
-    """One node of a run: a flusher supervisor, its flusher under a shim, and the node's ranks."""
+    """One node of a run: a flusher supervisor, its flusher with the shim, and the node's ranks."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ def nodes_of(
 
 
 def save(nodes: Sequence[Node], step: int) -> list[Slot]:
-    """Stage a step everywhere and wait until it is committed or given up everywhere."""
+    """Stage a step on all nodes and wait until it is committed or failed on all of them."""
     slots = [slot for node in nodes for slot in node.stage(step)]
     wait_until_written(slots)
     return slots
@@ -176,8 +176,8 @@ def name_of(step: int) -> str:
     return str(CheckpointName(step, 1, 1))
 
 
-def believed_step(run: Path) -> int | None:
-    """The step that a resume would go on from, its files compared with what was staged."""
+def resume_step(run: Path) -> int | None:
+    """The step that a resume would use; checks that its files equal the staged ones."""
     choice = choose(RunPaths(run), verify=True)
     if choice.directory is None or choice.manifest is None:
         return None

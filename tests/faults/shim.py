@@ -1,4 +1,4 @@
-"""The test's end of `shim.c`: builds it, says which call is to fail, reads what was called."""
+"""The test's side of `shim.c`: builds it, arms faults, and reads the traced calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMPILE_TIMEOUT_S: Final = 120.0
 _CONTROL: Final = struct.Struct("=6i24s1000s")
 _STATE_ARMED: Final = 1
 _STATE_FIRED: Final = 2
-# Random endings of temporary names, and the process number in that of the link `latest`.
+# Random suffixes of temporary names, and the process id in that of the link `latest`.
 _OWN_ENDING: Final = re.compile(r"(/\.[^/]+\.)(?:[a-z0-9_]{8}|[0-9a-f]{12}|\d+)$")
 _STEP: Final = re.compile(r"step-\d{8,}\.a\d{4,}\.l\d{2,}")
 STEP: Final = "STEP"
@@ -38,7 +38,7 @@ class Action(IntEnum):
 
 @dataclass(frozen=True)
 class Call:
-    """One traced call. Paths are below the folder, `other` the old name of a rename or link."""
+    """One traced call. Paths are relative to the folder; `other` is a rename's or link's source."""
 
     op: str
     path: str
@@ -52,9 +52,9 @@ class Call:
 
 @dataclass(frozen=True, order=True)
 class Point:
-    """One call of a save as it is met again in every other save: the `nth` of its kind.
+    """One system call of a save, identified so that every save has it: the `nth` of its kind.
 
-    In `pattern` the checkpoint's own name is `STEP` and what differs between processes is `*`.
+    `pattern` has `STEP` for the checkpoint's name and `*` for parts that differ by process.
     """
 
     op: str
@@ -66,7 +66,7 @@ class Point:
 
 
 class Shim:
-    """One process's shim: put `environment` into it before it starts."""
+    """The shim of one process: start the process with `environment`."""
 
     def __init__(self, library: Path, root: Path, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -83,35 +83,35 @@ class Shim:
         }
 
     def arm(self, point: Point, checkpoint: str, action: Action, error: int = 0) -> None:
-        """Let `action` befall `point` of the save whose directory is `checkpoint`."""
+        """Do `action` at `point` of the save whose directory is `checkpoint`."""
         pattern = point.pattern.replace(STEP, checkpoint).encode()
         packed = _CONTROL.pack(0, action, error, point.nth, 1, 0, point.op.encode(), pattern)
         self._map[4 : len(packed)] = packed[4:]
         self._map[:4] = struct.pack("=i", _STATE_ARMED)
 
     def trace(self) -> None:
-        """Let everything pass, and write it down from now on."""
+        """Trace all calls from now on, without a fault."""
         self._map[: _CONTROL.size] = _CONTROL.pack(0, 0, 0, 0, 1, 0, b"", b"")
 
-    def let_pass(self) -> None:
-        """End the fault, go on tracing."""
+    def disarm(self) -> None:
+        """Remove the fault and continue tracing."""
         self._map[:4] = struct.pack("=i", 0)
 
     @property
     def has_fired(self) -> bool:
-        """True when the armed call came."""
+        """True once the armed call was made."""
         return bool(struct.unpack("=i", self._map[:4])[0] == _STATE_FIRED)
 
     def calls(self) -> list[Call]:
-        """All that was traced so far, in the order in which the calls took effect."""
+        """All calls traced so far, in the order in which they took effect."""
         return [_parse(line) for line in self._trace.read_bytes().splitlines()]
 
     def forget(self) -> None:
-        """Begin an empty trace."""
+        """Clear the trace."""
         os.truncate(self._trace, 0)
 
     def close(self) -> None:
-        """Let the control page go."""
+        """Release the control page."""
         self._map.close()
 
 
@@ -134,7 +134,7 @@ def build(folder: Path) -> Path:
 
 
 def points_of(calls: Iterable[Call], run: str) -> list[Point]:
-    """The calls of one save of the run in folder `run`, named so that another save has them too."""
+    """The calls of one save of the run in folder `run`, as points that every save has."""
     counts: Counter[tuple[str, str]] = Counter()
     points = []
     for call in calls:
@@ -163,6 +163,6 @@ def _parse(line: bytes) -> Call:
     )
 
 
-def strangers(calls: Iterable[Call]) -> Iterator[Call]:
-    """Calls of a kind that the enumeration does not know."""
+def unknown_calls(calls: Iterable[Call]) -> Iterator[Call]:
+    """Calls of a kind that the recording does not support."""
     return (call for call in calls if call.op.startswith("unexpected"))

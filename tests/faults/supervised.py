@@ -1,4 +1,4 @@
-"""One supervisor's life: `python supervised.py RUN_DIRECTORY`, with the shim under it alone."""
+"""Runs one supervisor, with the fault shim: `python supervised.py RUN_DIRECTORY`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.contracts.paths import RunPaths
 from holdfast.flows.supervise import Supervisor, submit_next
 from holdfast.lineage.index import Index
 
-# The jobs that it submits are not to be struck.
+# The jobs that it submits must not load the shim.
 for name in ("LD_PRELOAD", "FAULT_ROOT", "FAULT_CONTROL", "FAULT_TRACE"):
     os.environ.pop(name, None)
 

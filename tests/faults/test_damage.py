@@ -1,4 +1,4 @@
-"""Damage of every kind is found by `verify`, and a resume goes on from the checkpoint before."""
+"""`verify` reports every kind of damage, and a resume uses the previous checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GOOD, BAD = 10, 20
 
 
 def commit(run: RunPaths, step: int) -> Path:
-    """A checkpoint of several files, one of them longer than a block; no two have equal bytes."""
+    """A checkpoint of several files with different contents, one longer than a block."""
     name = CheckpointName(step, 1, 1)
     directory = run.checkpoint(name)
     entries = []
@@ -63,7 +63,7 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def flip(path: str, at: int) -> Callable[[Path], object]:
-    """One bit of the byte `at`, from the end when negative."""
+    """Flip one bit of the byte at `at`; a negative `at` counts from the end."""
 
     def act(directory: Path) -> None:
         content = bytearray((directory / path).read_bytes())
@@ -82,7 +82,7 @@ def put(path: str, content: bytes) -> Callable[[Path], object]:
 
 
 def replace(path: str, make: Callable[[Path], object]) -> Callable[[Path], object]:
-    """Something else stands where `path` was."""
+    """Replace `path` by something else."""
 
     def act(directory: Path) -> None:
         (directory / path).unlink()
@@ -101,17 +101,17 @@ def swap(one: str, other: str) -> Callable[[Path], object]:
 
 
 def take(path: str, run: str, step: int) -> Callable[[Path], object]:
-    """The file of the same name of another checkpoint."""
+    """Overwrite the file with that of another checkpoint."""
     name = str(CheckpointName(step, 1, 1))
     return lambda d: shutil.copyfile(d.parents[2] / run / "checkpoints" / name / path, d / path)
 
 
 def edit(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
-    """The manifest, with one thing in it changed."""
+    """Change one value in the manifest."""
 
     def act(directory: Path) -> None:
         document = json.loads((directory / MANIFEST).read_bytes())
-        # Who forges a manifest makes its digest fit, or leaves it out as those of before.
+        # An attacker can compute a fitting digest, or leave it out as old manifests do.
         del document["digest"]
         change(document)
         (directory / MANIFEST).write_bytes(to_json(document))
@@ -229,7 +229,7 @@ def test_damage_is_reported_and_resume_uses_the_previous_checkpoint(
     status, damaged = verify(directory)
     assert status == 1
     assert damaged
-    # Nothing is deleted of what was passed over: people may want to look at it.
+    # A skipped checkpoint is not deleted, so that people can inspect it.
     assert sorted(os.listdir(directory)) == before
 
 

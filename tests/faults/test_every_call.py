@@ -1,6 +1,7 @@
-"""Every system call of a save fails, or is the last one: what is committed stays, nothing else is.
+"""Faults at every system call of a save: committed steps stay, and failed ones are not used.
 
-A first save is recorded, and each of its calls is a point at which later saves are struck.
+The calls of a first save are recorded. Each of them is a point where a later save fails or the
+flusher is killed.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ import pytest
 from tests.faults.saves import (
     WRITTEN_S_MAX,
     Node,
-    believed_step,
     has_committed,
     has_manifest,
     name_of,
     nodes_of,
+    resume_step,
     save,
     wait_until_written,
 )
-from tests.faults.shim import Action, Point, points_of, strangers
+from tests.faults.shim import Action, Point, points_of, unknown_calls
 from tests.flusher_supervisor import wait_until
 
 from holdfast.contracts.paths import RunPaths
@@ -40,8 +41,8 @@ FILES = {
 
 
 @dataclass(frozen=True)
-class Struck:
-    """A point, and whether only the first save of a run has it: that makes the folders."""
+class FaultPoint:
+    """A system call, and whether only the first save of a run makes it, to create folders."""
 
     point: Point
     is_first_only: bool
@@ -51,31 +52,31 @@ class Struck:
 
 
 def is_harmless(point: Point, action: Action) -> bool:
-    """True when the save is committed although this call fails: nothing of it is needed."""
+    """True when the save is committed although this call fails, because it is not essential."""
     if os.path.basename(point.pattern) in {"latest", ".latest.tmp"}:
         return True
     return point.op == "unlink" and action is Action.FAIL_ONCE
 
 
-def record(node: Node) -> list[Struck]:
-    """The points of a save, from a run's first save and its second."""
+def record(node: Node) -> list[FaultPoint]:
+    """All fault points, recorded from a run's first and second save."""
     found = []
     for step in (1, 2):
         node.shim.forget()
         slots = save([node], step)
         assert has_committed(slots)
         calls = node.shim.calls()
-        assert list(strangers(calls)) == []
+        assert list(unknown_calls(calls)) == []
         found.append(points_of(calls, RUN))
     first, second = found
     common = {point for point in first if point in second}
     assert {"open", "write", "fsync", "rename", "link", "symlink", "mkdir"} <= {
         point.op for point in common
     }
-    # A run's first save finds no folder in which a manifest could be.
+    # At a run's first save no folder exists that could hold a manifest.
     assert set(second) - common == {LOOK_AT_MANIFEST}
-    return [Struck(point, point not in common) for point in first] + [
-        Struck(LOOK_AT_MANIFEST, is_first_only=False)
+    return [FaultPoint(point, point not in common) for point in first] + [
+        FaultPoint(LOOK_AT_MANIFEST, is_first_only=False)
     ]
 
 
@@ -85,8 +86,8 @@ def node(shim_library: Path, tmp_path: Path) -> Iterator[Node]:
         yield made
 
 
-class Strikes:
-    """Takes a node's saves through a list of points, with the steps counted up."""
+class FaultInjector:
+    """Injects faults into a node's saves, one point after the other, at increasing steps."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -96,29 +97,29 @@ class Strikes:
         self.folders = count(1)
         self.believed: int | None = 2
 
-    def strike(self, struck: Struck, action: Action, error: int = 0) -> tuple[int, list[Slot]]:
-        """Save a step with `action` at the point; returns the step and its slots, undecided."""
-        if struck.is_first_only:
+    def inject(self, fault: FaultPoint, action: Action, error: int = 0) -> tuple[int, list[Slot]]:
+        """Start to save a step with `action` at the point; returns the step and its slots."""
+        if fault.is_first_only:
             folder = self.root / f"run{next(self.folders)}"
             folder.mkdir()
             self.node.move_to(folder)
             self.believed = None
         step = next(self.steps)
         self.node.shim.forget()
-        pattern = struck.point.pattern
-        moved = Point(struck.point.op, self._here(pattern), struck.point.nth)
+        pattern = fault.point.pattern
+        moved = Point(fault.point.op, self._here(pattern), fault.point.nth)
         self.node.shim.arm(moved, name_of(step), action, error)
         return step, self.node.stage(step)
 
     def expect(self, step: int, committed: bool) -> None:
-        """What a resume believes is the step, when it was committed, else what it was before."""
+        """A resume uses `step` if it was committed, else the same step as before."""
         if committed:
             self.believed = step
-        assert believed_step(self.node.run) == self.believed
+        assert resume_step(self.node.run) == self.believed
 
     def expect_next_save(self) -> None:
-        """The fault is over: the next save succeeds and is believed."""
-        self.node.shim.let_pass()
+        """Without the fault the next save is committed, and a resume uses it."""
+        self.node.shim.disarm()
         step = next(self.steps)
         assert has_committed(save([self.node], step))
         self.expect(step, committed=True)
@@ -135,61 +136,61 @@ class Strikes:
 def test_save_with_any_one_failing_system_call_leaves_a_valid_state(
     node: Node, action: Action, error: int
 ) -> None:
-    strikes = Strikes(node)
+    injector = FaultInjector(node)
     wrong = []
-    for struck in strikes.points:
-        step, slots = strikes.strike(struck, action, error)
+    for fault in injector.points:
+        step, slots = injector.inject(fault, action, error)
         wait_until_written(slots)
-        assert node.shim.has_fired, struck
+        assert node.shim.has_fired, fault
         committed = has_committed(slots)
-        if committed != is_harmless(struck.point, action):
-            wrong.append(f"{struck}: {'committed' if committed else slots[0].error}")
+        if committed != is_harmless(fault.point, action):
+            wrong.append(f"{fault}: {'committed' if committed else slots[0].error}")
         if not committed:
-            assert all(os.strerror(error) in slot.error for slot in slots), struck
-            expect_word_of_failure(node, step)
-            assert not has_manifest(node.run, step), struck
-        strikes.expect(step, committed)
-        strikes.expect_next_save()
+            assert all(os.strerror(error) in slot.error for slot in slots), fault
+            wait_for_failure_report(node, step)
+            assert not has_manifest(node.run, step), fault
+        injector.expect(step, committed)
+        injector.expect_next_save()
     assert wrong == []
-    assert len(strikes.points) > 35
+    assert len(injector.points) > 35
 
 
-def expect_word_of_failure(node: Node, step: int) -> None:
+def wait_for_failure_report(node: Node, step: int) -> None:
     wait_until(
         lambda: any(m["step"] == step for m in node.flusher_supervisor.of_kind("failed")),
-        f"the flusher supervisor to hear of the failure of step {step}",
+        f"the flusher supervisor's report that step {step} failed",
     )
 
 
 def test_flusher_killed_after_any_system_call_finishes_the_save_on_restart(node: Node) -> None:
-    """All at once the disk is as the whole node's death would leave it; then it is finished."""
-    strikes = Strikes(node)
-    for struck in strikes.points:
-        step, slots = strikes.strike(struck, Action.KILL_AFTER)
+    """The disk is left as the death of the whole node would; a new flusher finishes the save."""
+    injector = FaultInjector(node)
+    for fault in injector.points:
+        step, slots = injector.inject(fault, Action.KILL_AFTER)
         node.flusher_supervisor.process.wait(WRITTEN_S_MAX)
-        assert node.shim.has_fired, struck
-        strikes.expect(step, committed=has_manifest(node.run, step))
-        node.shim.let_pass()
+        assert node.shim.has_fired, fault
+        injector.expect(step, committed=has_manifest(node.run, step))
+        node.shim.disarm()
         node.flusher_supervisor.kill()
         node.flusher_supervisor.start()
         wait_until_written(slots)
-        assert has_committed(slots), (struck, slots[0].error)
-        strikes.expect(step, committed=True)
+        assert has_committed(slots), (fault, slots[0].error)
+        injector.expect(step, committed=True)
         left = {path.name for path in RunPaths(node.run).checkpoint(name_of(step)).rglob("*")}
-        assert left == FILES, struck
-        strikes.expect_next_save()
+        assert left == FILES, fault
+        injector.expect_next_save()
 
 
 def test_short_writes_are_continued(node: Node) -> None:
-    strikes = Strikes(node)
-    writes = [struck for struck in strikes.points if struck.point.op == "write"]
+    injector = FaultInjector(node)
+    writes = [fault for fault in injector.points if fault.point.op == "write"]
     assert len(writes) == len(FILES) - 1
-    for struck in writes:
-        step, slots = strikes.strike(struck, Action.SHORT_WRITE)
+    for fault in writes:
+        step, slots = injector.inject(fault, Action.SHORT_WRITE)
         wait_until_written(slots)
-        assert node.shim.has_fired, struck
-        assert has_committed(slots), (struck, slots[0].error)
-        strikes.expect(step, committed=True)
+        assert node.shim.has_fired, fault
+        assert has_committed(slots), (fault, slots[0].error)
+        injector.expect(step, committed=True)
 
 
 def test_any_failing_write_of_a_large_file_fails_the_save(
@@ -198,52 +199,52 @@ def test_any_failing_write_of_a_large_file_fails_the_save(
     with nodes_of(shim_library, tmp_path, local_ranks=1, tensor_bytes=WRITE_BYTES_MAX + 5000) as (
         node,
     ):
-        strikes = Strikes(node)
-        writes = [s for s in strikes.points if s.point.pattern.endswith("__0_0.distcp.tmp")]
-        # Past the page cache, what ends within a page is a write of its own.
+        injector = FaultInjector(node)
+        writes = [s for s in injector.points if s.point.pattern.endswith("__0_0.distcp.tmp")]
+        # Direct I/O writes the part beyond the last whole page separately.
         assert [s.point.nth for s in writes if s.point.op == "write"] in ([1, 2], [1, 2, 3])
-        for struck in writes:
-            step, slots = strikes.strike(struck, Action.FAIL_ONCE, errno.EIO)
+        for fault in writes:
+            step, slots = injector.inject(fault, Action.FAIL_ONCE, errno.EIO)
             wait_until_written(slots)
-            assert node.shim.has_fired, struck
-            assert not has_committed(slots), struck
-            strikes.expect(step, committed=False)
-        strikes.expect_next_save()
+            assert node.shim.has_fired, fault
+            assert not has_committed(slots), fault
+            injector.expect(step, committed=False)
+        injector.expect_next_save()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("struck_node", [0, 1])
+@pytest.mark.parametrize("faulty_node", [0, 1])
 def test_two_node_save_with_any_one_failing_system_call_is_consistent(
-    shim_library: Path, tmp_path: Path, struck_node: int
+    shim_library: Path, tmp_path: Path, faulty_node: int
 ) -> None:
-    """Node 0's word decides: what it calls committed is believed, what it gives up is not."""
+    """Node 0's result decides: a resume uses the step exactly if node 0 reports it committed."""
     with nodes_of(shim_library, tmp_path, nodes=2) as nodes:
         believed, steps = 1, count(2)
-        nodes[struck_node].shim.forget()
+        nodes[faulty_node].shim.forget()
         assert has_committed(save(nodes, believed))
-        points = points_of(nodes[struck_node].shim.calls(), RUN)
+        points = points_of(nodes[faulty_node].shim.calls(), RUN)
         assert len(points) > 25
         for point in points:
             step = next(steps)
-            # A poll may come less often than it did: a point that is not met fails nothing.
-            nodes[struck_node].shim.arm(point, name_of(step), Action.FAIL_ONCE, errno.EIO)
+            # The number of polls varies, so an armed call may not occur; then nothing fails.
+            nodes[faulty_node].shim.arm(point, name_of(step), Action.FAIL_ONCE, errno.EIO)
             slots = [node.stage(step) for node in nodes]
             wait_until_written(slots[0] + slots[1])
             if has_committed(slots[0]):
                 believed = step
-            elif nodes[struck_node].shim.has_fired:
+            elif nodes[faulty_node].shim.has_fired:
                 assert os.strerror(errno.EIO) in slots[0][0].error, point
-            assert believed_step(nodes[0].run) == believed, point
-            nodes[struck_node].shim.let_pass()
+            assert resume_step(nodes[0].run) == believed, point
+            nodes[faulty_node].shim.disarm()
             believed = next(steps)
             assert has_committed(save(nodes, believed)), point
-            assert believed_step(nodes[0].run) == believed, point
+            assert resume_step(nodes[0].run) == believed, point
 
 
-def wait_for_fault_or_commit(struck: Node, slots: list[Slot]) -> None:
+def wait_for_fault_or_commit(node: Node, slots: list[Slot]) -> None:
     wait_until(
-        lambda: struck.shim.has_fired or all(slot.state is DONE for slot in slots),
+        lambda: node.shim.has_fired or all(slot.state is DONE for slot in slots),
         "the fault or the commit",
         WRITTEN_S_MAX,
     )
@@ -251,26 +252,25 @@ def wait_for_fault_or_commit(struck: Node, slots: list[Slot]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("struck_node", [0, 1])
+@pytest.mark.parametrize("faulty_node", [0, 1])
 def test_two_node_save_survives_a_flusher_killed_after_any_system_call(
-    shim_library: Path, tmp_path: Path, struck_node: int
+    shim_library: Path, tmp_path: Path, faulty_node: int
 ) -> None:
-    """Started again by its flusher supervisor, it finishes its part, and both nodes report one
-    commit."""
+    """The restarted flusher finishes its part, and both nodes report the same commit."""
     with nodes_of(shim_library, tmp_path, nodes=2) as nodes:
-        struck = nodes[struck_node]
-        struck.shim.forget()
+        faulty = nodes[faulty_node]
+        faulty.shim.forget()
         assert has_committed(save(nodes, 1))
-        for step, point in enumerate(points_of(struck.shim.calls(), RUN), 2):
-            struck.shim.arm(point, name_of(step), Action.KILL_AFTER)
+        for step, point in enumerate(points_of(faulty.shim.calls(), RUN), 2):
+            faulty.shim.arm(point, name_of(step), Action.KILL_AFTER)
             slots = [slot for node in nodes for slot in node.stage(step)]
-            wait_for_fault_or_commit(struck, slots)
-            if struck.shim.has_fired:
-                struck.flusher_supervisor.process.wait(WRITTEN_S_MAX)
-                assert believed_step(struck.run) in {step - 1, step}, point
-                struck.shim.let_pass()
-                struck.flusher_supervisor.kill()
-                struck.flusher_supervisor.start()
+            wait_for_fault_or_commit(faulty, slots)
+            if faulty.shim.has_fired:
+                faulty.flusher_supervisor.process.wait(WRITTEN_S_MAX)
+                assert resume_step(faulty.run) in {step - 1, step}, point
+                faulty.shim.disarm()
+                faulty.flusher_supervisor.kill()
+                faulty.flusher_supervisor.start()
             wait_until_written(slots)
             assert has_committed(slots), (point, [slot.error for slot in slots])
-            assert believed_step(struck.run) == step, point
+            assert resume_step(faulty.run) == step, point

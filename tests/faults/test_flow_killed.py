@@ -1,7 +1,7 @@
-"""The supervising process is killed after each thing that it does; the next one goes on from there.
+"""The supervisor is killed after each change that it makes to files, and the next one continues.
 
-A run of two attempts is recorded first. Then one run lives through many supervisors: each is
-struck where the record says that the next effect takes place.
+First the system calls of a run with two attempts are recorded. Then runs get many supervisors,
+each of which is killed at the next recorded change.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ LIFE_S = 300.0
 LIVES_MAX = 200
 SUPERVISED = Path(__file__).with_name("supervised.py")
 EFFECTS = {"mkdir", "write", "rename", "link", "unlink"}
-# The first line of each life is that it supervises; the second is what it did.
+# The first journal line of each supervisor is `supervised`; the second is its first action.
 JOURNAL = Point("write", "runs/kelp/journal/flow.jsonl", 2)
-# Where a second attempt is wanted, it kills its agent the first time that it is started. While the
-# file `hold` exists it trains on.
+# With the argument 2 it kills its agent at the first start, so that a second attempt follows. It
+# runs for as long as the file `hold` exists.
 PROGRAM = """
 import json, os, pathlib, signal, sys, time
 run = pathlib.Path(os.environ["HOLDFAST_RUN_DIR"])
@@ -59,7 +59,7 @@ if is_fatal:
 
 
 class Flow:
-    """Supervisors of one run, one after the other, each under a shim."""
+    """Supervisors of one run, one after the other, each with the fault shim loaded."""
 
     def __init__(self, library: Path, folder: Path, attempts: int) -> None:
         folder.mkdir()
@@ -80,7 +80,7 @@ class Flow:
         self.shim = Shim(library, folder, folder / "shim")
 
     def start(self) -> subprocess.Popen[bytes]:
-        """The next supervisor's life."""
+        """Start the next supervisor."""
         home = {"HOLDFAST_HOME": str(self.folder / "home")}
         with open(self.folder / "flow.log", "ab") as log:
             return subprocess.Popen(
@@ -91,7 +91,7 @@ class Flow:
             )
 
     def live(self, point: Point, action: Action = Action.KILL_AFTER) -> bool:
-        """One life; True when it was struck, False when it came to the run's end."""
+        """Run one supervisor; True if the fault killed it, False if the run ended first."""
         self.shim.arm(point, "", action)
         process = self.start()
         code = process.wait(LIFE_S)
@@ -99,8 +99,8 @@ class Flow:
         return self.shim.has_fired
 
     def live_until_launch(self) -> None:
-        """One life, ended while the job that it submits is being started."""
-        self.shim.let_pass()
+        """Run one supervisor and kill it while it starts the job."""
+        self.shim.disarm()
         process = self.start()
         give_up = time.monotonic() + LIFE_S
         while time.monotonic() < give_up and not _is_launching(process.pid):
@@ -109,8 +109,8 @@ class Flow:
         process.wait(LIFE_S)
 
     def finish(self) -> RunHistory:
-        """A last life that nothing befalls, and what is then on disk."""
-        self.shim.let_pass()
+        """Run a last supervisor without a fault; returns the run's history on disk."""
+        self.shim.disarm()
         assert self.start().wait(LIFE_S) == 0, self.log()
         return load_history(self.paths)
 
@@ -147,19 +147,19 @@ def flow(shim_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     made.close()
 
 
-def expect_all_told(flow: Flow, history: RunHistory) -> None:
-    """One job per attempt, one line for each thing that happened, and the index knows them."""
+def expect_complete_records(flow: Flow, history: RunHistory) -> None:
+    """One job per attempt, one journal line per event, and the index has all of it."""
     assert history.state is RunState.COMPLETED, flow.log()
     assert check_submissions(flow.paths, history.events) == []
     starts = (flow.folder / "starts").read_text().split()
     tried = [view for view in history.attempts if view.job_id is not None]
-    assert starts == [str(view.number) for view in tried], "each job trained once, in its turn"
+    assert starts == [str(view.number) for view in tried], "each job must train once, in order"
     states = [AttemptState.LOST] * (flow.attempts - 1) + [AttemptState.COMPLETED]
     assert [view.state for view in tried] == states
     told = Counter((e.kind, e.data.get("attempt")) for e in history.events)
     for view in history.attempts:
         assert told[EventKind.ATTEMPT_ENDED, view.number] == 1
-        # Of one that was given up before it was asked for there is nothing to account for.
+        # An attempt that was given up before its request has no goodput.
         assert told[EventKind.GOODPUT, view.number] == 1 or view.request is None
         assert told[EventKind.ATTEMPT_RESERVED, view.number] == (view.request is not None)
         attempt = flow.paths.attempt(view.number)
@@ -177,18 +177,19 @@ def test_flow_killed_while_submitting_loses_nothing(flow: Flow) -> None:
     document = "runs/kelp/attempts/*/{}.json"
     assert flow.live(Point("mkdir", "runs/kelp/attempts/*", 1))
     assert flow.live(Point("rename", document.format("request"), 1))
-    # A job that has ended already has no use for a submission.
+    # The job must still run: no submission is recorded for a job that has ended.
     (flow.folder / "hold").touch()
     assert flow.live(Point("rename", document.format("submission"), 1), Action.KILL_BEFORE)
     assert flow.live(Point("rename", document.format("submission"), 1))
     (flow.folder / "hold").unlink()
-    expect_all_told(flow, flow.finish())
+    expect_complete_records(flow, flow.finish())
 
 
 def recorded_points(calls: list[Call]) -> list[Point]:
-    """Where a supervisor changes something, in order, each place once.
+    """The calls by which a supervisor changes files, in order, each once.
 
-    Attempts are numbered on as some are cut short, and lines of the journal are met as such.
+    Attempt numbers are replaced by `*`, because interrupted attempts shift them. Every journal
+    line counts as the same point.
     """
     points = []
     for call in calls:
@@ -221,7 +222,7 @@ def test_flow_killed_after_any_file_change_loses_nothing(
                 point = points.pop(0)
                 is_over = not flow.live(point)
                 struck += not is_over
-            expect_all_told(flow, flow.finish())
+            expect_complete_records(flow, flow.finish())
         finally:
             flow.close()
     print(json.dumps({"struck": struck, "lives": lives}))
@@ -230,7 +231,7 @@ def test_flow_killed_after_any_file_change_loses_nothing(
 
 
 def expect_all_recorded(points: list[Point]) -> None:
-    """The record has what a supervisor is known to do."""
+    """The recording includes the changes that every supervisor makes."""
     names = {os.path.basename(point.pattern) for point in points}
     assert {"request.json", "submission.json", "flow.jsonl"} <= names, names
     assert any("holdfast.db" in point.pattern for point in points), names

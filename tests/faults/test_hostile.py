@@ -1,6 +1,6 @@
-"""Hostile checkpoints: each is refused in words, runs no code and takes neither memory nor time.
+"""Hostile checkpoints are refused with a reason, run no code, and use little memory and time.
 
-A program of its own loads them all, with a gigabyte of memory over what it has when it begins.
+A separate program loads them all. It may use one gigabyte more memory than at its start.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def test_hostile_checkpoints_are_refused_and_execute_no_code(tmp_path: Path) -> 
     )
     assert done.returncode == 0, done.stderr[-3000:]
     outcomes = [json.loads(line) for line in done.stdout.splitlines()]
-    # What may have a manifest is tried without one and with one that a stranger made to fit.
+    # These cases are tried without a manifest, and with a forged one that matches.
     assert len(outcomes) == 2 * len(METADATA_CASES | ENTRY_CASES) + len(
         {*(f"file {name}" for name in FILE_CASES), *TRAIN_STATE_CASES}
     )

@@ -1,4 +1,4 @@
-"""Files of other nodes that shared storage shows late: what is waited for, by a played clock."""
+"""Files of other nodes that appear late on shared storage: how long they are awaited."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ DELAYS = [
 ]
 
 
-class PlayedTime:
-    """A clock that only `sleep` moves; once it says `at_s`, the file at `path` is to be seen."""
+class FakeClock:
+    """A clock that only `sleep` advances; at `at_s` the file at `path` appears."""
 
     def __init__(self, at_s: float, path: Path, content: object) -> None:
         self.now, self._at_s, self._path, self._content = 0.0, at_s, path, content
@@ -41,13 +41,13 @@ class PlayedTime:
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        # A real wait looks twenty times in a second; once is enough to be played.
+        # Real polling is twenty times a second; one step per second is enough here.
         self.now += max(seconds, 1.0)
         if self.now >= self._at_s and not self._path.exists():
             write_bytes(self._path, to_json(self._content))
 
 
-def play(monkeypatch: pytest.MonkeyPatch, mounted: FileSystem, clock: PlayedTime) -> None:
+def play(monkeypatch: pytest.MonkeyPatch, mounted: FileSystem, clock: FakeClock) -> None:
     monkeypatch.setattr(filesystems, "filesystem_of", lambda _: mounted)
     monkeypatch.setattr(commit, "time", clock)
     monkeypatch.setattr(salvage, "time", clock)
@@ -60,7 +60,7 @@ def commit_of_two(
     run = RunPaths(folder)
     directory = run.checkpoint(name_of(1))
     make_directory(directory / PARTS)
-    play(patch, mounted, PlayedTime(seen_at_s, directory / PARTS / part_name(1), part_of(1, 2)))
+    play(patch, mounted, FakeClock(seen_at_s, directory / PARTS / part_name(1), part_of(1, 2)))
     peers = PeerState(abandoned=lambda: None, lost=lambda: lost)
     return commit_together(run, directory, part_of(0, 2), peers)
 
@@ -92,7 +92,7 @@ def test_snapshot_list_is_awaited_for_the_file_system_delay(
 ) -> None:
     def common_step(run: RunPaths, seen_at_s: float) -> int | None:
         theirs = salvage._list_path(launch_folder(run, name_of(1)), 1)
-        clock = PlayedTime(seen_at_s, theirs, {"node": 1, "steps": [6, 7]})
+        clock = FakeClock(seen_at_s, theirs, {"node": 1, "steps": [6, 7]})
         play(monkeypatch, mounted, clock)
         table = make_table(nodes=2, checkpoint=name_of(1), run_directory=str(run.directory))
         return agree(table, [7, 8], abandoned=lambda: None)

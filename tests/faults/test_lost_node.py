@@ -1,4 +1,4 @@
-"""A node is gone: a step that it had written is committed by the lowest left, another is not."""
+"""Lost nodes: a step that the lost node had written is committed by the others, else it fails."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from tests.faults.saves import (
     Node,
-    believed_step,
     has_committed,
     has_manifest,
     name_of,
     nodes_of,
+    resume_step,
     save,
     wait_until_written,
 )
@@ -58,8 +58,8 @@ def test_step_is_committed_if_the_lost_node_had_written_its_part(two: list[Node]
     answer = two[1].flusher_supervisor.drain(lost=[0])
     assert answer["committed"][-1] == 2
     assert has_committed(slots)
-    assert believed_step(two[1].run) == 2
-    # Were node 0 not lost but cut off, it would find the same commit and not make another.
+    assert resume_step(two[1].run) == 2
+    # If node 0 was only cut off, it finds this commit and does not make another one.
     content = (RunPaths(two[1].run).checkpoint(name_of(2)) / "manifest.json").read_bytes()
     two[0].flusher_supervisor.kill()
     two[0].flusher_supervisor.start()
@@ -72,8 +72,8 @@ def test_step_is_committed_if_the_lost_node_had_written_its_part(two: list[Node]
     assert (RunPaths(two[1].run).checkpoint(name_of(2)) / "manifest.json").read_bytes() == content
 
 
-def tell_shards(nodes: list[Node]) -> None:
-    """Every rank says what it writes, and every node leaves it where the others can read it."""
+def publish_shards(nodes: list[Node]) -> None:
+    """Every rank describes what it writes, and every node publishes the list for the others."""
     for node in nodes:
         for rank in node.ranks:
             rank.describe(f"rng.rank{rank.rank}", "model.weight", "model.bias")
@@ -87,7 +87,7 @@ def test_step_fails_and_names_lost_tensors_if_the_lost_node_had_not_written(
     two: list[Node],
 ) -> None:
     assert has_committed(save(two, 1))
-    tell_shards(two)
+    publish_shards(two)
     kill_at(two[0], DATA_OF_0, 2)
     slots = two[1].stage(2)
     answer = two[1].flusher_supervisor.drain(lost=[0])
@@ -102,13 +102,13 @@ def test_step_fails_and_names_lost_tensors_if_the_lost_node_had_not_written(
     )
     assert error.endswith(f"Lost: {shards}")
     assert all(slot.error == error for slot in slots)
-    # What was in memory alone is given up by the same words.
+    # A snapshot in memory fails with the same message.
     for rank in two[1].ranks:
         rank.snapshot(3, b"content")
         rank.close()
     error = two[1].flusher_supervisor.drain(lost=[0])["failed"][-1]["error"]
     assert error.endswith(f"nodes [0] are lost, together with {shards}")
-    assert believed_step(two[1].run) == 1
+    assert resume_step(two[1].run) == 1
 
 
 def test_node_0_fails_a_step_that_a_lost_node_had_not_written(two: list[Node]) -> None:
@@ -119,13 +119,13 @@ def test_node_0_fails_a_step_that_a_lost_node_had_not_written(two: list[Node]) -
     assert not has_committed(slots)
     assert "nodes [1] were lost before they wrote all their files" in slots[0].error
     assert "Missing: ranks 2 to 3." in slots[0].error
-    assert believed_step(two[0].run) == 1
+    assert resume_step(two[0].run) == 1
 
 
 def test_two_concurrent_committers_report_the_same_commit(
     shim_library: Path, tmp_path: Path
 ) -> None:
-    """Node 1 takes node 0 for lost, which it is not; node 2's part sets both off together."""
+    """Node 1 wrongly considers node 0 lost; node 2's part makes both commit at the same time."""
     with nodes_of(shim_library, tmp_path, nodes=3, local_ranks=1) as nodes:
         nodes[1].flusher_supervisor.drain(lost=[0])
         parts = RunPaths(nodes[0].run).checkpoints
@@ -137,7 +137,7 @@ def test_two_concurrent_committers_report_the_same_commit(
             slots += nodes[2].stage(step)
             wait_until_written(slots)
             assert has_committed(slots), [slot.error for slot in slots]
-            assert believed_step(nodes[0].run) == step
+            assert resume_step(nodes[0].run) == step
         wait_until(
             lambda: all(len(n.flusher_supervisor.of_kind("committed")) == 20 for n in nodes), "word"
         )
@@ -149,7 +149,7 @@ def test_two_concurrent_committers_report_the_same_commit(
 
 
 def part_of(node: int, nodes: int) -> dict[str, object]:
-    """What a node of one rank leaves of a step without files."""
+    """The part of a node with one rank for a step without files."""
     facts = {
         "run_uid": "0" * 32,
         "run": "run",

@@ -1,4 +1,4 @@
-"""Power cuts: whatever of the un-fsynced bytes and names is gone, what is believed is complete."""
+"""Power cuts: whichever unsynced bytes and names are lost, a resume finds a complete step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.faults.power import Disk, Inode, Loss, State
-from tests.faults.saves import believed_step, has_committed, nodes_of, save
+from tests.faults.saves import has_committed, nodes_of, resume_step, save
 from tests.faults.shim import Call
 
 RUN = "run"
@@ -47,8 +47,8 @@ def found(disk: Disk, path: str) -> Inode:
     return inode
 
 
-class Cuts:
-    """Lays states out and asks what a resume would believe of each; equal ones are asked once."""
+class StateChecker:
+    """Writes disk states to a folder and finds the step that a resume uses; caches equal states."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -57,8 +57,8 @@ class Cuts:
     def believed(self, state: State) -> int | None:
         fingerprint = state.fingerprint()
         if fingerprint not in self._known:
-            state.lay_out(state.root, self._folder)
-            self._known[fingerprint] = believed_step(self._folder / RUN)
+            state.write_files(state.root, self._folder)
+            self._known[fingerprint] = resume_step(self._folder / RUN)
             shutil.rmtree(self._folder)
         return self._known[fingerprint]
 
@@ -75,7 +75,7 @@ def test_resume_after_a_power_cut_at_any_call_finds_a_complete_step(
             node.shim.forget()
             assert has_committed(save([node], step))
             traces.append(node.shim.calls())
-    disk, cuts, chance = Disk([RUN]), Cuts(tmp_path / "cut"), random.Random(SEED)
+    disk, cuts, chance = Disk([RUN]), StateChecker(tmp_path / "cut"), random.Random(SEED)
     committed: int | None = None
     for step, trace in enumerate(traces, 1):
         seen = set()
@@ -86,7 +86,7 @@ def test_resume_after_a_power_cut_at_any_call_finds_a_complete_step(
                 assert believed in {committed, step}, (step, each, state.loss)
                 seen.add(believed)
         assert seen == {committed, step}
-        # It was told to be committed here, so from now on nothing may take it away.
+        # The step was reported as committed here, so it must never disappear again.
         assert {cuts.believed(state) for state in disk.states(chance)} == {step}
         committed = step
     assert len(cuts) > 100
@@ -96,7 +96,7 @@ def test_resume_after_a_power_cut_at_any_call_finds_a_complete_step(
 def test_omitting_any_fsync_of_a_save_is_detected(
     shim_library: Path, tmp_path: Path, without: str
 ) -> None:
-    """The model would find it, were one of the kinds of fsync missing."""
+    """Without one of the kinds of fsync, some state after a power cut loses the step."""
     with nodes_of(shim_library, tmp_path) as (node,):
         assert has_committed(save([node], 1))
         trace = node.shim.calls()
@@ -106,7 +106,7 @@ def test_omitting_any_fsync_of_a_save_is_detected(
         "data": lambda path: path.endswith("distcp.tmp"),
         "manifest": lambda path: "/.manifest.json" in path,
     }
-    disk, cuts, chance = Disk([RUN]), Cuts(tmp_path / "cut"), random.Random(SEED)
+    disk, cuts, chance = Disk([RUN]), StateChecker(tmp_path / "cut"), random.Random(SEED)
     for each in trace:
         if each.op != "fsync" or not kinds[without](each.path):
             disk.play(each)

@@ -1,4 +1,4 @@
-"""A whole run, with agent, flusher and rank, on storage that refuses some of its calls."""
+"""A whole run, with agent, flusher and rank, on storage where some system calls fail."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def test_failed_saves_are_reported_and_the_next_save_is_committed(
         for step, (point, number) in FAULTS.items():
             shim.arm(point, name_of(step), Action.FAIL_ONCE, number)
             told = [name_of(each) for each in FAULTS if each <= step]
-            wait_until(partial(has_told, run, told), f"a failed save of step {step}")
+            wait_until(partial(has_reported, run, told), f"a failed save of step {step}")
             assert shim.has_fired
-        shim.let_pass()
+        shim.disarm()
         view = run.wait_for_end()
     finally:
         run.end_all()
@@ -67,6 +67,6 @@ def test_failed_saves_are_reported_and_the_next_save_is_committed(
     assert "No space left on device" in second["error"]
 
 
-def has_told(run: LocalRun, names: list[str]) -> bool:
+def has_reported(run: LocalRun, names: list[str]) -> bool:
     """True when these saves, and no others, are journaled as failed."""
     return [e.data["checkpoint"] for e in run.events(EventKind.SAVE_FAILED)] == names

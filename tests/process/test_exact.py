@@ -113,7 +113,7 @@ def name_of(checkpoint: Path) -> CheckpointName:
     return name
 
 
-def tear(checkpoint: Path, run: RunPaths) -> Path:
+def add_torn_checkpoint(checkpoint: Path, run: RunPaths) -> Path:
     """A newer checkpoint that a kill tore: half a file, and no manifest."""
     name = name_of(checkpoint)
     torn = run.checkpoint(str(dataclasses.replace(name, step=name.step + 2)))
@@ -136,21 +136,21 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     kill_at = random.Random(KILL_SEED).randrange(2 * INTERVAL, STEPS)
     first = launch(run.directory, kill_at)
     wait_for_flusher(run, 1)
-    tear(run.list_checkpoints()[-1], run)
+    add_torn_checkpoint(run.list_checkpoints()[-1], run)
     shutil.move(run.directory, folder / "durable")
     shutil.copytree(folder / "durable", run.directory)
     shutil.rmtree(folder / "durable")
     return Ran(run, (first, launch(run.directory)))
 
 
-def assert_alike(resumed: Ran, whole: Ran) -> None:
+def assert_identical(resumed: Ran, whole: Ran) -> None:
     for rank in range(RANKS):
         assert resumed.steps(rank) == whole.steps(rank)
         assert resumed.end(rank) == whole.end(rank)
 
 
 def test_full_state_is_restored_bit_identical(whole: Ran, killed: Ran) -> None:
-    assert_alike(killed, whole)
+    assert_identical(killed, whole)
     assert set(killed.end(0)) > {"model", "moments", "torch", "python", "numpy", "best", "counter"}
     restored = killed.resumes()[-1]["restored"]
     extras = ["ema", "swa", "scaler", "counter", "generator"]
@@ -280,5 +280,5 @@ def test_several_resumes_in_a_row_are_bit_identical(
     lot = random.Random(resumes)
     kills = sorted(lot.sample(range(2, STEPS), resumes))
     ran = train(tmp_path / "run", kills)
-    assert_alike(ran, whole)
+    assert_identical(ran, whole)
     assert len(ran.resumes()) == resumes + 1

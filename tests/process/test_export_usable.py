@@ -13,7 +13,7 @@ from holdfast.trainer import Session
 from holdfast.trainer.export.__main__ import main
 
 
-class Kept:
+class PlainExtra:
     """An extra of plain values, without a tensor."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def test_exported_state_continues_in_a_program_without_holdfast(tmp_path: Path) -> None:
     model, optimizer = make()
-    kept, mean = Kept(), nn.Linear(2, 2)
+    kept, mean = PlainExtra(), nn.Linear(2, 2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     with Session(
         model,

@@ -69,7 +69,7 @@ def test_sealed_steps_are_committed_after_all_ranks_are_killed(
     ready, tell = os.pipe()
     children, said = [], []
 
-    def be_a_rank(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         fake = FakeRank(flusher_supervisor, run, rank=rank, world_size=2)
         if rank == 1:
             flusher_supervisor.signal(signal.SIGSTOP)
@@ -81,7 +81,7 @@ def test_sealed_steps_are_committed_after_all_ranks_are_killed(
 
     try:
         for rank in range(2):
-            children.append(fork(be_a_rank, rank))
+            children.append(fork(run_rank, rank))
             said.append(os.read(ready, 1))
         said += [os.read(ready, 1) for _ in range(2)]
         assert sorted(said) == [b"g", b"g", b"s", b"s"]
@@ -192,7 +192,7 @@ def test_existing_checkpoint_directory_is_never_overwritten(
 
 
 @contextlib.contextmanager
-def little_room(run: Path, flusher_supervisor: SlotHolder, bytes_max: int) -> Iterator[int]:
+def limited_storage(run: Path, flusher_supervisor: SlotHolder, bytes_max: int) -> Iterator[int]:
     """Storage that refuses more than `bytes_max`; yields the errno that it refuses with.
 
     A small tmpfs where one may be mounted, else a limit on the flusher's own files.
@@ -217,7 +217,7 @@ def test_full_storage_is_reported_and_the_next_save_works(
     flusher_supervisor: SlotHolder, tmp_path: Path
 ) -> None:
     run = tmp_path / "r"
-    with little_room(run, flusher_supervisor, 256 * 1024) as code:
+    with limited_storage(run, flusher_supervisor, 256 * 1024) as code:
         rank = FakeRank(flusher_supervisor, run)
         wait_for(rank.stage(6, b"a" * 10_000), SlotState.DONE)
         slot = rank.stage(7, b"b" * 1_000_000)

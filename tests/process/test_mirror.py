@@ -128,7 +128,7 @@ def kill(children: list[BaseProcess]) -> None:
     os.kill(children[0].pid, signal.SIGKILL)
 
 
-def strike_uploads(
+def kill_uploads(
     cases: list[tuple[int, bool]], s3: ObjectStore, proxy: Proxy, tmp_path: Path
 ) -> list[str]:
     """For each (request, before): kill an uploader there, look, and finish in another process.
@@ -164,7 +164,7 @@ def strike_uploads(
 def test_uploader_killed_before_any_request_leaves_a_valid_mirror(
     s3: ObjectStore, proxy: Proxy, tmp_path: Path
 ) -> None:
-    verbs = strike_uploads([(at, True) for at in range(REQUESTS + 1)], s3, proxy, tmp_path)
+    verbs = kill_uploads([(at, True) for at in range(REQUESTS + 1)], s3, proxy, tmp_path)
     assert verbs[-1] == "none"
     assert {*verbs} == {"GET", "HEAD", "POST", "PUT", "none"}
     assert verbs.count("none") == 1
@@ -174,7 +174,7 @@ def test_uploader_killed_after_its_last_responses_leaves_a_valid_mirror(
     s3: ObjectStore, proxy: Proxy, tmp_path: Path
 ) -> None:
     """The two answers that matter most: the object's parts are one, and the manifest stands."""
-    verbs = strike_uploads([(JOINED, False), (NAMED, False)], s3, proxy, tmp_path)
+    verbs = kill_uploads([(JOINED, False), (NAMED, False)], s3, proxy, tmp_path)
     assert verbs == ["POST", "PUT"]
 
 
@@ -182,7 +182,7 @@ def test_uploader_killed_after_its_last_responses_leaves_a_valid_mirror(
 def test_uploader_killed_after_any_response_leaves_a_valid_mirror(
     s3: ObjectStore, proxy: Proxy, tmp_path: Path
 ) -> None:
-    verbs = strike_uploads([(at, False) for at in range(REQUESTS)], s3, proxy, tmp_path)
+    verbs = kill_uploads([(at, False) for at in range(REQUESTS)], s3, proxy, tmp_path)
     assert "none" not in verbs
 
 

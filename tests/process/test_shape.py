@@ -66,19 +66,19 @@ def test_predicted_memory_equals_the_memory_used(
     resources = Resources(executor="local", gpus_per_node=2)
     paths = make_run(tmp_path, resources=resources, elastic=Elastic(min_gpus=1, max_gpus=2))
     for ranks in launches:
-        foretold = None
+        predicted = None
         if paths.list_checkpoints():
-            status, foretold = doctor(tmp_path, "fit", "r", "--gpus", str(ranks))
-            assert status == 0, foretold
-            assert foretold["ok"]
-            assert set(foretold["counts"]) == {1, 2}
+            status, predicted = doctor(tmp_path, "fit", "r", "--gpus", str(ranks))
+            assert status == 0, predicted
+            assert predicted["ok"]
+            assert set(predicted["counts"]) == {1, 2}
         taken = train(paths.directory, mode, ranks, tmp_path)
         assert len(taken) == ranks
-        if foretold is None:
+        if predicted is None:
             continue
         for part in ("device", "staging"):
             most = max(one[part] for one in taken)
-            assert foretold["bytes_per_rank"][part] == pytest.approx(most, rel=TOLERANCE), part
+            assert predicted["bytes_per_rank"][part] == pytest.approx(most, rel=TOLERANCE), part
     status, found = doctor(tmp_path, "fit", "r", "--gpus", "3")
     assert status == 1, "three GPUs are more than the spec allows"
     assert not found["ok"]

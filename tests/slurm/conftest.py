@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-# At the end, so that no module of ours can hide an installed one.
+# Appended, so that no module of ours can shadow an installed one.
 sys.path.append(str(Path(__file__).parents[2] / "infra" / "slurm"))
 
 from examples.demo_service import PrefectService
@@ -20,8 +20,8 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     """A running cluster: n1 to n4 with four GPUs each, partitions `spot` and `prod`.
 
     SLURM_CONF points at it, so sbatch, squeue and sacct just work. Grace time and kill wait
-    are 10 s. Tests share it: leave no jobs behind and every node up. Where Slurm's packages are
-    missing the tests fail with the line that says what to install; they are never passed over.
+    are 10 s. All tests share it, so leave no jobs behind and every node up. If Slurm's packages
+    are missing, the tests fail with a message that says what to install; they are never skipped.
     """
     check_prerequisites()
     cluster = SlurmCluster(

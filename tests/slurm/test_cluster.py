@@ -1,4 +1,4 @@
-"""The one-machine cluster behaves like Slurm where Holdfast depends on it."""
+"""The one-machine test cluster behaves like real Slurm where Holdfast depends on it."""
 
 import os
 import re
@@ -15,13 +15,13 @@ from slurm_errors import ClusterStateError
 
 WAIT_S = 90.0
 CLUSTER_PY = Path(__file__).parents[2] / "infra" / "slurm" / "cluster.py"
-# Writes when TERM came into the file $1, then exits 0 (or stays, if $2 says so).
+# Writes the time of a TERM signal to the file $1, then exits with 0, or stays if $2 is `stay`.
 ON_TERM = """
 trap 'date +%s.%N >> "$1"; test "$2" = stay || exit 0' TERM
 echo up > "$1.up"
 for _ in $(seq 600); do sleep 0.1; done
 """
-# A process that has left its step's session and tree, as daemonised helpers do.
+# A process outside of its step's session and process tree, like a daemon.
 DETACHED = 'setsid sleep 600 & echo $! > "$1"; wait'
 
 
@@ -51,7 +51,7 @@ def read_field(cluster: SlurmCluster, job: str, field: str) -> str:
 
 
 def wait_for_account(cluster: SlurmCluster, job: str, state: str) -> None:
-    """Wait until sacct gives the job that state ("CANCELLED by 0" counts as CANCELLED)."""
+    """Wait until sacct reports the state ("CANCELLED by 0" counts as CANCELLED)."""
 
     def words() -> list[str]:
         return cluster.run("sacct", "-X", "-n", "-j", job, "-o", "state%30").split()
@@ -97,7 +97,7 @@ def test_each_job_sees_its_own_gpus(slurm: SlurmCluster, tmp_path: Path) -> None
 
 
 def test_prod_preempts_spot_with_notice(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """Leaving inside the grace gives COMPLETED, staying PREEMPTED; PreemptTime tells in both."""
+    """Exiting in the grace time gives COMPLETED, staying PREEMPTED; both have a PreemptTime."""
     marks = {"leave": tmp_path / "leave", "stay": tmp_path / "stay"}
     leaver = submit_on_term(slurm, tmp_path, "n1", marks["leave"], "leave")
     stayer = submit_on_term(slurm, tmp_path, "n2", marks["stay"], "stay")
@@ -108,7 +108,7 @@ def test_prod_preempts_spot_with_notice(slurm: SlurmCluster, tmp_path: Path) -> 
         submit(slurm, tmp_path, "-p", "prod", "-w", node, "--gpus-per-node=4", script="true")
         for node in ("n1", "n2")
     ]
-    # There a moment before its first line is in it.
+    # The file exists a moment before its first line is written.
     assert wait_until(lambda: all(m.exists() and m.read_text() for m in marks.values()), WAIT_S)
     for mark in marks.values():
         notice_s = float(mark.read_text().split()[0]) - submitted_s
@@ -124,7 +124,7 @@ def test_prod_preempts_spot_with_notice(slurm: SlurmCluster, tmp_path: Path) -> 
 def test_job_of_a_lost_node_fails_and_the_node_can_restart(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
-    """Bare Slurm; attempts that lose a node are tested by default, on this cluster."""
+    """Slurm alone; tests of attempts that lose a node run by default."""
     pid_file = tmp_path / "pid"
     job = submit(slurm, tmp_path, "-w", "n3", script=f"srun bash -c '{DETACHED}' - {pid_file}")
     assert wait_until(lambda: pid_file.exists() and bool(pid_file.read_text()), WAIT_S)
@@ -144,7 +144,7 @@ def test_job_of_a_lost_node_fails_and_the_node_can_restart(
 def test_cluster_started_by_the_command_line_stops_without_leftovers(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """A cluster of its own, beside the shared one, from start to stop."""
+    """A separate cluster beside the shared one, from start to stop."""
     # A short name: munge's socket has to fit into the 108 characters of a Unix address.
     directory = tmp_path_factory.mktemp("c") / "second"
 

@@ -1,4 +1,4 @@
-"""Two nodes' ranks killed when only one node has the newest step in memory."""
+"""The ranks of two nodes are killed when only one node has the newest step in memory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_newest_step_in_memory_on_both_nodes_is_committed(run: LocalRun) -> None
     agents = {beat.node: beat.agent_pid for beat in run.beats(attempt)}
     with ExitStack() as held:
         slots = {node: held.enter_context(slots_of(pid)) for node, pid in agents.items()}
-        # Node 1's rank stands still in its copy; node 0's finishes the same step and waits.
+        # Node 1's rank is stopped in its copy; node 0's finishes the same step and waits.
         copied = hold_in_copy(ranks[1], slots[1])
         wait_until(lambda: copied in steps_in(slots[0], SlotState.SNAPSHOT), "node 0's copy")
         assert steps_in(slots[1], SlotState.SNAPSHOT) == [copied - 1]
@@ -63,6 +63,6 @@ def test_newest_step_in_memory_on_both_nodes_is_committed(run: LocalRun) -> None
     assert (view.state, view.last_step) == (AttemptState.COMPLETED, STEPS)
     first, second = run.outcome(attempt).launches
     assert (first.ending, second.ending) == ("crashed", "completed")
-    assert second.first_step == copied, "one step is trained again"
+    assert second.first_step == copied, "exactly one step must be trained again"
     told = [e.data for e in run.events(EventKind.COMMITTED) if e.data.get("reason") == "crash"]
-    assert [one["checkpoint"] for one in told] == [kept.name], "told once"
+    assert [one["checkpoint"] for one in told] == [kept.name], "the commit must be recorded once"

@@ -1,4 +1,4 @@
-"""A run that had to begin small takes the GPUs that another job gives back."""
+"""A run that started small grows when another job releases GPUs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_run_grows_from_two_gpus_to_four_when_another_job_ends(
     slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
-    # All nodes but half of one are taken; the run begins on that half.
+    # Other jobs use all nodes except for half of one; the run starts on that half.
     whole = _occupy(slurm, "-N3", "--gpus-per-node=4")
     half = _occupy(slurm, "-N1", "--gpus-per-node=2")
     run = LocalRun(
@@ -68,7 +68,7 @@ def test_run_grows_from_two_gpus_to_four_when_another_job_ends(
 
 
 def _occupy(slurm: SlurmCluster, *size: str) -> str:
-    """Another job of that size, once it runs; returns its id."""
+    """Start another job of that size and wait until it runs; returns its id."""
     job = slurm.run(
         "sbatch", "--parsable", "-p", "prod", *size, "--no-requeue", "--output=/dev/null",
         "--wrap", "sleep 600",

@@ -1,4 +1,4 @@
-"""A real controller whose answers to sbatch are lost: one job trains, however many were taken."""
+"""Lost sbatch responses: one job trains, however many the controller accepted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from holdfast.workers.executors.slurm import SlurmExecutor
 
 ONE_NODE = {"executor": "slurm", "nodes": 1, "gpus_per_node": 2, "partition": "spot"}
 QUICK = {"poll_s": 0.5}
-# The first call is answered by a time-out, and its job is taken some seconds later.
+# The first call times out, but its job is queued some seconds later.
 LATE_SBATCH = """#!/bin/bash
 if mkdir {folder}/first 2>/dev/null; then
     cp "${{@: -1}}" {folder}/script.sh
@@ -38,7 +38,7 @@ exec {sbatch} "$@"
 
 @pytest.fixture
 def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Path]:
-    """Puts an sbatch before Slurm's own that loses the first answer."""
+    """Installs a wrapper of sbatch that loses the first response."""
 
     def install(late_s: float) -> Path:
         folder = tmp_path / "late"

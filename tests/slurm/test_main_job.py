@@ -1,8 +1,8 @@
-"""The main job on a real Slurm: preempted, out of time, cancelled, orphaned, lost.
+"""The main scenarios on a real Slurm: preemption, time limit, cancel, killed flow, lost node.
 
-Every run goes the way that people's runs go: `prefect deployment run`, a process worker, sbatch,
-an agent on every node, torchrun. A rank takes a whole node of four GPUs, so that what a
-higher-priority job takes is truly gone.
+Every run uses the whole chain: `prefect deployment run`, a process worker, sbatch, an agent on
+every node, torchrun. A rank takes a whole node of four GPUs, so that a higher-priority job takes
+whole nodes away.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.paths import RunPaths
 
 GRACE_S = 10.0
-# The cluster's grace and kill wait together.
+# The sum of the cluster's grace time and kill wait.
 PATIENCE_S = 20.0
 
 
@@ -48,7 +48,7 @@ def runs(slurm_service: PrefectService, tmp_path: Path) -> Iterator[FlowRuns]:
 def spec_of(
     runs: FlowRuns, name: str, *, nodes: int, settings: dict[str, Any], **more: Any
 ) -> Path:
-    """A run of one rank on each of `nodes` whole nodes, in the partition that is preempted."""
+    """A run with one rank on each of `nodes` whole nodes, in the preemptible partition."""
     resources = {"executor": "slurm", "nodes": nodes, "gpus_per_node": 1, "gres": "gpu:4"}
     resources |= {"partition": "spot", **more.pop("resources", {})}
     grace = {"grace_s": GRACE_S}
@@ -56,7 +56,7 @@ def spec_of(
 
 
 def jobs_named_for(slurm: SlurmCluster, paths: RunPaths) -> list[str]:
-    """Ids of all jobs that Slurm ever had for the run, by the name that they bear."""
+    """Ids of all jobs that Slurm ever had for the run, found by job name."""
     lines = slurm.run(
         *("sacct", "-X", "-n", "-P", "--starttime", "now-1days", "--format", "JobID,JobName")
     )
@@ -114,7 +114,7 @@ def test_attempt_saves_before_its_time_limit_and_is_relaunched(
     wait_for_end(paths)
     shown = runs.holdfast("show", "short-job")
     assert shown["goodput"]["steps_lost"] == 0
-    # On a busy machine an attempt may come to few steps; then there are more of them.
+    # On a busy machine an attempt may do only a few steps; then there are more attempts.
     attempts = shown["attempts"]
     first, second = attempts[0], attempts[1]
     assert (first["state"], first["cause"]) == ("timed_out", "time_limit")
@@ -122,7 +122,7 @@ def test_attempt_saves_before_its_time_limit_and_is_relaunched(
     asked, *more = [data for data in signals if data["attempt"] == 1]
     assert (asked["source"], asked["cause"]) == ("time_limit", "time_limit")
     assert "the last flush must start" in asked["detail"]
-    assert more == [], "it is reported once"
+    assert more == [], "the time limit must be reported once"
     outcome = read_document(Outcome, paths.attempt(1).outcome)
     assert outcome is not None
     assert outcome.stop_committed_at is not None
@@ -186,8 +186,8 @@ def test_cancelled_flow_does_not_interrupt_a_slow_flush(
     wait_for("step 15", lambda: step_of(paths) >= 15)
     (taken,) = supervisions(paths)
     flusher = flusher_of(paths)
-    # Storage that hangs: the process that writes makes no progress for longer than Slurm lets a
-    # job live that it ends.
+    # Simulates storage that hangs: the flusher makes no progress for longer than Slurm would let
+    # a job run that it ends.
     os.kill(flusher, signal.SIGSTOP)
     try:
         runs.service.command("prefect", "flow-run", "cancel", taken["flow_run"])

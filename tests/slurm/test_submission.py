@@ -37,7 +37,7 @@ TWO_NODES = {"executor": "slurm", "nodes": 2, "gpus_per_node": 2, "partition": "
 
 @pytest.fixture
 def make(slurm: SlurmCluster, tmp_path: Path) -> Iterator[Make]:
-    """Makes runs whose attempts are Slurm jobs, and ends what they left."""
+    """Creates runs whose attempts are Slurm jobs, and ends their processes afterwards."""
     made: list[LocalRun] = []
 
     def make_run(resources: dict[str, Any] | None = None, **settings: Any) -> LocalRun:
@@ -80,7 +80,7 @@ def test_two_node_job_trains_to_completion(make: Make) -> None:
 def test_preempted_job_commits_within_the_grace_period_and_records_why(
     slurm: SlurmCluster, make: Make
 ) -> None:
-    """Without a flow; the main job's preemption is tested by default."""
+    """Without a flow; test_main_job.py tests preemption with one by default."""
     run = make(steps=4000, sleep_s=0.05)
     attempt = run.submit()
     run.wait_for_step(attempt, 3)
@@ -102,7 +102,7 @@ def test_preempted_job_commits_within_the_grace_period_and_records_why(
 
 @pytest.mark.slow
 def test_scancel_counts_as_operator_request_and_commits(slurm: SlurmCluster, make: Make) -> None:
-    """Without a flow; that of the main job is tested by default."""
+    """Without a flow; test_main_job.py tests scancel with one by default."""
     run = make(steps=4000, sleep_s=0.05)
     attempt = run.submit()
     run.wait_for_step(attempt, 3)
@@ -130,7 +130,7 @@ def test_warm_standbys_of_both_nodes_are_used_together(make: Make) -> None:
     run = make(steps=100_000, sleep_s=0.05, supervision={"standby_after_s": 0})
     attempt = run.submit()
     run.wait_for_step(attempt, 5)
-    # So quick a restart begins before the other node is next asked how it is.
+    # These restarts begin before the other node's state is checked again.
     ranks = ranks_of(run, attempt, 1)
     for number in (2, 3, 4):
         training = {pid for pids in ranks.values() for pid in pids}
@@ -148,7 +148,7 @@ def test_warm_standbys_of_both_nodes_are_used_together(make: Make) -> None:
 def test_lost_node_is_named_and_excluded_from_the_relaunch(
     slurm: SlurmCluster, make: Make, node: int
 ) -> None:
-    # Node 0 leads, and its batch shell goes with it: the other node has to end the job.
+    # Node 0 leads and runs the batch shell. If it is lost, the other node has to end the job.
     run = make(steps=4000, sleep_s=0.05, checkpoint={"interval": 10_000, "snapshots": 1})
     attempt = run.submit()
     run.wait_for_step(attempt, 3)
@@ -158,14 +158,14 @@ def test_lost_node_is_named_and_excluded_from_the_relaunch(
         view = run.wait_for_end()
         assert ended(view) == (AttemptState.NODE_FAILED, Cause.NODE_FAILURE)
         assert view.facts["lost_hosts"] == [lost]
-        # The other node had the newest step in memory, and says what of it was lost. Without its
-        # leader it may be ended with the job's step before it comes to that.
+        # The other node had the newest step in memory and reports which tensors are lost. Without
+        # node 0, Slurm may end it before it can report.
         problems = {str(event.data["error"]) for event in run.events(EventKind.SAVE_FAILED)}
         assert len(problems) == 1 or (node == 0 and not problems)
         for problem in problems:
             assert f"nodes [{node}] are lost, together with " in problem
             for rank in (2 * node, 2 * node + 1):
-                # The first rank writes what there is but once as well.
+                # The first rank also writes the files that exist only once.
                 assert re.search(rf"__{rank}_0\.distcp(, \S+)* with ", problem)
                 assert f"rng.rank{rank:05d}." in problem
         decision = decide(run.history(), None, now=time.time())
@@ -227,7 +227,7 @@ def test_preflight_names_unknown_slurm_settings_before_submission(
 
 
 def test_every_job_state_of_this_slurm_version_is_known(slurm: SlurmCluster) -> None:
-    # squeue answers an unknown state with the whole list of those it knows.
+    # For an unknown state squeue prints the list of all valid states.
     done = subprocess.run(
         ["squeue", "--states=nonsense"], capture_output=True, text=True, timeout=30, check=False
     )
@@ -272,7 +272,7 @@ def test_notice_on_one_node_stops_both_and_is_acknowledged_after_commit(make: Ma
 
 
 def _node_of(port: int) -> int | None:
-    """The node whose agent calls from a port of this machine, as Slurm numbers it."""
+    """The Slurm node number of the agent that uses a local port."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ValueError):
             if any(c.laddr.port == port for c in process.net_connections("tcp")):

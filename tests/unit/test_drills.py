@@ -125,11 +125,11 @@ def skip_a_number(run: RunFolder) -> None:
 
 def end_unexplained(run: RunFolder) -> None:
     run.submit(4, 2, 0.0)
-    run.tell_ended(4, AttemptState.FAILED, Cause.UNKNOWN, 210, 0.0)
+    run.record_attempt_end(4, AttemptState.FAILED, Cause.UNKNOWN, 210, 0.0)
 
 
 def end_twice(run: RunFolder) -> None:
-    run.tell_ended(1, AttemptState.PREEMPTED, Cause.PREEMPTION, 120, 0.0)
+    run.record_attempt_end(1, AttemptState.PREEMPTED, Cause.PREEMPTION, 120, 0.0)
 
 
 def change_the_command(run: RunFolder) -> None:

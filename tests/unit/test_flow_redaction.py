@@ -46,7 +46,7 @@ def assert_hidden(text: str) -> None:
 class UnseenRun(RunFolder):
     """A run whose supervisor has not recorded how its attempt ended."""
 
-    def tell_ended(self, *_: Any) -> None:
+    def record_attempt_end(self, *_: Any) -> None:
         """Leave it to the supervisor."""
 
 

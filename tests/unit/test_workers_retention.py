@@ -229,7 +229,7 @@ def test_uncommitted_saves_of_ended_attempts_are_deleted(
         torn = paths.checkpoint(f"step-{step:08d}.a{attempt:04d}.l01")
         torn.mkdir()
         (torn / "__0_0.distcp").write_bytes(b"x" * 5000)
-    folder.tell_ended(1, AttemptState.FAILED, Cause.HANG, 50, T0)
+    folder.record_attempt_end(1, AttemptState.FAILED, Cause.HANG, 50, T0)
     assert deletion.remove_torn(paths) == 0, "another process may still delete or write there"
     monkeypatch.setattr(deletion, "UNDECIDED_S", -1.0)
     assert deletion.remove_torn(paths) >= 5000

@@ -195,7 +195,7 @@ def write_live_run(root: Path, now: float) -> None:
     )
     at = script.train(2, 4, 8_930, at + 6 * MINUTE)
     with clock(at):
-        script.run.tell_ended(2, AttemptState.NODE_FAILED, Cause.NODE_FAILURE, 8_930, at)
+        script.run.record_attempt_end(2, AttemptState.NODE_FAILED, Cause.NODE_FAILURE, 8_930, at)
     decide(script, 2, at + 1, 8, "the node is left out for an hour; 8 GPUs are free")
     script.step = 8_500
     script.begin(3, 8, at + MINUTE, queued_s=2 * MINUTE, host="gpu-03")

@@ -1,7 +1,7 @@
 """A program whose second rank fails in a given way: `ranks.py WAY`. Each way is one function.
 
-Ways that need no tensors do not import any, so that they are quick to capture; the others stand
-in `tensor_ways.py`. `ENDING_FULL_DIRECTORY` names a small file system that the capture mounts.
+The ways here do not import torch, so that they are quick to capture; `tensor_ways.py` has the
+others. `ENDING_FULL_DIRECTORY` names a small file system that the capture mounts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WAYS: dict[str, Callable[[], object]] = {}
 
 
 def way(act: Callable[[], object]) -> Callable[[], object]:
-    """Register a way to fail under its own name. Rank 1 takes it, rank 0 waits."""
+    """Register a way to fail under its function name. Rank 1 calls it while rank 0 waits."""
     WAYS[act.__name__] = act
     return act
 
@@ -137,7 +137,7 @@ def disk_full_while_handling() -> None:
     try:
         disk_full()
     except OSError as error:
-        # What a careless handler does: it fails itself, and its error comes last.
+        # A careless handler raises an error itself, which is then the last one.
         print(error.no_such_attribute)  # type: ignore[attr-defined]
 
 
@@ -241,7 +241,7 @@ def permission_denied() -> None:
 
 @way
 def disk_read_error() -> None:
-    # The kernel's own EIO: a page of this process that is not mapped.
+    # The kernel returns EIO for a page of this process that is not mapped.
     with open("/proc/self/mem", "rb", buffering=0) as memory:
         memory.read(1)
 

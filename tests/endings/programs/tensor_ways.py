@@ -1,4 +1,4 @@
-"""Ways to fail that need torch: collectives, tensors, data loaders. Every rank calls its way."""
+"""Ways to fail that need torch: collectives, tensors, data loaders. Every rank calls the way."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ TENSOR_WAYS: dict[str, Callable[[], object]] = {}
 
 
 def way(act: Callable[[], object]) -> Callable[[], object]:
-    """Register a way to fail under its own name."""
+    """Register a way to fail under its function name."""
     TENSOR_WAYS[act.__name__] = act
     return act
 
 
 def join(timeout_s: float = LONG_S) -> int:
-    """Join the process group; this process's rank."""
+    """Join the process group; returns this process's rank."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
     dist.barrier()
     return dist.get_rank()
@@ -138,7 +138,7 @@ def damaged_checkpoint() -> None:
 
 
 class Samples(Dataset[int]):
-    """Samples whose third fails in the given way."""
+    """A dataset whose third sample fails in the given way."""
 
     def __init__(self, fail: Callable[[], object]) -> None:
         self._fail = fail
@@ -153,7 +153,7 @@ class Samples(Dataset[int]):
 
 
 def load(fail: Callable[[], object]) -> None:
-    """Rank 1 loads samples in a worker process that fails."""
+    """Rank 1 loads samples in a worker process, which fails."""
     if join() == 1:
         for _ in DataLoader(Samples(fail), batch_size=1, num_workers=1):
             time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Ways to fail that the rules were not written from: `variants.py WAY`. Rank 1 takes it."""
+"""Ways to fail for the hold-out set: `variants.py WAY`. Rank 1 fails."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ WAYS: dict[str, Callable[[], object]] = {}
 
 
 class UploadError(Exception):
-    """What a program makes of an error that it does not want to show."""
+    """The error by which a program hides the original one."""
 
 
 def way(act: Callable[[], object]) -> Callable[[], object]:
-    """Register a way to fail under its own name."""
+    """Register a way to fail under its function name."""
     WAYS[act.__name__] = act
     return act
 
@@ -49,15 +49,15 @@ def disk_full_renamed() -> None:
         raise UploadError("could not keep the best model") from error
 
 
-class Unwilling(http.server.BaseHTTPRequestHandler):
-    """A store that answers by the status that its path names."""
+class StatusHandler(http.server.BaseHTTPRequestHandler):
+    """An HTTP server that returns the status in the request's path."""
 
     def do_GET(self) -> None:
         self.send_error(int(self.path.strip("/")))
 
 
 def ask_store(status: int) -> None:
-    with http.server.HTTPServer(("127.0.0.1", 0), Unwilling) as server:
+    with http.server.HTTPServer(("127.0.0.1", 0), StatusHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/{status}", timeout=5)
 
@@ -118,7 +118,7 @@ def error_in_thread() -> None:
 
 
 def peer_fails_first() -> None:
-    """The second rank's own error makes the first one's connection end, which is louder."""
+    """The second rank's error closes the first one's connection, which logs more output."""
     name = f"\0ending-{os.environ['TORCHELASTIC_RUN_ID']}-{os.environ['MASTER_PORT']}"
     with socket.socket(socket.AF_UNIX) as link:
         if os.environ["RANK"] == "1":
