@@ -21,7 +21,7 @@ from holdfast.workers import operator
 from holdfast.workers.checkpoints import newest_committed
 from holdfast.workers.policy import decide
 
-# Of a program that is to be ended long before.
+# A program with this sleep must be ended long before it is over.
 SLEEP_S = 400.0
 GRACE_S = 40.0
 Make = Callable[..., LocalRun]
@@ -29,7 +29,7 @@ Make = Callable[..., LocalRun]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    """Makes runs, and ends what they left."""
+    """Creates runs, and ends their processes afterwards."""
     made: list[LocalRun] = []
 
     def make_run(**settings: Any) -> LocalRun:
@@ -98,7 +98,7 @@ def test_killed_rank_is_restarted_in_the_same_job(make: Make) -> None:
     assert len({(e.data["command_digest"], tuple(e.data["argv"])) for e in resumed}) == 1
     wait_until(lambda: not processes_of(run.paths), "the end of every process", 60)
     logs = sorted(folder.name for folder in attempt.node_logs(0).glob("l*"))
-    assert logs == ["l01", "l02"], "a warm standby that nobody wanted leaves nothing"
+    assert logs == ["l01", "l02"], "an unused warm standby must leave no logs"
 
 
 def test_killed_guard_leaves_no_ranks_and_training_restarts(make: Make) -> None:
@@ -116,7 +116,7 @@ def test_killed_guard_leaves_no_ranks_and_training_restarts(make: Make) -> None:
 
 @pytest.mark.slow
 def test_program_error_ends_the_job_with_its_traceback(make: Make) -> None:
-    """By default a failing program is tested under its flow."""
+    """test_flow_prefect.py tests a failing program with its flow by default."""
     run = make(steps=30, fail_at=7)
     run.submit()
     view = run.wait_for_end()
@@ -128,7 +128,7 @@ def test_program_error_ends_the_job_with_its_traceback(make: Make) -> None:
 
 @pytest.mark.slow
 def test_pause_commits_and_does_not_count_as_failure(make: Make) -> None:
-    """By default a run is paused, and goes on, under its flow."""
+    """test_flow_prefect.py tests pause and resume with a flow by default."""
     run = make(steps=400, sleep_s=0.05)
     attempt = run.submit()
     run.wait_for_step(attempt, 3)

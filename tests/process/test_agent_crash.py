@@ -1,4 +1,4 @@
-"""An agent's ranks killed at chosen moments of a save: the flusher outlives them, and commits."""
+"""An agent's ranks are killed at chosen moments of a save; the flusher survives and commits."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from holdfast.contracts.states import AttemptState
 
 STEPS = 70
 SAVE_STEP = 24
-# Large enough that a copy can be met; it takes a few milliseconds.
+# Large enough that the test can stop a rank in the middle of a copy.
 PADDING = 8 << 20
 
 
 def test_killed_ranks_commit_the_staged_step_or_the_last_complete_snapshot(tmp_path: Path) -> None:
-    """Every rank is killed, once half-way through a snapshot's copy and once right after staging
-    a save that the flusher has not begun to write."""
+    """Every rank is killed twice: in the middle of a snapshot's copy, and right after staging a
+    save that the flusher has not started to write."""
     checkpoint = {"interval": SAVE_STEP, "snapshots": 1}
     run = LocalRun(
         tmp_path / "root", checkpoint=checkpoint, steps=STEPS, sleep_s=0.05, padding=PADDING
@@ -69,7 +69,7 @@ def test_killed_ranks_commit_the_staged_step_or_the_last_complete_snapshot(tmp_p
         for before, after in itertools.pairwise(lives):
             assert before.last_step is not None
             assert after.first_step is not None
-            assert after.first_step - 1 >= before.last_step - 1, "a step at most is lost"
+            assert after.first_step - 1 >= before.last_step - 1, "at most one step may be lost"
         told = [e.data for e in run.events(EventKind.COMMITTED) if e.data.get("reason") == "crash"]
         assert told[0]["checkpoint"] == kept.name
         assert [e.data["step"] for e in run.events(EventKind.RESUMED)][:2] == [0, kept.step]

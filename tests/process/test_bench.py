@@ -1,4 +1,4 @@
-"""`holdfast bench`, run in earnest on a few megabytes: that it answers, never how fast."""
+"""`holdfast bench` on a few megabytes: that it reports results, not how fast it is."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_impossible_benchmark_options_are_refused(
 
 
 def test_missing_torch_is_reported_with_the_install_command(tmp_path: Path) -> None:
-    """An interpreter that finds every library but that one."""
+    """The interpreter finds every library except torch."""
     program = (
         "import sys, runpy\n"
         "sys.modules['torch'] = None\n"

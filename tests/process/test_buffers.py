@@ -1,4 +1,4 @@
-"""Buffers that differ between the ranks of DDP: which of them a resume brings back."""
+"""Buffers that differ between the ranks of DDP: which values a resume restores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`holdfast` on one machine with no Prefect server: flows in processes of their own."""
+"""`holdfast` on one machine without a Prefect server: flows run in separate processes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_no_preflight_starts_a_run_that_preflight_would_refuse(local: Local) -> 
     away = local.folder / "away"
     away.mkdir()
     shutil.copy(PROGRAM, away / "away_program.py")
-    # The job finds the module by its environment, of which the checks know nothing.
+    # The job finds the module by PYTHONPATH in its environment, which preflight does not use.
     spec = local.write_spec(
         "unchecked",
         {},
@@ -87,7 +87,7 @@ def test_no_preflight_starts_a_run_that_preflight_would_refuse(local: Local) -> 
 
 @pytest.mark.slow
 def test_submit_wait_of_a_failing_run_exits_with_1(local: Local) -> None:
-    """By default a failing run is tested with a Prefect server."""
+    """test_flow_prefect.py tests a failing run with a Prefect server by default."""
     spec = local.write_spec("broken", {"steps": 30, "sleep_s": 0.06, "fail_at": 5})
     done = local.call("submit", str(spec), "--wait")
     assert done.returncode == 1
@@ -108,7 +108,7 @@ def test_a_killed_supervisor_is_reported_and_replaced(local: Local) -> None:
     started_by_it = flow.children(recursive=True)
     flow.kill()
     flow.wait(60)
-    assert started_by_it == [], "a supervisor needs no server"
+    assert started_by_it == [], "a supervisor must not start a server"
     (warning,) = [w for w in local.json("show", "orphan")["warnings"] if "supervis" in w]
     assert "holdfast supervise orphan" in warning
     (again,) = local.json("supervise", "--all")

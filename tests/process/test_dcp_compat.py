@@ -1,4 +1,4 @@
-"""Stock DCP and Holdfast read each other's checkpoints, name by name, with real ranks."""
+"""Stock DCP and Holdfast read each other's checkpoints, checked function by function."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GROUPS = ("state_dicts", "stock_reads", "stock_writes", "own_planners")
 
 
 def run_ranks(groups: str, world_size: int, folder: Path) -> tuple[set[str], str]:
-    """(checks that passed on all ranks, what the ranks said)."""
+    """(checks that passed on all ranks, the ranks' error output)."""
     flusher_supervisor = SlotHolder(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
     search = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-W", "ignore", "-m", "tests.dcp.program", groups]
@@ -54,7 +54,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], str]:
 
 
 def test_torch_format_utils_convert_holdfast_checkpoints(tmp_path: Path) -> None:
-    """`dcp_to_torch` and back by `torch_to_dcp`, as commands; Holdfast reads the result."""
+    """Convert with the commands `dcp_to_torch` and `torch_to_dcp`; Holdfast reads the result."""
     _, said = run_ranks("none", 1, tmp_path)
     (saved,) = RunPaths(tmp_path / "r").list_checkpoints()
     module = [sys.executable, "-W", "ignore", "-m", "torch.distributed.checkpoint.format_utils"]

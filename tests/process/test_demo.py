@@ -1,4 +1,4 @@
-"""The demo from its first line to the commands that it names at its end."""
+"""The demo from start to end, and the commands that it prints last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`holdfast drill`: real faults on a real run, by the command that people type."""
+"""`holdfast drill`: real faults on a real run, by the CLI."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SLOW_S = 4 * 3600.0
 
 
 def drill(folder: Path, *arguments: str, timeout_s: float = 1500.0) -> dict[str, Any]:
-    """The JSON answer of a drill that held every invariant."""
+    """Run a drill and return its JSON result; it must report that every invariant held."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("HOLDFAST_", "PREFECT_"))}
     command = [str(Path(sys.executable).with_name("holdfast")), "drill", "--json"]
     done = subprocess.run(
@@ -50,7 +50,7 @@ def test_drill_with_six_fault_kinds_breaks_no_invariant(tmp_path: Path) -> None:
     by_kind = {fault["kind"]: fault for fault in answer["faults"]}
     assert by_kind["sigterm"]["steps_lost"] == 0
     assert by_kind["kill-rank"]["first_step_s"] > 0
-    assert not list(tmp_path.glob("holdfast-drill-*")), "the throw-away run should be gone"
+    assert not list(tmp_path.glob("holdfast-drill-*")), "the temporary run must be deleted"
     left = [p.info for p in psutil.process_iter(["cmdline"]) if _names(p, str(tmp_path))]
     assert not left
 
@@ -60,7 +60,7 @@ def test_drill_with_six_fault_kinds_breaks_no_invariant(tmp_path: Path) -> None:
 def test_drill_detects_a_lost_checkpoint_and_keeps_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody deletes a committed checkpoint behind everybody's back."""
+    """A committed checkpoint is deleted from outside during the drill."""
     gone: list[str] = []
 
     def lose_checkpoint(context: FaultContext) -> str:
@@ -89,7 +89,7 @@ def test_drill_detects_a_lost_checkpoint_and_keeps_the_run(
 def test_nan_drill_follows_each_on_nan_policy(
     tmp_path: Path,
 ) -> None:
-    """Three runs, each with a policy of its own; all steps are those of runs with the same data."""
+    """Three runs with different `on_nan` policies; the drill compares their steps."""
     answer = drill(tmp_path, "--count", "3", "--kinds", "nan", "--at-once", "3")
     came = {fault["recovery"]: fault["steps_lost"] for fault in answer["faults"]}
     assert set(came) == {"new attempt", "in place", "undisturbed"}

@@ -1,7 +1,7 @@
-"""A checkpoint loads at every other shape of a cluster, to the bit, and back again.
+"""Checkpoints load bit-identically at every other layout and number of ranks, and back again.
 
-Each process group loads what the ones before it saved, compares it with what the savers held,
-and saves it from its own shapes.
+Each process group loads the checkpoints of the earlier ones, compares them with the saved
+values, and saves them in its own layouts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STORM_PHASE_S = 900.0
 
 
 def run_phase(world_size: int, folder: Path, stride: int, timeout_s: float) -> int:
-    """One process group's loads and saves; returns how many loads it did."""
+    """Load and save with one process group; returns the number of loads."""
     flusher_supervisor = SlotHolder(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
     try:
         arguments = (world_size, folder, flusher_supervisor.name, stride)
@@ -36,7 +36,7 @@ def run_phase(world_size: int, folder: Path, stride: int, timeout_s: float) -> i
 
 
 def check_manifests(folder: Path, world_size: int) -> None:
-    """One committed, undamaged checkpoint for each layout, whose manifest says the mesh."""
+    """Each layout has one committed, undamaged checkpoint whose manifest records the mesh."""
     checkpoints = RunPaths(folder / f"n{world_size}").list_checkpoints()
     layouts = layouts_of(world_size).values()
     assert len(checkpoints) == len(layouts)

@@ -1,4 +1,4 @@
-"""A run goes on at another pipeline degree as if nothing had changed."""
+"""A run continues at another pipeline degree with identical losses and samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine with real ranks: bit-exact at any world size, stock in both directions, killed."""
+"""The engine with real ranks: bit-exact at any world size, DCP compatibility, killed ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def flusher_supervisor() -> Iterator[SlotHolder]:
 
 @pytest.fixture(scope="module")
 def saved(folder: Path, flusher_supervisor: SlotHolder) -> Path:
-    """A checkpoint of step 3 that two sharded ranks saved, and `save-2.pt` with its state."""
+    """A checkpoint of step 3 saved by two sharded ranks; `save-2.pt` has its state."""
     run_ranks("save", 2, folder, flusher_supervisor)
     return folder / "r" / "checkpoints" / "step-00000003.a0001.l01"
 
@@ -54,7 +54,7 @@ def run_ranks(
 
 
 def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Bit for bit the same state."""
+    """The states are bit-identical."""
     for part in ("model", "optimizer"):
         assert one[part].keys() == other[part].keys()
         for key, value in one[part].items():
@@ -66,7 +66,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def flatten(optimizer: dict[str, Any]) -> dict[str, Any]:
-    """What an optimizer's `load_state_dict` takes, by the keys that a checkpoint has."""
+    """Convert an optimizer's state dict to the keys that a checkpoint has."""
     names: dict[int, str] = {}
     flat: dict[str, Any] = {}
     for group in optimizer["param_groups"]:
@@ -155,6 +155,6 @@ def test_step_sealed_by_ranks_that_were_then_killed_is_committed(
     manifest = read_manifest(directory)
     assert manifest is not None
     assert find_damage(directory, manifest) == []
-    # `.metadata`, made beside training, was sealed with the rest.
+    # `.metadata`, built in the background, was sealed together with the other files.
     assert ".metadata" in {file.path for file in manifest.files}
     assert FileSystemReader(directory).read_metadata().storage_data

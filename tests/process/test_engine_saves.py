@@ -1,4 +1,4 @@
-"""One rank's saves against a real flusher: what is passed over, refused, measured, rebuilt."""
+"""One rank's saves through a real flusher: skipped and refused saves, changed state, reconnects."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from holdfast.trainer.planning.places import Places, find_places
 from holdfast.trainer.planning.ranks import find_shortage
 from holdfast.trainer.staging.stage import StagedSlot
 
-# 100 MB: two slots of it take a good part of a second to be there.
+# 100 MB: allocating two slots of this size takes a noticeable part of a second.
 NUMBERS = 25_000_000
 STARTS_MAX = 5
 RELEASE_S = 60.0
@@ -165,7 +165,7 @@ def test_save_that_finishes_just_before_its_slot_is_reused_is_reported(
     monkeypatch: pytest.MonkeyPatch,
     is_snapshot: bool,
 ) -> None:
-    """Unheard of, it would count as being written for ever."""
+    """If it is not reported, the save counts as being written for ever."""
     engine.prepare(make_state())
     assert engine.wait_until_ready(20)
     stage = engine._stage
@@ -196,13 +196,13 @@ def test_save_before_the_slots_are_allocated_is_complete(
     for more in range(STARTS_MAX):
         state = {"model": {"weight": torch.arange(NUMBERS + more, dtype=torch.float32)}}
         engine.prepare(state)
-        # The flusher takes the memory: now it cannot go on.
+        # The flusher allocates the memory; stop it before it is done.
         flusher_supervisor.process.send_signal(signal.SIGSTOP)
         if not engine.wait_until_ready(0.1):
             break
         flusher_supervisor.process.send_signal(signal.SIGCONT)
     else:
-        pytest.fail("the memory was there before the flusher could be halted")
+        pytest.fail("the slots were allocated before the flusher could be stopped")
     try:
         assert engine.save(state, {"step": 1}, step=1, **FACTS)
     finally:
@@ -310,7 +310,7 @@ def test_save_waits_for_its_metadata_before_it_is_sealed(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As when ten million boxes take their time; a kill meanwhile leaves nothing half-written."""
+    """Building metadata can take long; a kill in the meantime leaves nothing half-written."""
     may_go_on = threading.Event()
 
     def take_time(plan: GlobalPlan) -> Places:
@@ -400,7 +400,7 @@ def test_memory_shortage_is_computed_for_all_ranks_of_a_node() -> None:
 
 
 class PickyPlanner(HalfPlanner):
-    """Gives what `worse` says in place of the group's learning rate."""
+    """Resolves the group's learning rate to `worse`, if set."""
 
     worse: Any = None
 

@@ -1,8 +1,8 @@
-"""A killed training goes on bit for bit; the tests carry the numbers C1 to C18.
+"""A killed training run resumes bit-identically.
 
-The numbers are those of the usual mistakes of resuming: C1 to C7 are what a checkpoint must be,
-C12 to C18 what a resume must not lose. One run is never interrupted, its twin is killed within a
-step, all that is not in the run's folder is lost, and the identical command goes on.
+One run is never interrupted. A second one is killed in the middle of a step and loses everything
+outside of its run folder; then the identical command continues it. The tests compare the two for
+the usual mistakes of checkpoints and resumes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @dataclasses.dataclass(frozen=True)
 class Ran:
-    """A run that came to its end, and what its launches said."""
+    """A completed run and the output of its launches."""
 
     run: RunPaths
     outputs: tuple[str, ...]
@@ -57,7 +57,7 @@ class Ran:
         return [json.loads(line) for line in text.splitlines()]
 
     def steps(self, rank: int) -> list[dict[str, Any]]:
-        """The lines of all steps, those done twice as they were done last."""
+        """The lines of all steps; for steps done twice, the later line."""
         last = {line["step"]: line for line in self.lines(rank) if "step" in line}
         return [last[step] for step in sorted(last)]
 
@@ -77,7 +77,7 @@ class Ran:
 
 
 def launch(directory: Path, kill_at: int = 0) -> str:
-    """One launch of the identical command; returns what it said."""
+    """Launch the identical command once; returns its output."""
     settings = json.dumps({"steps": STEPS, "directory": str(directory)})
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
     command += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
@@ -114,7 +114,7 @@ def name_of(checkpoint: Path) -> CheckpointName:
 
 
 def add_torn_checkpoint(checkpoint: Path, run: RunPaths) -> Path:
-    """A newer checkpoint that a kill tore: half a file, and no manifest."""
+    """Add a newer, incomplete checkpoint as a kill leaves it: half a file and no manifest."""
     name = name_of(checkpoint)
     torn = run.checkpoint(str(dataclasses.replace(name, step=name.step + 2)))
     shutil.copytree(checkpoint, torn)
@@ -130,7 +130,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """Killed at a step drawn by lot; then another machine has the run's folder and no more."""
+    """Killed at a random step; then resumed with nothing but the run folder."""
     folder = tmp_path_factory.mktemp("killed")
     run = RunPaths(folder / "run")
     kill_at = random.Random(KILL_SEED).randrange(2 * INTERVAL, STEPS)
@@ -181,7 +181,7 @@ def test_identical_command_resumes_without_extra_arguments(killed: Ran) -> None:
 
 
 def test_resume_needs_only_the_run_folder(killed: Ran) -> None:
-    # The fixture let nothing else survive.
+    # The fixture removed everything else.
     name = killed.resumes()[-1]["checkpoint"].partition(":")[2]
     assert (killed.run.directory / "checkpoints" / name / "manifest.json").exists()
     assert killed.end(0)["end"] == STEPS

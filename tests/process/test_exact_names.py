@@ -1,4 +1,4 @@
-"""C18: a checkpoint holds canonical names, whatever the model was wrapped in."""
+"""A checkpoint has canonical parameter names, whatever the model is wrapped in."""
 
 from __future__ import annotations
 

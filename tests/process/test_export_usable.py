@@ -1,4 +1,4 @@
-"""A run's checkpoint, exported to one file, goes on in a program without Holdfast."""
+"""A checkpoint exported to one file continues training in a program without Holdfast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that fetch a batch before the loop, as nanoGPT does: exact, or told."""
+"""Programs that prefetch a batch before the loop, as nanoGPT does: exact, or with a warning."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def open_session(directory: Path) -> Session:
 
 
 def train(directory: Path, stop_after: int, *, by: str) -> list[list[int]]:
-    """The samples of each step up to `stop_after`, of a program that fetches one batch ahead."""
+    """The samples of each step up to `stop_after`, in a program that prefetches one batch."""
     session = open_session(directory)
 
     def fetch(ahead: int = 0) -> list[int]:

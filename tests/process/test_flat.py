@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def saw(folder: Path, case: str, run: str, launch: int) -> dict[str, Any]:
-    """What rank 0 had at the beginning and the end of one launch."""
+    """Rank 0's state at the start and the end of one launch."""
     seen: dict[str, Any] = torch.load(folder / f"{case}-{run}-{launch}-0.pt")
     return seen
 

@@ -1,4 +1,4 @@
-"""A site whose Prefect keeps every task's result: each relaunch submits a job all the same."""
+"""With Prefect's task result cache turned on, each relaunch still submits a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The train flow under a real Prefect server and process worker, against faults at each level."""
+"""The train flow under a real Prefect server and process worker, with faults at each level."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def runs(prefect_service: PrefectService, tmp_path: Path) -> Iterator[FlowRuns]:
 
 
 def flow_logs(runs: FlowRuns, flow_run: str) -> str:
-    """What a flow run has logged to the server."""
+    """The log messages of a flow run on the server."""
     lines = runs.ask("logs/filter", logs={"flow_run_id": {"any_": [flow_run]}}, limit=200)
     return "\n".join(line["message"] for line in lines)
 
@@ -65,7 +65,7 @@ def test_preempted_run_continues_at_another_size_and_completes(runs: FlowRuns) -
 
 @pytest.mark.slow
 def test_killed_flow_is_replaced_and_the_job_keeps_training(runs: FlowRuns) -> None:
-    """By default the flow of a Slurm job is killed; here a worker is shut down with its flow."""
+    """A local job; slurm/test_main_job.py tests a killed flow by default."""
     spec = runs.write_spec("survivor", {"steps": 2400, "sleep_s": 0.1})
     paths = runs.deploy_run(spec)
     wait_for("step 5", lambda: step_of(paths) >= 5)
@@ -89,8 +89,8 @@ def test_killed_flow_is_replaced_and_the_job_keeps_training(runs: FlowRuns) -> N
 def test_job_of_a_cancelled_flow_still_saves_and_ends_in_the_index(
     runs: FlowRuns,
 ) -> None:
-    """By default the flow of a Slurm job is cancelled, whose flush takes its time."""
-    # Steps of 5 s: the job is still on its way to the agreed step when its flow has long gone.
+    """A local job; slurm/test_main_job.py tests a cancelled flow by default."""
+    # With steps of 5 s the job reaches the agreed step long after its flow has ended.
     paths = runs.deploy_run(runs.write_spec("cancelled", {"steps": 500, "sleep_s": 5.0}))
     wait_for("step 1", lambda: step_of(paths) >= 1)
     (taken,) = supervisions(paths)
@@ -179,7 +179,7 @@ def test_failing_program_fails_the_flow_with_its_traceback(runs: FlowRuns) -> No
     assert "a bad batch at step 12" in told
     (taken,) = supervisions(run)
     wait_for("Prefect's state", lambda: runs.flow_state(taken["flow_run"]) == "FAILED")
-    # Prefect sends its logs in batches; the last one may come after the state.
+    # Prefect sends logs in batches; the last batch may arrive after the state.
     wait_for(
         "the traceback in the flow's log",
         lambda: "a bad batch at step 12" in flow_logs(runs, taken["flow_run"]),

@@ -43,7 +43,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
 
 
 def make_run(folder: Path, program: str, **more: Any) -> RunPaths:
-    """A run of `program`, a script that knows nothing of Holdfast, on one rank."""
+    """A run of `program`, a script without Holdfast, on one rank."""
     (folder / "program.py").write_text(program)
     spec = {
         "name": "kelp",
@@ -155,7 +155,7 @@ def test_job_that_cannot_start_fails_with_the_launcher_output(tmp_path: Path, in
 
 def test_attempt_reserved_by_a_dead_flow_is_replaced(tmp_path: Path, index: Index) -> None:
     paths = make_run(tmp_path, "print('hello')\n")
-    # The flow died right after it had reserved a number: no request, so no job.
+    # The flow died right after it had reserved an attempt number, before the request and the job.
     assert reserve(paths, 1) is not None
     history = Supervisor(paths=paths, index=index, log=LOG, submit=submit_next).run()
     assert [a.state for a in history.attempts] == [AttemptState.LOST, AttemptState.COMPLETED]

@@ -1,4 +1,4 @@
-"""A step that does not fit: seen before a byte is written, room freed once, or told in figures."""
+"""Steps that do not fit on storage: detected before writing, space freed once, else reported."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KB = 1000
     [
         (20 * GB, 1000 * GB, None, 0, None),
         (9 * GB, 1000 * GB, None, 0, errno.ENOSPC),
-        # A hundredth of a small disk, 64 MiB of a large one, is left to the run's own words.
+        # 1 % of a small disk, or 64 MiB of a large one, stays free for journals and logs.
         (10 * GB + MARGIN_BYTES_MAX, 1000 * GB, None, 0, None),
         (10 * GB + MARGIN_BYTES_MAX - 1, 1000 * GB, None, 0, errno.ENOSPC),
         (10 * GB + 10, 1000, None, 0, None),
@@ -83,14 +83,14 @@ def checkpoint(run: Path, step: int) -> Path:
 
 
 class Named:
-    """All that a rank wants of a flusher supervisor: the file by which its flusher is found."""
+    """The only part of a flusher supervisor that a rank needs: the name to find its flusher by."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
 def remove(directory: Path) -> tuple[int, str]:
-    """Free room as a flusher supervisor does: (bytes freed, in words)."""
+    """Free space as a flusher supervisor does: (bytes freed, description)."""
     shutil.rmtree(directory)
     return 1, "freed"
 
@@ -101,13 +101,13 @@ def test_space_is_requested_before_anything_is_written(
     with small_storage(tmp_path, "1m") as run:
         rank = FakeRank(flusher_supervisor, run)
         wait_for(rank.stage(1, b"a" * 600 * KB), SlotState.DONE)
-        # Nothing is freed: the step fails with figures and advice, and leaves nothing behind.
+        # Nothing is freed: the step fails with values and advice, and leaves no files.
         slot = rank.stage(2, b"b" * 600 * KB, slot=1)
         wait_for(slot, SlotState.FAILED)
         assert "No space left on device: step 2 needs 600000 bytes here" in slot.error
         assert "this flusher supervisor frees nothing" in slot.error
         assert not checkpoint(run, 2).exists()
-        # The flusher supervisor frees the older one: the next step is written at the second try.
+        # The flusher supervisor frees the older one: the second try of the next step succeeds.
         flusher_supervisor.free_space = lambda: remove(checkpoint(run, 1))
         wait_for(rank.stage(3, b"c" * 600 * KB), SlotState.DONE)
         manifest = read_manifest(checkpoint(run, 3))
@@ -126,7 +126,7 @@ def test_space_is_requested_before_anything_is_written(
 def test_space_is_also_freed_when_it_runs_out_during_writing(
     flusher_supervisor: SlotHolder, tmp_path: Path
 ) -> None:
-    """Free bytes are there, but no free inode: storage says so only when the file is created."""
+    """There are free bytes but no free inode, which shows only when the file is created."""
     with small_storage(tmp_path, "4m", "nr_inodes=24") as run:
         rank = FakeRank(flusher_supervisor, run)
         wait_for(rank.stage(1, b"a" * KB), SlotState.DONE)

@@ -95,7 +95,7 @@ def test_sealed_steps_are_committed_after_all_ranks_are_killed(
     assert read_manifest(checkpoint(run)) is not None
     assert not checkpoint(run, 8).exists()
     assert "before it sealed step 8" in flusher_supervisor.of_kind("failed")[0]["error"]
-    # Four slots were handed out; with their ranks gone, none holds memory any longer.
+    # Of the four slots, none holds memory any longer once the ranks are gone.
     wait_until(
         lambda: all(os.fstat(h).st_size <= DATA_OFFSET for h in flusher_supervisor.kept.values()),
         "the slots' memory to be freed",
@@ -127,7 +127,7 @@ def test_replacement_of_a_killed_flusher_commits_sealed_steps(
         assert manifest is not None
         assert find_damage(checkpoint(run, step), manifest) == []
     assert not (checkpoint(run, 8) / "__0_0.distcp.tmp").exists()
-    # The new flusher serves the living rank's next step too.
+    # The new flusher also commits the live rank's next step.
     again = FakeRank(flusher_supervisor, run, launch=2)
     wait_for(again.stage(9, b"z" * 10), SlotState.DONE)
     rank.close()
@@ -193,7 +193,7 @@ def test_existing_checkpoint_directory_is_never_overwritten(
 
 @contextlib.contextmanager
 def limited_storage(run: Path, flusher_supervisor: SlotHolder, bytes_max: int) -> Iterator[int]:
-    """Storage that refuses more than `bytes_max`; yields the errno that it refuses with.
+    """Storage with room for `bytes_max`; yields the errno of writes beyond it.
 
     A small tmpfs where one may be mounted, else a limit on the flusher's own files.
     """
@@ -251,14 +251,14 @@ def test_two_nodes_commit_one_manifest_in_the_shared_directory(tmp_path: Path) -
         assert find_damage(checkpoint(run), manifest) == []
         assert {f.path for f in manifest.files} == {"__0_0.distcp", "__1_0.distcp"}
         wait_until(lambda: not (checkpoint(run) / "parts").exists(), "the parts to be removed")
-        # One node's storage fails: the other learns it from the shared directory, at once.
+        # One node's storage fails: the other sees it in the shared directory at once.
         (checkpoint(run, 8)).mkdir()
         (checkpoint(run, 8) / "__1_0.distcp").write_bytes(b"in the way")
         slots = [rank.stage(8, b"x", slot=1) for rank in ranks]
         for slot in slots:
             wait_for(slot, SlotState.FAILED)
         assert "node 1" in slots[0].error
-        # One node passes over a step: the other sees that it went on.
+        # One node skips a step: the other sees that it continued.
         lonely = ranks[0].stage(9, b"x")
         ranks[1].stage(10, b"x")
         wait_for(lonely, SlotState.FAILED)

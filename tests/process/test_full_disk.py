@@ -1,4 +1,4 @@
-"""A disk that fills under a real run: the agent frees what the rules allow, training goes on."""
+"""A disk that fills during a real run: the agent frees what the keep rules allow."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def test_agent_frees_a_full_disk_reports_it_and_training_continues(tmp_path: Pat
         )
         attempt = run.submit()
         try:
-            # No flow prunes here, so the disk fills, and the agent frees it by the keep rules.
+            # No flow prunes here, so the disk fills and the agent frees space by the keep rules.
             deleted = wait_until(lambda: run.events(EventKind.CHECKPOINT_DELETED), "a deletion")
             assert {event.data["by"] for event in deleted} == {"a full disk"}
             assert deleted[0].data["reason"] == "not among the last 1"
             assert deleted[0].writer == "agent-0000"
-            # Somebody else takes all that is left: now the rules have nothing more to give.
+            # The rest of the disk is filled from outside: the rules allow no further deletion.
             filler = root / "filler"
             failed = wait_until(lambda: _refusals_once_filled(filler, run), "a save that fails")
             assert "(the newest, last 1). Lower checkpoint.keep, unpin checkpoints," in failed[-1]
-            assert len(committed_checkpoints(run.paths)) == 1, "the newest stays"
+            assert len(committed_checkpoints(run.paths)) == 1, "the newest must stay"
             step = max(event.data["step"] for event in run.events(EventKind.SAVE_FAILED))
             run.wait_for_step(attempt, step + 5)
             filler.unlink()
@@ -69,7 +69,7 @@ def _refusals_once_filled(filler: Path, run: LocalRun) -> list[str]:
     deletion.apply(run.paths, by="tests", writer="cli")
     with open(filler, "ab") as stream, contextlib.suppress(OSError):
         stream.write(bytes(max(0, _free_bytes(filler) - LEFT_BYTES)))
-    # A save that was under way at the same time has taken some of it.
+    # A save that was being written at the same time has used some of the space.
     too_much = LEFT_BYTES - _free_bytes(filler)
     if too_much > 0:
         os.truncate(filler, max(0, filler.stat().st_size - too_much))

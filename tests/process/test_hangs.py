@@ -1,4 +1,4 @@
-"""Ranks that hang, under the real agent: seen, looked into, ended, started again. Slow ones
+"""Ranks that hang, under the real agent: detected, dumped, killed and restarted. Slow ranks are
 not."""
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from holdfast.contracts.states import AttemptState, Cause
 PROGRAM = Path(__file__).with_name("hang_program.py")
 SILENCE_S = {"train": 3, "eval": 1}
 STALLS = ("sleep", "helper", "compute")
-# Of slow steps, evaluations and stalls that must end nothing.
+# Duration of the soak with slow steps, evaluations and stalls.
 SOAK_MINUTES = float(os.environ.get("SOAK_MINUTES", "10"))
 Make = Callable[..., LocalRun]
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    """Makes runs of the program that hangs, and ends what they left."""
+    """Creates runs of the program that hangs, and ends their processes afterwards."""
     made: list[LocalRun] = []
 
     def make_run(*, restarts: int = 3, **settings: Any) -> LocalRun:
@@ -40,7 +40,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 def dumped(run: LocalRun, event: Any) -> str:
-    """All that the dumps say that a journal line names."""
+    """The contents of all dumps that a journal line names."""
     folders = [run.paths.directory / name for name in event.data["dumps"]]
     return "\n".join(path.read_text() for folder in folders for path in folder.iterdir())
 
@@ -48,7 +48,7 @@ def dumped(run: LocalRun, event: Any) -> str:
 def test_looping_rank_is_restarted_and_a_slow_evaluation_is_not(
     make: Make,
 ) -> None:
-    # The second evaluation is twenty times slower and longer than its phase's limit.
+    # The second evaluation is twenty times slower, and longer than the limit of its phase.
     run = make(
         steps=60,
         hangs={"1": ["loop", 1, 45]},
@@ -101,7 +101,7 @@ def test_a_slow_rank_is_named_before_anything_hangs(make: Make) -> None:
 
 
 def slow_plan(seed: int, minutes: float) -> tuple[list[Any], list[Any]]:
-    """(evals, stalls) of a run: each is 3 to 10 times longer than usual, at places by chance."""
+    """(evals, stalls) of a run at random steps, each 3 to 10 times longer than usual."""
     chance, at, spent_s = random.Random(seed), 40, 0.0
     evals, stalls = [], []
     while spent_s < minutes * 60:
@@ -121,7 +121,7 @@ def slow_plan(seed: int, minutes: float) -> tuple[list[Any], list[Any]]:
 def test_slow_steps_evaluations_and_stalls_do_not_count_as_hangs(make: Make) -> None:
     evals, stalls = slow_plan(seed=7, minutes=SOAK_MINUTES * 0.8)
     steps = max(evals[-1][0], stalls[-1][0]) + 40
-    # The steps that stall are declared nowhere; two seconds of them have been seen before.
+    # Stalls are not announced; the run has seen some of two seconds before.
     seen = [[6, 0, 2.0, "sleep"], [7, 1, 2.0, "sleep"], [8, 0, 2.0, "sleep"]]
     run = make(
         steps=steps, sleep_s=0.05, evals=evals, stalls=[*seen, *stalls], checkpoint={"interval": 50}

@@ -1,4 +1,4 @@
-"""States of any layout: what stock DCP saves and loads, Holdfast does to the byte, both ways."""
+"""Generated states of any layout: Holdfast and stock DCP load each other's saves byte-exactly."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ STATES = st.lists(tensors(), min_size=8, max_size=12).map(
 
 
 def run(cases: list[dict[str, Any]]) -> None:
-    """Have real ranks save and load the states."""
+    """Save and load the states with real ranks."""
     flusher_supervisor = SlotHolder(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -82,7 +82,7 @@ def part(mesh: str, *placements: int | None) -> dict[str, Any]:
 
 
 def test_sharded_empty_tensors_between_other_keys() -> None:
-    """A tensor without elements, cut along its last dimension, beside tensors that have some."""
+    """A tensor without elements, sharded along its last dimension, beside normal tensors."""
     line, plain = part("line", 2, None), {"kind": "plain"}
     empty = {"shape": [5, 0, 3], "dtype": "float32"}
     full = {"shape": [2, 3, 4], "dtype": "float32", "saved": line, "loaded": plain}
@@ -102,7 +102,7 @@ def test_sharded_empty_tensors_between_other_keys() -> None:
 
 
 @settings(
-    # The first of them is the simplest there is.
+    # The first example is always the simplest possible one.
     max_examples=2,
     derandomize=True,
     deadline=None,

@@ -36,7 +36,7 @@ PROCESSES: Final = 3
 ROUNDS: Final = 12
 PROCESS_TIMEOUT_S: Final = 120
 
-# Ingests every run of a root over and over, as `show` does while the flow does the same.
+# Ingests every run of a root repeatedly, as `show` and the flow do at the same time.
 INGEST_PROGRAM: Final = """
 import sys
 from pathlib import Path
@@ -98,7 +98,7 @@ def test_no_lock_is_held_while_a_folder_is_read(
     real, writes = disk.survey, []
 
     def slow_survey(paths: RunPaths) -> Survey:
-        # Another process writes, as it could while a shared file system takes its time.
+        # Another process writes, as it could while a shared file system is slow.
         with sqlite3.connect(place, timeout=0.2) as other:
             writes.append(other.execute("UPDATE runs SET run = run").rowcount)
         return real(paths)
@@ -136,19 +136,19 @@ def test_reindex_equals_live_ingest(database: Database, tmp_path: Path) -> None:
     root = tmp_path / "runs"
     for folder in storied_run(root):
         ingest_run(database, folder.paths)
-        # The origin hears of its fork, too.
+        # The fork also changes the rows of its origin.
         ingest_run(database, RunPaths(root / "gpt"))
     live = dump(database)
     for paths in list_runs(root):
         ingest_run(database, paths)
     assert dump(database) == live, "a second ingest changed rows"
     clear(database)
-    assert not any(dump(database).values()), "the run's rows hang together by their keys"
+    assert not any(dump(database).values()), "deleting runs must delete all rows by foreign keys"
     report = reindex(database, root)
     assert (report.runs, report.failed, report.removed) == (["gpt", "gpt-b"], {}, [])
     rebuilt = dump(database)
     for table, rows in live.items():
-        assert rows, f"the story leaves {table} empty"
+        assert rows, f"the sample run leaves {table} empty"
         assert rebuilt[table] == rows, table
     assert dump(database) == live
     reindex(database, root)
@@ -162,7 +162,7 @@ def test_sample_run_is_summarised_correctly(database: Database, tmp_path: Path) 
     rows = dump(database)
     states = {row["name"]: row["state"] for row in rows["checkpoints"]}
     assert states["step-00000120.a0001.l02"] == "deleted"
-    assert "step-00000110.a0001.l02" not in states, "a directory without a manifest is no row"
+    assert "step-00000110.a0001.l02" not in states, "a directory without a manifest has no row"
     shown = queries.show_run(database, "gpt")
     assert (shown["state"], shown["step"]) == ("completed", 200)
     causes = [(a["state"], a["cause"], a["last_step"]) for a in shown["attempts"]]
@@ -174,7 +174,7 @@ def test_sample_run_is_summarised_correctly(database: Database, tmp_path: Path) 
     assert [a["nodes"] for a in shown["attempts"]] == [["node-a"]] * 3
     assert shown["attempts"][0]["signal_to_commit_s"] == 2.0
     assert [i["last_step"] for i in shown["attempts"][0]["launches"]] == [113, 120]
-    # 13 steps to the crash, 50 to the lost node and its rollback.
+    # 13 steps lost by the crash, 50 by the lost node and the rollback.
     assert shown["goodput"]["steps_lost"] == 13 + 50
     assert queries.show_run(database, "gpt-b")["path"] == str(fork.paths.directory)
     assert {a["command_digest"] for a in shown["attempts"]} == {"d" * 64}
@@ -226,10 +226,10 @@ def test_ancestry_and_graph_cross_forks_and_deletions(database: Database, tmp_pa
             "to": "gpt:step-00000100.a0001.l01",
             "kind": "forked_from",
         }
-        assert graph["edges"].count(fork) == 1, "told by both runs, shown once"
+        assert graph["edges"].count(fork) == 1, "both runs record the fork; it must appear once"
     nodes = queries.lineage_graph(database, "gpt")["nodes"]
     marked = [node["step"] for node in nodes if node.get("rolled_back")]
-    assert marked == [150], "it stays in the lineage, marked"
+    assert marked == [150], "a rolled-back checkpoint must stay in the lineage, marked"
     kinds = {edge["kind"] for edge in queries.lineage_graph(database, "gpt")["edges"]}
     assert kinds == {kind.value for kind in models.EdgeKind}
 
@@ -293,7 +293,7 @@ def test_ingests_of_partial_folders_in_any_order_end_in_the_same_rows(
 
 
 def _put(snapshot: Path, root: Path) -> None:
-    """The runs of a snapshot in the place of those under `root`, which stays the same root."""
+    """Replace the runs under `root` by those of a snapshot, keeping the root's id."""
     identity = ensure_root_id(root)
     shutil.rmtree(root)
     shutil.copytree(snapshot, root, ignore=shutil.ignore_patterns(ROOT_ID))
@@ -366,7 +366,7 @@ def test_hostile_text_is_stored(database: Database, tmp_path: Path) -> None:
     with open(folder.paths.journal_of("flow"), "a") as journal:
         line = {"writer": "flow", "opening": 9, "sequence": 0, "time": 5e9, "kind": "note"}
         journal.write(json.dumps({**line, "data": {"value": [float("nan"), 10**15]}}) + "\n")
-        # More than 64 bits are damage: neither databases nor the API have such integers.
+        # Integers of more than 64 bits count as damage; neither databases nor the API have them.
         journal.write(json.dumps({**line, "sequence": 1, "data": {"value": 10**30}}) + "\n")
     ingest_run(database, folder.paths)
     first, second = queries.list_events(database, "odd")

@@ -20,9 +20,9 @@ PROCESS_TIMEOUT_S: Final = 240
 RESTARTS: Final = 2
 IN_ITS_OWN_MOUNTS: Final = ("unshare", "--mount", "--propagation", "private")
 
-# Ingests the states of a story in the order given, then the final one twice; goes on where it
-# was when the database was away. The first line out says that it has begun. Each state is mounted
-# over the root, in a mount namespace of this process, as another node's cache may show it.
+# Ingests the states of a sample run in the given order, then the final one twice, and continues
+# after outages of the database. Its first output line says that it has started. Each state is
+# mounted over the root in a mount namespace of this process, as another node's cache may show it.
 PROGRAM: Final = """
 import subprocess, sys, time
 from pathlib import Path

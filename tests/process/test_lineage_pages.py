@@ -1,4 +1,4 @@
-"""Pages of the index on real databases: whole, in order, stable while rows come."""
+"""Pages of the index on real databases: complete, ordered, stable while rows are added."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from holdfast.lineage.series import metric_series
 def database(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Database]:
-    """An index of the storied run, its fork, and three runs that only begin, for all tests."""
+    """An index of the sample run, its fork, and three runs that just started, for all tests."""
     folder = tmp_path_factory.mktemp("pages")
     root = folder / "runs"
     for _ in storied_run(root):
@@ -51,7 +51,7 @@ def database(
 
 @pytest.fixture
 def root(database: Database) -> Path:
-    """Where the indexed runs lie."""
+    """The root of the indexed runs."""
     return Path(pages.list_runs(database).items[0]["root"])
 
 
@@ -72,7 +72,7 @@ def names(rows: list[Any]) -> list[str]:
 
 
 def test_pages_together_are_the_whole_list(database: Database) -> None:
-    """Every list, one row a page, is the list on one page; equal sort keys lose nothing."""
+    """Every list read with one row per page equals the list on one page, also for equal keys."""
     for sort in pages.RUN_ORDERS:
         runs = functools.partial(pages.list_runs, database, sort=sort)
         assert runs().next is None
@@ -98,7 +98,7 @@ def test_run_filters(database: Database, root: Path) -> None:
 
     assert runs(states=(RunState.COMPLETED,)) == ["gpt"]
     assert runs(search="GPT") == ["gpt", "gpt-b"]
-    assert runs(search="%") == [], "it is a text and no pattern"
+    assert runs(search="%") == [], "the search text must not be a pattern"
     assert runs(search="c" * 32) == ["later-c"]
     assert runs(created_from=T0 + 1, created_to=T0 + 900) == ["gpt-b"]
     assert runs(root=root / "elsewhere") == []
@@ -184,7 +184,7 @@ def test_nodes_curves_and_comparison(database: Database) -> None:
     assert first[5]["steps_per_s"] == 1.0
     few = metric_series(database, "gpt", points=10)[0]["points"]
     assert len(few) <= 10
-    assert few[0]["values"]["loss"]["high"] == 2.0, "an extreme stays when points are joined"
+    assert few[0]["values"]["loss"]["high"] == 2.0, "merged points must keep the extremes"
     rows = {row["run"]: row for row in pages.list_runs(database).items}
     assert len(rows["gpt"]["spark"]) == 20
     assert rows["gpt"]["goodput"]["steps_lost"] == 13 + 50
@@ -200,7 +200,7 @@ def test_nodes_curves_and_comparison(database: Database) -> None:
 
 
 def test_consistent_read_sees_a_single_snapshot(database: Database, root: Path) -> None:
-    """A run that comes meanwhile is seen by others at once, and in the look not at all."""
+    """A run that is added meanwhile is visible to others at once, but not in the same read."""
     new = RunFolder(root, "meanwhile", "f" * 32, created_at=T0)
     try:
         with ThreadPoolExecutor(1) as pool, database.consistent_read():

@@ -169,7 +169,7 @@ def test_every_statement_uses_an_index(database: Database, tmp_path: Path) -> No
 
 
 def test_full_table_scan_is_detected(database: Database) -> None:
-    """The check finds what it looks for: a column that no index has."""
+    """The check reports a query by a column without an index."""
     placeholder = "%(x)s" if database.is_postgresql else "?"
     parameters: Any = {"x": "me"} if database.is_postgresql else ("me",)
     statement = f"SELECT uid FROM runs WHERE created_by = {placeholder}"

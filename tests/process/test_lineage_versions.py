@@ -1,4 +1,4 @@
-"""Several clusters and several versions of Holdfast with one database."""
+"""Several clusters and several versions of Holdfast share one database."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 def test_roots_with_the_same_path_keep_separate_rows(url: str, tmp_path: Path) -> None:
-    """Each cluster sees its own folder at the path; here they take turns there."""
+    """Each cluster has its own folder at the same path; here two folders take turns there."""
     root, away = tmp_path / "scratch" / "runs", tmp_path / "away"
     away.mkdir()
     with open_database(url) as database:
@@ -93,7 +93,7 @@ def test_events_unknown_to_an_older_version_are_read_after_an_upgrade(
         assert [type(event.kind) for event in read] == [EventKind, str, EventKind]
         before = dump(database)
 
-        # The same program keeps it; one that knows the kind reads the run again.
+        # The same version keeps the rows; one that knows the kind reads the run again.
         ingest_run(database, run.paths)
         assert dump(database) == before
         known = type("Kinds", (), {"__iter__": lambda _: iter([*EventKind, "teleported"])})()
@@ -101,7 +101,7 @@ def test_events_unknown_to_an_older_version_are_read_after_an_upgrade(
         assert not ingest._is_current(database, run.paths, "a" * 32)
         monkeypatch.undo()
 
-        # An older program leaves a newer one's rows alone, a newer one replaces an older one's.
+        # An older version keeps a newer one's rows; a newer one replaces an older one's.
         monkeypatch.setattr(disk, "INGEST_VERSION", disk.INGEST_VERSION - 1)
         assert ingest._is_current(database, run.paths, "a" * 32)
         monkeypatch.setattr(disk, "INGEST_VERSION", disk.INGEST_VERSION + 2)

@@ -1,4 +1,4 @@
-"""Loads at other shapes with real ranks: every value, every byte read once, damage found."""
+"""Loads at other world sizes with real ranks: correct values, each byte read once, damage found."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RANKS_S = 200.0
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where two ranks saved a checkpoint of some 35 MB; `damaged` has a copy with a bit flipped."""
+    """A folder with a checkpoint of about 35 MB by two ranks, and a damaged copy in `damaged`."""
     folder = tmp_path_factory.mktemp("load")
     flusher_supervisor = SlotHolder(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
     try:
@@ -43,7 +43,7 @@ def checkpoint(folder: Path) -> Path:
 
 
 def run_ranks(act: str, world_size: int, folder: Path, flusher: str) -> list[dict[str, float]]:
-    """What rank 0 says of each load; every rank must have ended well."""
+    """Rank 0's report of each load; every rank must succeed."""
     where = (folder, flusher, checkpoint(folder))
     said = run_program("load_program", act, world_size, *where, timeout_s=RANKS_S)
     return [json.loads(line) for line in said.splitlines() if line.startswith("{")]

@@ -1,4 +1,4 @@
-"""A program that ends while its loader is in use: its workers ignore the signals that stop runs."""
+"""A program that ends while its data loader is in use, with workers that ignore stop signals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ model = torch.nn.Linear(2, 2)
 session = Session(model, directory=sys.argv[1], interval=1000)
 loader = DataLoader(range(1000), num_workers=1, worker_init_fn=session.worker_init)
 kept = iter(loader)
-# A cycle, as torchdata's iterators have one: nothing collects it before the program ends.
+# A reference cycle, as torchdata's iterators have: it is not collected before the program ends.
 kept.itself = kept
 for step in session.steps(3):
     next(kept)

@@ -1,4 +1,4 @@
-"""Local jobs: submitted once, outliving their submitter, found again by anybody, cancelled."""
+"""Local jobs: submitted once, outlive their submitter, are found again, can be cancelled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from holdfast.workers.executors.local import CONTROLLER
 from holdfast.workers.request import build_request
 from holdfast.workers.runs import read_record
 
-# What a flow does, in a process that is then killed with all its group.
+# Submits like a flow, in a process that is then killed with its process group.
 SUBMITTER = """
 import sys, time
 from pathlib import Path
@@ -41,7 +41,7 @@ time.sleep(600)
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[LocalRun]:
-    """A run whose program sleeps, and never touches torch.distributed."""
+    """A run whose program only sleeps, without torch.distributed."""
     one = LocalRun(tmp_path, gpus=1, session=False, sleep_s=3)
     yield one
     one.end_all()
@@ -76,7 +76,7 @@ def test_job_is_found_before_its_claim_and_not_submitted_twice(run: LocalRun) ->
     attempt = run.submit()
     written = read_document(Submission, attempt.submission)
     assert written is not None
-    # As a crash between the start and the writing of the submission would leave it.
+    # The state after a crash between the job's start and the write of the submission.
     attempt.submission.unlink()
     with JournalWriter(run.paths.journal_of("flow")) as journal:
         resumed = attempts.resume_submission(run.paths, journal)
@@ -120,7 +120,7 @@ def test_forced_cancel_leaves_no_process(run: LocalRun) -> None:
 
 
 def test_job_is_not_lost_if_the_recorded_pid_is_its_launcher(run: LocalRun) -> None:
-    """A flow that is killed while the launcher runs leaves its number to the next one to find."""
+    """A flow killed while the launcher runs may have recorded the launcher's pid."""
     attempt, executor = run.paths.attempt(1), executor_for("local")
     record = read_record(run.paths)
     request = build_request(record, run.spec, attempt=1, gpus=1, reason="a test")
@@ -144,6 +144,6 @@ def test_reused_pid_is_not_taken_for_the_job(run: LocalRun) -> None:
     other = submission.model_copy(update={"pid": os.getpid(), "process_started_at": 1.0})
     executor = executor_for("local")
     assert executor.status(request_of(run), other).has_ended
-    # This process would not live to see the test's end.
+    # If this cancelled the reused pid, it would kill the test process.
     executor.cancel(request_of(run), other)
     assert read_document(Submission, attempt.submission) == submission

@@ -1,4 +1,4 @@
-"""Programs in the shapes that people bring, interrupted at places of their loops, to the bit."""
+"""Common shapes of training loops, interrupted at various points, resume bit-identically."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CASES_MAX = 200
 def interrupt(
     shape: str, folder: Path, *, ranks: int, interval: str, snapshots: str, stride: int
 ) -> dict[str, Any]:
-    """What `tests.loop_cases` found: how many cases there were, and those that came out wrong."""
+    """The result of `tests.loop_cases`: the number of cases and those with differences."""
     arguments = (shape, ranks, interval, snapshots, stride, folder / "cases")
     said = run_program("loop_cases", *arguments, timeout_s=60 + CASE_S * CASES_MAX / stride)
     found: dict[str, Any] = json.loads(said.splitlines()[-1])

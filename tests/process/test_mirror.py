@@ -1,4 +1,4 @@
-"""Copies in mirrors: a directory, a real S3-compatible store, and what kills do to an upload."""
+"""Mirror copies: in a directory and a real S3-compatible store, and uploads that are killed."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from holdfast.trainer.mirror.upload import Retries, commit, missing_files, read_
 
 QUICK = Retries(pauses_s=[0.05] * 5)
 ONCE = Retries(pauses_s=())
-# What an upload of `SIZES` asks the store for, in order; the killing test goes through them.
+# Number of requests of an upload of `SIZES`; the tests kill the uploader at each of them.
 REQUESTS = 14
-# Which of them makes one object of the parts, and which gives the manifest its name.
+# The request that joins the parts to one object, and the one that publishes the manifest.
 JOINED, NAMED = 10, REQUESTS - 1
 
 
@@ -40,7 +40,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def location(request: pytest.FixtureRequest, s3: ObjectStore, proxy: Proxy, tmp_path: Path) -> str:
     if request.param == "s3":
         return f"s3://{BUCKET}/{tmp_path.name}/r.{UID}"
-    # fsspec's own name for the local file system stands for all that is neither of the others.
+    # fsspec's name for the local file system, as an example of any other protocol.
     return f"{request.param}://{tmp_path}/mirror/r.{UID}"
 
 
@@ -62,7 +62,7 @@ def test_checkpoint_is_copied_to_the_mirror_and_fetched_back(location: str, tmp_
     directories = [make_checkpoint(tmp_path / "r", step) for step in (5, 6)]
     for directory in directories:
         assert send(store, directory) == sum(SIZES.values())
-        assert send(store, directory) == 0, "what is there is not sent again"
+        assert send(store, directory) == 0, "existing files must not be sent again"
     remote, skipped = newest_remote(store, UID, newer_than=name_of(5), without=(), retries=ONCE)
     assert remote is not None
     assert (remote.name, skipped) == (name_of(6), [])
@@ -73,7 +73,7 @@ def test_checkpoint_is_copied_to_the_mirror_and_fetched_back(location: str, tmp_
     assert manifest is not None
     assert find_damage(into, manifest) == []
     assert mirror.main([location, "verify", str(name_of(6))]) == 0
-    # Deleted: the manifest stays as a tombstone, and the checkpoint is not sent again.
+    # After a deletion the manifest stays as a tombstone, and the checkpoint is not sent again.
     assert mirror.main([location, "delete", str(name_of(6))]) == 0
     assert read_remote(store, name_of(6), UID, retries=ONCE) is None
     assert store.sizes(f"checkpoints/{name_of(6)}") == {}
@@ -116,7 +116,7 @@ def test_damaged_or_uncommitted_mirror_copies_are_refused(location: str, tmp_pat
     assert found is not None
     assert found.name == name_of(5)
     assert ["never committed" in line for line in skipped] == [False, True]
-    # Another run's checkpoint of that name is never replaced.
+    # A checkpoint of another run with the same name is never replaced.
     upload = read_upload(make_checkpoint(tmp_path / "other" / "r", 5), None)
     assert upload is not None
     with pytest.raises(MirrorError, match="another checkpoint of that name"):
@@ -150,7 +150,7 @@ def kill_uploads(
         assert children[0].exitcode == (-signal.SIGKILL if is_struck else 0)
         verbs.append(proxy.requests[at].split(" ")[0] if is_struck else "none")
         proxy.arm(None)
-        # The mirror's newest is the one before or this one, whole either way.
+        # The mirror's newest checkpoint is the previous one or this one, complete either way.
         found, _ = newest_remote(store, UID, newer_than=None, without=(), retries=QUICK)
         assert found is not None
         assert found.name.step in {step - 1, step}, (at, before)
@@ -173,7 +173,7 @@ def test_uploader_killed_before_any_request_leaves_a_valid_mirror(
 def test_uploader_killed_after_its_last_responses_leaves_a_valid_mirror(
     s3: ObjectStore, proxy: Proxy, tmp_path: Path
 ) -> None:
-    """The two answers that matter most: the object's parts are one, and the manifest stands."""
+    """The two most important responses: the parts are joined, and the manifest is published."""
     verbs = kill_uploads([(JOINED, False), (NAMED, False)], s3, proxy, tmp_path)
     assert verbs == ["POST", "PUT"]
 
@@ -214,4 +214,4 @@ def test_refused_request_is_reported_without_retry_or_secret(
     answer = json.loads(capsys.readouterr().out)
     assert "SignatureDoesNotMatch" in answer["error"] or "signature" in answer["error"]
     assert "not-the-secret" not in answer["error"]
-    assert len(proxy.requests) == 1, "what is refused is not asked for again"
+    assert len(proxy.requests) == 1, "a refused request must not be retried"

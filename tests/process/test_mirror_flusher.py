@@ -1,4 +1,4 @@
-"""Copies that real flushers and agents send: killed, restarted, on two nodes, at a job's end."""
+"""Mirror copies by real flushers and agents: killed flushers, two nodes, the end of a job."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_replacement_of_a_killed_flusher_finishes_the_mirror_copy(
     tiers = Tiers(mirror=f"s3://{BUCKET}/{tmp_path.name}")
     environment = {**s3.environment(proxy.port), **tiers.to_environment()}
     flusher_supervisor = SlotHolder(socket_name(), environment=environment, run=run)
-    # Asked for first: the tombstone, the list, the file and its size; killed at the fourth.
+    # The first requests are the tombstone, the list, the file and its size; killed at the fourth.
     strike = Strike(3, True, flusher_supervisor.process.kill)
     proxy.arm(strike)
     try:
@@ -144,7 +144,7 @@ def test_job_waits_for_its_mirror_copies_and_prune_deletes_them(
     finally:
         run.end_all()
     committed = [d.name for d in run.paths.list_checkpoints() if read_record(d)]
-    assert committed[-1].startswith("step-00000012"), "the last one is awaited"
+    assert committed[-1].startswith("step-00000012"), "the job must wait for the last copy"
     location = location_of(run.paths)
     assert location is not None
     assert mirror.verify(open_store(location), committed[-1])["ok"]
@@ -155,7 +155,7 @@ def test_job_waits_for_its_mirror_copies_and_prune_deletes_them(
         assert open_store(location).sizes(checkpoint_folder(name)) == {}
         assert open_store(location).read(f"tombstones/{name}.json") is not None
     assert mirror.verify(open_store(location), committed[-1])["ok"]
-    # The secret is in nothing that the run leaves behind.
+    # No file of the run contains the secret.
     files = [p for p in run.paths.directory.rglob("*") if p.is_file()]
     found = [p for p in files if s3.secret.encode() in p.read_bytes()]
     assert found == []

@@ -1,4 +1,4 @@
-"""A run whose checkpoints are mirrored: saved, killed, moved to a machine that lacks them."""
+"""A run with mirrored checkpoints: saved, killed, and resumed on a machine without them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WAIT_S = 150.0
 
 
 def train(run: Path, steps: int, tiers: dict[str, str], *, is_ok: bool = True, **more: Any) -> str:
-    """One launch of the small program up to `steps`; returns what it said."""
+    """Launch the small program once up to `steps`; returns its output."""
     settings = {"steps": steps, "directory": str(run), **more}
     env = {k: v for k, v in os.environ.items() if not k.startswith("HOLDFAST_")}
     done = subprocess.run(
@@ -51,12 +51,12 @@ def test_run_resumes_from_the_mirror_without_local_checkpoints(tmp_path: Path) -
     tiers = {CHECKPOINT_MIRROR: f"file://{mirror}"}
     train(run, 6, tiers)
     paths = RunPaths(run)
-    assert mirrored_steps(run)[-1] == 6, "the end of the copy is awaited"
+    assert mirrored_steps(run)[-1] == 6, "the session must wait for the copy"
     assert all(read_record(directory) for directory in paths.list_checkpoints())
     manifest = read_manifest(copies_of(mirror, 6))
     assert manifest is not None
     assert find_damage(copies_of(mirror, 6), manifest) == []
-    # Gone from here: it comes back from the mirror and counts as any other.
+    # Deleted locally: it is fetched from the mirror and counts like any other.
     shutil.rmtree(paths.checkpoints)
     said = train(run, 8, tiers)
     assert "continues after step 6" in said
@@ -64,7 +64,7 @@ def test_run_resumes_from_the_mirror_without_local_checkpoints(tmp_path: Path) -
     assert find_damage(paths.checkpoint(manifest.name), manifest) == []
     fetched = [e.data for e in load_events(paths) if e.kind is EventKind.FETCHED]
     assert [(one["step"], one["bytes"]) for one in fetched] == [(6, manifest.bytes)]
-    # Damaged here and whole there: the good copy is used, the bad one is left for people.
+    # Damaged locally, good in the mirror: the good copy is used and the bad one is kept.
     newest = paths.list_checkpoints()[-1]
     file = next(newest.glob("*.distcp"))
     file.write_bytes(file.read_bytes()[:-1])
@@ -72,7 +72,7 @@ def test_run_resumes_from_the_mirror_without_local_checkpoints(tmp_path: Path) -
     assert "continues after step 8" in said
     assert f"skipped {newest.name}: damaged" in said
     assert (paths.fetched / newest.name / "manifest.json").exists()
-    # The mirror is half: what it has not committed is not believed.
+    # The mirror copy is incomplete: an uncommitted copy is not used.
     (copies_of(mirror, 10) / "manifest.json").unlink()
     shutil.rmtree(paths.checkpoints)
     said = train(run, 12, tiers)
@@ -98,11 +98,11 @@ def test_files_are_written_to_the_local_disk_first(tmp_path: Path) -> None:
     assert sorted(os.listdir(paths.checkpoint(name))) == ["manifest.json", "mirrored.json"]
     on_node = RunPaths(next(scratch.iterdir()))
     assert (on_node.checkpoint(name) / "train_state.json").exists()
-    assert len(on_node.list_checkpoints()) <= 3, "the node's disk is kept clear"
-    # On the same node nothing is fetched; what is on its disk is used.
+    assert len(on_node.list_checkpoints()) <= 3, "old copies on the node's disk must be deleted"
+    # On the same node the files on its disk are used, and nothing is fetched.
     assert "continues after step 6" in train(run, 8, tiers)
     assert not [e for e in load_events(paths) if e.kind is EventKind.FETCHED]
-    # Another node has none of it.
+    # Another node has none of the files.
     shutil.rmtree(scratch)
     assert "continues after step 8" in train(run, 10, tiers)
     assert [e.data["step"] for e in load_events(paths) if e.kind is EventKind.FETCHED] == [8]

@@ -1,4 +1,4 @@
-"""A cloud's notices under the real agent: a save out of turn, then a stop in time."""
+"""Cloud notices under the real agent: an early save, then a stop in time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A poisoned sample under the real agent: back to before it, and on with other data."""
+"""A sample that makes the loss NaN, under the real agent: rollback, then other data."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ PROGRAM = Path(__file__).with_name("poisoned_program.py")
 ORDER = DataOrder(samples=4096, global_batch=8, seed=5)
 STEPS, BAD_STEP, INTERVAL = 60, 33, 10
 MARGIN, SKIPPED = 4, 6
-# Passed over from here on; of the checkpoints, that of step 20 is the newest before the margin.
+# The skipped data window; the checkpoint of step 20 is the newest one before the margin.
 WINDOW = [BAD_STEP - SKIPPED // 2, SKIPPED]
 GOOD_STEP = 20
 
 
 def poisoned(root: Path, on_nan: str, **settings: Any) -> LocalRun:
-    """A run whose rank 1 meets a poisoned sample in step `BAD_STEP`."""
+    """A run whose rank 1 trains on a poisoned sample in step `BAD_STEP`."""
     ids = [int(ORDER.rank_ids(BAD_STEP, 1, 2)[0])]
     numerics = {"on_nan": on_nan, "margin_steps": MARGIN, "skip_steps": SKIPPED}
     return LocalRun(

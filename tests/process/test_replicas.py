@@ -1,4 +1,4 @@
-"""Buffers that differ between replicas: all of them are saved from one rank, the first."""
+"""Buffers that differ between replicas: they are saved from the first rank only."""
 
 from __future__ import annotations
 

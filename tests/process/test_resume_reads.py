@@ -1,4 +1,4 @@
-"""A resume from storage that refuses a read: once is tried again, always falls back, aloud."""
+"""A resume from storage with failing reads: temporary failures are retried, others fall back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TRIES = 1 + len(READ_WAITS_S)
 
 
 class Storage:
-    """Counts the looks at the newest checkpoint's files, and refuses some of them."""
+    """Counts the accesses to the newest checkpoint's files, and makes some of them fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, newest: Path) -> None:
         self.opened: Counter[str] = Counter()
@@ -31,7 +31,7 @@ class Storage:
         monkeypatch.setattr(os, "fstat", self._look)
 
     def _look(self, handle: int) -> os.stat_result:
-        # Every file of a checkpoint is looked at by its descriptor once it is open.
+        # Holdfast calls `fstat` for every file of a checkpoint after it is opened.
         path = Path(os.readlink(f"/proc/self/fd/{handle}"))
         if path.parent == self._newest:
             self.opened[path.name] += 1
@@ -41,7 +41,7 @@ class Storage:
 
 
 def launch(directory: Path, steps: int) -> tuple[int, float]:
-    """Train up to `steps` with a save at each; (step resumed after, the weight by then)."""
+    """Train up to `steps` with a save at each; returns (resumed step, weight at that step)."""
     torch.manual_seed(0)
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -55,7 +55,7 @@ def launch(directory: Path, steps: int) -> tuple[int, float]:
 
 @pytest.fixture
 def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Storage:
-    """A run with checkpoints of the steps 1 and 2, in storage that is sound as yet."""
+    """A run with checkpoints of steps 1 and 2, in storage without failures yet."""
     launch(tmp_path / "run", 2)
     newest = RunPaths(tmp_path / "run").list_checkpoints()[-1]
     assert newest.name.startswith("step-00000002")
@@ -63,7 +63,7 @@ def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Storage:
 
 
 def resumed(directory: Path) -> list[str]:
-    """What the last resume passed over."""
+    """The checkpoints that the last resume skipped."""
     lines = [e for e in load_events(RunPaths(directory)) if e.kind is EventKind.RESUMED]
     return list(lines[-1].data["skipped"])
 
@@ -88,7 +88,7 @@ def test_permanent_read_failure_falls_back_to_the_previous_checkpoint(
 
 
 def test_manifest_of_the_chosen_checkpoint_is_read_once(storage: Storage, tmp_path: Path) -> None:
-    # One reading looks at a file twice: at its kind, and at its size.
+    # One read calls `fstat` twice: for the file's type and for its size.
     storage.refused["manifest.json"] = range(3, 100)
     assert launch(tmp_path / "run", 3)[0] == 2
     assert storage.opened["manifest.json"] == 2

@@ -1,4 +1,4 @@
-"""Secrets reach the program, and nothing else: runs with real agents and torchrun."""
+"""Secrets reach only the program: runs with real agents and torchrun."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def local(tmp_path: Path) -> Iterator[Local]:
 
 
 class SecretRun:
-    """A spec whose program sees three secrets, and what it saw of them."""
+    """A run whose program gets three secrets and records what it received."""
 
     def __init__(self, local: Local, name: str = "kept", **asked: Any) -> None:
         self.local, self.seen = local, local.folder / "seen"
@@ -64,7 +64,7 @@ class SecretRun:
 
 
 def leaks(folder: Path, *, but: tuple[Path, ...] = ()) -> list[str]:
-    """The files under `folder` that contain a secret's value, in plain or as JSON has it."""
+    """The files under `folder` that contain a secret's value, plain or JSON-encoded."""
     words = [FILE_VALUE, ENV_VALUE, *LINES_VALUE.splitlines()]
     return [
         str(path)
@@ -81,7 +81,7 @@ def test_program_receives_its_secrets_and_no_file_contains_them(local: Local) ->
     assert told["state"] == "completed", told
     assert told["warnings"] == []
     run.assert_program_saw_all()
-    # The whole home: the run, the index, the supervisor's log, Prefect's files.
+    # The whole home folder: the run, the index, the supervisor's log, Prefect's files.
     found = leaks(local.folder, but=(run.file,))
     assert found == []
     assert not run.paths.private.exists()
@@ -114,7 +114,7 @@ def test_relaunch_without_the_secret_variable_is_refused(local: Local) -> None:
 
 
 def test_other_users_cannot_read_recorded_secrets(local: Local) -> None:
-    """While the run lasts, and where every folder above it is open to all."""
+    """Also while the run is live and every folder above it is open to all users."""
     run = SecretRun(local)
     _record(run)
     assert run.paths.secrets.stat().st_mode & 0o777 == 0o600
@@ -127,7 +127,7 @@ def test_other_users_cannot_read_recorded_secrets(local: Local) -> None:
         assert done.returncode != 0, command
         assert "Permission denied" in done.stderr
         assert done.stdout == ""
-    # A folder above that another user could write to is no way in either.
+    # A parent folder that another user can write to gives no access either.
     assert _as_nobody(f"mv {run.paths.private} /tmp/taken").returncode != 0
 
 
@@ -148,7 +148,7 @@ def test_unreadable_secret_file_fails_the_attempt_and_is_named(local: Local) -> 
     done = local.call("submit", str(run.spec), "--wait", "--skip-preflight")
     assert done.returncode != 0
     assert "has mode 0644" in done.stderr
-    # A supervisor that is there already does not look at files, which are the nodes'.
+    # A running supervisor does not read secret files, because only the nodes have them.
     subprocess.run(
         [sys.executable, "-m", "holdfast.flows.detached", str(run.paths.directory)],
         env=local.environment,

@@ -1,4 +1,4 @@
-"""Secrets under a real Prefect server: a block, the submitter's variable, what Prefect keeps."""
+"""Secrets under a real Prefect server: a block, the submitter's variable, Prefect's records."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_secrets_that_the_program_prints_do_not_reach_prefect(runs: FlowRuns) ->
     wait_for("the traceback in the flow's log", lambda: "the first failing rank" in logs())
     flow = runs.ask(f"flow_runs/{identity}")
     assert "refused with •••, •••" in flow["state"]["message"]
-    # The spec that somebody gave is the flow's parameter as it was given.
+    # The submitted spec is a parameter of the flow, unchanged.
     parameters = flow.pop("parameters")
     assert parameters["spec"]["environment"]["HF_TOKEN"] == PLAIN_VALUE
     said = [flow, runs.ask("task_runs/filter", **of_flow), done.stdout, done.stderr]
@@ -85,7 +85,7 @@ def test_prefect_block_and_variable_secrets_reach_only_the_program(runs: FlowRun
     assert f"the variable {VARIABLE} is not set here" in refused.stderr
     paths = RunPaths(runs.root / "blocked")
     assert not paths.directory.exists()
-    # The worker was started before, and does not have it.
+    # The worker was started earlier and does not have the variable.
     runs.service.environment[VARIABLE] = ENV_VALUE
     told = runs.service.command("holdfast", "submit", str(spec), "--json")
     runs.made.append(paths)

@@ -1,4 +1,4 @@
-"""The session in real processes: torchrun, gloo, kills and signals, and no agent."""
+"""The session in real processes without an agent: torchrun, gloo, kills and signals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WAIT_S = 150.0
 
 
 class Launch:
-    """One launch of the program; use as a context manager, so that nothing is left behind."""
+    """One launch of the program; the context manager ends all its processes."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Launch:
         return {int(rank): int(pid) for rank, pid in pids if Path(f"/proc/{pid}").exists()}
 
     def wait_until(self, step: int, *, committed: int = 0) -> None:
-        """Wait until rank 0 recorded `step` and a checkpoint of `committed` or later is there."""
+        """Wait until rank 0 recorded `step` and a checkpoint of `committed` or later exists."""
         give_up = time.monotonic() + WAIT_S
         while True:
             lines = steps_of(self.run, 0) if (self.run.directory / "records").exists() else []
@@ -95,7 +95,7 @@ def kill(pids: dict[int, int]) -> None:
 
 def lines_of(run: RunPaths, rank: int) -> list[dict[str, Any]]:
     path = run.directory / "records" / f"rank{rank}.jsonl"
-    # Another rank may have made the folder first.
+    # The folder may exist before this rank's file, because another rank created it.
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines()]
 
@@ -120,7 +120,7 @@ def events_of(run: RunPaths, kind: EventKind) -> list[Event]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
-    """Two ranks, with dropout, from the first step to the last."""
+    """An uninterrupted run of two ranks with dropout."""
     directory = tmp_path_factory.mktemp("whole") / "run"
     with Launch(directory, ranks=2, dropout=0.2) as launch:
         assert launch.wait() == 0, launch.output
@@ -129,7 +129,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
-    """One rank, without dropout, from the first step to the last."""
+    """An uninterrupted run of one rank without dropout."""
     directory = tmp_path_factory.mktemp("single") / "run"
     with Launch(directory, ranks=1) as launch:
         assert launch.wait() == 0, launch.output
@@ -175,7 +175,7 @@ def test_run_with_a_custom_planner_resumes(uninterrupted: RunPaths, tmp_path: Pa
     for rank in range(2):
         assert ends_of(launch.run, rank)[-1:] == ends_of(uninterrupted, rank)
     asked = [len(path.read_text().split()) for path in (directory / "planned").iterdir()]
-    # Each launch asks before its first step too.
+    # Each launch also plans before its first step.
     assert len(asked) == 4
     assert sum(asked) >= 2 * (len(committed_steps(launch.run)) + 2)
     assert len(committed_steps(launch.run)) > saves
@@ -207,7 +207,7 @@ def test_checkpoint_with_a_flipped_bit_is_skipped_and_reported(
 def test_journal_and_manifests_record_every_save(uninterrupted: RunPaths) -> None:
     staged = events_of(uninterrupted, EventKind.STAGED)
     committed = events_of(uninterrupted, EventKind.COMMITTED)
-    # On slow storage a save may be passed over while two are being written; none is hidden.
+    # On slow storage a save may be skipped while two are being written; all are recorded.
     steps = [event.data["step"] for event in committed]
     assert steps == sorted(committed_steps(uninterrupted))
     assert {5, STEPS} <= set(steps) <= set(range(5, STEPS + 1, 5))
@@ -230,7 +230,7 @@ def test_journal_and_manifests_record_every_save(uninterrupted: RunPaths) -> Non
 
 
 def stop_by(number: signal.Signals, signalled: list[int], directory: Path) -> RunPaths:
-    """A run of two ranks that stopped, both after one step, when some of them got a signal."""
+    """A run of two ranks that both stopped after the same step when some of them got a signal."""
     with Launch(directory, ranks=2, sleep_s=0.05) as launch:
         launch.wait_until(8)
         pids = launch.rank_pids()
@@ -302,7 +302,7 @@ def test_killed_flusher_is_replaced_and_saves_continue(tmp_path: Path) -> None:
         assert launch.wait() == 0, launch.output
     committed = committed_steps(launch.run)
     assert max(committed) == STEPS
-    # A save that was due without a flusher is reported, not silently missing.
+    # A save that was due while there was no flusher is reported.
     told = {event.data["step"] for event in events_of(launch.run, EventKind.SAVE_FAILED)}
     notes = "; ".join(event.data["text"] for event in events_of(launch.run, EventKind.NOTE))
     told |= {step for step in range(5, STEPS, 5) if f"step {step}: no checkpoint" in notes}
@@ -342,13 +342,13 @@ def test_second_launch_in_a_run_folder_waits_for_the_first(tmp_path: Path) -> No
         with Launch(directory, ranks=0, sleep_s=0.1) as second:
             assert first.wait() == 0, first.output
             assert second.wait() == 0, second.output
-    # The second waited for the first, and found nothing left to do.
+    # The second launch waited for the first and had nothing left to do.
     assert [line["end"] for line in ends_of(first.run, 0)] == [STEPS, STEPS]
     assert len(steps_of(first.run, 0)) == STEPS
 
 
 def test_state_created_late_on_one_rank_is_planned_by_all_ranks(tmp_path: Path) -> None:
-    """At an agreed step, and at the last save, which has none."""
+    """Both at an agreed step and at the last save."""
     for run, at in (("meeting", 8), ("end", 12)):
         with Launch(tmp_path / run, ranks=2, steps=13, late=[0, at]) as launch:
             assert launch.wait() == 0, launch.output

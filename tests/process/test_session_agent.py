@@ -1,4 +1,4 @@
-"""The session under an agent, and on several nodes without one."""
+"""The session under an agent, and on several nodes without an agent."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def start(
     wrapper: Sequence[str] = (),
     **more: Any,
 ) -> subprocess.Popen[bytes]:
-    """One torchrun of the program, with `wrapper` before it; `more` are further settings."""
+    """Start one torchrun of the program, prefixed by `wrapper`; `more` are further settings."""
     settings = {"steps": STEPS, "directory": str(run.directory), "sleep_s": 0.05, **more}
     command = [*wrapper, sys.executable, "-m", "torch.distributed.run", *torchrun]
-    # Without a place of its own torchrun leaves its folder among the machine's temporary files.
+    # Otherwise torchrun leaves its folder in the machine's temporary directory.
     command += ["--log-dir", str(run.directory.parent / "logs")]
     command += [str(PROGRAM), json.dumps(settings)]
     clean = {k: v for k, v in os.environ.items() if not k.startswith("HOLDFAST_")}
@@ -49,7 +49,7 @@ def start(
 def start_nodes(
     run: RunPaths, env: dict[str, str], wrappers: Sequence[Sequence[str]] = ((), ()), **more: Any
 ) -> list[subprocess.Popen[bytes]]:
-    """A torchrun of one rank for each of `wrappers`, all of one job."""
+    """Start a torchrun of one rank for each of `wrappers`, all in one job."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
@@ -117,7 +117,7 @@ def test_under_an_agent_the_session_ignores_signals_and_obeys_rank_status(
         "HOLDFAST_NODES": "1",
         "HOLDFAST_CHECKPOINT_INTERVAL": "10",
     }
-    # As an agent starts torchrun: what is ignored stays ignored in every descendant.
+    # As an agent starts torchrun: ignored signals stay ignored in every descendant.
     before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR2)}
     ignore_signals()
     try:

@@ -1,4 +1,4 @@
-"""What a checkpoint is said to need on N ranks, beside what N ranks then take."""
+"""The predicted memory of a checkpoint on N ranks, compared with what N ranks then use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOLERANCE = 0.10
 
 
 def train(run: Path, mode: str, ranks: int, scratch: Path) -> list[dict[str, int]]:
-    """What each rank took, as it says itself."""
+    """The memory of each rank, as it reports it."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Snapshots in memory: the flusher commits the newest that all had, once the ranks are gone."""
+"""Snapshots in memory: once the ranks are gone, the flusher commits the newest common one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def flusher_supervisor() -> Iterator[SlotHolder]:
 
 
 def committed(run: Path) -> list[int]:
-    """Steps that have a whole, committed checkpoint."""
+    """Steps with a complete, committed checkpoint."""
     found = []
     for path in sorted((run / "checkpoints").glob("step-*")):
         manifest = read_manifest(path)
@@ -56,7 +56,7 @@ def test_newest_snapshot_common_to_all_dead_ranks_is_committed(
     ranks[1].stage(8, b"ei", slot=1, seal=False)
     ranks[0].close()
     time.sleep(0.5)
-    # A rank that lives may overwrite what it holds, so nothing is decided yet.
+    # A live rank may overwrite its snapshot, so the flusher does not decide yet.
     assert committed(run) == [5]
     ranks[1].close()
     wait_until(lambda: committed(run) == [5, 7], "the snapshot of step 7")

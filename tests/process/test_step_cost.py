@@ -32,7 +32,7 @@ def test_step_without_a_save_makes_no_system_call_and_allocates_nothing(
     tmp_path: Path,
 ) -> None:
     trace = tmp_path / "trace"
-    # Without -f it follows the training thread alone, which is the one that must not wait.
+    # Without -f strace follows only the training thread, which must not wait.
     strace = ("strace", "-o", str(trace))
     program = (sys.executable, str(PROGRAM), "steps", str(tmp_path / "run"), str(STEPS))
     found = run(*strace, *program)
@@ -40,7 +40,7 @@ def test_step_without_a_save_makes_no_system_call_and_allocates_nothing(
     (begin,) = (i for i, line in enumerate(lines) if BEGIN in line)
     (end,) = (i for i, line in enumerate(lines) if END in line)
     calls = [line.partition("(")[0] for line in lines[begin + 1 : end]]
-    # The interpreter hands its lock to the session's threads about once in a second.
+    # The interpreter passes its lock to the session's threads about once per second.
     assert [call for call in calls if call != "futex"] == []
     assert len(calls) < STEPS / 100
     assert found["step"] == STEPS + 50

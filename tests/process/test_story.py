@@ -1,8 +1,8 @@
-"""The whole story on the real example: what preemption and resizing change is nothing.
+"""End to end on the real example: preemption and resizing do not change the training result.
 
-A GPT on real text, 100 steps, three times: undisturbed, preempted and resumed at the same rank
-count, preempted and resumed at half of it. Sample ids and losses are compared from what each
-step recorded, weights from the final checkpoints.
+A GPT on real text trains 100 steps three times: undisturbed, preempted and resumed on the same
+number of ranks, and preempted and resumed on half of them. The tests compare the sample ids and
+losses of each step, and the weights of the final checkpoints.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def undisturbed(runs: FlowRuns) -> RunPaths:
 
 
 def play(runs: FlowRuns, name: str, *, sizes: tuple[int, ...]) -> RunPaths:
-    """Run the example to its end, preempted once when `sizes` says how it goes on."""
+    """Run the example to its end; if `sizes` is set, preempt it once and continue at that size."""
     sizes_after = f"elastic.on_preemption={list(sizes or (4,))}"
     watched = (f"supervision.{key}={value}" for key, value in SUPERVISION.items())
     changes = (f"name={name}", sizes_after, f"config.steps={STEPS}", *watched)
@@ -58,7 +58,7 @@ def play(runs: FlowRuns, name: str, *, sizes: tuple[int, ...]) -> RunPaths:
 
 
 def steps_of(paths: RunPaths) -> dict[int, list[dict[str, Any]]]:
-    """What every rank recorded of every step, in order of rank: {step: [line, …]}."""
+    """The records of all ranks by step, in order of rank: {step: [line, …]}."""
     found: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for path in sorted((paths.directory / "records").glob("rank*.jsonl")):
         for line in path.read_text().splitlines():
@@ -88,14 +88,14 @@ def weights_of(paths: RunPaths, folder: Path) -> dict[str, Any]:
 
 def flatten(prefix: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        # The example seeds torch alone: the other generators begin again in every process.
+        # The example seeds only torch, so the other generators differ in every process.
         return {} if prefix.endswith(("/python", "/numpy")) else {prefix: value}
     inner = [flatten(f"{prefix}/{key}", item) for key, item in value.items()]
     return {key: item for part in inner for key, item in part.items()}
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Equal to the bit, tensors and numbers alike."""
+    """True if both are bit-identical tensors or equal values."""
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
 
 
@@ -125,9 +125,9 @@ def test_data_and_losses_are_the_same_after_preemption_and_resize(
     steps = steps_of(paths)
     assert sorted(steps) == list(range(1, STEPS + 1))
     trained_twice = [s for s, lines in steps.items() if len(lines) not in {2, 4}]
-    assert trained_twice == [], "a step lost would have been recorded twice"
+    assert trained_twice == [], "steps were trained twice"
     assert order_of(paths) == order_of(undisturbed)
     pairs = zip(losses_of(paths), losses_of(undisturbed), strict=True)
     assert max(abs(a - b) for a, b in pairs) <= LOSS_TOLERANCE
     losses = losses_of(paths)
-    assert losses[-1] < 0.8 * losses[0], "the loss should fall"
+    assert losses[-1] < 0.8 * losses[0], "the loss did not fall"

@@ -1,7 +1,7 @@
-"""Two nodes that write to disks of their own, and a mirror that has the files of both.
+"""Two nodes that write to their local disks, and a mirror that has the files of both.
 
-As on real nodes the disk has one path everywhere: each torchrun runs in a mount namespace of its
-own, where another folder lies there.
+As on real nodes, the disk has the same path everywhere: each torchrun has its own mount namespace
+with a different folder at that path.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def of_kind(run: RunPaths, kind: EventKind) -> list[Event]:
 
 
 def train(run: RunPaths, tiers: Tiers, disks: Sequence[Path], filler: Path) -> None:
-    """One launch on two nodes; `filler` is removed once a save has failed for want of room."""
+    """One launch on two nodes; `filler` is deleted once a save has failed for lack of space."""
     mounted = 'mount --bind "$0" "$1" && shift && exec "$@"'
     Path(tiers.local).mkdir(exist_ok=True)
     for disk in disks:
@@ -79,7 +79,7 @@ def test_full_disk_on_one_node_fails_the_save_and_other_nodes_fetch_files(
         manifest = read_manifest(newest)
         assert manifest is not None
         assert manifest.step == STEPS, "training went on, and the last save was committed"
-        # The launch has ended, so the copies are there.
+        # The launch has ended, so all copies are complete.
         assert read_record(newest) is not None
         (place,) = mirror.iterdir()
         assert find_damage(place / checkpoint_folder(manifest.name), manifest) == []
@@ -88,7 +88,7 @@ def test_full_disk_on_one_node_fails_the_save_and_other_nodes_fetch_files(
             {file.name for file in RunPaths(disk / place.name).checkpoint(manifest.name).iterdir()}
             for disk in disks
         ]
-        assert on_disks[1] == {"__1_0.distcp"}, "each node has its own files alone"
+        assert on_disks[1] == {"__1_0.distcp"}, "each node must have only its own files"
         assert "__0_0.distcp" in on_disks[0] - on_disks[1]
 
     others = [tmp_path / "other0", tmp_path / "other1"]
@@ -101,4 +101,4 @@ def test_full_disk_on_one_node_fails_the_save_and_other_nodes_fetch_files(
         assert find_damage(fetched, manifest) == []
         before, after = ends_of(run, rank)
         assert before["weights"] == after["weights"]
-    assert list(Path(tiers.local).iterdir()) == [], "nothing went past the disks"
+    assert list(Path(tiers.local).iterdir()) == [], "all files must be on the mounted disks"

@@ -1,4 +1,4 @@
-"""The wheel, in empty environments outside the checkout: the operator's side, and the job's.
+"""The wheel in empty environments outside the checkout: the operator's side and the job's side.
 
 One environment has `holdfast[server]` and no torch, the other `holdfast[trainer]` and neither
 Prefect nor SQL. The first submits a run whose ranks use the second, as on a cluster.
@@ -49,7 +49,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=[link, pytest.param(install, marks=pytest.mark.slow)])
 def make(request: pytest.FixtureRequest) -> Callable[[Path, str, Path], None]:
-    """How environments are made: by links, which is quick, or by pip, as people do it."""
+    """How environments are created: with links, which is quick, or with pip, as users do."""
     return request.param  # type: ignore[no-any-return]
 
 
@@ -108,7 +108,7 @@ def test_wheel_contains_all_sources_and_data_files(wheel: Path) -> None:
         for path in (CHECKOUT / "alembic").rglob(pattern)
     }
     expected |= {"holdfast/py.typed", "holdfast/flows/templates/prefect.yaml"}
-    # The page is built by the set-up, so that users need no Node.
+    # The wheel contains the built web page, so that users do not need Node.
     page = CHECKOUT / "src" / "holdfast" / "api" / "static"
     assert (page / "index.html").is_file(), f"{page}: no page; `make page` builds it"
     expected |= {
@@ -150,7 +150,7 @@ def test_trainer_environment_needs_neither_prefect_nor_sql(
     launcher: list[str | Path] = [trainer / "bin" / "python", "-m", "torch.distributed.run"]
     launcher += ["--standalone", "--nproc-per-node", "2"]
     environment = {"HOLDFAST_ROOT": str(tmp_path / "runs"), "OMP_NUM_THREADS": "1"}
-    # torchrun leaves a folder in the temporary one.
+    # torchrun leaves a folder in the temporary directory.
     environment["TMPDIR"] = str(tmp_path)
     run_command(*launcher, "train.py", "spec.toml", cwd=program, **environment)
     (manifest,) = tmp_path.glob(f"runs/train/checkpoints/step-{STEPS:08d}.*/manifest.json")

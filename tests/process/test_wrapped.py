@@ -1,4 +1,4 @@
-"""A wrapper of two tensors inside a DTensor is refused by its key on all ranks."""
+"""A tensor subclass with two inner tensors inside a DTensor is refused by key on all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(150)
 
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """What each rank was told, by case."""
+    """The errors of each rank, by case."""
     folder = tmp_path_factory.mktemp("wrapped")
     done = subprocess.run(
         [sys.executable, "-m", wrapped_program.__name__, str(folder)],
