@@ -218,7 +218,6 @@ def measure_api(url: str, runs: int) -> dict[str, dict[str, float]]:
 def run_page(database: Database, uid: str) -> None:
     """Run all queries that the page of one run makes when it opens."""
     queries.show_run(database, uid)
-    pages.list_attempts(database, uid)
     pages.list_checkpoints(database, uid)
     pages.list_events(database, uid)
     metric_series(database, uid)

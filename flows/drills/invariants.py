@@ -22,7 +22,7 @@ from holdfast.contracts.manifest import find_damage, read_manifest
 from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows.drills.steps import place_of
-from holdfast.lineage import queries
+from holdfast.lineage import pages, queries
 from holdfast.lineage.database import Database, open_database
 from holdfast.lineage.disk import survey
 from holdfast.lineage.ingest import ingest_run
@@ -206,7 +206,7 @@ def _rows_of(database: Database, paths: RunPaths, now: float) -> dict[str, Any]:
     name = str(paths.directory)
     ask: dict[str, Callable[..., Any]] = {
         "run": lambda: queries.show_run(database, name, now=now),
-        "checkpoints": lambda: queries.list_checkpoints(database, name),
+        "checkpoints": lambda: pages.list_checkpoints(database, name, limit=None).items,
         "lineage": lambda: queries.lineage_graph(database, name),
     }
     return {what: json.loads(json.dumps(look(), default=str)) for what, look in ask.items()}

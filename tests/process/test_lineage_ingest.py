@@ -24,7 +24,7 @@ from holdfast.contracts.errors import NotFoundError
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.paths import MANIFEST, ROOT_ID, RunPaths, list_runs
 from holdfast.contracts.roots import ensure_root_id
-from holdfast.lineage import disk, ingest, models, queries, views
+from holdfast.lineage import disk, ingest, models, pages, queries, views
 from holdfast.lineage.database import Database, open_database, upgrade
 from holdfast.lineage.disk import Survey
 from holdfast.lineage.ingest import ingest_run
@@ -88,6 +88,11 @@ def dump(database: Database) -> Dump:
 def clear(database: Database) -> None:
     with database.writing() as connection:
         connection.execute(text("DELETE FROM runs"))
+
+
+def listed(database: Database, run: str) -> list[views.CheckpointView]:
+    """The checkpoints of a run, oldest first."""
+    return pages.list_checkpoints(database, run, newest_first=False).items
 
 
 def test_no_lock_is_held_while_a_folder_is_read(
@@ -185,7 +190,7 @@ def test_checkpoints_oldest_first_with_reasons(database: Database, tmp_path: Pat
     for _ in storied_run(root):
         pass
     reindex(database, root)
-    found = queries.list_checkpoints(database, "gpt")
+    found = listed(database, "gpt")
     assert [c["step"] for c in found] == [50, 100, 120, 150, 200]
     reasons = [c["reason"] for c in found]
     assert reasons[0] == "pinned, kept by rule: all"
@@ -213,7 +218,7 @@ def test_ancestry_and_graph_cross_forks_and_deletions(database: Database, tmp_pa
     last = queries.ancestry(database, str(root / "gpt/checkpoints/step-00000200.a0003.l01"))
     assert [c["step"] for c in last] == [200, 120, 100, 50]
     assert [c["path"] for c in last] == [
-        c["path"] for c in queries.list_checkpoints(database, "gpt")[::-1] if not c["rolled_back"]
+        c["path"] for c in listed(database, "gpt")[::-1] if not c["rolled_back"]
     ]
     for run in ("gpt", "gpt-b"):
         graph = queries.lineage_graph(database, run)
@@ -322,20 +327,17 @@ def test_damage_is_taken_from_manifests_and_resume_events(
     torn, rotten = folder.commit(10, 1), folder.commit(20, 1)
     (folder.paths.checkpoint(torn) / MANIFEST).write_text('{"format": 1')
     ingest_run(database, folder.paths)
-    assert [c["state"] for c in queries.list_checkpoints(database, "hurt")] == [
-        "damaged",
-        "committed",
-    ]
+    assert [c["state"] for c in listed(database, "hurt")] == ["damaged", "committed"]
     folder.tell(
         "rank0", EventKind.RESUMED, attempt=1, checkpoint=None, step=0, skipped=[f"{rotten}: gone"]
     )
     ingest_run(database, folder.paths)
-    found = queries.list_checkpoints(database, "hurt")
+    found = listed(database, "hurt")
     assert [c["state"] for c in found] == ["damaged", "damaged"]
     assert found[1]["detail"] == f"{rotten}: gone"
     folder.tell("rank0", EventKind.RESUMED, attempt=1, checkpoint=f"hurt:{rotten}", step=20)
     ingest_run(database, folder.paths)
-    assert queries.list_checkpoints(database, "hurt")[1]["state"] == "committed"
+    assert listed(database, "hurt")[1]["state"] == "committed"
 
 
 def test_runs_and_checkpoints_gone_from_disk_leave_the_index(
@@ -347,15 +349,15 @@ def test_runs_and_checkpoints_gone_from_disk_leave_the_index(
     ingest_run(database, folder.paths)
     shutil.rmtree(folder.paths.checkpoint(name))
     ingest_run(database, folder.paths)
-    assert queries.list_checkpoints(database, "gone") == []
+    assert pages.list_checkpoints(database, "gone").items == []
     again = shutil.move(folder.paths.directory, tmp_path / "elsewhere")
     RunFolder(tmp_path, "gone", "9" * 32)
     ingest_run(database, folder.paths)
-    assert [run["uid"] for run in queries.list_runs(database)] == ["9" * 32]
+    assert [run["uid"] for run in pages.list_runs(database).items] == ["9" * 32]
     shutil.rmtree(again)
     shutil.rmtree(folder.paths.directory)
     assert reindex(database, tmp_path).removed == ["gone"]
-    assert queries.list_runs(database) == []
+    assert pages.list_runs(database).items == []
     with pytest.raises(NotFoundError, match=r"no spec\.json"):
         ingest_run(database, folder.paths)
 
@@ -369,7 +371,7 @@ def test_hostile_text_is_stored(database: Database, tmp_path: Path) -> None:
         # Integers of more than 64 bits count as damage; neither databases nor the API have them.
         journal.write(json.dumps({**line, "sequence": 1, "data": {"value": 10**30}}) + "\n")
     ingest_run(database, folder.paths)
-    first, second = queries.list_events(database, "odd")
+    first, second = pages.list_events(database, "odd", newest_first=False).items
     assert first["data"] == {"text": "nul \ufffd half ?"}
     assert second["data"] == {"value": ["nan", 10**15]}
 
@@ -394,13 +396,13 @@ def test_find_run_prefers_the_root_then_the_newest(database: Database, tmp_path:
     assert queries.find_run(database, "same", tmp_path / "one").uid == "0" * 32
     assert queries.find_run(database, str(tmp_path / "three" / "same")).uid == "2" * 32
     assert queries.find_run(database, "1" * 32).paths.directory == tmp_path / "two" / "same"
-    assert [run["created_at"][14:19] for run in queries.list_runs(database)] == [
+    assert [run["created_at"][14:19] for run in pages.list_runs(database).items] == [
         "00:30",
         "00:20",
         "00:10",
     ]
-    assert len(queries.list_runs(database, limit=1)) == 1
-    assert len(queries.list_runs(database, root=tmp_path / "one")) == 1
+    assert len(pages.list_runs(database, limit=1).items) == 1
+    assert len(pages.list_runs(database, pages.RunFilter(root=tmp_path / "one")).items) == 1
     with pytest.raises(NotFoundError, match="did you mean same"):
         queries.find_run(database, "sane")
     with pytest.raises(NotFoundError, match="expected <run>:step"):

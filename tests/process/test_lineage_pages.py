@@ -15,7 +15,7 @@ from tests.postgres import PostgresServer
 from tests.runs import T0, RunFolder, storied_run
 
 from holdfast.contracts.errors import NotFoundError, QueryError
-from holdfast.contracts.states import AttemptState, RunState
+from holdfast.contracts.states import RunState
 from holdfast.lineage import pages
 from holdfast.lineage.comparison import compare, list_files
 from holdfast.lineage.cursors import PAGE_MAX, Page
@@ -79,10 +79,11 @@ def test_pages_together_are_the_whole_list(database: Database) -> None:
         single = walk(lambda after, ask=runs: ask(after=after, limit=1))  # type: ignore[misc]
         assert single == runs().items
         assert len(single) == 5
+        assert runs(limit=None) == runs()
     assert names(pages.list_runs(database).items)[:3] == ["later-e", "later-d", "later-c"]
     assert names(pages.list_runs(database, sort="name").items)[0] == "gpt"
     for newest_first in (False, True):
-        for listing in (pages.list_attempts, pages.list_checkpoints, pages.list_events):
+        for listing in (pages.list_checkpoints, pages.list_events):
             ask: Any = functools.partial(listing, database, "gpt", newest_first=newest_first)
             single = walk(lambda after, ask=ask: ask(after=after, limit=1))  # type: ignore[misc]
             assert single == ask().items
@@ -112,8 +113,6 @@ def test_run_filters(database: Database, root: Path) -> None:
     assert steps(states=(CheckpointState.DELETED,)) == [120]
     assert steps(pinned=True) == [50]
     assert steps(step_from=100, step_to=150) == [150, 120, 100]
-    lost = pages.AttemptFilter(states=(AttemptState.NODE_FAILED,))
-    assert [one["number"] for one in pages.list_attempts(database, "gpt", lost).items] == [2]
     wanted = pages.EventFilter(kinds=("committed",), attempt=1)
     events = pages.list_events(database, "gpt", wanted).items
     assert [event["data"]["step"] for event in events] == [120, 100, 50]

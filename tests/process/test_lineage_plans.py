@@ -12,7 +12,7 @@ from sqlalchemy import event
 from tests.postgres import PostgresServer
 from tests.runs import T0, RunFolder, storied_run
 
-from holdfast.contracts.states import AttemptState, RunState
+from holdfast.contracts.states import RunState
 from holdfast.lineage import models, pages, queries
 from holdfast.lineage.comparison import compare, list_files
 from holdfast.lineage.database import Database, open_database, upgrade
@@ -64,8 +64,6 @@ def questions(database: Database, root: Path) -> list[Callable[[], object]]:
         *(later(pages.list_runs, sort=sort) for sort in pages.INDEXED),
         *(lambda s=sort: pages.list_runs(database, runs, sort=s) for sort in pages.INDEXED),
         lambda: pages.list_runs(database, pages.RunFilter(states=(RunState.RUNNING,))),
-        later(pages.list_attempts, "gpt"),
-        later(pages.list_attempts, "gpt", pages.AttemptFilter(states=(AttemptState.LOST,))),
         later(pages.list_checkpoints, "gpt"),
         later(pages.list_checkpoints, "gpt", newest_first=False),
         lambda: pages.list_checkpoints(database, "gpt", checkpoints),
@@ -77,16 +75,15 @@ def questions(database: Database, root: Path) -> list[Callable[[], object]]:
         lambda: metric_series(database, "gpt"),
         lambda: compare(database, CHECKPOINT, OTHER),
         lambda: list_files(database, CHECKPOINT),
-        lambda: queries.list_runs(database, root=root),
-        lambda: queries.list_runs(database, limit=5),
+        lambda: pages.list_runs(database, pages.RunFilter(root=root), limit=None),
+        lambda: pages.list_runs(database, limit=5),
         lambda: queries.show_run(database, "a" * 32),
         lambda: queries.show_run(database, str(root / "gpt")),
-        lambda: queries.list_checkpoints(database, "gpt"),
+        lambda: pages.list_checkpoints(database, "gpt", limit=None),
         lambda: queries.lineage_graph(database, "gpt"),
         lambda: add_durability(database, "gpt-b", queries.lineage_graph(database, "gpt-b")),
         lambda: read_durability(database, "gpt", ["step-00000200.a0003.l01"]),
         lambda: queries.ancestry(database, CHECKPOINT),
-        lambda: queries.list_events(database, "gpt"),
     ]
 
 

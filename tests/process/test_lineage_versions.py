@@ -16,7 +16,7 @@ from tests.runs import RunFolder
 from holdfast.contracts.errors import LineageError
 from holdfast.contracts.journal import EventKind, read_journal
 from holdfast.contracts.roots import ensure_root_id, read_root_id
-from holdfast.lineage import disk, ingest, queries
+from holdfast.lineage import disk, ingest, pages, queries
 from holdfast.lineage.database import open_database, schema_problem, upgrade
 from holdfast.lineage.ingest import ingest_run
 from holdfast.lineage.reindex import reindex
@@ -53,7 +53,7 @@ def test_roots_with_the_same_path_keep_separate_rows(url: str, tmp_path: Path) -
             report = reindex(database, root)
             assert (report.removed, sorted(report.runs)) == ([], ["gpt", f"only-{letter}"])
             assert len(dump(database)["runs"]) == 4
-            here = queries.list_runs(database, root=root)
+            here = pages.list_runs(database, pages.RunFilter(root=root)).items
             assert {row["uid"] for row in here} == {letter * 32, letter.upper() * 32}
             assert queries.find_run(database, str(root / "gpt")).uid == letter * 32
             root.rename(away / letter)
@@ -87,7 +87,7 @@ def test_events_unknown_to_an_older_version_are_read_after_an_upgrade(
     with open_database(url) as database:
         ingest_run(database, run.paths)
         assert dump(database)["runs"][0]["unknown_kinds"] == ["teleported"]
-        kinds = [one["kind"] for one in queries.list_events(database, "gpt")]
+        kinds = [one["kind"] for one in pages.list_events(database, "gpt").items]
         assert sorted(kinds) == ["note", "note", "teleported"]
         read, _ = read_journal(journal)
         assert [type(event.kind) for event in read] == [EventKind, str, EventKind]

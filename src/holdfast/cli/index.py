@@ -87,13 +87,14 @@ def _find_elsewhere(name: str, database: Database | None) -> RunPaths | None:
 
     Raises `SpecError` if several roots have such a run: a command must not choose which to stop.
     """
-    from holdfast.lineage import queries
+    from holdfast.lineage import pages
 
     with contextlib.suppress(LineageError), contextlib.ExitStack() as stack:
         index = database or stack.enter_context(open_index())
+        similar = pages.list_runs(index, pages.RunFilter(search=name), limit=None).items
         known = [
             RunPaths(Path(row["path"]))
-            for row in queries.list_runs(index)
+            for row in similar
             if name in {row["run"], row["name"], row["uid"]}
         ]
         found = [paths for paths in known if has_spec(paths.directory)]
@@ -213,11 +214,11 @@ def refresh_newest(home: Path, database: Database, limit: int) -> dict[RunPaths,
 
     def look(paths: RunPaths) -> None:
         if record := read_document(RunRecord, paths.spec):
-            created.append((-record.created_at, record.uid, paths))
+            created.append((record.created_at, record.uid, paths))
 
     unreadable = _each(list_runs(home), look)
     readable = 0
-    for _, _, paths in sorted(created, key=itemgetter(0, 1)):
+    for _, _, paths in sorted(created, key=itemgetter(0, 1), reverse=True):
         if readable == limit:
             break
         failed = refresh_all([paths], database)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -34,6 +34,10 @@ from holdfast.cli.supervise import supervisor_warning
 from holdfast.contracts.mirrors import read_record
 from holdfast.contracts.paths import RunPaths, has_spec, list_runs
 from holdfast.contracts.states import RunState
+
+# Importing SQLAlchemy takes most of a second, so only the commands that use it do it.
+if TYPE_CHECKING:
+    from holdfast.lineage.database import Database
 
 # The state shown for a run whose folder cannot be read.
 UNREADABLE = "unreadable"
@@ -69,24 +73,11 @@ def runs(
     as_json: AsJson = False,
 ) -> None:
     """List the runs under the root and in the index, newest first."""
-    from holdfast.lineage import queries
-
     home = choose_root(root)
     # The state and the user of a run are known once it is read, so a filter reads all runs.
     most = None if states or user else limit
     with open_index() as database:
-        if most is None:
-            unreadable = refresh_all(list_runs(home), database)
-        else:
-            unreadable = refresh_newest(home, database, most)
-        known = queries.list_runs(database, root=home if root else None, limit=most)
-        elsewhere = [
-            RunPaths(choose_root(row["path"]))
-            for row in known
-            if RunState(row["state"]).is_live and row["root"] != str(home.resolve())
-        ]
-        refresh_all([one for one in elsewhere if has_spec(one.directory)], database)
-        found = queries.list_runs(database, root=home if root else None, limit=most)
+        found, unreadable = _refreshed_runs(database, home, most, is_alone=root is not None)
     named = {row["path"] for row in found}
     broken = [
         _unreadable_row(paths, reason)
@@ -103,6 +94,36 @@ def runs(
     answer([*readable, *([] if states or user else broken)][:limit], as_json, _render_runs)
 
 
+def _refreshed_runs(
+    database: Database, home: Path, most: int | None, *, is_alone: bool
+) -> tuple[list[dict[str, Any]], dict[RunPaths, str]]:
+    """Refresh the newest `most` runs; return their rows, and the reasons of the unreadable ones.
+
+    Runs of other roots that the index has are included unless `home` `is_alone`.
+    """
+    from holdfast.lineage import pages, views
+    from holdfast.lineage.cursors import PAGE_MAX
+
+    where = pages.RunFilter(root=home if is_alone else None)
+    limit = most if most and most <= PAGE_MAX else None
+    if most is None:
+        unreadable = refresh_all(list_runs(home), database)
+    else:
+        unreadable = refresh_newest(home, database, most)
+    elsewhere = [
+        RunPaths(choose_root(row["path"]))
+        for row in pages.list_runs(database, where, limit=limit).items[:most]
+        if RunState(row["state"]).is_live and row["root"] != str(home.resolve())
+    ]
+    refresh_all([one for one in elsewhere if has_spec(one.directory)], database)
+    found = pages.list_runs(database, where, limit=limit).items
+    summaries = [
+        {name: value for name, value in row.items() if name in views.RunSummary.__annotations__}
+        for row in found
+    ]
+    return summaries, unreadable
+
+
 def _lost(row: Mapping[str, Any]) -> list[str]:
     """Return a warning if the run is live and its supervisor is gone."""
     if not RunState(row["state"]).is_live:
@@ -116,7 +137,7 @@ def _unreadable_row(paths: RunPaths, reason: str) -> dict[str, Any]:
     from holdfast.lineage import views
 
     return {
-        **dict.fromkeys(views.RunSummary.__required_keys__),
+        **dict.fromkeys(views.RunSummary.__annotations__),
         "run": paths.name,
         "name": paths.name,
         "state": UNREADABLE,
@@ -129,12 +150,12 @@ def _unreadable_row(paths: RunPaths, reason: str) -> dict[str, Any]:
 
 def checkpoints(run: RunArgument, root: RootOption = None, as_json: AsJson = False) -> None:
     """List a run's checkpoints, oldest first, and why each one is kept."""
-    from holdfast.lineage import queries
+    from holdfast.lineage import pages
 
     with open_index() as database:
         directory = refreshed_directory(run, root, database)
-        found = [_with_mirror(row) for row in queries.list_checkpoints(database, directory)]
-        answer(found, as_json, _render_checkpoints)
+        found = pages.list_checkpoints(database, directory, newest_first=False, limit=None).items
+        answer([_with_mirror(row) for row in found], as_json, _render_checkpoints)
 
 
 def _with_mirror(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,14 +47,15 @@ class Order:
 
 
 def fetch_page(
-    connection: Connection, query: Select[Any], order: Order, after: str | None, limit: int
+    connection: Connection, query: Select[Any], order: Order, after: str | None, limit: int | None
 ) -> Page[Row]:
     """Return the next `limit` rows of `query` by `order`, after the cursor `after`.
 
-    The query must select the columns of the order. Raises `QueryError` if the limit is not
-    between 1 and `PAGE_MAX`, or if the cursor is not one of this order.
+    If `limit` is None, return all of them. The query must select the columns of the order. Raises
+    `QueryError` if the limit is not between 1 and `PAGE_MAX`, or if the cursor is not one of this
+    order.
     """
-    if not 1 <= limit <= PAGE_MAX:
+    if limit is not None and not 1 <= limit <= PAGE_MAX:
         raise QueryError(
             f"limit is {limit}; expected 1 to {PAGE_MAX}; request several pages instead"
         )
@@ -62,9 +63,10 @@ def fetch_page(
         key, seen = tuple_(*order.columns), tuple_(*read_cursor(order, after))
         query = query.where(key < seen if order.descending else key > seen)
     wanted = (c.desc() if order.descending else c.asc() for c in order.columns)
-    found = rows_of(connection, query.order_by(*wanted).limit(limit + 1))
+    # One row more shows whether there is another page.
+    found = rows_of(connection, query.order_by(*wanted).limit(limit and limit + 1))
     items = found[:limit]
-    return Page(items, write_cursor(order, items[-1]) if len(found) > limit else None)
+    return Page(items, write_cursor(order, items[-1]) if len(found) > len(items) else None)
 
 
 def write_cursor(order: Order, row: Row) -> str:

@@ -35,7 +35,7 @@ from openlineage.client.serde import Serde
 from holdfast import __version__
 from holdfast.contracts.errors import NotFoundError
 from holdfast.contracts.states import AttemptState
-from holdfast.lineage import queries, reports, views
+from holdfast.lineage import pages, queries, reports, views
 from holdfast.lineage.database import Database
 
 NAMESPACE: Final = "holdfast"
@@ -59,7 +59,8 @@ def export_run(database: Database, run: str) -> list[dict[str, Any]]:
     Raises `NotFoundError` for an unknown run.
     """
     shown = queries.show_run(database, run)
-    found = queries.list_checkpoints(database, shown["uid"])
+    uid = shown["uid"]
+    found = pages.list_checkpoints(database, uid, newest_first=False, limit=None).items
     origins: list[reports.Ancestor] = []
     if shown["forked_from"]:
         # A parent checkpoint that is not in the index is referred to by its id.

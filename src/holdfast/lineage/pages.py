@@ -1,21 +1,21 @@
-"""Paginated lists from the index: runs, attempts, checkpoints, events and storage.
+"""Lists from the index: runs, checkpoints, events and storage.
 
 Every list takes a filter (`where`), the cursor of the previous page (`after`) and a `limit`, and
-returns a `Page`. All functions raise `QueryError` for an invalid cursor or limit, `NotFoundError`
-for an unknown run, and `LineageError` if the database cannot be used.
+returns a `Page`. A limit of None means all rows on one page. All functions raise `QueryError` for
+an invalid cursor or limit, `NotFoundError` for an unknown run, and `LineageError` if the database
+cannot be used.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
-from sqlalchemy import Connection, Double, Select, and_, case, func, or_, select
+from sqlalchemy import Connection, Double, Select, case, func, or_, select
 
-from holdfast.contracts.states import AttemptState, RunState
+from holdfast.contracts.states import RunState
 from holdfast.lineage import views
 from holdfast.lineage.cursors import PAGE_DEFAULT, Order, Page, fetch_page
 from holdfast.lineage.database import Database
@@ -23,8 +23,7 @@ from holdfast.lineage.find import Row, is_under, rows_of, run_row
 from holdfast.lineage.models import CheckpointState
 from holdfast.lineage.reasons import NOTHING_KEEPS
 from holdfast.lineage.retained import keep_of, reasons_of
-from holdfast.lineage.series import sparks
-from holdfast.lineage.tables import ATTEMPTS, CHECKPOINTS, EVENTS, LAUNCHES, RUNS
+from holdfast.lineage.tables import ATTEMPTS, CHECKPOINTS, EVENTS, METRIC_FILES, RUNS
 
 RunSort = Literal[
     "live",
@@ -60,6 +59,13 @@ def _goodput(name: str) -> Any:
     return RUNS.c.goodput[name].as_float()
 
 
+def _newest(table: Any, name: str, *order: str) -> Any:
+    """Return a column of the last of a run's rows in `table`, sorted by the columns `order`."""
+    last = [table.c[column].desc() for column in order]
+    query = select(table.c[name]).where(table.c.run_uid == RUNS.c.uid).order_by(*last).limit(1)
+    return query.scalar_subquery().label(name)
+
+
 # The default direction of each sort: names and states ascending, all others descending. The
 # sorts in `INDEXED` use a database index; the others read the whole table of runs.
 RUN_ORDERS: dict[RunSort, Order] = {
@@ -81,6 +87,11 @@ RUN_ORDERS: dict[RunSort, Order] = {
     "deleted": Order("deleted", (RUNS.c.deleted, RUNS.c.uid), descending=True),
 }
 INDEXED: tuple[RunSort, ...] = ("created", "updated", "name")
+_NEWEST = (
+    _newest(ATTEMPTS, "cause", "number"),
+    _newest(ATTEMPTS, "job_id", "number"),
+    _newest(METRIC_FILES, "spark", "attempt", "launch"),
+)
 _STEPS = (CHECKPOINTS.c.step, CHECKPOINTS.c.attempt, CHECKPOINTS.c.launch)
 _LINES = (EVENTS.c.time, EVENTS.c.journal, EVENTS.c.opening, EVENTS.c.sequence)
 
@@ -99,12 +110,6 @@ class RunFilter(Filter):
     created_from: float | None = None
     created_to: float | None = None
     root: Path | None = None
-
-
-class AttemptFilter(Filter):
-    """A filter of a run's attempts."""
-
-    states: tuple[AttemptState, ...] = ()
 
 
 class CheckpointFilter(Filter):
@@ -130,50 +135,15 @@ def list_runs(
     sort: RunSort = "created",
     order: SortOrder | None = None,
     after: str | None = None,
-    limit: int = PAGE_DEFAULT,
+    limit: int | None = PAGE_DEFAULT,
 ) -> Page[views.RunRow]:
     """Return one page of runs, by default newest first.
 
     Without `order`, the sort has its default direction in `RUN_ORDERS`.
     """
     with database.reading() as connection:
-        page = _page_of_runs(connection, where, sort, order, after, limit)
-        uids = [run["uid"] for run in page.items]
-        newest = _newest_attempts(connection, uids)
-        spark = sparks(connection, uids)
-    rows = []
-    for run in page.items:
-        last, count = newest.get(run["uid"], (None, 0))
-        rows.append(views.run_row(run, last, count, spark.get(run["uid"], [])))
-    return Page(rows, page.next)
-
-
-def list_attempts(
-    database: Database,
-    run: str,
-    where: AttemptFilter | None = None,
-    *,
-    root: Path | None = None,
-    newest_first: bool = False,
-    after: str | None = None,
-    limit: int = PAGE_DEFAULT,
-) -> Page[views.AttemptView]:
-    """Return one page of a run's attempts with their launches."""
-    where = where or AttemptFilter()
-    columns = ATTEMPTS.c
-    with database.reading() as connection:
-        row = run_row(connection, run, root)
-        query = select(ATTEMPTS).where(columns.run_uid == row["uid"])
-        if where.states:
-            query = query.where(columns.state.in_([str(state) for state in where.states]))
-        order = Order("attempt", (columns.number,), descending=newest_first)
-        page = fetch_page(connection, query, order, after, limit)
-        launches = _launches(connection, row, [attempt["number"] for attempt in page.items])
-    return page.map(
-        lambda one: views.attempt_view(
-            one, [views.launch_view(launch) for launch in launches[one["number"]]]
-        )
-    )
+        page = _page_of_runs(connection, where, sort, order, after, limit, _NEWEST)
+    return page.map(views.run_row)
 
 
 def list_checkpoints(
@@ -184,7 +154,7 @@ def list_checkpoints(
     root: Path | None = None,
     newest_first: bool = True,
     after: str | None = None,
-    limit: int = PAGE_DEFAULT,
+    limit: int | None = PAGE_DEFAULT,
 ) -> Page[views.CheckpointView]:
     """Return one page of a run's checkpoints, deleted ones included, each with its reason."""
     with database.reading() as connection:
@@ -243,12 +213,14 @@ def _page_of_runs(
     sort: RunSort,
     order: SortOrder | None,
     after: str | None,
-    limit: int,
+    limit: int | None,
+    added: Sequence[Any] = (),
 ) -> Page[Row]:
+    """Return one page of the rows of runs, with the columns `added`."""
     usual = RUN_ORDERS[sort]
     descending = usual.descending if order is None else order == "desc"
     chosen = Order(f"{sort} {'desc' if descending else 'asc'}", usual.columns, descending)
-    query = wanted_runs(select(RUNS), where or RunFilter())
+    query = wanted_runs(select(RUNS, *added), where or RunFilter())
     query = query.add_columns(*(one for one in usual.columns if one.name == "sort_key"))
     return fetch_page(connection, query, chosen, after, limit)
 
@@ -288,40 +260,6 @@ def _wanted_checkpoints(run: Row, where: CheckpointFilter) -> Select[Any]:
     if where.step_to is not None:
         query = query.where(columns.step <= where.step_to)
     return query
-
-
-def _newest_attempts(connection: Connection, uids: Sequence[str]) -> dict[str, tuple[Row, int]]:
-    """Return the newest attempt and the number of attempts, by the run's uid."""
-    counts = (
-        select(
-            ATTEMPTS.c.run_uid,
-            func.max(ATTEMPTS.c.number).label("newest"),
-            func.count().label("count"),
-        )
-        .where(ATTEMPTS.c.run_uid.in_(uids))
-        .group_by(ATTEMPTS.c.run_uid)
-        .subquery()
-    )
-    query = select(ATTEMPTS, counts.c.count).join(
-        counts,
-        and_(ATTEMPTS.c.run_uid == counts.c.run_uid, ATTEMPTS.c.number == counts.c.newest),
-    )
-    return {row["run_uid"]: (row, row["count"]) for row in rows_of(connection, query)}
-
-
-def _launches(
-    connection: Connection, run: Row, numbers: Sequence[int]
-) -> defaultdict[int, list[Row]]:
-    columns = LAUNCHES.c
-    query = (
-        select(LAUNCHES)
-        .where(columns.run_uid == run["uid"], columns.attempt.in_(numbers))
-        .order_by(columns.attempt, columns.number)
-    )
-    launches: defaultdict[int, list[Row]] = defaultdict(list)
-    for row in rows_of(connection, query):
-        launches[row["attempt"]].append(row)
-    return launches
 
 
 def _storage(connection: Connection, run: Row) -> views.StorageRow:

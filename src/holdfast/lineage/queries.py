@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import Connection, Engine, Select, and_, func, or_, select
+from sqlalchemy import Connection, Engine, Select, func, or_, select
 
 from holdfast.contracts.goodput import Span, account, prices_of, segments
 from holdfast.contracts.paths import CheckpointName
@@ -25,16 +25,13 @@ from holdfast.lineage.find import (
     RunRef,
     find_checkpoint,
     find_run,
-    is_under,
     rows_of,
     rows_of_run,
     run_row,
 )
 from holdfast.lineage.models import EdgeKind
-from holdfast.lineage.retained import reasons_of
 from holdfast.lineage.tables import ATTEMPTS, CHECKPOINTS, EDGES, EVENTS, LAUNCHES, RUNS
 
-EVENTS_MAX: Final = 1000
 # The number of runs whose spans are cached. The spans of ten thousand saves take a megabyte.
 SPANS_MAX: Final = 32
 # A blocked time shorter than 1/TIMELINE_PARTS of the run is narrower than a pixel of the timeline.
@@ -57,45 +54,10 @@ __all__ = (
     "find_checkpoint",
     "find_run",
     "lineage_graph",
-    "list_checkpoints",
-    "list_events",
-    "list_runs",
     "read_spec",
     "show_run",
     "timeline",
 )
-
-
-def list_runs(
-    database: Database, *, root: Path | None = None, limit: int | None = None
-) -> list[views.RunSummary]:
-    """Return runs, newest first: all of them, or at most `limit`, or only those of `root`."""
-    query = select(RUNS).order_by(RUNS.c.created_at.desc(), RUNS.c.uid).limit(limit)
-    if root is not None:
-        query = query.where(is_under(root))
-    with database.reading() as connection:
-        runs = rows_of(connection, query)
-        chosen = query.with_only_columns(RUNS.c.uid)
-        counts = (
-            select(
-                ATTEMPTS.c.run_uid,
-                func.max(ATTEMPTS.c.number).label("newest"),
-                func.count().label("count"),
-            )
-            .where(ATTEMPTS.c.run_uid.in_(chosen))
-            .group_by(ATTEMPTS.c.run_uid)
-            .subquery()
-        )
-        newest = select(ATTEMPTS, counts.c.count).join(
-            counts,
-            and_(ATTEMPTS.c.run_uid == counts.c.run_uid, ATTEMPTS.c.number == counts.c.newest),
-        )
-        last = {row["run_uid"]: row for row in rows_of(connection, newest)}
-    summaries = []
-    for run in runs:
-        attempt = last.get(run["uid"])
-        summaries.append(views.run_summary(run, attempt, attempt["count"] if attempt else 0))
-    return summaries
 
 
 def count_runs(database: Database) -> dict[str, int]:
@@ -133,10 +95,7 @@ def show_run(
             safe_step=_safe_step(attempts),
         )
     )
-    shown = [
-        views.attempt_view(a, [views.launch_view(i) for i in launches[a["number"]]])
-        for a in attempts
-    ]
+    shown = [views.attempt_view(one, launches[one["number"]]) for one in attempts]
     return views.run_view(row, shown, goodput)
 
 
@@ -168,20 +127,6 @@ def timeline(
             ended_at=views.iso_time(one.ended_at),
         )
         for one in found
-    ]
-
-
-def list_checkpoints(
-    database: Database, run: str, *, root: Path | None = None
-) -> list[views.CheckpointView]:
-    """Return all checkpoints of a run, oldest first, including deleted ones."""
-    with database.reading() as connection:
-        row = run_row(connection, run, root)
-        checkpoints = rows_of(connection, _in_order(row))
-        reasons = reasons_of(connection, row, checkpoints)
-    return [
-        views.checkpoint_view(row["run"], checkpoint, reason)
-        for checkpoint, reason in zip(checkpoints, reasons, strict=True)
     ]
 
 
@@ -234,19 +179,6 @@ def lineage_graph(database: Database, run: str, *, root: Path | None = None) -> 
     known = list({node["id"]: None for node in nodes} | dict.fromkeys(by_id))
     unique = {tuple(edge.values()): edge for edge in shown}
     return views.Graph(nodes=[by_id[one] for one in known], edges=list(unique.values()))
-
-
-def list_events(
-    database: Database, run: str, *, root: Path | None = None, limit: int = EVENTS_MAX
-) -> list[views.EventView]:
-    """Return the newest `limit` journal lines of a run, oldest first."""
-    with database.reading() as connection:
-        row = run_row(connection, run, root)
-        order = (EVENTS.c.time, EVENTS.c.journal, EVENTS.c.opening, EVENTS.c.sequence)
-        query = select(EVENTS).where(EVENTS.c.run_uid == row["uid"])
-        query = query.order_by(*(column.desc() for column in order)).limit(limit)
-        found = rows_of(connection, query)
-    return [views.event_view(row["run"], event) for event in reversed(found)]
 
 
 def _in_order(run: Row) -> Select[Any]:

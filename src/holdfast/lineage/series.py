@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from sqlalchemy import Connection, select
+from sqlalchemy import select
 
 from holdfast.lineage import reports, views
 from holdfast.lineage.database import Database
 from holdfast.lineage.find import Row, rows_of, run_row
-from holdfast.lineage.tables import METRIC_FILES, METRICS
+from holdfast.lineage.tables import METRICS
 
 POINTS_DEFAULT: Final = 1000
 
@@ -84,14 +84,3 @@ def _join(
     lows = [v for v in (so_far["low"] if so_far else None, low) if v is not None]
     highs = [v for v in (so_far["high"] if so_far else None, high) if v is not None]
     return reports.Spread(last=last, low=min(lows, default=None), high=max(highs, default=None))
-
-
-def sparks(connection: Connection, uids: Sequence[str]) -> dict[str, list[float]]:
-    """Return a few losses of the newest launch of each run, oldest first, by the run's uid."""
-    columns = METRIC_FILES.c
-    query = (
-        select(columns.run_uid, columns.spark)
-        .where(columns.run_uid.in_(uids))
-        .order_by(columns.run_uid, columns.attempt, columns.launch)
-    )
-    return {row.run_uid: row.spark for row in connection.execute(query)}

@@ -8,9 +8,9 @@ parent.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from typing_extensions import TypedDict
 
@@ -248,39 +248,10 @@ def _hour_of(hours: int) -> str:
     return moment.isoformat(timespec="hours")
 
 
-def run_summary(run: Row, last: Row | None, attempts: int) -> RunSummary:
-    """Return the summary of `run`, whose newest attempt of `attempts` is `last`."""
-    return RunSummary(
-        run=run["run"],
-        name=run["name"],
-        uid=run["uid"],
-        state=run["state"],
-        reason=run["reason"],
-        step=run["step"],
-        attempts=attempts,
-        world_size=last["world_size"] if last else None,
-        cause=last["cause"] if last else None,
-        job_id=last["job_id"] if last else None,
-        root=run["root"],
-        path=run["directory"],
-        spec_digest=run["spec_digest"],
-        forked_from=run["forked_from"],
-        created_by=run["created_by"],
-        created_at=iso_time(run["created_at"]),
-        ended_at=iso(run["ended_at"]),
-    )
-
-
-def run_row(run: Row, last: Row | None, attempts: int, spark: list[float]) -> RunRow:
-    """Return a row of the web UI's list of runs; see `run_summary`. `spark`: newest losses."""
-    return RunRow(
-        **run_summary(run, last, attempts),
-        updated_at=iso_time(run["updated_at"]),
-        committed_at=iso(run["committed_at"]),
-        steps_total=steps_total(run["spec"]),
-        goodput=run["goodput"],
-        spark=spark,
-    )
+def run_row(row: Row) -> RunRow:
+    """Return a row of the list of runs; see `pages.list_runs` for its columns."""
+    own = {"path": row["directory"], "steps_total": steps_total(row["spec"])}
+    return cast(RunRow, _view(RunRow, row, **own, spark=row["spark"] or []))
 
 
 def steps_total(spec: Mapping[str, Any]) -> int | None:
@@ -295,149 +266,53 @@ def steps_total(spec: Mapping[str, Any]) -> int | None:
 
 def storage_row(run: Row, prunable: Sequence[Row]) -> StorageRow:
     """Return a run's storage; `prunable` are the checkpoints that a prune would delete."""
-    return StorageRow(
-        run=run["run"],
-        uid=run["uid"],
-        name=run["name"],
-        state=run["state"],
-        root=run["root"],
-        kept=run["kept"],
-        kept_bytes=run["kept_bytes"],
-        damaged=run["damaged"],
-        damaged_bytes=run["damaged_bytes"],
-        deleted=run["deleted"],
-        deleted_bytes=run["deleted_bytes"],
-        would_prune=[checkpoint_id(run["run"], one["name"]) for one in prunable],
-        would_prune_bytes=sum(one["bytes"] or 0 for one in prunable),
-    )
+    names = [checkpoint_id(run["run"], one["name"]) for one in prunable]
+    size = sum(one["bytes"] or 0 for one in prunable)
+    return cast(StorageRow, _view(StorageRow, run, would_prune=names, would_prune_bytes=size))
 
 
 def run_view(run: Row, attempts: list[AttemptView], goodput: dict[str, Any]) -> RunView:
     """Return the view of one run."""
-    return RunView(
-        run=run["run"],
-        name=run["name"],
-        uid=run["uid"],
-        state=run["state"],
-        reason=run["reason"],
-        root=run["root"],
-        path=run["directory"],
-        spec=run["spec"],
-        spec_digest=run["spec_digest"],
-        command_digest=run["command_digest"],
-        step=run["step"],
-        goodput=goodput,
-        attempts=attempts,
-        forked_from=run["forked_from"],
-        flow_run=run["flow_run"],
-        created_by=run["created_by"],
-        created_at=iso_time(run["created_at"]),
-        ended_at=iso(run["ended_at"]),
-    )
+    own = {"path": run["directory"], "goodput": goodput, "attempts": attempts}
+    return cast(RunView, _view(RunView, run, **own))
 
 
-def attempt_view(row: Row, launches: list[LaunchView]) -> AttemptView:
+def attempt_view(row: Row, launches: Iterable[Row]) -> AttemptView:
     """Return the view of one attempt with its launches."""
     first, last = row["first_step"], row["last_step"]
     asked, committed = row["stop_requested_at"], row["stop_committed_at"]
-    return AttemptView(
-        number=row["number"],
-        state=row["state"],
-        cause=row["cause"],
-        evidence=row["evidence"],
-        reason=row["reason"],
-        executor=row["executor"],
-        job_id=row["job_id"],
-        nodes=row["hosts"],
-        world_size=row["world_size"],
-        command_digest=row["command_digest"],
-        resumed_from=row["resumed_from"],
-        resumed_step=row["resumed_step"],
-        first_step=first,
-        last_step=last,
-        committed_step=row["committed_step"],
-        steps=None if first is None or last is None else max(0, last - first + 1),
-        launches=launches,
-        submitted_at=iso(row["submitted_at"]),
-        started_at=iso(row["started_at"]),
-        stop_requested_at=iso(asked),
-        stop_committed_at=iso(committed),
-        ended_at=iso(row["ended_at"]),
-        signal_to_commit_s=None if asked is None or committed is None else committed - asked,
-        failed_rank=row["failed_rank"],
-        traceback=row["traceback"],
-        code_commit=row["code_commit"],
-        code_digest=row["code_digest"],
-        config_digest=row["config_digest"],
-        data_digest=row["data_digest"],
-        environment_digest=row["environment_digest"],
-    )
-
-
-def launch_view(row: Row) -> LaunchView:
-    """Return the view of one launch."""
-    return LaunchView(
-        number=row["number"],
-        world_size=row["world_size"],
-        command_digest=row["command_digest"],
-        resumed_from=row["resumed_from"],
-        first_step=row["first_step"],
-        last_step=row["last_step"],
-        started_at=iso(row["started_at"]),
-        ended_at=iso(row["ended_at"]),
-        ending=row["ending"],
-        exit_code=row["exit_code"],
-    )
+    own = {
+        "nodes": row["hosts"],
+        "steps": None if first is None or last is None else max(0, last - first + 1),
+        "launches": [_view(LaunchView, launch) for launch in launches],
+        "signal_to_commit_s": None if asked is None or committed is None else committed - asked,
+    }
+    return cast(AttemptView, _view(AttemptView, row, **own))
 
 
 def checkpoint_view(run: str, row: Row, reason: str) -> CheckpointView:
     """Return the view of one checkpoint of the run in folder `run`."""
-    return CheckpointView(
-        id=checkpoint_id(run, row["name"]),
-        run=run,
-        step=row["step"],
-        path=row["path"],
-        state=row["state"],
-        reason=reason,
-        saved_for=row["reason"],
-        detail=row["detail"],
-        parent=row["parent"],
-        attempt=row["attempt"],
-        launch=row["launch"],
-        world_size=row["world_size"],
-        bytes=row["bytes"],
-        files=row["files"],
-        checksum=row["checksum"],
-        command_digest=row["command_digest"],
-        blocked_s=row["blocked_s"],
-        flush_s=row["flush_s"],
-        staged_at=iso(row["staged_at"]),
-        committed_at=iso(row["committed_at"]),
-        deleted_at=iso(row["deleted_at"]),
-        pinned=row["pinned"],
-        rolled_back=row["rolled_back"],
-        metrics=row["metrics"],
-        versions=row["versions"],
-        topology=row["topology"],
-        pinned_by=row["pinned_by"],
-        pinned_at=iso(row["pinned_at"]),
-        pin_note=row["pin_note"],
-        deleted_by=row["deleted_by"],
-    )
+    own = {"id": checkpoint_id(run, row["name"]), "run": run, "saved_for": row["reason"]}
+    return cast(CheckpointView, _view(CheckpointView, row, **own, reason=reason))
 
 
 def event_view(run: str, row: Row) -> EventView:
     """Return the view of one journal line of the run in folder `run`."""
-    return EventView(
-        run=run,
-        journal=row["journal"],
-        opening=row["opening"],
-        sequence=row["sequence"],
-        attempt=row["attempt"],
-        time=iso_time(row["time"]),
-        kind=row["kind"],
-        data=row["data"],
-    )
+    return cast(EventView, _view(EventView, row, run=run, time=iso_time(row["time"])))
+
+
+def _view(kind: type, row: Row, **own: Any) -> dict[str, Any]:
+    """Return the view `kind` of a row: its columns of the same name, with times as text.
+
+    `own` has the keys that differ from the row or that it lacks.
+    """
+
+    def value(name: str) -> Any:
+        if name in own:
+            return own[name]
+        return iso(row[name]) if name.endswith("_at") else row[name]
+
+    return {name: value(name) for name in kind.__annotations__}
 
 
 def run_node(run: Row) -> Node:
