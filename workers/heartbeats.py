@@ -14,7 +14,7 @@ from pydantic import Field
 from holdfast.contracts.attempt import Document, read_document
 from holdfast.contracts.bounds import Name, Number, Ranks, Seconds, Step
 from holdfast.contracts.errors import HoldfastError
-from holdfast.contracts.paths import AttemptPaths
+from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.workers.agent.calibration import PhaseTimes
 from holdfast.workers.agent.gpus import GpuBeat
 
@@ -78,6 +78,12 @@ def read_heartbeats(paths: AttemptPaths) -> list[NodeBeat]:
             beat = read_document(NodeBeat, path)
             beats += [beat] if beat else []
     return beats
+
+
+def live_step(paths: RunPaths) -> int | None:
+    """Return the last step that any rank of the newest attempt finished, from its heartbeats."""
+    attempts = paths.list_attempts()
+    return newest_step(read_heartbeats(attempts[-1])) if attempts else None
 
 
 def newest_step(beats: list[NodeBeat]) -> int | None:

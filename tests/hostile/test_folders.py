@@ -208,9 +208,11 @@ def test_server_indexes_readable_runs_and_reads_no_log_outside_a_run(
         from holdfast.api import logs
         from holdfast.api.hub import Hub
         from holdfast.api.store import Store
-        from holdfast.api.vitals import live_step, read_nodes
+        from holdfast.api.vitals import read_nodes
         from holdfast.api.watch import Watch
+        from holdfast.contracts.rank_logs import choose_attempt
         from holdfast.lineage.index import Index
+        from holdfast.workers.heartbeats import live_step
 
         watch = Watch(Store(Index()), Hub(), (testbed.root,))
         assert watch.lag_s() is None
@@ -225,7 +227,7 @@ def test_server_indexes_readable_runs_and_reads_no_log_outside_a_run(
             paths = testbed.paths(name)
 
             def look(paths: RunPaths = paths) -> str:
-                attempt = logs.choose_attempt(paths, 1)
+                attempt = choose_attempt(paths, 1)
                 found = logs.list_logs(attempt)
                 part = logs.read_log(
                     paths,

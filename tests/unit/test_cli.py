@@ -16,7 +16,7 @@ import pytest
 from tests.cli_calls import Call
 from tests.runs import RunFolder
 
-from holdfast.cli.logs import rank_logs
+from holdfast.cli.logs import sorted_logs
 from holdfast.contracts.attempt import Claim, Outcome, Submission, write_document
 from holdfast.contracts.digests import file_checksum
 from holdfast.contracts.durable import to_json
@@ -377,7 +377,8 @@ def test_standard_output_comes_before_standard_error(tmp_path: Path) -> None:
         path = attempt.logs / "node-0000" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    found = [str(path.relative_to(attempt.logs / "node-0000")) for path in rank_logs(attempt, 0)]
+    logs = [one.path for one in sorted_logs(attempt, 0)]
+    found = [str(path.relative_to(attempt.logs / "node-0000")) for path in logs]
     assert found == list(names)
 
 

@@ -11,6 +11,7 @@ from typing import Final
 import pytest
 
 from holdfast.cli import logs
+from holdfast.contracts.rank_logs import RankLog
 from holdfast.contracts.redaction import AROUND_BYTES
 
 VALUE: Final = "Zq8vR3mK1xWn"
@@ -19,13 +20,19 @@ STARS: Final = "*" * len(VALUE)
 Read = Callable[..., str]
 
 
+def log_at(path: Path) -> RankLog:
+    """The log of rank 0 in a file of this name."""
+    return RankLog(path, path.parent, "node-0000", 1, 0, "stdout", bytes=0, changed_at=0.0)
+
+
 @pytest.fixture
 def read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[Path, Read]:
     """A log, and a function that returns what a reader that knows `VALUE` newly prints of it."""
-    reader, path = logs._Reader((VALUE,)), tmp_path / "rank.log"
+    lines = logs.LineFilter(grep=None, tail=None, show_rank=False)
+    reader, path = logs._Reader((VALUE,), lines), tmp_path / "rank.log"
 
     def read_on(*, is_last: bool) -> str:
-        reader.print_new([path], tmp_path, is_last=is_last)
+        reader.print_new([log_at(path)], is_last=is_last)
         return capsys.readouterr().out
 
     return path, read_on
@@ -59,7 +66,7 @@ def test_a_tail_that_begins_inside_a_secret_is_masked(
     path.write_text(f"one {VALUE} two")
     assert read_on(is_last=True) == "****** two"
     monkeypatch.setattr(logs, "JSON_BYTES_MAX", 10)
-    assert logs._masked_tail(path, path.parent, (VALUE,)) == "****** two"
+    assert logs._masked_tail(log_at(path), (VALUE,)) == "****** two"
 
 
 def test_text_that_looks_like_a_secret_is_masked(read: tuple[Path, Read]) -> None:

@@ -3,57 +3,35 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
-from pathlib import Path
+from itertools import islice
 from typing import Final, Literal
 
 from holdfast.api.schemas import LogFile, LogPart
-from holdfast.contracts.errors import ForeignFileError, NotFoundError
+from holdfast.contracts.errors import NotFoundError
 from holdfast.contracts.paths import AttemptPaths, RunPaths
-from holdfast.contracts.reading import open_regular
+from holdfast.contracts.rank_logs import rank_logs
 from holdfast.contracts.redaction import read_masked
 
 PART_BYTES_MAX: Final = 1024 * 1024
 FILES_MAX: Final = 20_000
 Stream = Literal["stdout", "stderr"]
-_FILE = re.compile(r"node-(\d{1,9})/l(\d{1,9})/rank-(\d{1,9})\.(stdout|stderr)\.log")
-
-
-def choose_attempt(paths: RunPaths, number: int | None) -> AttemptPaths:
-    """Return attempt `number`, or the last one. Raises `NotFoundError` if there is none."""
-    there = paths.list_attempts()
-    chosen = [one for one in there if number in {None, one.number}]
-    if not chosen:
-        problem = (
-            f"no attempt {number}; the last one is {there[-1].number}"
-            if there
-            else "no attempt yet"
-        )
-        raise NotFoundError(f"run {paths.name} has {problem}")
-    return chosen[-1]
 
 
 def list_logs(attempt: AttemptPaths) -> list[LogFile]:
     """Return the log files of all ranks, sorted by rank, launch and stream."""
-    found = []
-    for path in attempt.logs.glob("node-*/l*/rank-*.log"):
-        match = _FILE.fullmatch(path.relative_to(attempt.logs).as_posix())
-        size = _size(path, attempt) if match else None
-        if match and size is not None:
-            found.append(
-                LogFile(
-                    attempt=attempt.number,
-                    node=f"node-{match[1]}",
-                    launch=int(match[2]),
-                    rank=int(match[3]),
-                    stream=match[4],
-                    bytes=size,
-                )
-            )
-            if len(found) == FILES_MAX:
-                break
-    return sorted(found, key=lambda one: (one.rank, one.launch, one.stream))
+    found = islice(rank_logs(attempt, on_skip=_ignore), FILES_MAX)
+    return [
+        LogFile(
+            attempt=attempt.number,
+            node=one.node,
+            launch=one.launch,
+            rank=one.rank,
+            stream=one.stream,
+            bytes=one.bytes,
+        )
+        for one in sorted(found, key=lambda one: (one.rank, one.launch, one.stream))
+    ]
 
 
 def read_log(
@@ -73,20 +51,18 @@ def read_log(
     always with a complete character. Secrets are masked by the same number of bytes. Raises
     `NotFoundError` if there is no such log.
     """
-    wanted = f"node-*/l{launch:02d}" if launch is not None else "node-*/l*"
     found = [
-        path
-        for path in attempt.logs.glob(f"{wanted}/rank-{rank:05d}.{stream}.log")
-        if _FILE.fullmatch(path.relative_to(attempt.logs).as_posix())
-        and _size(path, attempt) is not None
+        one
+        for one in rank_logs(attempt, rank, on_skip=_ignore)
+        if one.stream == stream and launch in {None, one.launch}
     ]
     if not found:
         raise NotFoundError(
             f"rank {rank} of attempt {attempt.number} of run {paths.name} has no {stream}"
             + (f" in launch {launch}" if launch is not None else "")
         )
-    path = max(found, key=lambda one: one.parent.name)
-    with open(_open(path, attempt), "rb") as file:
+    log = max(found, key=lambda one: one.launch)
+    with log.open() as file:
         size = os.fstat(file.fileno()).st_size
         start = max(0, size - limit) if offset is None else min(offset, size)
         content = read_masked(file, start, limit, secrets)
@@ -100,7 +76,7 @@ def read_log(
         attempt=attempt.number,
         rank=rank,
         stream=stream,
-        launch=int(path.parent.name[1:]),
+        launch=log.launch,
         offset=start,
         next_offset=start + len(content),
         bytes=size,
@@ -123,18 +99,5 @@ def _whole(content: bytes, *, is_end: bool) -> bytes:
     return content
 
 
-def _open(path: Path, attempt: AttemptPaths) -> int:
-    """Open a log for reading. torchrun's names are links, which must not leave the attempt."""
-    return open_regular(path, below=attempt.directory, follow=True)
-
-
-def _size(path: Path, attempt: AttemptPaths) -> int | None:
-    """Return the size of a log; None for other files: pipes, devices, links out of the attempt."""
-    try:
-        handle = _open(path, attempt)
-    except (OSError, ForeignFileError):
-        return None
-    try:
-        return os.fstat(handle).st_size
-    finally:
-        os.close(handle)
+def _ignore(_: Exception) -> None:
+    """Leave out what is not a log: pipes, devices, links out of the attempt."""

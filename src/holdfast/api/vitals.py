@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 
-from holdfast.api.logs import choose_attempt
 from holdfast.api.schemas import AttemptNode, Heartbeats, RankRow
 from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.rank_logs import choose_attempt
 from holdfast.lineage.views import iso_time
-from holdfast.workers.heartbeats import NodeBeat, clock_problems, newest_step, read_heartbeats
+from holdfast.workers.heartbeats import NodeBeat, clock_problems, read_heartbeats
 
 
 def read_nodes(paths: RunPaths, number: int | None) -> Heartbeats:
@@ -21,12 +21,6 @@ def read_nodes(paths: RunPaths, number: int | None) -> Heartbeats:
         nodes=[_node(beat, now) for beat in beats],
         clock_problems=clock_problems(beats, now),
     )
-
-
-def live_step(paths: RunPaths) -> int | None:
-    """Return the last step that any rank of the newest attempt finished, from its heartbeats."""
-    attempts = paths.list_attempts()
-    return newest_step(read_heartbeats(attempts[-1])) if attempts else None
 
 
 def _node(beat: NodeBeat, now: float) -> AttemptNode:

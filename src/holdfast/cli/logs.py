@@ -17,10 +17,9 @@ import typer
 from holdfast.cli.arguments import RunArgument, SinceOption
 from holdfast.cli.index import locate_run, look_at, secrets_in
 from holdfast.cli.output import AsJson, RootOption, answer, warn
-from holdfast.contracts.errors import ForeignFileError, NotFoundError
 from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.contracts.plain_text import plain_output
-from holdfast.contracts.reading import open_regular
+from holdfast.contracts.rank_logs import RankLog, choose_attempt, rank_logs
 from holdfast.contracts.redaction import read_masked
 
 FOLLOW_S_MAX: Final = 366 * 24 * 3600.0
@@ -31,8 +30,6 @@ JSON_BYTES_MAX: Final = 1024 * 1024
 LINE_CHARACTERS_MAX: Final = 1024 * 1024
 # Beyond this size, a terminal shows the end only.
 PRINTED_BYTES_MAX: Final = 8 * 1024 * 1024
-# Only Holdfast's own names: another user's folder may contain any other.
-_RANK_FILE: Final = re.compile(r"rank-([0-9]{5,9})\.(stdout|stderr)\.log")
 _DECODER: Final = codecs.getincrementaldecoder("utf-8")
 
 
@@ -76,20 +73,17 @@ def logs(
     chosen = choose_attempt(paths, attempt)
     wanted = None if all_ranks else rank
     lines = LineFilter(grep=grep, tail=tail, show_rank=all_ranks)
+    found = sorted_logs(chosen, wanted, since)
     if as_json:
         files = [
-            {
-                "path": str(path),
-                "text": lines.select(path, _masked_tail(path, chosen.directory, secrets)),
-            }
-            for path in rank_logs(chosen, wanted, since)
+            {"path": str(log.path), "text": lines.select(log, _masked_tail(log, secrets))}
+            for log in found
         ]
         facts = {"run": paths.name, "attempt": chosen.number, "rank": wanted, "logs": files}
         answer(facts, True, typer.echo)
         return
     reader = _Reader(secrets, lines)
-    files_now = rank_logs(chosen, wanted, since)
-    printed = reader.print_new(files_now, chosen.directory, is_last=not follow)
+    printed = reader.print_new(found, is_last=not follow)
     if follow:
         lines.tail = None
         _follow(paths, chosen, wanted, reader, is_pinned=attempt is not None)
@@ -97,43 +91,23 @@ def logs(
         _list_other_logs(chosen, wanted)
 
 
-def choose_attempt(paths: RunPaths, number: int | None) -> AttemptPaths:
-    """Return the attempt `number`, or the last one. Raises `NotFoundError` if there is none."""
-    there = paths.list_attempts()
-    if not there:
-        raise NotFoundError(
-            f"{paths.name} has no attempt yet; `holdfast show {paths.name}` shows the reason"
-        )
-    if number is None:
-        return there[-1]
-    for attempt in there:
-        if attempt.number == number:
-            return attempt
-    raise NotFoundError(f"{paths.name} has no attempt {number}; the last one is {there[-1].number}")
+def sorted_logs(
+    attempt: AttemptPaths, rank: int | None, since: float | None = None
+) -> list[RankLog]:
+    """Return a rank's logs, or every rank's, by launch, standard output before standard error.
 
-
-def rank_logs(attempt: AttemptPaths, rank: int | None, since: float | None = None) -> list[Path]:
-    """Return the files of a rank's output, by launch, standard output before standard error.
-
-    `rank` None means every rank. Files whose last output is older than `since` (Unix seconds) are
-    left out. Anything but a regular file of the attempt, such as a link or a pipe, is logged and
-    skipped.
+    Files whose last output is older than `since` (Unix seconds) are left out.
     """
-    found = []
-    number = "*" if rank is None else f"{rank:05d}"
-    for path in attempt.logs.glob(f"node-*/l*/rank-{number}.*.log"):
-        if not _RANK_FILE.fullmatch(path.name):
-            continue
-        try:
-            handle = open_regular(path, below=attempt.directory, follow=True)
-            try:
-                if since is None or os.fstat(handle).st_mtime >= since:
-                    found.append(path)
-            finally:
-                os.close(handle)
-        except (OSError, ForeignFileError) as error:
-            warn(f"holdfast: skipped: {error}")
-    return sorted(found, key=lambda path: (path.parent.name, "stderr" in path.name, path.name))
+
+    def skip(error: Exception) -> None:
+        warn(f"holdfast: skipped: {error}")
+
+    found = [
+        one
+        for one in rank_logs(attempt, rank, on_skip=skip)
+        if since is None or one.changed_at >= since
+    ]
+    return sorted(found, key=lambda one: (one.launch, one.stream == "stderr", one.rank))
 
 
 def parse_pattern(text: str) -> re.Pattern[str]:
@@ -153,29 +127,28 @@ class LineFilter:
     def __init__(
         self,
         *,
-        grep: re.Pattern[str] | None = None,
-        tail: int | None = None,
-        show_rank: bool = False,
+        grep: re.Pattern[str] | None,
+        tail: int | None,
+        show_rank: bool,
     ) -> None:
         self.tail = tail
         self._grep, self._show_rank = grep, show_rank
         self._unfinished: dict[Path, str] = {}
 
-    def select(self, path: Path, text: str) -> str:
+    def select(self, log: RankLog, text: str) -> str:
         """Return what to print of `text`, the whole content of a file."""
-        return "".join(self.feed(path, [text], is_last=True))
+        return "".join(self.feed(log, [text], is_last=True))
 
-    def feed(self, path: Path, parts: Iterable[str], *, is_last: bool) -> Iterator[str]:
+    def feed(self, log: RankLog, parts: Iterable[str], *, is_last: bool) -> Iterator[str]:
         """Yield what to print of the next parts of a file."""
         if self._grep is None and self.tail is None and not self._show_rank:
             yield from parts
             return
-        lines = self._lines(path, parts, is_last)
+        lines = self._lines(log, parts, is_last)
         yield from lines if self.tail is None else deque(lines, maxlen=self.tail)
 
-    def _lines(self, path: Path, parts: Iterable[str], is_last: bool) -> Iterator[str]:
-        match = _RANK_FILE.fullmatch(path.name)
-        prefix = f"{int(match[1])}: " if match and self._show_rank else ""
+    def _lines(self, log: RankLog, parts: Iterable[str], is_last: bool) -> Iterator[str]:
+        path, prefix = log.path, f"{log.rank}: " if self._show_rank else ""
         for part in parts:
             text = self._unfinished.pop(path, "") + part
             lines = text.splitlines(keepends=True)
@@ -192,31 +165,32 @@ class LineFilter:
 class _Reader:
     """Prints the new part of each file, with its secrets masked."""
 
-    def __init__(self, secrets: Sequence[str] = (), lines: LineFilter | None = None) -> None:
-        self._lines = lines or LineFilter()
+    def __init__(self, secrets: Sequence[str], lines: LineFilter) -> None:
+        self._lines = lines
         self._secrets = secrets
         self._spelled = [os.fsencode(secret) for secret in secrets]
         self._offsets: dict[Path, int] = {}
         self._decoders: dict[Path, codecs.IncrementalDecoder] = {}
 
-    def print_new(self, files: list[Path], below: Path, *, is_last: bool = True) -> bool:
+    def print_new(self, logs: Iterable[RankLog], *, is_last: bool) -> bool:
         """Print the output since the last call; return True if there was any.
 
         Unless `is_last`, the end of a file that may be the start of a secret is kept back.
         """
         printed = False
-        for path in files:
-            parts = self._parts(path, below, is_last)
-            for part in self._lines.feed(path, parts, is_last=is_last):
+        for log in logs:
+            parts = self._parts(log, is_last)
+            for part in self._lines.feed(log, parts, is_last=is_last):
                 # Remove terminal control sequences from the program's output.
                 typer.echo(plain_output(part), nl=False)
                 printed = True
         sys.stdout.flush()
         return printed
 
-    def _parts(self, path: Path, below: Path, is_last: bool) -> Iterator[str]:
+    def _parts(self, log: RankLog, is_last: bool) -> Iterator[str]:
+        path = log.path
         decoder = self._decoders.setdefault(path, _DECODER(errors="replace"))
-        with open(open_regular(path, below=below, follow=True), "rb") as stream:
+        with log.open() as stream:
             size, start = os.fstat(stream.fileno()).st_size, self._offsets.get(path, 0)
             if size - start > PRINTED_BYTES_MAX:
                 warn(f"holdfast: printing the last {PRINTED_BYTES_MAX} of {size - start} bytes")
@@ -248,9 +222,9 @@ class _Reader:
         )
 
 
-def _masked_tail(path: Path, below: Path, secrets: Sequence[str]) -> str:
+def _masked_tail(log: RankLog, secrets: Sequence[str]) -> str:
     """Return the last `JSON_BYTES_MAX` bytes of a file as text, with its secrets masked."""
-    with open(open_regular(path, below=below, follow=True), "rb") as stream:
+    with log.open() as stream:
         start = max(0, os.fstat(stream.fileno()).st_size - JSON_BYTES_MAX)
         return read_masked(stream, start, JSON_BYTES_MAX, secrets).decode(errors="replace")
 
@@ -264,7 +238,7 @@ def _follow(
         history = look_at(paths)
         view = next(a for a in history.attempts if a.number == attempt.number)
         is_last = view.state.is_terminal
-        reader.print_new(rank_logs(attempt, rank), attempt.directory, is_last=is_last)
+        reader.print_new(sorted_logs(attempt, rank), is_last=is_last)
         if view.state.is_terminal:
             newer = history.attempts[-1].number > attempt.number
             if is_pinned or not (newer or history.state.is_live):

@@ -81,6 +81,7 @@ def _render(shown: Sequence[Mapping[str, Any]]) -> None:
 def _shown(run: str, root: str | None) -> dict[str, Any]:
     """Return what `show` prints of a run."""
     from holdfast.lineage import queries
+    from holdfast.workers.heartbeats import live_step
 
     with open_index() as database:
         directory = refreshed_directory(run, root, database)
@@ -91,20 +92,10 @@ def _shown(run: str, root: str | None) -> dict[str, Any]:
             found = {
                 "failed_saves": failed_saves(events),
                 "noticed": noticed(events),
-                "live_step": _live_step(shown),
+                "live_step": live_step(paths) if shown["state"] == RunState.RUNNING else None,
                 "warnings": _warnings(shown),
             }
         return {**shown, **redact(found, secrets_in(paths))}
-
-
-def _live_step(run: Mapping[str, Any]) -> int | None:
-    """Return the newest step in the heartbeats of a running run. It may not be committed yet."""
-    from holdfast.workers.heartbeats import newest_step, read_heartbeats
-
-    attempts = RunPaths(Path(run["path"])).list_attempts()
-    if not attempts or run["state"] != RunState.RUNNING:
-        return None
-    return newest_step(read_heartbeats(attempts[-1]))
 
 
 def _warnings(run: Mapping[str, Any]) -> list[str]:

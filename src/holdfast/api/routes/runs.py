@@ -8,7 +8,7 @@ from fastapi import APIRouter, Path, Query, Request
 from pydantic import StringConstraints
 
 from holdfast.api.access import AS_READER
-from holdfast.api.logs import PART_BYTES_MAX, Stream, choose_attempt, list_logs, read_log
+from holdfast.api.logs import PART_BYTES_MAX, Stream, list_logs, read_log
 from holdfast.api.schemas import (
     CheckpointRow,
     Heartbeats,
@@ -23,11 +23,12 @@ from holdfast.api.schemas import (
 )
 from holdfast.api.services import services_of
 from holdfast.api.steering import read_supervision, requests_in
-from holdfast.api.vitals import live_step, read_nodes
+from holdfast.api.vitals import read_nodes
 from holdfast.api.watch import Pace, Watch
 from holdfast.contracts.alerts import failed_saves, noticed
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.plain_text import plain_line
+from holdfast.contracts.rank_logs import choose_attempt
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import RunState
 from holdfast.lineage import reports, views
@@ -35,6 +36,7 @@ from holdfast.lineage.cursors import PAGE_DEFAULT, PAGE_MAX
 from holdfast.lineage.models import CheckpointState
 from holdfast.lineage.pages import CheckpointFilter, EventFilter, RunFilter, RunSort, SortOrder
 from holdfast.workers import pruning
+from holdfast.workers.heartbeats import live_step
 
 RunId = Annotated[str, Path(max_length=120, description="The run's uid, folder name or name")]
 After = Annotated[
