@@ -24,7 +24,7 @@ from holdfast.contracts.errors import NotFoundError
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.paths import MANIFEST, ROOT_ID, RunPaths, list_runs
 from holdfast.contracts.roots import ensure_root_id
-from holdfast.lineage import disk, ingest, models, pages, queries, views
+from holdfast.lineage import disk, ingest, models, pages, queries, states, views
 from holdfast.lineage.database import Database, open_database, upgrade
 from holdfast.lineage.disk import Survey
 from holdfast.lineage.ingest import ingest_run
@@ -236,7 +236,7 @@ def test_ancestry_and_graph_cross_forks_and_deletions(database: Database, tmp_pa
     marked = [node["step"] for node in nodes if node.get("rolled_back")]
     assert marked == [150], "a rolled-back checkpoint must stay in the lineage, marked"
     kinds = {edge["kind"] for edge in queries.lineage_graph(database, "gpt")["edges"]}
-    assert kinds == {kind.value for kind in models.EdgeKind}
+    assert kinds == {kind.value for kind in states.EdgeKind}
 
 
 def test_concurrent_ingests_leave_the_same_rows(url: str, tmp_path: Path) -> None:

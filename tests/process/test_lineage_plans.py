@@ -21,6 +21,7 @@ from holdfast.lineage.ingest import ingest_run
 from holdfast.lineage.nodes import list_nodes, node_faults
 from holdfast.lineage.reindex import reindex
 from holdfast.lineage.series import metric_series
+from holdfast.lineage.states import CheckpointState
 
 TABLES = {model.__tablename__ for model in models.TABLES}
 CHECKPOINT = "gpt:step-00000200.a0003.l01"
@@ -49,7 +50,7 @@ def questions(database: Database, root: Path) -> list[Callable[[], object]]:
         states=(RunState.COMPLETED,), search="g", created_from=T0, created_to=T0 + 9, root=root
     )
     checkpoints = pages.CheckpointFilter(
-        states=(models.CheckpointState.COMMITTED,), pinned=False, step_from=1, step_to=900
+        states=(CheckpointState.COMMITTED,), pinned=False, step_from=1, step_to=900
     )
     lines = pages.EventFilter(kinds=("committed",), attempt=1)
 

@@ -27,7 +27,8 @@ from holdfast.lineage.database import (
     open_database,
     upgrade,
 )
-from holdfast.lineage.models import STORED_EDGES, Base, CheckpointState
+from holdfast.lineage.models import Base
+from holdfast.lineage.states import STORED_EDGES, CheckpointState
 
 PEOPLE_AT_ONCE = 6
 

@@ -11,8 +11,8 @@ from holdfast.contracts.attempt import RunRecord
 from holdfast.contracts.paths import CheckpointName
 from holdfast.contracts.spec import Keep
 from holdfast.lineage.clean import clean
+from holdfast.lineage.origins import Origins
 from holdfast.lineage.reasons import explain
-from holdfast.lineage.rows import Origins
 from holdfast.lineage.views import iso
 
 

@@ -83,15 +83,13 @@ class Stretch:
             yield {**named, "run_uid": self.uid, "run": self.run, "path": path}
 
 
-def ancestry(
-    database: Database, identity: str, *, root: Path | None = None
-) -> list[reports.Ancestor]:
+def ancestry(database: Database, identity: str) -> list[reports.Ancestor]:
     """Return a checkpoint and all its ancestors, across forks, newest first.
 
     Raises `NotFoundError` for an unknown checkpoint.
     """
     with database.reading() as connection:
-        _, row = checkpoint_row(connection, identity, root)
+        _, row = checkpoint_row(connection, identity)
         line = descent(connection, row["run_uid"], row["name"])
     return [one for stretch in line for one in stretch.ancestors()]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Final
 
 from sqlalchemy import Connection, select
@@ -22,16 +21,14 @@ _DIGESTS: Final = (
 _FACTS: Final = ("step", "world_size", "bytes", "files", "checksum", "reason")
 
 
-def compare(
-    database: Database, one: str, other: str, *, root: Path | None = None
-) -> reports.Comparison:
+def compare(database: Database, one: str, other: str) -> reports.Comparison:
     """Compare two checkpoints fact by fact, digests first.
 
     `common_ancestor` is the newest checkpoint in both ancestries. It is one of the two if that
     one is an ancestor of the other. Raises `NotFoundError` for an unknown checkpoint.
     """
     with database.reading() as connection:
-        sides = [_side(connection, identity, root) for identity in (one, other)]
+        sides = [_side(connection, identity) for identity in (one, other)]
         line, other_line = (
             {
                 (stretch.uid, row.name): f"{stretch.run}:{row.name}"
@@ -55,14 +52,14 @@ def compare(
 
 
 def list_files(
-    database: Database, checkpoint: str, *, root: Path | None = None, limit: int = FILES_MAX
+    database: Database, checkpoint: str, *, limit: int = FILES_MAX
 ) -> list[reports.FileView]:
     """Return the first `limit` files of a checkpoint in the order of its manifest.
 
     Raises `NotFoundError` for an unknown checkpoint.
     """
     with database.reading() as connection:
-        _, row = checkpoint_row(connection, checkpoint, root)
+        _, row = checkpoint_row(connection, checkpoint)
         columns = FILES.c
         query = (
             select(columns.path, columns.bytes, columns.checksum)
@@ -76,9 +73,9 @@ def list_files(
         ]
 
 
-def _side(connection: Connection, identity: str, root: Path | None) -> tuple[Row, Row, Row]:
+def _side(connection: Connection, identity: str) -> tuple[Row, Row, Row]:
     """Return (run, checkpoint, attempt that wrote it); an unknown attempt is empty."""
-    run, row = checkpoint_row(connection, identity, root)
+    run, row = checkpoint_row(connection, identity)
     query = select(ATTEMPTS).where(
         ATTEMPTS.c.run_uid == run["uid"], ATTEMPTS.c.number == row["attempt"]
     )

@@ -21,7 +21,7 @@ from holdfast.contracts.journal import Event
 from holdfast.contracts.journal_cache import KEPT
 from holdfast.contracts.manifest import Manifest, read_manifest, read_tombstone
 from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths
-from holdfast.lineage.models import INTEGER_MAX
+from holdfast.lineage.states import INTEGER_MAX
 
 Row = dict[str, Any]
 

@@ -20,7 +20,7 @@ from holdfast.contracts.states import RunState
 from holdfast.lineage import views
 from holdfast.lineage.database import Database
 from holdfast.lineage.find import Row, rows_of, run_row
-from holdfast.lineage.models import EdgeKind
+from holdfast.lineage.states import EdgeKind
 from holdfast.lineage.tables import ATTEMPTS, CHECKPOINTS, EVENTS, LAUNCHES, RUNS
 
 # A resume that loads a checkpoint compares every byte with the manifest.
@@ -56,13 +56,13 @@ def read_durability(
     With `names`, only these checkpoints are included.
     """
     with database.reading() as connection:
-        return _read_durability(connection, run_row(connection, run, None), names)
+        return _read_durability(connection, run_row(connection, run), names)
 
 
 def add_durability(database: Database, run: str, graph: views.Graph) -> views.Graph:
     """Return `graph` with the checkpoints' durability status and with saves still in memory."""
     with database.reading() as connection:
-        row = run_row(connection, run, None)
+        row = run_row(connection, run)
         durability = _read_durability(connection, row, None)
         staged = _staged(connection, row) if RunState(row["state"]).is_live else []
         others = _durability_of_others(connection, row, graph["nodes"])

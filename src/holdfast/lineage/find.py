@@ -50,15 +50,13 @@ def find_run(database: Database, name: str, root: Path | None = None) -> RunRef:
         return _ref(run_row(connection, name, root))
 
 
-def find_checkpoint(
-    database: Database, identity: str, root: Path | None = None
-) -> tuple[RunRef, str]:
+def find_checkpoint(database: Database, identity: str) -> tuple[RunRef, str]:
     """Return (run, directory name) of a checkpoint given as `run:directory` or as a path.
 
     Raises `NotFoundError` for an unknown checkpoint.
     """
     with database.reading() as connection:
-        run, row = checkpoint_row(connection, identity, root)
+        run, row = checkpoint_row(connection, identity)
         return _ref(run), row["name"]
 
 
@@ -90,7 +88,7 @@ def rows_of_run(table: Any, run: Row, *order: Any) -> Select[Any]:
     return select(table).where(table.c.run_uid == run["uid"]).order_by(*order)
 
 
-def run_row(connection: Connection, name: str, root: Path | None) -> Row:
+def run_row(connection: Connection, name: str, root: Path | None = None) -> Row:
     """Return the run with this name; folder names come before spec names, newer before older."""
     matches = [RUNS.c.uid == name, RUNS.c.run == name, RUNS.c.name == name]
     if "/" in name:
@@ -117,7 +115,7 @@ def run_row(connection: Connection, name: str, root: Path | None) -> Row:
     raise NotFoundError(f"{name}: no such run; {hint}")
 
 
-def checkpoint_row(connection: Connection, identity: str, root: Path | None) -> tuple[Row, Row]:
+def checkpoint_row(connection: Connection, identity: str) -> tuple[Row, Row]:
     """Return the rows (run, checkpoint) of an id or a directory. Raises `NotFoundError`."""
     run_name, _, name = identity.rpartition(":")
     if "/" in identity and not CheckpointName.parse(name):
@@ -128,7 +126,7 @@ def checkpoint_row(connection: Connection, identity: str, root: Path | None) -> 
             f"{identity} is not a checkpoint id; expected <run>:step-NNNNNNNN.aNNNN.lNN, as "
             "listed by `holdfast checkpoints RUN`, or the path of a checkpoint"
         )
-    run = run_row(connection, run_name, root)
+    run = run_row(connection, run_name)
     query = select(CHECKPOINTS).where(
         CHECKPOINTS.c.run_uid == run["uid"], CHECKPOINTS.c.name == name
     )

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from holdfast.contracts.paths import folder_of
 from holdfast.contracts.reading import open_regular
-from holdfast.lineage.models import INTEGER_MAX
+from holdfast.lineage.states import INTEGER_MAX
 
 BUCKETS_MAX: Final = 512
 NAMES_MAX: Final = 64

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 from sqlalchemy import (
     JSON,
@@ -26,26 +26,7 @@ from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from holdfast.contracts.states import AttemptState, Cause, RunState
-
-INTEGER_MAX: Final = 2**63 - 1
-
-
-class CheckpointState(StrEnum):
-    """The state of a checkpoint in the index."""
-
-    COMMITTED = "committed"
-    DAMAGED = "damaged"
-    DELETED = "deleted"
-
-
-class EdgeKind(StrEnum):
-    """The kind of a lineage edge, which reads `source kind target`."""
-
-    PARENT = "parent"
-    RESUMED_FROM = "resumed_from"
-    FORKED_FROM = "forked_from"
-    ROLLED_BACK = "rolled_back"
-    EXPORTED_TO = "exported_to"
+from holdfast.lineage.states import STORED_EDGES, CheckpointState
 
 
 class Base(DeclarativeBase):
@@ -70,15 +51,25 @@ class Base(DeclarativeBase):
     }
 
 
-STORED_EDGES: Final = tuple(kind for kind in EdgeKind if kind is not EdgeKind.PARENT)
-
-
 def _listing(values: Iterable[str]) -> str:
     return ", ".join(f"'{value}'" for value in values)
 
 
 def _one_of(column: str, values: type[StrEnum]) -> CheckConstraint:
     return CheckConstraint(f"{column} IN ({_listing(values)})", name=column)
+
+
+def _part_of(table: str, **columns: str) -> ForeignKeyConstraint:
+    """Return a key that refers to the same run in `table`; `columns` maps own to other names."""
+    own = {"run_uid": "run_uid", **columns}
+    others = [f"{table}.{name}" for name in own.values()]
+    return ForeignKeyConstraint(list(own), others, ondelete="CASCADE")
+
+
+TextKey = Annotated[str, mapped_column(primary_key=True)]
+NumberKey = Annotated[int, mapped_column(Integer, primary_key=True, autoincrement=False)]
+BigNumberKey = Annotated[int, mapped_column(primary_key=True, autoincrement=False)]
+RunKey = Annotated[str, mapped_column(ForeignKey("runs.uid", ondelete="CASCADE"), primary_key=True)]
 
 
 class Run(Base):
@@ -102,7 +93,7 @@ class Run(Base):
         Index(None, "root", postgresql_using="hash"),
     )
 
-    uid: Mapped[str] = mapped_column(primary_key=True)
+    uid: Mapped[TextKey]
     run: Mapped[str]
     name: Mapped[str]
     root: Mapped[str]
@@ -146,10 +137,8 @@ class Attempt(Base):
         Index(None, "job_id"),
     )
 
-    run_uid: Mapped[str] = mapped_column(
-        ForeignKey("runs.uid", ondelete="CASCADE"), primary_key=True
-    )
-    number: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    run_uid: Mapped[RunKey]
+    number: Mapped[NumberKey]
     state: Mapped[str]
     cause: Mapped[str | None]
     evidence: Mapped[list[str]]
@@ -186,16 +175,14 @@ class AttemptNode(Base):
 
     __tablename__ = "attempt_nodes"
     __table_args__ = (
-        ForeignKeyConstraint(
-            ["run_uid", "attempt"], ["attempts.run_uid", "attempts.number"], ondelete="CASCADE"
-        ),
+        _part_of("attempts", attempt="number"),
         _one_of("fault", Cause),
         Index(None, "host", "fault", "started_at"),
     )
 
-    run_uid: Mapped[str] = mapped_column(primary_key=True)
-    attempt: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
-    host: Mapped[str] = mapped_column(primary_key=True)
+    run_uid: Mapped[TextKey]
+    attempt: Mapped[NumberKey]
+    host: Mapped[TextKey]
     fault: Mapped[str | None]
     started_at: Mapped[float | None]
     ended_at: Mapped[float | None]
@@ -205,15 +192,11 @@ class Launch(Base):
     """One launch of torchrun inside an attempt."""
 
     __tablename__ = "launches"
-    __table_args__ = (
-        ForeignKeyConstraint(
-            ["run_uid", "attempt"], ["attempts.run_uid", "attempts.number"], ondelete="CASCADE"
-        ),
-    )
+    __table_args__ = (_part_of("attempts", attempt="number"),)
 
-    run_uid: Mapped[str] = mapped_column(primary_key=True)
-    attempt: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
-    number: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    run_uid: Mapped[TextKey]
+    attempt: Mapped[NumberKey]
+    number: Mapped[NumberKey]
     world_size: Mapped[int | None]
     command_digest: Mapped[str | None]
     resumed_from: Mapped[str | None]
@@ -255,10 +238,8 @@ class Checkpoint(Base):
         Index(None, "parent_uid", "parent_name"),
     )
 
-    run_uid: Mapped[str] = mapped_column(
-        ForeignKey("runs.uid", ondelete="CASCADE"), primary_key=True
-    )
-    name: Mapped[str] = mapped_column(primary_key=True)
+    run_uid: Mapped[RunKey]
+    name: Mapped[TextKey]
     step: Mapped[int]
     attempt: Mapped[int]
     launch: Mapped[int]
@@ -297,17 +278,11 @@ class CheckpointFile(Base):
     """One file of a checkpoint; `number` is its position in the manifest."""
 
     __tablename__ = "checkpoint_files"
-    __table_args__ = (
-        ForeignKeyConstraint(
-            ["run_uid", "checkpoint"],
-            ["checkpoints.run_uid", "checkpoints.name"],
-            ondelete="CASCADE",
-        ),
-    )
+    __table_args__ = (_part_of("checkpoints", checkpoint="name"),)
 
-    run_uid: Mapped[str] = mapped_column(primary_key=True)
-    checkpoint: Mapped[str] = mapped_column(primary_key=True)
-    number: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    run_uid: Mapped[TextKey]
+    checkpoint: Mapped[TextKey]
+    number: Mapped[NumberKey]
     path: Mapped[str]
     bytes: Mapped[int]
     checksum: Mapped[str]
@@ -329,7 +304,7 @@ class CheckpointEdge(Base):
         Index(None, "target_uid"),
     )
 
-    id: Mapped[str] = mapped_column(primary_key=True)
+    id: Mapped[TextKey]
     run_uid: Mapped[str] = mapped_column(ForeignKey("runs.uid", ondelete="CASCADE"))
     kind: Mapped[str]
     source_uid: Mapped[str]
@@ -345,10 +320,8 @@ class Journal(Base):
 
     __tablename__ = "journals"
 
-    run_uid: Mapped[str] = mapped_column(
-        ForeignKey("runs.uid", ondelete="CASCADE"), primary_key=True
-    )
-    journal: Mapped[str] = mapped_column(primary_key=True)
+    run_uid: Mapped[RunKey]
+    journal: Mapped[TextKey]
     lines: Mapped[int]
 
 
@@ -357,17 +330,15 @@ class Event(Base):
 
     __tablename__ = "events"
     __table_args__ = (
-        ForeignKeyConstraint(
-            ["run_uid", "journal"], ["journals.run_uid", "journals.journal"], ondelete="CASCADE"
-        ),
+        _part_of("journals", journal="journal"),
         Index(None, "run_uid", "time", "journal", "opening", "sequence"),
         Index(None, "run_uid", "kind", "time"),
     )
 
-    run_uid: Mapped[str] = mapped_column(primary_key=True)
-    journal: Mapped[str] = mapped_column(primary_key=True)
-    opening: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    sequence: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    run_uid: Mapped[TextKey]
+    journal: Mapped[TextKey]
+    opening: Mapped[BigNumberKey]
+    sequence: Mapped[BigNumberKey]
     attempt: Mapped[int | None]
     time: Mapped[float]
     kind: Mapped[str]
@@ -382,11 +353,9 @@ class MetricFile(Base):
 
     __tablename__ = "metric_files"
 
-    run_uid: Mapped[str] = mapped_column(
-        ForeignKey("runs.uid", ondelete="CASCADE"), primary_key=True
-    )
-    attempt: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    launch: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    run_uid: Mapped[RunKey]
+    attempt: Mapped[BigNumberKey]
+    launch: Mapped[BigNumberKey]
     offset: Mapped[int]
     stride: Mapped[int]
     spark: Mapped[list[float]]
@@ -400,18 +369,12 @@ class Metric(Base):
     """
 
     __tablename__ = "metrics"
-    __table_args__ = (
-        ForeignKeyConstraint(
-            ["run_uid", "attempt", "launch"],
-            ["metric_files.run_uid", "metric_files.attempt", "metric_files.launch"],
-            ondelete="CASCADE",
-        ),
-    )
+    __table_args__ = (_part_of("metric_files", attempt="attempt", launch="launch"),)
 
-    run_uid: Mapped[str] = mapped_column(primary_key=True)
-    attempt: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    launch: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    bucket: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    run_uid: Mapped[TextKey]
+    attempt: Mapped[BigNumberKey]
+    launch: Mapped[BigNumberKey]
+    bucket: Mapped[BigNumberKey]
     step: Mapped[int]
     time: Mapped[float]
     data: Mapped[dict[str, Any]]
@@ -422,7 +385,7 @@ class Compatibility(Base):
 
     __tablename__ = "compatibility"
 
-    oldest: Mapped[str] = mapped_column(primary_key=True)
+    oldest: Mapped[TextKey]
 
 
 TABLES: Final = (

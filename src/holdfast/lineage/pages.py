@@ -20,9 +20,9 @@ from holdfast.lineage import views
 from holdfast.lineage.cursors import PAGE_DEFAULT, Order, Page, fetch_page
 from holdfast.lineage.database import Database
 from holdfast.lineage.find import Row, is_under, rows_of, run_row
-from holdfast.lineage.models import CheckpointState
 from holdfast.lineage.reasons import NOTHING_KEEPS
 from holdfast.lineage.retained import keep_of, reasons_of
+from holdfast.lineage.states import CheckpointState
 from holdfast.lineage.tables import ATTEMPTS, CHECKPOINTS, EVENTS, METRIC_FILES, RUNS
 
 RunSort = Literal[
@@ -151,14 +151,13 @@ def list_checkpoints(
     run: str,
     where: CheckpointFilter | None = None,
     *,
-    root: Path | None = None,
     newest_first: bool = True,
     after: str | None = None,
     limit: int | None = PAGE_DEFAULT,
 ) -> Page[views.CheckpointView]:
     """Return one page of a run's checkpoints, deleted ones included, each with its reason."""
     with database.reading() as connection:
-        row = run_row(connection, run, root)
+        row = run_row(connection, run)
         query = _wanted_checkpoints(row, where or CheckpointFilter())
         order = Order("step", _STEPS, descending=newest_first)
         page = fetch_page(connection, query, order, after, limit)
@@ -172,7 +171,6 @@ def list_events(
     run: str,
     where: EventFilter | None = None,
     *,
-    root: Path | None = None,
     newest_first: bool = True,
     after: str | None = None,
     limit: int = PAGE_DEFAULT,
@@ -180,7 +178,7 @@ def list_events(
     """Return one page of a run's journal lines, sorted by time, then by journal and number."""
     where = where or EventFilter()
     with database.reading() as connection:
-        row = run_row(connection, run, root)
+        row = run_row(connection, run)
         query = select(EVENTS).where(EVENTS.c.run_uid == row["uid"])
         if where.kinds:
             query = query.where(EVENTS.c.kind.in_(where.kinds))

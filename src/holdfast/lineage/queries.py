@@ -7,7 +7,6 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -29,7 +28,7 @@ from holdfast.lineage.find import (
     rows_of_run,
     run_row,
 )
-from holdfast.lineage.models import EdgeKind
+from holdfast.lineage.states import EdgeKind
 from holdfast.lineage.tables import ATTEMPTS, CHECKPOINTS, EDGES, EVENTS, LAUNCHES, RUNS
 
 # The number of runs whose spans are cached. The spans of ten thousand saves take a megabyte.
@@ -70,16 +69,14 @@ def count_runs(database: Database) -> dict[str, int]:
 def read_spec(database: Database, run: str) -> Mapping[str, Any]:
     """Return the spec of a run as plain data."""
     with database.reading() as connection:
-        spec: Mapping[str, Any] = run_row(connection, run, None)["spec"]
+        spec: Mapping[str, Any] = run_row(connection, run)["spec"]
     return spec
 
 
-def show_run(
-    database: Database, run: str, *, root: Path | None = None, now: float | None = None
-) -> views.RunView:
+def show_run(database: Database, run: str, *, now: float | None = None) -> views.RunView:
     """Return one run; the goodput of a live run covers the time until `now` (Unix seconds)."""
     with database.reading() as connection:
-        row = run_row(connection, run, root)
+        row = run_row(connection, run)
         attempts = rows_of(connection, rows_of_run(ATTEMPTS, row, ATTEMPTS.c.number))
         launches = _launches(connection, row)
         is_live = RunState(row["state"]).is_live
@@ -99,15 +96,13 @@ def show_run(
     return views.run_view(row, shown, goodput)
 
 
-def timeline(
-    database: Database, run: str, *, root: Path | None = None, now: float
-) -> list[reports.Segment]:
+def timeline(database: Database, run: str, *, now: float) -> list[reports.Segment]:
     """Return what each attempt of a run did and when, with the parts of the run's goodput.
 
     `now` is Unix seconds.
     """
     with database.reading() as connection:
-        row = run_row(connection, run, root)
+        row = run_row(connection, run)
         attempts = rows_of(connection, rows_of_run(ATTEMPTS, row, ATTEMPTS.c.number))
         spans = _known_spans(connection, row, attempts, _launches(connection, row))
     until = (None if RunState(row["state"]).is_live else row["ended_at"]) or now
@@ -130,14 +125,14 @@ def timeline(
     ]
 
 
-def lineage_graph(database: Database, run: str, *, root: Path | None = None) -> views.Graph:
+def lineage_graph(database: Database, run: str) -> views.Graph:
     """Return the lineage graph of a run.
 
     The nodes are the run, its attempts and its checkpoints, and all that their edges reach: the
     checkpoint from which the run was forked and its ancestors, the run's forks, and its exports.
     """
     with database.reading() as connection:
-        row = run_row(connection, run, root)
+        row = run_row(connection, run)
         drawn = [CHECKPOINTS.c[name] for name in _DRAWN]
         checkpoints = rows_of(connection, _in_order(row).with_only_columns(*drawn))
         attempts = rows_of(connection, rows_of_run(ATTEMPTS, row, ATTEMPTS.c.number))

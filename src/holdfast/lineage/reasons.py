@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from holdfast.contracts.keep_rules import kept_by_rules
 from holdfast.contracts.spec import Keep
-from holdfast.lineage.models import CheckpointState
+from holdfast.lineage.states import CheckpointState
 
 Row = Mapping[str, Any]
 

@@ -5,15 +5,9 @@ Times are ISO 8601 in UTC, unless the name ends in a unit. Sizes are in bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from typing_extensions import TypedDict
-
-from holdfast.contracts.paths import checkpoint_id
-from holdfast.lineage import views
-
-Row = Mapping[str, Any]
 
 
 class NodeRow(TypedDict):
@@ -119,22 +113,3 @@ class Ancestor(TypedDict):
     committed_at: str | None
     pinned: bool
     rolled_back: bool
-
-
-def ancestor(run: str, row: Row) -> Ancestor:
-    """Return one checkpoint of an ancestry; it belongs to the run in folder `run`."""
-    return Ancestor(
-        id=checkpoint_id(run, row["name"]),
-        run=run,
-        step=row["step"],
-        attempt=row["attempt"],
-        path=row["path"],
-        state=row["state"],
-        parent=row["parent"],
-        world_size=row["world_size"],
-        bytes=row["bytes"],
-        checksum=row["checksum"],
-        committed_at=views.iso(row["committed_at"]),
-        pinned=row["pinned"],
-        rolled_back=row["rolled_back"],
-    )

@@ -10,8 +10,8 @@ from sqlalchemy import Connection, or_, select
 from holdfast.contracts.spec import Keep
 from holdfast.contracts.states import AttemptState, RunState
 from holdfast.lineage.find import Row, rows_of
-from holdfast.lineage.models import CheckpointState, EdgeKind
 from holdfast.lineage.reasons import explain
+from holdfast.lineage.states import CheckpointState, EdgeKind
 from holdfast.lineage.tables import ATTEMPTS, CHECKPOINTS, EDGES, RUNS
 
 # The columns that the keep rules need.

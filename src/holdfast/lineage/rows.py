@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from holdfast.contracts.attempt import Provenance, RunRecord
+from holdfast.contracts.attempt import Provenance
 from holdfast.contracts.bounds import TIME_MAX
 from holdfast.contracts.digests import document_digest
 from holdfast.contracts.goodput import account, prices_of
-from holdfast.contracts.history import (
-    AttemptView,
-    RunHistory,
-    excluded_checkpoints,
-    pinned_checkpoints,
-)
+from holdfast.contracts.history import AttemptView, RunHistory
 from holdfast.contracts.journal import Event, EventKind
-from holdfast.contracts.paths import CheckpointName, checkpoint_id
 from holdfast.contracts.roots import ensure_root_id
 from holdfast.contracts.states import RunState
 from holdfast.contracts.timeline import safe_step_of, spans_of
-from holdfast.lineage.disk import FoundCheckpoint, JournalLines, Row, empty_facts
-from holdfast.lineage.models import INTEGER_MAX, CheckpointState, EdgeKind
+from holdfast.lineage.checkpoint_rows import checkpoint_rows
+from holdfast.lineage.disk import FoundCheckpoint, JournalLines, Row
 from holdfast.lineage.node_rows import node_rows
+from holdfast.lineage.origins import Origins, bare
+from holdfast.lineage.states import INTEGER_MAX, CheckpointState, EdgeKind
 
 # The columns of a run that count its checkpoints in each state.
 STORAGE: Final = {
@@ -32,7 +27,10 @@ STORAGE: Final = {
     "damaged": CheckpointState.DAMAGED,
     "deleted": CheckpointState.DELETED,
 }
-_NAME_INSIDE: Final = re.compile(r"step-\d{8,}\.a\d{4,}\.l\d{2,}")
+
+
+# An edge's kind, source (uid, folder name, node) and target (the same).
+_Edge = tuple[EdgeKind, str, str, str, str | None, str | None, str | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +61,7 @@ def build_rows(
 ) -> RunRows:
     """Return all rows of the run except its journal lines; `events` are from `in_order`."""
     origins = Origins(history.record, {str(one.name): one.name for one in found})
-    checkpoints = _checkpoint_rows(history, found, events, origins)
+    checkpoints = checkpoint_rows(history, found, [one.event for one in events], origins)
     launches = _launch_rows(history, events, origins)
     attempts = [
         _attempt_row(history, view, checkpoints, launches, origins) for view in history.attempts
@@ -107,47 +105,6 @@ def whole(value: object) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int):
         return None
     return value if abs(value) <= INTEGER_MAX else None
-
-
-class Origins:
-    """Resolves checkpoint ids to runs. An id contains a folder name, which may not be unique."""
-
-    def __init__(self, record: RunRecord, own: Mapping[str, CheckpointName]) -> None:
-        self._record = record
-        self._own = own
-
-    def name(self, identity: object) -> str | None:
-        """Return `identity` as `run:directory`; a bare directory name belongs to this run."""
-        if not isinstance(identity, str) or not identity:
-            return None
-        return identity if ":" in identity else checkpoint_id(self._record.run, identity)
-
-    def find(self, identity: str | None) -> tuple[str | None, str | None, str | None]:
-        """Return (uid, run, directory name) of an id; the uid is None if the run is unknown."""
-        if not identity:
-            return None, None, None
-        run, _, name = identity.rpartition(":")
-        is_origin = identity == self._record.forked_from
-        if run in {"", self._record.run} and not (is_origin and name not in self._own):
-            return self._record.uid, self._record.run, name
-        return (self._record.forked_uid if is_origin else None), run, name
-
-    def parent(self, child: CheckpointName, identity: object) -> tuple[str, CheckpointName] | None:
-        """Return (uid, name) of a manifest's parent, or None if it cannot be one of `child`.
-
-        A parent must have a smaller step, or the same step in an earlier attempt or launch or in
-        another run. Any other parent could form a cycle.
-        """
-        uid, _, name = self.find(self.name(identity))
-        parent = self._own.get(name or "") or CheckpointName.parse(name or "")
-        if uid is None or parent is None or parent.step > child.step:
-            return None
-        is_own = uid == self._record.uid
-        if parent.step == child.step and is_own:
-            older, newer = str(parent), str(child)
-            if (len(older), older) >= (len(newer), newer):
-                return None
-        return uid, parent
 
 
 def _run_row(
@@ -351,138 +308,54 @@ def _update_launch(row: Any, attempt: int, number: int, event: Event, origins: O
     target.update({key: fact for key, fact in facts.items() if target[key] is None})
 
 
-def _checkpoint_rows(
-    history: RunHistory,
-    found: Sequence[FoundCheckpoint],
-    attempt_events: Sequence[AttemptEvent],
-    origins: Origins,
-) -> list[Row]:
-    events = [one.event for one in attempt_events]
-    pinned = {_bare(name) for name in pinned_checkpoints(events)}
-    pins = {
-        _bare(event.data.get("checkpoint")): event
-        for event in events
-        if event.kind is EventKind.PINNED and _bare(event.data.get("checkpoint")) in pinned
-    }
-    excluded = {_bare(name) for name in excluded_checkpoints(events)}
-    deletions = {
-        _bare(event.data.get("checkpoint")): event
-        for event in events
-        if event.kind is EventKind.CHECKPOINT_DELETED
-    }
-    damage = _damage_at_resume(events)
-    folder = f"{history.paths.checkpoints}/"
-    rows = []
-    for one in [*found, *_only_journaled(found, deletions)]:
-        name = str(one.name)
-        deletion = deletions.get(name)
-        detail = one.facts["detail"]
-        if detail is None and not one.is_deleted and name not in excluded:
-            detail = damage.get(name)
-        state = CheckpointState.DAMAGED if detail else CheckpointState.COMMITTED
-        parent = origins.parent(one.name, one.facts["parent"])
-        pin = pins.get(name)
-        deleted = deletion if one.is_deleted else None
-        rows.append(
-            {
-                **one.facts,
-                "run_uid": history.record.uid,
-                "name": name,
-                "step": one.name.step,
-                "attempt": one.name.attempt,
-                "launch": one.name.launch,
-                "state": str(CheckpointState.DELETED if one.is_deleted else state),
-                "detail": detail,
-                "path": folder + name,
-                "parent": origins.name(one.facts["parent"]),
-                "parent_uid": parent[0] if parent else None,
-                "parent_name": str(parent[1]) if parent else None,
-                "parent_step": parent[1].step if parent else None,
-                "pinned": pin is not None,
-                "pinned_by": str(pin.data.get("by") or "") or None if pin else None,
-                "pinned_at": pin.time if pin else None,
-                "pin_note": str(pin.data.get("note") or "") or None if pin else None,
-                "rolled_back": name in excluded,
-                "deleted_reason": deleted.data.get("reason") if deleted else None,
-                "deleted_by": deleted.data.get("by") if deleted else None,
-                "deleted_at": deleted.time if deleted else None,
-                "stamp": one.stamp,
-            }
-        )
-    return sorted(rows, key=lambda r: (r["step"], r["attempt"], r["launch"]))
-
-
-def _only_journaled(
-    found: Sequence[FoundCheckpoint], deletions: dict[str, Event]
-) -> Iterator[FoundCheckpoint]:
-    """Yield deleted checkpoints that have only a journal line, no directory and no tombstone."""
-    there = {str(one.name) for one in found}
-    for text in deletions:
-        name = CheckpointName.parse(text)
-        if name and text not in there and name.step <= INTEGER_MAX:
-            facts = empty_facts("it has no tombstone")
-            yield FoundCheckpoint(name=name, facts=facts, stamp="", is_deleted=True)
-
-
-def _damage_at_resume(events: Iterable[Event]) -> dict[str, str]:
-    """Return why resumes skipped checkpoints, by name, unless a later resume loaded them."""
-    skipped: dict[str, str] = {}
-    for event in events:
-        if event.kind is not EventKind.RESUMED:
-            continue
-        for line in event.data.get("skipped") or ():
-            match = _NAME_INSIDE.search(str(line))
-            if match:
-                skipped[match[0]] = str(line)
-        skipped.pop(_bare(event.data.get("checkpoint")), None)
-    return skipped
-
-
 def _edge_rows(
     history: RunHistory,
     attempts: Sequence[Row],
     launches: Sequence[Row],
     origins: Origins,
 ) -> list[Row]:
-    record, run = history.record, history.paths.name
-    own: list[tuple[EdgeKind, str, str | None]] = [
-        *((EdgeKind.RESUMED_FROM, attempt_node(a["number"]), a["resumed_from"]) for a in attempts),
-        *((EdgeKind.RESUMED_FROM, attempt_node(i["attempt"]), i["resumed_from"]) for i in launches),
-        (EdgeKind.FORKED_FROM, "", record.forked_from),
-    ]
-    edges = []
-    for kind, source, identity in own:
-        if identity:
-            uid, target_run, target = origins.find(identity)
-            edges.append((kind, record.uid, run, source, uid, target_run, target))
-    for event in history.events:
-        bare = _bare(event.data.get("checkpoint"))
-        if event.kind is EventKind.ROLLED_BACK and event.data.get("to"):
-            back = _bare(event.data["to"])
-            edges.append((EdgeKind.ROLLED_BACK, record.uid, run, "", record.uid, run, back))
-        elif event.kind is EventKind.EXPORTED:
-            target = str(event.data.get("path") or "")
-            edges.append((EdgeKind.EXPORTED_TO, record.uid, run, bare, None, None, target))
-        elif event.kind is EventKind.FORKED:
-            into = str(event.data.get("into_uid")), str(event.data.get("into_run"))
-            edges.append((EdgeKind.FORKED_FROM, *into, "", record.uid, run, bare))
     columns = ("kind", "source_uid", "source_run", "source", "target_uid", "target_run", "target")
-    rows = {}
-    for edge in edges:
+    run_uid, rows = history.record.uid, {}
+    resumed = [
+        *((attempt_node(one["number"]), one["resumed_from"]) for one in attempts),
+        *((attempt_node(one["attempt"]), one["resumed_from"]) for one in launches),
+    ]
+    for edge in (*_edges_to_origins(history, resumed, origins), *_journaled_edges(history)):
         row = dict(zip(columns, (str(edge[0]), *edge[1:]), strict=True))
-        identity = document_digest([record.uid, *row.values()])
-        rows[identity] = {"id": identity, "run_uid": record.uid, **row}
+        identity = document_digest([run_uid, *row.values()])
+        rows[identity] = {"id": identity, "run_uid": run_uid, **row}
     return [rows[key] for key in sorted(rows)]
+
+
+def _edges_to_origins(
+    history: RunHistory, resumed: Sequence[tuple[str, str | None]], origins: Origins
+) -> Iterator[_Edge]:
+    """Yield the edges to the checkpoints that attempts resumed from and the run was forked from."""
+    own = history.record.uid, history.paths.name
+    forked = (EdgeKind.FORKED_FROM, "", history.record.forked_from)
+    for kind, source, identity in (*((EdgeKind.RESUMED_FROM, *one) for one in resumed), forked):
+        if identity:
+            yield kind, *own, source, *origins.find(identity)
+
+
+def _journaled_edges(history: RunHistory) -> Iterator[_Edge]:
+    """Yield the edges of rollbacks, exports and forks, which the journals record."""
+    own = history.record.uid, history.paths.name
+    for event in history.events:
+        data, checkpoint = event.data, bare(event.data.get("checkpoint"))
+        if event.kind is EventKind.ROLLED_BACK and data.get("to"):
+            yield EdgeKind.ROLLED_BACK, *own, "", *own, bare(data["to"])
+        elif event.kind is EventKind.EXPORTED:
+            path = str(data.get("path") or "")
+            yield EdgeKind.EXPORTED_TO, *own, checkpoint, None, None, path
+        elif event.kind is EventKind.FORKED:
+            into = str(data.get("into_uid")), str(data.get("into_run"))
+            yield EdgeKind.FORKED_FROM, *into, "", *own, checkpoint
 
 
 def attempt_node(number: int) -> str:
     """Return the name of an attempt in the lineage graph."""
     return f"attempt-{number:04d}"
-
-
-def _bare(identity: object) -> str:
-    """Return the directory name of a checkpoint id or of a bare directory name."""
-    return str(identity or "").rpartition(":")[2]
 
 
 def _last(events: Sequence[Event], kind: EventKind) -> Event | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
 
 from sqlalchemy import select
@@ -21,7 +20,6 @@ def metric_series(
     run: str,
     *,
     names: Sequence[str] = (),
-    root: Path | None = None,
     points: int = POINTS_DEFAULT,
 ) -> list[reports.Series]:
     """Return the metrics of each launch of a run, in order, with about `points` points in total.
@@ -31,7 +29,7 @@ def metric_series(
     unknown run.
     """
     with database.reading() as connection:
-        row = run_row(connection, run, root)
+        row = run_row(connection, run)
         columns = METRICS.c
         query = (
             select(METRICS)

@@ -33,8 +33,8 @@ from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import RunState
 from holdfast.lineage import reports, views
 from holdfast.lineage.cursors import PAGE_DEFAULT, PAGE_MAX
-from holdfast.lineage.models import CheckpointState
 from holdfast.lineage.pages import CheckpointFilter, EventFilter, RunFilter, RunSort, SortOrder
+from holdfast.lineage.states import CheckpointState
 from holdfast.workers import pruning
 from holdfast.workers.heartbeats import live_step
 
