@@ -25,7 +25,7 @@ from holdfast.flows.drills.kinds import Kind, Loss, Recovery, draw_faults
 from holdfast.flows.drills.results import DrillResult, FaultResult
 from holdfast.flows.drills.target_run import Mark, TargetRun
 from holdfast.flows.drills.testbed import INTERVAL_STEPS, SNAPSHOT_STEPS, Testbed
-from holdfast.lineage.database import database_url
+from holdfast.lineage.engine import database_url
 from holdfast.workers import operator
 
 MOMENT_S_MAX: Final = 1.0

@@ -22,7 +22,7 @@ from holdfast.contracts.supervision import is_supervised
 from holdfast.flows.flow_lock import FlowLock
 from holdfast.flows.supervise import Supervisor, submit_next
 from holdfast.lineage import queries
-from holdfast.lineage.database import URL_VARIABLE
+from holdfast.lineage.engine import URL_VARIABLE
 from holdfast.lineage.index import Index
 from holdfast.workers import operator
 from holdfast.workers.attempts import reserve

@@ -21,12 +21,12 @@ from holdfast.lineage.database import (
     MIGRATIONS,
     connect_for_migration,
     current_revision,
-    database_url,
     downgrade,
     head_revision,
     open_database,
     upgrade,
 )
+from holdfast.lineage.engine import database_url
 from holdfast.lineage.models import Base
 from holdfast.lineage.states import STORED_EDGES, CheckpointState
 

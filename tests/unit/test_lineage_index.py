@@ -11,7 +11,8 @@ from tests.runs import RunFolder, storied_run
 
 from holdfast.contracts.errors import LineageError
 from holdfast.lineage import queries
-from holdfast.lineage.database import URL_VARIABLE, open_database
+from holdfast.lineage.database import open_database
+from holdfast.lineage.engine import URL_VARIABLE
 from holdfast.lineage.heal import MAGIC, quarantine
 from holdfast.lineage.index import Index
 

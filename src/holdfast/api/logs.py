@@ -10,7 +10,7 @@ from typing import Final, Literal
 from holdfast.api.schemas import LogFile, LogPart
 from holdfast.contracts.errors import NotFoundError
 from holdfast.contracts.paths import AttemptPaths, RunPaths
-from holdfast.contracts.rank_logs import rank_logs
+from holdfast.contracts.rank_logs import RankLog, rank_logs
 from holdfast.contracts.redaction import read_masked
 
 PART_BYTES_MAX: Final = 1024 * 1024
@@ -51,17 +51,7 @@ def read_log(
     always with a complete character. Secrets are masked by the same number of bytes. Raises
     `NotFoundError` if there is no such log.
     """
-    found = [
-        one
-        for one in rank_logs(attempt, rank, on_skip=_ignore)
-        if one.stream == stream and launch in {None, one.launch}
-    ]
-    if not found:
-        raise NotFoundError(
-            f"rank {rank} of attempt {attempt.number} of run {paths.name} has no {stream}"
-            + (f" in launch {launch}" if launch is not None else "")
-        )
-    log = max(found, key=lambda one: one.launch)
+    log = _newest_log(paths, attempt, rank, stream, launch)
     with log.open() as file:
         size = os.fstat(file.fileno()).st_size
         start = max(0, size - limit) if offset is None else min(offset, size)
@@ -83,6 +73,22 @@ def read_log(
         text=content.decode(errors="replace"),
         ended=attempt.outcome.exists(),
     )
+
+
+def _newest_log(
+    paths: RunPaths, attempt: AttemptPaths, rank: int, stream: Stream, launch: int | None
+) -> RankLog:
+    found = [
+        one
+        for one in rank_logs(attempt, rank, on_skip=_ignore)
+        if one.stream == stream and launch in {None, one.launch}
+    ]
+    if not found:
+        raise NotFoundError(
+            f"rank {rank} of attempt {attempt.number} of run {paths.name} has no {stream}"
+            + (f" in launch {launch}" if launch is not None else "")
+        )
+    return max(found, key=lambda one: one.launch)
 
 
 def _whole(content: bytes, *, is_end: bool) -> bytes:

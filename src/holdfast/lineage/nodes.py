@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
 from sqlalchemy import func, select
 
 from holdfast.lineage import reports, views
 from holdfast.lineage.cursors import PAGE_DEFAULT, Order, Page, fetch_page
 from holdfast.lineage.database import Database
-from holdfast.lineage.find import rows_of
+from holdfast.lineage.find import Row, rows_of
 from holdfast.lineage.tables import NODES, RUNS
 
 FAULTS_SHOWN_MAX = 20
@@ -25,34 +28,28 @@ def list_nodes(
     hosts = select(columns.host).group_by(columns.host)
     with database.reading() as connection:
         page = fetch_page(connection, hosts, order, after, limit)
-        chosen = [row["host"] for row in page.items]
-        counts = rows_of(
-            connection,
-            select(
-                columns.host,
-                columns.fault,
-                func.count().label("count"),
-                func.max(columns.started_at).label("started_at"),
-                func.max(columns.ended_at).label("ended_at"),
-            )
-            .where(columns.host.in_(chosen))
-            .group_by(columns.host, columns.fault),
-        )
-    rows = {
-        host: reports.NodeRow(
-            host=host, attempts=0, failures=0, faults={}, last_started_at=None, last_failed_at=None
-        )
-        for host in chosen
-    }
+        hosts_shown = [row["host"] for row in page.items]
+        found = (columns.host, columns.fault, func.count().label("count"))
+        newest = (func.max(columns[name]).label(name) for name in ("started_at", "ended_at"))
+        query = select(*found, *newest).where(columns.host.in_(hosts_shown))
+        counts = rows_of(connection, query.group_by(columns.host, columns.fault))
+    by_host = defaultdict(list)
     for one in counts:
-        row = rows[one["host"]]
-        row["attempts"] += one["count"]
-        row["last_started_at"] = _later(row["last_started_at"], views.iso(one["started_at"]))
-        if one["fault"]:
-            row["failures"] += one["count"]
-            row["faults"][one["fault"]] = one["count"]
-            row["last_failed_at"] = _later(row["last_failed_at"], views.iso(one["ended_at"]))
-    return Page(list(rows.values()), page.next)
+        by_host[one["host"]].append(one)
+    return page.map(lambda row: _node_row(row["host"], by_host[row["host"]]))
+
+
+def _node_row(host: str, counts: Sequence[Row]) -> reports.NodeRow:
+    """Return a host's row; `counts` has a row for each fault, and one for the other attempts."""
+    failed = [one for one in counts if one["fault"]]
+    return reports.NodeRow(
+        host=host,
+        attempts=sum(one["count"] for one in counts),
+        failures=sum(one["count"] for one in failed),
+        faults={one["fault"]: one["count"] for one in failed},
+        last_started_at=_newest(one["started_at"] for one in counts),
+        last_failed_at=_newest(one["ended_at"] for one in failed),
+    )
 
 
 def node_faults(database: Database, host: str) -> list[reports.NodeFault]:
@@ -79,5 +76,5 @@ def node_faults(database: Database, host: str) -> list[reports.NodeFault]:
     ]
 
 
-def _later(one: str | None, other: str | None) -> str | None:
-    return max((moment for moment in (one, other) if moment), default=None)
+def _newest(times: Iterable[float | None]) -> str | None:
+    return views.iso(max((time for time in times if time is not None), default=None))

@@ -138,42 +138,45 @@ def lineage_graph(database: Database, run: str) -> views.Graph:
         attempts = rows_of(connection, rows_of_run(ATTEMPTS, row, ATTEMPTS.c.number))
         edges = _edges_about(connection, row)
         children = _children(connection, row)
-        parents = {
-            (edge["target_uid"], edge["target"])
-            for edge in edges
-            if edge["target_uid"] not in {None, row["uid"]}
-        } | {
-            (one["parent_uid"], one["parent_name"])
-            for one in checkpoints
-            if one["parent_uid"] not in {None, row["uid"]}
-        }
-        foreign = [
-            one
-            for key in sorted(parents)
-            for stretch in descent(connection, *key)
-            for one in stretch.mappings()
-        ]
+        foreign = _ancestors_elsewhere(connection, row, edges, checkpoints)
     nodes = [
         views.run_node(row),
         *(views.attempt_node_of(row["run"], attempt) for attempt in attempts),
         *(views.checkpoint_node(row["run"], checkpoint) for checkpoint in checkpoints),
         *(views.checkpoint_node(one["run"], one) for one in foreign),
     ]
-    shown = [_edge(edge) for edge in edges]
     family = [*({**one, "run": row["run"]} for one in checkpoints), *children, *foreign]
-    shown += [
+    parents: list[views.Edge] = [
         {"from": f"{one['run']}:{one['name']}", "to": one["parent"], "kind": EdgeKind.PARENT.value}
         for one in family
         if one["parent"]
     ]
+    shown = [*map(_edge, edges), *parents]
     by_id = {node["id"]: node for node in reversed(nodes)}
+    known = dict.fromkeys(node["id"] for node in nodes)
     for edge in shown:
         for end, is_export in ((edge["from"], False), (edge["to"], edge["kind"] == "exported_to")):
             if end not in by_id:
                 by_id[end] = _other_node(end, is_export=is_export)
-    known = list({node["id"]: None for node in nodes} | dict.fromkeys(by_id))
+            known[end] = None
     unique = {tuple(edge.values()): edge for edge in shown}
     return views.Graph(nodes=[by_id[one] for one in known], edges=list(unique.values()))
+
+
+def _ancestors_elsewhere(
+    connection: Connection, run: Row, edges: Sequence[Row], checkpoints: Sequence[Row]
+) -> list[Row]:
+    """Return the checkpoints of other runs that this run's edges and checkpoints descend from."""
+    parents = {
+        *((one["target_uid"], one["target"]) for one in edges),
+        *((one["parent_uid"], one["parent_name"]) for one in checkpoints),
+    }
+    return [
+        one
+        for uid, name in sorted(key for key in parents if key[0] not in {None, run["uid"]})
+        for stretch in descent(connection, uid, name)
+        for one in stretch.mappings()
+    ]
 
 
 def _in_order(run: Row) -> Select[Any]:
