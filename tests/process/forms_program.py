@@ -29,7 +29,6 @@ from torch.nn.parallel import DistributedDataParallel
 from holdfast.contracts.paths import RunPaths
 from holdfast.trainer.engine import CheckpointEngine
 from holdfast.trainer.identity import Identity
-from holdfast.trainer.loading.reader import read_keys
 from holdfast.trainer.planning.metadata import read_metadata
 from holdfast.trainer.state.fsdp1 import OPTIONS
 from holdfast.trainer.state.train_state import Progress, TrainState
@@ -165,7 +164,7 @@ def save_each(engine: CheckpointEngine, rank: int) -> tuple[dict[str, Any], dict
 
 def check_names(run: RunPaths, saved: dict[str, Any]) -> None:
     """Every form was saved under the same canonical names."""
-    keys = {read_keys(path) for path in run.list_checkpoints()}
+    keys = {frozenset(read_metadata(path).state_dict_metadata) for path in run.list_checkpoints()}
     assert len(keys) == 1, keys
     names = {key for key in next(iter(keys)) if not key.startswith("rng.")}
     assert names == saved["plain"].keys(), names ^ saved["plain"].keys()

@@ -25,7 +25,6 @@ from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.slots import FREE_STATES, Slot, SlotState
 from holdfast.trainer.engine import CheckpointEngine
 from holdfast.trainer.identity import Identity
-from holdfast.trainer.loading.reader import read_keys
 from holdfast.trainer.loading.train_state import read_train_state
 from holdfast.trainer.planning.global_plan import ALIGNMENT, GlobalPlan
 from holdfast.trainer.planning.layout import TRAIN_STATE_BYTES_MAX
@@ -39,6 +38,11 @@ NUMBERS = 25_000_000
 STARTS_MAX = 5
 RELEASE_S = 60.0
 FACTS: dict[str, Any] = {"reason": "interval", "parent": "r:step-00000001.a0001.l01"}
+
+
+def read_keys(directory: Path) -> frozenset[str]:
+    """The keys of a checkpoint."""
+    return frozenset(read_metadata(directory).state_dict_metadata)
 
 
 @pytest.fixture

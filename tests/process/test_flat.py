@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from holdfast.contracts.paths import RunPaths
-from holdfast.trainer.loading.reader import read_keys
+from holdfast.trainer.planning.metadata import read_metadata
 
 WAIT_S = 150.0
 
@@ -70,7 +70,8 @@ def test_resume_on_another_number_of_ranks_has_the_same_state(
 def test_stock_dcp_loads_the_checkpoint(folder: Path, case: str) -> None:
     expected = saw(folder, case, PARTS, 1)["ended"]
     newest = RunPaths(folder / f"{case}-{PARTS}").list_checkpoints()[-1]
-    assert expected.keys() == {k for k in read_keys(newest) if not k.startswith("rng.")}
+    saved = read_metadata(newest).state_dict_metadata
+    assert expected.keys() == {k for k in saved if not k.startswith("rng.")}
     state = {
         key: torch.full_like(value, -1) if torch.is_tensor(value) else None
         for key, value in expected.items()

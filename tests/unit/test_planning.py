@@ -49,7 +49,7 @@ from holdfast.trainer.planning.columns import (
 from holdfast.trainer.planning.global_plan import ALIGNMENT, GlobalPlan
 from holdfast.trainer.planning.layout import plan_layout
 from holdfast.trainer.planning.metadata import parse_metadata
-from holdfast.trainer.planning.metadata_pickle import pickle_metadata
+from holdfast.trainer.planning.metadata_pickle import MetadataPickle
 from holdfast.trainer.planning.rank_rows import describe_rank
 from holdfast.trainer.planning.ranks import Contents, NodeIndex, choose_sources, decide
 from holdfast.trainer.planning.signature import Signature, flatten
@@ -65,6 +65,14 @@ class Rank:
     patterns: dict[bytes, Pattern]
     tables: dict[bytes, bytes]
     rows: tuple[list[Row], ...]
+
+
+def pickle_metadata(plan: GlobalPlan) -> bytes:
+    """The content of `.metadata` for a plan."""
+    content = MetadataPickle(plan, distcp_name)
+    memory = bytearray(content.bytes)
+    content.write_to(memoryview(memory))
+    return bytes(memory)
 
 
 def row_of(key: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Row:
@@ -205,7 +213,7 @@ def test_every_box_is_written_once_without_overlap(ranks: list[Rank], ranks_per_
     held = {(row.item.key, row.offsets) for rank in ranks for rows in rank.rows for row in rows}
     assert set(boxes) == held
     assert set(boxes.values()) == {1}
-    content = pickle_metadata(made, distcp_name)
+    content = pickle_metadata(made)
     metadata = parse_metadata(content, "made")
     assert coverage(metadata) == coverage(stock_metadata(ranks))
     places = {
@@ -244,7 +252,7 @@ def test_copies_are_spread_evenly_over_the_ranks_that_hold_them() -> None:
 def test_the_plan_of_the_same_ranks_is_the_same() -> None:
     rows = [row_of(f"model.{n}", (n + 1,), (0,), (n + 1,)) for n in range(30)]
     plans = [plan([rank_of(rows) for _ in range(4)]) for _ in range(2)]
-    assert pickle_metadata(plans[0], distcp_name) == pickle_metadata(plans[1], distcp_name)
+    assert pickle_metadata(plans[0]) == pickle_metadata(plans[1])
 
 
 HALF = row_of("model.w", (4, 2), (0, 0), (2, 2))
@@ -298,14 +306,14 @@ def test_a_large_grid_in_shuffled_rank_order_is_planned() -> None:
         for n in order
     ]
     made = plan(ranks, 8)
-    metadata = parse_metadata(pickle_metadata(made, distcp_name), "made")
+    metadata = parse_metadata(pickle_metadata(made), "made")
     for rank, n in enumerate(order):
         where = torch.Size((n // 8 * 1000, n % 8 * 300_000_000))
         assert metadata.storage_data[MetadataIndex("big", where)].relative_path == distcp_name(rank)
     entry = metadata.state_dict_metadata["big"]
     assert isinstance(entry, TensorStorageMetadata)
     assert entry.size == torch.Size(shape)
-    plain = pickle.loads(pickle_metadata(made, distcp_name))
+    plain = pickle.loads(pickle_metadata(made))
     assert plain.storage_data == metadata.storage_data
 
 

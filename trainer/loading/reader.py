@@ -47,7 +47,6 @@ from holdfast.trainer.planning.metadata import (
     open_checkpoint,
     open_committed,
     pick_entries,
-    read_metadata,
 )
 from holdfast.trainer.planning.signature import flatten
 
@@ -114,11 +113,6 @@ class _Prepared:
         """Return the checkpoint reduced to the keys that are loaded."""
         names = {key: key for key in self.taken}
         return replace(self.opened, metadata=pick_entries(self.opened.metadata, names))
-
-
-def read_keys(directory: Path) -> frozenset[str]:
-    """Return the flattened keys in `directory`. Raises `DamagedCheckpointError` as loading does."""
-    return frozenset(read_metadata(directory).state_dict_metadata)
 
 
 def open_together(

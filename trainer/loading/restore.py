@@ -106,25 +106,39 @@ def resume(
                 passed[choice.directory] = f"damaged: {'; '.join(error.damaged) or error}"
                 continue
         if ranks.rank == 0:
-            print(describe(context.run.name, found, restored, choice.skipped, notes), flush=True)
-            recorder.event(
-                EventKind.RESUMED,
-                checkpoint=found.checkpoint,
-                step=found.step,
-                skipped=list(choice.skipped),
-                command_digest=context.identity.command_digest,
-                argv=program_argv(),
-                world_size=ranks.world_size,
-                restored=list(restored[0].parts),
-                notes=list(notes),
-                load_s=round(time.monotonic() - began, 6),
-                changed_variables=changed_variables(),
-            )
+            load_s = round(time.monotonic() - began, 6)
+            _report(context, found, restored, choice.skipped, notes, load_s, recorder)
         return found
     raise DamagedCheckpointError(
         f"{context.run.directory}: {len(passed)} checkpoints were read and all are damaged; "
         "check the storage with `holdfast verify`",
         damaged=[f"{Path(path).name}: {problem}" for path, problem in passed.items()],
+    )
+
+
+def _report(
+    context: RankContext,
+    found: Resumed,
+    restored: list[Restored],
+    skipped: tuple[str, ...],
+    notes: Sequence[str],
+    load_s: float,
+    recorder: Recorder,
+) -> None:
+    """Print and journal what was restored."""
+    print(describe(context.run.name, found, restored, skipped, notes), flush=True)
+    recorder.event(
+        EventKind.RESUMED,
+        checkpoint=found.checkpoint,
+        step=found.step,
+        skipped=list(skipped),
+        command_digest=context.identity.command_digest,
+        argv=program_argv(),
+        world_size=context.identity.world_size,
+        restored=list(restored[0].parts),
+        notes=list(notes),
+        load_s=load_s,
+        changed_variables=changed_variables(),
     )
 
 

@@ -68,14 +68,6 @@ NUMBER: Final = -1
 Piece = bytes | Octets
 
 
-def pickle_metadata(plan: GlobalPlan, file_name: Callable[[int], str]) -> bytes:
-    """Return the pickle of DCP's `Metadata` for `plan`. `file_name` returns a writer's file."""
-    content = MetadataPickle(plan, file_name)
-    memory = bytearray(content.bytes)
-    content.write_to(memoryview(memory))
-    return bytes(memory)
-
-
 class MetadataPickle:
     """The pickle of DCP's `Metadata` for a plan, not built yet. `bytes` is its length."""
 
