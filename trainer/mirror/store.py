@@ -31,39 +31,30 @@ class Store(Protocol):
 
         Raises `DamagedCheckpointError` if the file at `path` differs. Nothing is then stored.
         """
-        ...
 
     def put_new(self, key: str, content: bytes) -> bool:
         """Create an object exclusively. Return False if the name already exists."""
-        ...
 
     def put(self, key: str, content: bytes) -> None:
         """Create or replace a small object."""
-        ...
 
     def read(self, key: str) -> bytes | None:
         """Return a small object's bytes, or None if there is none."""
-        ...
 
     def pieces(self, key: str, size_bytes: int) -> Iterator[bytes]:
         """Yield the bytes of an object of that size, in order."""
-        ...
 
     def sizes(self, prefix: str) -> dict[str, int]:
         """Return the bytes of each object under `prefix/`, by key."""
-        ...
 
     def folders(self, prefix: str) -> list[str]:
         """Return the names directly under `prefix/` that have objects under them."""
-        ...
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove objects. Absent ones are ignored."""
-        ...
 
     def abort_uploads(self, prefix: str) -> int:
         """Abort unfinished uploads under `prefix` and return their number."""
-        ...
 
 
 def open_store(url: str) -> Store:
