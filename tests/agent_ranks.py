@@ -1,7 +1,7 @@
-"""The ranks of a live agent held still and killed, at a moment that their staging slots tell.
+"""Stops and kills the ranks of a live agent at a moment that their staging slots show.
 
-An agent holds its ranks' slots, so a test sees them through its descriptors. A rank that is
-stopped in the middle of a copy stays there until it is killed: no luck is needed.
+An agent holds its ranks' slots, so a test reads them through the agent's descriptors. A rank that
+is stopped in the middle of a copy stays there until it is killed, so the tests are deterministic.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from holdfast.contracts.slots import DATA_OFFSET, Slot, SlotState
 
 WAIT_S = 90.0
 STOP_WAIT_S = 10.0
-# So many steps in, both slots of a rank have been used.
+# After this many steps both slots of a rank have been used.
 STEPS_SEEN = 3
 SLOT_LINK = "/memfd:holdfast-slot"
 
@@ -40,7 +40,7 @@ def slots_of(agent: int) -> Iterator[list[Slot]]:
             if not os.readlink(link).startswith(SLOT_LINK):
                 continue
             handle = os.open(link, os.O_RDWR | os.O_CLOEXEC)
-            # One that was let go is cut short.
+            # A released slot is truncated.
             if os.fstat(handle).st_size > DATA_OFFSET:
                 found.append(Slot(handle))
             os.close(handle)
@@ -61,7 +61,7 @@ def send_all(pids: Sequence[int], number: signal.Signals) -> None:
 
 
 def hold(pids: Sequence[int]) -> None:
-    """Stop the processes; returns once they stand still."""
+    """Stop the processes; returns once all are stopped."""
     send_all(pids, signal.SIGSTOP)
     wait_until(
         lambda: all(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in pids),
@@ -81,17 +81,17 @@ def hold_in_copy(pids: Sequence[int], slots: Sequence[Slot]) -> int:
         if copying:
             return copying[0]
         send_all(pids, signal.SIGCONT)
-    raise AssertionError(f"no copy was met within {WAIT_S:.0f} s")
+    raise AssertionError(f"no rank was stopped in a copy within {WAIT_S:.0f} s")
 
 
 def flusher_of(agent: int) -> int:
-    """The process that writes for the agent's node."""
+    """The pid of the flusher of the agent's node."""
     children = psutil.Process(agent).children()
     return next(p.pid for p in children if "holdfast.trainer.flusher" in p.cmdline())
 
 
 def ranks_of(run: LocalRun, attempt: AttemptPaths, launch: int) -> dict[int, list[int]]:
-    """Live ranks' processes by node, once the launch trains."""
+    """The pids of live ranks by node, once the launch trains."""
 
     size = run.spec.resources
 
@@ -105,9 +105,9 @@ def ranks_of(run: LocalRun, attempt: AttemptPaths, launch: int) -> dict[int, lis
 
 
 def waiting_ranks(run: LocalRun, but: Iterable[int] = ()) -> set[int]:
-    """The processes of the standbys' ranks, once all of them have been started.
+    """The pids of the warm standbys' ranks, once all of them have started.
 
-    A rank that was a warm standby's is still called so: `but` names those that train.
+    Ranks that were warm standbys and train now look the same; exclude them with `but`.
     """
     found = set[int]()
     for process in processes_of(run.paths):
@@ -119,7 +119,7 @@ def waiting_ranks(run: LocalRun, but: Iterable[int] = ()) -> set[int]:
 
 
 def committed(run: LocalRun) -> dict[int, Manifest]:
-    """The committed checkpoints by step, each one seen to be whole."""
+    """The committed checkpoints by step; checks that none is damaged."""
     found = {}
     for directory in run.paths.list_checkpoints():
         manifest = read_manifest(directory)
@@ -130,7 +130,7 @@ def committed(run: LocalRun) -> dict[int, Manifest]:
 
 
 def wait_for_commit(run: LocalRun, is_wanted: Callable[[Manifest], bool]) -> Manifest:
-    """The newest commit that `is_wanted`, as soon as there is one."""
+    """Wait for a committed checkpoint that `is_wanted`, and return the newest."""
 
     def look() -> Manifest | None:
         return next(
@@ -141,7 +141,7 @@ def wait_for_commit(run: LocalRun, is_wanted: Callable[[Manifest], bool]) -> Man
 
 
 def filling_of(run: LocalRun, manifest: Manifest) -> set[float]:
-    """What `agent_program` had filled its padding with when the checkpoint was taken."""
+    """The values of `agent_program`'s padding in the checkpoint."""
     directory = run.paths.checkpoint(manifest.name)
     entry = FileSystemReader(directory).read_metadata().state_dict_metadata["model.padding"]
     assert isinstance(entry, TensorStorageMetadata)

@@ -1,8 +1,8 @@
-"""A small sharded program for tests of the checkpoint engine; each scenario is one way to run it.
+"""A small sharded program for tests of the checkpoint engine, with several scenarios.
 
     python -m tests.checkpoint_program SCENARIO WORLD_SIZE FOLDER FLUSHER CHECKPOINT
 
-The state that a scenario ends with is gathered and written by rank 0 to `FOLDER/<scenario>.pt`.
+Rank 0 gathers the final state of a scenario and writes it to `FOLDER/<scenario>.pt`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def train(model: Any, optimizer: Any, step: int) -> None:
 
 
 def collect(model: Any, optimizer: Any, rank: int | None) -> dict[str, Any]:
-    """The state as the session collects it, with a tensor that one rank alone has."""
+    """The state as the session collects it, with one tensor that only one rank has."""
     state: dict[str, Any] = {
         "model": get_model_state_dict(model, options=OPTIONS),
         "optimizer": get_optimizer_state_dict(model, optimizer, options=OPTIONS),
@@ -160,7 +160,7 @@ def run_scenario(scenario: str, folder: Path, flusher: str, checkpoint: Path) ->
 def check_disagreement(
     engine: CheckpointEngine, checkpoint: Path, model: Any, optimizer: Any, rank: int
 ) -> None:
-    """What one rank alone has wrong, every rank raises: none is left waiting."""
+    """An error on one rank is raised on every rank, so that none is left waiting."""
     state = collect(model, optimizer, rank)
     if rank == 0:
         state["model"]["added"] = torch.zeros(3)

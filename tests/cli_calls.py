@@ -1,4 +1,4 @@
-"""A call of the `holdfast` command in this process, and what it gave."""
+"""Calls the `holdfast` command in this process and returns its result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Answer:
-    """What one call of the command gave."""
+    """The result of one call of the command."""
 
     status: int
     out: str

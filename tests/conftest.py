@@ -10,28 +10,28 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# Agents of tests ask no cloud that this machine may be in, unless a test serves one.
+# Agents in tests must not query the metadata service of a cloud that this machine may be in.
 os.environ.setdefault("HOLDFAST_NOTICES_URL", "http://127.0.0.1:9")
-# At the end, so that no folder of ours can hide an installed package.
+# Appended, so that no folder of ours can shadow an installed package.
 sys.path.append(str(Path(__file__).parents[1]))
 
 from tests.postgres import PostgresServer, postgres_server
 
-# The longest files are in the first of these folders, and seconds are all that the last one's take.
+# Folders with the slowest tests first; those of the last folder take seconds.
 ORDER = {"slurm": 0, "process": 1, "unit": 3}
 
-# How long an example takes says how busy the machine is, and nothing else.
+# The duration of an example depends on how busy the machine is, so it has no deadline.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Quick tests last: else a long file would begin when all others are through."""
+    """Run quick tests last; otherwise a slow file could start when all others have finished."""
     items.sort(key=lambda item: ORDER.get(item.path.parent.name, 2))
 
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[PostgresServer]:
-    """A PostgreSQL server of this test session; take a database of your own from it."""
+    """A PostgreSQL server of this test session; each test creates its own database on it."""
     with postgres_server() as server:
         yield server

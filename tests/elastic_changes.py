@@ -1,4 +1,4 @@
-"""What may differ between a checkpoint and the model that it is loaded into, beside the shape."""
+"""Loading a checkpoint into a changed model: other types, new or renamed parameters, other size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Save = Callable[[nn.Module, AdamW, DeviceMesh], Path]
 
 
 def check_changes(source: Path, truth: dict[str, Any], save: Save) -> None:
-    """Types, new parameters, names and shapes; two ranks call it. `save` gives the directory."""
+    """Check all changes on two ranks; `save` commits a state and returns its directory."""
     check_precision(source, truth, save)
     check_new_parameter(source, truth)
     check_rename(source, truth)
@@ -37,7 +37,7 @@ def whole(model: nn.Module) -> dict[str, Any]:
 
 
 def check_precision(source: Path, truth: dict[str, Any], save: Save) -> None:
-    """float32 becomes bfloat16 and that float32 again, moments too, and each is named."""
+    """float32 is loaded as bfloat16 and back, moments included, and each conversion is reported."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     narrow = Net(seed=7).to(torch.bfloat16)
     fully_shard(narrow, mesh=mesh)
@@ -56,7 +56,7 @@ def check_precision(source: Path, truth: dict[str, Any], save: Save) -> None:
 
 
 def check_new_parameter(source: Path, truth: dict[str, Any]) -> None:
-    """Refused by name when strict; else it keeps its first value, and all others are loaded."""
+    """Refused by name if strict; otherwise it keeps its initial value and all others are loaded."""
     net = Net(seed=7)
     net.adapter = nn.Linear(3, 5)
     first = net.adapter.weight.detach().clone()
@@ -73,7 +73,7 @@ def check_new_parameter(source: Path, truth: dict[str, Any]) -> None:
 
 
 def check_rename(source: Path, truth: dict[str, Any]) -> None:
-    """Another name for a module is an error without a map, and loads with one."""
+    """A renamed module is an error without a rename map, and loads with one."""
     model: Any = LAYOUTS["tp"].make(2, seed=7)[0]
     model.exit = model.head
     del model.head
@@ -90,7 +90,7 @@ def check_rename(source: Path, truth: dict[str, Any]) -> None:
 
 
 def check_other_shape(source: Path) -> None:
-    """Another size of the model is an error that says both, also when not strict."""
+    """A different model size is an error that names both shapes, even if not strict."""
     net = Net(seed=7)
     net.head = nn.Linear(12, 14)
     fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
@@ -99,7 +99,7 @@ def check_other_shape(source: Path) -> None:
 
 
 def check_link(source: Path) -> None:
-    """The link to the newest checkpoint is one too."""
+    """The link to the newest checkpoint can be loaded like a checkpoint."""
     net = Net(seed=7)
     report = load_checkpoint(source.parent / "latest", net)
     assert report.missing == ()

@@ -1,7 +1,7 @@
-"""One small model laid over ranks in every way that the elastic matrix knows.
+"""One small model, distributed over ranks in every layout of the elastic test matrix.
 
-A layout takes the whole model and lays it over a mesh of all ranks. Sizes are chosen so that some
-dimension is never even: 10 words, 13 outputs, 6 experts.
+A layout distributes the whole model over a mesh of all ranks. The sizes are chosen so that some
+dimension always splits unevenly: 10 words, 13 outputs, 6 experts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    """Words in, outputs out; layers by name, so that a stage keeps the names of the whole."""
+    """Maps words to outputs; layers have names, so that a stage keeps the full model's names."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Layout:
-    """`sizes` of the mesh by the number of ranks; `lay` turns the whole model into a rank's."""
+    """`sizes` of the mesh by the number of ranks; `lay` converts the whole model to a rank's."""
 
     names: tuple[str, ...]
     sizes: dict[int, tuple[int, ...]]
@@ -100,7 +100,7 @@ def _ep(net: Net, mesh: DeviceMesh) -> Net:
 
 
 def _stage(net: Net, mesh: DeviceMesh) -> Net:
-    """What the rank's stage keeps: even runs of layers, the ends at the first and the last."""
+    """The rank's stage: an equal share of the layers, and the ends at the first and last stage."""
     stage, stages = mesh.get_local_rank("pp"), mesh["pp"].size()
     for index in range(LAYERS):
         if index * stages // LAYERS != stage:
@@ -149,5 +149,5 @@ LAYOUTS: dict[str, Layout] = {
 
 
 def layouts_of(world_size: int) -> dict[str, Layout]:
-    """Those that this number of ranks has, in order."""
+    """The layouts for this number of ranks, in order."""
     return {name: each for name, each in LAYOUTS.items() if world_size in each.sizes}

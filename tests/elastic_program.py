@@ -1,4 +1,4 @@
-"""Ranks that load every checkpoint made so far into every layout, then save each of these.
+"""Ranks that load every earlier checkpoint into every layout, then save each layout.
 
     python -m tests.elastic_program RANKS FOLDER FLUSHER STRIDE
 
@@ -55,7 +55,7 @@ def work(folder: Path, flusher: str, stride: int) -> None:
     own = RunPaths(folder / f"n{world_size}")
     runs = [path for path in sorted(folder.glob("n*")) if path != own.directory]
     sources = [path for run in runs for path in RunPaths(run).list_checkpoints()]
-    # A matrix comes by two ranks twice; the changes need no second look.
+    # The matrix visits two ranks twice; the changes are checked only the first time.
     has_changed = (folder / "converted").exists()
     loads = 0
     for number, (name, layout) in enumerate(layouts_of(world_size).items()):
@@ -79,7 +79,7 @@ def work(folder: Path, flusher: str, stride: int) -> None:
 
 
 def step(model: nn.Module, optimizer: AdamW, serial: int) -> None:
-    """One step with gradients of our own making, others for each `serial`."""
+    """One step with synthetic gradients, which differ for each `serial`."""
     for parameter in model.parameters():
         parameter.grad = parameter.detach() * 0.5 + 0.01 * (serial % 97 + 1)
     optimizer.step()
@@ -87,7 +87,7 @@ def step(model: nn.Module, optimizer: AdamW, serial: int) -> None:
 
 
 def gathered(model: nn.Module, optimizer: AdamW) -> dict[str, Any]:
-    """This rank's model and optimizer state by key, every tensor whole."""
+    """This rank's model and optimizer state by key, with every tensor unsharded."""
     state = TrainState(
         model, [optimizer], rank=dist.get_rank(), world_size=dist.get_world_size()
     ).tensors()
@@ -139,7 +139,7 @@ def truth_file(checkpoint: Path, stage: int) -> Path:
 
 
 def truth_of(checkpoint: Path) -> dict[str, Any]:
-    """What the savers held, of all stages."""
+    """The saved state of all stages."""
     run = checkpoint.parents[1]
     whole: dict[str, Any] = {}
     for path in sorted(run.parent.glob(f"truth-{run.name}-{checkpoint.name}-*.pt")):
@@ -148,7 +148,7 @@ def truth_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def check(model: nn.Module, optimizer: AdamW, source: Path, what: str) -> None:
-    """Every tensor and number is the saver's; together the ranks have all that was saved."""
+    """Every tensor and number equals the saved one, and the ranks together have all keys."""
     truth, found = truth_of(source), gathered(model, optimizer)
     for key, value in found.items():
         expected = truth[key]

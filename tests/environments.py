@@ -1,4 +1,4 @@
-"""Environments that have what a wheel's extra asks for and nothing else."""
+"""Environments with exactly the packages that an extra of the wheel requires."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Final
 from packaging.requirements import Requirement
 
 LOCK: Final = Path(__file__).resolve().parents[1] / "requirements.lock"
-# pip itself may take long on a slow line; nothing else does.
+# pip may take long on a slow connection.
 INSTALL_S: Final = 400
 COMMAND_S: Final = 400
 
 
 def run_command(*command: str | Path, cwd: Path, **environment: str) -> str:
-    """Standard output of a command that must succeed, run without a trace of this checkout."""
+    """Run a command that must succeed, isolated from this checkout; returns its output."""
     clean = {
         name: value
         for name, value in os.environ.items()
@@ -38,19 +38,19 @@ def run_command(*command: str | Path, cwd: Path, **environment: str) -> str:
 
 
 def pip(folder: Path, *words: str | Path) -> str:
-    """What our own pip says of the environment in `folder`."""
+    """The output of our own pip for the environment in `folder`."""
     command = (sys.executable, "-m", "pip", "--python", folder / "bin" / "python")
     return run_command(*command, *words, cwd=folder.parent)
 
 
 def install(wheel: Path, extra: str, folder: Path) -> None:
-    """A new environment in `folder`, made by pip at the lock's versions."""
+    """Create an environment in `folder` with pip, with the versions of the lock file."""
     _make_empty(folder)
     pip(folder, "install", "-qq", "-c", LOCK, f"{wheel}[{extra}]")
 
 
 def link(wheel: Path, extra: str, folder: Path) -> None:
-    """The same in a few seconds, of links to what our own environment has of it.
+    """Create the same environment in a few seconds, with links to our own environment's packages.
 
     Raises AssertionError where that does not have what the wheel wants; pip checks the result.
     """
@@ -73,7 +73,7 @@ def _make_empty(folder: Path) -> None:
 
 
 def _wanted(wheel: Path, extra: str) -> list[metadata.Distribution]:
-    """All that the wheel asks for with its extra, and what that asks for in turn."""
+    """All requirements of the wheel with its extra, including indirect ones."""
     found: dict[tuple[str, frozenset[str]], metadata.Distribution] = {}
     waiting = _requirements(_metadata_of(wheel), frozenset({extra}))
     while waiting:
@@ -93,7 +93,7 @@ def _metadata_of(wheel: Path) -> metadata.Distribution:
 
 
 def _requirements(distribution: metadata.Distribution, extras: frozenset[str]) -> list[Requirement]:
-    """What it asks for on this machine with these extras."""
+    """The requirements of a distribution on this machine with these extras."""
     asked = [Requirement(text) for text in distribution.requires or ()]
     return [
         one

@@ -1,4 +1,4 @@
-"""Runs through a real Prefect server and process worker: submitting them, watching them."""
+"""Submits runs to a real Prefect server with a process worker, and watches them."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from holdfast.workers.heartbeats import newest_step, read_heartbeats
 
 DEPLOYMENT: Final = "train/holdfast"
 PROGRAM: Final = Path(__file__).parent / "process" / "agent_program.py"
-# Polled fast; and nothing is loaded ahead, which takes seconds of two processors.
+# Fast polling, and no warm standby, whose start takes seconds of two processors.
 SUPERVISION: Final = {"poll_s": 0.5, "heartbeat_s": 0.3, "standby_after_s": "off"}
 WAIT_S: Final = 240.0
 POLL_S: Final = 0.2
 ANSWER_S: Final = 60.0
 SERVICE_UNAVAILABLE: Final = 503
-# How much of a run's story a failed test tells.
+# Number of events that a failed test prints.
 EVENTS_TOLD: Final = 12
 LINES_TOLD: Final = 5
 LINE: Final = 300
 
 
 class FlowRuns:
-    """Submits runs to one Prefect server and asks after them. `folder` holds their specs."""
+    """Submits runs to one Prefect server and queries them. `folder` has their specs."""
 
     def __init__(self, service: PrefectService, folder: Path) -> None:
         self.service = service
@@ -44,11 +44,11 @@ class FlowRuns:
         self._hurry = folder / "hurry"
 
     def hurry(self) -> None:
-        """From now on no step of these runs sleeps."""
+        """Stop all sleeping in the steps of these runs."""
         self._hurry.touch()
 
     def write_spec(self, name: str, settings: dict[str, Any], **more: Any) -> Path:
-        """A spec of the small program at two ranks, polled fast."""
+        """A spec of the small program on two ranks, with fast polling."""
         path = self.folder / f"{name}.yaml"
         spec = {
             "name": name,
@@ -64,12 +64,12 @@ class FlowRuns:
         return path
 
     def type_run(self, spec: Path) -> RunPaths:
-        """`prefect deployment run`, as a person would type it."""
+        """Start the run with the command `prefect deployment run`, as a user would."""
         self.service.command("prefect", "deployment", "run", DEPLOYMENT, "--param", f"spec={spec}")
         return self._follow(spec.stem)
 
     def deploy_run(self, spec: Path, name: str = "", overrides: tuple[str, ...] = ()) -> RunPaths:
-        """The request that `prefect deployment run` makes, without the command's start."""
+        """Send the request of `prefect deployment run` directly, which is faster."""
         deployment = self.ask(f"deployments/name/{DEPLOYMENT}")["id"]
         parameters = {"spec": str(spec), **({"overrides": list(overrides)} if overrides else {})}
         self.ask(f"deployments/{deployment}/create_flow_run", parameters=parameters)
@@ -81,7 +81,7 @@ class FlowRuns:
         return paths
 
     def ask(self, path: str, **body: Any) -> Any:
-        """What Prefect's server answers at a path of its API: a POST where there is a body."""
+        """Call a path of the Prefect server's API; a POST if there is a body."""
         request = urllib.request.Request(
             f"{self.service.api}/{path}",
             data=json.dumps(body).encode() if body else None,
@@ -93,22 +93,22 @@ class FlowRuns:
                 with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
                     return json.load(answer)
             except urllib.error.HTTPError as error:
-                # A server whose database is busy asks for patience, and Prefect's client has it.
+                # If its database is busy, the server returns 503; Prefect's client retries too.
                 if error.code != SERVICE_UNAVAILABLE or time.monotonic() > ends_at:
                     raise
             time.sleep(POLL_S)
 
     def holdfast(self, *arguments: str, check: bool = True) -> Any:
-        """The JSON answer of the command."""
+        """The JSON output of the command."""
         done = self.service.command("holdfast", *arguments, "--json", check=check)
         return json.loads(done.stdout)
 
     def flow_state(self, flow_run: str) -> str:
-        """The state of a flow run, in Prefect's own word."""
+        """Prefect's state of a flow run."""
         return str(self.ask(f"flow_runs/{flow_run}")["state"]["type"])
 
     def end_all(self) -> None:
-        """Leave no job behind, whatever a failed test left running."""
+        """End all jobs, also those that a failed test left running."""
         for paths in self.made:
             for attempt in paths.list_attempts():
                 request = read_document(Request, attempt.request)
@@ -118,7 +118,7 @@ class FlowRuns:
 
 
 def wait_for(what: str, is_so: Callable[[], Any], wait_s: float = WAIT_S) -> Any:
-    """The first true value; fails with `what` after `wait_s` seconds."""
+    """Wait until `is_so()` is true and return its value; fails with `what` after `wait_s`."""
     ends_at = time.monotonic() + wait_s
     while time.monotonic() < ends_at:
         if value := is_so():
@@ -128,7 +128,7 @@ def wait_for(what: str, is_so: Callable[[], Any], wait_s: float = WAIT_S) -> Any
 
 
 def step_of(paths: RunPaths, attempt: int = 1) -> int:
-    """The last step that any rank of the attempt finished, by the heartbeats."""
+    """The last step that any rank of the attempt finished, according to the heartbeats."""
     return newest_step(read_heartbeats(paths.attempt(attempt))) or 0
 
 
@@ -138,7 +138,7 @@ def state_of(paths: RunPaths) -> str:
 
 
 def wait_for_end(paths: RunPaths, state: str = "completed", wait_s: float = WAIT_S) -> None:
-    """Wait until the run is in the state; fails with the run's story, at once if it ended else."""
+    """Wait for the run's state; fails with a report, at once if the run ended in another state."""
 
     def is_over() -> bool:
         return bool(state_of(paths)) and (
@@ -153,7 +153,7 @@ def wait_for_end(paths: RunPaths, state: str = "completed", wait_s: float = WAIT
 
 
 def story_of(paths: RunPaths) -> str:
-    """What tells why a run is where it is: its last events, heartbeats and output."""
+    """A report of the run's last events, heartbeats and output."""
     lines = [f"{paths.name}: {state_of(paths) or 'not begun'} at {time.time():.1f}"]
     for event in load_events(paths)[-EVENTS_TOLD:]:
         lines.append(f"{event.time:.1f} {event.writer} {event.kind} {event.data}"[:LINE])
@@ -165,17 +165,17 @@ def story_of(paths: RunPaths) -> str:
 
 
 def claim_of(paths: RunPaths, attempt: int = 1) -> Claim:
-    """Who runs the attempt."""
+    """The claim of the attempt."""
     claim = read_document(Claim, paths.attempt(attempt).claim)
     assert claim is not None, f"attempt {attempt} should have been claimed"
     return claim
 
 
 def supervisions(paths: RunPaths) -> list[dict[str, Any]]:
-    """What each flow that took the run up wrote about itself."""
+    """The data of each `supervised` event of the run."""
     return [e.data for e in load_events(paths) if e.kind is EventKind.SUPERVISED]
 
 
 def submissions(paths: RunPaths) -> int:
-    """How many jobs were ever submitted for the run, by its journal."""
+    """The number of jobs ever submitted for the run, according to its journal."""
     return sum(e.kind is EventKind.ATTEMPT_SUBMITTED for e in load_events(paths))

@@ -1,5 +1,4 @@
-"""A flusher supervisor of a real flusher, and ranks without torch, for tests of what outlives the
-ranks."""
+"""A test flusher supervisor with a real flusher, and fake ranks without torch."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ WAIT_S = 20.0
 
 
 def wait_until(is_so: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> None:
-    """Poll until `is_so()`; fails the test naming `what` when it does not come true in time."""
+    """Poll until `is_so()`; fails the test with `what` if it does not become true in time."""
     give_up = time.monotonic() + timeout_s
     while not is_so():
         assert time.monotonic() < give_up, f"not within {timeout_s:.0f} s: {what}"
@@ -31,7 +30,7 @@ def wait_until(is_so: Callable[[], object], what: str, timeout_s: float = WAIT_S
 
 
 class SlotHolder:
-    """Starts a flusher, holds the slots' descriptors, and can start it again with them."""
+    """Starts a flusher, holds the slots' descriptors, and can restart the flusher with them."""
 
     def __init__(
         self,
@@ -45,7 +44,7 @@ class SlotHolder:
     ) -> None:
         """`environment` is added to this process's own for the flusher.
 
-        `name` is a word for people; a rank finds the flusher by this flusher supervisor's `name`.
+        The argument `name` is only descriptive; ranks find the flusher by the attribute `name`.
         """
         self._address = os.memfd_create(name, os.MFD_CLOEXEC)
         self.name = f"/proc/{os.getpid()}/fd/{self._address}"
@@ -61,7 +60,7 @@ class SlotHolder:
         self.start()
 
     def start(self) -> None:
-        """Start a flusher and give it back what an earlier one had."""
+        """Start a flusher and pass it the slots of an earlier one."""
         self._socket, theirs = wire.pair()
         options = ["--address-fd", str(self._address), "--supervisor-fd", str(theirs.fileno())]
         options += ["--node", str(self._node), "--nodes", str(self._nodes)]
@@ -80,20 +79,20 @@ class SlotHolder:
         self._thread.start()
 
     def send(self, kind: str, descriptors: tuple[int, ...] = (), **data: Any) -> None:
-        """Tell the flusher something."""
+        """Send the flusher a message."""
         wire.send(self._socket, kind, descriptors=descriptors, **data)
 
     def drain(
         self, timeout_s: float = WAIT_S, lost: Sequence[int] = (), *, mirror: bool = False
     ) -> dict[str, Any]:
-        """Ask the flusher to finish without the `lost` nodes, and wait for its answer."""
+        """Ask the flusher to finish without the `lost` nodes, and wait for its reply."""
         self.heard = [message for message in self.heard if message["kind"] != "drained"]
         self.send("drain", timeout_s=timeout_s, lost=list(lost), mirror=mirror)
         wait_until(lambda: self.of_kind("drained"), "the answer to drain", timeout_s + 5)
         return self.of_kind("drained")[-1]
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
-        """What the flusher said of one kind, in order."""
+        """The flusher's messages of one kind, in order."""
         return [message for message in list(self.heard) if message["kind"] == kind]
 
     def signal(self, number: int) -> None:
@@ -107,12 +106,12 @@ class SlotHolder:
         self._hang_up()
 
     def leave(self) -> int:
-        """Hang up and wait for the flusher's own end; returns its exit status."""
+        """Close the connection and wait for the flusher to exit; returns its exit status."""
         self._hang_up()
         return self.process.wait(WAIT_S)
 
     def close(self) -> None:
-        """Leave nothing behind, whatever the test did."""
+        """End the flusher and release everything."""
         self._hang_up()
         if self.process.poll() is None:
             self.process.kill()
@@ -149,13 +148,13 @@ class SlotHolder:
 
 
 class HasName(Protocol):
-    """All that a rank wants of a flusher supervisor: the file by which its flusher is found."""
+    """The only part of a flusher supervisor that a rank needs: the name to find its flusher by."""
 
     name: str
 
 
 class FakeRank:
-    """A rank that stages plain bytes as its one file; rank 0 adds the manifest's facts."""
+    """A rank that stages plain bytes as its only file; rank 0 adds the manifest's data."""
 
     def __init__(
         self,
@@ -192,7 +191,7 @@ class FakeRank:
             os.close(handle)
 
     def describe(self, *keys: str) -> None:
-        """Say what this rank writes, as one does that has planned."""
+        """Describe what this rank writes, as real ranks do after planning."""
         folder = RunPaths(self.run).attempt(1).launch(self.launch)
         wire.send(
             self.connection,
@@ -206,7 +205,7 @@ class FakeRank:
         )
 
     def snapshot(self, step: int, content: bytes, *, slot: int = 0) -> Slot:
-        """Keep the step's bytes in a slot, as a snapshot."""
+        """Store the step's bytes in a slot as a snapshot."""
         staged = self.stage(step, content, slot=slot, seal=False)
         staged.seal(self.table(step, len(content)), is_snapshot=True)
         return staged
@@ -223,7 +222,7 @@ class FakeRank:
         return staged
 
     def table(self, step: int, size: int) -> dict[str, Any]:
-        """What a rank says of a sealed step."""
+        """The table that a rank writes for a sealed step."""
         name = str(CheckpointName(step, 1, self.launch))
         table = {
             "run_directory": str(self.run),
@@ -253,7 +252,7 @@ class FakeRank:
         return table
 
     def close(self) -> None:
-        """End as a rank does that exits."""
+        """Disconnect like a rank that exits."""
         self.connection.close()
         for slot in self.slots:
             slot.close()

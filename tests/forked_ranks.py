@@ -1,4 +1,4 @@
-"""Real ranks from one process that has imported torch already: forked, joined by gloo."""
+"""Real ranks that are forked from a process with torch imported, and connected by gloo."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run_ranks(world_size: int, store: Path, act: Callable[[], None]) -> None:
     failed = None
     left = dict(enumerate(pids))
     while left:
-        # This process may have other children, such as a loader's workers: theirs to wait for.
+        # Wait only for the ranks: this process may have other children, such as loader workers.
         ended = {
             rank: status
             for rank, pid in left.items()
@@ -64,7 +64,7 @@ def _fork(rank: int, world_size: int, store: Path, act: Callable[[], None]) -> i
         dist.destroy_process_group()
         status = 0
     except BaseException:
-        # The process ends here, whatever it was; its parent raises.
+        # The child ends here in any case; its parent raises.
         traceback.print_exc()
     finally:
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Histories of runs for tests of pure functions: no file, no process."""
+"""Run histories for tests of pure functions, without files and processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves and loads states of drawn layouts on forked ranks, by Holdfast and by stock DCP.
+"""Saves and loads states of generated layouts on forked ranks, with Holdfast and stock DCP.
 
     python -m tests.layouts_program CASES FOLDER FLUSHER
 
@@ -47,7 +47,7 @@ Meshes = dict[str, DeviceMesh]
 
 
 def values(key: str, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
-    """Bytes that tell every place of every key apart, as far as the type has any."""
+    """Bytes that differ for every position of every key, as far as the type allows."""
     count, begin = math.prod(shape), sum(key.encode()) % 100
     if dtype is torch.bool:
         return (torch.arange(count) % 3 == begin % 3).view(shape)
@@ -56,7 +56,7 @@ def values(key: str, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def build(case: dict[str, Any], which: str, meshes: Meshes, *, blank: bool) -> State:
-    """The state as this rank has it; with `blank` every byte is zero."""
+    """This rank's state; with `blank` every byte is zero."""
     state: State = {}
     for key, spec in case.items():
         whole = values(key, spec["shape"], getattr(torch, spec["dtype"]))

@@ -1,8 +1,8 @@
-"""Ranks that save known tensors and load them at other shapes; each load says what it read.
+"""Ranks that save known tensors and load them at other world sizes; each load reports its reads.
 
     python -m tests.load_program save|load WORLD_SIZE FOLDER FLUSHER CHECKPOINT
 
-Values follow from the key alone, so that every load can be checked without the one that saved.
+Values depend only on the key, so that every load can be checked without the saved state.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from holdfast.contracts.paths import RunPaths
 from holdfast.trainer.engine import CheckpointEngine
 from holdfast.trainer.loading.reader import LoadReport, load_state
 
-# Rows that no number of ranks divides, and a byte count per row that is no power of two.
+# Row counts that no number of ranks divides, and row sizes that are no powers of two.
 SHAPES = {f"w{index}": (1001, 1036 + 4 * index) for index in range(8)} | {"bias": (1001,)}
 GROUP: dict[str, Any] = {"lr": 0.25, "betas": (0.9, 0.95), "foreach": None}
 SAME, RESHARDED = 1.02, 1.05
-# The ranks prepare, say what they want, exchange what is shared, and reach a verdict.
+# Prepare, request, exchange shared parts, agree on the result.
 MEETINGS_MAX = 4
 
 Lay = Callable[[torch.Tensor], torch.Tensor]
@@ -45,7 +45,7 @@ def value_of(key: str) -> torch.Tensor:
 
 
 def make_state(lay: Lay, *, filled: bool, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """The state laid out by `lay`, with its values or with noise, and some small entries."""
+    """The state in layout `lay`, with its values or with noise, and some small entries."""
     model = {}
     for key, shape in SHAPES.items():
         whole = value_of(key) if filled else torch.full(shape, 7.0)
@@ -56,7 +56,7 @@ def make_state(lay: Lay, *, filled: bool, dtype: torch.dtype = torch.float32) ->
 
 
 def check(state: dict[str, Any]) -> None:
-    """Every value, bit for bit or rounded to the type that it was loaded as."""
+    """Every value is bit-identical, or rounded to the type that it was loaded as."""
     for key, found in state["model"].items():
         whole = found.full_tensor() if hasattr(found, "full_tensor") else found
         assert torch.equal(whole, value_of(key).to(whole.dtype)), key
@@ -66,13 +66,13 @@ def check(state: dict[str, Any]) -> None:
 
 
 def bytes_read() -> int:
-    """Bytes that this process has asked storage and page cache for."""
+    """Bytes that this process has read from storage and the page cache."""
     (line,) = [one for one in Path("/proc/self/io").read_text().splitlines() if "rchar" in one]
     return int(line.split()[1])
 
 
 def count_meetings(patched: pytest.MonkeyPatch) -> list[str]:
-    """The names of the collectives that are called from now on."""
+    """A list that gets the names of all collectives called from now on."""
     called: list[str] = []
 
     def counted(name: str) -> Callable[..., Any]:
@@ -92,7 +92,7 @@ def count_meetings(patched: pytest.MonkeyPatch) -> list[str]:
 def load(
     checkpoint: Path, state: dict[str, Any], group: dist.ProcessGroup, ratio: float, **choice: Any
 ) -> LoadReport:
-    """Load, and compare what all ranks read with what they wanted, both ways of counting."""
+    """Load, and compare the bytes read by all ranks with the bytes needed, counted twice."""
     dist.barrier()
     before = bytes_read()
     with pytest.MonkeyPatch.context() as patched:
@@ -116,7 +116,7 @@ def save(engine: CheckpointEngine, mesh: DeviceMesh) -> None:
 
 
 def load_all(checkpoint: Path, world_size: int, group: dist.ProcessGroup) -> None:
-    """Every layout that this number of ranks has."""
+    """Load every layout for this number of ranks."""
     mesh = init_device_mesh("cpu", (world_size,))
     unique = sum(value_of(key).nbytes for key in SHAPES)
     for ratio, placement in (
@@ -155,7 +155,7 @@ def load_all(checkpoint: Path, world_size: int, group: dist.ProcessGroup) -> Non
 
 
 def load_some(checkpoint: Path, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
-    """Parts, other names, and what is refused before a byte is read."""
+    """Partial loads, renamed keys, and errors that are raised before anything is read."""
     state = make_state(lambda t: distribute_tensor(t, mesh, [Shard(0)]), filled=False)
     state["model"]["fresh"] = torch.ones(3)
     state["model"]["moved"] = {"w1": state["model"].pop("w1")}
@@ -182,7 +182,7 @@ def load_some(checkpoint: Path, mesh: DeviceMesh, group: dist.ProcessGroup) -> N
 
 
 def load_damaged(checkpoint: Path, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
-    """A flipped bit in one rank's part is an error on every rank, which names file and block."""
+    """A flipped bit in one rank's part is an error on every rank and names file and block."""
     state = make_state(lambda t: distribute_tensor(t, mesh, [Shard(0)]), filled=False)
     with pytest.raises(DamagedCheckpointError) as damaged:
         load_state(checkpoint, state, group=group)
@@ -191,10 +191,10 @@ def load_damaged(checkpoint: Path, mesh: DeviceMesh, group: dist.ProcessGroup) -
 
 
 def load_refused(checkpoint: Path, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
-    """What one rank alone cannot do is an error on both, and none waits for the other."""
+    """A failure on one rank is an error on both, and neither waits for the other."""
     for refused, words in (
         (torch.empty(1001, device="meta"), "it is on the meta device"),
-        # Found when the first bytes are about to land, by a thread.
+        # Detected by a thread just before it copies the first bytes.
         (torch.zeros(1).expand(1001), "refers to a single memory location"),
     ):
         state = make_state(lambda t: distribute_tensor(t, mesh, [Shard(0)]), filled=False)
@@ -205,7 +205,7 @@ def load_refused(checkpoint: Path, mesh: DeviceMesh, group: dist.ProcessGroup) -
 
 
 def load_apart(checkpoint: Path, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
-    """Where one rank may not open the other's memory, each reads all that it wants."""
+    """If one rank cannot open the other's memory, each reads everything that it needs."""
     act = os.open
 
     def refuse(path: Any, *args: Any, **more: Any) -> int:

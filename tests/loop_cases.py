@@ -1,11 +1,10 @@
-"""Interrupts the programs of `loop_shapes` at chosen places, and compares them with whole runs.
+"""Interrupts the programs of `loop_shapes` at chosen points and compares them with full runs.
 
     python -m tests.loop_cases SHAPE RANKS INTERVAL SNAPSHOTS STRIDE FOLDER
 
-First a run that nothing interrupts, which lists the places it comes to. Then, for every STRIDE-th
-of these and for both signals, a run that is interrupted there and started again by the same
-command. What each noted last must be the same to the bit. Ranks are forked: no start of
-Python.
+An uninterrupted run first lists the points that it passes. Then, for every STRIDE-th of them and
+for both signals, a run is interrupted there and restarted by the same command. The last notes of
+both runs must be bit-identical. Ranks are forked, to save the start of Python.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from holdfast.contracts.environment import CHECKPOINT_INTERVAL, CHECKPOINT_SNAPS
 from holdfast.trainer import Session
 
 LAUNCH_S: Final = 60.0
-# The stop coordinator looks for signals twenty times a second: by then it has proposed a step.
+# The stop coordinator polls for signals twenty times a second, so it has proposed a step by then.
 HEARD_S: Final = 0.2
 KINDS: Final = {"kill": signal.SIGKILL, "term": signal.SIGTERM}
 
@@ -36,7 +35,7 @@ Place = tuple[str, int]
 
 
 class Case:
-    """One run: its folder, and where its first launch is interrupted, by what."""
+    """One run: its folder, and where and how its first launch is interrupted."""
 
     def __init__(self, folder: Path, place: Place | None = None, kind: str = "kill") -> None:
         self.folder, self._place, self._kind = folder, place, kind
@@ -48,7 +47,7 @@ class Case:
         self.write("places", [place, at])
         if (place, at) != self._place or self.was_interrupted:
             return
-        # All ranks are here, so that what follows does not depend on who was faster.
+        # Wait for all ranks, so that the result does not depend on their speed.
         dist.barrier()
         if dist.get_rank() == 0:
             self._taken.touch()
@@ -109,16 +108,16 @@ def made(folder: Path) -> Path:
 
 
 def run(shape: Callable[[Probe], None], case: Case, world_size: int) -> Case:
-    """Launch until the program has come to its end: once, or twice when it is interrupted."""
+    """Launch until the program ends: once, or twice if it is interrupted."""
     for number in range(3):
         launch(shape, case, world_size, case.folder / f"store-{number}")
         if case.has_ended:
             return case
-    raise RuntimeError(f"{case.folder}: three launches did not bring it to its end")
+    raise RuntimeError(f"{case.folder}: the program did not end after three launches")
 
 
 def launch(shape: Callable[[Probe], None], case: Case, world_size: int, store: Path) -> None:
-    """One launch of all ranks; when one of them dies, so do the others."""
+    """One launch of all ranks; if one dies, the others are killed."""
     pids = [fork(shape, case, rank, world_size, store) for rank in range(world_size)]
     left, give_up = set(pids), time.monotonic() + LAUNCH_S
     has_failed = False
@@ -161,7 +160,7 @@ def fork(
         dist.destroy_process_group()
         status = 0
     except BaseException:
-        # The process ends here, whatever it was.
+        # The child ends here in any case.
         traceback.print_exc()
     finally:
         sys.stdout.flush()

@@ -1,8 +1,8 @@
-"""Small training programs in the shapes that people bring, each adapted to a session.
+"""Small training programs in common shapes, each adapted to a session.
 
-Shapes of nanoGPT, minGPT's trainer, PyTorch's ImageNet example, an Accelerate script and a Hugging
-Face `Trainer`: our own code, on a few numbers. At each place of its loop a program calls
-`mark`, by which a case interrupts it, and `note` keeps what an uninterrupted run must have too.
+The shapes are those of nanoGPT, minGPT's trainer, PyTorch's ImageNet example, an Accelerate script
+and a Hugging Face `Trainer`; the code is our own. At each point of its loop a program calls `mark`,
+where a test case can interrupt it. `note` records values that an uninterrupted run must have too.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from torch.utils.data import DataLoader, Dataset
 from holdfast.trainer import Session
 
 SAMPLES = 50
-# Epochs of 5, 4, 4, … steps: it does not divide the samples.
+# Does not divide the number of samples, so epochs have 5, 4, 4, … steps.
 GLOBAL_BATCH = 12
 WIDTH = 8
 
 
 class Probe(Protocol):
-    """What a case gives to the program."""
+    """The interface of a test case for the program."""
 
     def session(self, *parts: Any, **more: Any) -> Session:
         """A session in the case's folder."""
         ...
 
     def mark(self, place: str, at: int) -> None:
-        """The program is at `place`, of the step or the epoch `at`."""
+        """Called when the program is at `place` in the step or epoch `at`."""
         ...
 
     def note(self, key: str, **facts: Any) -> None:
-        """What the run has come to; the last note under a key counts."""
+        """Record values of the run; the last note under a key counts."""
         ...
 
 
 class Pictures(Dataset[tuple[torch.Tensor, int]]):
-    """A picture follows from its index, and each look at it is augmented at random."""
+    """Pictures that are functions of their index; each access augments at random."""
 
     def __init__(self, *, is_augmented: bool) -> None:
         self._is_augmented = is_augmented
@@ -132,7 +132,7 @@ def nanogpt(probe: Probe) -> None:
         for group in optimizer.param_groups:
             group["lr"] = 0.01 * (1 + math.cos(math.pi * step / total)) / 2
         if step % 4 == 1:
-            # Its evaluation draws places at random.
+            # The evaluation draws random positions.
             places = torch.randint(len(tokens) - WIDTH - 1, (6,))
             value = mean(language_loss(model, tokens, places))
             probe.mark("evaluated", step)
@@ -162,7 +162,7 @@ def language_loss(model: nn.Module, tokens: torch.Tensor, places: torch.Tensor) 
 
 
 def mingpt(probe: Probe) -> None:
-    """minGPT's trainer under DDP: an epoch is a method, by a loader, with a test afterwards."""
+    """minGPT's trainer under DDP: a method runs an epoch over a loader and then a test."""
     model = DistributedDataParallel(make_classifier())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     session = probe.session(model, optimizer)
@@ -195,7 +195,7 @@ def mingpt(probe: Probe) -> None:
             break
         probe.mark("end begins", epoch)
         value = evaluate(model, probe, epoch)
-        # Its own end changes what the optimizer does next, and draws at random.
+        # The epoch end changes the learning rate and draws random numbers.
         optimizer.param_groups[0]["lr"] *= 0.5 + 0.1 * float(torch.rand(()))
         probe.note(f"epoch {epoch}", accuracy=value, lr=optimizer.param_groups[0]["lr"])
         probe.mark("end ran", epoch)
@@ -204,7 +204,7 @@ def mingpt(probe: Probe) -> None:
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
-    """Forwards to an optimizer, as Accelerate's does, and steps where gradients are whole."""
+    """Wraps an optimizer like Accelerate's; steps only when gradients are accumulated."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> None:
         self.optimizer, self._accelerator = optimizer, accelerator
@@ -248,7 +248,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
 
 class AcceleratedScheduler:
-    """Forwards to a scheduler, and steps it once for each rank, as Accelerate's does."""
+    """Wraps a scheduler and steps it once per rank, like Accelerate's."""
 
     def __init__(self, scheduler: Any, accelerator: Accelerator) -> None:
         self.scheduler, self._accelerator = scheduler, accelerator
@@ -269,7 +269,7 @@ class AcceleratedScheduler:
 
 
 class Accelerator:
-    """What an Accelerate script uses of it: preparing, accumulating, gathering."""
+    """The parts of Accelerate that a script uses: prepare, accumulate, gather."""
 
     def __init__(self, accumulation: int) -> None:
         self._accumulation, self._count = accumulation, 0
@@ -288,7 +288,7 @@ class Accelerator:
 
 
 def accelerate(probe: Probe) -> None:
-    """An Accelerate script: prepared parts, accumulation, a scheduler's step in each of ours."""
+    """An Accelerate script: prepared objects, accumulation, a scheduler step in each step."""
     accelerator = Accelerator(accumulation=2)
     model = make_classifier()
     adam = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -337,7 +337,7 @@ class Callback:
         self.session, self._epochs = session, session.epochs(epochs)
 
     def on_epoch_begin(self) -> int | None:
-        """Passes the end of the epoch before, and opens the next."""
+        """Finish the previous epoch and start the next one."""
         return next(self._epochs, None)
 
     def on_step_end(self) -> bool:
@@ -348,7 +348,7 @@ class Callback:
 
 
 class Trainer:
-    """Owns the loop, as Hugging Face's does: programs give it parts and callbacks."""
+    """Owns the loop, like Hugging Face's; programs pass it objects and callbacks."""
 
     def __init__(self, probe: Probe, model: nn.Module, total: int) -> None:
         self.probe, self.model, self.epochs = probe, model, 3
@@ -395,7 +395,7 @@ class Trainer:
 
 
 def trainer(probe: Probe) -> None:
-    """A Hugging Face `Trainer` and its callbacks: the loop is the library's."""
+    """A Hugging Face `Trainer` with callbacks: the library owns the loop."""
     own = Trainer(probe, DistributedDataParallel(make_classifier()), total=13)
     session = probe.session(own.model, own.optimizer, own.scheduler, extra={"trainer": own})
     sampler = session.distributed_sampler(SAMPLES, GLOBAL_BATCH)
@@ -409,7 +409,7 @@ def trainer(probe: Probe) -> None:
 
 
 def finish(probe: Probe, session: Session, *parts: Any) -> None:
-    """Close, and note the whole state of a run that was not stopped."""
+    """Close the session, and note the whole state unless the run was stopped."""
     is_stopped = session.should_stop
     session.close()
     if not is_stopped:

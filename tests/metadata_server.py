@@ -1,4 +1,4 @@
-"""Clouds' metadata services on loopback, in the formats that the clouds publish."""
+"""Fake metadata services of the clouds on loopback, in the documented formats."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GCP_WAIT_MAX_S = 60.0
 
 @dataclass(frozen=True)
 class Asked:
-    """One request: `port` is the caller's."""
+    """One request; `port` is the client's."""
 
     method: str
     path: str
@@ -36,7 +36,7 @@ Reply = tuple[int, dict[str, str], bytes]
 
 @dataclass
 class MetadataServer:
-    """Answers by path what `answers` says: a reply, or a function of the request; else 404."""
+    """Returns for each path a reply, or the result of a function of the request; else 404."""
 
     answers: dict[str, Reply | Callable[[Asked], Reply]] = field(default_factory=dict)
     asked: list[Asked] = field(default_factory=list)
@@ -56,7 +56,7 @@ S = TypeVar("S", bound=MetadataServer)
 
 @contextlib.contextmanager
 def serving(server: S) -> Iterator[S]:
-    """The server while it listens on a loopback port of its own."""
+    """Run the server on a free loopback port."""
 
     class Handler(BaseHTTPRequestHandler):
         def answer(self) -> None:
@@ -103,7 +103,7 @@ def json_reply(document: Any) -> Reply:
 
 
 class AwsService(MetadataServer):
-    """IMDSv2: a token by PUT, and 404 until there is something to say."""
+    """IMDSv2: a token by PUT, and 404 until there is a notice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class AwsService(MetadataServer):
 
 
 class GcpService(MetadataServer):
-    """Values with an etag; a request may wait until the value is another one."""
+    """Values with an etag; a request may wait until the value changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,9 +158,9 @@ def _etag(value: str) -> str:
 
 
 class AzureService(MetadataServer):
-    """Scheduled events of machine `name`'s scale set; what was acknowledged is in `started`.
+    """Scheduled events of the scale set of machine `name`; `started` has acknowledged events.
 
-    `is_hit` says which callers see the events, all unless given.
+    `is_hit` selects the clients that see the events; by default all do.
     """
 
     def __init__(self, name: str = "train_0") -> None:

@@ -1,4 +1,4 @@
-"""Committed checkpoints on disk, and uploaders in processes of their own, for tests of mirrors."""
+"""Committed checkpoints on disk, and uploaders in separate processes, for tests of mirrors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.contracts.paths import CheckpointName
 
 UID = "a" * 32
 WAIT_S = 120.0
-# The smallest parts that S3 takes, so that a small file has several.
+# The smallest part size that S3 accepts, so that a small file has several parts.
 PART_BYTES = 5 * 1024 * 1024
 SIZES = {"small": 1000, "empty": 0, "pp0/large": PART_BYTES + 17}
 
@@ -47,14 +47,14 @@ def make_checkpoint(run: Path, step: int, sizes: Mapping[str, int] | None = None
 
 
 def fork_server() -> ForkServerContext:
-    """Processes that have imported the libraries already, and no thread of pytest's."""
+    """A fork server that has imported the libraries and has none of pytest's threads."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["s3fs", "holdfast.trainer.mirror"])
     return context
 
 
 def push(variables: Mapping[str, str], location: str, directory: Path) -> None:
-    """What a child does: upload one checkpoint, with no second retries."""
+    """Upload one checkpoint without retries; runs in a child process."""
     from holdfast.trainer.mirror import store as mirror_store
     from holdfast.trainer.mirror.upload import Retries, commit, read_upload, send_files
 
@@ -70,7 +70,7 @@ def push(variables: Mapping[str, str], location: str, directory: Path) -> None:
 def start(
     context: ForkServerContext, target: Callable[..., None], *given: object
 ) -> ForkServerProcess:
-    """A child at work; to be joined within `WAIT_S`."""
+    """Start a child process; join it within `WAIT_S`."""
     process = context.Process(target=target, args=given, daemon=True)
     process.start()
     return process

@@ -1,4 +1,4 @@
-"""Four ranks on two nodes, as `_home` tells it, load a checkpoint beside groups of their own.
+"""Four ranks on two simulated nodes load a checkpoint beside process groups of the program.
 
 python -m tests.node_groups_program FOLDER
 """
@@ -41,7 +41,7 @@ def load(directory: Path) -> None:
     state = {"weight": torch.zeros(SHAPE)}
     report = load_state(directory, state, group=group)
     assert torch.equal(state["weight"], expected)
-    # Each node read every byte of it once, its ranks together.
+    # The ranks of each node together read every byte once.
     assert report.bytes_unique == NODES * expected.nbytes, report
     print(f"restored {report.restored}, all ranks of its node share", flush=True)
 

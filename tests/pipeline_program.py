@@ -1,4 +1,4 @@
-"""Two pipeline stages of sharded ranks, saved together; what every rank must agree on is checked.
+"""Two pipeline stages of sharded ranks, saved together; checks what all ranks must agree on.
 
     python -m tests.pipeline_program WORLD_SIZE FOLDER FLUSHER
 
@@ -81,7 +81,7 @@ def work(folder: Path, flusher: str) -> None:
 
 
 def check_place(identity: Identity, ranks: ControlGroup, mesh: DeviceMesh) -> Place:
-    """What the mesh says of this rank; stages share samples, data-parallel ranks do not."""
+    """This rank's place in the mesh; stages share samples, data-parallel ranks do not."""
     place = find_place(identity, ranks, mesh)
     stage_size = identity.world_size // 2
     assert place.identity.stage == identity.rank // stage_size
@@ -96,7 +96,7 @@ def check_place(identity: Identity, ranks: ControlGroup, mesh: DeviceMesh) -> Pl
 
 
 def make_state(mesh: DeviceMesh, rank: int, stage: int) -> dict[str, Any]:
-    """This rank's stage, a layer with a name of its own, and what the stages have in common."""
+    """This rank's stage with its own layer, and the state that the stages share."""
     torch.manual_seed(stage)
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleDict({str(stage): torch.nn.Linear(13, 7)})
@@ -122,7 +122,7 @@ def dump(state: dict[str, Any], folder: Path, identity: Identity) -> None:
 
 
 def check_refusal(engine: CheckpointEngine, state: dict[str, Any], rank: int) -> None:
-    """What one rank of one stage cannot save, no rank of any stage waits for."""
+    """If one rank of one stage cannot save, no rank of any stage is left waiting."""
     worse = {**state, "model": {**state["model"], "x": object() if rank == 3 else torch.zeros(1)}}
     with pytest.raises(SaveError, match=r"because of rank 3: model\.x: a object"):
         engine.prepare(worse)
@@ -136,7 +136,7 @@ def check_refusal(engine: CheckpointEngine, state: dict[str, Any], rank: int) ->
 
 
 def check_nodes(state: dict[str, Any], place: Place, ranks: ControlGroup) -> None:
-    """The plan is the same however the ranks are spread over nodes."""
+    """The plan does not depend on how the ranks are distributed over nodes."""
     plans: list[Layout] = []
     customs: list[Layout] = []
     rank = ranks.rank

@@ -1,4 +1,4 @@
-"""A real PostgreSQL server for tests: temporary, on loopback, stopped when its context ends."""
+"""A temporary PostgreSQL server for tests, on loopback; its context stops it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PostgresServer:
     _serial: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def url(self, database: str, *, host: str = "127.0.0.1") -> str:
-        """The URL of one of its databases, by way of loopback."""
+        """The URL of one of its databases."""
         return f"postgresql://{SUPERUSER}@{host}:{self.port}/{database}"
 
     @contextlib.contextmanager
@@ -52,12 +52,12 @@ class PostgresServer:
             self.execute(f"DROP DATABASE {name} WITH (FORCE)")
 
     def restart(self) -> None:
-        """Stop the server, its clients cut off, and start it again at the same port."""
+        """Stop the server, disconnecting its clients, and start it again on the same port."""
         self.stop()
         self.start()
 
     def start(self) -> bool:
-        """Start the server and wait for it; False when it does not come up."""
+        """Start the server and wait for it; False if it does not start."""
         command = _as_server_user(
             *(str(self._programs / "postgres"), "-D", str(self.directory / "data")),
             *(part for key, value in self._settings.items() for part in ("-c", f"{key}={value}")),
@@ -80,10 +80,10 @@ class PostgresServer:
 
 @contextlib.contextmanager
 def postgres_server(settings: Mapping[str, str] | None = None) -> Iterator[PostgresServer]:
-    """A server with a new, empty cluster in a folder of its own; nothing of it stays.
+    """A server with a new, empty cluster in a temporary folder.
 
-    `settings` are the server's own, beside those that make it quick to start and throw away.
-    Raises `RuntimeError` when PostgreSQL is not installed or does not come up.
+    `settings` are added to those that make the server quick to start and to discard.
+    Raises `RuntimeError` if PostgreSQL is not installed or does not start.
     """
     programs = _programs()
     directory = Path(tempfile.mkdtemp(prefix="holdfast-pg-"))
@@ -93,7 +93,7 @@ def postgres_server(settings: Mapping[str, str] | None = None) -> Iterator[Postg
         data = directory / "data"
         _initdb(programs, data)
         for attempt in range(STARTS_MAX):
-            # The port can be taken between our look and the server's; then another is tried.
+            # Another process may take the port meanwhile; then another port is tried.
             server = _prepare(programs, directory, settings or {})
             try:
                 if server.start():
@@ -108,7 +108,7 @@ def postgres_server(settings: Mapping[str, str] | None = None) -> Iterator[Postg
 
 
 def _programs() -> Path:
-    """The folder with initdb and postgres, of the newest version installed."""
+    """The folder with initdb and postgres of the newest installed version."""
     found = shutil.which("initdb")
     if found:
         return Path(found).resolve().parent
@@ -121,7 +121,7 @@ def _programs() -> Path:
 
 
 def _as_server_user(*command: str) -> list[str]:
-    """The command as a user that PostgreSQL agrees to run as, to end when this process does."""
+    """The command as a user that PostgreSQL accepts; it ends when this process does."""
     become = ["--reuid", SUPERUSER, "--regid", SUPERUSER, "--clear-groups"]
     return [
         *("setpriv", "--pdeathsig", "INT"),
@@ -171,7 +171,7 @@ def _is_up(process: subprocess.Popen[bytes], server: PostgresServer) -> bool:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Fast shutdown (INT), at once (QUIT) when that takes too long; nothing if it is over."""
+    """Fast shutdown (INT), or immediate (QUIT) if that takes too long; no effect if stopped."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
     try:

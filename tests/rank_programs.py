@@ -1,4 +1,4 @@
-"""Starting programs of `tests` that fork their ranks, and leaving nothing of them behind."""
+"""Starts programs of `tests` that fork their ranks, and kills all their processes at the end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT: Final = Path(__file__).parents[1]
 
 
 def start_program(name: str, *arguments: object) -> subprocess.Popen[str]:
-    """`python -m tests.NAME ARGUMENTS`, in a session of its own."""
+    """Start `python -m tests.NAME ARGUMENTS` in a new session."""
     search = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return subprocess.Popen(
         [sys.executable, "-m", f"tests.{name}", *map(str, arguments)],
@@ -28,14 +28,14 @@ def start_program(name: str, *arguments: object) -> subprocess.Popen[str]:
 
 
 def kill_program(process: subprocess.Popen[str]) -> None:
-    """Kill it and its ranks at once; nothing when they have ended."""
+    """Kill the program and its ranks; no effect if they have ended."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
 
 
 def run_program(name: str, *arguments: object, timeout_s: float) -> str:
-    """What it printed. Raises AssertionError with what it complained of unless all ended well."""
+    """Run the program and return its output. Raises AssertionError with its errors if it fails."""
     process = start_program(name, *arguments)
     try:
         said, errors = process.communicate(timeout=timeout_s)

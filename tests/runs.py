@@ -1,4 +1,4 @@
-"""Run folders as flows, agents and flushers leave them, written by the contracts' own writers."""
+"""Run folders as flows, agents and flushers leave them, written with `contracts`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DIGEST = "d" * 64
 
 @dataclass
 class RunFolder:
-    """Builds one run's folder step by step; `at` is the clock of its documents, Unix seconds."""
+    """Builds one run's folder step by step; `at` is the time of its documents, Unix seconds."""
 
     root: Path
     name: str
@@ -60,12 +60,12 @@ class RunFolder:
         write_document(self.paths.spec, record)
 
     def tell(self, writer: str, kind: EventKind, **data: Any) -> None:
-        """One line in one of the run's own journals."""
+        """Append an event to one of the run's journals."""
         with JournalWriter(self.paths.journal_of(writer)) as journal:
             journal.append(kind, durable=False, **data)
 
     def submit(self, number: int, world_size: int, at: float) -> AttemptPaths:
-        """An attempt that the scheduler took at `at`."""
+        """Submit an attempt at `at`."""
         attempt = self.paths.attempt(number)
         make_directory(attempt.directory)
         request = Request(
@@ -97,7 +97,7 @@ class RunFolder:
         return attempt
 
     def claim(self, number: int, at: float, host: str = "node-a") -> None:
-        """The agent of node 0 begins."""
+        """The agent of node 0 claims the attempt."""
         claim = Claim(
             job_id=f"{100 + number}",
             pid=4000 + number,
@@ -116,7 +116,7 @@ class RunFolder:
         checkpoint: str | None,
         world_size: int = 2,
     ) -> None:
-        """torchrun is started and rank 0 says where it goes on."""
+        """torchrun starts, and rank 0 records where it resumes."""
         attempt = self.paths.attempt(number)
         with JournalWriter(attempt.node_journal(0)) as journal:
             journal.append(EventKind.LAUNCH_STARTED, attempt=number, launch=launch)
@@ -133,7 +133,7 @@ class RunFolder:
             )
 
     def log(self, number: int, launch: int, steps: range, at: float) -> None:
-        """What the program logged: a loss that falls, a step each second."""
+        """Metrics that the program logged: a falling loss, one step per second."""
         path = self.paths.metrics_of(number, launch)
         make_directory(path.parent)
         lines = [
@@ -203,7 +203,7 @@ class RunFolder:
         host: str = "node-a",
         **fields: Any,
     ) -> None:
-        """The agent says how the attempt ended and the flow believes it."""
+        """The agent writes the outcome, and the flow records the end of the attempt."""
         outcome = Outcome(
             state=state,
             cause=cause,
@@ -221,7 +221,7 @@ class RunFolder:
     def record_attempt_end(
         self, number: int, state: AttemptState, cause: Cause | None, last_step: int, at: float
     ) -> None:
-        """The one line that ends an attempt, and all there is when its node is lost."""
+        """The journal line that ends an attempt; the only record if its node is lost."""
         self.tell(
             "flow",
             EventKind.ATTEMPT_ENDED,
@@ -234,7 +234,7 @@ class RunFolder:
         )
 
     def delete(self, name: str, reason: str) -> None:
-        """Journal line, tombstone, removal: the order in which a deletion happens."""
+        """Delete a checkpoint in the real order: journal line, tombstone, removal."""
         self.tell("cli", EventKind.CHECKPOINT_DELETED, checkpoint=name, reason=reason, by="tester")
         make_directory(self.paths.tombstones)
         directory = self.paths.checkpoint(name)
@@ -245,10 +245,10 @@ class RunFolder:
 
 
 def storied_run(root: Path) -> Iterator[RunFolder]:
-    """A run and its fork, step by step: yields after every change that a reader could meet.
+    """Build a run and its fork step by step; yields after every change that a reader could see.
 
-    In it are a preemption, a restart in place, a node failure, a pin, a deletion, a rollback, an
-    export and a fork.
+    The run has a preemption, a restart in place, a node failure, a pin, a deletion, a rollback,
+    an export and a fork.
     """
     run = RunFolder(root, "gpt", "a" * 32, {"resources": {"gpus_per_node": 2}, **PRICE})
     yield run
@@ -297,7 +297,7 @@ def _first_attempt(run: RunFolder) -> Iterator[RunFolder]:
     run.log(1, 1, range(51, 114), T0 + 61)
     run.launch(1, 2, 100, f"gpt:{second}")
     yield run
-    # One directory without a manifest: a save that was cut off.
+    # One directory without a manifest, from an interrupted save.
     make_directory(run.paths.checkpoint(CheckpointName(110, 1, 2)))
     run.log(1, 2, range(101, 121), T0 + 120)
     run.commit(120, 1, 2, parent=f"gpt:{second}", at=T0 + 140, metrics={"loss": 2.5})
@@ -330,7 +330,7 @@ def _first_attempt(run: RunFolder) -> Iterator[RunFolder]:
 
 
 def _lost_attempt(run: RunFolder) -> Iterator[RunFolder]:
-    """Steps 121 to 170, committed to 150; the node dies, so nothing but the line tells of it."""
+    """Steps 121 to 170, committed to 150; the node dies, so there is only the journal line."""
     run.submit(2, 2, T0 + 150)
     run.claim(2, T0 + 160)
     run.launch(2, 1, 120, "gpt:step-00000120.a0001.l02")

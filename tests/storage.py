@@ -1,4 +1,4 @@
-"""A small file system of its own, to be filled by a test."""
+"""A small separate file system that a test can fill."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 
 @contextlib.contextmanager
 def small_storage(folder: Path, size: str, options: str = "") -> Iterator[Path]:
-    """A mounted tmpfs of `size` under `folder`; it takes root, and fails the test without.
+    """A mounted tmpfs of `size` under `folder`; it needs root and fails the test otherwise.
 
-    `options` are further ones for `mount`, such as `nr_inodes=20`.
+    `options` are further options of `mount`, such as `nr_inodes=20`.
     """
     place = folder / "storage"
     place.mkdir()

@@ -1,10 +1,10 @@
-/* Stands between a program and its files: traces the system calls that it makes below one folder,
- * and makes a chosen one fail, write too little, or be the last one before SIGKILL.
+/* Traces the system calls that a program makes on files below one folder, and injects a fault at a
+ * chosen call: it fails, writes too little, or is the last one before SIGKILL.
  *
- * Loaded with LD_PRELOAD. FAULT_ROOT is the folder, FAULT_CONTROL a file that the test maps too
- * (its layout is `struct control`, spelled again in shim.py), FAULT_TRACE the file to append to.
- * A call is named by what it does, its path below the folder and how many such came before, so
- * the same call is met again whatever the threads do.
+ * Loaded with LD_PRELOAD. FAULT_ROOT is the folder. FAULT_CONTROL is a file that the test maps too;
+ * its layout is `struct control`, which shim.py repeats. FAULT_TRACE is the file to append to. A call
+ * is identified by its kind, its path below the folder, and the number of such calls before it, so
+ * that the same call is found again whatever the threads do.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -65,11 +65,11 @@ __attribute__((constructor)) static void begin(void) {
 
 static void *real(const char *name) { return dlsym(RTLD_NEXT, name); }
 
-/* Write `path`, given relative to the descriptor `at`, into `into` as a path below the folder. */
+/* Convert `path`, relative to the descriptor `at`, to a path below the folder, in `into`. */
 static int below_root(int at, const char *path, char *into) {
     static const char held[] = "/proc/self/fd/";
     char whole[2 * PATH_MAX + 2], link[64], base[PATH_MAX];
-    /* A folder that the program holds open and names by its descriptor. */
+    /* A folder that the program has open and refers to by its descriptor. */
     if (path && !strncmp(path, held, sizeof held - 1)) {
         char *rest;
         at = (int)strtol(path + sizeof held - 1, &rest, 10);
@@ -98,7 +98,7 @@ static struct call named(const char *op, int at, const char *path) {
     return call;
 }
 
-/* True when the armed action is for this call. */
+/* True if the armed action applies to this call. */
 static int is_meant(struct call *call) {
     if (!call->is_ours) return 0;
     if (control->state == FIRED)
@@ -130,7 +130,7 @@ static void note(struct call *call, long result, int error) {
     free(line);
 }
 
-/* The life of one call: `ACT` is the real one, `SHORT` the same with half of its bytes. */
+/* Handle one call: `ACT` is the real call, `SHORT` the same with half of its bytes. */
 #define RUN(TYPE, CALL, ACT, SHORT)                                             \
     do {                                                                        \
         struct call *call_ = &(CALL);                                           \
@@ -175,7 +175,7 @@ WRITER(pwrite, off_t, (int handle, const void *bytes, size_t size, off_t at),
 WRITER(pwrite64, off_t, (int handle, const void *bytes, size_t size, off_t at),
        (handle, bytes, size, at), (handle, bytes, (size + 1) / 2, at), at)
 
-/* Ways to write that nobody takes here: were one to come, the enumeration would not be complete. */
+/* Unused ways to write: they are traced only to detect that the shim does not cover a call. */
 #define UNEXPECTED(TYPE, NAME, PARAMETERS, ARGUMENTS, HANDLE)                   \
     TYPE NAME PARAMETERS {                                                      \
         TYPE(*next) PARAMETERS = real(#NAME);                                   \
@@ -236,7 +236,7 @@ OPENER(open64)
 OPENER_AT(openat)
 OPENER_AT(openat64)
 
-/* openat2, for which libc has no function; every other call that comes this way is let through. */
+/* openat2, for which libc has no function; every other call by `syscall` is passed through. */
 long syscall(long number, ...) {
     long (*next)(long, ...) = real("syscall");
     long a[6];
@@ -264,7 +264,7 @@ ONE_PATH(unlink, "unlink", (const char *path), (path), AT_FDCWD)
 ONE_PATH(unlinkat, "unlink", (int at, const char *path, int flags), (at, path, flags), at)
 ONE_PATH(rmdir, "unlink", (const char *path), (path), AT_FDCWD)
 
-/* Calls on two names are known by the new one. */
+/* Calls on two names are identified by the new name. */
 #define TWO_PATHS(NAME, OP, PARAMETERS, ARGUMENTS, FROM_AT, TO_AT)              \
     int NAME PARAMETERS {                                                       \
         int(*next) PARAMETERS = real(#NAME);                                    \

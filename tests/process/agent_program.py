@@ -1,8 +1,8 @@
 """A small program for the agent's tests: one linear layer, trained with a Session.
 
-Its settings are one JSON argument. `session` false leaves the Session out: the program then only
-sleeps, as one does that has never heard of Holdfast. Once there is a file `hurry`, steps no longer
-sleep: a test that has done what needed time lets the rest pass.
+Its settings are one JSON argument. With `session` false there is no Session: the program only
+sleeps, like a program without Holdfast. Once a file `hurry` exists, steps no longer sleep, so that
+a test can let the rest of the run finish quickly.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def train(settings: dict[str, Any]) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 4)
-    # Weight for the checkpoints, none for the steps; it tells of which step a copy is.
+    # Makes checkpoints large but not the steps slow; its value shows the step of a copy.
     model.register_buffer("padding", torch.zeros(int(settings.get("padding", 0))))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with Session(model, optimizer, seed=1) as session:
@@ -47,7 +47,7 @@ def train(settings: dict[str, Any]) -> None:
             if step == settings.get("fail_at"):
                 raise RuntimeError(f"a bad batch at step {step}")
             if step == settings.get("exit_at") and os.environ["HOLDFAST_ATTEMPT"] == "1":
-                # Past the session, as `sys.exit` outside of a `with` block: it is not told.
+                # Exit without the session noticing, as `sys.exit` outside of a `with` block does.
                 os._exit(0)
             inputs = torch.as_tensor(ids, dtype=torch.float32).unsqueeze(1).expand(-1, 8) / SAMPLES
             loss = model(inputs).square().mean()

@@ -1,8 +1,8 @@
-"""Batch normalisation under DDP, trained whole and in two launches; what ranks have is compared.
+"""Batch normalisation under DDP, trained in one and in two launches, to compare the ranks' state.
 
     python buffers_program.py FOLDER
 
-Each rank writes what it saw of each run: `FOLDER/<case>-<run>-<rank>.pt`.
+Each rank writes its state of each run to `FOLDER/<case>-<run>-<rank>.pt`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from holdfast.trainer import Session
 
 RANKS, STEPS, STOP = 2, 4, 2
-# Whether DDP hands rank 0's buffers on, and whether ranks keep their own.
+# (whether DDP broadcasts rank 0's buffers, whether buffers are saved per rank)
 CASES = {"broadcast": (True, False), "apart": (False, False), "own": (False, True)}
 
 
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def train(folder: Path, case: str, run: str, seed: int, stop: int) -> None:
-    """One launch; another `seed` gives other first weights, which a resume replaces."""
+    """One launch; `seed` sets the initial weights, which a resume replaces."""
     rank = dist.get_rank()
     broadcasts, keeps_own = CASES[case]
     model = DistributedDataParallel(Net(seed), broadcast_buffers=broadcasts)

@@ -13,7 +13,7 @@ from tests.object_store import ObjectStore, Proxy, object_store
 
 @pytest.fixture(scope="module")
 def prefect_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectService]:
-    """A real Prefect server with the deployment and a process worker, for one module's tests."""
+    """A real Prefect server with the deployment and a process worker, for the tests of a module."""
     folder: Path = tmp_path_factory.mktemp("prefect")
     environment = {key: value for key, value in os.environ.items() if key != "PREFECT_API_URL"}
     environment.pop("HOLDFAST_DATABASE_URL", None)

@@ -2,9 +2,9 @@
 
     python elastic_session_program.py FOLDER
 
-Stages hand activations on by hand, each step the same global batch. The run in `FOLDER/changed`
-does six steps at each degree, `FOLDER/same` does all of them in one process; every loss and the
-samples of every step are compared.
+The stages exchange activations themselves, with the same global batch in each step. The run in
+`FOLDER/changed` does six steps at each degree, and `FOLDER/same` does all steps in one process.
+The test compares every loss and the samples of every step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DEGREES = (2, 1, 2)
 
 
 class Net(nn.Module):
-    """Two layers by name; a stage has one of them under the same name."""
+    """Two named layers; a stage has one of them under the same name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def train(directory: Path, total: int) -> None:
-    """Up to step `total`, from wherever the run stands."""
+    """Train up to step `total` from the run's current step."""
     stages = dist.get_world_size()
     mesh = init_device_mesh("cpu", (stages, 1), mesh_dim_names=("pp", "dp"))
     stage = mesh.get_local_rank("pp")
@@ -69,7 +69,7 @@ def train(directory: Path, total: int) -> None:
 def run_step(
     net: Net, inputs: torch.Tensor, targets: torch.Tensor, stage: int, stages: int
 ) -> float:
-    """Forward and backward through the stages; the loss, at the last of them."""
+    """Forward and backward through the stages; returns the loss on the last stage."""
     hidden = net.layers["0"](inputs).relu() if stage == 0 else None
     if stages == 2 and hidden is not None:
         gradient = torch.empty_like(hidden)

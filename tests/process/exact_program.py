@@ -1,8 +1,8 @@
-"""A small training with everything that has a state: FSDP2, dropout, AMP, EMA, SWA, a loader.
+"""A small training program with every kind of state: FSDP2, dropout, AMP, EMA, SWA, a loader.
 
 Its settings are one JSON argument, the same in every launch. `EXACT_KILL_AT` in the environment
-is the step within which all ranks kill themselves. Each rank appends a line for each step to
-`records/rank<r>.jsonl`; the last line has digests of all that a checkpoint should hold.
+is the step in which all ranks kill themselves. Each rank appends a line for each step to
+`records/rank<r>.jsonl`; the last line has digests of everything that a checkpoint should have.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OVERFLOW_STEP = 8
 
 
 class Rows(torch.utils.data.Dataset[tuple[int, torch.Tensor]]):
-    """Row `i` is a function of `i` alone."""
+    """Row `i` depends only on `i`."""
 
     def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
         generator = torch.Generator().manual_seed(index)
@@ -136,7 +136,7 @@ class Program:
         return float(loss.detach())
 
     def digests(self) -> dict[str, str]:
-        """Of this rank's own part of everything, bit for bit."""
+        """Digests of this rank's part of all state."""
         moments = [
             value
             for group in self.optimizer.param_groups
@@ -202,7 +202,7 @@ def main() -> None:
 
 def kill_here(step: int) -> None:
     if step == int(os.environ.get("EXACT_KILL_AT", 0)):
-        # Not before all ranks are here: else the other would wait for this one's gradients.
+        # Wait for all ranks; otherwise another rank would wait for this one's gradients.
         dist.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""FSDP1 without a device mesh, whose state dict has ShardedTensors, trained whole and in launches.
+"""FSDP1 without a device mesh, whose state dict has ShardedTensors, in one and several launches.
 
     python flat_program.py FOLDER
 
@@ -29,7 +29,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from holdfast.trainer import Session
 
 FULL = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
-# Each launch: how many ranks it has, and the step that it trains to.
+# For each launch: (number of ranks, last step).
 WHOLE, PARTS = "whole", "parts"
 LAUNCHES = {WHOLE: ((2, 4),), PARTS: ((2, 2), (2, 4), (3, 4), (1, 4))}
 # Whether the optimizer has the original parameters or the flat ones.
@@ -60,7 +60,7 @@ def make(case: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def train(folder: Path, case: str, run: str, number: int, stop: int) -> None:
-    """One launch; another `number` gives other first weights, which a resume replaces."""
+    """One launch; `number` sets the initial weights, which a resume replaces."""
     rank = dist.get_rank()
     model, optimizer = make(case, number)
     if dist.get_world_size() > 1:
@@ -79,7 +79,7 @@ def train(folder: Path, case: str, run: str, number: int, stop: int) -> None:
 
 
 def unsharded(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Tensors and options by the keys that a checkpoint has for them; rank 0 has them all."""
+    """Tensors and options by their checkpoint keys, complete on rank 0."""
     parts: dict[str, Any] = {"model": get_model_state_dict(model, options=FULL)}
     if optimizer.state:
         parts["optimizer"] = get_optimizer_state_dict(model, optimizer, options=FULL)

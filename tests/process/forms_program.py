@@ -1,9 +1,9 @@
-"""One model in each form that it can be wrapped in: saved in every one, loaded into every other.
+"""One model in every kind of wrapper: saved in each form, and loaded into every other.
 
     python forms_program.py RANK WORLD_SIZE FOLDER FLUSHER
 
 Each form is trained one step from the same weights and saved with the session's own state; then
-every form loads each of these checkpoints. What goes wrong is raised.
+every form loads each of these checkpoints. Any difference raises an error.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def assert_equal(one: dict[str, Any], other: dict[str, Any], what: str) -> None:
 
 
 def check_as_stock(form: str, state: dict[str, Any], model: nn.Module, optimizer: Any) -> None:
-    """The same keys and tensors as stock DCP's own helpers give."""
+    """Keys and tensors equal those of stock DCP's helpers."""
     stock = {
         "model": get_model_state_dict(model),
         "optimizer": get_optimizer_state_dict(model, optimizer, options=OPTIONS),
@@ -171,7 +171,7 @@ def check_names(run: RunPaths, saved: dict[str, Any]) -> None:
     assert {"model.embed.weight", "model.head.weight", "model.kept"} < names
     assert not any(mark in key for key in names for mark in ("module", "_orig_mod", "_check"))
     assert "model.scratch" not in names
-    # A frozen layer is saved, and has no moments.
+    # A frozen layer is saved but has no optimizer moments.
     assert "model.frozen.weight" in names
     assert "optimizer.param_groups.frozen.weight.lr" in names
     assert "optimizer.state.frozen.weight.exp_avg" not in names

@@ -64,7 +64,7 @@ def evaluate(seconds: float, parts: int) -> None:
 
 
 def be_late(seconds: float, kind: str) -> None:
-    """Sleep, wait for a process that computes, or compute in small parts."""
+    """Delay: sleep, wait for a computing child process, or compute in small parts."""
     if kind == "sleep":
         time.sleep(seconds)
     elif kind == "helper":

@@ -1,4 +1,4 @@
-"""The command with a home of its own, as a person has it, and what it left ended again."""
+"""Runs the `holdfast` command with a temporary home, and ends everything that it started."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CALL_S: Final = 300.0
 
 
 class Local:
-    """The command with a home and a Prefect home of its own."""
+    """The command with its own home and Prefect home."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -57,7 +57,7 @@ class Local:
         return told
 
     def write_spec(self, name: str, settings: dict[str, Any], **keys: Any) -> Path:
-        """A spec of the small program; `keys` are further ones of its own."""
+        """A spec of the small program; `keys` are further spec keys."""
         path = self.folder / f"{name}.yaml"
         spec = {
             "name": name,
@@ -72,11 +72,11 @@ class Local:
         return path
 
     def end_all(self) -> None:
-        """Leave neither flow nor job behind, whatever a failed test left running."""
+        """End all flows and jobs, also those that a failed test left running."""
         for pid in self.flows:
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(pid)
-                # The number may be another's by now.
+                # The pid may belong to another process by now.
                 if str(self.root) in " ".join(process.cmdline()):
                     process.terminate()
         for paths in list_runs(self.root):

@@ -1,4 +1,4 @@
-"""Runs for tests: real submitit jobs, real agents, real torchrun, here or on a test cluster."""
+"""Runs for tests: real jobs, agents and torchrun, on this machine or a test cluster."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ POLL_S: Final = 0.1
 
 
 class LocalRun:
-    """One run under `root`, with what tests ask of it."""
+    """One run under `root`, with accessors for tests."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class LocalRun:
                 "grace_s": grace_s,
                 "heartbeat_s": 0.2,
                 "backoff_s": 0,
-                # Seconds of two processors, which few tests are about.
+                # Warm standbys cost seconds of two processors, and few tests need them.
                 "standby_after_s": "off",
                 **(supervision or {}),
             },
@@ -65,7 +65,7 @@ class LocalRun:
         self.paths, _ = runs.attach_or_create(self.spec, root, created_by="tests")
 
     def submit(self, gpus: int | None = None) -> AttemptPaths:
-        """The next attempt, submitted."""
+        """Submit the next attempt."""
         with JournalWriter(self.paths.journal_of("flow")) as journal:
             return attempts.submit_attempt(
                 self.paths,
@@ -80,14 +80,14 @@ class LocalRun:
         return reconcile(self.paths)
 
     def wait_for_end(self, wait_s: float = WAIT_S) -> AttemptView:
-        """The last attempt once it has ended."""
+        """Wait until the last attempt has ended, and return it."""
         return wait_until(lambda: _ended(self.history()), "the attempt's end", wait_s)
 
     def beats(self, attempt: AttemptPaths) -> list[NodeBeat]:
         return read_heartbeats(attempt)
 
     def wait_for_step(self, attempt: AttemptPaths, step: int) -> int:
-        """The step that training has come to, `step` or later."""
+        """Wait until training has reached `step`; returns the current step."""
         return wait_until(lambda: _reached(attempt, step), f"step {step}")
 
     def claim(self, attempt: AttemptPaths) -> Claim:
@@ -100,7 +100,7 @@ class LocalRun:
         return [event for event in self.history().events if event.kind is kind]
 
     def end_all(self) -> None:
-        """End whatever a failed test left behind."""
+        """End all processes that a failed test left running."""
         for view in self.history().attempts:
             if view.request is not None and not view.state.is_terminal:
                 executor = executor_for(view.request.executor)
@@ -110,7 +110,7 @@ class LocalRun:
 
 
 def processes_of(paths: RunPaths) -> list[psutil.Process]:
-    """Every live process that has the run's folder in its command line or environment."""
+    """Every live process with the run's folder in its command line or environment."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -124,7 +124,7 @@ def processes_of(paths: RunPaths) -> list[psutil.Process]:
 
 
 def wait_until(look: Callable[[], T | None], what: str, wait_s: float = WAIT_S) -> T:
-    """What `look` finds, as soon as it finds it."""
+    """Poll `look` until it returns a true value, and return that."""
     give_up = time.monotonic() + wait_s
     while time.monotonic() < give_up:
         found = look()

@@ -1,4 +1,4 @@
-"""A program whose ranks leave helpers behind in every way there is: `orphan_program.py SETTINGS`.
+"""A program whose ranks leave child processes in several ways: `orphan_program.py SETTINGS`.
 
 One in a session of its own, one forked twice so that it is nobody's child, and the workers of a
 DataLoader. The first two ignore SIGTERM and have an empty environment, so that nothing but the
@@ -23,7 +23,7 @@ FIRST_LIFE_S = 600.0
 
 
 def note(folder: Path, kind: str, pid: int) -> None:
-    """Leave the process's lasting name, whole or not at all."""
+    """Record the process's identity atomically."""
     words = {"pid": pid, "started_at": psutil.Process(pid).create_time()}
     name = f"{os.environ['HOLDFAST_LAUNCH']}-{os.environ['RANK']}-{kind}"
     (folder / f"{name}.tmp").write_text(json.dumps(words))
@@ -31,7 +31,7 @@ def note(folder: Path, kind: str, pid: int) -> None:
 
 
 def become_helper(folder: Path, kind: str) -> None:
-    """Never returns: this process sleeps on as one that nothing but SIGKILL ends."""
+    """Never returns: this process sleeps until SIGKILL."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     note(folder, kind, os.getpid())
     os.execve(HELPER[0], list(HELPER), {})

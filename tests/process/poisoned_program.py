@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def spared(settings: dict[str, list[int]], session: Session) -> Trained:
-    """What an uninterrupted run comes to that is given the window from the start."""
+    """The result of an uninterrupted run with the window from the start."""
     skips = (SkipWindow(*settings["window"]),)
     order = DataOrder(samples=SAMPLES, global_batch=GLOBAL_BATCH, seed=SEED, skips=skips)
     other = Trained(settings["poison"])

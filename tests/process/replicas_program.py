@@ -2,7 +2,7 @@
 
     python replicas_program.py FOLDER
 
-Each rank writes the buffers that it had where a launch began and ended, by case:
+Each rank writes its buffers at the start and the end of each launch to
 `FOLDER/<case>-<launch>-<rank>.pt`.
 """
 
@@ -49,12 +49,12 @@ def hsdp1(model: nn.Module) -> nn.Module:
 
 
 def groups(model: nn.Module) -> nn.Module:
-    """Ranks 0 and 2, and ranks 1 and 3: each group hands on its own first rank's buffers."""
+    """Groups of ranks 0 and 2, and 1 and 3; each broadcasts the buffers of its first rank."""
     return DistributedDataParallel(model, process_group=grid().get_group("replicas"))
 
 
 def placed(model: nn.Module) -> nn.Module:
-    """Buffers that are DTensors, replicated over a mesh; no forward keeps them alike."""
+    """Buffers are DTensors, replicated over a mesh; the forward pass does not keep them equal."""
     for norm in model.norms:  # type: ignore[union-attr]
         for name in ("running_mean", "running_var"):
             local = torch.full((norm.num_features,), float(dist.get_rank()))
@@ -98,7 +98,7 @@ def train(folder: Path, case: str, launch: int) -> None:
 def train_once(
     model: nn.Module, optimizer: torch.optim.Optimizer, step: int, *, is_same: bool
 ) -> None:
-    """A step on data of the rank's own; where `is_same`, on that of its group's `nth` member."""
+    """A step on the rank's own data, or if `is_same`, on that of its group's `nth` member."""
     nth = dist.get_rank() // 2 if is_same else dist.get_rank()
     drawn = torch.Generator().manual_seed(step * RANKS + nth)
     if any(isinstance(buffer, DTensor) for buffer in model.buffers()):

@@ -1,7 +1,7 @@
-"""Says what of its environment a test asks about: a digest of each value, and the values to leak.
+"""Reports environment variables for a test: digests of their values, or the values themselves.
 
-Its argument is JSON: `names` to digest into the file `seen`, `say` to print, `fail`
-to end with an error that quotes them.
+Its argument is JSON: variables in `names` are digested into the file `seen`, those in `say` are
+printed, and those in `fail` are quoted in an error that ends the program.
 """
 
 from __future__ import annotations

@@ -78,14 +78,14 @@ def main() -> None:
             time.sleep(pause_s(settings, step))
         write(record, end=session.step, weights=weights_digest(model), stop=session.should_stop)
     if is_joined:
-        # A group that lives until the interpreter's end may end the process by SIGABRT.
+        # A group that is not destroyed may abort the process at exit.
         assert group is not None
         assert group() is None
         dist.destroy_process_group()
 
 
 def pause_s(settings: dict[str, Any], step: int) -> float:
-    """How long to sleep: longer from some step on, `slow`, until the file `hurry` is there."""
+    """Seconds to sleep: more from the step in `slow` on, none once the file `hurry` exists."""
     since, slow_s = settings.get("slow", (math.inf, 0.0))
     hurry = Path(settings["directory"]).parent / "hurry"
     is_slow = step >= since and not hurry.exists()
@@ -93,7 +93,7 @@ def pause_s(settings: dict[str, Any], step: int) -> float:
 
 
 def make_model(settings: dict[str, Any]) -> nn.Module:
-    """Two layers, the last one by the name of `head`; with `scale` a parameter more."""
+    """Two layers, the last one named by `head`; with `scale` one more parameter."""
     dropout = nn.Dropout(settings.get("dropout", 0.0))
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), dropout)
     model.add_module(settings.get("head", "3"), nn.Linear(16, 4))
@@ -114,7 +114,7 @@ class Scale(nn.Module):
 
 
 class Asked(DefaultSavePlanner):
-    """A planner of the program's own: its keys are written beside the records."""
+    """A custom planner that writes its keys beside the records."""
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
@@ -159,7 +159,7 @@ def write(stream: Any, **line: Any) -> None:
 
 
 def weights_digest(model: nn.Module) -> str:
-    """Of this rank's own shards, bit for bit."""
+    """A digest of this rank's shards."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter

@@ -1,9 +1,9 @@
-"""Trains two steps under plain torchrun and says how many bytes its state then takes.
+"""Trains two steps under plain torchrun and reports how many bytes its state uses.
 
     shape_program.py RUN_DIRECTORY MODE      MODE: sharded (FSDP2) or whole (every rank has all)
 
-Rank 0 prints one line of JSON, by rank: the tensors that live on the device, and the shared memory
-that is resident in the process, which is its staging slots.
+Rank 0 prints one JSON line with the bytes of each rank: tensors on the device, and resident shared
+memory, which is the staging slots.
 """
 
 from __future__ import annotations

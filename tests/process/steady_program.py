@@ -1,4 +1,4 @@
-"""A program of one process for what a session costs: many steps without a save, or many saves.
+"""A single-process program that measures a session's cost: many steps without saves, or many saves.
 
     python steady_program.py steps FOLDER COUNT
     python steady_program.py saves FOLDER COUNT
@@ -24,7 +24,7 @@ from holdfast.trainer import Session
 
 BEGIN, END = "/nowhere/begin", "/nowhere/end"
 WARM_UP = 50
-# What is made ready beside the first steps: the slots' memory, and `.metadata`.
+# Threads that run beside the first steps: they allocate the slots and build `.metadata`.
 BESIDE = ("holdfast-map", "holdfast-late")
 BESIDE_S = 60.0
 
@@ -44,7 +44,7 @@ def make_session(folder: str, width: int) -> Session:
 
 
 def run_steps(folder: str, count: int) -> dict[str, float]:
-    """Blocks of memory that `count` boundaries leave behind."""
+    """Memory blocks that `count` step boundaries leave allocated."""
     session = make_session(folder, 8)
     for _ in range(WARM_UP):
         session.boundary()

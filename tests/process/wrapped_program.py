@@ -1,8 +1,8 @@
-"""DTensors whose local tensor is a wrapper of two others: what two ranks report, and when.
+"""DTensors whose local tensor is a subclass with two inner tensors, and the errors on two ranks.
 
     python wrapped_program.py FOLDER
 
-Each rank writes the errors that it met, by case: `FOLDER/errors-<rank>.json`.
+Each rank writes its errors by case to `FOLDER/errors-<rank>.json`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RANKS = 2
 
 
 class Wrapping(torch.optim.Optimizer):
-    """Keeps eight-bit moments beside its parameters, sharded as they are."""
+    """An optimizer with eight-bit moments that are sharded like the parameters."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -91,7 +91,7 @@ def odd(*, is_wrapped: bool) -> DTensor:
 
 
 def construct(directory: Path, has: Any) -> None:
-    """A session of a model with such a buffer, which `has` the wrapper on these ranks."""
+    """Open a session of a model whose buffer is wrapped on the ranks that `has` selects."""
     model = make()
     model.register_buffer("odd", odd(is_wrapped=dist.get_rank() in has))
     Session(model, torch.optim.Adam(model.parameters()), directory=directory)
@@ -106,7 +106,7 @@ def step_once(directory: Path) -> None:
 
 
 def load_into(directory: Path) -> None:
-    """A buffer that was saved plain and is a wrapper in the program that loads it."""
+    """Load a buffer that was saved plain into one that is wrapped."""
     for is_wrapped in (False, True):
         model = make()
         model.register_buffer("odd", odd(is_wrapped=is_wrapped))
