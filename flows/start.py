@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.attempt import RunRecord, read_document
-from holdfast.contracts.errors import NotFoundError, SpecError
+from holdfast.contracts.errors import NotFoundError
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.reading import is_mine
 from holdfast.contracts.supervision import is_supervised
 from holdfast.flows import secrets
+from holdfast.workers.runs import require_own
 
 LOG_TAIL_BYTES: Final = 4096
 
@@ -76,12 +77,7 @@ def start_if_alone(paths: RunPaths, *, preflight: bool = True, refresh: bool = F
         secrets.record(paths, refresh=refresh)
     if is_supervised(paths.flow_lock):
         return Started()
-    if not is_own:
-        raise SpecError(
-            f"run {paths.name} belongs to another user, whose command would run as you. Ask its "
-            "owner to relaunch it, or read its spec "
-            f"(`holdfast show {paths.name} --json`) and fork one of its checkpoints."
-        )
+    require_own(paths)
     return start_flow(paths, preflight=preflight)
 
 

@@ -57,7 +57,7 @@ from holdfast.workers.growth import CapacityObservation, is_due, observe_capacit
 from holdfast.workers.heartbeats import read_heartbeats
 from holdfast.workers.policy import Decision, decide, wait_after_refusal
 from holdfast.workers.reconcile import complete_goodput, reconcile
-from holdfast.workers.runs import keep_reserve, why_not_submitted
+from holdfast.workers.runs import keep_reserve, require_own, why_not_submitted
 
 SUPERVISION_S_MAX: Final = 366 * 24 * 3600.0
 PROGRESS_S: Final = 30.0
@@ -126,8 +126,10 @@ class Supervisor:
     def run(self) -> RunHistory:
         """Supervise the run, or follow its supervisor, until it has ended; return its history.
 
-        Raises `ServiceError` after `SUPERVISION_S_MAX` seconds.
+        Raises `SpecError` for another user's run, and `ServiceError` after `SUPERVISION_S_MAX`
+        seconds.
         """
+        require_own(self.paths)
         ends_at = time.monotonic() + SUPERVISION_S_MAX
         with (
             FlowLock(self.paths.flow_lock) as lock,

@@ -15,7 +15,12 @@ from typing import Final
 
 from holdfast.contracts.attempt import RunRecord, create_document, read_document
 from holdfast.contracts.durable import fsync_directory, make_directory, write_bytes
-from holdfast.contracts.errors import NotFoundError, PreflightError, RunConflictError
+from holdfast.contracts.errors import (
+    NotFoundError,
+    PreflightError,
+    RunConflictError,
+    SpecError,
+)
 from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import RUN_NAME, RunPaths, has_spec, list_runs
 from holdfast.contracts.reading import is_mine
@@ -189,6 +194,16 @@ def _last_generation(root: Path, name: str) -> int:
 
 def _generations(root: Path, name: str) -> list[RunPaths]:
     return [run for run in list_runs(root) if _name_of(run.name) == name]
+
+
+def require_own(paths: RunPaths) -> None:
+    """Raise `SpecError` for another user's run: its command would run as the caller."""
+    if not (is_mine(paths.directory.resolve()) and is_mine(paths.spec)):
+        raise SpecError(
+            f"run {paths.name} belongs to another user, whose command would run as you. Ask its "
+            "owner to relaunch it, or read its spec "
+            f"(`holdfast show {paths.name} --json`) and fork one of its checkpoints."
+        )
 
 
 def _is_own(run: RunPaths) -> bool:
