@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from holdfast.contracts.attempt import Submission, read_claim, read_document
 from holdfast.contracts.errors import DamagedCheckpointError
-from holdfast.contracts.history import AttemptView, excluded_checkpoints
+from holdfast.contracts.history import AttemptView, excluded_checkpoints, load_events
 from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.manifest import find_damage, read_manifest
 from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths
@@ -61,15 +61,16 @@ def check_checkpoints(
     """
     events = list(events)
     committed = {_named(e) for e in events if e.kind is EventKind.COMMITTED and _named(e)}
-    deleted = {
-        str(e.data["checkpoint"]): str(e.data.get("reason") or "")
-        for e in events
-        if e.kind is EventKind.CHECKPOINT_DELETED
-    }
+    deleted = _deletions(events)
     known = set() if whole is None else whole
     broken = []
     for name in sorted(committed):
-        problem = _problem_of(paths, name, deleted.get(name), contents=name not in known)
+        problem = _damage_of(paths, name, contents=name not in known)
+        if problem and paths.tombstone(name).exists():
+            if not deleted.get(name):
+                # Deleted since `events` were read. The line is older than the tombstone.
+                deleted = _deletions(load_events(paths))
+            problem = None if deleted.get(name) else "deleted, and the journal has no reason"
         if problem:
             broken.append(Broken(COMMITTED_STAYS, f"{name}: {problem}"))
         else:
@@ -77,19 +78,23 @@ def check_checkpoints(
     return broken
 
 
-def _problem_of(paths: RunPaths, name: str, reason: str | None, *, contents: bool) -> str | None:
-    """Return the problem with a committed checkpoint. A deletion in progress is no problem."""
+def _deletions(events: Iterable[Event]) -> dict[str, str]:
+    """Return the reason of each deletion by the checkpoint's directory name."""
+    return {
+        str(e.data["checkpoint"]): str(e.data.get("reason") or "")
+        for e in events
+        if e.kind is EventKind.CHECKPOINT_DELETED
+    }
+
+
+def _damage_of(paths: RunPaths, name: str, *, contents: bool) -> str | None:
     directory = paths.checkpoint(name)
     try:
         manifest = read_manifest(directory)
     except DamagedCheckpointError as error:
         return str(error)
     damage = find_damage(directory, manifest, contents=contents) if manifest else ["no manifest"]
-    if not damage:
-        return None
-    if not paths.tombstone(name).exists():
-        return "; ".join(damage)
-    return None if reason else "deleted, and the journal has no reason"
+    return "; ".join(damage) or None
 
 
 def check_resumes(paths: RunPaths, events: Sequence[Event]) -> list[Broken]:

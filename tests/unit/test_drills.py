@@ -62,6 +62,12 @@ def test_a_sound_run_violates_no_invariant(scripted_run: RunFolder) -> None:
     assert find_violations(scripted_run) == []
 
 
+def test_a_checkpoint_may_be_deleted_while_it_is_checked(scripted_run: RunFolder) -> None:
+    events = load_events(scripted_run.paths)
+    scripted_run.delete(NEWEST, "not among the last 4")
+    assert invariants.check_checkpoints(scripted_run.paths, events) == []
+
+
 def lose_manifest(run: RunFolder) -> None:
     (run.paths.checkpoint(NEWEST) / "manifest.json").unlink()
 

@@ -13,10 +13,7 @@ from holdfast.contracts.errors import SpecError
 from holdfast.flows.supervise import Supervisor, submit_next
 from holdfast.lineage.index import Index
 
-pytestmark = [
-    pytest.mark.usefixtures("home"),
-    pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user"),
-]
+pytestmark = pytest.mark.usefixtures("home")
 
 
 def test_no_supervisor_runs_the_command_of_another_user(tmp_path: Path) -> None:
