@@ -20,10 +20,10 @@ from tests.spec_keys import spec_keys
 from holdfast.api import prometheus
 from holdfast.api.app import create_app
 from holdfast.cli.main import app
-from holdfast.contracts.exit_status import EXIT_STATUSES
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.spec import RunSpec
-from holdfast.contracts.variables import VARIABLES
+from holdfast_docs.exit_statuses import EXIT_STATUSES
+from holdfast_docs.variables import VARIABLES
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 BUILD = CHECKOUT / "infra" / "docs" / "build_site.py"

@@ -1,9 +1,9 @@
-"""The events of the journals, from `holdfast.contracts.event_book`."""
+"""The events of the journals, from `event_book`."""
 
 from __future__ import annotations
 
-from holdfast.contracts.event_book import EVENTS, EventEntry
 from holdfast.contracts.event_facts import needed_facts
+from holdfast_docs.event_book import EVENTS, EventEntry
 from holdfast_docs.markdown import code, section, sentence, table
 
 

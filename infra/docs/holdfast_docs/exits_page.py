@@ -1,4 +1,4 @@
-"""Exit statuses, from `holdfast.contracts.exit_status` and the errors of `contracts.errors`."""
+"""Exit statuses, from `exit_statuses` and the errors of `holdfast.contracts.errors`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from holdfast.cli.output import exit_status
 from holdfast.contracts import errors
-from holdfast.contracts.exit_status import EXIT_STATUSES
+from holdfast_docs.exit_statuses import EXIT_STATUSES
 from holdfast_docs.markdown import code, section, sentence, table
 
 

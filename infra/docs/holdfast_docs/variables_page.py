@@ -1,9 +1,9 @@
-"""Environment variables, from `holdfast.contracts.variables`."""
+"""Environment variables, from `variables`."""
 
 from __future__ import annotations
 
-from holdfast.contracts.variables import VARIABLES, Setter
 from holdfast_docs.markdown import code, section, sentence, table
+from holdfast_docs.variables import VARIABLES, Setter
 
 
 def render() -> str:

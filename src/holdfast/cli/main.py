@@ -1,6 +1,6 @@
 """The `holdfast` command.
 
-`contracts.exit_status` lists the exit statuses. Standard error shows the reason and the next step,
+`cli.exit_status` lists the exit statuses. Standard error shows the reason and the next step,
 as one JSON object with --json.
 """
 
@@ -31,9 +31,9 @@ from holdfast.cli import (
     views,
     wait,
 )
+from holdfast.cli.exit_status import REFUSED
 from holdfast.cli.output import print_error
 from holdfast.contracts.errors import HoldfastError
-from holdfast.contracts.exit_status import REFUSED
 
 app = typer.Typer(
     name="holdfast",

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final
 import typer
 from typer.exceptions import TyperException
 
-from holdfast.contracts import exit_status as status
+from holdfast.cli import exit_status as status
 from holdfast.contracts.errors import (
     CheckpointError,
     HoldfastError,
@@ -63,7 +63,7 @@ _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def exit_status(error: Exception) -> int:
-    """Return the exit status for an error; see `contracts.exit_status`."""
+    """Return the exit status for an error."""
     if isinstance(error, OSError):
         return status.UNAVAILABLE
     found = (number for number, classes in _STATUSES if isinstance(error, classes))

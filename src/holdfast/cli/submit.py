@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from holdfast.cli.exit_status import INTERRUPTED
 from holdfast.cli.follow import follow_run
 from holdfast.cli.index import (
     choose_root,
@@ -18,7 +19,6 @@ from holdfast.cli.index import (
 )
 from holdfast.cli.output import AsJson, RootOption, answer, say, warn
 from holdfast.contracts.attempt import Request, RunRecord
-from holdfast.contracts.exit_status import INTERRUPTED
 from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.spec import RunSpec

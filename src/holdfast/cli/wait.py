@@ -9,9 +9,9 @@ from typing import Annotated, Any, Final
 import typer
 
 from holdfast.cli.arguments import RunsArgument, locate_runs
+from holdfast.cli.exit_status import INTERRUPTED
 from holdfast.cli.index import look_at
 from holdfast.cli.output import AsJson, RootOption, answer, say, warn
-from holdfast.contracts.exit_status import INTERRUPTED
 from holdfast.contracts.history import RunHistory
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.states import RunState
