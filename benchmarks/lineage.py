@@ -36,7 +36,7 @@ from benchmarks.lineage_folders import make_folders
 from benchmarks.lineage_report import Took, computed_s, render
 from tests.postgres import postgres_server
 
-from holdfast.contracts.collector import return_free_memory
+from holdfast.cli.collector import return_free_memory
 from holdfast.contracts.paths import RunPaths, list_runs
 from holdfast.contracts.states import RunState
 from holdfast.lineage import cursors, pages, queries

@@ -20,7 +20,7 @@ from holdfast.api.services import Services
 from holdfast.api.store import Store
 from holdfast.api.tokens import Role, TokenStore
 from holdfast.api.watch import Watch
-from holdfast.contracts.collector import return_free_memory
+from holdfast.cli.collector import return_free_memory
 from holdfast.lineage.engine import URL_VARIABLE
 from holdfast.lineage.index import Index
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from holdfast.contracts.manifest import Manifest, find_damage, read_manifest
 from holdfast.contracts.paths import AttemptPaths
-from holdfast.contracts.slots import DATA_OFFSET, Slot, SlotState
+from holdfast.trainer.staging.slots import DATA_OFFSET, Slot, SlotState
 
 WAIT_S = 90.0
 STOP_WAIT_S = 10.0

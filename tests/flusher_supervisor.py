@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from holdfast.contracts import wire
 from holdfast.contracts.paths import CheckpointName, RunPaths
-from holdfast.contracts.slots import Slot, SlotState
+from holdfast.trainer.staging.slots import Slot, SlotState
 
 WAIT_S = 20.0
 

@@ -21,7 +21,6 @@ from holdfast.contracts.environment import FLUSH_TIMEOUT_DEFAULT_S as SAVE_TIMEO
 from holdfast.contracts.errors import SaveError
 from holdfast.contracts.mirrors import Tiers
 from holdfast.contracts.paths import CheckpointName, RunPaths
-from holdfast.contracts.slots import SlotState
 from holdfast.trainer.collective import HierarchicalGroup
 from holdfast.trainer.identity import Identity
 from holdfast.trainer.loading.reader import LoadReport, load_state
@@ -32,6 +31,7 @@ from holdfast.trainer.planning.signature import flatten
 from holdfast.trainer.planning.topology import describe_mesh
 from holdfast.trainer.staging.copying import find_gpu
 from holdfast.trainer.staging.in_flight import POLL_S, InFlight, SaveResult
+from holdfast.trainer.staging.slots import SlotState
 from holdfast.trainer.staging.stage import FlusherConnection, Stage, StagedSlot
 from holdfast.trainer.staging.step_facts import StepFacts, make_table
 

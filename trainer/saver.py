@@ -17,7 +17,6 @@ from holdfast.contracts.journal import EventKind
 from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.paths import checkpoint_id
 from holdfast.contracts.rank_status import NOWHERE, Phase, RankRecord
-from holdfast.contracts.slots import SLOTS_PER_RANK
 from holdfast.trainer.collective import ControlGroup, attempt, problem_of
 from holdfast.trainer.engine import CheckpointEngine
 from holdfast.trainer.metrics import Recorder
@@ -25,6 +24,7 @@ from holdfast.trainer.planning.rank_rows import describe_rank
 from holdfast.trainer.planning.ranks import raise_problems
 from holdfast.trainer.rank_context import RankContext
 from holdfast.trainer.staging.in_flight import SaveResult
+from holdfast.trainer.staging.slots import SLOTS_PER_RANK
 from holdfast.trainer.staging.snapshots import first_copy_s
 from holdfast.trainer.state.train_state import State
 

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError
 from holdfast.contracts.manifest import read_manifest
-from holdfast.contracts.slots import SLOTS_PER_RANK
 from holdfast.contracts.topology import (
     Degrees,
     degrees_of,
@@ -29,6 +28,7 @@ from holdfast.contracts.topology import (
     rescale,
 )
 from holdfast.trainer.planning.metadata import METADATA, read_metadata
+from holdfast.trainer.staging.slots import SLOTS_PER_RANK
 
 MODEL: Final = "model."
 OPTIMIZER: Final = "optimizer."

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Final
 
 from holdfast.contracts.errors import SchedulerError
-from holdfast.contracts.flush_forecast import FlushForecast, forecast_flush, grace_warnings
 from holdfast.contracts.history import load_events
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.spec import Resources, RunSpec
 from holdfast.workers import slurm_client
+from holdfast.workers.flush_forecast import FlushForecast, forecast_flush, grace_warnings
 
 ANSWER_TIMEOUT_S: Final = 5.0
 # With this preemption type the QOS gives the grace, otherwise the partition does.

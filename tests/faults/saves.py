@@ -14,8 +14,8 @@ from tests.flusher_supervisor import FakeRank, SlotHolder, wait_until
 
 from holdfast.contracts.manifest import find_damage, read_manifest
 from holdfast.contracts.paths import CheckpointName, RunPaths
-from holdfast.contracts.slots import Slot, SlotState
 from holdfast.trainer.loading.resume import choose
+from holdfast.trainer.staging.slots import Slot, SlotState
 
 # The files are small, so a save that takes longer hangs, even on a busy machine.
 WRITTEN_S_MAX: Final = 60.0

@@ -29,8 +29,8 @@ from tests.faults.shim import Action, Point, points_of, unknown_calls
 from tests.flusher_supervisor import wait_until
 
 from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.slots import Slot, SlotState
 from holdfast.trainer.flusher.files import WRITE_BYTES_MAX
+from holdfast.trainer.staging.slots import Slot, SlotState
 
 RUN = "run"
 DONE = SlotState.DONE

@@ -25,9 +25,9 @@ from holdfast.contracts.environment import FLUSH_TIMEOUT
 from holdfast.contracts.errors import SaveError
 from holdfast.contracts.manifest import Manifest
 from holdfast.contracts.paths import PARTS, RunPaths
-from holdfast.contracts.slots import SlotState
 from holdfast.trainer.flusher import commit as flush_commit
 from holdfast.trainer.flusher.commit import PeerState, commit_together, part_name
+from holdfast.trainer.staging.slots import SlotState
 
 PART_OF_0 = Point("rename", "run/checkpoints/STEP/parts/node-0000.json", 1)
 DATA_OF_0 = Point("rename", "run/checkpoints/STEP/__0_0.distcp", 1)

@@ -20,8 +20,8 @@ from tests.agent_ranks import (
 from tests.process.local_runs import LocalRun, wait_until
 
 from holdfast.contracts.journal import EventKind
-from holdfast.contracts.slots import SlotState
 from holdfast.contracts.states import AttemptState
+from holdfast.trainer.staging.slots import SlotState
 
 STEPS = 70
 SAVE_STEP = 24

@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
 from holdfast.contracts.errors import DamagedCheckpointError, KeyMismatchError, SaveError
 from holdfast.contracts.manifest import find_damage, read_manifest
 from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.slots import FREE_STATES, Slot, SlotState
 from holdfast.trainer.engine import CheckpointEngine
 from holdfast.trainer.identity import Identity
 from holdfast.trainer.loading.train_state import read_train_state
@@ -31,6 +30,7 @@ from holdfast.trainer.planning.layout import TRAIN_STATE_BYTES_MAX
 from holdfast.trainer.planning.metadata import read_metadata
 from holdfast.trainer.planning.places import Places, find_places
 from holdfast.trainer.planning.ranks import find_shortage
+from holdfast.trainer.staging.slots import FREE_STATES, Slot, SlotState
 from holdfast.trainer.staging.stage import StagedSlot
 
 # 100 MB: allocating two slots of this size takes a noticeable part of a second.

@@ -16,10 +16,10 @@ from tests.storage import small_storage
 
 from holdfast.contracts.manifest import find_damage, read_manifest
 from holdfast.contracts.paths import CheckpointName, RunPaths
-from holdfast.contracts.slots import SlotState
 from holdfast.trainer.flusher.space_guard import MARGIN_BYTES_MAX, Need, SpaceGuard, find_shortage
 from holdfast.trainer.flusher_supervisor import FlusherSupervisor
 from holdfast.trainer.staging.slot_table import FilePlace
+from holdfast.trainer.staging.slots import SlotState
 
 GB = 10**9
 KB = 1000

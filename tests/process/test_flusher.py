@@ -18,7 +18,7 @@ from tests.flusher_supervisor import FakeRank, SlotHolder, fork, kill_process, w
 
 from holdfast.contracts import wire
 from holdfast.contracts.manifest import find_damage, read_manifest
-from holdfast.contracts.slots import DATA_OFFSET, SlotState
+from holdfast.trainer.staging.slots import DATA_OFFSET, SlotState
 
 NAME = "step-00000007.a0001.l01"
 

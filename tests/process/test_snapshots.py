@@ -11,7 +11,7 @@ import pytest
 from tests.flusher_supervisor import FakeRank, SlotHolder, wait_for, wait_until
 
 from holdfast.contracts.manifest import find_damage, read_manifest
-from holdfast.contracts.slots import DATA_OFFSET, SlotState
+from holdfast.trainer.staging.slots import DATA_OFFSET, SlotState
 
 
 @pytest.fixture

@@ -23,8 +23,8 @@ from holdfast.contracts import wire
 from holdfast.contracts.errors import SaveError
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.rank_status import RankStatusTable
-from holdfast.contracts.slots import SLOTS_PER_RANK, Slot, SlotState
 from holdfast.trainer import Session
+from holdfast.trainer.staging.slots import SLOTS_PER_RANK, Slot, SlotState
 
 NOBODY = 65534
 WAIT_S = 30.0

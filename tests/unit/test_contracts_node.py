@@ -16,7 +16,7 @@ import pytest
 from holdfast.contracts import channel, wire
 from holdfast.contracts.channel import ChannelHost, ChannelMember
 from holdfast.contracts.errors import AgreementError
-from holdfast.contracts.slots import TABLE_BYTES, Slot, SlotState
+from holdfast.trainer.staging.slots import TABLE_BYTES, Slot, SlotState
 
 JOIN_S = 30.0
 

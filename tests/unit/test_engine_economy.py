@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from holdfast.contracts.errors import SpecError
-from holdfast.contracts.failures import Failures, observe_failures
 from holdfast.contracts.journal import Event, EventKind
 from holdfast.trainer.pacing.cadence import Cadence, Interval
 from holdfast.trainer.pacing.economy import (
@@ -18,6 +17,7 @@ from holdfast.trainer.pacing.economy import (
     choose_interval,
     mean_failure_s,
 )
+from holdfast.trainer.pacing.failures import Failures, observe_failures
 from holdfast.trainer.staging.snapshots import EVERY_MAX, SnapshotRhythm, choose_every
 
 HOUR_S = 3600.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.contracts.slots import SlotState
 from holdfast.trainer.flusher.plan import Departures, SlotView, plan
+from holdfast.trainer.staging.slots import SlotState
 
 SEALED, COPYING, DONE = SlotState.SEALED, SlotState.COPYING, SlotState.DONE
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.contracts.memory_limit import group_room
-from holdfast.contracts.slots import SLOTS_PER_RANK
 from holdfast.trainer import Session
 from holdfast.trainer.collective import HierarchicalGroup
 from holdfast.trainer.planning import ranks
 from holdfast.trainer.planning.layout import TRAIN_STATE_BYTES_MAX
+from holdfast.trainer.planning.memory_limit import group_room
 from holdfast.trainer.planning.ranks import check_memory
+from holdfast.trainer.staging.slots import SLOTS_PER_RANK
 
 GIB = 1 << 30
 

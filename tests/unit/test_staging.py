@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.contracts.slots import Slot
 from holdfast.trainer.staging import stage
 from holdfast.trainer.staging.allocator import Allocator
 from holdfast.trainer.staging.copying import Copier
+from holdfast.trainer.staging.slots import Slot
 
 ALL_S = 10.0
 

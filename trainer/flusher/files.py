@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.digests import FileChecksum
-from holdfast.contracts.direct import Output
 from holdfast.contracts.durable import fsync_directory, make_directory
 from holdfast.contracts.errors import SaveError
 from holdfast.contracts.manifest import FileEntry, read_manifest
 from holdfast.contracts.paths import MANIFEST, RunPaths
+from holdfast.trainer.direct import Output
 from holdfast.trainer.flusher.commit import (
     PeerState,
     accept_commit,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast.contracts.slots import Slot, SlotState
 from holdfast.trainer.flusher.plan import SlotKey, SlotView
 from holdfast.trainer.staging.slot_table import SlotTable
+from holdfast.trainer.staging.slots import Slot, SlotState
 
 
 @dataclass

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from holdfast.contracts.slots import SlotState
+from holdfast.trainer.staging.slots import SlotState
 
 SlotKey = tuple[int, int, int]
 """(launch, rank, slot number)"""

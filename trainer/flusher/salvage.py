@@ -18,10 +18,10 @@ from typing import Final
 from holdfast.contracts.durable import make_directory, to_json, write_bytes
 from holdfast.contracts.errors import SaveError
 from holdfast.contracts.filesystems import delay_s, refresh
-from holdfast.contracts.slots import SlotState
 from holdfast.trainer.flusher.plan import SlotKey, SlotView, StepGroup
 from holdfast.trainer.flusher.shards import launch_folder, name_shards
 from holdfast.trainer.staging.slot_table import SlotTable
+from holdfast.trainer.staging.slots import SlotState
 
 LISTS_WAIT_S: Final = 60.0
 REFRESH_S: Final = 1.0

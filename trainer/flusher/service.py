@@ -22,7 +22,6 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from holdfast.contracts import wire
-from holdfast.contracts.slots import DATA_OFFSET, SLOTS_PER_RANK, Slot, SlotState
 from holdfast.trainer.flusher.held_slot import HeldSlot
 from holdfast.trainer.flusher.plan import Departures, FlushPlan, SlotKey, StepGroup, plan
 from holdfast.trainer.flusher.rank_connection import RankConnection, open_process
@@ -32,6 +31,7 @@ from holdfast.trainer.flusher.space_guard import Need, SpaceGuard
 from holdfast.trainer.flusher.writer import Finished, Writer
 from holdfast.trainer.mirror.worker import MirrorWorker
 from holdfast.trainer.staging.allocator import Allocator
+from holdfast.trainer.staging.slots import DATA_OFFSET, SLOTS_PER_RANK, Slot, SlotState
 
 TICK_S: Final = 0.1
 SUPERVISOR_SEND_TIMEOUT_S: Final = 5.0

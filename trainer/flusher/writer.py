@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from holdfast.contracts.errors import HoldfastError
-from holdfast.contracts.slots import SlotState
 from holdfast.trainer.flusher.commit import PeerState, report_incomplete
 from holdfast.trainer.flusher.files import Committed, Image, commit_step
 from holdfast.trainer.flusher.held_slot import HeldSlot
@@ -20,6 +19,7 @@ from holdfast.trainer.flusher.shards import ShardList
 from holdfast.trainer.flusher.space_guard import SpaceGuard
 from holdfast.trainer.mirror.worker import MirrorWorker
 from holdfast.trainer.staging.slot_table import SlotTable
+from holdfast.trainer.staging.slots import SlotState
 
 
 @dataclass(frozen=True)

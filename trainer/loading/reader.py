@@ -19,7 +19,6 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.planner import LoadPlanner
 
-from holdfast.contracts.collector import pause_collection
 from holdfast.contracts.digests import digest_of
 from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError
 from holdfast.contracts.manifest import Manifest
@@ -41,6 +40,7 @@ from holdfast.trainer.loading.plain_load import load_plain
 from holdfast.trainer.loading.read import read_wants
 from holdfast.trainer.loading.stock import check_share, load_as_stock, needs_stock
 from holdfast.trainer.loading.targets import Piece, Wants, collect, collect_wholes, place_whole
+from holdfast.trainer.planning.collector import pause_collection
 from holdfast.trainer.planning.metadata import (
     Opened,
     extents_of,

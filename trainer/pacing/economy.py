@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from holdfast.contracts.failures import Failures
+from holdfast.trainer.pacing.failures import Failures
 
 OVERHEAD_MAX: Final = 0.03
 # The assumed hours between failures of one node until the run has seen one. Large published

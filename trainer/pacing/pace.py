@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import time
 
-from holdfast.contracts.failures import Failures, observe_failures
 from holdfast.contracts.history import load_events
 from holdfast.contracts.journal import EventKind
 from holdfast.trainer.metrics import Recorder
 from holdfast.trainer.pacing.cadence import Cadence, Interval
 from holdfast.trainer.pacing.economy import Choice, StepMeter, choose_interval
+from holdfast.trainer.pacing.failures import Failures, observe_failures
 from holdfast.trainer.rank_context import RankContext
 from holdfast.trainer.saver import Saver
 from holdfast.trainer.staging.snapshots import OVERHEAD_MAX, SnapshotRhythm

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 
-from holdfast.contracts.collector import pause_collection
+from holdfast.trainer.planning.collector import pause_collection
 
 # The default limit of a text's length. Texts are mostly names of keys and files.
 TEXT_BYTES_MAX: Final = 1 << 20

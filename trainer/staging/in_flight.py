@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from holdfast.contracts.paths import CheckpointName
-from holdfast.contracts.slots import SlotState
+from holdfast.trainer.staging.slots import SlotState
 from holdfast.trainer.staging.stage import StagedSlot
 
 POLL_S: Final = 0.002

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from holdfast.contracts.slots import Slot
 from holdfast.trainer.planning.layout import LateContent
+from holdfast.trainer.staging.slots import Slot
 
 
 class BackgroundMetadataWriter:

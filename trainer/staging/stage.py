@@ -22,11 +22,11 @@ import torch
 
 from holdfast.contracts import wire
 from holdfast.contracts.errors import SaveError
-from holdfast.contracts.slots import DATA_OFFSET, NO_MORE, SLOTS_PER_RANK, Slot, choose_slot
 from holdfast.trainer.identity import Identity
 from holdfast.trainer.planning.layout import Layout, encode_number, files_of, local_part
 from holdfast.trainer.staging.copying import Copier
 from holdfast.trainer.staging.metadata_writer import BackgroundMetadataWriter
+from holdfast.trainer.staging.slots import DATA_OFFSET, NO_MORE, SLOTS_PER_RANK, Slot, choose_slot
 
 CONNECT_TIMEOUT_S: Final = 30.0
 ANSWER_TIMEOUT_S: Final = 60.0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from holdfast.contracts.flush_forecast import SAVES_RECENT, FlushForecast, forecast_flush
 from holdfast.contracts.journal import Event, EventKind, read_journal
 from holdfast.contracts.paths import AttemptPaths, RunPaths
+from holdfast.workers.flush_forecast import SAVES_RECENT, FlushForecast, forecast_flush
 
 # A save has a line when it is staged and one when it is committed, unless it fails.
 LINES_KEPT_MAX = 4 * SAVES_RECENT

@@ -9,13 +9,13 @@ from typing import Final
 
 from holdfast.contracts.attempt import StopFile, read_document
 from holdfast.contracts.errors import HoldfastError, SchedulerError
-from holdfast.contracts.flush_forecast import stop_lead_s
 from holdfast.contracts.states import Cause
 from holdfast.workers import slurm_client
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.flush_log import FlushLog
 from holdfast.workers.agent.notices.notice import Notice
 from holdfast.workers.agent.signals import Judgement, judge
+from holdfast.workers.flush_forecast import stop_lead_s
 from holdfast.workers.request import warning_lead_s
 
 FILE_POLL_S: Final = 0.5

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
+from holdfast.cli.collector import return_free_memory
 from holdfast.cli.index import choose_root, open_index
 from holdfast.cli.output import AsJson, answer, print_facts, say, warn
-from holdfast.contracts.collector import return_free_memory
 from holdfast.contracts.errors import NotFoundError
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from holdfast.cli.collector import return_free_memory
 from holdfast.cli.index import choose_root, user_name
 from holdfast.cli.output import AsJson, answer, print_table, say, time_text, warn
-from holdfast.contracts.collector import return_free_memory
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import RunPaths

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any, Final
 
-from holdfast.contracts.memory import populate
+from holdfast.trainer.staging.memory import populate
 
 MAGIC: Final = 0x4846534C_00000001
 HEAD_BYTES: Final = 4096

@@ -1,20 +1,10 @@
-"""Settings of Python's garbage collector that avoid needless passes."""
+"""A pause of Python's garbage collector, for code that creates many objects that stay."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 from collections.abc import Iterator
-
-
-def return_free_memory() -> None:
-    """Collect garbage, then exclude all present objects from later collections.
-
-    Call this once a program has imported its modules. Otherwise each full pass scans every object
-    of every module, which delays an answer by a tenth of a second.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 @contextlib.contextmanager
