@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from pathlib import Path
+
+from holdfast.contracts.file_locks import wait_for_lock
 
 
 class FlowLock:
@@ -28,9 +29,5 @@ class FlowLock:
     def try_take(self) -> bool:
         """Try to take the lock; return False if another process holds it."""
         assert self._handle is not None, "use the lock in a with statement"
-        try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        self.is_held = True
-        return True
+        self.is_held = wait_for_lock(self._handle)
+        return self.is_held

@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from holdfast.contracts.agreement import ROUNDS_MAX, NodePort, StatusPort, agree_on_step
-from holdfast.contracts.channel import (
-    ChannelHost,
-    ChannelMember,
-    DismissedError,
+from holdfast.contracts.agreement import (
+    ROUNDS_MAX,
+    NodePort,
+    StatusPort,
+    agree_on_step,
     answer_from_status_table,
 )
+from holdfast.contracts.channel import ChannelHost, ChannelMember, DismissedError
 from holdfast.contracts.errors import AgreementError
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.rank_status import NOWHERE, Proposal

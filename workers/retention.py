@@ -25,7 +25,7 @@ from holdfast.contracts.leases import readers
 from holdfast.contracts.manifest import Manifest, find_damage, read_manifest
 from holdfast.contracts.mirrors import read_record
 from holdfast.contracts.paths import MANIFEST, RunPaths
-from holdfast.contracts.spec import Keep
+from holdfast.contracts.spec_checkpoint import Keep
 
 NEWEST: Final = "the newest"
 

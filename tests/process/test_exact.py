@@ -30,7 +30,7 @@ from holdfast.contracts.journal import EventKind, read_journal
 from holdfast.contracts.keep_rules import kept_by_rules
 from holdfast.contracts.manifest import Manifest, find_damage, read_manifest
 from holdfast.contracts.paths import CheckpointName, RunPaths
-from holdfast.contracts.spec import Keep
+from holdfast.contracts.spec_checkpoint import Keep
 from holdfast.trainer.flusher_supervisor import listener_of
 from holdfast.trainer.loading.reader import load_state
 

@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 from tests.cli_calls import Call
-from tests.runs import RunFolder
+from tests.runs import RunFolder, file_checksum
 
 from holdfast.cli.logs import sorted_logs
 from holdfast.contracts.attempt import Claim, Outcome, Submission, write_document
-from holdfast.contracts.digests import file_checksum
 from holdfast.contracts.durable import to_json
 from holdfast.contracts.goodput import PARTS
 from holdfast.contracts.history import load_history

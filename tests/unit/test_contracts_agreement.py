@@ -16,8 +16,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast.contracts import agreement
-from holdfast.contracts.agreement import NodePort, StatusPort, agree_on_step, consider
-from holdfast.contracts.channel import ChannelHost, ChannelMember, answer_from_status_table
+from holdfast.contracts.agreement import (
+    NodePort,
+    StatusPort,
+    agree_on_step,
+    answer_from_status_table,
+    consider,
+)
+from holdfast.contracts.channel import ChannelHost, ChannelMember
 from holdfast.contracts.errors import AgreementError
 from holdfast.contracts.rank_status import (
     AT_START,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.contracts import leases
-from holdfast.contracts.leases import LEASE_S, is_being_read, readers, reading
+from holdfast.contracts.leases import LEASE_S, readers, reading
 from holdfast.contracts.paths import RunPaths, lease_path, list_leases
 
 NAME = "step-00000010.a0001.l01"
@@ -29,11 +29,11 @@ def test_a_checkpoint_is_held_while_any_reader_reads_it(directory: Path) -> None
         assert holds
         with reading(directory):
             assert len(readers(directory)) == 2
-        assert is_being_read(directory)
-        assert not is_being_read(other)
+        assert readers(directory)
+        assert not readers(other)
         # A listing of checkpoints does not include leases.
         assert RunPaths(directory.parent.parent).list_checkpoints() == [directory, other]
-    assert not is_being_read(directory)
+    assert not readers(directory)
     assert {path.name for path in directory.parent.iterdir()} == {NAME, other.name}
 
 
@@ -49,13 +49,13 @@ def test_a_lease_is_renewed_and_expires_without_renewal(
         while lease.stat().st_mtime < time.time() - LEASE_S:
             assert time.monotonic() < give_up
             time.sleep(0.005)
-        assert is_being_read(directory)
+        assert readers(directory)
     # A killed reader leaves a lease behind, which is deleted after it expires.
     left = lease_path(directory, "node7-4711-1")
     left.touch()
     assert readers(directory) == ["node7-4711-1"]
     os.utime(left, (long_ago, long_ago))
-    assert not is_being_read(directory)
+    assert not readers(directory)
     assert not left.exists()
 
 

@@ -92,8 +92,8 @@ def test_runs_are_the_folders_with_a_spec(tmp_path: Path) -> None:
 
 def test_every_path_of_a_run_is_inside_its_folder(tmp_path: Path) -> None:
     run, attempt = RunPaths(tmp_path), AttemptPaths(tmp_path / "attempts" / "0003")
-    own = [getattr(run, n) for n, v in vars(RunPaths).items() if isinstance(v, property)]
-    own += [getattr(attempt, n) for n, v in vars(AttemptPaths).items() if isinstance(v, property)]
+    own = [getattr(run, name) for name in vars(RunPaths) if not name.startswith("_")]
+    own += [getattr(attempt, name) for name in vars(AttemptPaths) if not name.startswith("_")]
     paths = [path for path in own if isinstance(path, Path)]
     assert len(paths) > 15
     assert len(set(paths)) == len(paths), "two properties return the same path"

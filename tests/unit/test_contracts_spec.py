@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from holdfast.contracts.digests import canonical_json, command_digest, document_digest
-from holdfast.contracts.spec import Checkpointing, Launch, Resources, RunSpec, split_gpus
+from holdfast.contracts.spec import Launch, Resources, RunSpec, split_gpus
+from holdfast.contracts.spec_checkpoint import Checkpointing
 
 
 def make_spec(**changes: Any) -> RunSpec:

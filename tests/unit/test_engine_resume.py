@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.runs import file_checksum
 
 from holdfast.contracts.attempt import RunRecord, write_document
-from holdfast.contracts.digests import file_checksum
 from holdfast.contracts.durable import to_json
 from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.contracts.journal import EventKind, JournalWriter

@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.contracts.attempt import RunRecord
 from holdfast.contracts.paths import CheckpointName
-from holdfast.contracts.spec import Keep
+from holdfast.contracts.spec_checkpoint import Keep
 from holdfast.lineage.clean import clean
 from holdfast.lineage.origins import Origins
 from holdfast.lineage.reasons import explain

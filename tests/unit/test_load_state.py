@@ -27,7 +27,7 @@ from holdfast.contracts.errors import (
     KeyMismatchError,
     NotFoundError,
 )
-from holdfast.contracts.leases import is_being_read
+from holdfast.contracts.leases import readers
 from holdfast.contracts.manifest import FileEntry, Manifest
 from holdfast.contracts.paths import MANIFEST, RunPaths
 from holdfast.trainer import load_checkpoint
@@ -285,13 +285,13 @@ def test_a_checkpoint_of_a_run_has_a_lease_while_it_is_loaded(
     read = os.preadv
 
     def watched(handle: int, buffers: Any, offset: int) -> int:
-        held.append(is_being_read(directory))
+        held.append(bool(readers(directory)))
         return read(handle, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", watched)
     load_checkpoint(directory, model)
     assert set(held) == {is_held}
-    assert not is_being_read(directory)
+    assert not readers(directory)
     assert [path.name for path in directory.parent.iterdir()] == [name]
 
 
@@ -302,7 +302,7 @@ def test_an_uncommitted_checkpoint_of_a_run_is_not_loaded_as_stock_dcp(tmp_path:
     RunPaths(tmp_path / "r").spec.write_text("{}")
     with pytest.raises(NotFoundError, match="never committed or is being deleted"):
         load_checkpoint(directory, model)
-    assert not is_being_read(directory)
+    assert not readers(directory)
     commit(directory)
     assert load_checkpoint(directory, model).restored == 2
 

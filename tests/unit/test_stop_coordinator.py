@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from holdfast.contracts.channel import answer_from_status_table
+from holdfast.contracts.agreement import answer_from_status_table
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.rank_status import Proposal, RankStatusTable
 from holdfast.trainer import stop_coordinator

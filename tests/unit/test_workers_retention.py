@@ -25,7 +25,7 @@ from holdfast.contracts.journal import EventKind
 from holdfast.contracts.leases import reading
 from holdfast.contracts.manifest import find_damage, read_manifest
 from holdfast.contracts.paths import MANIFEST, RunPaths
-from holdfast.contracts.spec import Keep
+from holdfast.contracts.spec_checkpoint import Keep
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers import deletion, operator, retention
 from holdfast.workers.checkpoints import committed_checkpoints

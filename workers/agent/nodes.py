@@ -9,14 +9,9 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, Final
 
+from holdfast.contracts.agreement import answer_from_status_table
 from holdfast.contracts.attempt import Submission, read_claim
-from holdfast.contracts.channel import (
-    CALL_TIMEOUT_S,
-    ChannelMember,
-    DismissedError,
-    Peer,
-    answer_from_status_table,
-)
+from holdfast.contracts.channel import CALL_TIMEOUT_S, ChannelMember, DismissedError, Peer
 from holdfast.contracts.errors import AgreementError, SchedulerError
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.rank_status import Proposal

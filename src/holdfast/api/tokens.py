@@ -9,7 +9,6 @@ only let clients without a token load the server with wrong ones.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import hmac
 import os
@@ -25,10 +24,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from holdfast.contracts.durable import make_directory, to_json, write_bytes
 from holdfast.contracts.errors import NotFoundError, SpecError
+from holdfast.contracts.file_locks import wait_for_lock
 from holdfast.contracts.paths import holdfast_home
 
 FILE: Final = "tokens.json"
 SECRET_BYTES: Final = 32
+# A change takes milliseconds.
+LOCK_S: Final = 60.0
 _TOKEN = re.compile(r"hold_([0-9a-f]{8})_([A-Za-z0-9_-]{43})")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._@-]{0,63}")
 
@@ -149,7 +151,11 @@ class TokenStore:
         lock = self.path.with_suffix(".lock")
         handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            if not wait_for_lock(handle, LOCK_S):
+                raise TimeoutError(
+                    f"{lock}: locked by another process for {LOCK_S:.0f} s; find the process with "
+                    f"`fuser {lock}`"
+                )
             yield
         finally:
             os.close(handle)

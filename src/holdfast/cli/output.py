@@ -16,7 +16,6 @@ from holdfast.cli import exit_status as status
 from holdfast.contracts.errors import (
     CheckpointError,
     HoldfastError,
-    IllegalTransitionError,
     LineageError,
     MirrorError,
     NotFoundError,
@@ -51,8 +50,10 @@ _STATUSES: Final[tuple[tuple[int, tuple[type[HoldfastError], ...]], ...]] = (
     (
         status.REFUSED,
         (
-            *(IllegalTransitionError, PreflightError, RequestConflictError),
-            *(RunConflictError, SchedulerError),
+            PreflightError,
+            RequestConflictError,
+            RunConflictError,
+            SchedulerError,
         ),
     ),
     (status.FAILED, (CheckpointError, RunFailedError, UnreadableRunError)),

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from holdfast.contracts.errors import AgreementError
 from holdfast.contracts.rank_status import AT_START, NOWHERE, Proposal, RankRecord, RankStatusTable
@@ -178,3 +178,27 @@ def consider(status_table: RankStatusTable, record: RankRecord, completed: int) 
                 f"{completed}; check whether the node's agent still runs"
             )
         time.sleep(POLL_S)
+
+
+def answer_from_status_table(
+    status_table: RankStatusTable, question: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Return a member's answer to a question of the stop agreement; None for other questions."""
+    kind = question["kind"]
+    if kind == "newest":
+        return {
+            "step": status_table.newest_entered,
+            "oldest": status_table.oldest_entered,
+            "signal": status_table.signals,
+            "asked": status_table.asked,
+        }
+    if kind == "propose":
+        status_table.propose(question["serial"], question["step"])
+        return {"accepted": status_table.accepts(question["serial"], question["step"])}
+    if kind == "answer":
+        status_table.answer(question["serial"], Proposal(question["state"]))
+        return {}
+    if kind == "announce":
+        status_table.announce_stop(question.get("deadline"))
+        return {"step": NOWHERE}
+    return None

@@ -28,7 +28,7 @@ from typing import Any, Final
 from holdfast.contracts.durable import to_json, write_bytes
 from holdfast.contracts.errors import AgreementError
 from holdfast.contracts.lines import MESSAGE_BYTES_MAX, Line
-from holdfast.contracts.rank_status import NOWHERE, Proposal, RankStatusTable
+from holdfast.contracts.rank_status import Proposal
 from holdfast.contracts.reading import open_regular
 from holdfast.contracts.timeouts import Timeout
 
@@ -65,11 +65,7 @@ class ChannelHost:
         self._joining = threading.Lock()
         self._callers: dict[Line, None] = {}
         self._calling = threading.Lock()
-        document = {
-            "addresses": _own_addresses(),
-            "port": self.port,
-            "token": self._token.hex(),
-        }
+        document = {"addresses": _own_addresses(), "port": self.port, "token": self._token.hex()}
         write_bytes(path, to_json(document), mode=0o600)
         threading.Thread(target=self._accept, name="channel", daemon=True).start()
 
@@ -288,30 +284,6 @@ class ChannelMember:
 
     def close(self) -> None:
         self._line.close()
-
-
-def answer_from_status_table(
-    status_table: RankStatusTable, question: dict[str, Any]
-) -> dict[str, Any] | None:
-    """Return a member's answer to a question of the stop agreement; None for other questions."""
-    kind = question["kind"]
-    if kind == "newest":
-        return {
-            "step": status_table.newest_entered,
-            "oldest": status_table.oldest_entered,
-            "signal": status_table.signals,
-            "asked": status_table.asked,
-        }
-    if kind == "propose":
-        status_table.propose(question["serial"], question["step"])
-        return {"accepted": status_table.accepts(question["serial"], question["step"])}
-    if kind == "answer":
-        status_table.answer(question["serial"], Proposal(question["state"]))
-        return {}
-    if kind == "announce":
-        status_table.announce_stop(question.get("deadline"))
-        return {"step": NOWHERE}
-    return None
 
 
 def _listen(ports: range | None, backlog: int) -> socket.socket:

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import xxhash
@@ -116,14 +115,6 @@ class FileChecksum:
 def checksum_of_blocks(blocks: str) -> str:
     """Return the checksum of a file from its concatenated block digests in hexadecimal."""
     return digest_of(bytes.fromhex(blocks))
-
-
-def file_checksum(path: Path) -> str:
-    """Return the checksum of a whole file, the same as its writer computed."""
-    running = FileChecksum(path.stat().st_size)
-    with open(path, "rb", buffering=0) as stream:
-        _feed(running, stream.fileno(), 0, path.stat().st_size)
-    return running.finish()[0]
 
 
 def range_digest(handle: int, start: int, size_bytes: int) -> str:

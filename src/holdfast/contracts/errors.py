@@ -9,7 +9,6 @@ HoldfastError
 ├── NotFoundError (LookupError)          no such run, attempt or checkpoint
 ├── UnreadableRunError (ValueError)      a run's folder is unreadable or its files are invalid
 ├── ForeignFileError (ValueError)        a link, pipe, device or huge file instead of a normal file
-├── IllegalTransitionError (RuntimeError) a state change that the transition table does not allow
 ├── CheckpointError (RuntimeError)
 │   ├── DamagedCheckpointError           bytes on disk differ from the manifest
 │   ├── KeyMismatchError                 the saved keys and the requested keys differ
@@ -114,10 +113,6 @@ class ForeignFileError(HoldfastError, ValueError):
     def __init__(self, path: object, problem: str) -> None:
         super().__init__(f"{path}: {problem}")
         self.problem = problem
-
-
-class IllegalTransitionError(HoldfastError, RuntimeError):
-    """A state change that the transition table does not allow."""
 
 
 class CheckpointError(HoldfastError, RuntimeError):

@@ -24,14 +24,7 @@ from typing import Any, Final
 
 SECONDS_PER_HOUR: Final = 3600.0
 PARTS: Final = (
-    "queued",
-    "starting",
-    "loading",
-    "training",
-    "lost",
-    "blocked",
-    "hung",
-    "flushing",
+    *("queued", "starting", "loading", "training", "lost", "blocked", "hung", "flushing"),
     "stopped",
 )
 
@@ -119,7 +112,7 @@ class Segment:
     ended_at: float
 
 
-@dataclass(kw_only=True)
+@dataclass
 class _Leg:
     """The steps of one launch, and the seconds that they took.
 
@@ -264,13 +257,13 @@ def _fold(
     has_times = any(one.trained_from is not None for span in spans for one in span.launches)
     for number, given in enumerate(spans):
         span = replace(given, launches=_launches(given, has_times=has_times))
-        kept.go_to(_first(span.submitted_at, span.started_at), "stopped")
+        queued_at = span.started_at if span.submitted_at is None else span.submitted_at
+        kept.go_to(queued_at, "stopped")
         kept.by_span.append(dict.fromkeys(PARTS, 0.0))
         legs += _walk(kept, span, number)
     kept.by_span.append(dict.fromkeys(PARTS, 0.0))
     kept.go_to(kept.until, "stopped")
-    has_ended = bool(spans) and spans[-1].ended_at is not None
-    _find_lost(legs, safe_step if has_ended else None)
+    _find_lost(legs, safe_step if spans and spans[-1].ended_at is not None else None)
     return kept, legs
 
 
@@ -287,7 +280,7 @@ def _launches(span: Span, *, has_times: bool) -> tuple[Launch, ...]:
     if has_times:
         return span.launches
     return tuple(
-        replace(one, trained_from=_first(one.started_at, begins))
+        replace(one, trained_from=begins if one.started_at is None else one.started_at)
         if one.last_step is not None or (one is span.launches[-1] and span.last_step is not None)
         else one
         for one in span.launches
@@ -300,12 +293,11 @@ def _walk(kept: _Account, span: Span, number: int) -> list[_Leg]:
     kept.go_to(begins, "queued")
     if span.started_at is None:
         return []
-    ends = min(_first(span.ended_at, kept.until) or kept.until, kept.until)
+    ends = min(_first(span.ended_at, kept.until), kept.until)
     legs = []
     for launch, after in zip(span.launches, (*span.launches[1:], None), strict=False):
         is_last = after is None
-        over = _first(launch.ended_at, after.started_at if after else None, ends)
-        limit = min(ends, over if over is not None else ends)
+        limit = min(ends, _first(launch.ended_at, after.started_at if after else None, ends))
         kept.go_to(launch.started_at, "starting", limit)
         if launch.trained_from is None:
             # The launch never trained.
@@ -316,7 +308,8 @@ def _walk(kept: _Account, span: Span, number: int) -> list[_Leg]:
         asked = span.stop_requested_at if is_last else None
         trained_until = _first(launch.trained_until, asked, limit)
         window = kept.cursor
-        trained_s = kept.go_to(_earliest(launch.hangs_from, trained_until), "training", limit)
+        worked_until = min(trained_until, _first(launch.hangs_from, trained_until))
+        trained_s = kept.go_to(worked_until, "training", limit)
         held = _overlaps(launch.held, window, kept.cursor)
         held_s = sum(end - begin for begin, end in held)
         pieces = kept.split(held, number, window)
@@ -327,15 +320,7 @@ def _walk(kept: _Account, span: Span, number: int) -> list[_Leg]:
         last_step = launch.last_step
         if last_step is None and is_last:
             last_step = span.last_step
-        legs.append(
-            _Leg(
-                span=number,
-                pieces=pieces,
-                resumed_step=launch.resumed_step,
-                last_step=last_step,
-                trained_s=trained_s - held_s,
-            )
-        )
+        legs.append(_Leg(number, pieces, launch.resumed_step, last_step, trained_s - held_s))
     # Without a recorded launch, the attempt only started. Otherwise the rest is its last flush.
     kept.go_to(ends, "flushing" if span.launches else "starting", ends)
     return legs
@@ -372,10 +357,8 @@ def _find_lost(legs: Sequence[_Leg], safe_step: int | None) -> None:
 
     for leg in legs:
         go_back(leg.resumed_step)
-        if leg.last_step is None:
-            continue
         first = leg.resumed_step or (branch[-1][2] if branch else 0)
-        if leg.last_step > first:
+        if leg.last_step is not None and leg.last_step > first:
             branch.append((leg, first, leg.last_step))
     go_back(safe_step)
     for leg in legs:
@@ -417,10 +400,6 @@ def _costs(hours: float, preempted_hours: float, prices: Prices) -> dict[str, An
     }
 
 
-def _first(*times: float | None) -> float | None:
-    """Return the first time that is not None."""
-    return next((time for time in times if time is not None), None)
-
-
-def _earliest(*times: float | None) -> float | None:
-    return min((time for time in times if time is not None), default=None)
+def _first(*times: float | None) -> float:
+    """Return the first time that is not None. The last one never is."""
+    return next(time for time in times if time is not None)

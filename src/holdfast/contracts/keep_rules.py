@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from typing import Final, Protocol
 
-from holdfast.contracts.spec import Keep
+from holdfast.contracts.spec_checkpoint import Keep
 
 HOUR_S: Final = 3600.0
 

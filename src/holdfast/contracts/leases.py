@@ -64,11 +64,6 @@ def reading(directory: Path) -> Iterator[bool]:
             lease.unlink(missing_ok=True)
 
 
-def is_being_read(directory: Path) -> bool:
-    """Return True if there is a valid lease on the checkpoint in `directory`."""
-    return bool(readers(directory))
-
-
 def readers(directory: Path) -> list[str]:
     """Return the holders of valid leases on a checkpoint, as `host-pid-number`.
 

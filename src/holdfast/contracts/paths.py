@@ -81,74 +81,48 @@ def checkpoint_id(run: str, directory_name: str) -> str:
     return f"{run}:{directory_name}"
 
 
+class _Entry:
+    """A file or folder with a fixed name in the `directory` of its owner."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, owner: AttemptPaths | RunPaths, _kind: type) -> Path:
+        return owner.directory / self._name
+
+
 @dataclass(frozen=True)
 class AttemptPaths:
     """The files of one attempt, in `<root>/<run>/attempts/<NNNN>`."""
 
     directory: Path
 
+    request = _Entry("request.json")
+    submission = _Entry("submission.json")
+    # The count, time and host of the job's submissions.
+    submitting = _Entry("submitting.json")
+    # The time since which an expected job or outcome could not be found.
+    missing = _Entry("missing.json")
+    claim = _Entry("claim.json")
+    channel = _Entry("channel.json")
+    stop = _Entry("stop.json")
+    outcome = _Entry("outcome.json")
+    # The lock for writing the attempt's single `attempt_ended` line.
+    ending_lock = _Entry(".ending.lock")
+    journal = _Entry("journal")
+    # Rank 0's journal, such as the lines `resumed`, `staged` and `committed`.
+    rank_journal = _Entry("journal/rank0.jsonl")
+    heartbeats = _Entry("heartbeats")
+    dumps = _Entry("dumps")
+    logs = _Entry("logs")
+
     @property
     def number(self) -> int:
         return int(self.directory.name)
 
-    @property
-    def request(self) -> Path:
-        return self.directory / "request.json"
-
-    @property
-    def submission(self) -> Path:
-        return self.directory / "submission.json"
-
-    @property
-    def submitting(self) -> Path:
-        """The count, time and host of the job's submissions."""
-        return self.directory / "submitting.json"
-
-    @property
-    def missing(self) -> Path:
-        """The time since which an expected job or outcome could not be found."""
-        return self.directory / "missing.json"
-
-    @property
-    def claim(self) -> Path:
-        return self.directory / "claim.json"
-
-    @property
-    def channel(self) -> Path:
-        return self.directory / "channel.json"
-
-    @property
-    def stop(self) -> Path:
-        return self.directory / "stop.json"
-
-    @property
-    def outcome(self) -> Path:
-        return self.directory / "outcome.json"
-
-    @property
-    def ending_lock(self) -> Path:
-        """The lock for writing the attempt's single `attempt_ended` line."""
-        return self.directory / ".ending.lock"
-
-    @property
-    def journal(self) -> Path:
-        return self.directory / "journal"
-
-    @property
-    def heartbeats(self) -> Path:
-        return self.directory / "heartbeats"
-
-    @property
-    def dumps(self) -> Path:
-        return self.directory / "dumps"
-
     def dump(self, node: int, number: int) -> Path:
         """Return the folder of a node's rank stacks for the `number`-th suspected hang."""
         return self.dumps / f"node-{node:04d}-{number:02d}"
-
-    @property
-    def logs(self) -> Path:
-        return self.directory / "logs"
 
     def node_logs(self, node: int) -> Path:
         return self.logs / f"node-{node:04d}"
@@ -163,11 +137,6 @@ class AttemptPaths:
 
     def node_journal(self, node: int) -> Path:
         return self.journal / f"node-{node:04d}.jsonl"
-
-    @property
-    def rank_journal(self) -> Path:
-        """Rank 0's journal, such as the lines `resumed`, `staged` and `committed`."""
-        return self.journal / "rank0.jsonl"
 
     def heartbeat(self, node: int) -> Path:
         return self.heartbeats / f"node-{node:04d}.json"
@@ -191,84 +160,43 @@ class RunPaths:
 
     directory: Path
 
+    spec = _Entry("spec.json")
+    # A file that reserves disk space. A request that finds the disk full deletes it.
+    reserve = _Entry("reserve")
+    flow_lock = _Entry("flow.lock")
+    # The lock for checking for a pending request and writing a new one.
+    operator_lock = _Entry("operator.lock")
+    # A folder that only the run's user can read.
+    private = _Entry("private")
+    # The values of secret references that were resolved at submission. Mode 0600.
+    secrets = _Entry("private/secrets.json")
+    # The output of a supervisor that was not started by a Prefect worker.
+    flow_log = _Entry("flow.log")
+    journal = _Entry("journal")
+    metrics = _Entry("metrics")
+    # If this file exists, a program that runs without an agent stops.
+    stop_file = _Entry("stop")
+    code = _Entry("code")
+    attempts = _Entry("attempts")
+    # Copies from the mirror of checkpoints whose directories in the run are damaged.
+    fetched = _Entry("fetched")
+    # The default folder of exported checkpoints.
+    exports = _Entry("exports")
+
     @property
     def name(self) -> str:
         return self.directory.name
 
-    @property
-    def spec(self) -> Path:
-        return self.directory / "spec.json"
-
-    @property
-    def reserve(self) -> Path:
-        """A file that reserves disk space. A request that finds the disk full deletes it."""
-        return self.directory / "reserve"
-
-    @property
-    def flow_lock(self) -> Path:
-        return self.directory / "flow.lock"
-
-    @property
-    def operator_lock(self) -> Path:
-        """The lock for checking for a pending request and writing a new one."""
-        return self.directory / "operator.lock"
-
-    @property
-    def private(self) -> Path:
-        """A folder that only the run's user can read."""
-        return self.directory / "private"
-
-    @property
-    def secrets(self) -> Path:
-        """The values of secret references that were resolved at submission. Mode 0600."""
-        return self.private / "secrets.json"
-
-    @property
-    def flow_log(self) -> Path:
-        """The output of a supervisor that was not started by a Prefect worker."""
-        return self.directory / "flow.log"
-
-    @property
-    def journal(self) -> Path:
-        return self.directory / "journal"
-
     def journal_of(self, writer: str) -> Path:
         return self.journal / f"{writer}.jsonl"
-
-    @property
-    def metrics(self) -> Path:
-        return self.directory / "metrics"
 
     def metrics_of(self, attempt: int, launch: int) -> Path:
         """Return the file of the metrics that the program logged in one launch, as JSON lines."""
         return self.metrics / f"a{attempt:04d}.l{launch:02d}.jsonl"
 
     @property
-    def stop_file(self) -> Path:
-        """If this file exists, a program that runs without an agent stops."""
-        return self.directory / "stop"
-
-    @property
-    def code(self) -> Path:
-        return self.directory / "code"
-
-    @property
-    def attempts(self) -> Path:
-        return self.directory / "attempts"
-
-    @property
     def checkpoints(self) -> Path:
         return self.directory / "checkpoints"
-
-    @property
-    def fetched(self) -> Path:
-        """Copies from the mirror of checkpoints whose directories in the run are damaged."""
-        return self.directory / "fetched"
-
-    @property
-    def exports(self) -> Path:
-        """The default folder of exported checkpoints."""
-        return self.directory / "exports"
 
     @property
     def tombstones(self) -> Path:

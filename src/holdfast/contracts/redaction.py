@@ -9,6 +9,7 @@ Other secrets are not recognised.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,9 +22,8 @@ AROUND_BYTES: Final = 20 * 1024
 # A name whose last word is one of these has a secret value.
 _LAST: Final = frozenset(
     (
-        *("token", "secret", "secrets", "password", "passwd", "pwd", "passphrase"),
-        *("apikey", "credential", "credentials", "dsn", "jwt", "authtoken", "accesskey"),
-        *("secretkey",),
+        *("token", "secret", "secrets", "password", "passwd", "pwd", "passphrase", "jwt"),
+        *("apikey", "credential", "credentials", "dsn", "authtoken", "accesskey", "secretkey"),
     )
 )
 _ENDINGS: Final = ("password", "passwd", "secret", "apikey")
@@ -245,14 +245,11 @@ def _find(text: str, secrets: Sequence[str]) -> Iterator[tuple[int, int]]:
             at = text.find(secret, at + len(secret))
     if not _ANY.search(text):
         return
-    for pattern in (_KNOWN, _BEARER, _HEADER):
+    urls = (_URL, _URL_TOKEN) if "://" in text else ()
+    for pattern in (_KNOWN, _BEARER, _HEADER, *urls):
         for match in pattern.finditer(text):
             yield match.span("value")
     yield from _find_keys(text)
-    if "://" in text:
-        for pattern in (_URL, _URL_TOKEN):
-            for match in pattern.finditer(text):
-                yield match.span("value")
     for match in _LOGIN.finditer(text):
         # A numeric user and group is not a login with a password.
         if not _NUMBER.fullmatch(match["value"]):
@@ -296,11 +293,7 @@ def _find_named(text: str) -> Iterator[tuple[int, int]]:
             until = value[1]
         if is_plain:
             spoken_until = value[1]
-    for match in _LISTED.finditer(text):
-        value = _value_after(_WORD_VALUE, text, match)
-        if value and not _NEXT_OPTION.fullmatch(text, *value):
-            yield value
-    for match in _OPTION.finditer(text):
+    for match in itertools.chain(_LISTED.finditer(text), _OPTION.finditer(text)):
         value = _value_after(_WORD_VALUE, text, match)
         if value and not _NEXT_OPTION.fullmatch(text, *value):
             yield value

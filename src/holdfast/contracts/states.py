@@ -1,10 +1,8 @@
-"""The states of attempts and runs, the causes of endings, and the allowed transitions."""
+"""The states of attempts and runs, the causes of endings, and the transitions of attempts."""
 
 from __future__ import annotations
 
 from enum import StrEnum
-
-from holdfast.contracts.errors import IllegalTransitionError
 
 
 class AttemptState(StrEnum):
@@ -78,37 +76,3 @@ ATTEMPT_MOVES: dict[AttemptState, frozenset[AttemptState]] = {
     _A.STOPPING: frozenset({_A.LOST}) | _ENDED_ALIVE,
     **{state: frozenset() for state in (*_ENDED_ALIVE, _A.LOST)},
 }
-
-_R = RunState
-RUN_MOVES: dict[RunState, frozenset[RunState]] = {
-    _R.QUEUED: frozenset(set(_R) - {_R.QUEUED}),
-    _R.RUNNING: frozenset(set(_R) - {_R.RUNNING}),
-    _R.WAITING: frozenset(set(_R) - {_R.WAITING}),
-    _R.PAUSED: frozenset({_R.QUEUED, _R.RUNNING, _R.WAITING, _R.CANCELLED, _R.FAILED}),
-    # `relaunch` continues a failed or cancelled run; a completed run stays completed.
-    _R.COMPLETED: frozenset(),
-    _R.FAILED: frozenset({_R.QUEUED, _R.RUNNING, _R.WAITING, _R.CANCELLED}),
-    _R.CANCELLED: frozenset({_R.QUEUED, _R.RUNNING, _R.WAITING}),
-}
-
-
-def check_attempt_move(old: AttemptState, new: AttemptState) -> None:
-    """Raise `IllegalTransitionError` unless an attempt may go from `old` to `new`."""
-    if new != old and new not in ATTEMPT_MOVES[old]:
-        raise IllegalTransitionError(
-            f"an attempt cannot go from {old} to {new}; "
-            f"from {old} it may go to {_listing(ATTEMPT_MOVES[old])}"
-        )
-
-
-def check_run_move(old: RunState, new: RunState) -> None:
-    """Raise `IllegalTransitionError` unless a run may go from `old` to `new`."""
-    if new != old and new not in RUN_MOVES[old]:
-        raise IllegalTransitionError(
-            f"a run cannot go from {old} to {new}; "
-            f"from {old} it may go to {_listing(RUN_MOVES[old])}"
-        )
-
-
-def _listing(states: frozenset[AttemptState] | frozenset[RunState]) -> str:
-    return ", ".join(sorted(states)) or "no other state, because it has ended"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import stat
 from pathlib import Path
+
+from holdfast.contracts.errors import ForeignFileError
+from holdfast.contracts.file_locks import wait_for_lock
+from holdfast.contracts.reading import open_regular
 
 
 def is_supervised(path: Path) -> bool:
@@ -14,22 +16,11 @@ def is_supervised(path: Path) -> bool:
     The check takes a shared lock for a moment, so two checks do not take each other for a
     supervisor.
     """
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        handle = os.open(path, flags)
-    except OSError:
+        with open(open_regular(path), "rb") as lock:
+            return not wait_for_lock(lock.fileno(), shared=True)
+    except (OSError, ForeignFileError):
         return False
-    try:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            return False
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(handle)
-    return False
 
 
 def lost_supervisor(path: Path) -> bool:

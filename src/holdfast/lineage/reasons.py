@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from holdfast.contracts.keep_rules import kept_by_rules
-from holdfast.contracts.spec import Keep
+from holdfast.contracts.spec_checkpoint import Keep
 from holdfast.lineage.states import CheckpointState
 
 Row = Mapping[str, Any]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from sqlalchemy import Connection, or_, select
 
-from holdfast.contracts.spec import Keep
+from holdfast.contracts.spec_checkpoint import Keep
 from holdfast.contracts.states import AttemptState, RunState
 from holdfast.lineage.find import Row, rows_of
 from holdfast.lineage.reasons import explain

@@ -30,7 +30,8 @@ from holdfast.contracts.manifest import Manifest, find_damage, read_manifest
 from holdfast.contracts.mirrors import read_record
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.reading import is_mine
-from holdfast.contracts.spec import Cost, Keep
+from holdfast.contracts.spec import Cost
+from holdfast.contracts.spec_checkpoint import Keep
 from holdfast.lineage import reports
 from holdfast.workers import exports, operator, verification
 
