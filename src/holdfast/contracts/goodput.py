@@ -293,7 +293,7 @@ def _walk(kept: _Account, span: Span, number: int) -> list[_Leg]:
     kept.go_to(begins, "queued")
     if span.started_at is None:
         return []
-    ends = min(_first(span.ended_at, kept.until), kept.until)
+    ends = min(span.ended_at or kept.until, kept.until)
     legs = []
     for launch, after in zip(span.launches, (*span.launches[1:], None), strict=False):
         is_last = after is None
