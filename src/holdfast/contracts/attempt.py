@@ -38,7 +38,8 @@ from holdfast.contracts.mirrors import Tiers
 from holdfast.contracts.paths import RUN_NAME, AttemptPaths, folder_of
 from holdfast.contracts.reading import read_bounded
 from holdfast.contracts.secrets import EnvironmentValue
-from holdfast.contracts.spec import Checkpointing, Launch, Resources
+from holdfast.contracts.spec import Launch, Resources
+from holdfast.contracts.spec_checkpoint import Checkpointing
 from holdfast.contracts.spec_part import RECORDED
 from holdfast.contracts.spec_supervision import Supervision
 from holdfast.contracts.states import AttemptState, Cause
