@@ -296,34 +296,41 @@ def _walk(kept: _Account, span: Span, number: int) -> list[_Leg]:
     ends = min(span.ended_at or kept.until, kept.until)
     legs = []
     for launch, after in zip(span.launches, (*span.launches[1:], None), strict=False):
-        is_last = after is None
-        limit = min(ends, _first(launch.ended_at, after.started_at if after else None, ends))
-        kept.go_to(launch.started_at, "starting", limit)
-        if launch.trained_from is None:
-            # The launch never trained.
-            kept.go_to(limit, "starting", limit)
-        else:
-            kept.go_to(launch.loads_from, "starting", limit)
-            kept.go_to(launch.trained_from, "loading" if launch.loads_from else "starting", limit)
-        asked = span.stop_requested_at if is_last else None
-        trained_until = _first(launch.trained_until, asked, limit)
-        window = kept.cursor
-        worked_until = min(trained_until, _first(launch.hangs_from, trained_until))
-        trained_s = kept.go_to(worked_until, "training", limit)
-        held = _overlaps(launch.held, window, kept.cursor)
-        held_s = sum(end - begin for begin, end in held)
-        pieces = kept.split(held, number, window)
-        kept.add("training", -held_s)
-        kept.add("blocked", held_s)
-        kept.go_to(trained_until, "hung", limit)
-        kept.go_to(limit, "flushing", limit)
+        over = _first(launch.ended_at, after.started_at if after else None, ends)
+        asked = None if after else span.stop_requested_at
         last_step = launch.last_step
-        if last_step is None and is_last:
+        if last_step is None and after is None:
             last_step = span.last_step
-        legs.append(_Leg(number, pieces, launch.resumed_step, last_step, trained_s - held_s))
+        pieces, trained_s = _walk_launch(kept, launch, number, min(ends, over), asked)
+        legs.append(_Leg(number, pieces, launch.resumed_step, last_step, trained_s))
     # Without a recorded launch, the attempt only started. Otherwise the rest is its last flush.
     kept.go_to(ends, "flushing" if span.launches else "starting", ends)
     return legs
+
+
+def _walk_launch(
+    kept: _Account, launch: Launch, span: int, limit: float, asked: float | None
+) -> tuple[list[tuple[float, float]], float]:
+    """Move the cursor through one launch. Return its periods of training and their seconds."""
+    kept.go_to(launch.started_at, "starting", limit)
+    if launch.trained_from is None:
+        # The launch never trained.
+        kept.go_to(limit, "starting", limit)
+    else:
+        kept.go_to(launch.loads_from, "starting", limit)
+        kept.go_to(launch.trained_from, "loading" if launch.loads_from else "starting", limit)
+    trained_until = _first(launch.trained_until, asked, limit)
+    began_at = kept.cursor
+    worked_until = min(trained_until, _first(launch.hangs_from, trained_until))
+    trained_s = kept.go_to(worked_until, "training", limit)
+    held = _overlaps(launch.held, began_at, kept.cursor)
+    held_s = sum(end - begin for begin, end in held)
+    pieces = kept.split(held, span, began_at)
+    kept.add("training", -held_s)
+    kept.add("blocked", held_s)
+    kept.go_to(trained_until, "hung", limit)
+    kept.go_to(limit, "flushing", limit)
+    return pieces, trained_s - held_s
 
 
 def _overlaps(

@@ -6,7 +6,7 @@ clocks: an operator's request contains the last attempt that existed when it was
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,29 +105,20 @@ class RunHistory:
     @property
     def pending_request(self) -> dict[str, Any] | None:
         """The newest operator request that no later attempt has answered."""
-        last = self.last_asked.number if self.last_asked else 0
-        return next(
-            (
-                event.data
-                for event in reversed(self.events)
-                if event.kind is EventKind.OPERATOR_REQUEST
-                and (event.data.get("after_attempt") or 0) >= last
-            ),
-            None,
-        )
+        return self._newest(EventKind.OPERATOR_REQUEST, lambda after, last: (after or 0) >= last)
 
     @property
     def last_decision(self) -> dict[str, Any] | None:
         """The decision after the last attempt, or None."""
+        return self._newest(EventKind.DECISION, lambda after, last: after == last)
+
+    def _newest(
+        self, kind: EventKind, fits: Callable[[int | None, int], bool]
+    ) -> dict[str, Any] | None:
+        """Return the newest line of `kind` whose `after_attempt` fits to the last attempt."""
         last = self.last_asked.number if self.last_asked else 0
-        return next(
-            (
-                event.data
-                for event in reversed(self.events)
-                if event.kind is EventKind.DECISION and event.data.get("after_attempt") == last
-            ),
-            None,
-        )
+        found = (event.data for event in reversed(self.events) if event.kind is kind)
+        return next((data for data in found if fits(data.get("after_attempt"), last)), None)
 
     @property
     def state(self) -> RunState:

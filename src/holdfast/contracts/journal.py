@@ -51,7 +51,7 @@ GROWER: Final = "elastic.grow"
 
 
 class EventKind(StrEnum):
-    """The kinds of journal lines. `event_book` describes each, and the fields of its `data`."""
+    """The kinds of journal lines. `holdfast_docs.event_book` describes each and its `data`."""
 
     SUPERVISED = "supervised"
     ATTEMPT_RESERVED = "attempt_reserved"
@@ -141,32 +141,36 @@ class JournalWriter:
                 "writes to this file and hangs, or check the file system's lock service"
             )
         try:
-            prefix = self._catch_up()
-            event = Event(
-                writer=self.writer,
-                opening=self._opening,
-                sequence=self._sequence,
-                time=time.time(),
-                kind=kind,
-                data=data,
-            )
-            line = json.dumps(event.model_dump(mode="json"), ensure_ascii=False)
-            # A traceback may contain a file name that is not UTF-8. The line is still written.
-            content = f"{prefix}{line}\n".encode(errors="replace")
-            if len(content) > LINE_BYTES_MAX:
-                raise ValueError(
-                    f"{self.path}: a line of {len(content)} bytes ({kind}), expected at most "
-                    f"{LINE_BYTES_MAX}; shorten its data"
-                )
-            written = os.write(self._handle, content)
-            if written != len(content):
-                raise OSError(f"{self.path}: wrote {written} of {len(content)} bytes")
-            self._size_seen = os.fstat(self._handle).st_size
-            self._sequence += 1
+            event = self._write(kind, data)
         finally:
             fcntl.flock(self._handle, fcntl.LOCK_UN)
         if durable:
             os.fsync(self._handle)
+        return event
+
+    def _write(self, kind: EventKind, data: dict[str, Any]) -> Event:
+        prefix = self._catch_up()
+        event = Event(
+            writer=self.writer,
+            opening=self._opening,
+            sequence=self._sequence,
+            time=time.time(),
+            kind=kind,
+            data=data,
+        )
+        line = json.dumps(event.model_dump(mode="json"), ensure_ascii=False)
+        # A traceback may contain a file name that is not UTF-8. The line is still written.
+        content = f"{prefix}{line}\n".encode(errors="replace")
+        if len(content) > LINE_BYTES_MAX:
+            raise ValueError(
+                f"{self.path}: a line of {len(content)} bytes ({kind}), expected at most "
+                f"{LINE_BYTES_MAX}; shorten its data"
+            )
+        written = os.write(self._handle, content)
+        if written != len(content):
+            raise OSError(f"{self.path}: wrote {written} of {len(content)} bytes")
+        self._size_seen = os.fstat(self._handle).st_size
+        self._sequence += 1
         return event
 
     def close(self) -> None:
@@ -192,7 +196,7 @@ class JournalWriter:
             warnings.warn(
                 f"{self.path}: a crash cut off the last line; it stays as it is, and a new line "
                 "follows it",
-                stacklevel=3,
+                stacklevel=4,
             )
         return "\n" if torn else ""
 

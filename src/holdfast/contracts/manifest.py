@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from math import isfinite
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, BinaryIO, Final, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -318,20 +318,18 @@ def _misfit(directory: Path, entry: FileEntry) -> str | None:
     return None if size == entry.bytes else f"{entry.path}: {size} bytes, expected {entry.bytes}"
 
 
+def _open(directory: Path, entry: FileEntry) -> BinaryIO:
+    return open(open_regular(directory / entry.path, below=directory, follow=True), "rb")
+
+
 def _size_of(directory: Path, entry: FileEntry) -> int:
-    handle = open_regular(directory / entry.path, below=directory, follow=True)
-    try:
-        return os.fstat(handle).st_size
-    finally:
-        os.close(handle)
+    with _open(directory, entry) as stream:
+        return os.fstat(stream.fileno()).st_size
 
 
 def _digest_in(directory: Path, entry: FileEntry, start: int, size: int) -> str:
-    handle = open_regular(directory / entry.path, below=directory, follow=True)
-    try:
-        return range_digest(handle, start, size)
-    finally:
-        os.close(handle)
+    with _open(directory, entry) as stream:
+        return range_digest(stream.fileno(), start, size)
 
 
 def _differing(

@@ -237,10 +237,30 @@ class RankStatusTable:
         return (HEAD_BYTES + local_rank * RECORD_BYTES) // 8
 
 
+class _Word:
+    """One word of a rank's record."""
+
+    def __init__(self, word: _Record) -> None:
+        self._word = word
+
+    def __get__(self, record: RankRecord, _kind: type) -> int:
+        return record._words[record._at + self._word]
+
+
 class RankRecord:
     """One rank's record. Its own process writes it, and the stop coordinator reads it."""
 
     __slots__ = ("_at", "_floats", "_status_table", "_words")
+
+    pid = _Word(_Record.PID)
+    rank = _Word(_Record.RANK)
+    resumed_step = _Word(_Record.RESUMED)
+    completed = _Word(_Record.COMPLETED)
+    entering = _Word(_Record.ENTERING)
+    waiting = _Word(_Record.WAITING)
+    signal = _Word(_Record.SIGNAL)
+    meeting = _Word(_Record.MEETING)
+    asked = _Word(_Record.ASKED)
 
     def __init__(
         self,
@@ -328,39 +348,11 @@ class RankRecord:
             return None
         return [word >> _SERIAL_BITS for word in words]
 
-    @property
-    def meeting(self) -> int:
-        return self._words[self._at + _Record.MEETING]
-
-    @property
-    def asked(self) -> int:
-        return self._words[self._at + _Record.ASKED]
-
     def is_past(self, serial: int, step: int) -> bool:
         """Return True if this rank is in a step after `step` and does not wait on `serial`."""
         if self.waiting == serial:
             return False
         return self.entering > (NOWHERE if step == AT_START else step)
-
-    @property
-    def pid(self) -> int:
-        return self._words[self._at + _Record.PID]
-
-    @property
-    def rank(self) -> int:
-        return self._words[self._at + _Record.RANK]
-
-    @property
-    def resumed_step(self) -> int:
-        return self._words[self._at + _Record.RESUMED]
-
-    @property
-    def completed(self) -> int:
-        return self._words[self._at + _Record.COMPLETED]
-
-    @property
-    def entering(self) -> int:
-        return self._words[self._at + _Record.ENTERING]
 
     @property
     def phase(self) -> Phase:
@@ -387,11 +379,3 @@ class RankRecord:
         """(signal, descriptor) of `offer_stacks`; the signal is 0 without an offer."""
         words, at = self._words, self._at
         return words[at + _Record.STACKS_SIGNAL], words[at + _Record.STACKS_FILE]
-
-    @property
-    def waiting(self) -> int:
-        return self._words[self._at + _Record.WAITING]
-
-    @property
-    def signal(self) -> int:
-        return self._words[self._at + _Record.SIGNAL]

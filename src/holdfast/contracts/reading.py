@@ -75,15 +75,11 @@ def read_bounded(
 
     Also raises `ForeignFileError` for a larger file.
     """
-    handle = open_regular(path, below=below, follow=follow)
-    try:
-        size = os.fstat(handle).st_size
+    with open(open_regular(path, below=below, follow=follow), "rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
         if size > bytes_max:
             raise ForeignFileError(path, f"{size} bytes, expected {bytes_max} or less")
-        with open(handle, "rb", closefd=False) as stream:
-            return stream.read(size)
-    finally:
-        os.close(handle)
+        return stream.read(size)
 
 
 def read_tail(path: Path, bytes_max: int, *, below: Path) -> str:

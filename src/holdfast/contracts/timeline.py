@@ -65,11 +65,7 @@ def launches_of(
         else:
             own[number] = _update(launch, mark)
     for attempt, number, facts in records:
-        launch = found[attempt].get(number, Launch())
-        missing: dict[str, Any] = {
-            key: facts.get(key) for key in RECORDED if getattr(launch, key) is None
-        }
-        found[attempt][number] = replace(launch, **missing)
+        found[attempt][number] = _complete(found[attempt].get(number, Launch()), facts)
     return {
         attempt: tuple(
             replace(launches[number], held=tuple(held.get((attempt, number), ())))
@@ -77,6 +73,14 @@ def launches_of(
         )
         for attempt, launches in found.items()
     }
+
+
+def _complete(launch: Launch, facts: Mapping[str, Any]) -> Launch:
+    """Return the launch with the recorded facts that no line contained."""
+    missing: dict[str, Any] = {
+        key: facts.get(key) for key in RECORDED if getattr(launch, key) is None
+    }
+    return replace(launch, **missing)
 
 
 def spans_of(history: RunHistory) -> list[Span]:
