@@ -36,10 +36,11 @@ from holdfast.contracts.errors import (
 )
 from holdfast.contracts.file_locks import wait_for_lock
 from holdfast.contracts.filesystems import delay_s, revalidate
-from holdfast.contracts.goodput import account, prices_of
+from holdfast.contracts.goodput import account
 from holdfast.contracts.history import AttemptView, RunHistory, load_events, load_history
 from holdfast.contracts.journal import Event, EventKind, JournalWriter
 from holdfast.contracts.paths import AttemptPaths, RunPaths, folder_of
+from holdfast.contracts.prices import prices_of
 from holdfast.contracts.reading import LOCK_FLAGS, open_beneath, read_tail
 from holdfast.contracts.secrets import forget_record
 from holdfast.contracts.states import ATTEMPT_MOVES, AttemptState

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.contracts import goodput
-from holdfast.contracts.goodput import PARTS, Launch, Prices, Span
+from holdfast.contracts.goodput import PARTS, Launch, Span
+from holdfast.contracts.prices import Prices
 from holdfast.contracts.timeline import KINDS, Mark, launches_of
 
 

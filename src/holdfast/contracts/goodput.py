@@ -22,6 +22,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from holdfast.contracts.prices import Prices, costs_of
+
 SECONDS_PER_HOUR: Final = 3600.0
 PARTS: Final = (
     *("queued", "starting", "loading", "training", "lost", "blocked", "hung", "flushing"),
@@ -57,15 +59,6 @@ class Goodput:
     on_demand_cost: float | None
     saved: float | None
     currency: str | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prices:
-    """The price of one GPU hour: the price paid, and the price without preemptions."""
-
-    gpu_hour: float | None = None
-    on_demand_per_gpu_hour: float | None = None
-    currency: str = "USD"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,12 +169,6 @@ class _Account:
             self.by_span[-1][part] += seconds
 
 
-def prices_of(spec: Mapping[str, Any]) -> Prices:
-    """Return the prices in a run's spec, given as plain data."""
-    cost = spec.get("cost") or {}
-    return Prices(**{key: cost[key] for key in Prices.__dataclass_fields__ if key in cost})
-
-
 def account(
     spans: Sequence[Span],
     *,
@@ -210,7 +197,7 @@ def account(
         steps_lost=sum(leg.steps_lost for leg in legs),
         gpu_hours=gpu_s / SECONDS_PER_HOUR,
         preemption_gpu_hours=preempted_s / SECONDS_PER_HOUR,
-        **_costs(gpu_s / SECONDS_PER_HOUR, preempted_s / SECONDS_PER_HOUR, prices or Prices()),
+        **costs_of(gpu_s / SECONDS_PER_HOUR, preempted_s / SECONDS_PER_HOUR, prices or Prices()),
     )
 
 
@@ -392,19 +379,6 @@ def _preemption_gpu_s(
             begun_s = by_span[number]["starting"] + by_span[number]["loading"]
             total_s += span.world_size * begun_s
     return total_s
-
-
-def _costs(hours: float, preempted_hours: float, prices: Prices) -> dict[str, Any]:
-    paid, steady = prices.gpu_hour, prices.on_demand_per_gpu_hour
-    cost = None if paid is None else hours * paid
-    on_demand = None if steady is None else max(0.0, hours - preempted_hours) * steady
-    return {
-        "cost": cost,
-        "preemption_cost": None if paid is None else preempted_hours * paid,
-        "on_demand_cost": on_demand,
-        "saved": None if cost is None or on_demand is None else on_demand - cost,
-        "currency": None if paid is None and steady is None else prices.currency,
-    }
 
 
 def _first(*times: float | None) -> float:

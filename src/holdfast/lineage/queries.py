@@ -12,8 +12,9 @@ from weakref import WeakKeyDictionary
 
 from sqlalchemy import Connection, Engine, Select, func, or_, select
 
-from holdfast.contracts.goodput import Span, account, prices_of, segments
+from holdfast.contracts.goodput import Span, account, segments
 from holdfast.contracts.paths import CheckpointName
+from holdfast.contracts.prices import prices_of
 from holdfast.contracts.states import Cause, RunState
 from holdfast.contracts.timeline import KINDS, Mark, launches_of
 from holdfast.lineage import reports, views

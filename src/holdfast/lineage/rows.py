@@ -9,9 +9,10 @@ from typing import Any, Final
 from holdfast.contracts.attempt import Provenance
 from holdfast.contracts.bounds import TIME_MAX
 from holdfast.contracts.digests import document_digest
-from holdfast.contracts.goodput import account, prices_of
+from holdfast.contracts.goodput import account
 from holdfast.contracts.history import AttemptView, RunHistory
 from holdfast.contracts.journal import Event, EventKind
+from holdfast.contracts.prices import prices_of
 from holdfast.contracts.roots import ensure_root_id
 from holdfast.contracts.states import RunState
 from holdfast.contracts.timeline import safe_step_of, spans_of
