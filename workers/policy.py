@@ -222,25 +222,23 @@ def _committed_steps(history: RunHistory) -> dict[int, int]:
 
     Steps that a rollback removed from the run's branch do not count.
     """
-    steps: dict[int, int] = {}
     excluded = excluded_checkpoints(history.events)
     parsed = [CheckpointName.parse(name) for name in excluded]
     undone = {(name.attempt, name.step) for name in parsed if name is not None}
-
-    def note(attempt: int, step: object) -> None:
-        if isinstance(step, int):
-            steps[attempt] = max(steps.get(attempt, -1), step)
-
+    recorded: list[tuple[int, object]] = []
     for attempt in history.attempts:
-        recorded = [attempt.facts.get("committed_step")]
-        recorded += [attempt.outcome.committed_step] if attempt.outcome else []
-        for step in recorded:
-            if (attempt.number, step) not in undone:
-                note(attempt.number, step)
+        outcome_step = attempt.outcome.committed_step if attempt.outcome else None
+        recorded += [(attempt.number, attempt.facts.get("committed_step"))]
+        recorded += [(attempt.number, outcome_step)]
+    recorded = [pair for pair in recorded if pair not in undone]
     for event in history.events:
         is_commit = event.kind == "committed" and "attempt" in event.data
         if is_commit and event.data.get("checkpoint") not in excluded:
-            note(int(event.data["attempt"]), event.data.get("step"))
+            recorded.append((int(event.data["attempt"]), event.data.get("step")))
+    steps: dict[int, int] = {}
+    for number, step in recorded:
+        if isinstance(step, int):
+            steps[number] = max(steps.get(number, -1), step)
     return steps
 
 

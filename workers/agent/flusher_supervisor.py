@@ -111,30 +111,26 @@ class FlusherSupervisor:
         self._starts += 1
         logs = self._context.attempt.node_logs(self._context.node)
         logs.mkdir(parents=True, exist_ok=True)
-        request = self._context.request
         self._process, ours = start_flusher(
             self._address,
             node=self._context.node,
             nodes=self._context.nodes,
             run=self._context.run.directory,
             log=logs / "flusher.log",
-            budget=request.checkpoint.budget_bytes,
-            env=build_environment(
-                os.environ,
-                self._given(),
-                request.tiers,
-                request.supervision.flush_timeout_s,
-            ),
+            budget=self._context.request.checkpoint.budget_bytes,
+            env=self._environment(),
         )
         self._connection = ours
         self._slots.give_back(ours)
         threading.Thread(target=self._read, args=(ours,), name="flusher", daemon=True).start()
 
-    def _given(self) -> dict[str, str]:
-        """Return the spec's variables without unresolved references, which torchrun refuses."""
-        environment = self._context.request.environment
-        stores = {k: v for k, v in references_in(environment).items() if is_of_store(k)}
-        return {**plain_part(environment), **resolve(stores, self._context.run)[0]}
+    def _environment(self) -> dict[str, str]:
+        """Return the flusher's variables, without unresolved references, which torchrun refuses."""
+        request = self._context.request
+        stores = {k: v for k, v in references_in(request.environment).items() if is_of_store(k)}
+        given = {**plain_part(request.environment), **resolve(stores, self._context.run)[0]}
+        limit_s = request.supervision.flush_timeout_s
+        return build_environment(os.environ, given, request.tiers, limit_s)
 
     def _ask_drain(self, timeout_s: float, lost: Collection[int], mirror: bool) -> bool:
         """Send one drain request; return False if the flusher ended or did not answer in time."""
