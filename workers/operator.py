@@ -34,7 +34,7 @@ from holdfast.contracts.history import (
     pinned_checkpoints,
 )
 from holdfast.contracts.journal import FOREIGN_LOCK_S, GROWER, EventKind, JournalWriter
-from holdfast.contracts.manifest import Manifest, read_manifest
+from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.paths import AttemptPaths, RunPaths, checkpoint_id, has_spec
 from holdfast.contracts.reading import LOCK_FLAGS, is_mine, open_beneath
 from holdfast.contracts.states import RunState
@@ -118,11 +118,11 @@ def pin(paths: RunPaths, checkpoint: str, *, by: str, note: str = "", writer: st
 
     Raises `NotFoundError` if there is none, or if it was deleted before the pin took effect.
     """
-    _committed(paths, checkpoint)
+    _check_committed(paths, checkpoint)
     with JournalWriter(paths.journal_of(writer)) as journal:
         journal.append(EventKind.PINNED, checkpoint=checkpoint, by=by, note=note)
     # A deletion removes the manifest and then looks for pins, so one of the two sees the other.
-    _committed(paths, checkpoint)
+    _check_committed(paths, checkpoint)
     return checkpoint_id(paths.name, checkpoint)
 
 
@@ -244,11 +244,9 @@ def _what_follows(history: RunHistory, action: Action, gpus: int | None) -> str:
     return f"run {run} will not be relaunched ({action})"
 
 
-def _committed(paths: RunPaths, checkpoint: str) -> Manifest:
-    manifest = read_manifest(paths.checkpoint(checkpoint))
-    if manifest is None:
+def _check_committed(paths: RunPaths, checkpoint: str) -> None:
+    if read_manifest(paths.checkpoint(checkpoint)) is None:
         raise NotFoundError(
             f"no committed checkpoint {checkpoint!r} in run {paths.name}; "
             f"list them with `holdfast checkpoints {paths.name}`"
         )
-    return manifest

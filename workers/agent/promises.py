@@ -24,19 +24,21 @@ def judge_completion(events: Iterable[Event], *, launch: int, step: int) -> Endi
     promises = [e.data["text"] for e in mine if e.data.get("promised")]
     left = next((e.data for e in reversed(mine) if e.data.get("has_left")), None)
     if not any(event.kind is EventKind.RESUMED for event in mine):
-        message = "the program ended without a Session: no steps were counted or compared"
-        return Ending(state=AttemptState.COMPLETED, cause=None, evidence=(message,))
+        return _completed("the program ended without a Session: no steps were counted or compared")
     if left is not None:
         is_short = left.get("is_whole") is False
         evidence = (f"the program closed its Session: {left['text']}",) if is_short else ()
-        return Ending(state=AttemptState.COMPLETED, cause=None, evidence=evidence)
+        return _completed(*evidence)
     if not promises:
-        message = (
+        return _completed(
             f"the program ended after step {step}; it had not declared how many steps there are"
         )
-        return Ending(state=AttemptState.COMPLETED, cause=None, evidence=(message,))
     message = (
         f"the program ended with exit status 0 after step {step}, without session.close(), "
         f"although {promises[-1]}; continue from the newest checkpoint with `holdfast relaunch`"
     )
     return Ending(state=AttemptState.FAILED, cause=Cause.USER_ERROR, evidence=(message,))
+
+
+def _completed(*evidence: str) -> Ending:
+    return Ending(state=AttemptState.COMPLETED, cause=None, evidence=evidence)
