@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Answer:
+class CliResult:
     """The result of one call of the command."""
 
     status: int
@@ -21,4 +21,4 @@ class Answer:
         return json.loads(self.out)
 
 
-Call = Callable[..., Answer]
+Call = Callable[..., CliResult]

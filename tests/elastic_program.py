@@ -2,10 +2,10 @@
 
     python -m tests.elastic_program RANKS FOLDER FLUSHER STRIDE
 
-`FOLDER/n<ranks>` is a run, its checkpoints those of the layouts at that number of ranks, one
-launch for each. Beside it lies what the savers held, gathered: every load is compared with
-that to the bit. A layout is saved one optimizer step after the last load into it, so that what is
-loaded later has come through other shapes. With a STRIDE of 4 every fourth pair is loaded.
+`FOLDER/n<ranks>` is a run with a checkpoint, and a launch, for each layout at that number of
+ranks. The gathered state is saved beside it, and every load must be bit-identical to it. A layout
+is saved one optimizer step after the last load into it, so that later loads have passed through
+several layouts. With a STRIDE of 4 every fourth pair is loaded.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def gathered(model: nn.Module, optimizer: AdamW) -> dict[str, Any]:
 def save(
     run: RunPaths, launch: int, flusher: str, model: nn.Module, optimizer: AdamW, mesh: Any
 ) -> Path:
-    """Commit the state as step 1 of `launch`, and write what it was beside the run.
+    """Commit the state as step 1 of `launch`, and write a gathered copy beside the run.
 
     Returns the checkpoint's directory.
     """

@@ -52,7 +52,7 @@ def install(wheel: Path, extra: str, folder: Path) -> None:
 def link(wheel: Path, extra: str, folder: Path) -> None:
     """Create the same environment in a few seconds, with links to our own environment's packages.
 
-    Raises AssertionError where that does not have what the wheel wants; pip checks the result.
+    Raises AssertionError if a package that the wheel requires is missing; pip checks the result.
     """
     _make_empty(folder)
     pip(folder, "install", "-qq", "--no-deps", "--no-index", wheel)

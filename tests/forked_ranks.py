@@ -16,7 +16,7 @@ POLL_S = 0.01
 
 
 def run_ranks(world_size: int, store: Path, act: Callable[[], None]) -> None:
-    """Run `act` on `world_size` ranks to its end; `store` is a new file for them to meet.
+    """Run `act` on `world_size` ranks to its end; `store` is a new file for their rendezvous.
 
     Raises `RuntimeError` when one failed; what it raised is on standard error by then, and the
     others are ended.

@@ -19,7 +19,7 @@ GCP_WAIT_MAX_S = 60.0
 
 
 @dataclass(frozen=True)
-class Asked:
+class RecordedRequest:
     """One request; `port` is the client's."""
 
     method: str
@@ -38,14 +38,14 @@ Reply = tuple[int, dict[str, str], bytes]
 class MetadataServer:
     """Returns for each path a reply, or the result of a function of the request; else 404."""
 
-    answers: dict[str, Reply | Callable[[Asked], Reply]] = field(default_factory=dict)
-    asked: list[Asked] = field(default_factory=list)
+    answers: dict[str, Reply | Callable[[RecordedRequest], Reply]] = field(default_factory=dict)
+    asked: list[RecordedRequest] = field(default_factory=list)
     url: str = ""
 
     def paths(self) -> list[tuple[str, str]]:
         return [(one.method, one.path) for one in self.asked]
 
-    def reply(self, asked: Asked) -> Reply:
+    def reply(self, asked: RecordedRequest) -> Reply:
         self.asked.append(asked)
         found = self.answers.get(f"{asked.method} {asked.path}", (404, {}, b"not found"))
         return found(asked) if callable(found) else found
@@ -66,7 +66,7 @@ def serving(server: S) -> Iterator[S]:
             headers = {name.lower(): value for name, value in self.headers.items()}
             port = int(self.client_address[1])
             status, more, content = server.reply(
-                Asked(self.command, parts.path, query, headers, body, port, time.time())
+                RecordedRequest(self.command, parts.path, query, headers, body, port, time.time())
             )
             with contextlib.suppress(OSError):
                 self.send_response(status)
@@ -116,11 +116,11 @@ class AwsService(MetadataServer):
             f"GET {aws.REBALANCE}": lambda asked: self._say(asked, self.rebalance),
         }
 
-    def _give_token(self, asked: Asked) -> Reply:
+    def _give_token(self, asked: RecordedRequest) -> Reply:
         seconds = asked.headers.get(aws.TTL_HEADER.lower(), "")
         return text_reply(self.token) if seconds.isdigit() else text_reply("", 400)
 
-    def _say(self, asked: Asked, document: dict[str, Any] | None) -> Reply:
+    def _say(self, asked: RecordedRequest, document: dict[str, Any] | None) -> Reply:
         if asked.headers.get(aws.TOKEN_HEADER.lower()) != self.token:
             return text_reply("Unauthorized", 401)
         return text_reply("Not Found", 404) if document is None else json_reply(document)
@@ -140,7 +140,7 @@ class GcpService(MetadataServer):
             self.values[entry] = value
             self._changed.notify_all()
 
-    def _say(self, asked: Asked) -> Reply:
+    def _say(self, asked: RecordedRequest) -> Reply:
         if asked.headers.get("metadata-flavor") != "Google":
             return text_reply("Missing Metadata-Flavor:Google header.", 403)
         entry = asked.path.rpartition("/")[2]
@@ -167,8 +167,8 @@ class AzureService(MetadataServer):
         super().__init__()
         self.name = name
         self.events: list[dict[str, Any]] = []
-        self.started: list[tuple[str, Asked]] = []
-        self.is_hit: Callable[[Asked], bool] = lambda _: True
+        self.started: list[tuple[str, RecordedRequest]] = []
+        self.is_hit: Callable[[RecordedRequest], bool] = lambda _: True
         path = urlsplit(azure.EVENTS).path
         self.answers = {
             f"GET {path}": self._tell,
@@ -191,13 +191,13 @@ class AzureService(MetadataServer):
         }
         self.events = [*self.events, event]
 
-    def _tell(self, asked: Asked) -> Reply:
+    def _tell(self, asked: RecordedRequest) -> Reply:
         if asked.headers.get("metadata") != "true" or "api-version" not in asked.query:
             return text_reply("Bad request", 400)
         events = self.events if self.is_hit(asked) else []
         return json_reply({"DocumentLaunch": 1, "Events": events})
 
-    def _start(self, asked: Asked) -> Reply:
+    def _start(self, asked: RecordedRequest) -> Reply:
         if asked.headers.get("metadata") != "true":
             return text_reply("Bad request", 400)
         for one in json.loads(asked.body)["StartRequests"]:

@@ -144,7 +144,7 @@ def free_ports(count: int) -> list[int]:
 
 
 @dataclass
-class Strike:
+class ProxyFault:
     """A fault at request number `at`, counted from 0.
 
     It happens before the store gets the request, or after the response and before the client
@@ -154,7 +154,7 @@ class Strike:
     at: int
     before: bool
     act: Callable[[], None]
-    has_struck: threading.Event = field(default_factory=threading.Event)
+    has_fired: threading.Event = field(default_factory=threading.Event)
 
 
 class Proxy:
@@ -164,7 +164,7 @@ class Proxy:
         self._upstream_port = upstream_port
         self._lock = threading.Lock()
         self.requests: list[str] = []
-        self.strike: Strike | None = None
+        self.strike: ProxyFault | None = None
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
         threading.Thread(target=self._accept, daemon=True).start()
@@ -174,7 +174,7 @@ class Proxy:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
-    def arm(self, strike: Strike | None) -> None:
+    def arm(self, strike: ProxyFault | None) -> None:
         """Start counting again, with a new fault or none."""
         with self._lock:
             self.requests, self.strike = [], strike
@@ -201,7 +201,7 @@ class Proxy:
                     body = mine.read(_length(head))
                     strike = self._count(head)
                     if strike is not None and strike.before:
-                        strike.has_struck.set()
+                        strike.has_fired.set()
                         strike.act()
                         return
                     upstream.sendall(head + body)
@@ -209,12 +209,12 @@ class Proxy:
                     is_head = head.startswith(b"HEAD")
                     rest = b"" if is_head else _read_body(theirs, answer)
                     if strike is not None:
-                        strike.has_struck.set()
+                        strike.has_fired.set()
                         strike.act()
                         return
                     client.sendall(answer + rest)
 
-    def _count(self, head: bytes) -> Strike | None:
+    def _count(self, head: bytes) -> ProxyFault | None:
         with self._lock:
             number = len(self.requests)
             self.requests.append(head.split(b"\r\n", 1)[0].decode())

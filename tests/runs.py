@@ -251,7 +251,7 @@ class RunFolder:
         directory.rmdir()
 
 
-def storied_run(root: Path) -> Iterator[RunFolder]:
+def build_sample_runs(root: Path) -> Iterator[RunFolder]:
     """Build a run and its fork step by step; yields after every change that a reader could see.
 
     The run has a preemption, a restart in place, a node failure, a pin, a deletion, a rollback,

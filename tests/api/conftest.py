@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from tests.runs import RunFolder, storied_run
+from tests.runs import RunFolder, build_sample_runs
 
 from holdfast.api.app import create_app
 from holdfast.api.connections import CONNECTIONS_MAX, limited_protocol
@@ -124,7 +124,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, patched: pytest.MonkeyPatch) 
 def sample_runs(home: Path) -> dict[str, RunFolder]:
     """The sample run and its fork; the fork is live on a machine that cannot be reached."""
     (home / "runs").mkdir()
-    return {run.name: run for run in storied_run(home / "runs")}
+    return {run.name: run for run in build_sample_runs(home / "runs")}
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import trustme
 from tests.api.conftest import WAIT_S, wait_for
 from tests.postgres import PostgresServer, postgres_server
 from tests.process.local_command import Local
-from tests.runs import RunFolder, storied_run
+from tests.runs import RunFolder, build_sample_runs
 
 from holdfast.lineage.database import upgrade
 
@@ -82,7 +82,7 @@ def test_server_survives_a_database_outage(
     local: Local, database: tuple[PostgresServer, str], api: httpx.Client
 ) -> None:
     server, _ = database
-    *_, fork = storied_run(local.root)
+    *_, fork = build_sample_runs(local.root)
     wait_for(lambda: listed(api, fork))
     known = len(listed(api, fork))
     assert api.get("/api/v1/runs", headers={"Authorization": "Bearer no"}).status_code == 401

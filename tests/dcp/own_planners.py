@@ -24,7 +24,7 @@ from holdfast.trainer.planning.metadata import open_checkpoint
 
 
 def save_planner_examples(testbed: Testbed) -> None:
-    """The four examples of `SavePlanner`, which plan every save anew."""
+    """The four examples of `SavePlanner`, which plan every save again."""
     directory = save(testbed, "rename", RenameOnSave(), flat_state(0), flat_state(1))
     expect(testbed, directory, {f"foo_{key}": value for key, value in flat_state(1).items()})
     directory = save(testbed, "fp16", Fp16(), testbed.state()["model"])

@@ -104,11 +104,11 @@ PARSED: Final = [
 
 
 @pytest.mark.parametrize(("language", "text"), PARSED)
-def test_blocks_parse_in_their_language(language: str, text: str) -> None:
+def test_code_blocks_parse_in_their_language(language: str, text: str) -> None:
     assert PARSERS[language](text) is not None
 
 
-def test_whole_specs_are_valid() -> None:
+def test_complete_specs_in_the_docs_are_valid() -> None:
     found = [tomllib.loads(text) for _, language, text in blocks() if language == "toml"]
     specs = [one for one in found if {"name", "command"} <= one.keys()]
     assert len(specs) >= 3
@@ -116,7 +116,7 @@ def test_whole_specs_are_valid() -> None:
         RunSpec.model_validate(spec)
 
 
-def test_commands_and_options_exist() -> None:
+def test_documented_commands_and_options_exist() -> None:
     found = all_commands()
     assert len(found) > 100
     wrong = [

@@ -29,7 +29,7 @@ BROKEN = """\
 """
 
 
-def test_a_broken_link_or_marker_fails_the_build(tmp_path: Path) -> None:
+def test_broken_link_or_marker_fails_the_build(tmp_path: Path) -> None:
     (tmp_path / "index.md").write_text(BROKEN)
     (tmp_path / "unlisted.md").write_text("# Unlisted\n")
     command = [sys.executable, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q"]

@@ -1,8 +1,8 @@
 """Captures endings: `python -m tests.endings.capture [--only NAME …] [--into FOLDER]`.
 
-Run it from the checkout. Each ending is produced by a real program and what Holdfast saw of it is
-written to `captured/`. Endings that fill a disk or the memory need root; those of jobs start a
-Slurm cluster of their own.
+Run it from the checkout. A real program produces each ending, and Holdfast's observations are
+written to `captured/`. Endings that fill a disk or the memory need root; endings of jobs start a
+Slurm cluster.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def wait_until_written(slots: Sequence[Slot]) -> None:
 
 
 def has_committed(slots: Sequence[Slot]) -> bool:
-    """True when the step was committed, False when it failed; all ranks must say the same."""
+    """True if the step was committed, False if it failed; all ranks must agree."""
     states = {slot.state for slot in slots}
     assert states in ({SlotState.DONE}, {SlotState.FAILED}), states
     return states == {SlotState.DONE}

@@ -118,7 +118,7 @@ class Flow:
         return (self.folder / "flow.log").read_text()
 
     def close(self) -> None:
-        """Leave no job behind, whatever a failed test left running."""
+        """End all jobs, also those that a failed test left running."""
         self.shim.close()
         for view in load_history(self.paths).attempts:
             if view.request is not None and not view.state.is_terminal:

@@ -56,7 +56,7 @@ def play(monkeypatch: pytest.MonkeyPatch, mounted: FileSystem, clock: FakeClock)
 def commit_of_two(
     folder: Path, seen_at_s: float, mounted: FileSystem, patch: pytest.MonkeyPatch, lost: list[int]
 ) -> Manifest:
-    """Node 0 commits a step of two nodes; the part of node 1 is seen at `seen_at_s`."""
+    """Node 0 commits a step of two nodes; the part of node 1 appears at `seen_at_s`."""
     run = RunPaths(folder)
     directory = run.checkpoint(name_of(1))
     make_directory(directory / PARTS)

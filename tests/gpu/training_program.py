@@ -73,7 +73,7 @@ def prepare(kind: str, form: str) -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    # NCCL alone, beside the session's own gloo group; CPU offload needs gloo in the program too.
+    # Only NCCL, beside the session's own gloo group; CPU offload needs gloo in the program too.
     backend = "cpu:gloo,cuda:nccl" if form == "offloaded" else "nccl"
     dist.init_process_group(backend, device_id=device)
     return device

@@ -1,9 +1,8 @@
 """A small program that hangs, or is slow, as its one JSON argument says.
 
-`hangs` maps a launch to (kind, rank, step). `evals` lists (step, seconds, parts): after
-that step an evaluation that takes so long, in so many parts. `stalls` lists (step, rank, seconds,
-kind): a step that one rank is late for. `slow_rank` works `slow_s` longer
-than its peers in each step.
+`hangs` maps a launch to (kind, rank, step). `evals` lists (step, seconds, parts): an evaluation
+of that duration after the step, in that many parts. `stalls` lists (step, rank, seconds, kind):
+one rank is late for the step. `slow_rank` works `slow_s` longer than its peers in each step.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A program whose ranks leave child processes in several ways: `orphan_program.py SETTINGS`.
 
-One in a session of its own, one forked twice so that it is nobody's child, and the workers of a
-DataLoader. The first two ignore SIGTERM and have an empty environment, so that nothing but the
-process tree says whose they are. All are noted in `folder` by launch, rank and kind. A rank of
-the second launch notes the helpers of the first that it still finds, and ends.
+They are one process in a new session, one that is forked twice so that it has no parent, and the
+workers of a DataLoader. The first two ignore SIGTERM and have an empty environment, so that only
+the process tree shows whose they are. All are recorded in `folder` by launch, rank and kind. A
+rank of the second launch records the helpers of the first that are still alive, and ends.
 """
 
 from __future__ import annotations

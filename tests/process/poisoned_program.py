@@ -1,8 +1,8 @@
 """A small program with a poisoned sample: training on it gives a loss that is NaN.
 
-Its settings are one JSON argument: `steps`, `poison` (sample ids), `sleep_s`, and `window`, data
-that is passed over as [first_step, steps]. At its end it trains a second model, without a session
-and with that window from the start, and each rank leaves the digests of both models' weights.
+Its settings are one JSON argument: `steps`, `poison` (sample ids), `sleep_s`, and `window`, the
+skipped data as [first_step, steps]. At its end it trains a second model without a session and with
+that window from the start, and each rank writes the digests of both models' weights.
 """
 
 from __future__ import annotations

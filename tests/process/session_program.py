@@ -53,7 +53,7 @@ def main() -> None:
         directory=settings["directory"],
         best=("loss", "min"),
         **settings.get("fit", {}),
-        planner=Asked() if settings.get("planner") else None,
+        planner=RecordedRequest() if settings.get("planner") else None,
     )
     note_pid(session)
     group = weakref.ref(session._ranks.group) if is_joined else None
@@ -113,7 +113,7 @@ class Scale(nn.Module):
         return inputs * self.factor
 
 
-class Asked(DefaultSavePlanner):
+class RecordedRequest(DefaultSavePlanner):
     """A custom planner that writes its keys beside the records."""
 
     def create_local_plan(self) -> SavePlan:

@@ -3,7 +3,7 @@
     python steady_program.py steps FOLDER COUNT
     python steady_program.py saves FOLDER COUNT
 
-The steps run between two look-ups of files that are not there, for a tracer to find.
+The steps run between two accesses to files that do not exist, as marks for a tracer.
 """
 
 from __future__ import annotations

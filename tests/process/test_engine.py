@@ -82,7 +82,7 @@ def flatten(optimizer: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_a_checkpoint_loads_bit_exact_at_any_world_size(
+def test_checkpoint_loads_bit_exact_at_any_world_size(
     saved: Path, folder: Path, flusher_supervisor: SlotHolder, world_size: int
 ) -> None:
     manifest = read_manifest(saved)

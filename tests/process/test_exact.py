@@ -46,7 +46,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @dataclasses.dataclass(frozen=True)
-class Ran:
+class CompletedRun:
     """A completed run and the output of its launches."""
 
     run: RunPaths
@@ -101,10 +101,10 @@ def wait_for_flusher(run: RunPaths, launch: int) -> None:
         time.sleep(POLL_S)
 
 
-def train(directory: Path, kills: list[int]) -> Ran:
+def train(directory: Path, kills: list[int]) -> CompletedRun:
     """Train to the end, killed within each of the steps `kills`."""
     outputs = [launch(directory, step) for step in kills]
-    return Ran(RunPaths(directory), (*outputs, launch(directory)))
+    return CompletedRun(RunPaths(directory), (*outputs, launch(directory)))
 
 
 def name_of(checkpoint: Path) -> CheckpointName:
@@ -124,12 +124,12 @@ def add_torn_checkpoint(checkpoint: Path, run: RunPaths) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> CompletedRun:
     return train(tmp_path_factory.mktemp("whole") / "run", [])
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+def killed(tmp_path_factory: pytest.TempPathFactory) -> CompletedRun:
     """Killed at a random step; then resumed with nothing but the run folder."""
     folder = tmp_path_factory.mktemp("killed")
     run = RunPaths(folder / "run")
@@ -140,16 +140,16 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     shutil.move(run.directory, folder / "durable")
     shutil.copytree(folder / "durable", run.directory)
     shutil.rmtree(folder / "durable")
-    return Ran(run, (first, launch(run.directory)))
+    return CompletedRun(run, (first, launch(run.directory)))
 
 
-def assert_identical(resumed: Ran, whole: Ran) -> None:
+def assert_identical(resumed: CompletedRun, whole: CompletedRun) -> None:
     for rank in range(RANKS):
         assert resumed.steps(rank) == whole.steps(rank)
         assert resumed.end(rank) == whole.end(rank)
 
 
-def test_full_state_is_restored_bit_identical(whole: Ran, killed: Ran) -> None:
+def test_full_state_is_restored_bit_identical(whole: CompletedRun, killed: CompletedRun) -> None:
     assert_identical(killed, whole)
     assert set(killed.end(0)) > {"model", "moments", "torch", "python", "numpy", "best", "counter"}
     restored = killed.resumes()[-1]["restored"]
@@ -161,7 +161,7 @@ def test_full_state_is_restored_bit_identical(whole: Ran, killed: Ran) -> None:
     ]
 
 
-def test_half_written_checkpoint_is_never_used(killed: Ran) -> None:
+def test_half_written_checkpoint_is_never_used(killed: CompletedRun) -> None:
     step = killed.resumes()[-1]["step"]
     (torn,) = [p for p in killed.run.list_checkpoints() if read_manifest(p) is None]
     assert name_of(torn).step > step
@@ -171,7 +171,7 @@ def test_half_written_checkpoint_is_never_used(killed: Ran) -> None:
         assert manifest is None or find_damage(path, manifest) == []
 
 
-def test_identical_command_resumes_without_extra_arguments(killed: Ran) -> None:
+def test_identical_command_resumes_without_extra_arguments(killed: CompletedRun) -> None:
     first, second = killed.resumes()
     assert (first["checkpoint"], first["step"]) == (None, 0)
     assert second["step"] >= 2 * INTERVAL
@@ -180,20 +180,20 @@ def test_identical_command_resumes_without_extra_arguments(killed: Ran) -> None:
     assert not any("resume" in word for word in first["argv"])
 
 
-def test_resume_needs_only_the_run_folder(killed: Ran) -> None:
+def test_resume_needs_only_the_run_folder(killed: CompletedRun) -> None:
     # The fixture removed everything else.
     name = killed.resumes()[-1]["checkpoint"].partition(":")[2]
     assert (killed.run.directory / "checkpoints" / name / "manifest.json").exists()
     assert killed.end(0)["end"] == STEPS
 
 
-def test_no_rank_gathers_the_whole_state(whole: Ran) -> None:
+def test_no_rank_gathers_the_whole_state(whole: CompletedRun) -> None:
     sizes = [path.stat().st_size for path in whole.newest().glob("*.distcp")]
     assert len(sizes) == RANKS
     assert max(sizes) < 0.6 * sum(sizes)
 
 
-def test_shards_of_two_ranks_load_into_one_process(whole: Ran) -> None:
+def test_shards_of_two_ranks_load_into_one_process(whole: CompletedRun) -> None:
     saved = torch.load(whole.run.directory.parent / "whole.pt")
     model, ema = (
         {key: torch.full_like(value, 7) for key, value in saved[part].items()}
@@ -205,7 +205,7 @@ def test_shards_of_two_ranks_load_into_one_process(whole: Ran) -> None:
         assert all(torch.equal(loaded[key], saved[part][key]) for key in saved[part])
 
 
-def test_stock_dcp_reads_the_checkpoint(whole: Ran, tmp_path: Path) -> None:
+def test_stock_dcp_reads_the_checkpoint(whole: CompletedRun, tmp_path: Path) -> None:
     saved = torch.load(whole.run.directory.parent / "whole.pt")["model"]
     model = exact_program.Net()
     wanted = {"model": model.state_dict()}
@@ -219,7 +219,7 @@ def test_stock_dcp_reads_the_checkpoint(whole: Ran, tmp_path: Path) -> None:
     assert all(torch.equal(one[key], saved[key]) for key in saved)
 
 
-def test_epoch_and_step_do_not_restart(whole: Ran, killed: Ran) -> None:
+def test_epoch_and_step_do_not_restart(whole: CompletedRun, killed: CompletedRun) -> None:
     done = [line["step"] for line in killed.lines(0) if "step" in line]
     resumed = killed.resumes()[-1]["step"]
     again = done.index(resumed + 1, done.index(resumed) + 1)
@@ -229,7 +229,7 @@ def test_epoch_and_step_do_not_restart(whole: Ran, killed: Ran) -> None:
     assert killed.column("epoch")[resumed] == killed.column("epoch")[resumed - 1] >= 1
 
 
-def test_data_is_neither_repeated_nor_reshuffled(whole: Ran, killed: Ran) -> None:
+def test_data_is_neither_repeated_nor_reshuffled(whole: CompletedRun, killed: CompletedRun) -> None:
     for rank in range(RANKS):
         assert killed.column("ids", rank) == whole.column("ids", rank)
     pairs = zip(killed.column("ids", 0), killed.column("ids", 1), strict=True)
@@ -241,14 +241,14 @@ def test_data_is_neither_repeated_nor_reshuffled(whole: Ran, killed: Ran) -> Non
     assert epochs[0] != epochs[1]
 
 
-def test_learning_rate_schedule_continues(whole: Ran, killed: Ran) -> None:
+def test_learning_rate_schedule_continues(whole: CompletedRun, killed: CompletedRun) -> None:
     rates = killed.column("lr")
     assert rates == whole.column("lr")
     assert rates[: SWA_START + 1] == sorted(rates[: SWA_START + 1], reverse=True)
     assert len(set(rates)) > SWA_START
 
 
-def test_gradient_scaler_continues(whole: Ran, killed: Ran) -> None:
+def test_gradient_scaler_continues(whole: CompletedRun, killed: CompletedRun) -> None:
     scales = killed.column("scale")
     assert scales == whole.column("scale")
     assert scales[OVERFLOW_STEP] == scales[OVERFLOW_STEP - 1] / 2
@@ -256,13 +256,15 @@ def test_gradient_scaler_continues(whole: Ran, killed: Ran) -> None:
     assert killed.end(0)["scaler"] == whole.end(0)["scaler"]
 
 
-def test_averaged_weights_are_restored(whole: Ran, killed: Ran) -> None:
+def test_averaged_weights_are_restored(whole: CompletedRun, killed: CompletedRun) -> None:
     for name in ("ema", "swa"):
         assert killed.end(1)[name] == whole.end(1)[name]
         assert killed.end(1)[name] != killed.end(1)["model"]
 
 
-def test_keeping_the_best_checkpoint_also_keeps_the_newest(whole: Ran, killed: Ran) -> None:
+def test_keeping_the_best_checkpoint_also_keeps_the_newest(
+    whole: CompletedRun, killed: CompletedRun
+) -> None:
     assert killed.end(0)["best"] == whole.end(0)["best"]
     manifests = [read_manifest(path) for path in whole.run.list_checkpoints()]
     branch = [manifest for manifest in manifests if isinstance(manifest, Manifest)]
@@ -275,7 +277,7 @@ def test_keeping_the_best_checkpoint_also_keeps_the_newest(whole: Ran, killed: R
 @pytest.mark.slow
 @pytest.mark.parametrize("resumes", [2, 5])
 def test_several_resumes_in_a_row_are_bit_identical(
-    resumes: int, whole: Ran, tmp_path: Path
+    resumes: int, whole: CompletedRun, tmp_path: Path
 ) -> None:
     lot = random.Random(resumes)
     kills = sorted(lot.sample(range(2, STEPS), resumes))

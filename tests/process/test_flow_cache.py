@@ -12,7 +12,7 @@ PROGRAM = Path(__file__).with_name("flow_cache_program.py")
 
 
 def test_two_relaunches_with_the_same_arguments_submit_two_jobs(tmp_path: Path) -> None:
-    # In a process of its own: once a flow has run in a process, Prefect's exit handlers make
+    # In a separate process: once a flow has run in a process, Prefect's exit handlers make
     # every child that it forks exit with status 1, such as a data loader's workers.
     done = subprocess.run(
         [sys.executable, str(PROGRAM), str(tmp_path / "gpt")],

@@ -35,7 +35,7 @@ LOG = logging.getLogger("holdfast.test")
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
-    """An index of its own, on SQLite."""
+    """A separate SQLite index."""
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("HOLDFAST_DATABASE_URL", raising=False)
     with Index() as made:
@@ -65,7 +65,7 @@ def supervise_in_thread(paths: RunPaths, index: Index) -> tuple[threading.Thread
 def wait_for(what: str, is_so: Callable[[], Any]) -> None:
     ends_at = time.monotonic() + WAIT_S
     while not is_so():
-        assert time.monotonic() < ends_at, f"{what} did not come within {WAIT_S} s"
+        assert time.monotonic() < ends_at, f"{what} did not happen within {WAIT_S} s"
         time.sleep(0.05)
 
 

@@ -114,7 +114,7 @@ def test_space_is_requested_before_anything_is_written(
         assert manifest is not None
         assert find_damage(checkpoint(run, 3), manifest) == []
         assert [m["step"] for m in flusher_supervisor.of_kind("full")] == [2, 3]
-        # What was freed is not enough.
+        # The freed space is not enough.
         flusher_supervisor.free_space = lambda: (1, "one byte was freed")
         slot = rank.stage(4, b"d" * 600 * KB, slot=1)
         wait_for(slot, SlotState.FAILED)

@@ -62,9 +62,10 @@ def test_agent_frees_a_full_disk_reports_it_and_training_continues(tmp_path: Pat
 
 
 def _refusals_once_filled(filler: Path, run: LocalRun) -> list[str]:
-    """Leave `LEFT_BYTES` for journals and logs and none for a checkpoint; what was refused.
+    """Leave `LEFT_BYTES` for journals and logs, none for a checkpoint; returns failed saves.
 
-    What a save might free is deleted first: else each would go on in the room of the last but one.
+    Everything that a save could free is deleted first. Otherwise each save would fit into the
+    space of an older one.
     """
     deletion.apply(run.paths, by="tests", writer="cli")
     with open(filler, "ab") as stream, contextlib.suppress(OSError):

@@ -90,7 +90,7 @@ def test_each_kind_of_hang_is_detected_and_the_last_ends_the_attempt(make: Make)
 
 
 @pytest.mark.slow
-def test_a_slow_rank_is_named_before_anything_hangs(make: Make) -> None:
+def test_slow_rank_is_reported_as_straggler(make: Make) -> None:
     run = make(steps=600, sleep_s=0.02, slow_rank=1, slow_s=0.06)
     run.submit()
     (straggler,) = wait_until(lambda: run.events(EventKind.STRAGGLER), "the slow rank's name")

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import text
 from tests.postgres import PostgresServer
-from tests.runs import RunFolder, storied_run
+from tests.runs import RunFolder, build_sample_runs
 
 from holdfast.contracts.errors import NotFoundError
 from holdfast.contracts.journal import EventKind, JournalWriter
@@ -98,7 +98,7 @@ def listed(database: Database, run: str) -> list[views.CheckpointView]:
 def test_no_lock_is_held_while_a_folder_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = next(storied_run(tmp_path / "runs"))
+    folder = next(build_sample_runs(tmp_path / "runs"))
     place = tmp_path / "index.db"
     real, writes = disk.survey, []
 
@@ -118,7 +118,7 @@ def test_no_lock_is_held_while_a_folder_is_read(
 def test_folder_is_read_again_if_another_process_wrote_meanwhile(
     database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    story = storied_run(tmp_path / "runs")
+    story = build_sample_runs(tmp_path / "runs")
     folder = next(story)
     real, looks = disk.survey, []
 
@@ -139,7 +139,7 @@ def test_folder_is_read_again_if_another_process_wrote_meanwhile(
 
 def test_reindex_equals_live_ingest(database: Database, tmp_path: Path) -> None:
     root = tmp_path / "runs"
-    for folder in storied_run(root):
+    for folder in build_sample_runs(root):
         ingest_run(database, folder.paths)
         # The fork also changes the rows of its origin.
         ingest_run(database, RunPaths(root / "gpt"))
@@ -162,7 +162,7 @@ def test_reindex_equals_live_ingest(database: Database, tmp_path: Path) -> None:
 
 def test_sample_run_is_summarised_correctly(database: Database, tmp_path: Path) -> None:
     root = tmp_path / "runs"
-    *_, fork = storied_run(root)
+    *_, fork = build_sample_runs(root)
     reindex(database, root)
     rows = dump(database)
     states = {row["name"]: row["state"] for row in rows["checkpoints"]}
@@ -185,9 +185,11 @@ def test_sample_run_is_summarised_correctly(database: Database, tmp_path: Path) 
     assert {a["command_digest"] for a in shown["attempts"]} == {"d" * 64}
 
 
-def test_checkpoints_oldest_first_with_reasons(database: Database, tmp_path: Path) -> None:
+def test_checkpoints_are_listed_oldest_first_with_keep_reasons(
+    database: Database, tmp_path: Path
+) -> None:
     root = tmp_path / "runs"
-    for _ in storied_run(root):
+    for _ in build_sample_runs(root):
         pass
     reindex(database, root)
     found = listed(database, "gpt")
@@ -206,7 +208,7 @@ def test_checkpoints_oldest_first_with_reasons(database: Database, tmp_path: Pat
 
 def test_ancestry_and_graph_cross_forks_and_deletions(database: Database, tmp_path: Path) -> None:
     root = tmp_path / "runs"
-    for _ in storied_run(root):
+    for _ in build_sample_runs(root):
         pass
     reindex(database, root)
     line = queries.ancestry(database, "gpt-b:step-00000150.a0001.l01")
@@ -241,7 +243,7 @@ def test_ancestry_and_graph_cross_forks_and_deletions(database: Database, tmp_pa
 
 def test_concurrent_ingests_leave_the_same_rows(url: str, tmp_path: Path) -> None:
     root = tmp_path / "runs"
-    story = storied_run(root)
+    story = build_sample_runs(root)
     next(story)
     command = [sys.executable, "-c", INGEST_PROGRAM, url, str(root), str(ROUNDS)]
     processes = [
@@ -276,7 +278,7 @@ def test_ingests_of_partial_folders_in_any_order_end_in_the_same_rows(
 ) -> None:
     root, kept = tmp_path / "runs", tmp_path / "snapshots"
     if not kept.exists():
-        for number, _ in enumerate(storied_run(root)):
+        for number, _ in enumerate(build_sample_runs(root)):
             shutil.copytree(root, kept / f"{number:02d}")
     snapshots = sorted(kept.iterdir())
     _put(snapshots[-1], root)
@@ -362,7 +364,7 @@ def test_runs_and_checkpoints_gone_from_disk_leave_the_index(
         ingest_run(database, folder.paths)
 
 
-def test_hostile_text_is_stored(database: Database, tmp_path: Path) -> None:
+def test_invalid_text_and_numbers_are_stored_safely(database: Database, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, "odd", "8" * 32)
     folder.tell("flow", EventKind.NOTE, text="nul \0 half \udc80")
     with open(folder.paths.journal_of("flow"), "a") as journal:

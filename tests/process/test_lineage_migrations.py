@@ -1,4 +1,4 @@
-"""The schema can be removed and filled again from disk, and it refuses what cannot be."""
+"""The schema can be removed and refilled from disk, and its constraints reject invalid states."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import text
 from tests.postgres import PostgresServer
 from tests.process.test_lineage_ingest import dump
-from tests.runs import storied_run
+from tests.runs import build_sample_runs
 
 from holdfast.contracts.errors import LineageError
 from holdfast.lineage.database import (
@@ -36,9 +36,9 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         yield address
 
 
-def test_a_schema_that_was_removed_is_filled_again_from_disk(url: str, tmp_path: Path) -> None:
+def test_removed_schema_is_refilled_from_disk(url: str, tmp_path: Path) -> None:
     root = tmp_path / "runs"
-    for _ in storied_run(root):
+    for _ in build_sample_runs(root):
         pass
     with open_database(url) as database:
         reindex(database, root)
@@ -72,7 +72,7 @@ def put(database: Database, uid: str, name: str, parent: tuple[str, str] | None)
 
 
 def test_database_constraints_reject_invalid_states(url: str, tmp_path: Path) -> None:
-    for _ in storied_run(tmp_path):
+    for _ in build_sample_runs(tmp_path):
         pass
     a, b = "a" * 32, "b" * 32
     with open_database(url) as database:

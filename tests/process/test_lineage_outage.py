@@ -11,7 +11,7 @@ from typing import Final
 import pytest
 from tests.postgres import postgres_server
 from tests.process.test_lineage_ingest import clear, dump
-from tests.runs import storied_run
+from tests.runs import build_sample_runs
 
 from holdfast.lineage.database import open_database, upgrade
 from holdfast.lineage.reindex import reindex
@@ -58,7 +58,7 @@ print("away", away, flush=True)
 @pytest.mark.slow
 def test_rows_after_outages_equal_rows_without_outages(tmp_path: Path) -> None:
     root, kept = tmp_path / "runs", tmp_path / "snapshots"
-    for number, _ in enumerate(storied_run(root)):
+    for number, _ in enumerate(build_sample_runs(root)):
         shutil.copytree(root, kept / f"{number:02d}")
     snapshots = [str(path) for path in sorted(kept.iterdir())]
     with postgres_server() as server, server.database() as url:

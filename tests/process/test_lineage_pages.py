@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from tests.postgres import PostgresServer
-from tests.runs import T0, RunFolder, storied_run
+from tests.runs import T0, RunFolder, build_sample_runs
 
 from holdfast.contracts.errors import NotFoundError, QueryError
 from holdfast.contracts.states import RunState
@@ -34,7 +34,7 @@ def database(
     """An index of the sample run, its fork, and three runs that just started, for all tests."""
     folder = tmp_path_factory.mktemp("pages")
     root = folder / "runs"
-    for _ in storied_run(root):
+    for _ in build_sample_runs(root):
         pass
     for number, uid in enumerate("cde"):
         RunFolder(root, f"later-{uid}", uid * 32, created_at=T0 + 1000 + number // 2)
@@ -169,7 +169,7 @@ def test_invalid_cursors_limits_and_names_are_refused(database: Database) -> Non
         pages.list_events(database, "nobody")
 
 
-def test_nodes_curves_and_comparison(database: Database) -> None:
+def test_nodes_metrics_and_comparison_are_returned(database: Database) -> None:
     (node,) = list_nodes(database).items
     assert (node["host"], node["attempts"], node["failures"]) == ("node-a", 4, 1)
     assert node["faults"] == {"node_failure": 1}

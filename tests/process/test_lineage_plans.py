@@ -1,4 +1,4 @@
-"""No query without an index, shown by the plans of the databases themselves."""
+"""Every query uses an index, according to the databases' query plans."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sqlalchemy import event
 from tests.postgres import PostgresServer
-from tests.runs import T0, RunFolder, storied_run
+from tests.runs import T0, RunFolder, build_sample_runs
 
 from holdfast.contracts.states import RunState
 from holdfast.lineage import models, pages, queries
@@ -31,7 +31,7 @@ Statement = tuple[str, Any]
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
-    for _ in storied_run(tmp_path / "runs"):
+    for _ in build_sample_runs(tmp_path / "runs"):
         pass
     if request.param == "sqlite":
         with open_database(f"sqlite:///{tmp_path / 'index.db'}") as opened:
@@ -45,7 +45,7 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Databas
 
 
 def questions(database: Database, root: Path) -> list[Callable[[], object]]:
-    """Everything that is ever asked, with every filter and from a later page."""
+    """All queries of the product, with every filter and from a later page."""
     runs = pages.RunFilter(
         states=(RunState.COMPLETED,), search="g", created_from=T0, created_to=T0 + 9, root=root
     )
@@ -89,7 +89,7 @@ def questions(database: Database, root: Path) -> list[Callable[[], object]]:
 
 
 def collect(database: Database, ask: Callable[[], object]) -> list[Statement]:
-    """The statements that a question sends, with their parameters."""
+    """The statements that a query sends, with their parameters."""
     said: list[Statement] = []
 
     def note(_c: Any, _k: Any, statement: str, parameters: Any, _x: Any, many: bool) -> None:
@@ -105,11 +105,11 @@ def collect(database: Database, ask: Callable[[], object]) -> list[Statement]:
 
 
 def full_scans(database: Database, statement: Statement) -> list[str]:
-    """Where the plan of a statement reads a whole table of ours."""
+    """The parts of a statement's plan that read a whole table of ours."""
     with database.writing() as connection:
         if database.is_postgresql:
-            # Tables of a few rows are read whole for good reasons: what is asked is whether an
-            # index would serve once they are large.
+            # Full scans of small tables are fine; the test is whether an index would be used for
+            # large ones.
             connection.exec_driver_sql("SET LOCAL enable_seqscan = off")
             plan = connection.exec_driver_sql(f"EXPLAIN (FORMAT JSON) {statement[0]}", statement[1])
             found = plan.scalar()
@@ -125,7 +125,7 @@ def full_scans(database: Database, statement: Statement) -> list[str]:
 
 
 def is_table(name: str, line: str) -> bool:
-    """True when a line of SQLite's plan reads a table of ours, whatever it is called, whole."""
+    """True if a line of SQLite's plan is a full scan of one of our tables, also by its alias."""
     return "USING" not in line and (name in TABLES or name in {"source", "older"})
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.mirrors import PART_BYTES, SIZES, UID, WAIT_S, fork_server, make_checkpoint, push, start
-from tests.object_store import BUCKET, ObjectStore, Proxy, Strike
+from tests.object_store import BUCKET, ObjectStore, Proxy, ProxyFault
 
 from holdfast.contracts.errors import DamagedCheckpointError, MirrorError
 from holdfast.contracts.manifest import find_damage, read_manifest
@@ -131,9 +131,9 @@ def kill(children: list[BaseProcess]) -> None:
 def kill_uploads(
     cases: list[tuple[int, bool]], s3: ObjectStore, proxy: Proxy, tmp_path: Path
 ) -> list[str]:
-    """For each (request, before): kill an uploader there, look, and finish in another process.
+    """For each (request, before): kill an uploader there, check, and finish in another process.
 
-    Returns the verbs of the requests that were struck; "none" where the upload had fewer.
+    Returns the HTTP methods of the requests with a kill; "none" if the upload had fewer requests.
     """
     location = f"s3://{BUCKET}/{tmp_path.name}/r.{UID}"
     store, context = open_store(location), fork_server()
@@ -142,11 +142,11 @@ def kill_uploads(
     for step, (at, before) in enumerate(cases, start=2):
         directory = make_checkpoint(tmp_path / "r", step)
         children: list[BaseProcess] = []
-        strike = Strike(at, before, partial(kill, children))
+        strike = ProxyFault(at, before, partial(kill, children))
         proxy.arm(strike)
         children.append(start(context, push, s3.environment(proxy.port), location, directory))
         children[0].join(WAIT_S)
-        is_struck = strike.has_struck.is_set()
+        is_struck = strike.has_fired.is_set()
         assert children[0].exitcode == (-signal.SIGKILL if is_struck else 0)
         verbs.append(proxy.requests[at].split(" ")[0] if is_struck else "none")
         proxy.arm(None)
@@ -193,13 +193,13 @@ def test_requests_with_lost_responses_are_retried(
     store = open_store(location)
     at, before, step = 0, False, 1
     while True:
-        strike = Strike(at, before, lambda: None)
+        strike = ProxyFault(at, before, lambda: None)
         proxy.arm(strike)
         send(store, make_checkpoint(tmp_path / "r", step), QUICK)
         proxy.arm(None)
         assert mirror.verify(store, str(name_of(step)))["ok"]
         step += 1
-        if not strike.has_struck.is_set():
+        if not strike.has_fired.is_set():
             break
         at, before = (at, True) if not before else (at + 1, False)
     assert at > 10

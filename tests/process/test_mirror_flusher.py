@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from tests.flusher_supervisor import FakeRank, SlotHolder, wait_for, wait_until
-from tests.object_store import ACCESS_KEY, BUCKET, ObjectStore, Proxy, Strike
+from tests.object_store import ACCESS_KEY, BUCKET, ObjectStore, Proxy, ProxyFault
 from tests.process.local_runs import LocalRun
 
 from holdfast.contracts.history import load_events
@@ -43,12 +43,12 @@ def test_replacement_of_a_killed_flusher_finishes_the_mirror_copy(
     environment = {**s3.environment(proxy.port), **tiers.to_environment()}
     flusher_supervisor = SlotHolder(socket_name(), environment=environment, run=run)
     # The first requests are the tombstone, the list, the file and its size; killed at the fourth.
-    strike = Strike(3, True, flusher_supervisor.process.kill)
+    strike = ProxyFault(3, True, flusher_supervisor.process.kill)
     proxy.arm(strike)
     try:
         rank = FakeRank(flusher_supervisor, run)
         wait_for(rank.stage(7, b"x" * 50_000), SlotState.DONE)
-        assert strike.has_struck.wait(WAIT_S)
+        assert strike.has_fired.wait(WAIT_S)
         flusher_supervisor.kill()
         proxy.arm(None)
         assert read_record(run / "checkpoints" / NAME) is None
@@ -75,7 +75,7 @@ def test_unreachable_mirror_delays_no_save_and_is_reported(tmp_path: Path) -> No
         answer = flusher_supervisor.drain(1.0, mirror=True)
         assert "step-00000009.a0001.l01" in answer["unmirrored"]
         assert flusher_supervisor.drain(WAIT_S)["unmirrored"] == [], (
-            "without the word it is not waited for"
+            "a drain must not wait for the mirror unless asked"
         )
         wait_until(lambda: told(run, EventKind.MIRROR_FAILED), "what was passed over", WAIT_S)
         assert "step-00000002.a0001.l01" in told(run, EventKind.MIRROR_FAILED)

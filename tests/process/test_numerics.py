@@ -41,7 +41,7 @@ def poisoned(root: Path, on_nan: str, **settings: Any) -> LocalRun:
 
 
 def ids_of(run: LocalRun) -> dict[tuple[int, int], list[int]]:
-    """The sample ids of each (rank, step), as it was trained last."""
+    """The sample ids of each (rank, step), as trained last."""
     found = {}
     for path in sorted(run.paths.directory.glob("ids-*.jsonl")):
         rank = int(path.stem.rpartition("rank")[2])
@@ -52,7 +52,7 @@ def ids_of(run: LocalRun) -> dict[tuple[int, int], list[int]]:
 
 
 def test_rollback_equals_a_run_that_skipped_the_bad_data(tmp_path: Path) -> None:
-    """Bit for bit; one of the two ranks saw the NaN first, and both left."""
+    """The weights are bit-identical. One of the two ranks saw the NaN first, and both exited."""
     run = poisoned(tmp_path / "a", "rollback")
     attempt = run.submit()
     try:
@@ -80,7 +80,7 @@ def test_rollback_equals_a_run_that_skipped_the_bad_data(tmp_path: Path) -> None
     (back,) = run.events(EventKind.ROLLED_BACK)
     assert CheckpointName.parse(back.data["to"]) == CheckpointName(GOOD_STEP, 1, 1)
     assert back.data["skip"] == [WINDOW]
-    # The abandoned branch stays on disk, marked; the new one has its steps again.
+    # The abandoned branch stays on disk, marked; the new one repeats its steps.
     excluded = excluded_checkpoints(run.history().events)
     assert excluded == {str(CheckpointName(30, 1, 1))}
     kept = committed(run)
@@ -90,7 +90,7 @@ def test_rollback_equals_a_run_that_skipped_the_bad_data(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_on_nan_stop_excludes_checkpoints_near_the_bad_step(tmp_path: Path) -> None:
-    """A checkpoint right after the bad loss is marked, and the policy does not go on by itself."""
+    """A checkpoint right after the bad loss is excluded, and the policy does not relaunch."""
     run = poisoned(tmp_path / "a", "stop")
     run.submit()
     try:
@@ -108,7 +108,7 @@ def test_on_nan_stop_excludes_checkpoints_near_the_bad_step(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_second_nan_at_the_same_step_stops_the_run(tmp_path: Path) -> None:
-    """Every sample is poisoned from some step on: other data does not help."""
+    """Every sample is poisoned from some step on, so skipping data does not help."""
     every = [int(i) for step in range(BAD_STEP, STEPS + 20) for i in ORDER.step_ids(step)]
     run = poisoned(tmp_path / "a", "rollback", poison=every)
     run.submit()

@@ -1,4 +1,4 @@
-"""No process outlives the launch that started it, nor the attempt, however it hid itself."""
+"""No child process outlives its launch or the attempt, even if it hides."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def names_of(launch: int) -> list[str]:
 def test_orphans_of_ranks_are_killed_before_a_restart_and_at_the_end(
     tmp_path: Path,
 ) -> None:
-    """One rank is killed while all helpers live; then the ranks end, and their helpers do not."""
+    """First a rank is killed while all helpers live; later the ranks exit but their helpers not."""
     folder = tmp_path / "noted"
     folder.mkdir()
     run = LocalRun(tmp_path / "root", gpus=RANKS, program=PROGRAM, folder=str(folder))
@@ -36,7 +36,7 @@ def test_orphans_of_ranks_are_killed_before_a_restart_and_at_the_end(
     finally:
         run.end_all()
     assert view.state is AttemptState.COMPLETED
-    # What a rank of the second launch found of the first, before it did anything else.
+    # The helpers of the first launch that a rank of the second one found at its start.
     assert [(folder / f"left-2-{rank}.txt").read_text() for rank in range(RANKS)] == ["", ""]
     noted = {path.stem for path in folder.glob("2-*.json")}
     assert noted == set(names_of(2))

@@ -1,4 +1,4 @@
-"""Pipeline stages save together: a folder for each, one manifest over all, stock DCP reads each."""
+"""Pipeline stages save together: a folder per stage that stock DCP reads, and one manifest."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ def test_each_pipeline_stage_has_a_stock_dcp_folder_under_one_manifest(tmp_path:
         assert {key for key in metadata.state_dict_metadata if key.startswith("rng.")} == {
             f"rng.rank{2 * stage + rank:05d}" for rank in (0, 1)
         }
-    # What others are given has no stages.
+    # Exports have no stages.
     whole = tmp_path / "whole"
     assert export([str(directory), "--to", "dcp", "--output", str(whole)]) == 0
     for stage in (0, 1):
         expected = torch.load(tmp_path / f"stage{stage}.pt")
-        # What single ranks have for themselves is nobody else's.
+        # State that belongs to single ranks is not shared.
         check_stage(whole, {part: expected[part] for part in expected if part != "rng"})
 
 
 def check_stage(directory: Path, expected: dict[str, Any]) -> None:
-    """Stock DCP loads a stage's folder, bit for bit."""
+    """Stock DCP loads a stage's folder bit-identically."""
     state = {
         part: {k: torch.zeros_like(v) if torch.is_tensor(v) else 0 for k, v in entries.items()}
         for part, entries in expected.items()

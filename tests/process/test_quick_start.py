@@ -22,8 +22,8 @@ COMMAND_S_MAX: Final = 120.0
 TRAINING_S_MAX: Final = 240.0
 
 
-class Tour:
-    """The tutorial's folder, and the commands that were run in it."""
+class QuickStart:
+    """The tutorial's folder, and the commands that run in it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -36,7 +36,7 @@ class Tour:
         }
 
     def run(self, command: str) -> str:
-        """Run a command of the page; it must succeed. Return its standard output."""
+        """Run a command of the page, check that it succeeds, and return its output."""
         done = subprocess.run(
             command,
             shell=True,
@@ -59,7 +59,7 @@ class Tour:
         return [one["step"] for one in json.loads(self.run("holdfast checkpoints tour --json"))]
 
     def pids(self) -> list[str]:
-        """The processes that rank 3 had, in order."""
+        """The pids that rank 3 has had, in order."""
         return re.findall(r"process (\d+)", self.run("holdfast logs tour --rank 3"))
 
     def wait(self, what: str, is_so: Callable[[], bool]) -> None:
@@ -82,8 +82,8 @@ def commands(section: str) -> Iterator[str]:
 
 
 @pytest.fixture
-def tour(tmp_path: Path) -> Iterator[Tour]:
-    one = Tour(tmp_path)
+def tour(tmp_path: Path) -> Iterator[QuickStart]:
+    one = QuickStart(tmp_path)
     yield one
     for run in ("tour", "tour-fork"):
         if (tmp_path / "runs" / run).is_dir():
@@ -100,7 +100,7 @@ def tour(tmp_path: Path) -> Iterator[Tour]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_quick_start_commands_work_as_documented(tour: Tour) -> None:
+def test_quick_start_commands_work_as_documented(tour: QuickStart) -> None:
     text = PAGE.read_text()
     sections = {number: list(commands(section_of(text, number))) for number in range(1, 9)}
     write_files(tour.folder, section_of(text, 2))
@@ -130,7 +130,7 @@ def write_files(folder: Path, section: str) -> None:
         (folder / names[language]).write_text(block)
 
 
-def kill_a_rank(tour: Tour, wanted: list[str]) -> None:
+def kill_a_rank(tour: QuickStart, wanted: list[str]) -> None:
     logs, kill, show, again, checkpoints = wanted
     assert (logs, again) == ("holdfast logs tour --rank 3",) * 2
     assert re.fullmatch(r"kill -9 \d+", kill)
@@ -139,12 +139,12 @@ def kill_a_rank(tour: Tour, wanted: list[str]) -> None:
     tour.wait("another launch", lambda: len(tour.pids()) == 2)
     tour.wait("its first checkpoint", lambda: ".l02" in tour.run(checkpoints))
     assert re.search(r"launch 1 crashed at step \d+ and was restarted in place", tour.run(show))
-    # A snapshot at most a few steps old was committed: none of the page's interval of 100.
+    # The committed checkpoint is a snapshot that is a few steps old, not a save by interval.
     assert any(step % 100 for step in tour.steps())
     assert tour.show()["goodput"]["steps_lost"] < 50
 
 
-def continue_on_two_ranks(tour: Tour, wanted: list[str]) -> None:
+def continue_on_two_ranks(tour: QuickStart, wanted: list[str]) -> None:
     relaunch, show = wanted
     assert relaunch == "holdfast relaunch tour --gpus 2"
     assert "ends after one last checkpoint" in tour.run(relaunch)
@@ -158,7 +158,7 @@ def continue_on_two_ranks(tour: Tour, wanted: list[str]) -> None:
     assert "cancelled   operator   4" in tour.run(show)
 
 
-def look_at_the_lineage(tour: Tour, wanted: list[str]) -> None:
+def look_at_the_lineage(tour: QuickStart, wanted: list[str]) -> None:
     lineage, fork, of_fork, cancel = wanted
     assert "attempt 2 · 2 GPUs" in tour.run(lineage)
     assert "created run tour-fork" in tour.run(fork)
@@ -166,7 +166,7 @@ def look_at_the_lineage(tour: Tour, wanted: list[str]) -> None:
     tour.run(cancel)
 
 
-def open_the_page(tour: Tour, wanted: list[str]) -> None:
+def open_the_page(tour: QuickStart, wanted: list[str]) -> None:
     assert wanted == ["holdfast serve"]
     server = subprocess.Popen(
         ["holdfast", "serve", "--port", "0"],

@@ -1,4 +1,4 @@
-"""A loop over epochs: what checkpoints hold around an epoch's end, and what is refused."""
+"""Loops over epochs: the contents of checkpoints around an epoch end, and refused loops."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Training:
 
 
 def test_checkpoint_of_the_last_step_of_an_epoch_includes_the_epoch_end(tmp_path: Path) -> None:
-    """Ten samples by four are epochs of 3, 2 and 3 steps; a save is due after each step."""
+    """Ten samples in batches of four give epochs of 3, 2 and 3 steps; every step saves."""
     own = Training(tmp_path / "run", interval=1, best=("score", "max"))
     for epoch in own.session.epochs(3):
         for ids in own.session.batches(own.loader):
@@ -125,7 +125,7 @@ def test_rest_of_an_epoch_that_ends_early_is_in_the_next_epoch(tmp_path: Path) -
 
 
 def test_epochs_with_a_custom_length_are_saved(tmp_path: Path) -> None:
-    """Its epochs are of four steps, its data's of two and three: no save waits for an end."""
+    """The program's epochs have four steps, those of its data two and three; no save waits."""
     own = Training(tmp_path / "run", interval=1)
     for epoch in own.session.epochs(3):
         for _ in own.session.steps(4 * (epoch + 1)):
@@ -134,7 +134,7 @@ def test_epochs_with_a_custom_length_are_saved(tmp_path: Path) -> None:
     own.session.close()
     assert own.session.step == 12
     steps = {int(path.name[5:13]) for path in own.run.list_checkpoints()}
-    # The first mistake is found out a step later.
+    # The first error is detected one step later.
     assert set(range(5, 13)) <= steps
 
 
@@ -170,7 +170,7 @@ def test_session_can_be_created_after_a_failed_constructor(tmp_path: Path) -> No
     model = nn.Linear(2, 1)
     with pytest.raises(KeyMismatchError) as caught:
         Session(model, directory=tmp_path / "run")
-    # The exception still holds the frames, and with them the session that was not to be.
+    # The exception still references the frames, and so the session that failed.
     assert caught.value.reshaped
     session = Session(model, directory=tmp_path / "run", exclude=["model", "optimizer"])
     assert session.step == 2

@@ -1,4 +1,4 @@
-"""Programs that no longer fit their checkpoint: renamed, with parts left out, with a part more."""
+"""Programs that no longer fit their checkpoint: renamed, missing or additional parts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_changed_program_resumes_and_the_missing_keys_are_reported(
     assert "model.3.weight to model.exit.weight" in launch.output
     assert losses(launch) == {step: truth[step] for step in range(1, 10)}, "bit for bit"
 
-    # The optimizer begins again, and a factor more has no saved value; 1.0 changes nothing yet.
+    # The optimizer restarts, and an additional factor has no saved value; 1.0 has no effect yet.
     fit = {"exclude": ["optimizer"], "strict": False}
     changed = {"head": "exit", "scale": True, "fit": fit}
     launch = train(run, 11, **changed)
@@ -51,7 +51,7 @@ def test_changed_program_resumes_and_the_missing_keys_are_reported(
     assert told["restored"] == ["model", "scheduler", "rng"]
     assert any("model.scale.factor" in note for note in told["notes"])
 
-    # The same command again: what was left out once is not left out of its own checkpoints.
+    # The same command again: its own checkpoints have the parts that were missing before.
     launch = train(run, 12, **changed)
     assert "continues after step 11" in launch.output
     assert "excluded" not in launch.output

@@ -1,4 +1,4 @@
-"""Sessions whose processes are killed: what was in memory is committed, and one step is lost."""
+"""Sessions with killed processes: the snapshot in memory is committed; at most a step is lost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_killed_ranks_lose_one_step_and_resume_bit_identical(tmp_path: Path) -> 
     with Launch(directory, **settings) as launch:
         assert launch.wait() == 0, launch.output
     (kept,) = (step for step in committed_steps(launch.run) if step < STEPS)
-    # A step that is recorded may have been killed in its last moments, before it was kept.
+    # A recorded step may have been killed at its very end, before its snapshot.
     assert done - 1 <= kept <= done + 1
     manifest = read_manifest(launch.run.list_checkpoints()[0])
     assert manifest is not None
@@ -49,7 +49,7 @@ def test_killed_ranks_lose_one_step_and_resume_bit_identical(tmp_path: Path) -> 
             whole.run, rank
         )
         assert ends_of(launch.run, rank) == ends_of(whole.run, rank)
-    # An orderly end leaves one checkpoint, the last, and no snapshot is committed after it.
+    # A normal end leaves one last checkpoint, and no snapshot is committed after it.
     assert committed_steps(whole.run) == [STEPS]
 
 

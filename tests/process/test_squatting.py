@@ -1,4 +1,4 @@
-"""Another user of the machine gets no weights, no socket and no memory of a run that trains."""
+"""Another user of the machine gets no weights, socket or memory of a running training."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from holdfast.trainer.staging.slots import SLOTS_PER_RANK, Slot, SlotState
 NOBODY = 65534
 WAIT_S = 30.0
 
-# Listens under every name that a run's socket has, had, or might be thought to have, calls every
-# one that it sees, and tries to read the memory of the given processes.
+# Listens at every address that a run's sockets have or had or might have, connects to every one
+# that it sees, and tries to read the memory of the given processes.
 ATTACK = """
 import os, re, select, socket, sys, time
 os.setgroups([]); os.setgid(NOBODY); os.setuid(NOBODY)
@@ -89,14 +89,14 @@ print(repr((sorted(name[1:] for name in taken), loot)), flush=True)
 
 
 def old_guess(run: Path) -> str:
-    """A name that anybody could work out from the run's folder."""
+    """A name that anyone can compute from the run's folder."""
     return f"holdfast-{sha256(str(run).encode()).hexdigest()[:16]}-l01-n0"
 
 
 @contextmanager
 def attacker(*guesses: str) -> Iterator[list[tuple[list[str], list[str]]]]:
-    """Another user's program beside the body; what it took and what it got is in the list after."""
-    # Started as this user, whose Python others may not even read.
+    """Run another user's program during the body; the list then has what it obtained."""
+    # Started as this user, because other users may not be able to read its Python.
     script = ATTACK.replace("NOBODY", str(NOBODY))
     command = [sys.executable, "-I", "-c", script, *guesses, str(WAIT_S * 3)]
     process = subprocess.Popen(
@@ -130,7 +130,7 @@ def test_run_next_to_an_attacker_saves_and_leaks_nothing(tmp_path: Path) -> None
         (flusher,) = (
             c for c in psutil.Process(pid).children() if "holdfast.trainer.flusher" in c.cmdline()
         )
-        # The name of one that died is free: the attacker takes it.
+        # The address of a dead flusher is free, so the attacker takes it.
         flusher.kill()
         assert launch.wait() == 0, launch.output
     ((taken, loot),) = found
@@ -151,7 +151,7 @@ def test_listener_of_another_user_receives_nothing(tmp_path: Path) -> None:
 
 
 class LyingFlusher:
-    """Takes ranks' slots and calls what is sealed written, without writing anything."""
+    """Accepts ranks' slots and reports sealed steps as written, without writing anything."""
 
     def __init__(self, place: Path) -> None:
         with open(place, "wb") as address:

@@ -1,4 +1,4 @@
-"""What a session costs: a step without a save no system call, and a hundred saves no memory."""
+"""The cost of a session: no system call in a step without a save, no memory growth by saves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WAIT_S = 240.0
 
 
 def run(*command: str) -> dict[str, Any]:
-    """What the program printed, run under `command`'s head."""
+    """Run a command and return the JSON that the program printed."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("HOLDFAST_")}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=WAIT_S, env=env, check=False

@@ -40,10 +40,10 @@ def runs(
 
 @pytest.fixture(scope="module")
 def undisturbed(runs: FlowRuns) -> RunPaths:
-    return play(runs, "undisturbed", sizes=())
+    return run_example(runs, "undisturbed", sizes=())
 
 
-def play(runs: FlowRuns, name: str, *, sizes: tuple[int, ...]) -> RunPaths:
+def run_example(runs: FlowRuns, name: str, *, sizes: tuple[int, ...]) -> RunPaths:
     """Run the example to its end; if `sizes` is set, preempt it once and continue at that size."""
     sizes_after = f"elastic.on_preemption={list(sizes or (4,))}"
     watched = (f"supervision.{key}={value}" for key, value in SUPERVISION.items())
@@ -102,7 +102,7 @@ def is_same(a: Any, b: Any) -> bool:
 def test_weights_are_bit_identical_after_preemption_at_the_same_size(
     runs: FlowRuns, undisturbed: RunPaths, tmp_path: Path
 ) -> None:
-    paths = play(runs, "same-size", sizes=(4,))
+    paths = run_example(runs, "same-size", sizes=(4,))
     shown = runs.holdfast("show", "same-size")
     assert [a["world_size"] for a in shown["attempts"]] == [4, 4]
     assert order_of(paths) == order_of(undisturbed)
@@ -116,7 +116,7 @@ def test_weights_are_bit_identical_after_preemption_at_the_same_size(
 def test_data_and_losses_are_the_same_after_preemption_and_resize(
     runs: FlowRuns, undisturbed: RunPaths
 ) -> None:
-    paths = play(runs, "resized-story", sizes=(2,))
+    paths = run_example(runs, "resized-story", sizes=(2,))
     shown = runs.holdfast("show", "resized-story")
     first, second = shown["attempts"]
     assert (first["world_size"], second["world_size"]) == (4, 2)

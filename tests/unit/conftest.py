@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.cli_calls import Answer, Call
+from tests.cli_calls import Call, CliResult
 
 from holdfast.cli.main import main
 
@@ -25,14 +25,14 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def call(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
     """Calls the command in this process."""
 
-    def run(*arguments: object) -> Answer:
+    def run(*arguments: object) -> CliResult:
         monkeypatch.setattr(sys, "argv", ["holdfast", *map(str, arguments)])
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
             main()
         said = capsys.readouterr()
         assert isinstance(ended.value.code, int)
-        return Answer(ended.value.code, said.out, said.err)
+        return CliResult(ended.value.code, said.out, said.err)
 
     return run
 

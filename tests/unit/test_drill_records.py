@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.runs import storied_run
+from tests.runs import build_sample_runs
 
 from holdfast.flows.drills.steps import Place, Records, Step
 from holdfast.flows.drills.target_run import TargetRun
@@ -27,7 +27,9 @@ def test_records_are_read_incrementally_and_torn_lines_are_not_steps(tmp_path: P
 def test_the_resumed_step_is_known_together_with_the_step(
     tmp_path: Path,
 ) -> None:
-    scripted_run = next(run for run in list(storied_run(tmp_path / "runs")) if run.name == "gpt")
+    scripted_run = next(
+        run for run in list(build_sample_runs(tmp_path / "runs")) if run.name == "gpt"
+    )
     line = {"time": 1.0, "step": 151, "loss": 0.5, "ids": "a", "weights": "b"}
 
     class Late(Records):

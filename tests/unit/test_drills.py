@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.runs import DIGEST, RunFolder, storied_run
+from tests.runs import DIGEST, RunFolder, build_sample_runs
 
 from holdfast.contracts.attempt import Claim, Submission, write_document
 from holdfast.contracts.errors import ServiceError, SpecError
@@ -43,7 +43,7 @@ NEWEST = "step-00000200.a0003.l01"
 def scripted_run(tmp_path: Path) -> RunFolder:
     """A run with a preemption, a crash, a lost node, a rollback and a deletion."""
     (tmp_path / "runs").mkdir()
-    return next(run for run in list(storied_run(tmp_path / "runs")) if run.name == "gpt")
+    return next(run for run in list(build_sample_runs(tmp_path / "runs")) if run.name == "gpt")
 
 
 def find_violations(run: RunFolder) -> list[Broken]:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.runs import RunFolder, storied_run
+from tests.runs import RunFolder, build_sample_runs
 
 from holdfast.contracts.errors import LineageError
 from holdfast.lineage import queries
@@ -75,7 +75,7 @@ def test_a_damaged_index_that_cannot_be_moved_is_reported(tmp_path: Path) -> Non
 def testbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RunFolder, Path]:
     """A run with a full history, and the path of its index."""
     (tmp_path / "runs").mkdir()
-    run = next(run for run in list(storied_run(tmp_path / "runs")) if run.name == "gpt")
+    run = next(run for run in list(build_sample_runs(tmp_path / "runs")) if run.name == "gpt")
     path = tmp_path / "index.db"
     monkeypatch.setenv(URL_VARIABLE, f"sqlite:///{path}")
     return run, path

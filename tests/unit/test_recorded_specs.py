@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cli_calls import Answer
+from tests.cli_calls import CliResult
 from tests.histories import record_of, spec_of
 from tests.unit.test_workers_runs import Scheduler, resume, submit
 from typer.testing import CliRunner
@@ -80,11 +80,11 @@ def make_run(
     return paths
 
 
-def call(*words: str) -> Answer:
+def call(*words: str) -> CliResult:
     outcome = CliRunner().invoke(app, list(words))
     if outcome.exception is not None:
         raise outcome.exception
-    return Answer(outcome.exit_code, outcome.stdout, outcome.stderr)
+    return CliResult(outcome.exit_code, outcome.stdout, outcome.stderr)
 
 
 def supervise_once(paths: RunPaths) -> None:
