@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
@@ -40,7 +40,6 @@ from holdfast.lineage.queries import RunRef
 # A run's name, folder name or uid, but never a path.
 RUN_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 LIVE: Final = tuple(state for state in RunState if state.is_live)
-LIVE_PAGES_MAX: Final = 20
 NEWEST_EVENTS_MAX: Final = 200
 STEERING: Final = (EventKind.OPERATOR_REQUEST, EventKind.SUPERVISED)
 SECRETS_MAX: Final = 10_000
@@ -304,17 +303,10 @@ class Store:
         """Return the number of runs in each state."""
         return queries.count_runs(self.index.open())
 
-    def live_runs(self) -> list[Mapping[str, Any]]:
+    def live_runs(self) -> list[views.RunRow]:
         """Return the live runs, newest first."""
-        found: list[Mapping[str, Any]] = []
-        after: str | None = None
-        for _ in range(LIVE_PAGES_MAX):
-            page = self.list_runs(RunFilter(states=LIVE), "created", after, PAGE_MAX)
-            found += page.items
-            after = page.next
-            if after is None:
-                break
-        return found
+        where = RunFilter(states=LIVE)
+        return pages.list_runs(self.index.open(), where, limit=None).items
 
 
 def _page(found: IndexPage[T]) -> Page[T]:

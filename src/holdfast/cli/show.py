@@ -174,16 +174,9 @@ def _attempt_cells(attempt: Mapping[str, Any]) -> tuple[object, ...]:
     steps = None
     if attempt["first_step"] is not None:
         steps = f"{attempt['first_step']}–{attempt['last_step'] or ''}"
-    return (
-        attempt["number"],
-        attempt["state"],
-        attempt["cause"],
-        attempt["world_size"],
-        steps,
-        attempt["resumed_from"],
-        attempt["job_id"],
-        time_text(attempt["started_at"]),
-    )
+    columns = ("number", "state", "cause", "world_size")
+    origin = attempt["resumed_from"], attempt["job_id"], time_text(attempt["started_at"])
+    return (*(attempt[name] for name in columns), steps, *origin)
 
 
 def _print_failures(run: Mapping[str, Any]) -> None:

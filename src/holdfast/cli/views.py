@@ -204,17 +204,9 @@ def refreshed_directory(run: str, root: str | None, database: Any) -> str:
 
 
 def _render_runs(found: list[Mapping[str, Any]]) -> None:
+    columns = ("run", "state", "step", "attempts", "world_size", "cause")
     rows = [
-        (
-            row["run"],
-            row["state"],
-            row["step"],
-            row["attempts"],
-            row["world_size"],
-            row["cause"],
-            time_text(row["created_at"]),
-            row["root"],
-        )
+        (*(row[name] for name in columns), time_text(row["created_at"]), row["root"])
         for row in found
     ]
     print_table(("run", "state", "step", "attempts", "GPUs", "cause", "created", "root"), rows)
@@ -223,13 +215,10 @@ def _render_runs(found: list[Mapping[str, Any]]) -> None:
 
 
 def _render_checkpoints(found: list[Mapping[str, Any]]) -> None:
+    columns = ("id", "step", "state", "reason", "world_size")
     rows = [
         (
-            row["id"],
-            row["step"],
-            row["state"],
-            row["reason"],
-            row["world_size"],
+            *(row[name] for name in columns),
             bytes_text(row["bytes"]),
             seconds_text(row["blocked_s"]),
             seconds_text(row["flush_s"]),
