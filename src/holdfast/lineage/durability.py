@@ -132,26 +132,9 @@ def _read_durability(
 
 def _staged(connection: Connection, run: Row) -> list[views.Node]:
     """Return nodes for the newest launch's saves that are staged but not committed or failed."""
-    columns = EVENTS.c
-    query = (
-        select(columns.kind, columns.data)
-        .where(columns.run_uid == run["uid"])
-        .where(columns.kind.in_([str(EventKind.STAGED), str(EventKind.SAVE_FAILED)]))
-        .order_by(columns.time.desc(), columns.sequence.desc())
-        .limit(STAGED_MAX)
-    )
-    lines = connection.execute(query).all()
-    named = {str(data.get("checkpoint")): data for kind, data in lines if kind == EventKind.STAGED}
-    given_up = {str(data.get("checkpoint")) for kind, data in lines if kind != EventKind.STAGED}
-    there = rows_of(
-        connection,
-        select(CHECKPOINTS.c.name).where(
-            CHECKPOINTS.c.run_uid == run["uid"], CHECKPOINTS.c.name.in_(named)
-        ),
-    )
-    gone = given_up | {row["name"] for row in there}
-    parsed = [name for name in map(CheckpointName.parse, named) if name is not None]
     launch = _newest_launch(connection, run)
+    parsed = [CheckpointName.parse(name) for name in _uncommitted(connection, run)]
+    saves = [one for one in parsed if one is not None and (one.attempt, one.launch) == launch]
     return [
         views.Node(
             id=checkpoint_id(run["run"], str(one)),
@@ -162,9 +145,27 @@ def _staged(connection: Connection, run: Row) -> list[views.Node]:
             pinned=False,
             rolled_back=False,
         )
-        for one in sorted(parsed, key=lambda one: one.step)
-        if (one.attempt, one.launch) == launch and str(one) not in gone
+        for one in sorted(saves, key=lambda one: one.step)
     ]
+
+
+def _uncommitted(connection: Connection, run: Row) -> list[str]:
+    """Return the directory names of the newest saves that were neither committed nor failed."""
+    columns = EVENTS.c
+    query = (
+        select(columns.kind, columns.data)
+        .where(columns.run_uid == run["uid"])
+        .where(columns.kind.in_([str(EventKind.STAGED), str(EventKind.SAVE_FAILED)]))
+        .order_by(columns.time.desc(), columns.sequence.desc())
+        .limit(STAGED_MAX)
+    )
+    lines = [(kind, str(data.get("checkpoint"))) for kind, data in connection.execute(query)]
+    staged = dict.fromkeys(name for kind, name in lines if kind == EventKind.STAGED)
+    failed = {name for kind, name in lines if kind != EventKind.STAGED}
+    names = CHECKPOINTS.c.name
+    there = select(names).where(CHECKPOINTS.c.run_uid == run["uid"], names.in_(staged))
+    gone = failed | set(connection.scalars(there))
+    return [name for name in staged if name not in gone]
 
 
 def _newest_launch(connection: Connection, run: Row) -> tuple[int, int] | None:

@@ -23,7 +23,7 @@ from holdfast.contracts.errors import (
     reading_run,
 )
 from holdfast.contracts.history import check_identity, load_history
-from holdfast.contracts.journal import EventKind
+from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.redaction import redact
 from holdfast.contracts.secrets import known_secrets
@@ -217,23 +217,19 @@ def _write_files(
         connection.execute(
             delete(FILES).where(*matches), [{"uid": uid, "of": str(one.name)} for one in read]
         )
-    upsert(
-        connection,
-        FILES,
-        (
-            {
-                "run_uid": uid,
-                "checkpoint": str(one.name),
-                "number": number,
-                "path": clean(path),
-                "bytes": size,
-                "checksum": clean(checksum),
-            }
-            for one in read
-            for number, (path, size, checksum) in enumerate(one.files or ())
-        ),
-        is_new=not is_known,
+    rows = (
+        {
+            "run_uid": uid,
+            "checkpoint": str(one.name),
+            "number": number,
+            "path": clean(path),
+            "bytes": size,
+            "checksum": clean(checksum),
+        }
+        for one in read
+        for number, (path, size, checksum) in enumerate(one.files or ())
     )
+    upsert(connection, FILES, rows, is_new=not is_known)
 
 
 def _write_lines(
@@ -254,27 +250,28 @@ def _write_lines(
         )
     _sync(connection, JOURNALS, wanted, stored)
     begins = {j.journal: 0 if j.journal in shrunk else counts.get(j.journal, 0) for j in lines}
-    upsert(
-        connection,
-        EVENTS,
-        (
-            clean(
-                {
-                    "run_uid": uid,
-                    "journal": part.journal,
-                    "opening": event.opening,
-                    "sequence": event.sequence,
-                    "attempt": attempt_of(event, part.attempt),
-                    "time": event.time,
-                    "kind": str(event.kind),
-                    "data": redact(event.data, content.secrets),
-                }
-            )
-            for part in lines
-            for event in part.events[begins[part.journal] :]
-        ),
-        is_new=not stored,
+    rows = (
+        _event_row(uid, part, event, content.secrets)
+        for part in lines
+        for event in part.events[begins[part.journal] :]
     )
+    upsert(connection, EVENTS, rows, is_new=not stored)
+
+
+def _event_row(uid: str, part: JournalLines, event: Event, secrets: Sequence[str]) -> Row:
+    row: Row = clean(
+        {
+            "run_uid": uid,
+            "journal": part.journal,
+            "opening": event.opening,
+            "sequence": event.sequence,
+            "attempt": attempt_of(event, part.attempt),
+            "time": event.time,
+            "kind": str(event.kind),
+            "data": redact(event.data, secrets),
+        }
+    )
+    return row
 
 
 def _stored(connection: Connection, table: Table, uid: str | None) -> list[Row]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Final
 
 from holdfast.contracts.attempt import Provenance
 from holdfast.contracts.bounds import TIME_MAX
@@ -270,8 +270,10 @@ def _launch_rows(
     known = {view.number for view in history.attempts}
     for one in events:
         number = whole(one.event.data.get("launch"))
-        if one.attempt in known and number is not None:
-            _update_launch(row, one.attempt or 0, number, one.event, origins)
+        facts = _launch_facts(one.event, origins)
+        if one.attempt in known and number is not None and facts:
+            target = row(one.attempt or 0, number)
+            target.update({key: fact for key, fact in facts.items() if target[key] is None})
     for view in history.attempts:
         for record in view.outcome.launches if view.outcome else ():
             facts = record.model_dump(mode="json", exclude={"number"})
@@ -281,32 +283,29 @@ def _launch_rows(
     return [rows[key] for key in sorted(rows)]
 
 
-def _update_launch(row: Any, attempt: int, number: int, event: Event, origins: Origins) -> None:
-    """Add the facts of an event to its launch's row. Values that are already set stay."""
+def _launch_facts(event: Event, origins: Origins) -> Row:
+    """Return the columns of a launch that an event records; an earlier event has precedence."""
     data = event.data
     if event.kind is EventKind.LAUNCH_STARTED:
-        facts: Row = {"started_at": event.time, "world_size": whole(data.get("world_size"))}
-    elif event.kind is EventKind.LAUNCH_ENDED:
-        facts = {
+        return {"started_at": event.time, "world_size": whole(data.get("world_size"))}
+    if event.kind is EventKind.LAUNCH_ENDED:
+        return {
             "ended_at": event.time,
             "ending": str(data.get("ending") or "") or None,
             "exit_code": whole(data.get("exit_code")),
             "last_step": whole(data.get("last_step")),
         }
-    elif event.kind is EventKind.RESUMED:
-        step = whole(data.get("step"))
-        facts = {
-            "trained_from": event.time,
-            "resumed_from": origins.name(data.get("checkpoint")),
-            "resumed_step": step,
-            "first_step": None if step is None else step + 1,
-            "command_digest": data.get("command_digest"),
-            "world_size": whole(data.get("world_size")),
-        }
-    else:
-        return
-    target = row(attempt, number)
-    target.update({key: fact for key, fact in facts.items() if target[key] is None})
+    if event.kind is not EventKind.RESUMED:
+        return {}
+    step = whole(data.get("step"))
+    return {
+        "trained_from": event.time,
+        "resumed_from": origins.name(data.get("checkpoint")),
+        "resumed_step": step,
+        "first_step": None if step is None else step + 1,
+        "command_digest": data.get("command_digest"),
+        "world_size": whole(data.get("world_size")),
+    }
 
 
 def _edge_rows(

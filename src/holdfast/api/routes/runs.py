@@ -26,7 +26,6 @@ from holdfast.api.steering import read_supervision, requests_in
 from holdfast.api.vitals import read_nodes
 from holdfast.api.watch import Pace, Watch
 from holdfast.contracts.alerts import failed_saves, noticed
-from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.plain_text import plain_line
 from holdfast.contracts.rank_logs import choose_attempt
 from holdfast.contracts.spec import RunSpec
@@ -84,16 +83,15 @@ def list_runs(
 @router.get("/{run}")
 def show_run(request: Request, run: RunId) -> RunDetail:
     """Return one run, with its attempts, their causes and its goodput."""
-    shown = services_of(request).store.show_run(run)
-    paths = RunPaths(services_of(request).store.find_run(shown["uid"]).paths.directory)
-    on_disk = paths.spec.is_file()
-    store, is_live = services_of(request).store, RunState(shown["state"]).is_live
-    alerts, steering = store.alert_events(shown["uid"]), store.steering_events(shown["uid"])
-    pace = services_of(request).watch.pace(shown["uid"])
+    services = services_of(request)
+    store, shown = services.store, services.store.show_run(run)
+    uid, is_live = shown["uid"], RunState(shown["state"]).is_live
+    paths, pace = store.find_run(uid).paths, services.watch.pace(uid)
+    alerts, steering = store.alert_events(uid), store.steering_events(uid)
     least, most = _gpu_range(shown["spec"])
     detail: dict[str, Any] = {
         **shown,
-        "on_disk": on_disk,
+        "on_disk": paths.spec.is_file(),
         "failed_saves": failed_saves(alerts),
         "noticed": noticed(alerts),
         "steps_total": views.steps_total(shown["spec"]),
