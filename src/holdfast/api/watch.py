@@ -224,27 +224,17 @@ class Watch:
 
     def _publish_beat(self, seen: _Seen) -> None:
         """Publish the progress of the live attempt if node 0 has written a new heartbeat."""
-        attempts = _newest_attempt(seen.paths)
-        if seen.ref is None or attempts is None:
+        attempt = _newest_attempt(seen.paths)
+        beat = _new_beat(seen, attempt) if seen.ref and attempt is not None else None
+        if seen.ref is None or beat is None:
             return
-        path = seen.paths.attempt(attempts).heartbeat(0)
-        try:
-            facts = path.stat()
-            if (facts.st_mtime_ns, facts.st_ino) == seen.beat:
-                return
-            beat = read_document(NodeBeat, path)
-        except (OSError, HoldfastError):
-            return
-        if beat is None:
-            return
-        seen.beat = (facts.st_mtime_ns, facts.st_ino)
         pace = self._paces[seen.ref.uid] = pace_of(beat)
         # New metrics do not change a journal, so they are ingested with each heartbeat.
         follow_metrics(self._store.index.open(), seen.paths, seen.ref.uid)
         data: dict[str, Any] = {
             "run": seen.ref.run,
             "uid": seen.ref.uid,
-            "attempt": attempts,
+            "attempt": attempt,
             "step": pace.step,
             "phase": beat.ranks[0].phase if beat.ranks else None,
             "step_time_s": beat.ranks[0].step_time_s if beat.ranks else None,
@@ -264,6 +254,20 @@ class Watch:
                 except Exception as error:
                     problem = plain_line(error)[:PROBLEM_CHARACTERS_MAX]
                     LOG.warning("%s: cannot reconcile: %s", plain_line(seen.paths.name), problem)
+
+
+def _new_beat(seen: _Seen, attempt: int) -> NodeBeat | None:
+    """Return node 0's heartbeat if it changed since the last call, and is valid."""
+    path = seen.paths.attempt(attempt).heartbeat(0)
+    try:
+        facts = path.stat()
+        stamp = facts.st_mtime_ns, facts.st_ino
+        beat = read_document(NodeBeat, path) if stamp != seen.beat else None
+    except (OSError, HoldfastError):
+        return None
+    if beat is not None:
+        seen.beat = stamp
+    return beat
 
 
 def pace_of(beat: NodeBeat) -> Pace:

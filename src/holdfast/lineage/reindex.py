@@ -56,17 +56,20 @@ def reindex(
             report.runs.append(paths.name)
         if progress:
             progress(paths.name)
-    with database.reading() as connection:
-        # A root of another cluster can have the same path.
-        is_this = (RUNS.c.root == str(root)) & (RUNS.c.root_id == read_root_id(root))
-        stored = connection.execute(select(RUNS.c.uid, RUNS.c.run).where(is_this))
-        known = {str(uid): str(run) for uid, run in stored}
-    there = {paths.name for paths in found}
-    for uid, run in known.items():
-        if run not in there:
-            forget_run(database, uid)
-            report.removed.append(run)
+    report.removed = _forget_missing(database, root, {paths.name for paths in found})
     return report
+
+
+def _forget_missing(database: Database, root: Path, there: set[str]) -> list[str]:
+    """Delete the rows of the root's runs that are not `there`, and return their folders' names."""
+    # A root of another cluster can have the same path.
+    is_this = (RUNS.c.root == str(root)) & (RUNS.c.root_id == read_root_id(root))
+    with database.reading() as connection:
+        stored = connection.execute(select(RUNS.c.uid, RUNS.c.run).where(is_this)).all()
+    missing = [(uid, run) for uid, run in stored if run not in there]
+    for uid, _ in missing:
+        forget_run(database, uid)
+    return [run for _, run in missing]
 
 
 def _ingest_all(database: Database, found: Sequence[RunPaths]) -> Iterator[str]:

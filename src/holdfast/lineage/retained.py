@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from sqlalchemy import Connection, or_, select
 
@@ -48,6 +48,26 @@ def _branch(connection: Connection, run: Row, *, whole: bool) -> list[Row]:
 
 def _uses(connection: Connection, run: Row) -> dict[str, list[str]]:
     """Return the other uses of this run's checkpoints, by directory name."""
+    uses: defaultdict[str, dict[str, None]] = defaultdict(dict)
+    for name, use in (*_resumes(connection, run), *_exports_and_forks(connection, run)):
+        uses[name][use] = None
+    return {name: list(texts) for name, texts in uses.items()}
+
+
+def _resumes(connection: Connection, run: Row) -> Iterator[tuple[str, str]]:
+    """Yield the checkpoints that live attempts resumed from."""
+    ended = [str(state) for state in AttemptState if state.is_terminal]
+    resumed = select(ATTEMPTS.c.number, ATTEMPTS.c.resumed_from).where(
+        ATTEMPTS.c.run_uid == run["uid"],
+        ATTEMPTS.c.state.not_in(ended),
+        ATTEMPTS.c.resumed_from.is_not(None),
+    )
+    for number, identity in connection.execute(resumed):
+        yield identity.rpartition(":")[2], f"in use: attempt {number} resumed from it"
+
+
+def _exports_and_forks(connection: Connection, run: Row) -> Iterator[tuple[str, str]]:
+    """Yield the checkpoints that were exported, and those that live runs were forked from."""
     live = [str(state) for state in RunState if state.is_live]
     source = RUNS.alias("source")
     query = (
@@ -57,20 +77,10 @@ def _uses(connection: Connection, run: Row) -> dict[str, list[str]]:
         .where(EDGES.c.kind.in_([EdgeKind.EXPORTED_TO.value, EdgeKind.FORKED_FROM.value]))
         .order_by(EDGES.c.id)
     )
-    uses: dict[str, dict[str, None]] = defaultdict(dict)
-    ended = [str(state) for state in AttemptState if state.is_terminal]
-    resumed = select(ATTEMPTS.c.number, ATTEMPTS.c.resumed_from).where(
-        ATTEMPTS.c.run_uid == run["uid"],
-        ATTEMPTS.c.state.not_in(ended),
-        ATTEMPTS.c.resumed_from.is_not(None),
-    )
-    for number, identity in connection.execute(resumed):
-        uses[identity.rpartition(":")[2]][f"in use: attempt {number} resumed from it"] = None
     for edge in rows_of(connection, query):
         # A fork that is not in the index may be live.
         is_live = edge["state"] in (None, *live)
         if edge["kind"] == EdgeKind.EXPORTED_TO and edge["source_uid"] == run["uid"]:
-            uses[edge["source"]][f"exported to {edge['target']}"] = None
+            yield edge["source"], f"exported to {edge['target']}"
         elif edge["kind"] == EdgeKind.FORKED_FROM and edge["target_uid"] == run["uid"] and is_live:
-            uses[edge["target"]][f"in use as the parent of run {edge['source_run']}"] = None
-    return {name: list(texts) for name, texts in uses.items()}
+            yield edge["target"], f"in use as the parent of run {edge['source_run']}"
