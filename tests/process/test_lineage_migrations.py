@@ -12,13 +12,7 @@ from tests.process.test_lineage_ingest import dump
 from tests.runs import build_sample_runs
 
 from holdfast.contracts.errors import LineageError
-from holdfast.lineage.database import (
-    Database,
-    downgrade,
-    head_revision,
-    open_database,
-    upgrade,
-)
+from holdfast.lineage.database import Database, downgrade, head_revision, open_database, upgrade
 from holdfast.lineage.reindex import reindex
 
 

@@ -6,11 +6,7 @@ from itertools import product
 
 import pytest
 
-from holdfast.contracts.states import (
-    ATTEMPT_MOVES,
-    AttemptState,
-    RunState,
-)
+from holdfast.contracts.states import ATTEMPT_MOVES, AttemptState, RunState
 
 LIVE_ORDER = [
     AttemptState.CREATED,

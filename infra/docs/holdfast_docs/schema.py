@@ -12,14 +12,7 @@ Schema = Mapping[str, Any]
 # Writes the name of a schema that another section describes.
 Name = Callable[[str], str]
 
-_PLAIN: Final = {
-    "string": "string",
-    "integer": "integer",
-    "number": "number",
-    "boolean": "boolean",
-    "null": "null",
-    "object": "object",
-}
+_PLAIN: Final = ("string", "integer", "number", "boolean", "null", "object")
 _BOUNDS: Final = {
     "minimum": "at least {}",
     "exclusiveMinimum": "more than {}",
@@ -64,7 +57,7 @@ def spell(schema: Schema, name: Name = code) -> str:
     elif kind == "object" and isinstance(schema.get("additionalProperties"), Mapping):
         spelled = f"table of {spell(schema['additionalProperties'], name)}"
     else:
-        spelled = _PLAIN.get(str(kind), "any value")
+        spelled = str(kind) if kind in _PLAIN else "any value"
     return ", ".join([spelled, *bounds(schema)])
 
 

@@ -69,11 +69,9 @@ def parse_value(given: Any) -> str | SecretReference:
 
     Raises `ValueError`, with a message that never contains the value.
     """
+    if isinstance(given, str) and len(given) > TEXT_CHARACTERS_MAX:
+        raise ValueError(f"given {len(given)} characters; expected at most {TEXT_CHARACTERS_MAX}")
     if isinstance(given, str | SecretReference):
-        if isinstance(given, str) and len(given) > TEXT_CHARACTERS_MAX:
-            raise ValueError(
-                f"given {len(given)} characters; expected at most {TEXT_CHARACTERS_MAX}"
-            )
         return given
     if not isinstance(given, Mapping):
         kind = type(given).__name__
@@ -213,7 +211,12 @@ def read_record(paths: RunPaths, references: Mapping[str, SecretReference]) -> d
             _check_private(os.fstat(handle))
         except SecretError as error:
             raise SecretError(f"{paths.secrets} {error}") from error
-        content = stream.read(RECORD_BYTES_MAX + 1)
+        return _values_in(stream.read(RECORD_BYTES_MAX + 1), paths, references)
+
+
+def _values_in(
+    content: bytes, paths: RunPaths, references: Mapping[str, SecretReference]
+) -> dict[str, str]:
     try:
         found = {
             name: entry["value"]
