@@ -40,7 +40,7 @@ test-gpu: setup  ## What only a GPU can show, in about ten minutes; without one,
 	$(PYTEST) tests/gpu --durations=10 $(ARGS)
 
 bench-gpu: setup  ## Saves of a state on GPUs against a page-locked copy, and the memory they take
-	$(PYTHON) -m holdfast.trainer.bench --gpu $(ARGS)
+	$(PYTHON) -m holdfast_bench.limits --gpu $(ARGS)
 
 bench: setup  ## Saves and loads against this machine's limits and stock DCP; ARGS=--json
 	@.venv/bin/holdfast bench $(ARGS)
@@ -70,5 +70,6 @@ slurm-down:  ## Stop it and remove its files
 
 clean:  ## Remove .venv, caches and built files; runs and databases stay
 	rm -rf .venv .setup build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache \
-		.import_linter_cache .hypothesis web/node_modules src/holdfast/api/static
+		.import_linter_cache .hypothesis web/node_modules src/holdfast/api/static \
+		benchmarks/build benchmarks/src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

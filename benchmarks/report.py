@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.cli.bench import STOCK_RATIOS, TITLES, rows_of, setup_rows_of, stock_rows_of
-from holdfast.cli.bench_plot import draw
+from holdfast_bench.limits.plot import draw
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 METHOD = """\

@@ -47,7 +47,8 @@ find_python() {
 }
 
 wanted_stamp() {
-    cat requirements.lock pyproject.toml infra/setup/setup.sh | sha256sum | cut -c1-32
+    cat requirements.lock pyproject.toml benchmarks/pyproject.toml infra/setup/setup.sh |
+        sha256sum | cut -c1-32
 }
 
 make_environment() {
@@ -69,7 +70,8 @@ make_environment() {
     say "installing requirements.lock into .venv (a few minutes the first time)"
     .venv/bin/pip install -qq --disable-pip-version-check --retries "$PIP_RETRIES" \
         -r requirements.lock
-    .venv/bin/pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
+    .venv/bin/pip install -qq --disable-pip-version-check --no-deps --no-build-isolation \
+        -e . -e benchmarks
     printf '%s\n' "$stamp" >.setup/python
 }
 

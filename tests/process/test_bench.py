@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import psutil
 import pytest
 
-from holdfast.trainer.bench.figures import STOCK_MODES, TARGETS
+from holdfast_bench.limits.figures import STOCK_MODES, TARGETS
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 HOLDFAST = Path(sys.executable).with_name("holdfast")
@@ -61,7 +61,7 @@ def test_quick_benchmark_reports_every_measurement_and_removes_its_files(tmp_pat
 
 
 def test_terminated_benchmark_ends_its_child_processes(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "holdfast.trainer.bench", "--quick"]
+    command = [sys.executable, "-m", "holdfast_bench.limits", "--quick"]
     with subprocess.Popen([*command, "--directory", tmp_path], stderr=subprocess.PIPE) as process:
         began = time.monotonic()
         parent = psutil.Process(process.pid)
@@ -104,7 +104,7 @@ def test_missing_torch_is_reported_with_the_install_command(tmp_path: Path) -> N
         "import sys, runpy\n"
         "sys.modules['torch'] = None\n"
         "sys.argv[1:] = ['--quick', '--directory', %r]\n"
-        "runpy.run_module('holdfast.trainer.bench', run_name='__main__', alter_sys=True)\n"
+        "runpy.run_module('holdfast_bench.limits', run_name='__main__', alter_sys=True)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program % str(tmp_path)],

@@ -19,6 +19,8 @@ from pathlib import Path
 import pytest
 from tests.environments import install, link, pip, run_command
 
+from holdfast.contracts.exit_status import REFUSED
+
 CHECKOUT = Path(__file__).resolve().parents[2]
 STEPS = 6
 NOT_SOURCE = shutil.ignore_patterns(
@@ -42,6 +44,17 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "-o",
         work,
     ]
+    run_command(*builder, work / "source", cwd=work)
+    (built,) = work.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def bench_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of holdfast-bench, built in the same way."""
+    work = tmp_path_factory.mktemp("bench-wheel")
+    shutil.copytree(CHECKOUT / "benchmarks", work / "source", ignore=NOT_SOURCE)
+    builder = (sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", work)
     run_command(*builder, work / "source", cwd=work)
     (built,) = work.glob("*.whl")
     return built
@@ -119,6 +132,29 @@ def test_wheel_contains_all_sources_and_data_files(wheel: Path) -> None:
     assert expected <= names, sorted(expected - names)
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"holdfast"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_bench_wheel_contains_only_the_benchmarks(bench_wheel: Path) -> None:
+    names = set(zipfile.ZipFile(bench_wheel).namelist())
+    source = CHECKOUT / "benchmarks" / "src"
+    expected = {str(path.relative_to(source)) for path in source.glob("holdfast_bench/**/*.py")}
+    assert expected <= names, sorted(expected - names)
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"holdfast_bench"}
+
+
+def test_commands_without_the_bench_package_name_what_to_install(
+    server: Path, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [server / "bin" / "holdfast", "bench"],
+        cwd=tmp_path,
+        env={"PATH": os.defpath, "NO_COLOR": "1", "COLUMNS": "1000"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (REFUSED, "")
+    assert "pip install ./benchmarks" in done.stderr
 
 
 def test_server_environment_needs_no_torch(server: Path, tmp_path: Path, program: Path) -> None:

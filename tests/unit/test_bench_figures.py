@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.trainer.bench import figures
-from holdfast.trainer.bench.files import (
+from holdfast_bench.limits import figures
+from holdfast_bench.limits.files import (
     SMALL_FILES,
     create_small,
     drop_cache,

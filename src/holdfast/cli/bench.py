@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from holdfast.cli.bench_package import require_bench_package
 from holdfast.cli.output import AsJson, answer, print_facts, print_table
 from holdfast.contracts.errors import PreflightError
 
@@ -57,18 +58,19 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Compare saves and loads with this machine's limits. It takes about ten minutes."""
+    require_bench_package("the benchmark")
     if plot is not None and find_spec("matplotlib") is None:
         raise PreflightError(
             "--plot needs matplotlib, which is not installed. Run `pip install matplotlib`, or "
             "leave --plot out."
         )
-    command = [sys.executable, "-m", "holdfast.trainer.bench"]
+    command = [sys.executable, "-m", "holdfast_bench.limits"]
     command += ["--megabytes", str(megabytes), "--pairs", str(pairs), "--ranks", str(ranks)]
     command += ["--directory", str(directory)] if directory is not None else []
     command += ["--quick"] if quick else []
     found = _measure(command)
     if plot is not None:
-        from holdfast.cli.bench_plot import draw
+        from holdfast_bench.limits.plot import draw
 
         draw(found, plot)
     answer(found, as_json, _render)

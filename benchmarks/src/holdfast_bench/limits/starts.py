@@ -16,9 +16,9 @@ from typing import Final
 
 import torch.distributed as dist
 
-from holdfast.trainer.bench.files import ready_pages, remove, share_out, sizes_of, write_files
-from holdfast.trainer.bench.ranks import Image, Memcpy, Program, Trained
-from holdfast.trainer.bench.saves import Save, Saver
+from holdfast_bench.limits.files import ready_pages, remove, share_out, sizes_of, write_files
+from holdfast_bench.limits.ranks import Image, Memcpy, Program, Trained
+from holdfast_bench.limits.saves import Save, Saver
 
 STEADY_SAVES: Final = 3
 STEPS_MAX: Final = 10_000

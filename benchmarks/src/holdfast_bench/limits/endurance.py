@@ -13,8 +13,8 @@ from pathlib import Path
 
 import psutil
 
-from holdfast.trainer.bench.ranks import Program, Trained
-from holdfast.trainer.bench.saves import Saver
+from holdfast_bench.limits.ranks import Program, Trained
+from holdfast_bench.limits.saves import Saver
 
 MICROSECONDS = 1e6
 

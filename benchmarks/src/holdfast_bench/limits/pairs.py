@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 
-from holdfast.trainer.bench.files import (
+from holdfast_bench.limits.files import (
     create_small,
     drop_cache,
     read_files,
@@ -20,11 +20,11 @@ from holdfast.trainer.bench.files import (
     sizes_of,
     write_files,
 )
-from holdfast.trainer.bench.loads import load_cold, load_stock
-from holdfast.trainer.bench.order import balanced_order
-from holdfast.trainer.bench.ranks import Image, Memcpy, Program, Trained
-from holdfast.trainer.bench.saves import Saver
-from holdfast.trainer.bench.stock import MODES, StockSaver
+from holdfast_bench.limits.loads import load_cold, load_stock
+from holdfast_bench.limits.order import balanced_order
+from holdfast_bench.limits.ranks import Image, Memcpy, Program, Trained
+from holdfast_bench.limits.saves import Saver
+from holdfast_bench.limits.stock import MODES, StockSaver
 
 Act = Callable[[], None]
 

@@ -1,4 +1,4 @@
-"""`python -m holdfast.trainer.bench`: run the benchmark and print the result as JSON."""
+"""`python -m holdfast_bench.limits`: run the benchmark and print the result as JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from holdfast.contracts.errors import HoldfastError, PreflightError
-from holdfast.trainer.bench.runner import MEGABYTE, Plan, run, run_gpu
+from holdfast_bench.limits.runner import MEGABYTE, Plan, run, run_gpu
 
 
 def main() -> int:
@@ -35,7 +35,7 @@ def main() -> int:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m holdfast.trainer.bench", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m holdfast_bench.limits", description=__doc__)
     parser.add_argument("--directory", type=Path, default=default_directory())
     parser.add_argument("--megabytes", type=int, default=1250, help="total state of all ranks")
     parser.add_argument("--pairs", type=int, default=7)

@@ -13,9 +13,9 @@ from typing import Final
 
 import torch
 
-from holdfast.trainer.bench.commits import newest_durable
-from holdfast.trainer.bench.ranks import Program, Trained
-from holdfast.trainer.bench.saves import Saver
+from holdfast_bench.limits.commits import newest_durable
+from holdfast_bench.limits.ranks import Program, Trained
+from holdfast_bench.limits.saves import Saver
 
 MATRIX_WIDTH: Final = 8192
 PRODUCTS_OF_STEP: Final = 16

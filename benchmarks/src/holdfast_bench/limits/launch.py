@@ -41,7 +41,7 @@ class Launch:
         # Kept short for the sockets in it, whose paths are limited to about 100 characters.
         self._scratch = tempfile.mkdtemp(prefix="holdfast-")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(ranks), "-m", f"holdfast.trainer.bench.{program}"]
+        command += ["--nproc-per-node", str(ranks), "-m", f"holdfast_bench.limits.{program}"]
         command.append(json.dumps(settings | {"out": str(self._out)}))
         with open(self._log, "wb") as log:
             self.process = subprocess.Popen(

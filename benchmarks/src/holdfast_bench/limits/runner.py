@@ -22,9 +22,9 @@ import psutil
 
 from holdfast.contracts.errors import PreflightError
 from holdfast.contracts.paths import RunPaths
-from holdfast.trainer.bench import figures
-from holdfast.trainer.bench.commits import newest_durable, wait_until_durable
-from holdfast.trainer.bench.launch import Launch
+from holdfast_bench.limits import figures
+from holdfast_bench.limits.commits import newest_durable, wait_until_durable
+from holdfast_bench.limits.launch import Launch
 
 MEGABYTE: Final = 1_000_000
 # The most copies of the state. In memory: the state, the copy's target, two slots, and stock DCP's

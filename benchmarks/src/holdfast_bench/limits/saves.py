@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Final
 
 from holdfast.contracts.paths import RunPaths
-from holdfast.trainer.bench.commits import data_fsynced_at, wait_until_durable
-from holdfast.trainer.bench.files import remove
-from holdfast.trainer.bench.ranks import Program, Trained
 from holdfast.trainer.session import Session
+from holdfast_bench.limits.commits import data_fsynced_at, wait_until_durable
+from holdfast_bench.limits.files import remove
+from holdfast_bench.limits.ranks import Program, Trained
 
 # No save happens on schedule: the benchmark requests each one.
 NEVER: Final = 1_000_000_000

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.state_dict_saver import (
 )
 from torch.distributed.checkpoint.state_dict_saver import save as save_stock
 
-from holdfast.trainer.bench.files import remove
-from holdfast.trainer.bench.ranks import Program, Trained
+from holdfast_bench.limits.files import remove
+from holdfast_bench.limits.ranks import Program, Trained
 
 MODES: Final = ("sync", "thread", "process")
 SAVE_TIMEOUT_S: Final = 240.0

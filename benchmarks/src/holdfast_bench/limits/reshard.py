@@ -8,11 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from holdfast.trainer.bench.files import read_files, ready_pages, share_out, sizes_of
-from holdfast.trainer.bench.loads import load_cold
-from holdfast.trainer.bench.pairs import cool
-from holdfast.trainer.bench.ranks import Image, Program, Trained
-from holdfast.trainer.bench.saves import Saver
+from holdfast_bench.limits.files import read_files, ready_pages, share_out, sizes_of
+from holdfast_bench.limits.loads import load_cold
+from holdfast_bench.limits.pairs import cool
+from holdfast_bench.limits.ranks import Image, Program, Trained
+from holdfast_bench.limits.saves import Saver
 
 LOADS: Final = 3
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
 
-from holdfast.trainer.bench.ranks import Program, Trained
 from holdfast.trainer.loading.reader import load_state
+from holdfast_bench.limits.ranks import Program, Trained
 
 
 def load_cold(program: Program, trained: Trained, directory: Path) -> tuple[float, float]:

@@ -1,0 +1,37 @@
+"""The distribution holdfast-bench: its version, and the errors of its commands without it."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import holdfast
+from holdfast.cli import bench_package
+from holdfast.cli.main import app
+from holdfast.contracts.errors import PreflightError
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+def test_both_distributions_have_the_same_version() -> None:
+    projects = {
+        place: tomllib.loads((CHECKOUT / place / "pyproject.toml").read_text())["project"]
+        for place in (".", "benchmarks")
+    }
+    assert {one["version"] for one in projects.values()} == {holdfast.__version__}
+    (needed,) = projects["benchmarks"]["dependencies"]
+    assert needed == f"holdfast[server,trainer]=={holdfast.__version__}"
+
+
+@pytest.mark.parametrize("command", [["bench", "--quick"]])
+def test_commands_without_the_package_are_refused(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_package, "NAME", "holdfast_bench_that_is_not_installed")
+    done = CliRunner().invoke(app, command)
+    assert isinstance(done.exception, PreflightError)
+    assert "Run `pip install ./benchmarks` in a checkout" in str(done.exception)
+    assert done.stdout == ""
