@@ -40,7 +40,7 @@ from holdfast.workers.executors import executor_for
 from holdfast.workers.processes import descendants
 from holdfast.workers.runs import create_run
 
-PROGRAM: Final = ("-m", "holdfast.trainer.rehearsal")
+PROGRAM: Final = ("-m", "holdfast_bench.drills.program")
 RANKS: Final = 2
 VICTIM: Final = 1
 STEP_S: Final = 0.05

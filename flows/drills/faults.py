@@ -7,29 +7,28 @@ index, servers and files are in `outages`.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Final
 
 import psutil
 
 from holdfast.contracts.errors import ServiceError
 from holdfast.contracts.journal import Event, EventKind
-from holdfast.contracts.spec_supervision import Numerics
-from holdfast.flows.drills import outages
+from holdfast.contracts.manifest import read_manifest
+from holdfast.contracts.paths import CheckpointName
 from holdfast.flows.drills.fault_context import FaultContext
 from holdfast.flows.drills.kinds import FREE_S, HELD_S, Recovery
-from holdfast.flows.drills.steps import place_of
+from holdfast.flows.drills.place import place_of
 from holdfast.flows.drills.target_run import TargetRun
 from holdfast.workers.heartbeats import read_heartbeats
 from holdfast.workers.processes import descendants
 
 FLOW_GAP_STEPS: Final = 10
 FLOW_GAP_S_MAX: Final = 2.5
-# For a live run: the default limit of silence of a phase, and the time to confirm a hang.
-HANG_S_MAX: Final = 1200.0
-HANG_STAND_S_MAX: Final = 180.0
 HANG_TRIES_MAX: Final = 30
 # Longer than the time until a heartbeat has the phases of waiting ranks.
 HANG_LOOK_S: Final = 1.0
@@ -40,14 +39,6 @@ LOOKS_EVERY: Final = 10
 # Free address space: enough for small allocations, too little for those of a step.
 MEMORY_LEFT_BYTES: Final = 8 << 20
 MEMORY_S_MAX: Final = 120.0
-POISON_S_MAX: Final = 120.0
-# The testbed's runs use these defaults, except for the action after such a loss.
-POLICY: Final = Numerics()
-AFTER_NAN: Final[Mapping[str, Recovery]] = {
-    "stop": Recovery.NEW_ATTEMPT,
-    "rollback": Recovery.IN_PLACE,
-    "skip": Recovery.UNDISTURBED,
-}
 MEMORY_PAUSE_S: Final = 0.1
 
 
@@ -129,8 +120,7 @@ def kill_flow(context: FaultContext) -> str:
 def _kill_flow(context: FaultContext, flow: psutil.Process) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         flow.kill()
-    if context.testbed is not None:
-        context.testbed.kill_flow()
+    context.reap_flow()
 
 
 def hang_rank(context: FaultContext) -> str:
@@ -143,7 +133,7 @@ def hang_rank(context: FaultContext) -> str:
         confirmed = target.wait_for(
             "the confirmation of a hang",
             lambda: target.events_of(EventKind.HANG_CONFIRMED, since),
-            HANG_S_MAX if context.testbed is None else HANG_STAND_S_MAX,
+            context.hang_s_max,
         )
         # The agent kills the rank. It must stay suspended until then.
         failed.pop_all()
@@ -202,44 +192,6 @@ def _stragglers(context: FaultContext, since: float) -> list[Event]:
     return [line for line in lines if place_of(line) == place]
 
 
-def poison_step(context: FaultContext) -> str:
-    """Spoil one step: its loss and the weights after it become NaN.
-
-    For a run that skips data, only the reported loss becomes NaN, and training continues. The
-    ranks do not report another loss for a while, so this waits until they would.
-    """
-    target, testbed, records = context.target, context.need_testbed(), context.target.records
-    if records is None:
-        raise ServiceError("only the program of a temporary run can spoil its steps")
-    before = _numerics(target, 0.0)
-    reached = max((int(line.data["step"]) for line in before), default=-POLICY.window)
-    target.wait_for(
-        "a step far enough after the last spoiled one",
-        lambda: target.newest and target.newest.step > reached + POLICY.window,
-    )
-    since = context.acted_at = time.time()
-    what = "loss" if testbed.on_nan == "skip" else "weights"
-    context.is_poisoned = what == "weights"
-    records.spoil_step(what)
-    reports = target.wait_for(
-        "the ranks' report of a spoiled step", lambda: _numerics(target, since), POISON_S_MAX
-    )
-    action = str(reports[0].data.get("action"))
-    expected = testbed.on_nan if len(before) < POLICY.changes_max else "stop"
-    if action != expected:
-        raise ServiceError(
-            f"expected the action {expected} after a spoiled step, got {action}: {reports[0].data}"
-        )
-    context.recovery = AFTER_NAN[action]
-    return f"NaN in the {what} of one step; action: {action}"
-
-
-def _numerics(target: TargetRun, since: float) -> list[Event]:
-    """Return the reports of NaN losses, without those of spikes."""
-    lines = target.events_of(EventKind.NUMERICS, since)
-    return [line for line in lines if line.data.get("problem") == "nan"]
-
-
 def _continue(process: psutil.Process) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         process.resume()
@@ -276,10 +228,61 @@ def refuse_memory(context: FaultContext) -> str:
     )
 
 
+def corrupt_checkpoint(context: FaultContext) -> str:
+    """Flip a byte of the newest checkpoint between two attempts; restore it after the resume."""
+    target = context.target
+    flow, attempt = target.flow(), target.attempt
+    if flow is None:
+        raise ServiceError(f"{target.paths.name}: its supervisor is not a process of this machine")
+    with _suspended(flow):
+        target.agent().send_signal(signal.SIGTERM)
+        target.wait_for("the attempt's end", lambda: attempt.outcome.exists() or None)
+        name, path = _newest_file(target)
+        at = context.chance.randrange(path.stat().st_size)
+        _flip(path, at)
+    try:
+        since = time.time()
+        resumed = target.wait_for("a resume", lambda: target.events_of(EventKind.RESUMED, since))
+    finally:
+        _flip(path, at)
+    if not any(str(line).startswith(name) for line in resumed[0].data.get("skipped", ())):
+        raise ServiceError(f"{name} was damaged but not skipped: {resumed[0].data}")
+    return f"byte {at} of {name}/{path.name} flipped; the resume skipped the checkpoint"
+
+
+@contextlib.contextmanager
+def _suspended(process: psutil.Process) -> Iterator[None]:
+    process.suspend()
+    try:
+        yield
+    finally:
+        process.resume()
+
+
+def _newest_file(target: TargetRun) -> tuple[str, Path]:
+    """Return the newest committed checkpoint's name and its largest file."""
+    for directory in reversed(target.paths.list_checkpoints()):
+        manifest = read_manifest(directory)
+        if manifest is not None and CheckpointName.parse(directory.name):
+            largest = max(manifest.files, key=lambda entry: entry.bytes)
+            return directory.name, directory / largest.path
+    raise ServiceError(f"{target.paths.name} has no committed checkpoint")
+
+
+def _flip(path: Path, at: int) -> None:
+    """Invert every bit of one byte. A second call restores it."""
+    with open(path, "r+b") as stream:
+        stream.seek(at)
+        byte = stream.read(1)
+        stream.seek(at)
+        stream.write(bytes([byte[0] ^ 0xFF]))
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
 FAULTS: Final[Mapping[str, Callable[[FaultContext], str]]] = {
     "sigterm": signal_agent(signal.SIGTERM),
     "sigusr2": signal_agent(signal.SIGUSR2),
-    "spot-notice": outages.announce_preemption,
     "kill-rank": kill_rank,
     "kill-torchrun": kill_torchrun,
     "kill-agent": kill_agent,
@@ -288,10 +291,6 @@ FAULTS: Final[Mapping[str, Callable[[FaultContext], str]]] = {
     "hang": hang_rank,
     "straggler": hold_up,
     "node-loss": lose_node,
-    "disk-full": outages.fill_disk,
-    "database-down": outages.take_database,
-    "prefect-down": outages.take_prefect,
-    "corrupt-checkpoint": outages.corrupt_checkpoint,
-    "nan": poison_step,
+    "corrupt-checkpoint": corrupt_checkpoint,
     "oom": refuse_memory,
 }

@@ -21,7 +21,7 @@ from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.manifest import find_damage, read_manifest
 from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.flows.drills.steps import place_of
+from holdfast.flows.drills.place import place_of
 from holdfast.lineage import pages, queries
 from holdfast.lineage.database import Database, open_database
 from holdfast.lineage.disk import survey

@@ -1,4 +1,4 @@
-"""The processes and sockets of a run, and the orphans among them."""
+"""The processes of a run, and the orphans among them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ import psutil
 
 from holdfast.contracts.environment import ATTEMPT, LAUNCH, RUN_DIRECTORY
 from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.wire import name_prefix
-from holdfast.flows.drills.steps import Place
+from holdfast.flows.drills.place import Place
 
 # The flusher of a killed agent first commits the sealed steps.
 ORPHAN_S: Final = 20.0
 POLL_S: Final = 0.2
-_SOCKETS: Final = Path("/proc/net/unix")
-_OURS: Final = ("holdfast.", "submitit.")
+_OURS: Final = ("holdfast.", "holdfast_bench.", "submitit.")
 
 
 @dataclass(frozen=True)
@@ -71,13 +69,6 @@ def orphans(paths: RunPaths, owners: Iterable[psutil.Process], current: Place | 
         if not found or time.monotonic() > give_up:
             return found
         time.sleep(POLL_S)
-
-
-def sockets_left(run: Path) -> list[str]:
-    """Return the names of the run's abstract sockets that are still bound."""
-    lines = _SOCKETS.read_text().splitlines()[1:]
-    names = {line.split()[-1] for line in lines}
-    return sorted(name for name in names if name.startswith(f"@{name_prefix(run)}"))
 
 
 def _strays(paths: RunPaths, owners: list[psutil.Process], current: Place | None) -> list[str]:

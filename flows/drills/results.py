@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.contracts.errors import SpecError
-from holdfast.flows.drills.ettr import Ettr
 from holdfast.flows.drills.invariants import Broken
 from holdfast.flows.drills.kinds import Recovery
 
@@ -53,7 +50,7 @@ class DrillResult:
     steps: int = 0
     uncompared: int = 0
     wall_s: float = 0.0
-    ettr: Ettr | None = None
+    ettr: dict[str, Any] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the values for `--json`."""
@@ -68,27 +65,5 @@ class DrillResult:
             "steps": self.steps,
             "uncompared": self.uncompared,
             "wall_s": round(self.wall_s, 3),
-            "ettr": self.ettr.as_json() if self.ettr else None,
+            "ettr": self.ettr,
         }
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> DrillResult:
-        """Return the result of `as_json`'s output. Raises `SpecError` for other input."""
-        fields = dict(values)
-        try:
-            faults = [
-                FaultResult(**{**one, "recovery": Recovery(one["recovery"])})
-                for one in fields.pop("faults")
-            ]
-            broken = [Broken(**one) for one in fields.pop("broken")]
-            ettr = fields.pop("ettr")
-            return DrillResult(
-                faults=faults,
-                broken=broken,
-                ettr=Ettr.from_json(ettr) if ettr else None,
-                **fields,
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise SpecError(
-                f"not the output of a drill ({error!r}); expected that of `holdfast drill --json`"
-            ) from error

@@ -20,7 +20,7 @@ from holdfast.contracts.errors import ServiceError
 from holdfast.contracts.flusher_process import MODULE
 from holdfast.contracts.journal import Event, EventKind, read_journal
 from holdfast.contracts.paths import AttemptPaths, RunPaths
-from holdfast.flows.drills.steps import Place, Records, Step, place_of
+from holdfast.flows.drills.place import Place, place_of
 from holdfast.workers.heartbeats import read_heartbeats
 from holdfast.workers.processes import ProcessName, find_process
 
@@ -30,10 +30,6 @@ POLL_S: Final = 0.05
 # A restarted run counts as training after this many steps.
 STEPS_STEADY: Final = 3
 T = TypeVar("T")
-
-
-class Cut(Exception):
-    """Raised to end the drill at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,25 +43,16 @@ class Mark:
 
 @dataclass
 class TargetRun:
-    """One run under drill.
-
-    `records` is None for a program that writes none: steps then come from the heartbeats, which
-    are less frequent. `is_cut` returns whether the drill must end.
-    """
+    """One run under drill. Its steps come from the heartbeats."""
 
     paths: RunPaths
-    records: Records | None = None
-    is_cut: Callable[[], bool] = lambda: False
     events: list[Event] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
     _offsets: dict[Path, int] = field(default_factory=dict)
     _newest: Mark | None = None
     _firsts: dict[Place, Mark] = field(default_factory=dict)
 
     def look(self) -> None:
-        """Read what is new in the journals and records. Raises `Cut` if the drill must end."""
-        if self.is_cut():
-            raise Cut
+        """Read what is new in the journals and about the steps."""
         self._read_journals()
         marks = self._read_steps()
         if marks:
@@ -85,10 +72,6 @@ class TargetRun:
         self.events += sorted(new, key=lambda e: (e.time, e.writer, e.opening, e.sequence))
 
     def _read_steps(self) -> list[Mark]:
-        if self.records is not None:
-            new = self.records.read_new()
-            self.steps += new
-            return [Mark(place=s.place, step=s.step, time=s.time) for s in new]
         attempts = self.paths.list_attempts()
         marks = []
         for beat in read_heartbeats(attempts[-1]) if attempts else []:
@@ -113,8 +96,6 @@ class TargetRun:
 
     def newest_step_of(self, place: Place) -> int:
         """Return the last step that any rank of the launch finished; -1 if there is none."""
-        if self.records is not None:
-            return max((s.step for s in self.steps if s.place == place), default=-1)
         return self._newest.step if self._newest and self._newest.place == place else -1
 
     @property

@@ -13,12 +13,12 @@ from typing import Any
 import psutil
 import pytest
 
-from holdfast.flows.drills import faults
-from holdfast.flows.drills.campaign import Plan, drill_throw_away
-from holdfast.flows.drills.fault_context import FaultContext
 from holdfast.flows.drills.kinds import select_kinds
 from holdfast.flows.drills.results import DrillResult
 from holdfast.workers.checkpoints import committed_names
+from holdfast_bench.drills import faults
+from holdfast_bench.drills.campaign import Plan, drill_throw_away
+from holdfast_bench.drills.context import TestbedContext
 
 KINDS = ("sigterm", "kill-rank", "kill-agent", "kill-flow", "kill-flusher", "disk-full")
 SLOW_FAULTS = 200
@@ -63,7 +63,7 @@ def test_drill_detects_a_lost_checkpoint_and_keeps_the_run(
     """A committed checkpoint is deleted from outside during the drill."""
     gone: list[str] = []
 
-    def lose_checkpoint(context: FaultContext) -> str:
+    def lose_checkpoint(context: TestbedContext) -> str:
         paths = context.target.paths
         gone.append(max(committed_names(paths)))
         shutil.rmtree(paths.checkpoints / gone[0])

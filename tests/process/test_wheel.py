@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from tests.environments import install, link, pip, run_command
 
-from holdfast.contracts.exit_status import REFUSED
+from holdfast.cli.exit_status import REFUSED
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 STEPS = 6
@@ -142,11 +142,12 @@ def test_bench_wheel_contains_only_the_benchmarks(bench_wheel: Path) -> None:
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"holdfast_bench"}
 
 
+@pytest.mark.parametrize("command", ["bench", "drill"])
 def test_commands_without_the_bench_package_name_what_to_install(
-    server: Path, tmp_path: Path
+    server: Path, tmp_path: Path, command: str
 ) -> None:
     done = subprocess.run(
-        [server / "bin" / "holdfast", "bench"],
+        [server / "bin" / "holdfast", command],
         cwd=tmp_path,
         env={"PATH": os.defpath, "NO_COLOR": "1", "COLUMNS": "1000"},
         capture_output=True,

@@ -26,7 +26,10 @@ def test_both_distributions_have_the_same_version() -> None:
     assert needed == f"holdfast[server,trainer]=={holdfast.__version__}"
 
 
-@pytest.mark.parametrize("command", [["bench", "--quick"]])
+@pytest.mark.parametrize(
+    "command",
+    [["bench", "--quick"], ["drill", "--count", "1"], ["drill", "a-run", "--report", "page.md"]],
+)
 def test_commands_without_the_package_are_refused(
     command: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

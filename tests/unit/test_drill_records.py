@@ -7,8 +7,9 @@ from pathlib import Path
 
 from tests.runs import build_sample_runs
 
-from holdfast.flows.drills.steps import Place, Records, Step
-from holdfast.flows.drills.target_run import TargetRun
+from holdfast.flows.drills.place import Place
+from holdfast_bench.drills.recorded_run import RecordedRun
+from holdfast_bench.drills.steps import Records, Step
 
 
 def test_records_are_read_incrementally_and_torn_lines_are_not_steps(tmp_path: Path) -> None:
@@ -41,7 +42,7 @@ def test_the_resumed_step_is_known_together_with_the_step(
                 (tmp_path / "a0003.l02.rank0.jsonl").write_text(json.dumps(line) + "\n")
             return super().read_new()
 
-    target = TargetRun(scripted_run.paths, Late(tmp_path))
+    target = RecordedRun(paths=scripted_run.paths, records=Late(tmp_path))
     target.look()
     assert target.newest is not None
     assert target.newest.place == Place(3, 2)

@@ -18,23 +18,26 @@ from tests.runs import DIGEST, RunFolder, build_sample_runs
 
 from holdfast.contracts.attempt import Claim, Submission, write_document
 from holdfast.contracts.errors import ServiceError, SpecError
-from holdfast.contracts.ettr import Costs
 from holdfast.contracts.goodput import Launch, Span, account
 from holdfast.contracts.history import load_events, load_history
 from holdfast.contracts.journal import Event, EventKind, JournalWriter
 from holdfast.contracts.states import AttemptState, Cause
+from holdfast.flows.drills import faults as live_faults
 from holdfast.flows.drills import invariants
-from holdfast.flows.drills.campaign import Campaign, Plan
-from holdfast.flows.drills.comparison import Comparison
-from holdfast.flows.drills.ettr import Calibration, Trained, calibrate, compare, mean_of
-from holdfast.flows.drills.faults import FAULTS
 from holdfast.flows.drills.invariants import Broken
 from holdfast.flows.drills.kinds import KINDS, Recovery, draw_faults, select_kinds
-from holdfast.flows.drills.report import render_report, spread
+from holdfast.flows.drills.place import Place
 from holdfast.flows.drills.results import DrillResult, FaultResult
-from holdfast.flows.drills.steps import Place, Reference, Step, difference, gaps
-from holdfast.flows.drills.target_run import Cut, TargetRun
+from holdfast.flows.drills.target_run import TargetRun
 from holdfast.workers.processes import name_process
+from holdfast_bench.drills import faults
+from holdfast_bench.drills.campaign import Campaign, Plan
+from holdfast_bench.drills.comparison import Comparison
+from holdfast_bench.drills.ettr import Calibration, Trained, calibrate, compare, mean_of
+from holdfast_bench.drills.prediction import Costs
+from holdfast_bench.drills.recorded_run import Cut, RecordedRun
+from holdfast_bench.drills.report import read_result, render_report, spread
+from holdfast_bench.drills.steps import Records, Reference, Step, difference, gaps
 
 NEWEST = "step-00000200.a0003.l01"
 
@@ -321,7 +324,9 @@ def test_fault_kinds_are_drawn_equally_often_and_by_the_seed() -> None:
 
 
 def test_each_fault_kind_has_an_implementation() -> None:
-    assert set(FAULTS) == set(KINDS)
+    assert set(faults.FAULTS) == set(KINDS)
+    live = {kind.name for kind in KINDS.values() if kind.is_for_live}
+    assert set(live_faults.FAULTS) == live
 
 
 def test_unknown_or_unavailable_fault_kinds_are_refused_by_name() -> None:
@@ -418,8 +423,8 @@ def test_no_fault_starts_after_the_time_limit_too_many_failures_or_a_stop() -> N
     assert wrong.take(0) is None
 
 
-def test_an_interrupted_drill_does_not_wait(scripted_run: RunFolder) -> None:
-    target = TargetRun(scripted_run.paths, is_cut=lambda: True)
+def test_an_interrupted_drill_does_not_wait(scripted_run: RunFolder, tmp_path: Path) -> None:
+    target = RecordedRun(paths=scripted_run.paths, records=Records(tmp_path), is_cut=lambda: True)
     with pytest.raises(Cut):
         target.wait_for("what never comes", lambda: None, 60.0)
 
@@ -443,7 +448,7 @@ def test_the_report_lists_violated_invariants() -> None:
     )
     broken = [Broken(invariants.NO_ORPHANS, "process 7 (python)")]
     result = DrillResult(seed=7, faults=[fault], broken=broken)
-    result.ettr = compare(CALIBRATION, [trained()])
+    result.ettr = compare(CALIBRATION, [trained()]).as_json()
     result.command = "holdfast drill --count 1"
     page = render_report([result], "a machine")
     assert "After 0 of 1 faults, every invariant held." in page
@@ -462,12 +467,12 @@ def test_the_report_combines_several_drills() -> None:
         kind="hang", ok=True, detail="", run="r", step=3, recovery=Recovery.IN_PLACE
     )
     result = DrillResult(seed=7, faults=[fault], at_once=3, command="holdfast drill")
-    result.ettr = compare(CALIBRATION, [trained()])
-    again = DrillResult.from_json(json.loads(json.dumps(result.as_json())))
+    result.ettr = compare(CALIBRATION, [trained()]).as_json()
+    again = read_result(json.loads(json.dumps(result.as_json())))
     assert again == result
     page = render_report([again, result], "a machine")
     assert "After 2 of 2 faults, every invariant held." in page
     assert "each of 3 small training runs at a time" in page
     assert "Measured 0.500, predicted 0.926" in page
     with pytest.raises(SpecError, match="not the output of a drill"):
-        DrillResult.from_json({"faults": [{"kind": "hang"}]})
+        read_result({"faults": [{"kind": "hang"}]})

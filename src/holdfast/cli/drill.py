@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from holdfast.cli.bench_package import require_bench_package
 from holdfast.cli.index import locate_run
 from holdfast.cli.output import AsJson, RootOption, answer, print_table, say, seconds_text, warn
 from holdfast.contracts.errors import SpecError
@@ -25,6 +26,8 @@ class _Report:
     """The output of a drill: its result, and the report at `path` with earlier drills."""
 
     def __init__(self, path: Path | None, after: list[Path], as_json: bool) -> None:
+        if path is not None or after:
+            require_bench_package("the report of a drill")
         self.path, self._former = path, [_read(one) for one in after]
         self._as_json = as_json
 
@@ -32,7 +35,7 @@ class _Report:
         """Write the report if there were faults, and print the result."""
         result.command = shlex.join(["holdfast", *sys.argv[1:]])
         if self.path is not None and result.faults:
-            from holdfast.flows.drills.report import write_report
+            from holdfast_bench.drills.report import write_report
 
             write_report(self.path, [*self._former, result])
         answer(result.as_json(), self._as_json, _render)
@@ -40,10 +43,10 @@ class _Report:
 
 def _read(path: Path) -> DrillResult:
     """Read the JSON output of an earlier drill. Raises `SpecError` if it is invalid."""
-    from holdfast.flows.drills.results import DrillResult
+    from holdfast_bench.drills.report import read_result
 
     try:
-        return DrillResult.from_json(json.loads(path.read_bytes()))
+        return read_result(json.loads(path.read_bytes()))
     except (OSError, ValueError) as error:
         raise SpecError(
             f"{path}: {error}. Expected a file that `holdfast drill --json` wrote."
@@ -139,10 +142,11 @@ def _drill_temporary(
     wanted: list[str], settings: dict[str, Any], directory: Path | None, page: _Report
 ) -> DrillResult:
     """Drill temporary runs. Log progress on standard error. Write the output in any case."""
-    from holdfast.flows.drills.campaign import Plan, drill_throw_away
+    require_bench_package("a drill without RUN")
     from holdfast.flows.drills.kinds import select_kinds
     from holdfast.flows.drills.results import DrillResult
-    from holdfast.flows.drills.testbed import find_missing
+    from holdfast_bench.drills.campaign import Plan, drill_throw_away
+    from holdfast_bench.drills.testbed import find_missing
 
     # SIGTERM raises, so that the drill ends its processes and unmounts its file system.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))

@@ -12,21 +12,21 @@ from statistics import fmean
 from typing import Any, Final
 
 from holdfast.contracts.errors import ServiceError
-from holdfast.contracts.ettr import Costs, Fault, Stall, predict_ettr
 from holdfast.contracts.goodput import Goodput, Launch, account
 from holdfast.contracts.history import RunHistory
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.timeline import spans_of
 from holdfast.flows.drills.kinds import FREE_S, HELD_S, KINDS, Loss, Recovery
-from holdfast.flows.drills.testbed import (
+from holdfast.workers.agent.hangs import STRAGGLER_WINDOW_S
+from holdfast.workers.agent.stragglers import TIMES_MIN
+from holdfast_bench.drills.prediction import Costs, Fault, Stall, predict_ettr
+from holdfast_bench.drills.testbed import (
     INTERVAL_STEPS,
     POLL_S,
     SILENCE_S,
     SNAPSHOT_STEPS,
     STEP_S,
 )
-from holdfast.workers.agent.hangs import STRAGGLER_WINDOW_S
-from holdfast.workers.agent.stragglers import TIMES_MIN
 
 # Detection times from the testbed's settings. None of them is measured.
 DETECTION_S: Final = {"hang": SILENCE_S["train"], "corrupt-checkpoint": 0.0}

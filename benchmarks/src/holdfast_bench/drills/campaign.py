@@ -23,7 +23,12 @@ from typing import Final
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import RunPaths
-from holdfast.flows.drills.ettr import (
+from holdfast.flows.drills.kinds import Kind, draw_faults
+from holdfast.flows.drills.results import DrillResult, FaultResult
+from holdfast.flows.drills.runner import Tell, chance_of
+from holdfast.workers import operator
+from holdfast_bench.drills.context import TestbedContext
+from holdfast_bench.drills.ettr import (
     Calibration,
     Trained,
     calibrate,
@@ -32,13 +37,9 @@ from holdfast.flows.drills.ettr import (
     last_step_of,
     mean_of,
 )
-from holdfast.flows.drills.fault_context import FaultContext
-from holdfast.flows.drills.kinds import Kind, draw_faults
-from holdfast.flows.drills.results import DrillResult, FaultResult
-from holdfast.flows.drills.runner import Rehearsal, Tell, chance_of
-from holdfast.flows.drills.target_run import Cut, TargetRun
-from holdfast.flows.drills.testbed import RANKS, Testbed, throw_away
-from holdfast.workers import operator
+from holdfast_bench.drills.recorded_run import Cut, RecordedRun
+from holdfast_bench.drills.rehearsal import TestbedRehearsal
+from holdfast_bench.drills.testbed import RANKS, Testbed, throw_away
 
 # A run's journals grow with it and are read often, so a new run starts after this many faults.
 FAULTS_PER_RUN: Final = 40
@@ -134,7 +135,7 @@ class Campaign:
                 f"{len(self._left)} faults were not started: no time left, or too many failures"
             )
         if self.calibrations and self.trained:
-            self.result.ettr = compare(mean_of(self.calibrations), self.trained)
+            self.result.ettr = compare(mean_of(self.calibrations), self.trained).as_json()
         self.result.wall_s = time.monotonic() - self._began
 
     def take(self, at: int) -> tuple[int, Kind] | None:
@@ -174,7 +175,7 @@ class Lane:
             while (fault := self._campaign.take(0)) is not None:
                 self._drill_run(fault)
 
-    def _begin_run(self) -> TargetRun:
+    def _begin_run(self) -> RecordedRun:
         target = self._testbed.begin_run()
         target.is_cut = self._campaign.is_cut.is_set
         return target
@@ -182,8 +183,9 @@ class Lane:
     def _drill_run(self, fault: tuple[int, Kind]) -> None:
         """Drill one run until it reaches its limit or a fault breaks an invariant."""
         campaign, testbed = self._campaign, self._testbed
-        context = FaultContext(self._begin_run(), random.Random(campaign.plan.seed), testbed)
-        rehearsal = Rehearsal(context, campaign.result, self._url, campaign.tell)
+        chance = random.Random(campaign.plan.seed)
+        context = TestbedContext(target=self._begin_run(), chance=chance, testbed=testbed)
+        rehearsal = TestbedRehearsal(context, campaign.result, self._url, campaign.tell)
         done: list[FaultResult] = []
         following: tuple[int, Kind] | None = fault
         while following is not None:
@@ -193,7 +195,7 @@ class Lane:
             at = context.target.newest.step if context.target.newest else 0
             is_full = len(done) == FAULTS_PER_RUN or not done[-1].ok
             following = None if is_full else campaign.take(at)
-        is_whole = rehearsal.finish(testbed) and done[-1].ok
+        is_whole = rehearsal.finish() and done[-1].ok
         testbed.end_attempts()
         with contextlib.suppress(HoldfastError):
             campaign.trained.append(_account(context.target.paths, done))
@@ -232,7 +234,7 @@ class Lane:
             campaign.tell(f"the calibration failed, so there is no prediction from it: {error}")
 
 
-def _train(target: TargetRun, steps: int, attempt: int = 1) -> None:
+def _train(target: RecordedRun, steps: int, attempt: int = 1) -> None:
     """Wait until an attempt has trained this many steps."""
 
     def has_trained() -> bool:

@@ -1,7 +1,7 @@
 """The drilled program's records of its steps, and their comparison with the uninterrupted run.
 
-Each rank of `holdfast.trainer.rehearsal` writes a file for each launch, with one line per step. A
-killed rank may leave an incomplete last line, which is ignored.
+Each rank of `holdfast_bench.drills.program` writes a file for each launch, with one line per step.
+A killed rank may leave an incomplete last line, which is ignored.
 """
 
 from __future__ import annotations
@@ -13,26 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.contracts.journal import Event
+from holdfast.flows.drills.place import Place
 
 LOSS_TOLERANCE: Final = 1e-4
 _RECORD: Final = re.compile(r"a([0-9]+)\.l([0-9]+)\.rank([0-9]+)\.jsonl")
-
-
-@dataclass(frozen=True, order=True)
-class Place:
-    """One launch of one attempt."""
-
-    attempt: int
-    launch: int
-
-    def __str__(self) -> str:
-        return f"a{self.attempt:04d}.l{self.launch:02d}"
-
-
-def place_of(event: Event) -> Place:
-    """Return the launch of a journal line, with zeros for missing values."""
-    return Place(int(event.data.get("attempt", 0)), int(event.data.get("launch", 0)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from holdfast.contracts.durable import write_bytes
+from holdfast.contracts.errors import SpecError
 from holdfast.flows.drills import invariants
-from holdfast.flows.drills.ettr import Ettr, sum_of
 from holdfast.flows.drills.invariants import Broken
-from holdfast.flows.drills.kinds import KINDS
+from holdfast.flows.drills.kinds import KINDS, Recovery
 from holdfast.flows.drills.results import DrillResult, FaultResult
-from holdfast.flows.drills.testbed import INTERVAL_STEPS, RANKS, SNAPSHOT_STEPS, STEP_S
+from holdfast_bench.drills.ettr import Ettr, sum_of
+from holdfast_bench.drills.testbed import INTERVAL_STEPS, RANKS, SNAPSHOT_STEPS, STEP_S
 
 P95: Final = 0.95
 LIBRARIES: Final = ("holdfast", "torch", "prefect", "submitit", "psutil")
@@ -55,6 +56,24 @@ COLUMNS: Final = (
 )
 
 
+def read_result(values: Mapping[str, Any]) -> DrillResult:
+    """Return the result of `DrillResult.as_json`. Raises `SpecError` for other input."""
+    fields = dict(values)
+    try:
+        faults = [
+            FaultResult(**{**one, "recovery": Recovery(one["recovery"])})
+            for one in fields.pop("faults")
+        ]
+        broken = [Broken(**one) for one in fields.pop("broken")]
+        if fields["ettr"]:
+            Ettr.from_json(fields["ettr"])
+        return DrillResult(faults=faults, broken=broken, **fields)
+    except (KeyError, TypeError, ValueError) as error:
+        raise SpecError(
+            f"not the output of a drill ({error!r}); expected that of `holdfast drill --json`"
+        ) from error
+
+
 def write_report(path: Path, results: Sequence[DrillResult]) -> None:
     """Write the report of these drills together to `path`."""
     write_bytes(path, render_report(results, machine()).encode())
@@ -75,7 +94,7 @@ def render_report(results: Sequence[DrillResult], machine_text: str) -> str:
     """Return the report as Markdown."""
     faults = [one for result in results for one in result.faults]
     broken = [one for result in results for one in result.broken]
-    ettr = sum_of([result.ettr for result in results if result.ettr])
+    ettr = sum_of([Ettr.from_json(result.ettr) for result in results if result.ettr])
     wrong = sum(1 for one in faults if not one.ok)
     count = len(faults)
     lines = [

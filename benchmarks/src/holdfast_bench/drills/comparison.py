@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from holdfast.contracts.journal import Event, EventKind
-from holdfast.flows.drills.steps import Place, Reference, Step, difference, gaps, place_of
+from holdfast.flows.drills.place import Place, place_of
+from holdfast_bench.drills.steps import Reference, Step, difference, gaps
 
 Window = tuple[int, int]
 _CHANGES: Final = frozenset({EventKind.ROLLED_BACK, EventKind.NUMERICS})

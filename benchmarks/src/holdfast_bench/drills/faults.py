@@ -7,35 +7,41 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-import psutil
-
 from holdfast.contracts.errors import ServiceError
 from holdfast.contracts.journal import Event, EventKind
-from holdfast.contracts.manifest import read_manifest
-from holdfast.contracts.paths import CheckpointName
-from holdfast.flows.drills.fault_context import FaultContext
+from holdfast.contracts.spec_supervision import Numerics
+from holdfast.flows.drills import faults
+from holdfast.flows.drills.kinds import Recovery
 from holdfast.flows.drills.target_run import TargetRun
 from holdfast.lineage.heal import MAGIC, quarantine
+from holdfast_bench.drills.context import TestbedContext
 
 PREFECT_GAP_STEPS: Final = 50
 DATABASE_BACK_S: Final = 120.0
 # Space for journals and logs on the full disk. No checkpoint of a testbed fits in it.
 LEFT_BYTES: Final = 1 << 20
 SAVE_FAILS_S: Final = 180.0
+POISON_S_MAX: Final = 120.0
+# The testbed's runs use these defaults, except for the action after such a loss.
+POLICY: Final = Numerics()
+AFTER_NAN: Final[Mapping[str, Recovery]] = {
+    "stop": Recovery.NEW_ATTEMPT,
+    "rollback": Recovery.IN_PLACE,
+    "skip": Recovery.UNDISTURBED,
+}
 
 
-def fill_disk(context: FaultContext) -> str:
+def fill_disk(context: TestbedContext) -> str:
     """Fill the root until a save has failed, then free the space.
 
     Space that the keep rules free meanwhile is filled too, so that no save can use it.
     """
-    root, target = context.need_testbed().root, context.target
+    root, target = context.testbed.root, context.target
     filler, since = root / ".filler", time.time()
 
     def failed_saves() -> list[Event]:
@@ -50,12 +56,12 @@ def fill_disk(context: FaultContext) -> str:
     return f"a full disk: {str(failed[0].data.get('error'))[:120]}"
 
 
-def take_database(context: FaultContext) -> str:
+def take_database(context: TestbedContext) -> str:
     """Overwrite the index. It is then set aside, and the supervisor fills a new one.
 
     The files are overwritten in place and not truncated, because other processes have them mapped.
     """
-    home = context.need_testbed().home
+    home = context.testbed.home
     index = home / "holdfast.db"
     overwritten = 0
     for path in (index, home / "holdfast.db-wal"):
@@ -79,31 +85,9 @@ def _overwrite(path: Path) -> None:
         stream.write(b"not a database " * (max(0, path.stat().st_size - len(MAGIC)) // 15))
 
 
-def corrupt_checkpoint(context: FaultContext) -> str:
-    """Flip a byte of the newest checkpoint between two attempts; restore it after the resume."""
-    target = context.target
-    flow, attempt = target.flow(), target.attempt
-    if flow is None:
-        raise ServiceError(f"{target.paths.name}: its supervisor is not a process of this machine")
-    with _suspended(flow):
-        target.agent().send_signal(signal.SIGTERM)
-        target.wait_for("the attempt's end", lambda: attempt.outcome.exists() or None)
-        name, path = _newest_file(target)
-        at = context.chance.randrange(path.stat().st_size)
-        _flip(path, at)
-    try:
-        since = time.time()
-        resumed = target.wait_for("a resume", lambda: target.events_of(EventKind.RESUMED, since))
-    finally:
-        _flip(path, at)
-    if not any(str(line).startswith(name) for line in resumed[0].data.get("skipped", ())):
-        raise ServiceError(f"{name} was damaged but not skipped: {resumed[0].data}")
-    return f"byte {at} of {name}/{path.name} flipped; the resume skipped the checkpoint"
-
-
-def announce_preemption(context: FaultContext) -> str:
+def announce_preemption(context: TestbedContext) -> str:
     """Announce a preemption until the agent has received it."""
-    cloud, target, since = context.need_testbed().cloud, context.target, time.time()
+    cloud, target, since = context.testbed.cloud, context.target, time.time()
     cloud.preempt()
     try:
         heard = target.wait_for(
@@ -114,12 +98,12 @@ def announce_preemption(context: FaultContext) -> str:
     return f"received as {heard[0].data.get('source')}: {heard[0].data.get('detail')}"
 
 
-def take_prefect(context: FaultContext) -> str:
+def take_prefect(context: TestbedContext) -> str:
     """Run the flow with a real Prefect server, kill the server, and restart it later.
 
     The supervisor without Prefect then takes over again.
     """
-    testbed, target = context.need_testbed(), context.target
+    testbed, target = context.testbed, context.target
     testbed.prefect.start()
     _change_flow(context, with_prefect=True)
     testbed.prefect.kill()
@@ -137,44 +121,60 @@ def _await_steps(target: TargetRun, what: str) -> None:
     target.wait_for(what, lambda: target.newest and target.newest.step >= step + PREFECT_GAP_STEPS)
 
 
-def _change_flow(context: FaultContext, *, with_prefect: bool) -> None:
+def _change_flow(context: TestbedContext, *, with_prefect: bool) -> None:
     """Replace the run's supervisor, if it has one."""
-    testbed, target, since = context.need_testbed(), context.target, time.time()
+    testbed, target, since = context.testbed, context.target, time.time()
     testbed.kill_flow()
     testbed.start_flow(target.paths, with_prefect=with_prefect)
     target.wait_for("a new supervisor", lambda: target.events_of(EventKind.SUPERVISED, since))
 
 
-@contextlib.contextmanager
-def _suspended(process: psutil.Process) -> Iterator[None]:
-    process.suspend()
-    try:
-        yield
-    finally:
-        process.resume()
-
-
-def _newest_file(target: TargetRun) -> tuple[str, Path]:
-    """Return the newest committed checkpoint's name and its largest file."""
-    for directory in reversed(target.paths.list_checkpoints()):
-        manifest = read_manifest(directory)
-        if manifest is not None and CheckpointName.parse(directory.name):
-            largest = max(manifest.files, key=lambda entry: entry.bytes)
-            return directory.name, directory / largest.path
-    raise ServiceError(f"{target.paths.name} has no committed checkpoint")
-
-
-def _flip(path: Path, at: int) -> None:
-    """Invert every bit of one byte. A second call restores it."""
-    with open(path, "r+b") as stream:
-        stream.seek(at)
-        byte = stream.read(1)
-        stream.seek(at)
-        stream.write(bytes([byte[0] ^ 0xFF]))
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
 def _free_bytes(place: Path) -> int:
     facts = os.statvfs(place)
     return facts.f_bavail * facts.f_frsize
+
+
+def poison_step(context: TestbedContext) -> str:
+    """Spoil one step: its loss and the weights after it become NaN.
+
+    For a run that skips data, only the reported loss becomes NaN, and training continues. The
+    ranks do not report another loss for a while, so this waits until they would.
+    """
+    target, testbed = context.target, context.testbed
+    before = _numerics(target, 0.0)
+    reached = max((int(line.data["step"]) for line in before), default=-POLICY.window)
+    target.wait_for(
+        "a step far enough after the last spoiled one",
+        lambda: target.newest and target.newest.step > reached + POLICY.window,
+    )
+    since = context.acted_at = time.time()
+    what = "loss" if testbed.on_nan == "skip" else "weights"
+    context.is_poisoned = what == "weights"
+    target.records.spoil_step(what)
+    reports = target.wait_for(
+        "the ranks' report of a spoiled step", lambda: _numerics(target, since), POISON_S_MAX
+    )
+    action = str(reports[0].data.get("action"))
+    expected = testbed.on_nan if len(before) < POLICY.changes_max else "stop"
+    if action != expected:
+        raise ServiceError(
+            f"expected the action {expected} after a spoiled step, got {action}: {reports[0].data}"
+        )
+    context.recovery = AFTER_NAN[action]
+    return f"NaN in the {what} of one step; action: {action}"
+
+
+def _numerics(target: TargetRun, since: float) -> list[Event]:
+    """Return the reports of NaN losses, without those of spikes."""
+    lines = target.events_of(EventKind.NUMERICS, since)
+    return [line for line in lines if line.data.get("problem") == "nan"]
+
+
+FAULTS: Final[Mapping[str, Callable[[TestbedContext], str]]] = {
+    **faults.FAULTS,
+    "spot-notice": announce_preemption,
+    "disk-full": fill_disk,
+    "database-down": take_database,
+    "prefect-down": take_prefect,
+    "nan": poison_step,
+}

@@ -1,4 +1,4 @@
-"""`python -m holdfast.flows.drills.supervisor RUN_DIRECTORY`: a supervisor without Prefect.
+"""`python -m holdfast_bench.drills.supervisor RUN_DIRECTORY`: a supervisor without Prefect.
 
 It is the same supervisor as in the flow `train`. A drill kills and restarts it many times, and
 Prefect would take seconds for each start.

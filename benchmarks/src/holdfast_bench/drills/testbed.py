@@ -27,14 +27,14 @@ from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.spec_supervision import NumericsAction
 from holdfast.contracts.states import Cause
 from holdfast.flows import detached
-from holdfast.flows.drills.cloud import CLOUD, CloudService
-from holdfast.flows.drills.prefect_server import PrefectServer
-from holdfast.flows.drills.steps import Records, Reference, reference_of
-from holdfast.flows.drills.target_run import TargetRun
 from holdfast.workers.executors import executor_for
 from holdfast.workers.runs import create_run
+from holdfast_bench.drills.cloud import CLOUD, CloudService
+from holdfast_bench.drills.prefect_server import PrefectServer
+from holdfast_bench.drills.recorded_run import RecordedRun
+from holdfast_bench.drills.steps import Records, Reference, reference_of
 
-PROGRAM: Final = ("-m", "holdfast.trainer.rehearsal")
+PROGRAM: Final = ("-m", "holdfast_bench.drills.program")
 RANKS: Final = 2
 STEP_S: Final = 0.04
 INTERVAL_STEPS: Final = 20
@@ -117,7 +117,7 @@ class Testbed:
             raise ServiceError(f"the uninterrupted run failed with status {status}:\n{output}")
         return reference_of(folder / "records")
 
-    def begin_run(self) -> TargetRun:
+    def begin_run(self) -> RecordedRun:
         """Create a run and start its supervisor. The run before must have ended."""
         number = len(self._runs) + 1
         self.on_nan = ON_NAN[(self.number + number) % len(ON_NAN)]
@@ -154,7 +154,7 @@ class Testbed:
         paths = create_run(spec, self.root, created_by="drill")
         self._runs.append(paths)
         self.start_flow(paths)
-        return TargetRun(paths, Records(records))
+        return RecordedRun(paths=paths, records=Records(records))
 
     def move_run(self, paths: RunPaths, place: Path) -> None:
         """Move an ended run into the new folder `place`, with its supervisor's log and records."""
@@ -177,7 +177,7 @@ class Testbed:
 
     def start_flow(self, paths: RunPaths, *, with_prefect: bool = False) -> None:
         """Start a supervisor for a run that has none, without or with Prefect."""
-        module = ["holdfast.flows.drills.supervisor"]
+        module = ["holdfast_bench.drills.supervisor"]
         if with_prefect:
             module = ["holdfast.flows.detached", detached.FLOW]
         more = self.prefect.environment if with_prefect else {}

@@ -1,0 +1,1 @@
+"""Drills on temporary runs: their testbeds, their faults, and the report."""
