@@ -1,4 +1,5 @@
 // Builds the page into the Python package, which serves it; `npm run dev` proxies to a server.
+/// <reference types="vitest/config" />
 import { defineConfig } from "vite";
 
 export default defineConfig({
@@ -19,5 +20,7 @@ export default defineConfig({
       },
     },
   },
+  // For busy machines.
+  test: { testTimeout: 60_000 },
   server: { proxy: { "/api": process.env.HOLDFAST_SERVER ?? "http://127.0.0.1:8470" } },
 });

@@ -27,7 +27,6 @@ export function factOf(key: string, value: unknown): string {
   if (Array.isArray(value) && value.every((one) => typeof one === "string")) {
     return value.join("; ");
   }
-  if (typeof value === "object") return JSON.stringify(value);
   if (typeof value === "number") {
     if (TIMES.test(key) && value >= TIME_MIN) return exact(value * 1000);
     if (NAMES.test(key)) return String(value);
@@ -35,8 +34,8 @@ export function factOf(key: string, value: unknown): string {
     if (SECONDS.test(key)) return span(value);
     return Number.isInteger(value) ? count(value) : figure(value);
   }
-  const text = String(value);
-  return DIGEST.test(text) ? `${text.slice(0, DIGEST_SHOWN)}…` : text;
+  if (typeof value !== "string") return JSON.stringify(value);
+  return DIGEST.test(value) ? `${value.slice(0, DIGEST_SHOWN)}…` : value;
 }
 
 const hasValue = (value: unknown): boolean =>

@@ -1,5 +1,5 @@
 // Keys: `/` searches, `g` and a letter open a page, j and k select a row, Enter opens it, ? helps.
-import { useEffect, useRef } from "react";
+import { useEffect, useLayoutEffect, useRef } from "react";
 
 export const GO: Record<string, [string, string]> = {
   r: ["/", "Runs"],
@@ -25,7 +25,9 @@ const isOwn = (target: EventTarget | null): boolean =>
 export function useKeys(go: Go, help: () => void) {
   // The page may be rendered between the two keys of a chord, so the first one is kept here.
   const now = useRef({ go, help, armed: 0 });
-  now.current = { ...now.current, go, help };
+  useLayoutEffect(() => {
+    now.current = { ...now.current, go, help };
+  });
   useEffect(() => {
     const press = (event: KeyboardEvent) => {
       const { go, help, armed } = now.current;
@@ -60,7 +62,9 @@ export function useListKeys(
 ) {
   // Keys may be faster than rendering, so each key updates the selection here.
   const now = useRef({ count, at, select, open });
-  now.current = { count, at, select, open };
+  useLayoutEffect(() => {
+    now.current = { count, at, select, open };
+  });
   useEffect(() => {
     const press = (event: KeyboardEvent) => {
       const { count, at, select, open } = now.current;

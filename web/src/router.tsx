@@ -64,7 +64,7 @@ const logs = createRoute({
   component: lazyView(() => import("./pages/run/Logs"), "Logs"),
   validateSearch: (given: Record<string, unknown>): { file?: string; attempt?: string } => ({
     file: text(given.file),
-    attempt: given.attempt === undefined ? undefined : String(given.attempt),
+    attempt: typeof given.attempt === "number" ? String(given.attempt) : text(given.attempt),
   }),
 });
 

@@ -63,7 +63,8 @@ async function send(path: string, init: RequestInit, limitMs = LIMIT_MS): Promis
     response = await fetch(BASE + path, { credentials: "same-origin", signal, ...init });
   } catch (error) {
     notifyReach(false);
-    throw new AwayError(`The server did not respond (${(error as Error).message}).`);
+    const reason = (error as Error).message;
+    throw new AwayError(`The server did not respond (${reason}).`, { cause: error });
   }
   // These responses come from a proxy whose server is unreachable.
   notifyReach(![502, 503, 504].includes(response.status));

@@ -4,7 +4,7 @@ import { get, withQuery } from "./client";
 import { pollMs } from "./live";
 import type {
   Ancestor, Checkpoint, CheckpointDetail, Comparison, Event, GoodputTotals, Graph, Heartbeats,
-  LogFile, LogPart, NodeFault, NodeRow, Page, Run, RunRow, Segment, Series, StorageRow,
+  LogFile, LogPart, NodeFault, NodeRow, Page, Run, RunPage, Segment, Series, StorageRow,
   StorageTotals,
 } from "./types";
 
@@ -27,7 +27,7 @@ export const useRuns = (where: { search?: string; state?: string } & Partial<Sor
   useInfiniteQuery({
     queryKey: ["runs", where],
     queryFn: ({ pageParam }) =>
-      get<Page<RunRow>>(withQuery("/runs", { ...where, after: pageParam, limit: PAGE })),
+      get<RunPage>(withQuery("/runs", { ...where, after: pageParam, limit: PAGE })),
     initialPageParam: null as string | null,
     getNextPageParam: (page) => page.next,
     placeholderData: keepPreviousData,

@@ -17,6 +17,8 @@ export type Goodput = Omit<api.GoodputTotals, "runs" | "ettr" | "money"> & {
 };
 
 export type RunRow = Omit<api.RunLine, "goodput"> & { goodput: Goodput | null };
+/** One page of runs. The first one also lists the runs that cannot be read. */
+export type RunPage = Page<RunRow> & Pick<api.RunPage, "unreadable">;
 export type Run = Omit<api.RunDetail, "goodput"> & { goodput: Goodput };
 export type Attempt = api.AttemptView;
 export type Launch = api.LaunchView;
@@ -44,5 +46,5 @@ export type NodeBeat = api.AttemptNode;
 export type {
   Ancestor, Comparison, Fact, GoodputTotals, Heartbeats, LogFile, LogPart, Money, NodeFault,
   NodeRow, Noticed, OperatorRequest, Point, Prune, RankRow, Segment, Series, StorageRow,
-  StorageTotals, Supervision, Verdict,
+  StorageTotals, Supervision, UnreadableRun, Verdict,
 } from "./schema";

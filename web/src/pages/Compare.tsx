@@ -19,8 +19,8 @@ function show(name: string, value: unknown): string {
     if (SPANS.test(name)) return span(value);
     return Number.isInteger(value) ? count(value) : figure(value);
   }
-  if (typeof value === "string" && TIMES.test(name)) return exact(when(value) ?? 0);
-  return typeof value === "object" ? JSON.stringify(value) : String(value);
+  if (typeof value !== "string") return JSON.stringify(value);
+  return TIMES.test(name) ? exact(when(value) ?? 0) : value;
 }
 
 const hasValue = (value: unknown): boolean => value !== null && value !== undefined && value !== "";

@@ -3,7 +3,7 @@ import { useNavigate, useSearch, Link } from "@tanstack/react-router";
 import type { ColumnDef } from "@tanstack/react-table";
 import { useCallback, useEffect, useMemo, useRef, useState } from "react";
 import { useRuns, type Sort } from "../api/queries";
-import type { RunRow } from "../api/types";
+import type { RunRow, UnreadableRun } from "../api/types";
 import { count, figure, money, percent, when } from "../format";
 import { GoodputBar, Progress, Spark } from "../parts/bars";
 import { Copy, Empty, Loaded, State, Time, useTitle } from "../parts/basics";
@@ -71,7 +71,6 @@ const COLUMNS: ColumnDef<RunRow, unknown>[] = [
 function Search() {
   const { search = "", state = "", focus } = useSearch({ from: "/" });
   const navigate = useNavigate({ from: "/" });
-  const [text, setText] = useState(search);
   const box = useRef<HTMLInputElement>(null);
   const timer = useRef<number | undefined>(undefined);
   useEffect(() => {
@@ -79,11 +78,10 @@ function Search() {
   }, [focus]);
   // Follow the address, unless the user is typing.
   useEffect(() => {
-    if (timer.current === undefined) setText(search);
+    if (box.current && timer.current === undefined) box.current.value = search;
   }, [search]);
   useEffect(() => () => clearTimeout(timer.current), []);
   const type = (words: string) => {
-    setText(words);
     clearTimeout(timer.current);
     timer.current = window.setTimeout(() => {
       timer.current = undefined;
@@ -99,7 +97,7 @@ function Search() {
         type="search"
         aria-label="Search runs by name"
         placeholder="Search by name ( / )"
-        value={text}
+        defaultValue={search}
         onChange={(event) => type(event.target.value)}
         onKeyDown={(event) => {
           if (event.key !== "Escape") return;
@@ -145,6 +143,19 @@ function NoRuns({ filtered }: { filtered: boolean }) {
   );
 }
 
+/** The folders of runs that cannot be read, with the reasons. */
+function Unreadable({ runs }: { runs: UnreadableRun[] }) {
+  if (runs.length === 0) return null;
+  return (
+    <details className="problem">
+      <summary>{count(runs.length)} run{runs.length === 1 ? "" : "s"} cannot be read</summary>
+      <ul>
+        {runs.map(({ path, reason }) => <li key={path}><code>{path}</code>: {reason}</li>)}
+      </ul>
+    </details>
+  );
+}
+
 // Live runs come first.
 const USUAL: Sort = { sort: "live" };
 // The server's names for columns with another id.
@@ -169,6 +180,7 @@ export function Runs() {
     <>
       <div className="head"><h1>Runs</h1></div>
       <Search />
+      <Unreadable runs={query.data?.pages[0]?.unreadable ?? []} />
       <Loaded query={{ data: rows, error: query.error }}>
         {(runs) => runs.length === 0 ? <NoRuns filtered={Boolean(search || state)} /> : (
           <>

@@ -1,5 +1,5 @@
 // A curve drawn by uPlot in the theme's colours, with marks for events of the run.
-import { useEffect, useRef } from "react";
+import { useEffect, useEffectEvent, useRef } from "react";
 import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
 import { STEP_INCREMENTS } from "../curves";
@@ -110,10 +110,12 @@ export function Chart(props: Props) {
   const plot = useRef<uPlot | null>(null);
   const { x, y, label, marks } = props;
   const marksKey = JSON.stringify(marks);
+  const draw = useEffectEvent((element: HTMLElement) =>
+    new uPlot(options(props, element.clientWidth), [x, y], element));
   useEffect(() => {
     const element = place.current;
     if (!element) return undefined;
-    const made = new uPlot(options(props, element.clientWidth), [x, y], element);
+    const made = draw(element);
     plot.current = made;
     const redraw = () => made.redraw(false, true);
     const observer = new ResizeObserver(() =>

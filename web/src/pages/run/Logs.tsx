@@ -20,13 +20,11 @@ function useFollowed(run: string, file: LogFile): [string, boolean, unknown] {
   const [text, setText] = useState("");
   const [ended, setEnded] = useState(false);
   const [error, setError] = useState<unknown>(null);
-  const key = `${file.attempt}/${keyOf(file)}`;
+  const { attempt, rank, launch, stream } = file;
   useEffect(() => {
     let current = true;
     let timer: number | undefined;
     let offset: number | undefined;
-    const { attempt, rank, launch, stream } = file;
-    setText("");
     const ask = async () => {
       try {
         const limit = offset === undefined ? TAIL_BYTES : undefined;
@@ -47,8 +45,7 @@ function useFollowed(run: string, file: LogFile): [string, boolean, unknown] {
       current = false;
       clearTimeout(timer);
     };
-    // The key identifies the file. Its size is ignored, because it grows.
-  }, [run, key]);
+  }, [run, attempt, rank, launch, stream]);
   return [text, ended, error];
 }
 
@@ -124,7 +121,7 @@ function Files({ run, files, chosen, leading }: FilesProps) {
           </select>
         </label>
       </div>
-      <Log key={`${file.attempt}/${keyOf(file)}`} run={run} file={file} />
+      <Log key={`${run}/${file.attempt}/${keyOf(file)}`} run={run} file={file} />
     </>
   );
 }

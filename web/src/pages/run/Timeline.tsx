@@ -1,5 +1,5 @@
 // The attempts of a run as a timeline and as a table.
-import { useLayoutEffect, useState } from "react";
+import { useCallback, useState } from "react";
 import type { Attempt, Checkpoint, OperatorRequest, Segment } from "../../api/types";
 import { Empty, State, Time, useNow } from "../../parts/basics";
 import { count, exact, span, when } from "../../format";
@@ -16,16 +16,15 @@ const MARK_PX = 8;
 
 /** A ref and the width of its element; 0 before the element exists. */
 function useWidth() {
-  const [place, setPlace] = useState<HTMLDivElement | null>(null);
   const [width, setWidth] = useState(0);
-  useLayoutEffect(() => {
-    if (!place) return undefined;
-    setWidth(Math.max(280, place.clientWidth));
-    const observer = new ResizeObserver(() => setWidth(Math.max(280, place.clientWidth)));
-    observer.observe(place);
+  const place = useCallback((element: HTMLDivElement) => {
+    const measure = () => setWidth(Math.max(280, element.clientWidth));
+    measure();
+    const observer = new ResizeObserver(measure);
+    observer.observe(element);
     return () => observer.disconnect();
-  }, [place]);
-  return [setPlace, width] as const;
+  }, []);
+  return [place, width] as const;
 }
 
 const clock = (time: number, wide: boolean): string => {

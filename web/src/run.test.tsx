@@ -1,0 +1,221 @@
+// @vitest-environment happy-dom
+import { fireEvent, screen, waitFor } from "@testing-library/react";
+import { describe, expect, it } from "vitest";
+import type { ActionDone, AttemptView, OperatorRequest, Segment } from "./api/schema";
+import { attempt, ID, run } from "./samples";
+import { begin, button, openPage, problem, rowsOf, SESSION, stream, type Server } from "./testbed";
+
+const at = (minute: number) => `2026-01-01T10:${String(minute).padStart(2, "0")}:00Z`;
+
+const PREEMPTED = attempt({
+  state: "preempted", cause: "preemption", evidence: ["scheduler: PREEMPTED"], job_id: "41",
+  world_size: 8, first_step: 1, last_step: 230, committed_step: 200, started_at: at(0),
+  ended_at: at(20),
+});
+const FAILED = attempt({
+  number: 2, state: "failed", cause: "out_of_memory", failed_rank: 1, first_step: 201,
+  last_step: 210, traceback: "CUDA out of memory", started_at: at(20), ended_at: at(30),
+});
+
+const segment = (of: number, part: string, from: number, to: number): Segment =>
+  ({ attempt: of, part, began_at: at(from), ended_at: at(to) });
+
+const asked = (action: string): OperatorRequest =>
+  ({ action, by: "mia", at: 0, gpus: null, after_attempt: 1 });
+
+describe("the attempts of a run", () => {
+  it("are listed, newest first, with their ends, causes, steps and evidence", async () => {
+    const attempts = [PREEMPTED, FAILED, attempt({ number: 3, reason: "after out of memory" })];
+    openPage("/runs/gpt", { "GET /runs/gpt": run({ attempts }) });
+    await screen.findByText("#3");
+    const [third, second, traceback, first, evidence] = rowsOf("Attempts");
+    expect(first).toMatch(/^#18 GPUs · job 41preempted.*preemption1 – 230committed 200/);
+    expect(evidence).toBe("scheduler: PREEMPTED");
+    expect(second).toMatch(/^#22 GPUsfailed.*out of memory201 – 210none committed/);
+    expect(traceback).toBe("Traceback of rank 1CUDA out of memory");
+    expect(third).toMatch(/^#32 GPUsrunning.*after out of memory—/);
+  });
+
+  it("that an operator ended name the operator", async () => {
+    const paused = { ...PREEMPTED, state: "cancelled", cause: "operator", evidence: [] };
+    openPage("/runs/gpt", { "GET /runs/gpt": run({
+      state: "paused", attempts: [paused], requests: [asked("pause")] }) });
+    await screen.findByText("#1");
+    expect(rowsOf("Attempts")[0]).toMatch(/GPUs · job 41paused.*paused by mia/);
+  });
+
+  it("are drawn over time, with what each did and its checkpoints", async () => {
+    openPage("/runs/gpt", {
+      "GET /runs/gpt": run({ attempts: [PREEMPTED, FAILED] }),
+      "GET /runs/gpt/timeline": [segment(1, "queued", 0, 5), segment(1, "training", 5, 20),
+        segment(2, "training", 20, 30)],
+    });
+    const drawn = await screen.findByRole("img",
+      { name: "2 attempts in 30 min; see the table below" });
+    const titles = [...drawn.querySelectorAll("title")].map((one) => one.textContent);
+    expect(titles.map((one) => one?.split(", from")[0])).toEqual(
+      ["queued: 5 min", "productive: 15 min", "productive: 10 min"]);
+  });
+
+  it("are the newest ones if there are many, until all are asked for", async () => {
+    const attempts = Array.from({ length: 8 }, (_, index): AttemptView =>
+      ({ ...PREEMPTED, number: index + 1, evidence: [] }));
+    openPage("/runs/gpt", { "GET /runs/gpt": run({ attempts }) });
+    const more = await button("Show all 8 attempts");
+    expect(rowsOf("Attempts").map((row) => row?.slice(0, 2))).toEqual(
+      ["#8", "#7", "#6", "#5", "#4", "#3"]);
+    fireEvent.click(more);
+    expect(rowsOf("Attempts")).toHaveLength(8);
+  });
+
+  it("are none before the scheduler accepts one", async () => {
+    openPage("/runs/gpt", { "GET /runs/gpt": run({ attempts: [], state: "queued", step: null }) });
+    await screen.findByText("No attempt yet");
+    expect(screen.getByText("none yet")).toBeTruthy();
+  });
+});
+
+describe("the warnings of a run", () => {
+  it("name a missing supervisor, a missing folder and failed saves", async () => {
+    openPage("/runs/gpt", { "GET /runs/gpt": run({
+      on_disk: false,
+      supervision: { is_alive: false, is_remote: false, host: "login1", pid: 7 },
+      failed_saves: [{ checkpoint: ID, step: 200, error: "disk full", at: 0 }],
+      noticed: [{ kind: "hang_suspected", attempt: 9, at: 0, text: "rank 3 hangs", dumps: [] }],
+    }) });
+    await screen.findByText("no supervisor");
+    expect(screen.getByRole("alert").textContent).toContain("login1 (pid 7)");
+    expect(screen.getByText(/folder does not exist/)).toBeTruthy();
+    expect(screen.getByText(/step 200 was not committed: disk full/).closest("details")).toBeNull();
+    // Notices of other attempts are folded.
+    expect(screen.getByText(/rank 3 hangs/).closest("details")?.textContent).toContain(
+      "1 earlier notice");
+  });
+
+  it("are an error alone if the run is unknown", async () => {
+    openPage("/runs/gpt", { "GET /runs/gpt": problem(404, "No run is named gpt.") });
+    expect((await screen.findByRole("alert")).textContent).toBe("Not found.No run is named gpt.");
+    expect(screen.queryByText("Overview")).toBeNull();
+  });
+});
+
+const done = (action: string, message: string): ActionDone =>
+  ({ run: "gpt", action, gpus: null, message, state: "running" });
+
+describe("an operator's action", () => {
+  it.each([
+    ["Stop", "stop", "running", "saves a final checkpoint and ends"],
+    ["Pause", "pause", "running", "releases its GPUs until it is resumed"],
+    ["Resume", "resume", "paused", "resumes from its newest checkpoint"],
+  ] as const)("%s is confirmed, sent once, and answered", async (word, action, state, what) => {
+    const server = openPage("/runs/gpt", {
+      "GET /runs/gpt": run({ state }),
+      [`POST /runs/gpt/${action}`]: done(action, `${word} was recorded.`),
+    });
+    const dialog = await begin(word);
+    expect(dialog.getByRole("heading").textContent).toBe(`${word} gpt`);
+    expect(dialog.getByText(/newest|final/).textContent?.replace(/\s+/g, " ")).toContain(what);
+    expect(server.requests()).toEqual([]);
+    fireEvent.click(dialog.getByRole("button", { name: word }));
+    expect((await dialog.findByRole("status")).textContent).toBe(`${word} was recorded.`);
+    expect(server.requests()).toEqual([
+      { request: `POST /runs/gpt/${action}`, query: {}, body: {}, csrf: "csrf-word" }]);
+    fireEvent.click(dialog.getByRole("button", { name: "Close" }));
+    await waitFor(() => expect(screen.queryByRole("dialog")).toBeNull());
+  });
+
+  it("is not sent if the operator goes back", async () => {
+    const server = openPage("/runs/gpt");
+    const dialog = await begin("Stop");
+    fireEvent.click(dialog.getByRole("button", { name: "Back" }));
+    await waitFor(() => expect(screen.queryByRole("dialog")).toBeNull());
+    expect(server.requests()).toEqual([]);
+  });
+
+  it("Relaunch sends the size that was entered", async () => {
+    const server = openPage("/runs/gpt",
+      { "POST /runs/gpt/relaunch": done("relaunch", "Attempt 2 will have 4 GPUs.") });
+    const dialog = await begin("Relaunch");
+    const size = dialog.getByLabelText<HTMLInputElement>("GPUs of the next attempt (1 to 16)");
+    expect(size.value).toBe("2");
+    expect(dialog.getByText(/Attempt 1 saves a final checkpoint/)).toBeTruthy();
+    fireEvent.change(size, { target: { value: "4" } });
+    fireEvent.click(dialog.getByRole("button", { name: "Relaunch" }));
+    await dialog.findByText("Attempt 2 will have 4 GPUs.");
+    expect(server.requests().map((one) => one.body)).toEqual([{ gpus: 4 }]);
+  });
+
+  it("can be forced while another request is pending", async () => {
+    const server = openPage("/runs/gpt",
+      { "POST /runs/gpt/stop": problem(409, "ann asked to pause the run.") });
+    const dialog = await begin("Stop");
+    fireEvent.click(dialog.getByRole("button", { name: "Stop" }));
+    expect((await dialog.findByRole("alert")).textContent).toBe(
+      "Conflicting request.ann asked to pause the run.");
+    server.give({ "POST /runs/gpt/stop": done("stop", "Recorded.") });
+    fireEvent.click(dialog.getByRole("button", { name: "Stop anyway" }));
+    await dialog.findByText("Recorded.");
+    expect(server.requests().map((one) => one.body)).toEqual([{}, { force: true }]);
+  });
+
+  it.each([
+    ["403", problem(403, "Ask mia."), "Your role does not allow this.Ask mia."],
+    ["422", problem(422, "No such size."), "Invalid request.No such size."],
+    ["no answer", "away", "No response; the action may have been applied.The server did not"],
+  ] as const)("that fails with %s shows the error and forces nothing", async (_, answer, text) => {
+    const server = openPage("/runs/gpt", { "POST /runs/gpt/stop": answer });
+    const dialog = await begin("Stop");
+    fireEvent.click(dialog.getByRole("button", { name: "Stop" }));
+    expect((await dialog.findByRole("alert")).textContent).toContain(text);
+    expect(dialog.queryByRole("status")).toBeNull();
+    fireEvent.click(dialog.getByRole("button", { name: "Stop" }));
+    await waitFor(() => expect(server.requests()).toHaveLength(2));
+    expect(server.requests()[1]?.body).toEqual({});
+  });
+
+  it("is possible only while the run is live, except for Relaunch", async () => {
+    openPage("/runs/gpt", { "GET /runs/gpt": run({ state: "completed" }) });
+    const isDisabled = async (name: string) => (await button(name)).hasAttribute("disabled");
+    expect(await isDisabled("Stop")).toBe(true);
+    expect(await isDisabled("Pause")).toBe(true);
+    expect(await isDisabled("Cancel")).toBe(true);
+    expect(await isDisabled("Relaunch")).toBe(false);
+  });
+
+  it("is not offered to a reader", async () => {
+    openPage("/runs/gpt", { "GET /session": { ...SESSION, role: "reader" } });
+    await screen.findByText("Read-only");
+    expect(screen.queryByText("Stop")).toBeNull();
+    expect(screen.queryByText("Relaunch")).toBeNull();
+  });
+});
+
+describe("an open event stream", () => {
+  /** Opens the stream, and waits for the requests with which the page catches up. */
+  async function live(server: Server) {
+    const asked = () => server.requests("GET /runs/gpt").length;
+    const before = asked();
+    stream().onopen();
+    await screen.findByText("live");
+    await waitFor(() => expect(asked()).toBeGreaterThan(before));
+  }
+
+  it("replaces the polling, and an action changes the page at once", async () => {
+    const server = openPage("/runs/gpt", { "POST /runs/gpt/stop": done("stop", "Recorded.") });
+    const dialog = await begin("Stop");
+    await live(server);
+    server.give({ "GET /runs/gpt": run({ requests: [asked("stop")] }) });
+    fireEvent.click(dialog.getByRole("button", { name: "Stop" }));
+    await dialog.findByText("Recorded.");
+    expect(await screen.findAllByText("stopping")).not.toHaveLength(0);
+  });
+
+  it("updates the run that an event is about", async () => {
+    const server = openPage("/runs/gpt");
+    await button("Stop");
+    await live(server);
+    server.give({ "GET /runs/gpt": run({ state: "completed" }) });
+    stream().send("journal", { run: "gpt" });
+    await screen.findByText("completed");
+  });
+});
