@@ -126,8 +126,7 @@ class Supervisor:
     def run(self) -> RunHistory:
         """Supervise the run, or follow its supervisor, until it has ended; return its history.
 
-        Raises `SpecError` for another user's run, and `ServiceError` after `SUPERVISION_S_MAX`
-        seconds.
+        Raises `SpecError` for another user's run, `ServiceError` after `SUPERVISION_S_MAX` seconds.
         """
         require_own(self.paths)
         ends_at = time.monotonic() + SUPERVISION_S_MAX
