@@ -34,6 +34,7 @@ from holdfast.workers.heartbeats import newest_step, read_heartbeats
 
 SPEC: Final = Path(__file__).parent / "gpt" / "spec.toml"
 RUN_S_MAX: Final = 300.0
+FLOW_START_S_MAX: Final = 120.0
 POLL_S: Final = 0.25
 # The server and the worker have no needed data once the flow has ended, so they end quickly.
 FLOW_END_S_MAX: Final = 10.0
@@ -45,6 +46,8 @@ OVERRIDES: Final = ("supervision.poll_s=1", "supervision.heartbeat_s=0.5")
 
 def main() -> int:
     """Run the scenario. Return 0 if every check passes, else 1."""
+    # SIGTERM raises, so that the server and the worker end too.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="holdfast-demo-"))
     run = RunPaths(default_root() / f"demo-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
@@ -65,7 +68,7 @@ def main() -> int:
                 finally:
                     end_jobs(run)
                 broken = judge(service, run)
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         broken = [str(error)]
     finally:
         print_logs(folder if broken else None)
@@ -91,6 +94,7 @@ def play(service: PrefectService, run: RunPaths) -> None:
         *("--param", f"root={run.directory.parent}"),
     )
     say(f"submitted {run.name} through Prefect: {RANKS[0]} ranks, {STEPS} steps")
+    wait_for_flow(service, run)
     attempt = run.attempt(1)
     wait("a third of the steps", run, lambda: (step_of(run, 1) or 0) >= STEPS // 3)
     claim = read_document(Claim, attempt.claim)
@@ -105,6 +109,18 @@ def play(service: PrefectService, run: RunPaths) -> None:
         time.sleep(POLL_S)
 
 
+def wait_for_flow(service: PrefectService, run: RunPaths) -> None:
+    """Wait until the flow has created the run. Raises `RuntimeError` if the flow fails before."""
+    ends_at = time.monotonic() + FLOW_START_S_MAX
+    while not run.spec.is_file():
+        failure = service.find_failure()
+        if failure:
+            raise RuntimeError(f"the flow failed before it created the run: {failure}")
+        if time.monotonic() > ends_at:
+            raise RuntimeError(f"the flow has not created the run in {FLOW_START_S_MAX:.0f} s")
+        time.sleep(POLL_S)
+
+
 def step_of(run: RunPaths, attempt: int) -> int | None:
     """Return the last step that any rank of the attempt finished, from the heartbeats."""
     return newest_step(read_heartbeats(run.attempt(attempt)))
@@ -115,16 +131,15 @@ def wait(what: str, run: RunPaths, is_so: Callable[[], bool]) -> None:
     ends_at = time.monotonic() + RUN_S_MAX
     last_key: object = None
     while time.monotonic() < ends_at:
-        if run.spec.is_file():
-            if is_so():
-                return
-            history = load_history(run)
-            progress = describe_progress(history)
-            if progress.key != last_key:
-                say(progress.text)
-            last_key = progress.key
-            if not history.state.is_live:
-                raise RuntimeError(f"the run ended before {what}: {progress.text}")
+        if is_so():
+            return
+        history = load_history(run)
+        progress = describe_progress(history)
+        if progress.key != last_key:
+            say(progress.text)
+        last_key = progress.key
+        if not history.state.is_live:
+            raise RuntimeError(f"the run ended before {what}: {progress.text}")
         time.sleep(POLL_S)
     raise RuntimeError(f"waited {RUN_S_MAX:.0f} s for {what}, without success")
 

@@ -12,6 +12,7 @@ readonly APT_WAIT_S=300
 readonly PIP_RETRIES=3
 readonly NODE_MIN=18
 readonly PAGE_LIMIT_S=600
+readonly PREFECT_LIMIT_S=300
 readonly PAGE=src/holdfast/api/static
 # Command → the package that contains it, on Debian and Ubuntu.
 readonly CLUSTER_PACKAGES=(
@@ -72,7 +73,22 @@ make_environment() {
         -r requirements.lock
     .venv/bin/pip install -qq --disable-pip-version-check --no-deps --no-build-isolation \
         -e . -e benchmarks
+    make_prefect_database
     printf '%s\n' "$stamp" >.setup/python
+}
+
+# Prefect's server takes longer to create its database than to start with one. The demo and the
+# tests start theirs with a copy of this one.
+make_prefect_database() {
+    rm -rf .setup/prefect
+    if ! env -u PREFECT_API_URL -u PREFECT_API_DATABASE_CONNECTION_URL \
+        PREFECT_HOME="$PWD/.setup/prefect" PREFECT_SERVER_ANALYTICS_ENABLED=false \
+        timeout "$PREFECT_LIMIT_S" .venv/bin/prefect server database upgrade -y \
+        >.setup/prefect.log 2>&1; then
+        rm -rf .setup/prefect
+        say "Prefect's database could not be prepared (see .setup/prefect.log):" \
+            "the demo starts more slowly; everything else works"
+    fi
 }
 
 missing_packages() {

@@ -254,8 +254,9 @@ def _migrate(url: str | None, act: Any, revision: str) -> None:
         except CommandError as error:
             raise LineageError(
                 f"{parsed.render_as_string(hide_password=True)}: {error}. The database may belong "
-                f"to a newer version of Holdfast; this one has revision {head_revision()}. Upgrade "
-                "Holdfast, or name a revision that it knows"
+                f"to another version of Holdfast; this one has revision {head_revision()}. Use "
+                "that version, or move the database away and run `holdfast reindex`, which fills "
+                "a new one from the runs"
             ) from error
         connection.commit()
 
