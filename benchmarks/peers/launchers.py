@@ -77,7 +77,7 @@ class Launcher:
                 module = [str(self.python), "-m", "dlrover.trainer.torch.main", "--nnodes=1"]
                 return [*module, *workers, str(PROGRAMS / "with_dlrover.py")]
             case _:
-                module = [str(self.python), "-m", "holdfast_bench.drills.supervisor"]
+                module = [str(self.python), "-m", "holdfast.flows.detached"]
                 return [*module, str(self._holdfast_run().directory)]
 
     def resources(self) -> dict[str, Any]:

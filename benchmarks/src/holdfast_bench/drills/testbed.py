@@ -177,9 +177,7 @@ class Testbed:
 
     def start_flow(self, paths: RunPaths, *, with_prefect: bool = False) -> None:
         """Start a supervisor for a run that has none, without or with Prefect."""
-        module = ["holdfast_bench.drills.supervisor"]
-        if with_prefect:
-            module = ["holdfast.flows.detached", detached.FLOW]
+        module = ["holdfast.flows.detached", *([detached.FLOW] if with_prefect else [])]
         more = self.prefect.environment if with_prefect else {}
         with open(self._log_of(paths), "ab") as log:
             self._flow = subprocess.Popen(
@@ -191,14 +189,14 @@ class Testbed:
                 start_new_session=True,
             )
 
-    def wait_for_flow(self) -> int:
-        """Wait until the supervisor has ended, and return its exit status.
+    def wait_for_flow(self) -> None:
+        """Wait until the supervisor has ended.
 
         After `END_S` seconds, kills it and raises `ServiceError`.
         """
         assert self._flow is not None
         try:
-            return self._flow.wait(END_S)
+            self._flow.wait(END_S)
         except subprocess.TimeoutExpired:
             raise ServiceError(f"the supervisor had not ended within {END_S:.0f} s") from None
         finally:
