@@ -109,7 +109,7 @@ class PrefectService:
     def find_failure(self) -> str | None:
         """Return the message of a flow run that failed, or None."""
         state = {"type": {"any_": ["FAILED", "CRASHED"]}}
-        (*failed,) = self._post("flow_runs/filter", {"flow_runs": {"state": state}})
+        failed = self._post("flow_runs/filter", {"flow_runs": {"state": state}})
         return str(failed[0]["state"]["message"]) if failed else None
 
     @contextlib.contextmanager
