@@ -17,8 +17,11 @@ SECONDS_MAX = 5.0
 MEMORY_KB_MAX = 512 * 1024
 
 
-def dry_run(path: Path, root: Path) -> None:
-    """Dry-run a spec; raises its error. The CLI prints a traceback unless it is a HoldfastError."""
+def dry_run(path: Path, root: Path) -> str:
+    """Dry-run a spec and return the output; raises its error.
+
+    The CLI prints a traceback unless the error is a `HoldfastError`.
+    """
     began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     outcome = CliRunner().invoke(app, ["submit", str(path), "--dry-run", "--root", str(root)])
     assert time.monotonic() - began < SECONDS_MAX
@@ -26,6 +29,7 @@ def dry_run(path: Path, root: Path) -> None:
     if outcome.exception is not None:
         raise outcome.exception
     assert "\x1b" not in outcome.output
+    return outcome.output
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -52,10 +56,10 @@ def test_paths_that_are_not_regular_files_are_refused_at_once(tmp_path: Path) ->
 def test_ordinary_specs_are_accepted(tmp_path: Path) -> None:
     plain = tmp_path / "plain.toml"
     plain.write_text(GOOD + '[launch]\nsetup = ["module load cuda\\nexport A=1"]\n')
-    dry_run(plain, tmp_path / "runs")
+    assert "module load cuda\\nexport A=1" in dry_run(plain, tmp_path / "runs")
     aliases = tmp_path / "aliases.yaml"
     aliases.write_text("name: run\ncommand: [a]\nconfig: {one: &o {x: 1}, two: *o}\n")
-    dry_run(aliases, tmp_path / "runs")
+    assert '"two"' in dry_run(aliases, tmp_path / "runs")
     linked = tmp_path / "linked.toml"
     linked.symlink_to(plain)
-    dry_run(linked, tmp_path / "runs")
+    assert dry_run(linked, tmp_path / "runs") == dry_run(plain, tmp_path / "runs")

@@ -250,7 +250,8 @@ def stop_by(number: signal.Signals, signalled: list[int], directory: Path) -> Ru
 
 
 def test_signal_to_one_rank_stops_both(tmp_path: Path) -> None:
-    stop_by(signal.SIGUSR2, [1], tmp_path / "run")
+    run = stop_by(signal.SIGUSR2, [1], tmp_path / "run")
+    assert ends_of(run, 0)[0]["end"] == ends_of(run, 1)[0]["end"] == max(committed_steps(run))
 
 
 def test_signalled_ranks_stop_together_and_fewer_ranks_continue(
