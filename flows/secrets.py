@@ -16,7 +16,6 @@ from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.errors import PreflightError, SecretError, ServiceError
 from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.reading import is_mine
 from holdfast.contracts.redaction import places_of_secrets
 from holdfast.contracts.secrets import (
     FORMS,
@@ -85,7 +84,7 @@ def require_again(paths: RunPaths) -> None:
 
     Another user's run is not checked, because only its owner can read its secrets.
     """
-    if is_mine(paths.directory.resolve()):
+    if paths.is_mine():
         found = read_document(RunRecord, paths.spec)
         if found is not None:
             require(RunSpec.read(found.spec), paths)
@@ -103,7 +102,7 @@ def plain_secret_warnings(spec: RunSpec) -> list[str]:
 def recorded(paths: RunPaths, spec: RunSpec) -> dict[str, str]:
     """Return the recorded values of one of the caller's runs; none if they cannot be read."""
     try:
-        if not is_mine(paths.directory.resolve()):
+        if not paths.is_mine():
             return {}
         return read_record(paths, references_in(spec.environment))
     except (SecretError, OSError):
@@ -112,7 +111,7 @@ def recorded(paths: RunPaths, spec: RunSpec) -> dict[str, str]:
 
 def report(paths: RunPaths, spec: RunSpec) -> list[str]:
     """Return a line for each reference of one of the caller's runs: whether it has a value."""
-    if not is_mine(paths.directory.resolve()):
+    if not paths.is_mine():
         return []
     return [str(check) for check in examine(spec, recorded(paths, spec))]
 

@@ -12,7 +12,6 @@ from typing import Any, Final
 from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.errors import NotFoundError
 from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.reading import is_mine
 from holdfast.contracts.supervision import is_supervised
 from holdfast.flows import secrets
 from holdfast.workers.runs import require_own
@@ -72,8 +71,7 @@ def start_if_alone(paths: RunPaths, *, preflight: bool = True, refresh: bool = F
     recorded values. Raises `SpecError` for another user's run, whose command would run as the
     caller, and `SecretError` if a secret has no value.
     """
-    is_own = is_mine(paths.directory.resolve()) and is_mine(paths.spec)
-    if is_own:
+    if paths.is_mine():
         secrets.record(paths, refresh=refresh)
     if is_supervised(paths.flow_lock):
         return Started()

@@ -13,7 +13,6 @@ from holdfast.contracts.history import load_history
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.paths import RunPaths, checkpoint_id
-from holdfast.contracts.reading import is_mine
 from holdfast.workers.trainer_call import ask_trainer, interpreter_of
 
 # Enough for a terabyte on a slow shared file system.
@@ -71,7 +70,7 @@ def export(
     facts["checkpoint"] = manifest.id if manifest else str(directory)
     if record is not None and manifest is not None and manifest.run_uid == record.uid:
         facts["checkpoint"] = checkpoint_id(paths.name, directory.name)
-        if not is_mine(paths.directory):
+        if not paths.is_mine():
             # Reading another user's checkpoint does not justify a write to that run's folder.
             return facts
         with JournalWriter(paths.journal_of(writer)) as journal:

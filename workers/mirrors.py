@@ -19,7 +19,6 @@ from holdfast.contracts.history import check_identity
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.mirrors import Tiers
 from holdfast.contracts.paths import CheckpointName, RunPaths
-from holdfast.contracts.reading import is_mine
 from holdfast.contracts.spec import RunSpec
 from holdfast.workers.trainer_call import NEUTRAL_FOLDER
 
@@ -46,7 +45,7 @@ def location_of(paths: RunPaths) -> str | None:
         mirror = RunSpec.model_validate(record.spec).checkpoint.mirror
     if not mirror:
         return None
-    if not (is_mine(paths.directory) and is_mine(paths.spec)):
+    if not paths.is_mine():
         raise MirrorError(
             f"{paths.name}: this run belongs to another user, and only that user may change its "
             "mirror; run the command as the owner of the run's folder"

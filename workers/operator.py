@@ -36,7 +36,7 @@ from holdfast.contracts.history import (
 from holdfast.contracts.journal import FOREIGN_LOCK_S, GROWER, EventKind, JournalWriter
 from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.paths import AttemptPaths, RunPaths, checkpoint_id, has_spec
-from holdfast.contracts.reading import LOCK_FLAGS, is_mine, open_beneath
+from holdfast.contracts.reading import LOCK_FLAGS, open_beneath
 from holdfast.contracts.states import RunState
 from holdfast.workers.executors import executor_for
 from holdfast.workers.feasibility import Feasibility
@@ -144,7 +144,7 @@ def _operator_lock(paths: RunPaths) -> Iterator[None]:
         return
     handle = open_beneath(paths.operator_lock, LOCK_FLAGS, below=paths.directory)
     try:
-        wait_s = TURN_S if is_mine(paths.directory) else FOREIGN_LOCK_S
+        wait_s = TURN_S if paths.is_mine() else FOREIGN_LOCK_S
         if not wait_for_lock(handle, wait_s):
             raise RunConflictError(
                 f"run {paths.name}: another process has kept {paths.operator_lock} locked for "

@@ -198,7 +198,7 @@ def _generations(root: Path, name: str) -> list[RunPaths]:
 
 def require_own(paths: RunPaths) -> None:
     """Raise `SpecError` for another user's run: its command would run as the caller."""
-    if not (is_mine(paths.directory.resolve()) and is_mine(paths.spec)):
+    if not paths.is_mine():
         raise SpecError(
             f"run {paths.name} belongs to another user, whose command would run as you. Ask its "
             "owner to relaunch it, or read its spec "
@@ -208,7 +208,7 @@ def require_own(paths: RunPaths) -> None:
 
 def _is_own(run: RunPaths) -> bool:
     try:
-        return is_mine(run.directory)
+        return run.is_mine()
     except OSError:
         return False
 
@@ -243,7 +243,7 @@ def read_record(paths: RunPaths) -> RunRecord:
 def _is_abandoned(paths: RunPaths) -> bool:
     """Return True for the caller's own folder that a crash left before it held a run."""
     is_empty = not has_spec(paths.directory) and not any(paths.attempts.glob("*"))
-    return is_empty and _is_own(paths)
+    return is_empty and is_mine(paths.directory)
 
 
 def _ended(state: RunState) -> str:

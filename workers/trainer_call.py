@@ -11,7 +11,6 @@ from typing import Any, Final
 
 from holdfast.contracts.errors import CheckpointError, PreflightError
 from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.reading import is_mine
 from holdfast.contracts.spec import RunSpec
 
 # A folder without modules, because `python -m` searches the current folder first.
@@ -27,8 +26,8 @@ def interpreter_of(paths: RunPaths, spec: RunSpec) -> str:
     A spec's `launch.python` is a program chosen by the author of the spec. It runs only if the
     run's folder and spec belong to the caller or to root.
     """
-    is_trusted = is_mine(paths.directory) and is_mine(paths.spec)
-    return spec.launch.python if is_trusted and spec.launch.python else sys.executable
+    given = spec.launch.python
+    return given if given and paths.is_mine() else sys.executable
 
 
 def ask_trainer(

@@ -13,7 +13,6 @@ from holdfast.contracts.leases import reading
 from holdfast.contracts.manifest import Manifest, find_damage, read_manifest
 from holdfast.contracts.mirrors import read_record
 from holdfast.contracts.paths import CheckpointName, RunPaths
-from holdfast.contracts.reading import is_mine
 from holdfast.workers import mirrors
 
 # A checkpoint in a mirror is read completely, over the network.
@@ -68,7 +67,7 @@ def record(directory: Path, facts: dict[str, Any], *, by: str, writer: str = "cl
     name = CheckpointName.parse(directory.name)
     if known is None or name is None or paths.checkpoint(name) != directory:
         return
-    if not is_mine(paths.directory):
+    if not paths.is_mine():
         return
     with JournalWriter(paths.journal_of(writer)) as journal:
         journal.append(

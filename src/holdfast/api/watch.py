@@ -23,7 +23,6 @@ from holdfast.contracts.errors import HoldfastError, LineageError
 from holdfast.contracts.journal import Event, read_journal
 from holdfast.contracts.paths import RunPaths, has_spec
 from holdfast.contracts.plain_text import plain_line
-from holdfast.contracts.reading import is_mine
 from holdfast.contracts.redaction import redact
 from holdfast.lineage import views
 from holdfast.lineage.ingest import ingest_run
@@ -248,7 +247,7 @@ class Watch:
                     return
                 try:
                     # Do not write into another user's folder unless a user asks for it.
-                    if is_mine(seen.paths.directory.resolve()):
+                    if seen.paths.is_mine():
                         reconcile(seen.paths, writer=WRITER)
                 # A problem with one run must not stop the others from being reconciled.
                 except Exception as error:

@@ -33,7 +33,7 @@ from holdfast.contracts.paths import (
     list_runs,
     precedence,
 )
-from holdfast.contracts.reading import is_mine, read_bounded
+from holdfast.contracts.reading import read_bounded
 from holdfast.contracts.secrets import known_secrets
 
 # Importing SQLAlchemy and submitit takes most of a second, so only commands that use them do it.
@@ -199,7 +199,7 @@ def look_at(paths: RunPaths) -> RunHistory:
     """
     from holdfast.workers.reconcile import reconcile
 
-    if not is_mine(paths.directory.resolve()):
+    if not paths.is_mine():
         return load_history(paths)
     return reconcile(paths, writer=WRITER)
 

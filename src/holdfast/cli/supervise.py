@@ -14,7 +14,6 @@ from holdfast.cli.index import choose_root, look_at
 from holdfast.cli.output import AsJson, RootOption, answer, warn
 from holdfast.contracts.errors import HoldfastError, SpecError
 from holdfast.contracts.paths import RunPaths, default_root, list_runs
-from holdfast.contracts.reading import is_mine
 from holdfast.contracts.supervision import is_supervised, lost_supervisor
 
 
@@ -56,7 +55,7 @@ def supervisor_warning(paths: RunPaths) -> str | None:
     Returns None if it has one, and for another user's run, which only that user can supervise.
     """
     try:
-        if not (is_mine(paths.directory.resolve()) and lost_supervisor(paths.flow_lock)):
+        if not (paths.is_mine() and lost_supervisor(paths.flow_lock)):
             return None
     except OSError:
         return None

@@ -187,6 +187,14 @@ class RunPaths:
     def name(self) -> str:
         return self.directory.name
 
+    def is_mine(self) -> bool:
+        """Return True if the run's folder and spec belong to this process's user, or to root.
+
+        Only then may this process write to the run's folder or run commands of its spec. Raises
+        `OSError` if there is no spec.
+        """
+        return is_mine(self.directory.resolve()) and is_mine(self.spec)
+
     def journal_of(self, writer: str) -> Path:
         return self.journal / f"{writer}.jsonl"
 

@@ -28,7 +28,6 @@ from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.reading import (
     LOCK_FLAGS,
     held_folder,
-    is_mine,
     open_beneath,
     open_regular,
 )
@@ -258,9 +257,9 @@ def forget_record(paths: RunPaths, is_over: Callable[[], bool]) -> None:
     the same time are not deleted. If the file system refuses, the next process that reads the run
     tries again.
     """
-    if not os.path.lexists(paths.private) or not is_mine(paths.directory.resolve()):
-        return
     with contextlib.suppress(OSError, ForeignFileError):
+        if not os.path.lexists(paths.private) or not paths.is_mine():
+            return
         handle = open_beneath(paths.operator_lock, LOCK_FLAGS, below=paths.directory)
         try:
             if wait_for_lock(handle, LOCK_S) and is_over():
@@ -314,7 +313,7 @@ def referred_secrets(spec: Mapping[str, Any], paths: RunPaths) -> list[str]:
             if isinstance(value, SecretReference):
                 references[str(name)] = value
     try:
-        if not references or not (is_mine(paths.directory.resolve()) and is_mine(paths.spec)):
+        if not references or not paths.is_mine():
             return []
     except OSError:
         return []

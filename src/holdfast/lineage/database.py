@@ -160,7 +160,7 @@ def downgrade(url: str | None, revision: str) -> str | None:
 
     Raises `QueryError` for an unknown revision.
     """
-    known = [one.revision for one in ScriptDirectory(str(MIGRATIONS)).walk_revisions()]
+    known = _known_revisions()
     if revision not in {"base", *known} and not revision.startswith("-"):
         raise QueryError(
             f"{revision!r}: not a revision of the schema. Expected one of {', '.join(known)}, or "
@@ -191,6 +191,10 @@ def head_revision() -> str:
     return ScriptDirectory(str(MIGRATIONS)).get_current_head() or ""
 
 
+def _known_revisions() -> list[str]:
+    return [script.revision for script in ScriptDirectory(str(MIGRATIONS)).walk_revisions()]
+
+
 @contextlib.contextmanager
 def connect_for_migration(url: str | None = None) -> Iterator[Connection]:
     """Yield a connection for schema changes.
@@ -218,8 +222,7 @@ def _bring_up_to_date(parsed: URL, url: str | None) -> None:
 def _is_compatible(url: URL, found: str | None) -> bool:
     """Return True for a newer schema that programs of this revision may still read and write."""
     head = head_revision()
-    known = {script.revision for script in ScriptDirectory(str(MIGRATIONS)).walk_revisions()}
-    if found is None or found in known:
+    if found is None or found in _known_revisions():
         return False
     engine = make_engine(url, poolclass=NullPool)
     try:
@@ -244,6 +247,9 @@ def _revision(url: URL) -> str | None:
 
 def _migrate(url: str | None, act: Any, revision: str) -> None:
     parsed = parse_url(url)
+    found = current_revision(url)
+    if found is not None and found not in _known_revisions():
+        raise LineageError(_schema_problem(parsed, found))
     config = Config()
     config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
     config.set_main_option("path_separator", "os")
@@ -252,12 +258,7 @@ def _migrate(url: str | None, act: Any, revision: str) -> None:
         try:
             act(config, revision)
         except CommandError as error:
-            raise LineageError(
-                f"{parsed.render_as_string(hide_password=True)}: {error}. The database may belong "
-                f"to another version of Holdfast; this one has revision {head_revision()}. Use "
-                "that version, or move the database away and run `holdfast reindex`, which fills "
-                "a new one from the runs"
-            ) from error
+            raise LineageError(f"{parsed.render_as_string(hide_password=True)}: {error}") from error
         connection.commit()
 
 
@@ -265,11 +266,11 @@ def _schema_problem(url: URL, found: str | None) -> str:
     name = url.render_as_string(hide_password=True)
     if found is None:
         return f"{name}: the database has no Holdfast schema yet; run `holdfast db upgrade`"
-    known = {script.revision for script in ScriptDirectory(str(MIGRATIONS)).walk_revisions()}
-    if found not in known:
+    if found not in _known_revisions():
         return (
             f"{name}: the schema has revision {found}, which is newer than this Holdfast "
-            f"({head_revision()}); upgrade Holdfast on this machine"
+            f"({head_revision()}); upgrade Holdfast on this machine, or move the database away and "
+            "run `holdfast reindex`, which fills a new one from the runs"
         )
     return (
         f"{name}: the schema has revision {found}, but this Holdfast needs {head_revision()}; "

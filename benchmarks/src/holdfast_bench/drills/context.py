@@ -17,6 +17,8 @@ class TestbedContext(FaultContext):
     A fault sets `is_poisoned` if steps have no loss until the recovery.
     """
 
+    # pytest would otherwise take the class for tests.
+    __test__: ClassVar = False
     hang_s_max: ClassVar[float] = 180.0
 
     target: RecordedRun

@@ -29,7 +29,6 @@ from holdfast.contracts.errors import DamagedCheckpointError, SpecError
 from holdfast.contracts.manifest import Manifest, find_damage, read_manifest
 from holdfast.contracts.mirrors import read_record
 from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.reading import is_mine
 from holdfast.contracts.spec import Cost
 from holdfast.contracts.spec_checkpoint import Keep
 from holdfast.lineage import reports
@@ -187,7 +186,7 @@ def _refuse_foreign(paths: RunPaths, instead: str) -> None:
     Its spec would otherwise run as the server's user, and its symbolic links could direct where
     the server writes.
     """
-    if not is_mine(paths.directory):
+    if not paths.is_mine():
         raise SpecError(
             f"run {paths.name} belongs to another user than the one this server runs as; {instead}"
         )
