@@ -33,6 +33,7 @@ from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.paths import RunPaths
 from holdfast.trainer.engine import CheckpointEngine
 from holdfast.trainer.identity import Identity
+from holdfast.trainer.loading.reader import load_state
 from holdfast.trainer.loading.train_state import read_train_state
 
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -108,11 +109,12 @@ def main() -> None:
 
 def run_scenario(scenario: str, folder: Path, flusher: str, checkpoint: Path) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group(backend="gloo")
     engine = CheckpointEngine(
         flusher=flusher,
         run=RunPaths(folder / "r"),
         identity=make_identity(rank, world_size),
-        group=dist.new_group(backend="gloo"),
+        group=group,
     )
     saves = scenario in {"save", "hold", "stock_save"}
     model, optimizer = make_state(world_size, steps=2 if saves else 1, seed=0 if saves else 5)
@@ -138,12 +140,12 @@ def run_scenario(scenario: str, folder: Path, flusher: str, checkpoint: Path) ->
         (folder / f"{STAGED}-{rank}").touch()
         time.sleep(600)
     elif scenario == "load":
-        report = engine.load(checkpoint, state)
+        report = load_state(checkpoint, state, group=group)
         assert len(report.missing) == max(0, world_size - 2), report
         assert len(report.extra) == max(0, 2 - world_size), report
         assert state["rng"][f"rank{rank:05d}"].tolist() == [rank] * 9
         assert read_train_state(checkpoint, read_manifest(checkpoint)) == {"epoch": 2}
-        check_disagreement(engine, checkpoint, model, optimizer, rank)
+        check_disagreement(engine, group, checkpoint, model, optimizer, rank)
     elif scenario == "stock_load":
         state = collect(model, optimizer, None)
         load_with_dcp(state, checkpoint_id=checkpoint)
@@ -152,20 +154,25 @@ def run_scenario(scenario: str, folder: Path, flusher: str, checkpoint: Path) ->
         save_with_dcp(state, checkpoint_id=checkpoint)
     elif scenario == "foreign_load":
         state = collect(model, optimizer, None)
-        engine.load(checkpoint, state)
+        load_state(checkpoint, state, group=group)
     dump(state, folder / f"{scenario}-{world_size}.pt", rank)
     engine.close()
 
 
 def check_disagreement(
-    engine: CheckpointEngine, checkpoint: Path, model: Any, optimizer: Any, rank: int
+    engine: CheckpointEngine,
+    group: dist.ProcessGroup,
+    checkpoint: Path,
+    model: Any,
+    optimizer: Any,
+    rank: int,
 ) -> None:
     """An error on one rank is raised on every rank, so that none is left waiting."""
     state = collect(model, optimizer, rank)
     if rank == 0:
         state["model"]["added"] = torch.zeros(3)
     with pytest.raises(KeyMismatchError) as mismatch:
-        engine.load(checkpoint, state)
+        load_state(checkpoint, state, group=group)
     assert mismatch.value.missing == ("model.added",)
     if rank == 0:
         state["model"]["added"] = object()

@@ -1,4 +1,4 @@
-"""The checkpoint engine: a rank calls it to save, to poll the results of saves, and to load.
+"""The checkpoint engine: a rank calls it to save and to poll the results of saves.
 
 The ranks plan together once. After that, a save is a copy into memory and a seal, without
 communication. The node's flusher does the rest while training continues.
@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Collection, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -23,7 +22,6 @@ from holdfast.contracts.mirrors import Tiers
 from holdfast.contracts.paths import CheckpointName, RunPaths
 from holdfast.trainer.collective import HierarchicalGroup
 from holdfast.trainer.identity import Identity
-from holdfast.trainer.loading.reader import LoadReport, load_state
 from holdfast.trainer.planning.custom import plan_custom
 from holdfast.trainer.planning.layout import Layout, local_part
 from holdfast.trainer.planning.ranks import all_or_none, check_memory, plan_together
@@ -37,7 +35,7 @@ from holdfast.trainer.staging.step_facts import StepFacts, make_table
 
 
 class CheckpointEngine:
-    """One rank's saves and loads.
+    """One rank's saves.
 
     `flusher` is the address file of the node's flusher, called by `prepare`. `group` is a gloo
     group over all ranks, or None for a single process. `stage_group` is one over the ranks of this
@@ -90,13 +88,6 @@ class CheckpointEngine:
         else:
             self._build(state, timeout_s)
 
-    def wait_until_ready(self, timeout_s: float) -> bool:
-        """Wait until the slots' memory is allocated. Return False after `timeout_s` seconds.
-
-        A save need not wait for this. It then allocates the missing pages itself and is slower.
-        """
-        return self._stage is None or self._stage.wait_until_ready(timeout_s)
-
     def changes(self, state: dict[str, Any]) -> str | None:
         """Return what no longer fits the plan, as text, or None if a save needs no new plan.
 
@@ -133,31 +124,27 @@ class CheckpointEngine:
         reason: str,
         parent: str | None,
         metrics: Mapping[str, float] | None = None,
-        must: bool = False,
         timeout_s: float = SAVE_TIMEOUT_S,
-    ) -> str | None:
+    ) -> str:
         """Stage `state` as the checkpoint of `step` and return its directory name.
 
         All ranks call this after the same step. When it returns, the state may change. `poll`
-        reports when the step is committed. `train_state` is JSON that rank 0 writes. The result
-        is None if both slots are still being written and the save was skipped. With `must`, the
-        call waits for a free slot. A first save without `prepare` plans with all ranks, and so does
-        every save with a custom planner. Raises `SaveError` if the state cannot be saved, differs
-        from the plan or does not fit into memory, or if no slot is free within `timeout_s` seconds.
+        reports when the step is committed. `train_state` is JSON that rank 0 writes. While both
+        slots are being written, the call waits. A first save without `prepare` plans with all
+        ranks, and so does every save with a custom planner. Raises `SaveError` if the state cannot
+        be saved, differs from the plan or does not fit into memory, or if no slot is free within
+        `timeout_s` seconds.
         """
         began = time.monotonic()
         stage, flat = self._planned(state, timeout_s)
         facts = self._facts(step, reason, parent, metrics, train_state)
         document = self._encode(facts)
-        staged = self._take_slot(stage, step, timeout_s if must else 0.0)
-        if staged is None and must:
+        staged = self._take_slot(stage, step, timeout_s)
+        if staged is None:
             raise SaveError(
                 f"step {step}: no staging slot came free within {timeout_s:.0f} s. Steps "
                 f"{self._saves.update()} are still being written; the storage may be hanging"
             )
-        if staged is None:
-            self._connection.notify("skipped", step=step)
-            return None
         self._fill(staged, flat, document, facts, began)
         self._saves.add(staged, facts.name)
         self._connection.notify("sealed", step=step)
@@ -213,20 +200,6 @@ class CheckpointEngine:
         """
         self._saves.wait(timeout_s)
         return self.poll()
-
-    def load(
-        self,
-        directory: Path,
-        state: dict[str, Any],
-        *,
-        strict: bool = True,
-        rename: Mapping[str, str] | None = None,
-        exclude: Collection[str] = (),
-    ) -> LoadReport:
-        """Load a Holdfast or stock DCP checkpoint in place into `state`. See `load_state`."""
-        return load_state(
-            directory, state, group=self._group, strict=strict, rename=rename, exclude=exclude
-        )
 
     def close(self) -> None:
         """Release slots and flusher. Sealed steps are still committed."""

@@ -206,10 +206,8 @@ class Saver:
             reason=reason,
             parent=self._parent,
             metrics=dict(self._recorder.latest),
-            must=True,
             timeout_s=self._flush_timeout_s,
         )
-        assert name is not None
         now = time.monotonic()
         self._staged_step, self._staged_name = step, name
         self.has_saved = True

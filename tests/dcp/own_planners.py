@@ -69,7 +69,7 @@ def save(testbed: Testbed, name: str, planner: SavePlanner, *states: dict[str, A
     )
     try:
         for step, state in enumerate(states, start=1):
-            assert engine.save(state, {}, step=step, reason="interval", parent=None, must=True)
+            assert engine.save(state, {}, step=step, reason="interval", parent=None)
             (result,) = engine.wait(120)
             assert result.committed, result.error
     finally:

@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from holdfast.contracts.paths import RunPaths
 from holdfast.trainer.engine import CheckpointEngine
 from holdfast.trainer.identity import Identity
+from holdfast.trainer.loading.reader import load_state
 from holdfast.trainer.planning.metadata import read_metadata
 from holdfast.trainer.state.fsdp1 import OPTIONS
 from holdfast.trainer.state.train_state import Progress, TrainState
@@ -126,7 +127,9 @@ def check_as_stock(form: str, state: dict[str, Any], model: nn.Module, optimizer
     assert_equal(whole(state), whole(stock), f"{form} as stock DCP")
 
 
-def make_engine(rank: int, world_size: int, folder: Path, flusher: str) -> CheckpointEngine:
+def make_engine(
+    rank: int, world_size: int, folder: Path, flusher: str, group: dist.ProcessGroup
+) -> CheckpointEngine:
     identity = Identity(
         run_uid="1" * 32,
         run="r",
@@ -140,7 +143,6 @@ def make_engine(rank: int, world_size: int, folder: Path, flusher: str) -> Check
         nodes=1,
         command_digest="c" * 64,
     )
-    group = dist.new_group(backend="gloo")
     return CheckpointEngine(
         flusher=flusher, run=RunPaths(folder / "r"), identity=identity, group=group
     )
@@ -178,14 +180,14 @@ def check_names(run: RunPaths, saved: dict[str, Any]) -> None:
 
 
 def load_each_into_each(
-    run: RunPaths, document: dict[str, Any], saved: dict[str, Any], engine: CheckpointEngine
+    run: RunPaths, document: dict[str, Any], saved: dict[str, Any], group: dist.ProcessGroup
 ) -> None:
     rank = dist.get_rank()
     for path, source in zip(run.list_checkpoints(), FORMS, strict=True):
         for form in FORMS:
             state, _, _ = make(form, 1, rank)
             target = state.template(document, partial(read_metadata, path))
-            engine.load(path, target)
+            load_state(path, target, group=group)
             state.apply(target, document)
             now, _ = state.capture(Progress(step=1, seed=0))
             assert_equal(whole(now), saved[source], f"{source} into {form}")
@@ -197,10 +199,11 @@ def main() -> None:
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
     )
     run = RunPaths(folder / "r")
-    engine = make_engine(rank, world_size, folder, flusher)
+    group = dist.new_group(backend="gloo")
+    engine = make_engine(rank, world_size, folder, flusher, group)
     saved, document = save_each(engine, rank)
     check_names(run, saved)
-    load_each_into_each(run, document, saved, engine)
+    load_each_into_each(run, document, saved, group)
     engine.close()
     dist.destroy_process_group()
 

@@ -1,14 +1,14 @@
 """Decide which staged steps to write and which to give up: a pure function of the slots.
 
 A step is written when every local rank has sealed it, even if all ranks are dead. A step is given
-up when one rank will never seal it: the rank ended, had no free slot, continued with a later step,
-or belongs to an earlier launch.
+up when one rank will never seal it: the rank ended, continued with a later step, or belongs to an
+earlier launch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from holdfast.trainer.staging.slots import SlotState
 
@@ -50,13 +50,9 @@ class StepGroup:
 
 @dataclass(frozen=True)
 class Departures:
-    """Why a rank may never seal a step. Each key is (launch, local rank).
-
-    `skipped` has the newest step that a rank skipped because it had no free slot.
-    """
+    """The ranks that ended, as (launch, local rank), and the number of the newest launch."""
 
     gone: Collection[tuple[int, int]] = ()
-    skipped: Mapping[tuple[int, int], int] = field(default_factory=dict)
     newest_launch: int = 0
 
 
@@ -94,9 +90,6 @@ def _why_never(
 ) -> str | None:
     """Return why the step can never be complete, or None while it still can."""
     for local in sorted(rank for rank in missing if rank is not None):
-        # A rank takes steps in order: if it skipped a later step, it will not seal this one.
-        if departures.skipped.get((group.launch, local), -1) >= group.step:
-            return f"local rank {local} had no free slot at step {group.step}"
         if (group.launch, local) in departures.gone:
             return f"local rank {local} ended before it sealed step {group.step}"
         newest = max(

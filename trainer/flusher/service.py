@@ -63,7 +63,6 @@ class Flusher:
         self._was_supervised = supervisor is not None
         self._peers: list[RankConnection] = []
         self._held: dict[SlotKey, HeldSlot] = {}
-        self._skipped: dict[tuple[int, int], int] = {}
         self._gone: set[tuple[int, int]] = set()
         self._newest_launch = 0
         self._busy: set[SlotKey] = set()
@@ -153,8 +152,6 @@ class Flusher:
             wire.send(peer.connection, "welcome")
         elif kind == "slots":
             self._give_slots(peer, int(message["bytes"]), int(message.get("used_bytes", 0)))
-        elif kind == "skipped":
-            self._skipped[peer.launch, peer.local_rank] = int(message["step"])
         elif kind == "writes" and (shards := self._shards.hear(peer.rank, message)):
             self._writer.put(shards)
 
@@ -162,7 +159,6 @@ class Flusher:
         """Give a rank new slots. Its earlier slots are released once they are written."""
         for key in peer.slots:
             self._held[key].is_orphan = True
-        self._skipped.pop((peer.launch, peer.local_rank), None)
         who = (peer.launch, peer.rank)
         first = max((key[2] for key in self._held if key[:2] == who), default=-1) + 1
         keys = tuple((*who, first + i) for i in range(SLOTS_PER_RANK))
@@ -268,9 +264,7 @@ class Flusher:
         self._writer.put((group, given_up))
 
     def _plan(self) -> FlushPlan:
-        departures = Departures(
-            gone=frozenset(self._gone), skipped=self._skipped, newest_launch=self._newest_launch
-        )
+        departures = Departures(frozenset(self._gone), self._newest_launch)
         views = [held.view(key) for key, held in self._held.items() if key not in self._busy]
         return plan(views, departures)
 

@@ -275,11 +275,6 @@ class Stage:
         if problem is not None:
             raise SaveError(problem)
 
-    def wait_until_ready(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` seconds for the pages. Return True if the thread is done."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
     def close(self) -> None:
         """Release all slots in this process."""
         self._is_closed.set()

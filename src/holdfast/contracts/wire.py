@@ -9,8 +9,6 @@ Rank → flusher, on the abstract socket whose name is in the file `HOLDFAST_FLU
         The flusher allocates the first `used_bytes` of each slot after its answer.
     sealed {step}
         No answer; the slot's state has the result.
-    skipped {step}
-        No slot was free, so this node cannot complete the step.
 
 Flusher supervisor (the agent, or the session that started the flusher) ↔ flusher, on an inherited
 socket:
