@@ -287,7 +287,8 @@ class Supervisor:
         attempt = self.paths.attempt(last.number)
         per_node = last.request.gpus_per_node if last.request else 0
         held = {beat.host: per_node for beat in read_heartbeats(attempt)}
-        capacity = executor_for(spec.resources.executor).capacity(spec.resources, held)
+        executor = executor_for(spec.resources.executor)
+        capacity = executor.capacity(spec.resources, held, is_urgent=False)
         now = time.time()
         fits = Feasibility.of(history).allows
         self._capacity = observe_capacity(history, capacity, self._capacity, now=now, fits=fits)

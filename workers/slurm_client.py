@@ -6,9 +6,10 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from typing import Final
 
 from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
@@ -72,6 +73,10 @@ def call(arguments: Sequence[str], timeout_s: float = CALL_TIMEOUT_S) -> str:
     if is_refusal(message):
         raise SchedulerError(f"{' '.join(arguments)}: {message}")
     raise SchedulerUnavailableError(f"{arguments[0]} cannot reach Slurm: {message}")
+
+
+Ask = Callable[[Sequence[str]], str]
+"""Runs a Slurm command and returns its output, like `call`."""
 
 
 def is_users_default(name: str) -> bool:
@@ -205,9 +210,9 @@ def show_job(job_id: str, timeout_s: float = CALL_TIMEOUT_S) -> JobLine | None:
     )
 
 
-def show_nodes() -> list[dict[str, str]]:
+def show_nodes(ask: Ask = call) -> list[dict[str, str]]:
     """Return every node's fields as `scontrol -d show node` prints them, hidden ones too."""
-    out = call(["scontrol", "--all", "-o", "-d", "show", "node"])
+    out = ask(["scontrol", "--all", "-o", "-d", "show", "node"])
     return [parse_fields(line) for line in out.splitlines() if line.startswith("NodeName=")]
 
 
@@ -219,7 +224,7 @@ def partitions(timeout_s: float = CALL_TIMEOUT_S) -> list[dict[str, str]]:
 
 def preemption_type(timeout_s: float = CALL_TIMEOUT_S) -> str:
     """Return how the site preempts, such as `preempt/partition_prio`, or '' if unknown."""
-    return _setting("PreemptType ", timeout_s)
+    return _setting("PreemptType ", partial(call, timeout_s=timeout_s))
 
 
 def list_qos(timeout_s: float = CALL_TIMEOUT_S) -> dict[str, tuple[str, str]]:
@@ -229,39 +234,39 @@ def list_qos(timeout_s: float = CALL_TIMEOUT_S) -> dict[str, tuple[str, str]]:
     return {row[0]: (row[1], row[2]) for row in rows if len(row) == 3}
 
 
-def enforces_qos(timeout_s: float = CALL_TIMEOUT_S) -> bool:
+def enforces_qos(ask: Ask = call) -> bool:
     """Return True if the controller enforces the limits of each QOS."""
-    enforced = _setting("AccountingStorageEnforce", timeout_s)
+    enforced = _setting("AccountingStorageEnforce", ask)
     return not {"limits", "qos"}.isdisjoint(enforced.split(","))
 
 
-def _setting(name: str, timeout_s: float) -> str:
+def _setting(name: str, ask: Ask) -> str:
     """Return the controller's setting whose line starts with `name`, or ''."""
-    lines = call(["scontrol", "show", "config"], timeout_s).splitlines()
+    lines = ask(["scontrol", "show", "config"]).splitlines()
     found = [line.partition("=")[2] for line in lines if line.startswith(name)]
     return found[0].strip() if found else ""
 
 
-def qos_limits(name: str, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, str]:
+def qos_limits(name: str, ask: Ask = call) -> dict[str, str]:
     """Return the limits of one QOS on its jobs' resources, by sacctmgr's names."""
     fields = ("GrpTRES", "MaxTRES", "MaxTRESPU")
     command = ["sacctmgr", "-n", "-P", "show", "qos", f"name={name}", f"format={','.join(fields)}"]
-    rows = [line.split("|") for line in call(command, timeout_s).splitlines() if line]
+    rows = [line.split("|") for line in ask(command).splitlines() if line]
     return dict(zip(fields, rows[0], strict=True)) if rows and len(rows[0]) == 3 else {}
 
 
-def jobs_in_qos(name: str, timeout_s: float = CALL_TIMEOUT_S) -> list[tuple[str, str]]:
+def jobs_in_qos(name: str, ask: Ask = call) -> list[tuple[str, str]]:
     """Return the user and the allocated TRES of each job that holds resources under a QOS."""
     command = ["squeue", "-h", "-t", "R,CG,CF,S", "-q", name, "-O", "UserName:128,tres-alloc:1024"]
-    rows = [line.split() for line in call(command, timeout_s).splitlines()]
+    rows = [line.split() for line in ask(command).splitlines()]
     return [(row[0], row[1]) for row in rows if len(row) == 2]
 
 
-def reservation_nodes(names: str, timeout_s: float = CALL_TIMEOUT_S) -> tuple[str, ...]:
+def reservation_nodes(names: str, ask: Ask = call) -> tuple[str, ...]:
     """Return the nodes of reservations. `names` are separated by commas."""
     found: list[str] = []
     for name in names.split(","):
-        out = call(["scontrol", "-o", "show", "reservation", name], timeout_s)
+        out = ask(["scontrol", "-o", "show", "reservation", name])
         found += expand_hosts(parse_fields(out).get("Nodes", ""))
     return tuple(found)
 

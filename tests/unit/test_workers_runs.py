@@ -220,7 +220,7 @@ class Scheduler(Executor):
     def cancel(self, request: Any, submission: Submission) -> None:
         self.jobs.clear()
 
-    def capacity(self, resources: Any, held: Any = None) -> int | None:
+    def capacity(self, resources: Any, held: Any = None, *, is_urgent: bool = True) -> int | None:
         return None
 
 

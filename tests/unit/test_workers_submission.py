@@ -102,7 +102,7 @@ class Slurm(Executor):
     def cancel(self, request: Request, submission: Submission) -> None:
         self.states[submission.job_id] = AttemptState.CANCELLED
 
-    def capacity(self, resources: Any, held: Any = None) -> int | None:
+    def capacity(self, resources: Any, held: Any = None, *, is_urgent: bool = True) -> int | None:
         return None
 
     def _named(self, job: str) -> Submission:

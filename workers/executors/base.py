@@ -88,10 +88,17 @@ class Executor(ABC):
         """Kill the job without a last checkpoint; harmless if it has ended."""
 
     @abstractmethod
-    def capacity(self, resources: Resources, held: Mapping[str, int] | None = None) -> int | None:
+    def capacity(
+        self,
+        resources: Resources,
+        held: Mapping[str, int] | None = None,
+        *,
+        is_urgent: bool = True,
+    ) -> int | None:
         """Return the GPUs free now for `resources`; None if unknown or unlimited.
 
         `held` maps hosts to GPUs of our own job that count as free, because it will release them.
+        If it is not urgent, the scheduler's answer may be a minute old.
         """
 
     def held_after_end(self, request: Request, submission: Submission) -> dict[str, int]:

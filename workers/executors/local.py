@@ -135,7 +135,13 @@ class LocalExecutor(Executor):
                 "a device or a file system"
             )
 
-    def capacity(self, resources: Resources, held: Mapping[str, int] | None = None) -> int | None:
+    def capacity(
+        self,
+        resources: Resources,
+        held: Mapping[str, int] | None = None,
+        *,
+        is_urgent: bool = True,
+    ) -> int | None:
         return None
 
 

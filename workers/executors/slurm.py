@@ -9,6 +9,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -27,7 +28,7 @@ from holdfast.contracts.slurm_options import LOSES_JOB, problem_with_option
 from holdfast.contracts.spec import Resources
 from holdfast.contracts.spec_values import problem_with_value
 from holdfast.contracts.states import AttemptState
-from holdfast.workers import slurm_client
+from holdfast.workers import slurm_answers, slurm_client
 from holdfast.workers.executors.base import Executor, JobStatus
 from holdfast.workers.executors.slurm_capacity import (
     free_gpus,
@@ -173,8 +174,12 @@ class SlurmExecutor(Executor):
         submission = submission or self.find(request)
         if submission is None:
             return self._absent(request.created_at, request.job_name)
-        line = slurm_client.show_job(submission.job_id)
         # Slurm reuses job ids, so a job with another name is another job.
+        line = slurm_answers.listed_jobs().get(submission.job_id)
+        if line is not None and line.name == request.job_name:
+            return _status_of(line)
+        # The job has ended, or was submitted after the shared answer.
+        line = slurm_client.show_job(submission.job_id)
         if line is not None and line.name == request.job_name:
             return _status_of(line)
         recorded = slurm_client.recorded_jobs(
@@ -201,24 +206,35 @@ class SlurmExecutor(Executor):
             if "invalid job id" not in str(error).lower():
                 raise
 
-    def capacity(self, resources: Resources, held: Mapping[str, int] | None = None) -> int | None:
+    def capacity(
+        self,
+        resources: Resources,
+        held: Mapping[str, int] | None = None,
+        *,
+        is_urgent: bool = True,
+    ) -> int | None:
         held = held or {}
+        shared = partial(slurm_answers.shared_call, age_s=slurm_answers.CAPACITY_AGE_S)
+        ask = slurm_client.call if is_urgent else shared
         try:
-            nodes = slurm_client.show_nodes()
+            nodes = slurm_client.show_nodes(ask)
             names = str(resources.extra.get("reservation", ""))
-            wanted = wanted_of(resources, slurm_client.reservation_nodes(names) if names else None)
-            allowed = self._gpus_under_qos(resources.qos, held)
+            chosen = slurm_client.reservation_nodes(names, ask) if names else None
+            wanted = wanted_of(resources, chosen)
+            allowed = self._gpus_under_qos(resources.qos, held, ask)
         except SchedulerError:
             return None
         free = [free_gpus(node, wanted, held.get(node.get("NodeName", ""), 0)) for node in nodes]
         ranks = ranks_that_fit(free, resources)
         return ranks if ranks is None or allowed is None else min(ranks, allowed)
 
-    def _gpus_under_qos(self, qos: str | None, held: Mapping[str, int]) -> int | None:
+    def _gpus_under_qos(
+        self, qos: str | None, held: Mapping[str, int], ask: slurm_client.Ask
+    ) -> int | None:
         """Return the GPUs that the spec's QOS still allows; None without an enforced QOS."""
-        if qos is None or not slurm_client.enforces_qos():
+        if qos is None or not slurm_client.enforces_qos(ask):
             return None
-        limits, in_use = slurm_client.qos_limits(qos), slurm_client.jobs_in_qos(qos)
+        limits, in_use = slurm_client.qos_limits(qos, ask), slurm_client.jobs_in_qos(qos, ask)
         user = pwd.getpwuid(os.getuid()).pw_name
         return gpus_under_qos(limits, in_use, user, sum(held.values()))
 

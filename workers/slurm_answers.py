@@ -1,0 +1,145 @@
+"""Answers of Slurm that all processes of this user on this host share.
+
+A controller serves thousands of users, and each supervisor would ask it about its own job several
+times a minute. So one of them asks about all jobs, and the others read its answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
+from holdfast.contracts.file_locks import wait_for_lock
+from holdfast.contracts.paths import holdfast_home
+from holdfast.contracts.reading import LOCK_FLAGS
+from holdfast.workers.slurm_client import CALL_TIMEOUT_S, JobLine, call, parse_time
+
+# With these, any number of runs costs the controller less than twelve commands a minute.
+JOBS_AGE_S: Final = 8.0
+CAPACITY_AGE_S: Final = 60.0
+# The controller answers questions for at most this share of the time.
+LOAD_MAX: Final = 0.1
+AGE_S_MAX: Final = 60.0
+LOCK_S: Final = CALL_TIMEOUT_S + 5.0
+_CLUSTER: Final = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS")
+_FORMAT: Final = "%i|%T|%r|%N|%S|%e|%B|%j"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Answer:
+    """One answer. `asked_at` is Unix seconds. `problem` is the message of a failed command."""
+
+    asked_at: float
+    took_s: float
+    output: str = ""
+    problem: str = ""
+    is_refusal: bool = False
+
+    def is_fresh(self, age_s: float) -> bool:
+        """Return True if the answer may still be used. A slow controller is asked less often."""
+        allowed_s = min(max(age_s, self.took_s / LOAD_MAX), AGE_S_MAX)
+        return 0.0 <= time.time() - self.asked_at <= allowed_s
+
+    def read(self) -> str:
+        if self.problem:
+            raise (SchedulerError if self.is_refusal else SchedulerUnavailableError)(self.problem)
+        return self.output
+
+
+def shared_call(
+    arguments: Sequence[str], timeout_s: float = CALL_TIMEOUT_S, *, age_s: float
+) -> str:
+    """Return the output of a Slurm command, or an earlier one that is at most `age_s` seconds old.
+
+    Raises like `slurm_client.call`. An error is shared too.
+    """
+    place = _place_of(arguments)
+    if (known := _read(place)) and known.is_fresh(age_s):
+        return known.read()
+    try:
+        with _locked(place):
+            # Another process may have asked while this one waited.
+            known = _read(place)
+            if known is None or not known.is_fresh(age_s):
+                known = _ask(arguments, timeout_s)
+                _write(place, known)
+    except OSError:
+        # Without a usable home there is nothing to share.
+        return call(arguments, timeout_s)
+    return known.read()
+
+
+def listed_jobs(age_s: float = JOBS_AGE_S) -> dict[str, JobLine]:
+    """Return this user's jobs that have not ended, by id. Raises like `slurm_client.call`."""
+    command = ["squeue", "-h", "-u", str(os.getuid()), "-o", _FORMAT]
+    rows = [line.split("|", 7) for line in shared_call(command, age_s=age_s).splitlines()]
+    return {row[0]: _job(row) for row in rows if len(row) == 8}
+
+
+def _job(row: Sequence[str]) -> JobLine:
+    job, state, reason, nodes, start, end, batch_host, name = row
+    fields = {"BatchHost": "" if batch_host == "n/a" else batch_host}
+    return JobLine(job, name, state, reason, nodes, parse_time(start), parse_time(end), fields)
+
+
+def _place_of(arguments: Sequence[str]) -> Path:
+    """Return the file of a command's answer: the same for all processes that would get the same."""
+    asked = [*arguments, shutil.which(arguments[0]) or "", *map(os.environ.get, _CLUSTER)]
+    digest = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
+    return holdfast_home() / "slurm" / f"{socket.gethostname()}-{digest}.json"
+
+
+@contextlib.contextmanager
+def _locked(place: Path) -> Iterator[None]:
+    """Let one process ask at a time."""
+    place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle = os.open(place.with_suffix(".lock"), LOCK_FLAGS, 0o600)
+    try:
+        if not wait_for_lock(handle, LOCK_S):
+            raise SchedulerUnavailableError(
+                f"another process has asked Slurm for {LOCK_S:.0f} s and has no answer yet"
+            )
+        yield
+    finally:
+        os.close(handle)
+
+
+def _ask(arguments: Sequence[str], timeout_s: float) -> _Answer:
+    began, asked_at = time.monotonic(), time.time()
+    output = problem = ""
+    is_refusal = False
+    try:
+        output = call(arguments, timeout_s)
+    except SchedulerError as error:
+        problem, is_refusal = str(error), not isinstance(error, SchedulerUnavailableError)
+    return _Answer(
+        asked_at=asked_at,
+        took_s=time.monotonic() - began,
+        output=output,
+        problem=problem,
+        is_refusal=is_refusal,
+    )
+
+
+def _read(place: Path) -> _Answer | None:
+    try:
+        return _Answer(**json.loads(place.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _write(place: Path, answer: _Answer) -> None:
+    # Not fsynced: after a crash Slurm is asked again.
+    temporary = place.with_suffix(".new")
+    temporary.write_text(json.dumps(asdict(answer)))
+    os.replace(temporary, place)
