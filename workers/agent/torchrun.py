@@ -24,6 +24,7 @@ from holdfast.contracts.secrets import hide, longest_first, references_in, resol
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.flight_recorder import recorder_environment
 from holdfast.workers.agent.gpus import CONTROL
+from holdfast.workers.agent.local_log import LocalLog
 from holdfast.workers.causes import RankFailure
 from holdfast.workers.evidence import last_traceback
 from holdfast.workers.processes import descendants, end_processes
@@ -92,16 +93,16 @@ class Torchrun:
         variables = build_environment(context, launch, handles, inherited, given)
         if standby_pipe:
             variables[environment.STANDBY_PIPE] = standby_pipe
-        with open(self._logs / "torchrun.log", "ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "holdfast.workers.agent.guard", *command],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                cwd=context.request.working_directory,
-                env=variables,
-                start_new_session=True,
-            )
+        self._log = LocalLog(self._logs / "torchrun.log")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "holdfast.workers.agent.guard", *command],
+            stdin=subprocess.PIPE,
+            stdout=self._log.handle,
+            stderr=self._log.handle,
+            cwd=context.request.working_directory,
+            env=variables,
+            start_new_session=True,
+        )
 
     @property
     def pid(self) -> int:
@@ -156,7 +157,7 @@ class Torchrun:
 
     def _peers_ended(self) -> set[int]:
         """Return the ids of the ranks that torchrun ends because another rank failed."""
-        log = read_tail(self._logs / "torchrun.log", REPORT_BYTES)
+        log = self._log.tail(REPORT_BYTES)
         return {int(number) for number in _ENDING.findall(log)}
 
     def kill(self) -> None:
@@ -168,6 +169,7 @@ class Torchrun:
         except subprocess.TimeoutExpired:
             guard = psutil.Process(self._process.pid)
             end_processes([*descendants(guard), guard], term_wait_s=0)
+        self._log.close()
 
     def rank_pids(self) -> dict[int, int]:
         """Return process ids by local rank, including ranks that have not registered."""
@@ -186,7 +188,7 @@ class Torchrun:
         Ranks that were ended because another rank failed are not included.
         """
         ended = self._peers_ended()
-        report = read_tail(self._logs / "torchrun.log", REPORT_BYTES)
+        report = self._log.tail(REPORT_BYTES)
         found: dict[int, RankFailure] = {}
         for match in _FAILURE.finditer(report):
             local = int(match["local"])
@@ -208,7 +210,7 @@ class Torchrun:
 
     def log_tail(self) -> str:
         """Return the end of torchrun's own log."""
-        return hide(read_tail(self._logs / "torchrun.log", LOG_TAIL_BYTES), self._secrets)
+        return hide(self._log.tail(LOG_TAIL_BYTES), self._secrets)
 
     def _failure(
         self, rank: int, local: int, code: int, match: re.Match[str] | Mapping[str, str]
