@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, Final
 
 from holdfast.contracts.agreement import (
@@ -19,8 +20,9 @@ from holdfast.contracts.agreement import (
     StatusPort,
     agree_on_step,
     answer_from_status_table,
+    ask_together,
 )
-from holdfast.contracts.channel import ChannelHost, ChannelMember, DismissedError
+from holdfast.contracts.channel import ChannelHost, ChannelMember, DismissedError, Peer
 from holdfast.contracts.errors import AgreementError
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.rank_status import NOWHERE, Proposal
@@ -80,15 +82,17 @@ class StopCoordinator:
     def _look_further(self) -> str:
         if self._context.run.stop_file.exists():
             return "stop file"
-        peers = list(self._host.peers.values()) if self._host else []
         caught = 0
-        for peer in peers:
+        for asked in [_look_at(peer) for peer in self._peers()]:
             # torchrun detects a lost node. The node's silence is not a stop request.
             with contextlib.suppress(ConnectionError):
-                answer = peer.call("newest", timeout_s=LOOK_TIMEOUT_S)
-                caught = max(caught, int(answer["signal"]))
-                self._asked = max(self._asked, int(answer["asked"]))
+                answer = asked.result()
+                caught = max(caught, answer["signal"])
+                self._asked = max(self._asked, answer["asked"])
         return self._signal_name(caught)
+
+    def _peers(self) -> list[Peer]:
+        return list(self._host.peers.values()) if self._host else []
 
     def _is_meeting(self) -> bool:
         """Return True while a rank may not yet have seen that it should meet the others.
@@ -101,13 +105,11 @@ class StopCoordinator:
 
     def _oldest(self) -> int:
         """Return the oldest current step of any rank, or `NOWHERE` if a node does not answer."""
-        oldest = self._context.status_table.oldest_entered
-        for peer in self._host.peers.values() if self._host else ():
-            try:
-                oldest = min(oldest, int(peer.call("newest", timeout_s=LOOK_TIMEOUT_S)["oldest"]))
-            except ConnectionError:
-                return NOWHERE
-        return oldest
+        try:
+            others = [int(each["oldest"]) for each in ask_together(self._peers(), _look_at)]
+        except ConnectionError:
+            return NOWHERE
+        return min([self._context.status_table.oldest_entered, *others])
 
     def _meet(self) -> None:
         """Bring all ranks together because of a bad loss. On failure, the next poll retries."""
@@ -140,11 +142,9 @@ class StopCoordinator:
         ports: list[NodePort] = [StatusPort(self._context.status_table)]
         if self._host is not None:
             self._host.wait_for_peers()
-            for peer in self._host.peers.values():
-                if is_stop:
-                    peer.call("announce", deadline=None)
-                ports.append(peer)
-        return ports
+            if is_stop:
+                ask_together(self._peers(), _announce)
+        return [*ports, *self._peers()]
 
     def _newest(self) -> int:
         return max(record.completed for record in self._context.status_table.records())
@@ -177,3 +177,16 @@ class StopCoordinator:
     @staticmethod
     def _signal_name(number: int) -> str:
         return signal.Signals(number).name if number else ""
+
+
+def _look_at(peer: Peer) -> Future[dict[str, int]]:
+    """Ask a node for its oldest step, the last signal, and the step that a rank asked about."""
+    return peer.ask("newest", _numbers, timeout_s=LOOK_TIMEOUT_S)
+
+
+def _numbers(answer: dict[str, Any]) -> dict[str, int]:
+    return {key: int(answer[key]) for key in ("oldest", "signal", "asked")}
+
+
+def _announce(peer: Peer) -> Future[object]:
+    return peer.ask("announce", lambda _: None, deadline=None)

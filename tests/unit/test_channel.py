@@ -14,12 +14,13 @@ from typing import Any, cast
 
 import pytest
 
-from holdfast.contracts import channel
+from holdfast.contracts import connections, handshake
 from holdfast.contracts.channel import ChannelHost, ChannelMember, DismissedError, Peer
 from holdfast.contracts.errors import AgreementError
 from holdfast.contracts.rank_status import Proposal
 from holdfast.contracts.timeouts import Timeout
-from holdfast.workers.agent.nodes import run_member
+from holdfast.workers.agent.member import run_member
+from holdfast.workers.agent.node import NodeReport
 from holdfast.workers.agent.runtime import NodeRuntime
 from holdfast.workers.agent.signals import SignalBox
 
@@ -56,7 +57,7 @@ def test_a_reply_to_another_request_is_dropped(tmp_path: Path) -> None:
             member.reply(accepted=True)
 
         thread = in_thread(answer)
-        assert peer.propose(serial=1, step=5)
+        assert peer.propose(serial=1, step=5).result(JOIN_S) is True
         thread.join(JOIN_S)
 
 
@@ -69,7 +70,7 @@ def test_a_node_that_replies_too_late_is_dismissed_and_not_asked_again(tmp_path:
         assert question == {"kind": "propose", "serial": 1, "step": 5}
         began = time.monotonic()
         with pytest.raises(ConnectionError, match="node 1 is lost"):
-            peer.answer(1, Proposal.ABORT)
+            peer.answer(1, Proposal.ABORT).result(JOIN_S)
         assert time.monotonic() - began < 1.0, "the call waited for the lost node again"
         with contextlib.suppress(ConnectionError):
             member.reply(accepted=True)
@@ -98,14 +99,14 @@ def test_connections_that_send_one_byte_do_not_block_a_node(tmp_path: Path) -> N
     host = ChannelHost(path, nodes=2)
     strangers = []
     try:
-        for _ in range(channel.HANDSHAKES_MAX + 10):
+        for _ in range(connections.HANDSHAKES_MAX + 10):
             stranger = socket.create_connection(("127.0.0.1", host.port), timeout=JOIN_S)
             stranger.sendall(b"\0")
             strangers.append(stranger)
         began = time.monotonic()
         member = ChannelMember(path, {"node": 1}, timeout_s=JOIN_S)
         host.wait_for_peers(JOIN_S)
-        assert time.monotonic() - began < channel.HANDSHAKE_TIMEOUT_S / 2
+        assert time.monotonic() - began < connections.HANDSHAKE_TIMEOUT_S / 2
         member.close()
     finally:
         for stranger in strangers:
@@ -116,7 +117,7 @@ def test_connections_that_send_one_byte_do_not_block_a_node(tmp_path: Path) -> N
 def test_a_slow_handshake_ends_at_one_overall_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel, "HANDSHAKE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(connections, "HANDSHAKE_TIMEOUT_S", 0.5)
     host = ChannelHost(tmp_path / "channel.json", nodes=2)
     began = time.monotonic()
     stranger = socket.create_connection(("127.0.0.1", host.port), timeout=JOIN_S)
@@ -152,10 +153,17 @@ def test_an_address_file_of_another_user_is_refused(
     host = ChannelHost(tmp_path / "channel.json", nodes=2)
     monkeypatch.setattr("os.geteuid", lambda: 4711)
     (tmp_path / "channel.json").chmod(0o644)
-    monkeypatch.setattr(channel, "TRUSTED_USERS", frozenset())
+    monkeypatch.setattr(handshake, "TRUSTED_USERS", frozenset())
     with pytest.raises(AgreementError, match="expected 4711"):
         ChannelMember(tmp_path / "channel.json", {"node": 1}, timeout_s=0.3)
     host.close()
+
+
+class IdleNode:
+    """A node without ranks."""
+
+    def report(self) -> NodeReport:
+        return NodeReport(exit_code=None, phases=(), registered=0, alive=0, completed=0, resumed=0)
 
 
 @pytest.fixture
@@ -187,7 +195,7 @@ def test_a_member_suspended_together_with_node_0_continues(
 
         def run_as_member() -> None:
             try:
-                run_member(cast(NodeRuntime, None), member, SignalBox(), 3.0)
+                run_member(cast(NodeRuntime, IdleNode()), member, SignalBox(), 3.0)
             except ConnectionError as error:
                 errors.append(str(error))
 

@@ -12,24 +12,24 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from tests.runs import RunFolder
 
-from holdfast.contracts.channel import ChannelHost, ChannelMember, Peer
+from holdfast.contracts.agreement import ask_together
+from holdfast.contracts.channel import ChannelHost, ChannelMember
 from holdfast.contracts.errors import AgreementError
 from holdfast.contracts.journal import Event, EventKind, JournalWriter, read_journal
 from holdfast.contracts.rank_status import Proposal
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.agent.context import load_context
-from holdfast.workers.agent.crew import AGREE_WAIT_S, Crew
 from holdfast.workers.agent.lead import Lead
 from holdfast.workers.agent.node import CrashReport, NodeReport
-from holdfast.workers.agent.nodes import RemoteNode
+from holdfast.workers.agent.node_group import AGREE_WAIT_S
 from holdfast.workers.agent.outcome import build_outcome, judge_ending
+from holdfast.workers.agent.remote_node import RemoteNode
 from holdfast.workers.agent.runtime import NodeRuntime
 from holdfast.workers.agent.signals import SignalBox
 
@@ -75,54 +75,17 @@ class FakeNode:
     def crash_report(self) -> CrashReport:
         return CrashReport()
 
+    def announce(self, deadline: float | None) -> None:
+        """Nothing to stop."""
 
-class FakePeer:
-    """The connection to another node's agent."""
+    def newest_entered(self) -> int:
+        return 5
 
-    waiting_s = 0.0
+    def propose(self, serial: int, step: int) -> bool:
+        return True
 
-    def __init__(self, node: FakeNode) -> None:
-        self.hello = {"node": 1, "host": node.name}
-        self._node = node
-
-    def call(self, what: str, timeout_s: float = 0.0, **given: Any) -> Any:
-        if what == "report":
-            return self._node.report().to_json()
-        if what == "crash_report":
-            return self._node.crash_report().to_json()
-        if what == "start":
-            return self._node.start(**given)
-        return self._node.kill() if what == "kill" else {"done": True}
-
-
-@dataclasses.dataclass
-class FakeHost:
-    """A channel host with agents that have already joined."""
-
-    peers: dict[int, FakePeer]
-
-    def wait_for_peers(self, timeout_s: float, *, is_over: Any) -> None:
-        """All peers have joined."""
-
-
-@pytest.mark.timeout(60)
-def test_a_node_report_from_before_a_restart_does_not_end_the_next_launch(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path, "quick", "1" * 32)
-    attempt = run.submit(1, 1, 0.0)
-    context = dataclasses.replace(load_context(attempt.request), nodes=2)
-    here, there = (FakeNode(name, {1: 1, 2: 0}) for name in ("n0", "n1"))
-    with JournalWriter(attempt.node_journal(0)) as journal:
-        lead = Lead(
-            context,
-            SignalBox(),
-            journal,
-            cast(NodeRuntime, here),
-            cast(ChannelHost, FakeHost({1: FakePeer(there)})),
-        )
-        # The last report of the other node is from just before the restart.
-        lead.run()
-        lead.close()
-    assert [one.ending for one in lead.launches] == ["crashed", "completed"]
+    def answer(self, serial: int, state: Proposal) -> None:
+        """No rank waits."""
 
 
 class SteadyNode(FakeNode):
@@ -164,9 +127,11 @@ class SteadyNode(FakeNode):
 class MemberAgent:
     """Another node's agent over a real channel; silent after `silent_after` answers."""
 
-    def __init__(self, path: Path, node: SteadyNode, number: int, silent_after: float) -> None:
+    def __init__(
+        self, path: Path, node: FakeNode, number: int, silent_after: float = math.inf
+    ) -> None:
         self.silent_after, self.answers_again = silent_after, threading.Event()
-        self._node, self._member = node, ChannelMember(path, {"node": number, "host": node.name})
+        self._node, self.member = node, ChannelMember(path, {"node": number, "host": node.name})
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
@@ -175,34 +140,69 @@ class MemberAgent:
         self._is_over.set()
         self.answers_again.set()
         self._thread.join(WAIT_S)
-        self._member.close()
+        self.member.close()
 
     def _serve(self) -> None:
         with contextlib.suppress(ConnectionError):
             while not self._is_over.is_set():
-                question = self._member.receive(0.05)
+                question = self.member.receive(0.05)
                 if question is None:
                     continue
                 if self.silent_after <= 0:
                     self.answers_again.wait(WAIT_S)
                 self.silent_after -= 1
-                self._member.reply(**self._answer(question))
+                self.member.reply(**self._answer(question.pop("kind"), question))
 
-    def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        kind = question["kind"]
+    def _answer(self, kind: str, given: dict[str, Any]) -> dict[str, Any]:
+        node = self._node
         if kind == "report":
-            return self._node.report().to_json()
+            return node.report().to_json()
         if kind == "crash_report":
-            return self._node.crash_report().to_json()
+            return node.crash_report().to_json()
         if kind == "newest":
-            return {"step": self._node.newest_entered()}
+            return {"step": node.newest_entered()}
         if kind == "propose":
-            return {"accepted": True}
+            return {"accepted": node.propose(**given)}
         if kind == "answer":
-            self._node.answer(1, Proposal(question["state"]))
-        if kind == "kill":
-            self._node.kill()
-        return {"done": True}
+            node.answer(given["serial"], Proposal(given["state"]))
+        elif kind == "drain":
+            return {"done": node.drain(given["drain_s"])}
+        elif kind in {"start", "kill", "announce", "prepare"}:
+            getattr(node, kind)(**given)
+        return {}
+
+
+@contextlib.contextmanager
+def played(
+    path: Path, nodes: Sequence[FakeNode]
+) -> Iterator[tuple[ChannelHost, list[MemberAgent]]]:
+    """A channel whose other nodes have all joined."""
+    host = ChannelHost(path, len(nodes) + 1)
+    members = [MemberAgent(path, node, number) for number, node in enumerate(nodes, 1)]
+    host.wait_for_peers(WAIT_S)
+    try:
+        yield host, members
+    finally:
+        for member in members:
+            member.close()
+        host.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_node_report_from_before_a_restart_does_not_end_the_next_launch(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, "quick", "1" * 32)
+    attempt = run.submit(1, 1, 0.0)
+    context = dataclasses.replace(load_context(attempt.request), nodes=2)
+    here, there = (FakeNode(name, {1: 1, 2: 0}) for name in ("n0", "n1"))
+    with (
+        played(attempt.channel, [there]) as (host, _),
+        JournalWriter(attempt.node_journal(0)) as journal,
+    ):
+        lead = Lead(context, SignalBox(), journal, cast(NodeRuntime, here), host)
+        # The last report of the other node is from just before the restart.
+        lead.run()
+        lead.close()
+    assert [one.ending for one in lead.launches] == ["crashed", "completed"]
 
 
 @contextlib.contextmanager
@@ -339,19 +339,6 @@ class SlowDrain(FakeNode):
         return True
 
 
-class SlowPeer(FakePeer):
-    """The connection to a node whose agent drains slowly."""
-
-    def __init__(self, node: SlowDrain) -> None:
-        super().__init__(node)
-        self._slow = node
-
-    def call(self, what: str, timeout_s: float = 0.0, **given: Any) -> Any:
-        if what == "drain":
-            return {"done": self._slow.drain(given["drain_s"])}
-        return super().call(what, timeout_s, **given)
-
-
 @pytest.mark.timeout(60)
 def test_slow_nodes_are_drained_in_parallel(tmp_path: Path) -> None:
     run = RunFolder(tmp_path, "quick", "1" * 32)
@@ -359,15 +346,11 @@ def test_slow_nodes_are_drained_in_parallel(tmp_path: Path) -> None:
     context = dataclasses.replace(load_context(attempt.request), nodes=4)
     everybody = threading.Barrier(4)
     here, *there = (SlowDrain(f"n{i}", everybody) for i in range(4))
-    peers: dict[int, FakePeer] = {i: SlowPeer(node) for i, node in enumerate(there, 1)}
-    with JournalWriter(attempt.node_journal(0)) as journal:
-        lead = Lead(
-            context,
-            SignalBox(),
-            journal,
-            cast(NodeRuntime, here),
-            cast(ChannelHost, FakeHost(peers)),
-        )
+    with (
+        played(attempt.channel, there) as (host, _),
+        JournalWriter(attempt.node_journal(0)) as journal,
+    ):
+        lead = Lead(context, SignalBox(), journal, cast(NodeRuntime, here), host)
         lead.run()
         lead.close()
     assert [one.ending for one in lead.launches] == ["completed"]
@@ -375,48 +358,94 @@ def test_slow_nodes_are_drained_in_parallel(tmp_path: Path) -> None:
     assert lead.group.lost == []
 
 
-class BusyPeer(FakePeer):
-    """The connection to a node whose agent answers only when the test lets it."""
-
-    def __init__(self, node: FakeNode) -> None:
-        super().__init__(node)
-        self.asked, self.may_answer = threading.Event(), threading.Event()
-
-    def call(self, what: str, timeout_s: float = 0.0, **given: Any) -> Any:
-        self.asked.set()
-        assert self.may_answer.wait(WAIT_S)
-        return {}
-
-
 @pytest.mark.timeout(20)
-def test_a_warm_standby_is_requested_without_waiting_for_it() -> None:
-    crew, peers = Crew(3), [BusyPeer(FakeNode(f"n{i}", {})) for i in (1, 2)]
-    for peer in peers:
-        node = RemoteNode(cast(Peer, peer), crew.post)
-        node.prepare(2, "127.0.0.1", 1)
-        assert not peer.may_answer.is_set()
-    assert all(peer.asked.wait(WAIT_S) for peer in peers)
-    for peer in peers:
-        peer.may_answer.set()
-    crew.close()
+def test_a_warm_standby_is_requested_without_waiting_for_it(tmp_path: Path) -> None:
+    nodes = [StandbyNode(f"n{i}", {}) for i in (1, 2)]
+    with played(tmp_path / "channel.json", nodes) as (host, _):
+        for peer in host.peers.values():
+            asked = RemoteNode(peer, lambda *_: None).prepare(2, "127.0.0.1", 1)
+            assert not asked.done()
+        assert all(node.was_asked.wait(WAIT_S) for node in nodes)
+        for node in nodes:
+            node.may_answer.set()
+
+
+class StandbyNode(FakeNode):
+    """A node that starts a standby only when the test lets it."""
+
+    def __init__(self, name: str, ends: dict[int, int]) -> None:
+        super().__init__(name, ends)
+        self.was_asked, self.may_answer = threading.Event(), threading.Event()
+
+    def prepare(self, launch: int, address: str, port: int) -> None:
+        self.was_asked.set()
+        assert self.may_answer.wait(WAIT_S)
+
+
+class SlowNode(SteadyNode):
+    """A node whose answer takes a while; a lost one closes the connection instead."""
+
+    def newest_entered(self) -> int:
+        time.sleep(0.2)
+        return 5
 
 
 @pytest.mark.timeout(60)
 def test_nodes_are_asked_in_parallel(tmp_path: Path) -> None:
-    crew = Crew(65)
-    began = time.monotonic()
-    with pytest.raises(ConnectionError, match="n7"):
-        crew.agree([f"n{i}" for i in range(65)], partial(answer_slowly, lost={"n7"}))
-    assert crew.agree(["a", "b"], partial(answer_slowly, lost=set())) == ["A", "B"]
-    assert time.monotonic() - began < 64 * 0.1
-    crew.close()
+    with played(tmp_path / "channel.json", [SlowNode(f"n{i}") for i in range(64)]) as (host, all_):
+        peers = list(host.peers.values())
+        began = time.monotonic()
+        assert ask_together(peers, lambda peer: peer.newest_entered()) == [5] * 64
+        assert time.monotonic() - began < 64 * 0.1
+        with pytest.raises(AgreementError, match=r"64 of 64 nodes did not answer within 0\.0 s"):
+            ask_together(peers, lambda peer: peer.newest_entered(), wait_s=0.0)
+        all_[7].member.close()
+        with pytest.raises(ConnectionError, match="node 8 is lost"):
+            ask_together(peers, lambda peer: peer.newest_entered())
 
 
-def answer_slowly(name: str, lost: set[str]) -> str:
-    time.sleep(0.2)
-    if name in lost:
-        raise ConnectionError(name)
-    return name.upper()
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "answer", [{}, {"step": "many"}, {"step": None}, {"step": 1, "answers": [1]}, {"step": [1]}]
+)
+def test_a_node_that_answers_garbage_is_lost_and_named(
+    tmp_path: Path, answer: dict[str, Any]
+) -> None:
+    path = tmp_path / "channel.json"
+    host, member = ChannelHost(path, 2), ChannelMember(path, {"node": 1, "host": "n1"})
+    asked = host.peers[1].newest_entered()
+    question = member.receive(WAIT_S)
+    assert question == {"kind": "newest"}
+    member.tell(**{"answers": 1, **answer})
+    with pytest.raises(ConnectionError, match="node 1 is lost: "):
+        asked.result(WAIT_S)
+    assert host.peers[1].is_lost
+    member.close()
+    host.close()
+
+
+@pytest.mark.timeout(60)
+def test_answers_twice_late_and_out_of_order_are_sorted_by_their_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "channel.json"
+    host, member = ChannelHost(path, 2), ChannelMember(path, {"node": 1, "host": "n1"})
+    asked = [host.peers[1].newest_entered() for _ in range(3)]
+    for _ in range(3):
+        assert member.receive(WAIT_S) == {"kind": "newest"}
+    for number in (3, 1, 1, 99, 2, 3):
+        member.tell(answers=number, step=number)
+    assert [one.result(WAIT_S) for one in asked] == [1, 2, 3]
+    assert not host.peers[1].is_lost
+    member.close()
+    host.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_signal_to_another_node_reaches_node_0_at_once(tmp_path: Path) -> None:
+    with running_lead(tmp_path, [math.inf], grace_s=30.0) as (_, members, _, events):
+        wait_for(EventKind.LAUNCH_STARTED, events, WAIT_S)
+        members[0].member.tell(signals=["SIGTERM"])
+        assert wait_for(EventKind.SIGNAL, events, WAIT_S) < 2.0
+        wait_for(EventKind.STOP_AGREED, events, WAIT_S)
 
 
 def test_an_agent_raises_its_descriptor_limit_to_the_maximum() -> None:

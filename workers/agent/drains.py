@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Final
 
@@ -31,5 +32,7 @@ def drain_all(group: NodeGroup, until: Callable[[], float], *, mirror: bool) -> 
     return [name for name in late if name]
 
 
-def _drain(node: Node, done: frozenset[str], slice_s: float, lost: list[int], mirror: bool) -> bool:
+def _drain(
+    node: Node, done: frozenset[str], slice_s: float, lost: list[int], mirror: bool
+) -> bool | Future[bool]:
     return node.name in done or node.drain(slice_s, lost, mirror=mirror)

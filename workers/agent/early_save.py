@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from holdfast.contracts.agreement import ROUNDS_MAX, AskAll, agree_on_step
+from holdfast.contracts.agreement import ROUNDS_MAX, agree_on_step
 from holdfast.contracts.errors import AgreementError
 from holdfast.contracts.rank_status import NOWHERE, Proposal
 from holdfast.workers.agent.node import Node, NodeReport
 
 
 class EarlySave:
-    """Agrees on one early save at a time. `note` journals a text."""
+    """Agrees on one early save at a time. `note` journals a text.
 
-    def __init__(self, note: Callable[[str], None], ask_all: AskAll) -> None:
-        self._note, self._ask_all = note, ask_all
+    Each question to the nodes is open for `wait_s` seconds.
+    """
+
+    def __init__(self, note: Callable[[str], None], wait_s: float) -> None:
+        self._note, self._wait_s = note, wait_s
         self._is_wanted = False
         self._answered = 0
         self._step: int | None = None
@@ -50,7 +53,7 @@ class EarlySave:
         self._is_wanted = False
         try:
             self._step, _ = agree_on_step(
-                nodes, first_serial=serial, word=Proposal.SAVE, ask_all=self._ask_all
+                nodes, first_serial=serial, word=Proposal.SAVE, wait_s=self._wait_s
             )
         except AgreementError as error:
             self._note(f"no early save: {error}")

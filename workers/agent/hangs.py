@@ -36,8 +36,10 @@ GAP_S_MIN: Final = 1.0
 GAP_VARIES: Final = 0.618
 # How many samples in a row must show no sign of life.
 STILL_SAMPLES_MIN: Final = 5
-# The loop runs twenty times a second. After a pause this long, the agent and perhaps its ranks were
-# stopped, as in a suspended machine. Earlier observations then prove nothing.
+# Looking at thousands of ranks takes milliseconds, so it is not done at every turn of the loop.
+LOOK_S: Final = 0.25
+# After a pause this long, the agent and perhaps its ranks were stopped, as in a suspended machine.
+# Earlier observations then prove nothing.
 PAUSE_S: Final = 10.0
 # After a false suspicion the next one is delayed. The delay doubles and is reset after a while.
 QUIET_S: Final = 5.0
@@ -54,7 +56,7 @@ class WatchedNode(Protocol):
     @property
     def name(self) -> str: ...
 
-    def take_stacks(self, dump: int, number: int) -> None:
+    def take_stacks(self, dump: int, number: int) -> object:
         """Start to take a sample; a later report contains it."""
         ...
 
@@ -114,9 +116,11 @@ class HangWatch:
     def look(self, nodes: Sequence[WatchedNode], reports: Mapping[str, WatchedReport]) -> bool:
         """Check once; return True with `evidence` if the ranks hang and must be ended.
 
-        `reports` are the nodes' newest reports by name. Raises `ConnectionError` if a node is lost.
+        `reports` are the nodes' newest reports by name.
         """
         now = time.monotonic()
+        if now - self._looked_at < LOOK_S:
+            return False
         if now - self._looked_at > PAUSE_S:
             self._awake_since = now
         self._looked_at = now

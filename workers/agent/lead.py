@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from typing import Final
 
@@ -92,9 +91,8 @@ class Lead:
         self.group.ask_all(lambda node: node.acknowledge())
 
     def close(self) -> None:
-        """Close the listener and the connections' threads."""
+        """Close the listener."""
         self._listener.close()
-        self.group.close()
 
     # --- one launch --------------------------------------------------------------------
 
@@ -172,21 +170,15 @@ class Lead:
 
     def _is_hung(self) -> bool:
         """Return True if the watch of silent ranks has proved a hang."""
-        try:
-            return self._hangs.look(self.group.nodes, self.group.reports)
-        except ConnectionError:
-            # The next poll will find the node lost, and training ends for that reason.
-            return False
+        return self._hangs.look(self.group.nodes, self.group.reports)
 
     def _plan_ahead(self) -> None:
         """Agree on an early save that was requested, and start warm standbys once they are due."""
         if not self.group.is_whole or self.group.is_silent:
             return
         self._agreement.pursue_save()
-        with contextlib.suppress(ConnectionError):
-            # The next poll will find this node lost.
-            reports = self.group.reports.values()
-            self._standby_plan.look(self.group.nodes, reports, len(self.launches))
+        reports = self.group.reports.values()
+        self._standby_plan.look(self.group.nodes, reports, len(self.launches))
 
     def _all_have_left(self) -> bool:
         """Return True if every rank of every node has stopped as agreed and exited."""
@@ -202,7 +194,6 @@ class Lead:
     def _end_launch(self, ending: str) -> Ended:
         """End every node's processes, let the flushers finish, and collect the reports."""
         group = self.group
-        group.await_reports()
         group.ask_all(lambda node: node.kill())
         self._drain()
         group.ask_reports()

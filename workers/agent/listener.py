@@ -62,6 +62,7 @@ class StopListener:
     def hear(self, name: str) -> None:
         """Add a signal that another node's agent received."""
         self._forwarded.append(name)
+        self._signals.wake()
 
     def end(self) -> None:
         """Mark the attempt's ending as known. Later requests only set a deadline."""

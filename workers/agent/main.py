@@ -13,7 +13,7 @@ from holdfast.contracts.journal import JournalWriter
 from holdfast.workers.agent.claim import claim
 from holdfast.workers.agent.context import AgentContext, load_context
 from holdfast.workers.agent.lead import Lead
-from holdfast.workers.agent.nodes import run_member_agent
+from holdfast.workers.agent.member import run_member_agent
 from holdfast.workers.agent.outcome import build_outcome, failed_outcome, leave_outcome
 from holdfast.workers.agent.runtime import NodeRuntime
 from holdfast.workers.agent.signals import SignalBox

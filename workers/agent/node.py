@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -31,7 +32,6 @@ class NodeReport:
     resumed: int
     entered: int = NOWHERE
     asked: int = 0
-    signals: tuple[str, ...] = ()
     notices: tuple[Notice, ...] = ()
     ranks: tuple[RankStatus, ...] = ()
     sample: StackSample | None = None
@@ -52,7 +52,6 @@ class NodeReport:
             **{
                 **data,
                 "phases": tuple(data["phases"]),
-                "signals": tuple(data["signals"]),
                 "notices": tuple(Notice(**notice) for notice in data["notices"]),
                 "ranks": tuple(RankStatus.from_json(rank) for rank in data["ranks"]),
                 "sample": StackSample.from_json(sample) if sample else None,
@@ -110,36 +109,39 @@ class CrashReport:
 class Node(NodePort, Protocol):
     """One node of the attempt, as node 0's agent leads it.
 
-    Calls on a remote node may raise `ConnectionError`.
+    Node 0 itself answers at once. Another node answers with a future, which may raise
+    `ConnectionError`.
     """
 
     name: str
 
-    def start(self, launch: int, address: str, port: int) -> None:
+    def start(self, launch: int, address: str, port: int) -> object:
         """Start torchrun for a new launch."""
         ...
 
-    def prepare(self, launch: int, address: str, port: int) -> None:
+    def prepare(self, launch: int, address: str, port: int) -> object:
         """Start a warm standby for a later launch, if there is enough memory for it."""
         ...
 
-    def report(self) -> NodeReport:
+    def report(self) -> NodeReport | Future[NodeReport]:
         """Return the node's state."""
         ...
 
-    def announce(self, deadline: float | None) -> None:
+    def announce(self, deadline: float | None) -> object:
         """Announce to the ranks that they must stop by `deadline` (Unix seconds)."""
         ...
 
-    def take_stacks(self, dump: int, number: int) -> None:
+    def take_stacks(self, dump: int, number: int) -> object:
         """Start to take the stacks of all ranks; a later report contains them."""
         ...
 
-    def kill(self) -> None:
+    def kill(self) -> object:
         """Kill torchrun and every process below it."""
         ...
 
-    def drain(self, timeout_s: float, lost: Collection[int] = (), *, mirror: bool = False) -> bool:
+    def drain(
+        self, timeout_s: float, lost: Collection[int] = (), *, mirror: bool = False
+    ) -> bool | Future[bool]:
         """Let the flusher commit sealed steps; return False if it did not finish in time.
 
         The files of the nodes in `lost` are not waited for. With `mirror`, the commits are copied
@@ -147,10 +149,10 @@ class Node(NodePort, Protocol):
         """
         ...
 
-    def crash_report(self) -> CrashReport:
+    def crash_report(self) -> CrashReport | Future[CrashReport]:
         """Return what is known about a crash; call it after `kill`."""
         ...
 
-    def acknowledge(self) -> None:
+    def acknowledge(self) -> object:
         """Tell the node's cloud that it may take the node; call it only after the commit."""
         ...

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import math
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
+from holdfast.contracts.agreement import begin
 from holdfast.contracts.channel import ChannelHost
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.workers.agent.context import AgentContext
-from holdfast.workers.agent.crew import Crew, any_silent, await_result
 from holdfast.workers.agent.listener import StopListener
 from holdfast.workers.agent.node import Node, NodeReport
-from holdfast.workers.agent.nodes import RemoteNode
 from holdfast.workers.agent.notices.notice import Notice
+from holdfast.workers.agent.remote_node import RemoteNode
+from holdfast.workers.agent.runtime import NodeRuntime
 from holdfast.workers.agent.stop_times import RESERVE_S
 
 REMOTE_POLL_S: Final = 0.25
+# With these, the reports of a thousand nodes take less than a tenth of a core.
+POLL_S_PER_NODE: Final = 0.004
+STOPPING_POLL_S_PER_NODE: Final = 0.001
 ANSWER_S_MIN: Final = 0.5
+# Ranks wait at a step while a proposal is open. A node that is silent for this long refuses it.
+AGREE_WAIT_S: Final = 5.0
+LOOK_S: Final = 0.5
 
 T = TypeVar("T")
 
@@ -33,17 +42,22 @@ class NodeGroup:
     """
 
     def __init__(
-        self, context: AgentContext, journal: JournalWriter, listener: StopListener, here: Node
+        self,
+        context: AgentContext,
+        journal: JournalWriter,
+        listener: StopListener,
+        here: NodeRuntime,
     ) -> None:
         """`here` is this node."""
         self.lost: list[str] = []
         self.reports: dict[str, NodeReport] = {}
-        self.crew = Crew(context.nodes)
         self._context, self._journal, self._listener = context, journal, listener
         self._here = here
         self._remotes: list[RemoteNode] = []
         self._asked: dict[str, Future[NodeReport]] = {}
-        self._noticed: list[tuple[str, Notice]] = []
+        # Filled by the channel's thread too.
+        self._noticed: deque[tuple[str, Notice]] = deque()
+        self._arrived: dict[str, NodeReport] = {}
         self._remote_at = 0.0
 
     @property
@@ -59,7 +73,7 @@ class NodeGroup:
     @property
     def is_silent(self) -> bool:
         """True if a node has left a question unanswered for too long."""
-        return any_silent(self.nodes)
+        return any(remote.waiting_s > AGREE_WAIT_S for remote in self._present())
 
     @property
     def lost_numbers(self) -> list[int]:
@@ -70,13 +84,19 @@ class NodeGroup:
 
         Raises `AgreementError` if a node does not join.
         """
+        host.subscribe(self._hear)
         timeout_s = self._context.request.supervision.join_timeout_s
         host.wait_for_peers(timeout_s, is_over=lambda: self._listener.stop_request is not None)
-        self._remotes = [RemoteNode(peer, self.crew.post) for _, peer in sorted(host.peers.items())]
+        self._remotes = [RemoteNode(peer, self._keep) for _, peer in sorted(host.peers.items())]
 
     def forget_reports(self) -> None:
-        """Forget the reports of the previous launch."""
+        """Forget the reports of the previous launch, also those that are on their way.
+
+        A node answers in order, so call this after every node has answered `start`.
+        """
         self.reports.clear()
+        self._asked.clear()
+        self._arrived.clear()
         self._remote_at = 0.0
 
     def address(self) -> str:
@@ -85,83 +105,94 @@ class NodeGroup:
             return "127.0.0.1"
         for node in self._present():
             if node.name not in self.reports:
-                self._await_report(node, self.crew.begin(RemoteNode.report, node))
+                with self._losing(node):
+                    await_result(node.report(), self._give_up_at())
+                self._take_reports()
             if node.name in self.reports:
                 return self.reports[node.name].host_address or socket.gethostname()
         return socket.gethostname()
 
-    def ask_all(self, act: Callable[[Node], T]) -> list[tuple[Node, T]]:
+    def ask_all(self, act: Callable[[Node], T | Future[T]]) -> list[tuple[Node, T]]:
         """Run `act` for all nodes at once and wait; return the answers of those not lost."""
         give_up_at = self._give_up_at()
-        asked = [(node, self.crew.begin(act, node)) for node in self._present()]
-        answers: list[tuple[Node, T]] = [(self._here, act(self._here))]
+        others: list[tuple[Node, Future[T]]] = [(n, begin(act, n)) for n in self._present()]
+        # This node comes last, because it answers within the call.
+        asked = [(self._here, begin(act, self._here)), *others]
+        answers: list[tuple[Node, T]] = []
         for node, future in asked:
             with self._losing(node):
                 answers.append((node, await_result(future, give_up_at)))
         return answers
 
     def poll(self) -> None:
-        """Take this node's report, and the others' a few times a second, without waiting."""
-        self._take(self._here, self._here.report())
+        """Take this node's report and those of the other nodes that have arrived.
+
+        The others are asked every `poll_s` seconds. They also send a report unasked when something
+        has changed that must not wait.
+        """
+        self._keep(self._here.name, self._here.report())
         for node in self._present():
             asked = self._asked.get(node.name)
             if asked is not None and asked.done():
                 del self._asked[node.name]
                 with self._losing(node):
-                    self._take(node, asked.result())
-        if time.monotonic() - self._remote_at < REMOTE_POLL_S:
+                    asked.result()
+        self._take_reports()
+        if time.monotonic() - self._remote_at < self.poll_s:
             return
         self._remote_at = time.monotonic()
         for node in self._present():
             if node.name not in self._asked:
-                self._asked[node.name] = self.crew.begin(RemoteNode.report, node)
+                self._asked[node.name] = node.report()
 
-    def await_reports(self) -> None:
-        """Wait for the pending reports, because they contain signals that the agents received."""
-        for node in self._present():
-            asked = self._asked.pop(node.name, None)
-            if asked is not None:
-                self._await_report(node, asked)
+    @property
+    def poll_s(self) -> float:
+        """Seconds between two questions for a node's report: longer with more nodes."""
+        is_stopping = self._listener.stop_request is not None
+        per_node_s = STOPPING_POLL_S_PER_NODE if is_stopping else POLL_S_PER_NODE
+        return max(REMOTE_POLL_S, per_node_s * len(self._remotes))
 
     def ask_reports(self) -> None:
         """Take a new report of every node."""
-        for node, report in self.ask_all(lambda node: node.report()):
-            self._take(node, report)
+        answers = self.ask_all(lambda node: node.report())
+        self._keep(self._here.name, answers[0][1])
+        self._take_reports()
 
     def announce(self, deadline: float | None) -> None:
-        """Announce a stop request and its deadline to all nodes' ranks."""
-        for node in self.nodes:
-            with self._losing(node):
-                node.announce(deadline)
+        """Announce a stop request and its deadline to all nodes' ranks, without waiting."""
+        for node in reversed(self.nodes):
+            node.announce(deadline)
 
     def take_notices(self) -> list[tuple[str, Notice]]:
         """Return the clouds' notices since the last call, each with its host."""
-        noticed, self._noticed = self._noticed, []
-        return noticed
+        return [self._noticed.popleft() for _ in range(len(self._noticed))]
 
     def finish(self) -> None:
         """Tell the other nodes' agents to exit."""
-        for going in [self.crew.begin(RemoteNode.finish, node) for node in self._present()]:
+        for going in [node.finish() for node in self._present()]:
             with contextlib.suppress(ConnectionError):
                 await_result(going, self._give_up_at())
 
-    def close(self) -> None:
-        """Close the connections' threads."""
-        self.crew.close()
-
     def _present(self) -> list[RemoteNode]:
-        return [remote for remote in self._remotes if remote.name not in self.lost]
+        lost = set(self.lost)
+        return [remote for remote in self._remotes if remote.name not in lost]
 
-    def _await_report(self, node: RemoteNode, asked: Future[NodeReport]) -> None:
-        with self._losing(node):
-            self._take(node, await_result(asked, self._give_up_at()))
+    def _hear(self, hello: dict[str, Any], message: dict[str, Any]) -> None:
+        """Take what a node sent unasked. Called in the channel's thread."""
+        for name in message.get("signals", ()):
+            self._listener.hear(str(name))
+        if "report" in message:
+            self._keep(str(hello["host"]), NodeReport.from_json(message["report"]))
 
-    def _take(self, node: Node, report: NodeReport) -> None:
-        """Store a node's report and pass on the signals and notices in it."""
-        self.reports[node.name] = report
-        for name in report.signals:
-            self._listener.hear(name)
-        self._noticed += [(node.name, notice) for notice in report.notices]
+    def _keep(self, name: str, report: NodeReport) -> None:
+        """Keep a node's newest report until the loop takes it, and every notice in it."""
+        self._noticed.extend((name, notice) for notice in report.notices)
+        self._arrived[name] = report
+
+    def _take_reports(self) -> None:
+        while self._arrived:
+            name, report = self._arrived.popitem()
+            self.reports[name] = report
 
     def _give_up_at(self) -> Callable[[], float]:
         """Return a function for the time limit of answers: the deadline of a stop, if any."""
@@ -189,3 +220,11 @@ class NodeGroup:
                     host=node.name,
                     detail=str(error),
                 )
+
+
+def await_result(future: Future[T], give_up_at: Callable[[], float]) -> T:
+    """Return the future's result; raise `ConnectionError` at Unix time `give_up_at()`."""
+    while not concurrent.futures.wait([future], LOOK_S).done:
+        if time.time() > give_up_at():
+            raise ConnectionError("the node did not answer before the deadline of the stop")
+    return future.result()

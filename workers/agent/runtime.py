@@ -58,11 +58,6 @@ class NodeRuntime(StatusPort):
         self._oom_kills_before = 0
         self._salvaged_journaled = self._failed_journaled = 0
         self._is_stopping = False
-        self._heard: list[str] = []
-
-    def hear(self, name: str) -> None:
-        """Keep a signal that this node's agent received, for node 0 to judge."""
-        self._heard.append(name)
 
     @property
     def step_s(self) -> float:
@@ -141,7 +136,6 @@ class NodeRuntime(StatusPort):
         self.flusher_supervisor.tend()
         records = self.status_table.records()
         seen = [r for r in records if r.pid]
-        heard, self._heard = tuple(self._heard), []
         return NodeReport(
             exit_code=self._poll(),
             phases=tuple(r.phase.name for r in seen),
@@ -151,7 +145,6 @@ class NodeRuntime(StatusPort):
             resumed=max((r.resumed_step for r in seen), default=NOWHERE),
             entered=self.status_table.oldest_entered,
             asked=self.status_table.asked,
-            signals=heard,
             notices=tuple(self._notices.take()),
             ranks=tuple(self._watch.statuses()),
             sample=self._stacks.sample,

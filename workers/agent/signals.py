@@ -55,6 +55,11 @@ class SignalBox:
             numbers = os.read(self._read, 4096)
         return [signal.Signals(n).name for n in dict.fromkeys(numbers) if n in set(HEARD)]
 
+    def wake(self) -> None:
+        """End a wait of another thread, which then returns no name."""
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._write, b"\0")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:

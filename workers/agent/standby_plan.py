@@ -40,8 +40,7 @@ class StandbyPlan:
     def look(self, nodes: Sequence[Node], reports: Collection[NodeReport], restarts: int) -> None:
         """Start a warm standby on every node after `standby_after_s` of training.
 
-        Loading takes CPU time from training, so short trial runs should not pay for it. Raises
-        `ConnectionError` if a node is lost.
+        Loading takes CPU time from training, so short trial runs should not pay for it.
         """
         supervision = self._context.request.supervision
         after_s = supervision.standby_after_s

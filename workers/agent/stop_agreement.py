@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Final
 
 from holdfast.contracts.agreement import ROUNDS_MAX, agree_on_step
 from holdfast.contracts.errors import AgreementError
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.rank_status import AT_START, NOWHERE
-from holdfast.workers.agent.crew import AGREE_WAIT_S
 from holdfast.workers.agent.early_save import EarlySave
-from holdfast.workers.agent.node_group import ANSWER_S_MIN, NodeGroup
+from holdfast.workers.agent.node_group import AGREE_WAIT_S, ANSWER_S_MIN, NodeGroup
 
 AGREE_TRIES_MAX: Final = 20
 AGREE_PAUSE_S: Final = 0.5
@@ -26,7 +24,7 @@ class StopAgreement:
         self, group: NodeGroup, journal: JournalWriter, attempt: int, note: Callable[[str], None]
     ) -> None:
         self._group, self._journal, self._attempt = group, journal, attempt
-        self.early_save = EarlySave(note, group.crew.agree)
+        self.early_save = EarlySave(note, AGREE_WAIT_S)
         self.is_reached = False
         self._serial, self._tries, self._again_at = 1, 0, 0.0
 
@@ -66,8 +64,7 @@ class StopAgreement:
     def _agree(self, wait_s: float) -> None:
         """Agree on the step after which all ranks stop. Each question is open for `wait_s`."""
         began, nodes = time.monotonic(), self._group.nodes
-        ask_all = partial(self._group.crew.agree, wait_s=wait_s)
-        step, rounds = agree_on_step(nodes, first_serial=self._serial, ask_all=ask_all)
+        step, rounds = agree_on_step(nodes, first_serial=self._serial, wait_s=wait_s)
         self.is_reached = True
         self._journal.append(
             EventKind.STOP_AGREED,

@@ -16,9 +16,11 @@ Otherwise a rank could miss the answer, and the others would wait for it in the 
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
@@ -30,21 +32,24 @@ MARGINS: Final = (0, 1, 1, 2, 2, 4)
 ANSWER_TIMEOUT_S: Final = 60.0
 POLL_S: Final = 0.0005
 
-T = TypeVar("T")
+PortT = TypeVar("PortT")
 
 
 class NodePort(Protocol):
-    """The coordinator's interface to one node. Calls may use the network and have a timeout."""
+    """The coordinator's interface to one node.
 
-    def newest_entered(self) -> int:
+    The coordinator's own node answers at once, another node with a future.
+    """
+
+    def newest_entered(self) -> int | Future[int]:
         """Return the newest step that a rank of the node has entered, `NOWHERE` for none."""
         ...
 
-    def propose(self, serial: int, step: int) -> bool:
+    def propose(self, serial: int, step: int) -> bool | Future[bool]:
         """Propose `step` to the node's ranks. Return False if one of them is past it."""
         ...
 
-    def answer(self, serial: int, state: Proposal) -> None:
+    def answer(self, serial: int, state: Proposal) -> object:
         """Send the answer `GO`, `SAVE` or `ABORT` to the node's ranks."""
         ...
 
@@ -66,28 +71,37 @@ class StatusPort:
         self._status_table.answer(serial, state)
 
 
-class AskAll(Protocol):
-    """Sends the same question to every port and returns the answers in the order of the ports.
+def ask_together(
+    ports: Sequence[PortT], ask: Callable[[PortT], Any], *, wait_s: float | None = None
+) -> list[Any]:
+    """Ask all ports at once and return their answers, in the order of the ports.
 
-    Raises `ConnectionError` if a port is lost, `AgreementError` if one does not answer in time.
-    Every port has been asked by then.
+    The first port, which may be the coordinator's own node, is asked last, because it answers
+    within the call. Raises `ConnectionError` if a port is lost, and `AgreementError` if one has not
+    answered within `wait_s` seconds. Every port has been asked by then.
     """
+    asked = [begin(ask, port) for port in (*ports[1:], *ports[:1])]
+    late = concurrent.futures.wait(asked, wait_s).not_done
+    if late:
+        raise AgreementError(
+            f"{len(late)} of {len(ports)} nodes did not answer within {wait_s:.1f} s"
+        )
+    answers = [future.result() for future in asked]
+    return answers[-1:] + answers[:-1]
 
-    def __call__(self, ports: Sequence[NodePort], ask: Callable[[NodePort], T], /) -> list[T]: ...
 
-
-def ask_in_turn(ports: Sequence[NodePort], ask: Callable[[NodePort], T]) -> list[T]:
-    """Ask one port after another. Suited to a small number of ports."""
-    answers: list[T] = []
-    problem: ConnectionError | None = None
-    for port in ports:
-        try:
-            answers.append(ask(port))
-        except ConnectionError as error:
-            problem = problem or error
-    if problem is not None:
-        raise problem
-    return answers
+def begin(ask: Callable[[PortT], Any], port: PortT) -> Future[Any]:
+    """Ask one port. The future has the answer, also of a port that answers at once."""
+    future: Future[Any] = Future()
+    try:
+        answer = ask(port)
+    except ConnectionError as error:
+        future.set_exception(error)
+        return future
+    if isinstance(answer, Future):
+        return answer
+    future.set_result(answer)
+    return future
 
 
 def agree_on_step(
@@ -95,31 +109,32 @@ def agree_on_step(
     *,
     first_serial: int = 1,
     word: Proposal = Proposal.GO,
-    ask_all: AskAll = ask_in_turn,
+    wait_s: float | None = None,
 ) -> tuple[int, int]:
     """Agree with all nodes on one step. Return (step, rounds); `AT_START` means before any step.
 
     `word` is the answer to ranks that wait at the step: `GO` to leave, `SAVE` to save and go on.
+    Each question is open for `wait_s` seconds, or as long as the ports allow.
 
     Raises `AgreementError` if `ROUNDS_MAX` proposals were refused or a node did not answer in
     time, and `ConnectionError` if a node is lost. All reachable ranks have then been sent `ABORT`.
     """
-    newest = NOWHERE
+    newest, ask_all = NOWHERE, partial(ask_together, ports, wait_s=wait_s)
     for round_number in range(ROUNDS_MAX):
         serial = first_serial + round_number
-        before, newest = newest, max(ask_all(ports, lambda port: port.newest_entered()))
+        before, newest = newest, max(ask_all(lambda port: port.newest_entered()))
         step = AT_START if newest == NOWHERE else newest + _margin(round_number, before, newest)
         # Every node is asked even after a refusal, so that all status tables have the same serial.
         try:
-            accepted = ask_all(ports, partial(_propose, serial=serial, step=step))
+            accepted = ask_all(partial(_propose, serial=serial, step=step))
         except (ConnectionError, AgreementError):
             with contextlib.suppress(ConnectionError, AgreementError):
-                ask_all(ports, partial(_answer, serial=serial, verdict=Proposal.ABORT))
+                ask_all(partial(_answer, serial=serial, verdict=Proposal.ABORT))
             raise
         verdict = word if all(accepted) else Proposal.ABORT
         # A node that confirms too late has still received the answer.
         with contextlib.suppress(AgreementError):
-            ask_all(ports, partial(_answer, serial=serial, verdict=verdict))
+            ask_all(partial(_answer, serial=serial, verdict=verdict))
         if verdict is word:
             return step, round_number + 1
     raise AgreementError(
@@ -139,12 +154,12 @@ def _margin(refused: int, before: int, newest: int) -> int:
     return MARGINS[min(refused, len(MARGINS) - 1)] + ran
 
 
-def _propose(port: NodePort, serial: int, step: int) -> bool:
+def _propose(port: NodePort, serial: int, step: int) -> bool | Future[bool]:
     return port.propose(serial, step)
 
 
-def _answer(port: NodePort, serial: int, verdict: Proposal) -> None:
-    port.answer(serial, verdict)
+def _answer(port: NodePort, serial: int, verdict: Proposal) -> object:
+    return port.answer(serial, verdict)
 
 
 def consider(status_table: RankStatusTable, record: RankRecord, completed: int) -> Proposal:

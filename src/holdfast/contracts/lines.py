@@ -11,6 +11,7 @@ import json
 import select
 import socket
 import struct
+from collections.abc import Iterator
 from typing import Any, Final
 
 from holdfast.contracts.timeouts import LOOK_S, Timeout
@@ -29,74 +30,39 @@ _OPTIONS: Final = (
 )
 
 
-class Line:
-    """A connected socket, owned by this object. Only one thread at a time may use it."""
+def set_options(connected: socket.socket) -> None:
+    """Send small messages at once, and have the kernel detect an end that lost power."""
+    for level, option, value in _OPTIONS:
+        connected.setsockopt(level, option, value)
 
-    def __init__(self, connected: socket.socket, *, bytes_max: int = MESSAGE_BYTES_MAX) -> None:
-        """Take over a socket. `bytes_max` is the longest message accepted from the other end."""
-        for level, option, value in _OPTIONS:
-            connected.setsockopt(level, option, value)
-        connected.setblocking(False)
-        self._socket = connected
-        self._taken = bytearray()
+
+def encode(message: dict[str, Any]) -> bytes:
+    """Return a message as it is sent."""
+    content = json.dumps(message).encode()
+    return _LENGTH.pack(len(content)) + content
+
+
+class Decoder:
+    """Puts received bytes together to messages of at most `bytes_max` bytes."""
+
+    def __init__(self, bytes_max: int = MESSAGE_BYTES_MAX) -> None:
         self.bytes_max = bytes_max
+        self._taken = bytearray()
 
-    def send(self, message: dict[str, Any], timeout: Timeout | None = None) -> None:
-        """Send one message. Raises `OSError` if the other end is gone or reads nothing."""
-        timeout = timeout or Timeout(SEND_TIMEOUT_S)
-        content = json.dumps(message).encode()
-        left = memoryview(_LENGTH.pack(len(content)) + content)
-        while left:
-            try:
-                left = left[self._socket.send(left) :]
-            except BlockingIOError:
-                if timeout.is_over:
-                    raise TimeoutError(
-                        f"the other end did not read {len(left)} bytes within "
-                        f"{timeout.seconds:.0f} s"
-                    ) from None
-                self._wait(select.POLLOUT, timeout)
+    def feed(self, content: bytes) -> None:
+        """Add received bytes."""
+        self._taken += content
 
-    def receive(self, timeout: Timeout) -> dict[str, Any] | None:
-        """Return the next message, or None if none was complete in time.
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """Yield the complete messages.
 
-        Raises `EOFError` when the other end closed the connection, `OSError` when the connection
-        breaks, and `ValueError` for an invalid message or one longer than `bytes_max`.
+        Raises `ValueError` for an invalid message or one longer than `bytes_max`.
         """
-        while (message := self._next()) is None:
-            try:
-                chunk = self._socket.recv(CHUNK_BYTES)
-            except BlockingIOError:
-                if timeout.is_over:
-                    return None
-                self._wait(select.POLLIN, timeout)
-                continue
-            if not chunk:
-                raise EOFError("the other end closed the connection")
-            self._taken += chunk
-        return message
+        while (message := self.next()) is not None:
+            yield message
 
-    def is_quiet(self) -> bool:
-        """Return True if the other end has sent nothing new and has not closed the connection."""
-        try:
-            self._socket.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return not self._taken
-        except OSError:
-            return False
-        return False
-
-    def hang_up(self) -> None:
-        """Shut the connection down, from any thread. A thread in `receive` gets `EOFError`."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Shut the connection down and close the socket. Messages already sent still arrive."""
-        self.hang_up()
-        self._socket.close()
-
-    def _next(self) -> dict[str, Any] | None:
+    def next(self) -> dict[str, Any] | None:
+        """Return the next complete message, or None. Raises like `messages`."""
         if len(self._taken) < _LENGTH.size:
             return None
         (size,) = _LENGTH.unpack_from(self._taken)
@@ -114,6 +80,63 @@ class Line:
         if not isinstance(message, dict):
             raise ValueError("a message that is not a JSON object")
         return message
+
+
+class Line:
+    """A connected socket, owned by this object.
+
+    One thread may receive while others send in turn.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        """Take over a socket."""
+        set_options(connected)
+        connected.setblocking(False)
+        self._socket = connected
+        self._decoder = Decoder()
+
+    def send(self, message: dict[str, Any], timeout: Timeout | None = None) -> None:
+        """Send one message. Raises `OSError` if the other end is gone or reads nothing."""
+        timeout = timeout or Timeout(SEND_TIMEOUT_S)
+        left = memoryview(encode(message))
+        while left:
+            try:
+                left = left[self._socket.send(left) :]
+            except BlockingIOError:
+                if timeout.is_over:
+                    raise TimeoutError(
+                        f"the other end did not read {len(left)} bytes within "
+                        f"{timeout.seconds:.0f} s"
+                    ) from None
+                self._wait(select.POLLOUT, timeout)
+
+    def receive(self, timeout: Timeout) -> dict[str, Any] | None:
+        """Return the next message, or None if none was complete in time.
+
+        Raises `EOFError` when the other end closed the connection, `OSError` when the connection
+        breaks, and `ValueError` for an invalid message.
+        """
+        while (message := self._decoder.next()) is None:
+            try:
+                chunk = self._socket.recv(CHUNK_BYTES)
+            except BlockingIOError:
+                if timeout.is_over:
+                    return None
+                self._wait(select.POLLIN, timeout)
+                continue
+            if not chunk:
+                raise EOFError("the other end closed the connection")
+            self._decoder.feed(chunk)
+        return message
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """Shut the connection down and close the socket. Messages already sent still arrive."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
 
     def _wait(self, event: int, timeout: Timeout) -> None:
         """Wait for the socket for at most `LOOK_S`. The caller then checks its timeout."""

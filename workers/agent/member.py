@@ -1,99 +1,33 @@
-"""The other nodes: node 0's agent leads, and the member agents do what it requests."""
+"""The agents of the other nodes, which do what node 0's agent asks over the channel."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
-from collections.abc import Callable, Collection
-from functools import partial
+from collections.abc import Iterator
 from typing import Any, Final
 
 from holdfast.contracts.agreement import answer_from_status_table
 from holdfast.contracts.attempt import Submission, read_claim
-from holdfast.contracts.channel import CALL_TIMEOUT_S, ChannelMember, DismissedError, Peer
+from holdfast.contracts.channel import ChannelMember, DismissedError
 from holdfast.contracts.errors import AgreementError, SchedulerError
 from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.rank_status import Proposal
 from holdfast.contracts.timeouts import Timeout
 from holdfast.workers.agent.claim import wait_for_claim
 from holdfast.workers.agent.context import AgentContext
-from holdfast.workers.agent.node import CrashReport, NodeReport
+from holdfast.workers.agent.node import NodeReport
 from holdfast.workers.agent.runtime import NodeRuntime
 from holdfast.workers.agent.signals import SignalBox
-from holdfast.workers.agent.torchrun import KILL_WAIT_S
 from holdfast.workers.executors import executor_for
 
 POLL_S: Final = 0.05
-FINISH_TIMEOUT_S: Final = 30.0
+LISTEN_S: Final = 0.2
+REPORT_S: Final = 0.25
 ORPHAN_DRAIN_S: Final = 60.0
-# Node 0 polls several times a second. Only while it waits for a flush is it silent.
+# Node 0 asks for a report every few seconds. Only while it waits for a flush is it silent.
 SILENCE_MARGIN_S: Final = 300.0
-
-
-class RemoteNode:
-    """Another node, led over the channel. Every call may raise `ConnectionError`.
-
-    Messages that need no answer are sent by `post`.
-    """
-
-    def __init__(self, peer: Peer, post: Callable[[Callable[[], object]], None]) -> None:
-        self._peer, self._post = peer, post
-        self.number = int(peer.hello["node"])
-        self.name = str(peer.hello["host"])
-
-    @property
-    def waiting_s(self) -> float:
-        """How many seconds the open question has been waiting for its answer."""
-        return self._peer.waiting_s
-
-    def start(self, launch: int, address: str, port: int) -> None:
-        self._peer.call("start", launch=launch, address=address, port=port)
-
-    def prepare(self, launch: int, address: str, port: int) -> None:
-        call = partial(self._peer.call, "prepare", launch=launch)
-        self._post(partial(call, address=address, port=port))
-
-    def report(self) -> NodeReport:
-        return NodeReport.from_json(self._peer.call("report"))
-
-    def announce(self, deadline: float | None) -> None:
-        self._post(lambda: self._peer.call("announce", deadline=deadline))
-
-    def take_stacks(self, dump: int, number: int) -> None:
-        self._post(lambda: self._peer.call("stacks", dump=dump, number=number))
-
-    def kill(self) -> None:
-        self._peer.call("kill", timeout_s=KILL_WAIT_S + CALL_TIMEOUT_S)
-
-    def drain(self, timeout_s: float, lost: Collection[int] = (), *, mirror: bool = False) -> bool:
-        answer = self._peer.call(
-            "drain",
-            timeout_s=timeout_s + CALL_TIMEOUT_S,
-            drain_s=timeout_s,
-            lost=sorted(lost),
-            mirror=mirror,
-        )
-        return bool(answer["done"])
-
-    def crash_report(self) -> CrashReport:
-        return CrashReport.from_json(self._peer.call("crash_report"))
-
-    def acknowledge(self) -> None:
-        self._peer.call("acknowledge")
-
-    def finish(self) -> None:
-        """Tell the node's agent to exit."""
-        self._peer.call("finish", timeout_s=FINISH_TIMEOUT_S)
-
-    def newest_entered(self) -> int:
-        return self._peer.newest_entered()
-
-    def propose(self, serial: int, step: int) -> bool:
-        return self._peer.propose(serial, step)
-
-    def answer(self, serial: int, state: Proposal) -> None:
-        self._peer.answer(serial, state)
 
 
 def run_member_agent(context: AgentContext, signals: SignalBox) -> str:
@@ -143,28 +77,90 @@ def run_member(
     Raises `ConnectionError` if node 0 is lost or sends nothing for `silence_s` seconds. Time in
     which this process could not run does not count.
     """
-    silence = Timeout(silence_s)
-    while not silence.is_over:
-        for name in signals.wait(0.0):
-            runtime.hear(name)
-        question = member.receive(POLL_S)
-        if question is None:
-            continue
-        member.reply(**_reply(runtime, member, question))
-        silence.restart()
-        if question["kind"] == "finish":
-            return
+    silence, reporter = Timeout(silence_s), Reporter(runtime, member)
+    with _forwarding(signals, member):
+        while not silence.is_over:
+            question = member.receive(POLL_S)
+            if question is None:
+                reporter.look()
+                continue
+            member.reply(**_reply(runtime, reporter, question))
+            silence.restart()
+            if question["kind"] == "finish":
+                return
     raise ConnectionError(f"node 0 sent nothing for {silence_s:.0f} s")
 
 
-def _reply(runtime: NodeRuntime, member: ChannelMember, question: dict[str, Any]) -> dict[str, Any]:
+@contextlib.contextmanager
+def _forwarding(signals: SignalBox, member: ChannelMember) -> Iterator[None]:
+    """Tell node 0 every signal at once, whatever this agent does meanwhile."""
+    is_over = threading.Event()
+
+    def forward() -> None:
+        # The agent's own loop finds out when node 0 is gone.
+        with contextlib.suppress(ConnectionError):
+            while not is_over.is_set():
+                if names := signals.wait(LISTEN_S):
+                    member.tell(signals=names)
+
+    thread = threading.Thread(target=forward, name="signals", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+class Reporter:
+    """This node's reports to node 0: those that it asks for, and urgent ones unasked.
+
+    With many nodes, node 0 asks for a report only every few seconds. The end of the ranks, a notice
+    or a finished sample of stacks does not wait for that.
+    """
+
+    def __init__(self, runtime: NodeRuntime, member: ChannelMember) -> None:
+        self._runtime, self._member = runtime, member
+        self._known: tuple[object, ...] = ()
+        self._looked_at = 0.0
+
+    def look(self) -> None:
+        """Send a report if something urgent has changed since the last one."""
+        if time.monotonic() - self._looked_at < REPORT_S:
+            return
+        self._looked_at = time.monotonic()
+        report = self._runtime.report()
+        if report.notices or _urgent(report) != self._known:
+            self._member.tell(report=self._tell(report))
+
+    def answer(self) -> dict[str, Any]:
+        """Return a report as node 0 asked for it."""
+        return self._tell(self._runtime.report())
+
+    def _tell(self, report: NodeReport) -> dict[str, Any]:
+        self._known = _urgent(report)
+        return {**report.to_json(), "host_address": self._member.host_address}
+
+
+def _urgent(report: NodeReport) -> tuple[object, ...]:
+    """Return the parts of a report whose change must not wait."""
+    sample = report.sample
+    return (
+        report.exit_code,
+        report.has_left,
+        report.asked,
+        (sample.dump, sample.number) if sample else None,
+    )
+
+
+def _reply(runtime: NodeRuntime, reporter: Reporter, question: dict[str, Any]) -> dict[str, Any]:
     """Do what node 0 requests, and return the answer."""
     kind = question["kind"]
     if kind in {"start", "prepare"}:
         act = runtime.start if kind == "start" else runtime.prepare
         act(question["launch"], question["address"], question["port"])
     elif kind == "report":
-        return {**runtime.report().to_json(), "host_address": member.host_address}
+        return reporter.answer()
     elif kind == "stacks":
         runtime.take_stacks(question["dump"], question["number"])
     elif kind == "kill":

@@ -1,0 +1,255 @@
+"""The other nodes of `benchmarks/nodes.py`: one process plays all their agents.
+
+They speak to the real node 0 over real connections, and answer as agents do: one question after
+another, after the latency of a network and the time that the work takes on a node. Commands come as
+lines on standard input; each arrival and answer is noted with its time.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import selectors
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from holdfast.contracts.channel import ChannelMember
+from holdfast.contracts.rank_status import Proposal
+from holdfast.workers.agent.calibration import PhaseTimes
+from holdfast.workers.agent.node import CrashReport, NodeReport
+from holdfast.workers.agent.silence import RankStatus
+from holdfast.workers.causes import RankFailure
+
+RANKS: Final = 8
+LATENCY_S: Final = 0.0002
+STEP_S: Final = 1.0
+# What the work takes on a node: torchrun's start, the end of its processes, and a flush.
+START_S: Final = 0.05
+KILL_S: Final = 0.24
+DRAIN_S: Final = 0.05
+FLUSH_S: Final = 5.0
+# An agent finds the end of its ranks within this time.
+NOTICED_S: Final = 0.25
+TIMES: Final = PhaseTimes(count=100, p50_s=STEP_S, p99_s=STEP_S * 1.1)
+
+
+@dataclass
+class PlayedNode:
+    """The state of one node's ranks."""
+
+    number: int
+    launch: int = 0
+    began_at: float = 0.0
+    exit_code: int | None = None
+    is_stopping: bool = False
+    has_left: bool = False
+    is_silent: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"node-{self.number:04d}"
+
+    @property
+    def step(self) -> int:
+        return int((time.monotonic() - self.began_at) / STEP_S) + 1
+
+    def report(self) -> NodeReport:
+        phase = "stop" if self.has_left else "train"
+        ranks = tuple(
+            RankStatus(
+                rank=self.number * RANKS + local,
+                pid=100_000 + local,
+                step=self.step,
+                phase=phase,
+                silent_s=0.4,
+                step_s=STEP_S,
+                own_s=STEP_S * 0.8,
+                cpu_s=123.456,
+                io_bytes=123_456_789,
+                times=TIMES,
+            )
+            for local in range(RANKS)
+        )
+        return NodeReport(
+            exit_code=self.exit_code,
+            phases=(phase.upper(),) * RANKS,
+            registered=RANKS,
+            alive=0 if self.has_left else RANKS,
+            completed=self.step,
+            resumed=0,
+            entered=self.step,
+            ranks=ranks,
+            host_address="127.0.0.1",
+        )
+
+    def do(self, kind: str, given: dict[str, Any]) -> tuple[dict[str, Any], float]:
+        """Return the answer to a question, and the seconds that the work for it takes."""
+        if kind == "start":
+            self.launch, self.began_at, self.exit_code = given["launch"], time.monotonic(), None
+            return {}, START_S
+        if kind == "kill":
+            return {}, KILL_S
+        if kind == "drain":
+            return {"done": True}, FLUSH_S if self.is_stopping else DRAIN_S
+        if kind == "report":
+            return self.report().to_json(), 0.0
+        if kind == "crash_report":
+            return self.crash_report().to_json(), 0.0
+        if kind == "newest":
+            return {"step": self.step}, 0.0
+        if kind == "propose":
+            return {"accepted": True}, 0.0
+        if kind == "announce":
+            self.is_stopping = True
+        if kind == "answer" and given["state"] == Proposal.GO:
+            self.has_left = True
+        return {}, 0.0
+
+    def crash_report(self) -> CrashReport:
+        if self.exit_code is None:
+            return CrashReport()
+        failure = RankFailure(
+            rank=self.number * RANKS,
+            exit_code=-9,
+            timestamp=time.time(),
+            traceback="",
+            host=self.name,
+        )
+        return CrashReport(failures=[failure])
+
+
+class Players:
+    """All played nodes, in one thread."""
+
+    def __init__(self, channel: Path, nodes: int) -> None:
+        self._nodes = {number: PlayedNode(number) for number in range(1, nodes + 1)}
+        self._members = {
+            number: ChannelMember(channel, {"node": number, "host": node.name})
+            for number, node in self._nodes.items()
+        }
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(sys.stdin, selectors.EVENT_READ, 0)
+        for number, member in self._members.items():
+            self._selector.register(member.fileno(), selectors.EVENT_READ, number)
+        self._due: list[tuple[float, int, int, str, dict[str, Any]]] = []
+        self._order = itertools.count()
+        self._marks: list[tuple[float, str, str, int]] = []
+        self._is_over = False
+
+    def run(self) -> list[tuple[float, str, str, int]]:
+        """Answer until `end` is read; return (monotonic time, what, kind, node) of each event."""
+        while not self._is_over:
+            left_s = max(0.0, self._due[0][0] - time.monotonic()) if self._due else 1.0
+            for key, _ in self._selector.select(left_s):
+                if key.data:
+                    self._receive(key.data)
+                else:
+                    self._obey(sys.stdin.readline().split())
+            while self._due and self._due[0][0] <= time.monotonic():
+                _, _, number, kind, answer = heapq.heappop(self._due)
+                self._send(number, kind, answer)
+        return self._marks
+
+    def _obey(self, words: list[str]) -> None:
+        if not words or words[0] == "end":
+            self._is_over = True
+            return
+        what, number = words[0], int(words[1])
+        node = self._nodes[number]
+        self._mark(what, "", number)
+        if what == "silent":
+            node.is_silent = True
+        elif what == "signal":
+            self._members[number].tell(signals=["SIGTERM"])
+        elif what == "crash":
+            node.exit_code = 1
+            self._later(NOTICED_S, number, "", {"report": node.report().to_json()})
+
+    def _receive(self, number: int) -> None:
+        """Take a node's next question, unless it is still busy with the last one."""
+        node, member = self._nodes[number], self._members[number]
+        try:
+            question = member.receive(0.0)
+        except ConnectionError:
+            self._selector.unregister(member.fileno())
+            return
+        if question is None:
+            return
+        kind = question.pop("kind")
+        self._mark("asked", kind, number)
+        self._selector.unregister(member.fileno())
+        if not node.is_silent:
+            answer, took_s = node.do(kind, question)
+            self._later(took_s, number, kind, answer)
+
+    def _send(self, number: int, kind: str, answer: dict[str, Any]) -> None:
+        member = self._members[number]
+        try:
+            if not kind:
+                member.tell(**answer)
+                return
+            member.reply(**answer)
+        except ConnectionError:
+            return
+        self._mark("answered", kind, number)
+        self._selector.register(member.fileno(), selectors.EVENT_READ, number)
+        # The next question may have been received with the last one.
+        self._receive(number)
+
+    def _later(self, seconds: float, number: int, kind: str, answer: dict[str, Any]) -> None:
+        at = time.monotonic() + LATENCY_S + seconds
+        heapq.heappush(self._due, (at, next(self._order), number, kind, answer))
+
+    def _mark(self, what: str, kind: str, number: int) -> None:
+        self._marks.append((time.monotonic(), what, kind, number))
+
+
+class HereNode(PlayedNode):
+    """Node 0's own node, called by its agent directly."""
+
+    step_s = STEP_S
+
+    def start(self, launch: int, address: str, port: int) -> None:
+        time.sleep(self.do("start", {"launch": launch})[1])
+
+    def kill(self) -> None:
+        time.sleep(KILL_S)
+
+    def drain(self, timeout_s: float, lost: Any = (), *, mirror: bool = False) -> bool:
+        time.sleep(min(timeout_s, self.do("drain", {})[1]))
+        return True
+
+    def announce(self, deadline: float | None) -> None:
+        self.do("announce", {})
+
+    def newest_entered(self) -> int:
+        return self.step
+
+    def propose(self, serial: int, step: int) -> bool:
+        return True
+
+    def answer(self, serial: int, state: Proposal) -> None:
+        self.do("answer", {"state": state})
+
+    def prepare(self, launch: int, address: str, port: int) -> None:
+        """No standby."""
+
+    def take_stacks(self, dump: int, number: int) -> None:
+        """No stacks."""
+
+    def acknowledge(self) -> None:
+        """No cloud."""
+
+
+def main() -> None:
+    """Play the nodes; arguments: the channel's file and how many nodes. Prints the events."""
+    marks = Players(Path(sys.argv[1]), int(sys.argv[2])).run()
+    json.dump(marks, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
