@@ -49,6 +49,8 @@ napoleon_numpy_docstring = False
 
 html_theme = "pydata_sphinx_theme"
 html_title = "Holdfast"
+# The icon of the web UI.
+html_favicon = "../web/public/icon.svg"
 html_static_path = ["_static"]
 html_css_files = ["holdfast.css"]
 html_copy_source = False

@@ -128,6 +128,13 @@ def test_every_page_is_reachable_from_the_first_one(pages: Path) -> None:
     assert expected <= built
 
 
+def test_pages_have_the_icon_of_the_web_ui(pages: Path) -> None:
+    expected = (CHECKOUT / "web" / "public" / "icon.svg").read_bytes()
+    for page in (pages / "index.html", *pages.glob("decisions/*.html")):
+        (icon,) = [one for one in read(page).loaded if "icon.svg" in one]
+        assert (page.parent / urlsplit(icon).path).read_bytes() == expected
+
+
 def test_pages_load_nothing_from_other_sites(pages: Path) -> None:
     loaded = {
         f"{path.name}: {one}"
