@@ -1,4 +1,13 @@
-"""Code in the documentation: it parses, and each `holdfast` command and option in it exists."""
+"""Every code block of the documentation is run by a test, or has a marker that says why not.
+
+- The quick start is followed command by command (tests/process/test_quick_start.py).
+- Shell commands of the other pages run on a finished run (tests/process/test_docs_commands.py).
+- Python is executed with a session (test_python_blocks.py).
+- TOML is a spec or a part of one, and the spec's model must accept it.
+- All other blocks have a marker (see blocks.py), also those that contain only output.
+
+All blocks, marked ones too, must parse, and each `holdfast` command and option must exist.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +17,21 @@ import shlex
 import textwrap
 import tomllib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import typer.main
 import yaml
+from pydantic import ValidationError
+from tests.docs import test_python_blocks
+from tests.docs.blocks import MARKER, PAGES, ROOT, Block, all_blocks, blocks_in, unmarked
+from tests.process import test_docs_commands, test_quick_start
 
 from holdfast.cli.main import app
 from holdfast.contracts.spec import RunSpec
 
-ROOT: Final = Path(__file__).parents[2]
-PAGES: Final = sorted(
-    path
-    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("infra/*/*.md"))
-    if path.is_file()
-)
-FENCE: Final = re.compile(r"^( *)```([a-z]*)[^\n]*\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 INLINE: Final = re.compile(r"`(holdfast [a-z][^`\n]*)`")
+COMMAND: Final = typer.main.get_command(app)
 # Blocks in these languages are checked by a parser of the language.
 PARSERS: Final[dict[str, Callable[[str], object]]] = {
     "json": json.loads,
@@ -38,20 +44,10 @@ PARSERS: Final[dict[str, Callable[[str], object]]] = {
 ELLIPSIS: Final = re.compile("…|\\.\\.\\.$", re.MULTILINE)
 
 
-def blocks() -> Iterator[tuple[str, str, str]]:
-    """(page, language, text) of each fenced block."""
-    for page in PAGES:
-        for match in FENCE.finditer(page.read_text()):
-            indent, language, text = match.groups()
-            lines = (line.removeprefix(indent) for line in text.splitlines(keepends=True))
-            yield str(page.relative_to(ROOT)), language, "".join(lines)
-
-
 def commands_in(text: str) -> Iterator[str]:
-    """The `holdfast` commands of a shell block or a console block."""
+    """The `holdfast` commands of a script."""
     for line in text.replace("\\\n", " ").splitlines():
-        command = line.strip().removeprefix("$ ")
-        for part in re.split(r"&&|\|\||;|\|", command.partition(" #")[0]):
+        for part in re.split(r"&&|\|\||;|\|", line.partition(" #")[0]):
             words = part.split()
             while words and re.fullmatch(r"[A-Z_]+=\S*|sudo|exec|\\\$|\(", words[0]):
                 words.pop(0)
@@ -62,12 +58,9 @@ def commands_in(text: str) -> Iterator[str]:
 def all_commands() -> list[tuple[str, str]]:
     """(page, command) of every `holdfast` command in the pages, each once."""
     found = []
-    for page, language, text in blocks():
-        if language in {"", "sh", "bash", "console", "text"}:
-            is_session = language not in {"sh", "bash"}
-            lines = text.splitlines()
-            chosen = [one for one in lines if one.startswith("$ ")] if is_session else lines
-            found += [(page, command) for command in commands_in("\n".join(chosen))]
+    for block in all_blocks():
+        if block.is_shell:
+            found += [(block.page, command) for command in commands_in(block.commands)]
     for path in PAGES:
         page = str(path.relative_to(ROOT))
         found += [(page, match[1]) for match in INLINE.finditer(path.read_text())]
@@ -76,7 +69,7 @@ def all_commands() -> list[tuple[str, str]]:
 
 def problem_with(command: str) -> str | None:
     """What is wrong with a command; None if the command and its options exist."""
-    here: Any = typer.main.get_command(app)
+    here: Any = COMMAND
     try:
         words = shlex.split(command)[1:]
     except ValueError as error:
@@ -97,10 +90,64 @@ def problem_with(command: str) -> str | None:
 
 
 PARSED: Final = [
-    pytest.param(language, text, id=f"{page}-{number}")
-    for number, (page, language, text) in enumerate(blocks())
-    if language in PARSERS and not (language == "json" and ELLIPSIS.search(text))
+    pytest.param(block.language, block.text, id=str(block))
+    for block in all_blocks()
+    if block.language in PARSERS and not (block.language == "json" and ELLIPSIS.search(block.text))
 ]
+SPECS: Final = [block for block in unmarked() if block.language == "toml"]
+RUN: Final = [
+    *test_quick_start.BLOCKS,
+    *test_docs_commands.BLOCKS,
+    *test_python_blocks.BLOCKS,
+    *SPECS,
+]
+
+
+def spec_of(text: str) -> RunSpec:
+    """The spec of a TOML block. A part of a spec gets the keys that every spec needs."""
+    return RunSpec.model_validate({"name": "part", "command": ["train.py"], **tomllib.loads(text)})
+
+
+def problems_in(page: str, text: str, run: list[Block]) -> list[str]:
+    """The blocks of a page that are neither run nor marked, and the markers that are wrong."""
+    found = blocks_in(page, text)
+    problems = [
+        f"{block}: no test runs this {block.language or 'output'}; expected a marker above it"
+        for block in found
+        if block.reason is None and block not in run
+    ]
+    problems += [f"{block}: its marker gives no reason" for block in found if block.reason == ""]
+    stray = len(MARKER.findall(text)) - sum(block.reason is not None for block in found)
+    return problems + ([f"{page}: {stray} markers are not above a block"] if stray else [])
+
+
+def test_every_block_is_run_or_marked() -> None:
+    pages = [(str(page.relative_to(ROOT)), page.read_text()) for page in PAGES]
+    problems = [one for page, text in pages for one in problems_in(page, text, RUN)]
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("```\noutput\n```\n", "page.md:1: no test runs this output"),
+        ("text\n\n```json\n{}\n```\n", "page.md:3: no test runs this json"),
+        ("<!-- not run: -->\n```sh\nls\n```\n", "page.md:2: its marker gives no reason"),
+        ("<!-- not run: slow -->\n\n```sh\nls\n```\n", "page.md:3: no test runs this sh"),
+        ("<!-- not run: slow -->\ntext\n", "page.md: 1 markers are not above a block"),
+        ("  <!--not run: slow -->\n  ```sh\n  ls\n  ```\n", "page.md:2: no test runs this sh"),
+    ],
+)
+def test_unmarked_blocks_and_wrong_markers_are_reported(text: str, problem: str) -> None:
+    assert problems_in("page.md", text, RUN)[0].startswith(problem)
+
+
+def test_blocks_with_a_marker_or_a_test_are_accepted() -> None:
+    text = "<!-- not run: slow -->\n```sh\nls\n```\n\n```{toctree}\npage\n```\n"
+    assert [block.reason for block in blocks_in("page.md", text)] == ["slow"]
+    assert problems_in("page.md", text, []) == []
+    unmarked_block = "```sh\nls\n```\n"
+    assert problems_in("page.md", unmarked_block, blocks_in("page.md", unmarked_block)) == []
 
 
 @pytest.mark.parametrize(("language", "text"), PARSED)
@@ -108,12 +155,16 @@ def test_code_blocks_parse_in_their_language(language: str, text: str) -> None:
     assert PARSERS[language](text) is not None
 
 
-def test_complete_specs_in_the_docs_are_valid() -> None:
-    found = [tomllib.loads(text) for _, language, text in blocks() if language == "toml"]
-    specs = [one for one in found if {"name", "command"} <= one.keys()]
-    assert len(specs) >= 3
-    for spec in specs:
-        RunSpec.model_validate(spec)
+@pytest.mark.parametrize("block", SPECS, ids=str)
+def test_specs_and_parts_of_specs_are_valid(block: Block) -> None:
+    given = tomllib.loads(block.text)
+    written = spec_of(block.text).model_dump(mode="json", exclude_unset=True)
+    assert given.keys() <= written.keys()
+
+
+def test_a_wrong_key_in_a_part_of_a_spec_is_reported() -> None:
+    with pytest.raises(ValidationError, match="lsat"):
+        spec_of("[checkpoint.keep]\nlsat = 3\n")
 
 
 def test_documented_commands_and_options_exist() -> None:

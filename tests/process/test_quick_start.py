@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from tests.docs.blocks import ROOT, TUTORIAL, Block, unmarked
 from tests.process.local_runs import wait_until
 
-PAGE: Final = Path(__file__).parents[2] / "docs" / "quick-start.md"
-FENCE: Final = re.compile(r"^```([a-z]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+PAGE: Final = ROOT / TUTORIAL
+BLOCKS: Final = [block for block in unmarked() if block.page == TUTORIAL]
 COMMAND_S_MAX: Final = 120.0
 TRAINING_S_MAX: Final = 240.0
 
@@ -66,19 +67,18 @@ class QuickStart:
         wait_until(is_so, what, TRAINING_S_MAX)
 
 
-def section_of(text: str, number: int) -> str:
-    """A numbered section of the page."""
-    return re.split(r"^## ", text, flags=re.MULTILINE)[number]
+def section_of(number: int) -> list[Block]:
+    """The blocks of a numbered section of the page."""
+    starts = [
+        line for line, text in enumerate(PAGE.read_text().splitlines(), 1) if text.startswith("## ")
+    ]
+    return [one for one in BLOCKS if starts[number - 1] < one.line < starts[number]]
 
 
-def commands(section: str) -> Iterator[str]:
-    """The commands of a section: every line of `sh`, and the lines after a prompt elsewhere."""
-    for language, block in FENCE.findall(section):
-        for line in block.splitlines():
-            if language == "sh" and line.strip():
-                yield line.partition("  #")[0].strip()
-            elif not language and line.startswith("$ "):
-                yield line.removeprefix("$ ")
+def commands(section: list[Block]) -> list[str]:
+    """The commands of a section, without comments."""
+    lines = (line for block in section if block.is_shell for line in block.commands.splitlines())
+    return [line.partition("  #")[0].strip() for line in lines if line.strip()]
 
 
 @pytest.fixture
@@ -101,9 +101,10 @@ def tour(tmp_path: Path) -> Iterator[QuickStart]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_quick_start_commands_work_as_documented(tour: QuickStart) -> None:
-    text = PAGE.read_text()
-    sections = {number: list(commands(section_of(text, number))) for number in range(1, 9)}
-    write_files(tour.folder, section_of(text, 2))
+    sections = {number: commands(section_of(number)) for number in range(1, 9)}
+    assert sum(len(section_of(number)) for number in sections) == len(BLOCKS)
+    assert sections[1] == sections[2] == []
+    write_files(tour.folder, section_of(2))
 
     assert sections[3] == ["holdfast submit tour.toml", "holdfast show tour"]
     assert "created run tour" in tour.run(sections[3][0])
@@ -115,19 +116,19 @@ def test_quick_start_commands_work_as_documented(tour: QuickStart) -> None:
     look_at_the_lineage(tour, sections[6])
     open_the_page(tour, sections[7])
 
-    assert sections[8] == ["holdfast runs", "cd && rm -r ~/tour"]
+    assert sections[8] == ["holdfast runs"]
     runs = tour.run(sections[8][0])
     assert "tour-fork" in runs
     tour.run("holdfast cancel tour")
     tour.wait("the end", lambda: tour.show()["state"] == "cancelled")
 
 
-def write_files(folder: Path, section: str) -> None:
+def write_files(folder: Path, section: list[Block]) -> None:
     names = {"python": "train.py", "toml": "tour.toml"}
-    found = {language: block for language, block in FENCE.findall(section) if language in names}
+    found = {block.language: block.text for block in section}
     assert found.keys() == names.keys()
-    for language, block in found.items():
-        (folder / names[language]).write_text(block)
+    for language, text in found.items():
+        (folder / names[language]).write_text(text)
 
 
 def kill_a_rank(tour: QuickStart, wanted: list[str]) -> None:
