@@ -147,8 +147,7 @@ def deploy(pool: str = POOL) -> str:
 @contextmanager
 def open_client() -> Iterator[SyncPrefectClient]:
     """Yield a client after a health check of the API. Its errors become `ServiceError`."""
-    url = api_url()
-    if not url:
+    if not (url := api_url()):
         raise ServiceError(
             "PREFECT_API_URL is not set. Start a server (`prefect server start`) and set "
             "PREFECT_API_URL=http://127.0.0.1:4200/api, or run without Prefect."

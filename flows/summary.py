@@ -22,19 +22,20 @@ def summarize(history: RunHistory, reason: str) -> dict[str, Any]:
         "state": history.state.value,
         "reason": reason,
         "step": last.last_step if last else None,
-        "attempts": [
-            {
-                "number": attempt.number,
-                "state": attempt.state.value,
-                "cause": attempt.cause.value if attempt.cause else None,
-                "world_size": attempt.world_size,
-                "first_step": attempt.first_step,
-                "last_step": attempt.last_step,
-                "resumed_from": attempt.resumed_from,
-                "job_id": attempt.job_id,
-            }
-            for attempt in history.attempts
-        ],
+        "attempts": [_facts(attempt) for attempt in history.attempts],
+    }
+
+
+def _facts(attempt: AttemptView) -> dict[str, Any]:
+    return {
+        "number": attempt.number,
+        "state": attempt.state.value,
+        "cause": attempt.cause.value if attempt.cause else None,
+        "world_size": attempt.world_size,
+        "first_step": attempt.first_step,
+        "last_step": attempt.last_step,
+        "resumed_from": attempt.resumed_from,
+        "job_id": attempt.job_id,
     }
 
 

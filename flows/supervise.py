@@ -216,25 +216,22 @@ class Supervisor:
 
     def _act(self, history: RunHistory, journal: JournalWriter) -> float | None:
         """Act once. Return the seconds until the next turn, or None if the run has ended."""
-        poll_s = history.spec.supervision.poll_s
+        wait_s: float | None = history.spec.supervision.poll_s
         try:
             last = history.last_attempt
             if last is None or last.state.is_terminal:
                 wait_s = self._decide(history, journal)
             else:
                 self._tend(history, journal)
-                wait_s = poll_s
         except SchedulerUnavailableError as error:
             self._warn_once("scheduler", "the scheduler does not respond; waiting: %s", error)
-            return poll_s
         except RunConflictError as error:
             # A file system may show another supervisor's attempt late, so try again.
             self._warn_once("conflict", "%s", error)
-            return poll_s
         except SchedulerError as error:
             self._warn_once(str(error), "%s", error)
-            return poll_s
-        self._warned.discard("scheduler")
+        else:
+            self._warned.discard("scheduler")
         return wait_s
 
     def _tend(self, history: RunHistory, journal: JournalWriter) -> None:

@@ -108,10 +108,8 @@ class Rehearsal:
             ends = self._target.events_of(EventKind.LAUNCH_ENDED, fault_at)
             evidence = f"; {str(ends[-1].data)[:EVIDENCE_CHARACTERS_MAX]}" if ends else ""
             yield Broken(invariants.RECOVERS, text + evidence)
-        causes = {
-            str(e.data.get("cause"))
-            for e in self._target.events_of(EventKind.ATTEMPT_ENDED, fault_at)
-        }
+        endings = self._target.events_of(EventKind.ATTEMPT_ENDED, fault_at)
+        causes = {str(ending.data.get("cause")) for ending in endings}
         wrong = causes - {cause.value for cause in kind.causes}
         if kind.causes and came is Recovery.NEW_ATTEMPT and wrong:
             expected = ", ".join(sorted(kind.causes))
