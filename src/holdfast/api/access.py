@@ -46,13 +46,18 @@ def identify(request: Request) -> Caller | None:
     if found is None:
         return None
     token, csrf = found
+    _check_csrf(request, csrf)
+    return Caller(name=token.name, role=token.role, address=address, token=token.id, csrf=csrf)
+
+
+def _check_csrf(request: Request, csrf: str) -> None:
+    """Raise `Refusal` for a write without the session's CSRF token."""
     if request.method not in SAFE_METHODS and not same(request.headers.get(CSRF_HEADER, ""), csrf):
         raise Refusal(
             403,
             f"{CSRF_HEADER} is missing or wrong; expected the session's CSRF token, which "
             "GET /api/v1/session returns as `csrf`",
         )
-    return Caller(name=token.name, role=token.role, address=address, token=token.id, csrf=csrf)
 
 
 def address_of(request: Request) -> str:

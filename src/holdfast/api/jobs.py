@@ -49,10 +49,9 @@ class Jobs:
         self._closing = threading.Event()
 
     def start(self, job: Job, work: Work) -> Job:
-        """Queue `work` and return its job.
+        """Queue `work` and return its job, or the unfinished job of the same `kind` and `about`.
 
-        If an unfinished job has the same `kind` and `about`, that job is returned instead. Raises
-        `Refusal` if `WAITING_MAX` jobs are unfinished.
+        Raises `Refusal` if `WAITING_MAX` jobs are unfinished.
         """
         with self._lock:
             waiting = [one for one in self._jobs.values() if one.ended_at is None]

@@ -148,19 +148,25 @@ class Watch:
                 self.problems.pop(str(root), None)
             except OSError as error:
                 self.problems[str(root)] = f"the root cannot be read: {error.strerror}"
-        live: set[Path] = set()
-        if now - self._asked_elsewhere >= ELSEWHERE_S:
-            try:
-                live = {Path(row["path"]) for row in self._store.live_runs()}
-                self._asked_elsewhere = now
-            except LineageError as error:
-                self.problems["database"] = str(error)
+        live = self._live_elsewhere(now)
         # A folder that appears after the first round counts as live: its run has just started.
         is_start = not self._runs
         for path in (found | live) - self._runs.keys():
             if has_spec(path):
                 is_live = path in live or not is_start
                 self._runs[path] = _Seen(RunPaths(path), is_live=is_live)
+
+    def _live_elsewhere(self, now: float) -> set[Path]:
+        """Return the live runs in the index; none within `ELSEWHERE_S` of the last query."""
+        if now - self._asked_elsewhere < ELSEWHERE_S:
+            return set()
+        try:
+            live = {Path(row["path"]) for row in self._store.live_runs()}
+        except LineageError as error:
+            self.problems["database"] = str(error)
+            return set()
+        self._asked_elsewhere = now
+        return live
 
     def _notice_new_index(self) -> None:
         """Ingest every run again if the index file was replaced."""

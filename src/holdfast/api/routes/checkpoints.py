@@ -115,10 +115,7 @@ def verify(request: Request, checkpoint: CheckpointId, _: Empty, caller: Operato
         total_bytes=manifest.bytes if manifest else None,
     )
     with audited(paths, "verify", caller, checkpoint=name):
-        started = services.jobs.start(
-            job,
-            lambda advance: _verify(directory, caller.name, advance),
-        )
+        started = services.jobs.start(job, lambda advance: _verify(directory, caller.name, advance))
     return JobRow.model_validate(vars(started))
 
 
@@ -132,20 +129,11 @@ def export(request: Request, checkpoint: CheckpointId, body: AskExport, caller: 
     kind = f"-{body.dtype}" if body.dtype else ""
     output = paths.exports / f"{name}{kind}{exports.SUFFIXES[body.to]}"
     about = f"{paths.name}:{name} as {output.name}"
-
-    def work(advance: Callable[[int], None]) -> dict[str, Any]:
-        return exports.export(
-            directory,
-            body.to,
-            output,
-            writer=WRITER,
-            include=body.include,
-            dtype=body.dtype,
-            look=lambda: advance(0),
-        )
-
     with audited(paths, "export", caller, checkpoint=name, output=output.name):
-        started = services.jobs.start(Job(kind="export", about=about, by=caller.name), work)
+        started = services.jobs.start(
+            Job(kind="export", about=about, by=caller.name),
+            lambda advance: _export(directory, output, body, advance),
+        )
     return JobRow.model_validate(vars(started))
 
 
@@ -178,6 +166,20 @@ def _verify(directory: FilePath, by: str, advance: Callable[[int], None]) -> dic
     except OSError as error:
         LOG.warning("%s: the result of the verification was not recorded: %s", directory, error)
     return facts
+
+
+def _export(
+    directory: FilePath, output: FilePath, body: AskExport, advance: Callable[[int], None]
+) -> dict[str, Any]:
+    return exports.export(
+        directory,
+        body.to,
+        output,
+        writer=WRITER,
+        include=body.include,
+        dtype=body.dtype,
+        look=lambda: advance(0),
+    )
 
 
 def _refuse_foreign(paths: RunPaths, instead: str) -> None:

@@ -7,18 +7,13 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, Request
 
 from holdfast.api.access import AS_READER
-from holdfast.api.routes.runs import After, Limit, SortAs
+from holdfast.api.routes.runs import After, Limit, Search, SortAs, States
 from holdfast.api.schemas import NodeDetail, Page
 from holdfast.api.services import services_of
-from holdfast.contracts.states import RunState
 from holdfast.lineage import reports, totals, views
 from holdfast.lineage.cursors import PAGE_DEFAULT
 from holdfast.lineage.pages import RunFilter, RunSort
 
-States = Annotated[list[RunState] | None, Query(description="Any of these states")]
-Search = Annotated[
-    str | None, Query(max_length=200, description="Text in the name or folder, or the uid")
-]
 Side = Annotated[str, Query(max_length=250, description="A checkpoint's id, `<run>:<directory>`")]
 
 router = APIRouter(tags=["overview"], dependencies=[AS_READER])

@@ -43,6 +43,10 @@ After = Annotated[
 ]
 Limit = Annotated[int, Query(ge=1, le=PAGE_MAX, description="The largest number of items")]
 Number = Annotated[int | None, Query(ge=1, le=1_000_000, description="The attempt's number")]
+States = Annotated[list[RunState] | None, Query(description="Any of these states")]
+Search = Annotated[
+    str | None, Query(max_length=200, description="Text in the name or folder, or the uid")
+]
 Moment = Annotated[float | None, Query(ge=0, le=1e12, description="Unix seconds")]
 Step = Annotated[int | None, Query(ge=0, le=2**62)]
 SortAs = Annotated[
@@ -57,10 +61,8 @@ router = APIRouter(prefix="/runs", tags=["runs"], dependencies=[AS_READER])
 @router.get("")
 def list_runs(
     request: Request,
-    state: Annotated[list[RunState] | None, Query(description="Any of these states")] = None,
-    search: Annotated[
-        str | None, Query(max_length=200, description="Text in the name or folder, or the uid")
-    ] = None,
+    state: States = None,
+    search: Search = None,
     created_from: Moment = None,
     created_to: Moment = None,
     sort: RunSort = "created",
@@ -88,7 +90,6 @@ def show_run(request: Request, run: RunId) -> RunDetail:
     uid, is_live = shown["uid"], RunState(shown["state"]).is_live
     paths, pace = store.find_run(uid).paths, services.watch.pace(uid)
     alerts, steering = store.alert_events(uid), store.steering_events(uid)
-    least, most = _gpu_range(shown["spec"])
     detail: dict[str, Any] = {
         **shown,
         "on_disk": paths.spec.is_file(),
@@ -99,8 +100,7 @@ def show_run(request: Request, run: RunId) -> RunDetail:
         "step_s": pace.step_s if pace else None,
         "supervision": read_supervision(paths, steering, shown["created_at"]) if is_live else None,
         "requests": requests_in(steering),
-        "gpus_min": least,
-        "gpus_max": most,
+        **_gpu_range(shown["spec"]),
     }
     return cast(RunDetail, detail)
 
@@ -261,10 +261,10 @@ def _line(row: views.RunRow, pace: Pace | None) -> RunLine:
     )
 
 
-def _gpu_range(spec: dict[str, Any]) -> tuple[int | None, int | None]:
+def _gpu_range(spec: dict[str, Any]) -> dict[str, int | None]:
     """Return the smallest and largest GPU count of the run; None if the spec cannot be parsed."""
     try:
         parsed = RunSpec.read(spec)
     except ValueError:
-        return None, None
-    return parsed.gpus_min, parsed.gpus_max
+        return {"gpus_min": None, "gpus_max": None}
+    return {"gpus_min": parsed.gpus_min, "gpus_max": parsed.gpus_max}

@@ -39,10 +39,7 @@ def log_out(request: Request, response: Response) -> None:
 
 
 def begin_session(request: Request, response: Response, text: str) -> Caller:
-    """Start a session with the token `text` and set its cookie on `response`.
-
-    Raises `Refusal` for a wrong token.
-    """
+    """Start a session with the token `text` and set its cookie. Raises `Refusal` if it is wrong."""
     services, address = services_of(request), address_of(request)
     try:
         token = try_token(services, text, address)
