@@ -71,10 +71,8 @@ def prune(
     paths = locate_run(run, root)
     look_at(paths)
     if not (dry_run or yes):
-        facts = pruning.prune(paths, by=user_name(), dry_run=True)
-        _confirm(facts, as_json)
-    facts = pruning.prune(paths, by=user_name(), dry_run=dry_run)
-    answer(facts, as_json, _render_prune)
+        _confirm(pruning.prune(paths, by=user_name(), dry_run=True), as_json)
+    answer(pruning.prune(paths, by=user_name(), dry_run=dry_run), as_json, _render_prune)
 
 
 def _confirm(facts: dict[str, Any], as_json: bool) -> None:

@@ -30,6 +30,13 @@ FREE_BYTES_MIN: Final = 10 * 1024**3
 SHARED_BYTES_MIN: Final = 256 * 1024**2
 PYTHON_MIN: Final = (3, 11)
 SLURM: Final = ("sbatch", "squeue", "sacct", "scontrol", "scancel")
+# Prints the missing packages that training needs, or torch's version.
+FIND_PACKAGES: Final = (
+    "import importlib.util as u, importlib.metadata as m\n"
+    "need = ('torch', 'numpy', 'psutil', 'submitit')\n"
+    "gone = [n for n in need if u.find_spec(n) is None]\n"
+    "print('missing ' + ', '.join(gone) if gone else 'torch ' + m.version('torch'))\n"
+)
 
 
 @dataclass(frozen=True)
@@ -68,15 +75,9 @@ def check_python() -> Finding:
 
 def check_torch() -> Finding:
     """Check that this interpreter, the default for jobs, has the packages that training needs."""
-    program = (
-        "import importlib.util as u, importlib.metadata as m\n"
-        "need = ('torch', 'numpy', 'psutil', 'submitit')\n"
-        "gone = [n for n in need if u.find_spec(n) is None]\n"
-        "print('missing ' + ', '.join(gone) if gone else 'torch ' + m.version('torch'))\n"
-    )
     try:
         done = subprocess.run(
-            [sys.executable, "-c", program],
+            [sys.executable, "-c", FIND_PACKAGES],
             capture_output=True,
             text=True,
             timeout=COMMAND_S_MAX,

@@ -27,8 +27,7 @@ LAST_TURN_S: Final = 60.0
 def follow_run(paths: RunPaths, started: Started, *, show: bool) -> dict[str, Any]:
     """Wait until the run has ended and return its summary. Ctrl-C does not stop the run.
 
-    Raises `ServiceError` if the run is live but its supervisor is gone, and after `FOLLOW_S_MAX`
-    seconds.
+    Raises `ServiceError` if a live run has lost its supervisor, and after `FOLLOW_S_MAX` seconds.
     """
     ends_at = time.monotonic() + FOLLOW_S_MAX
     watch = _FlowWatch(paths, started)

@@ -92,12 +92,8 @@ def _find_elsewhere(name: str, database: Database | None) -> RunPaths | None:
     with contextlib.suppress(LineageError), contextlib.ExitStack() as stack:
         index = database or stack.enter_context(open_index())
         similar = pages.list_runs(index, pages.RunFilter(search=name), limit=None).items
-        known = [
-            RunPaths(Path(row["path"]))
-            for row in similar
-            if name in {row["run"], row["name"], row["uid"]}
-        ]
-        found = [paths for paths in known if has_spec(paths.directory)]
+        same = [row for row in similar if name in {row["run"], row["name"], row["uid"]}]
+        found = [RunPaths(Path(row["path"])) for row in same if has_spec(Path(row["path"]))]
         if len(found) > 1:
             listed = ", ".join(str(paths.directory) for paths in found)
             raise SpecError(
@@ -207,8 +203,7 @@ def look_at(paths: RunPaths) -> RunHistory:
 def refresh_newest(home: Path, database: Database, limit: int) -> dict[RunPaths, str]:
     """Refresh the newest runs under `home` until `limit` of them have been read.
 
-    Of the other runs, only the specs are read. Returns the unreadable runs and the reasons, in
-    order of name.
+    Reads only the specs of the other runs. Returns the unreadable runs by name, with reasons.
     """
     created: list[tuple[float, str, RunPaths]] = []
 
