@@ -302,8 +302,7 @@ def hide(text: str, values: Iterable[str]) -> str:
 def referred_secrets(spec: Mapping[str, Any], paths: RunPaths) -> list[str]:
     """Return the values of a run's references that can be read here.
 
-    Returns none for another user's run: its references could name files and variables of the
-    reading user.
+    Returns none for another user's run, which could name this user's files and variables.
     """
     environment = spec.get("environment")
     references: dict[str, SecretReference] = {}

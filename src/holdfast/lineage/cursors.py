@@ -52,8 +52,7 @@ def fetch_page(
     """Return the next `limit` rows of `query` by `order`, after the cursor `after`.
 
     If `limit` is None, return all of them. The query must select the columns of the order. Raises
-    `QueryError` if the limit is not between 1 and `PAGE_MAX`, or if the cursor is not one of this
-    order.
+    `QueryError` for a limit that is not 1 to `PAGE_MAX`, and for a cursor of another order.
     """
     if limit is not None and not 1 <= limit <= PAGE_MAX:
         raise QueryError(

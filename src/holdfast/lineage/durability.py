@@ -81,10 +81,7 @@ def add_durability(database: Database, run: str, graph: views.Graph) -> views.Gr
 def durability_of(
     lines: Iterable[tuple[str, float, Mapping[str, Any]]], run: str
 ) -> dict[str, DurabilityStatus]:
-    """Return the durability status by directory name. Pure.
-
-    `lines` are (kind, Unix seconds, data) of journal lines, oldest first.
-    """
+    """Return durability by directory name. `lines` are (kind, Unix seconds, data), oldest first."""
     found: dict[str, DurabilityStatus] = {}
     for kind, time, data in lines:
         folder, _, name = str(data.get("checkpoint") or "").rpartition(":")

@@ -127,9 +127,7 @@ def checkpoint_row(connection: Connection, identity: str) -> tuple[Row, Row]:
             "listed by `holdfast checkpoints RUN`, or the path of a checkpoint"
         )
     run = run_row(connection, run_name)
-    query = select(CHECKPOINTS).where(
-        CHECKPOINTS.c.run_uid == run["uid"], CHECKPOINTS.c.name == name
-    )
+    query = rows_of_run(CHECKPOINTS, run).where(CHECKPOINTS.c.name == name)
     found = rows_of(connection, query)
     if not found:
         raise NotFoundError(

@@ -203,8 +203,7 @@ def _write_run(connection: Connection, uid: str, content: _Content) -> None:
     _sync(connection, CHECKPOINTS, rows.checkpoints, checkpoints)
     _write_files(connection, uid, content.found, bool(checkpoints))
     _sync(connection, EDGES, rows.edges, _stored(connection, EDGES, known))
-    stored = _stored(connection, JOURNALS, known)
-    _write_lines(connection, uid, content, stored, is_other=is_other)
+    _write_lines(connection, uid, content, _stored(connection, JOURNALS, known), is_other=is_other)
 
 
 def _write_files(

@@ -24,10 +24,9 @@ def list_nodes(
     Raises `QueryError` for an invalid cursor or limit.
     """
     columns = NODES.c
-    order = Order("host", (columns.host,))
     hosts = select(columns.host).group_by(columns.host)
     with database.reading() as connection:
-        page = fetch_page(connection, hosts, order, after, limit)
+        page = fetch_page(connection, hosts, Order("host", (columns.host,)), after, limit)
         hosts_shown = [row["host"] for row in page.items]
         found = (columns.host, columns.fault, func.count().label("count"))
         newest = (func.max(columns[name]).label(name) for name in ("started_at", "ended_at"))

@@ -41,6 +41,9 @@ from holdfast.lineage.database import Database
 NAMESPACE: Final = "holdfast"
 PRODUCER: Final = f"holdfast/{__version__}"
 FILES: Final = "file"
+_JOB_TYPE: Final = job_type_job.JobTypeJobFacet(
+    processingType="BATCH", integration="HOLDFAST", jobType="TRAINING"
+)
 _ENDINGS: Final[Mapping[str, RunState]] = {
     AttemptState.COMPLETED: RunState.COMPLETE,
     AttemptState.PREEMPTED: RunState.ABORT,
@@ -109,15 +112,12 @@ def _event(
     inputs: list[InputDataset],
     outputs: list[OutputDataset],
 ) -> RunEvent:
-    job_type = job_type_job.JobTypeJobFacet(
-        processingType="BATCH", integration="HOLDFAST", jobType="TRAINING"
-    )
     return RunEvent(
         eventTime=at,
         eventType=state,
         producer=PRODUCER,
         run=Run(runId=_attempt_id(run["uid"], attempt["number"]), facets=facets),
-        job=Job(namespace=NAMESPACE, name=run["run"], facets={"jobType": job_type}),
+        job=Job(namespace=NAMESPACE, name=run["run"], facets={"jobType": _JOB_TYPE}),
         inputs=inputs,
         outputs=outputs,
     )

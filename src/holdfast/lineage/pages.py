@@ -176,14 +176,9 @@ def list_events(
     limit: int = PAGE_DEFAULT,
 ) -> Page[views.EventView]:
     """Return one page of a run's journal lines, sorted by time, then by journal and number."""
-    where = where or EventFilter()
     with database.reading() as connection:
         row = run_row(connection, run)
-        query = select(EVENTS).where(EVENTS.c.run_uid == row["uid"])
-        if where.kinds:
-            query = query.where(EVENTS.c.kind.in_(where.kinds))
-        if where.attempt is not None:
-            query = query.where(EVENTS.c.attempt == where.attempt)
+        query = _wanted_events(row, where or EventFilter())
         order = Order("time", _LINES, descending=newest_first)
         page = fetch_page(connection, query, order, after, limit)
     return page.map(lambda event: views.event_view(row["run"], event))
@@ -230,19 +225,24 @@ def wanted_runs(query: Select[*tuple[Any, ...]], where: RunFilter) -> Select[*tu
         query = query.where(columns.state.in_([str(state) for state in where.states]))
     if where.search:
         text = where.search.replace("\0", "")
-        query = query.where(
-            or_(
-                columns.name.icontains(text, autoescape=True),
-                columns.run.icontains(text, autoescape=True),
-                columns.uid == text,
-            )
-        )
+        named = (one.icontains(text, autoescape=True) for one in (columns.name, columns.run))
+        query = query.where(or_(*named, columns.uid == text))
     if where.created_from is not None:
         query = query.where(columns.created_at >= where.created_from)
     if where.created_to is not None:
         query = query.where(columns.created_at <= where.created_to)
     if where.root is not None:
         query = query.where(is_under(where.root))
+    return query
+
+
+def _wanted_events(run: Row, where: EventFilter) -> Select[Any]:
+    columns = EVENTS.c
+    query = select(EVENTS).where(columns.run_uid == run["uid"])
+    if where.kinds:
+        query = query.where(columns.kind.in_(where.kinds))
+    if where.attempt is not None:
+        query = query.where(columns.attempt == where.attempt)
     return query
 
 

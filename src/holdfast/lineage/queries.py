@@ -83,7 +83,6 @@ def show_run(database: Database, run: str, *, now: float | None = None) -> views
         is_live = RunState(row["state"]).is_live
         goodput = None if is_live else row["goodput"]
         spans = [] if goodput else _known_spans(connection, row, attempts, launches)
-    # The goodput of an ended run is in its row; that of a live run is computed until now.
     goodput = goodput or asdict(
         account(
             spans,

@@ -55,11 +55,7 @@ def explain(
 
 
 def _explain(
-    row: Row,
-    is_newest: bool,
-    uses: Sequence[str],
-    ruled: Mapping[str, Sequence[str]],
-    keep: Keep,
+    row: Row, is_newest: bool, uses: Sequence[str], ruled: Mapping[str, Sequence[str]], keep: Keep
 ) -> str:
     if row["state"] == CheckpointState.DELETED:
         return f"deleted: {row['deleted_reason'] or 'no reason was recorded'}"

@@ -59,21 +59,26 @@ def _points(buckets: Sequence[Row], every: int, names: Sequence[str]) -> list[re
         step, time = group[-1]["step"], group[-1]["time"]
         before = points[-1] if points else None
         took = time - before["time_s"] if before else 0.0
-        values: dict[str, reports.Spread] = {}
-        for bucket in group:
-            for name, (_, last, low, high) in bucket["data"].items():
-                if not names or name in names:
-                    values[name] = _join(values.get(name), last, low, high)
         points.append(
             reports.Point(
                 step=step,
                 time=views.iso_time(time),
                 time_s=time,
                 steps_per_s=(step - before["step"]) / took if before and took > 0 else None,
-                values=values,
+                values=_spreads(group, names),
             )
         )
     return points
+
+
+def _spreads(group: Sequence[Row], names: Sequence[str]) -> dict[str, reports.Spread]:
+    """Return the spread of each metric over all buckets of `group`, by name."""
+    values: dict[str, reports.Spread] = {}
+    for bucket in group:
+        for name, (_, last, low, high) in bucket["data"].items():
+            if not names or name in names:
+                values[name] = _join(values.get(name), last, low, high)
+    return values
 
 
 def _join(
