@@ -308,16 +308,17 @@ class Saver:
             self.make_fit(self._ranks.largest([self.look()])[0])
             self.save(step=step, reason="final")
         self.wait()
-        problem = self._failed.get(step)
-        if step in self.in_flight:
-            problem = f"still being written after {self._flush_timeout_s:.0f} s"
-        problem = problem or self._missing_manifest()
-        if problem:
+        if problem := self._why_uncommitted(step):
             raise SaveError(
                 f"the last checkpoint, of step {step}, was not committed: {problem}. The newest "
                 f"committed one is {self._parent or 'none'}; free space or fix the storage, then "
                 "run the same command"
             )
+
+    def _why_uncommitted(self, step: int) -> str | None:
+        if step in self.in_flight:
+            return f"still being written after {self._flush_timeout_s:.0f} s"
+        return self._failed.get(step) or self._missing_manifest()
 
     def _missing_manifest(self) -> str | None:
         """Return why the last staged step is not committed, although the flusher reported it.

@@ -109,9 +109,10 @@ class SessionParts:
         self._record.beat(Phase.LOAD)
         atexit.register(self._at_exit)
 
-    def _begin(self, *, is_last: bool) -> None:
-        """Restore the random generators to their resumed state before the first step."""
+    def _enter(self, *, is_last: bool) -> bool:
+        """Restore the random generators and enter the loop. Return True to leave it at once."""
         self._loop.warn_of_draws(self._state.rewind_generators(is_last=is_last))
+        return self._loop.enter()
 
     def _capture(self) -> Captured:
         progress = Progress(

@@ -139,9 +139,8 @@ def shard_bytes(entry: TensorStorageMetadata, now: Degrees, then: Degrees) -> in
     if axis is None or (chunks <= 1 and now.data * now.model > 1):
         return whole
     parts = _parts_then(chunks, now, then)
-    if entry.chunks and chunks > 1:
-        first = entry.chunks[0].sizes
-        cut = [d for d, size in enumerate(first) if size < entry.size[d]]
+    if chunks > 1:
+        cut = [d for d, size in enumerate(entry.chunks[0].sizes) if size < entry.size[d]]
         axis = cut[0] if cut else axis
     elif now.data == 1:
         # FSDP2 cuts the first dimension, as is the common default.

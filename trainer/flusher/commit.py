@@ -303,14 +303,17 @@ class _Wait:
             raise SaveError(f"{self._directory.name}: {reason}")
         if now - self._checked > OVERTAKEN_CHECK_S:
             self._checked = now
-            refresh(self._directory)
-            overtaken = [node for node in missing if self._is_overtaken(node)]
-            if overtaken:
-                raise SaveError(
-                    f"{self._directory.name}: {_name_nodes(overtaken)} continued with a later "
-                    "step and did not write this one"
-                )
+            self._raise_if_overtaken(missing)
         time.sleep(POLL_S if waited < 1.0 else POLL_SLOW_S)
+
+    def _raise_if_overtaken(self, missing: Sequence[int]) -> None:
+        refresh(self._directory)
+        overtaken = [node for node in missing if self._is_overtaken(node)]
+        if overtaken:
+            raise SaveError(
+                f"{self._directory.name}: {_name_nodes(overtaken)} continued with a later "
+                "step and did not write this one"
+            )
 
     def _is_overtaken(self, node: int) -> bool:
         """Return True if `node` wrote a part of a later step. Each node writes steps in order."""

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from holdfast.contracts import wire
+from holdfast.trainer.flusher.files import Committed
 from holdfast.trainer.flusher.held_slot import HeldSlot
 from holdfast.trainer.flusher.plan import Departures, FlushPlan, SlotKey, StepGroup, plan
 from holdfast.trainer.flusher.rank_connection import RankConnection, open_process
@@ -304,22 +305,23 @@ class Flusher:
             self._results.append(result)
             step, name = result.group.step, result.group.checkpoint
             if result.committed is not None:
-                done, launch = result.committed, result.group.launch
-                self._committed_steps[launch] = max(
-                    done.step, self._committed_steps.get(launch, -1)
-                )
-                self._notify_supervisor(
-                    "committed",
-                    step=done.step,
-                    checkpoint=done.checkpoint,
-                    bytes=done.bytes,
-                    flush_s=done.flush_s,
-                    is_salvaged=result.is_salvaged,
-                )
+                self._report_commit(result, result.committed)
             else:
                 _log(f"{name} is not committed: {result.error}")
                 error = wire.clip(result.error, wire.MESSAGE_BYTES_MAX // 2)
                 self._notify_supervisor("failed", step=step, checkpoint=name, error=error)
+
+    def _report_commit(self, result: Finished, done: Committed) -> None:
+        launch = result.group.launch
+        self._committed_steps[launch] = max(done.step, self._committed_steps.get(launch, -1))
+        self._notify_supervisor(
+            "committed",
+            step=done.step,
+            checkpoint=done.checkpoint,
+            bytes=done.bytes,
+            flush_s=done.flush_s,
+            is_salvaged=result.is_salvaged,
+        )
 
     def _answer_drain(self) -> None:
         """Answer the supervisor's drain request when all is written or its time limit passed."""

@@ -114,9 +114,7 @@ class LossGuard:
         if policy_for(anomaly, self._numerics) != "warn":
             # The decision depends on saves in flight, so wait until each is committed or failed.
             self._saver.quiesce()
-        given = self._ranks.share(
-            lambda: self._answer(anomaly, rank, reached=reached, is_finite=is_finite)
-        )
+        given = self._ranks.share(lambda: self._answer(anomaly, rank, reached, is_finite))
         self._position.skip(given.skip)
         if given.action in {"stop", "rollback"}:
             raise NumericsError(given.reason)
@@ -133,7 +131,7 @@ class LossGuard:
             return True
         return are_finite(self._state.weights())
 
-    def _answer(self, anomaly: Anomaly, rank: int, *, reached: int, is_finite: bool) -> Answer:
+    def _answer(self, anomaly: Anomaly, rank: int, reached: int, is_finite: bool) -> Answer:
         """Decide on rank 0. The decision is durable before any rank acts on it."""
         events = load_events(self._context.run)
         known = replace(self._known(events), reached=reached, is_finite=is_finite)

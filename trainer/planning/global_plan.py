@@ -110,7 +110,7 @@ def _number_keys(
     items: dict[str, Item] = {}
     number: dict[str, int] = {}
     numbers: dict[bytes, Int32s] = {}
-    for digest in dict.fromkeys(shard_table.pattern.table for shard_table in shard_tables):
+    for digest in dict.fromkeys(one.pattern.table for one in shard_tables):
         found = []
         for item in decode_table(tables[digest]):
             known = items.setdefault(item.key, item)
@@ -121,9 +121,7 @@ def _number_keys(
                 )
             found.append(number.setdefault(item.key, len(number)))
         numbers[digest] = np.array(found, dtype=np.int32)
-    keys = [
-        numbers[shard_table.pattern.table][shard_table.pattern.item] for shard_table in shard_tables
-    ]
+    keys = [numbers[one.pattern.table][one.pattern.item] for one in shard_tables]
     return tuple(items.values()), keys
 
 

@@ -94,23 +94,24 @@ def check_form(key: str, value: torch.Tensor) -> None:
     part = value._local_tensor if isinstance(value, DTensor) else value
     if isinstance(part, ShardedTensor):
         return
-    problem = ""
-    if is_wrapper(part):
-        attributes, _ = part.__tensor_flatten__()  # type: ignore[attr-defined]
-        problem = f"a {type(part).__name__} with inner tensors {', '.join(attributes)}"
-    elif part.is_meta:
-        problem = "on the meta device, without bytes"
-    elif part.layout is not torch.strided:
-        problem = f"of layout {part.layout}"
-    elif part.is_quantized:
-        problem = f"quantized, of type {part.dtype}"
-    if problem:
+    if problem := _problem_with_form(part):
         raise SaveError(
             f"{key}: it is {problem}, and a checkpoint cannot store it exactly; expected a dense "
             "tensor with memory. Train with plain tensors, or keep this one out of the model and "
             "the optimizer and give Session(extra={…}) an object whose state_dict returns it as "
             "dense tensors"
         )
+
+
+def _problem_with_form(part: torch.Tensor) -> str:
+    if is_wrapper(part):
+        attributes, _ = part.__tensor_flatten__()  # type: ignore[attr-defined]
+        return f"a {type(part).__name__} with inner tensors {', '.join(attributes)}"
+    if part.is_meta:
+        return "on the meta device, without bytes"
+    if part.layout is not torch.strided:
+        return f"of layout {part.layout}"
+    return f"quantized, of type {part.dtype}" if part.is_quantized else ""
 
 
 class _Reader:
@@ -164,16 +165,7 @@ class _Reader:
             return None
         known = (mesh, value.placements, value.shape)
         if known not in self._boxes:
-            if (problem := find_odd_stride(value)) is not None:
-                raise SaveError(f"{key}: {problem}")
-            try:
-                (chunk,) = value.__create_chunk_list__()  # type: ignore[no-untyped-call]
-            except (RuntimeError, ValueError) as error:
-                raise SaveError(
-                    f"{key}: a DTensor with placements {value.placements} cannot be saved: "
-                    f"{error}. Reduce or redistribute it first"
-                ) from error
-            self._boxes[known] = tuple(chunk.offsets), tuple(chunk.sizes)
+            self._boxes[known] = _placed_box(key, value)
         box = self._boxes[known]
         local = tuple(value.to_local().shape)
         if local != box[1]:
@@ -182,6 +174,20 @@ class _Reader:
                 f"{value.placements} give {box[1]}. Create the DTensor with `distribute_tensor`"
             )
         return box
+
+
+def _placed_box(key: str, value: DTensor) -> Box:
+    """Return the box that the placements give this rank."""
+    if (problem := find_odd_stride(value)) is not None:
+        raise SaveError(f"{key}: {problem}")
+    try:
+        (chunk,) = value.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    except (RuntimeError, ValueError) as error:
+        raise SaveError(
+            f"{key}: a DTensor with placements {value.placements} cannot be saved: "
+            f"{error}. Reduce or redistribute it first"
+        ) from error
+    return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
 def _sharded_box(key: str, value: ShardedTensor) -> Box | None:

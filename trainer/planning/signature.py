@@ -53,15 +53,19 @@ def _flatten_into(
             if isinstance(value, Mapping) or (type(value) is list and _is_nested(value)):
                 _flatten_into(flat, f"{key}.", value)
                 continue
-            if not isinstance(value, torch.Tensor) and not is_plain(value):
-                raise SaveError(
-                    f"{key}: a {type(value).__name__} cannot be saved as checkpoint state. "
-                    "Expected a tensor, or a bool, int, float, str or None of an optimizer's "
-                    "parameter group. Make it a tensor, or put it into the train state as JSON"
-                )
+            _check_leaf(key, value)
         if key in flat:
             raise SaveError(f"two entries have the name {key} when joined by dots; rename one")
         flat[key] = value
+
+
+def _check_leaf(key: str, value: Any) -> None:
+    if not isinstance(value, torch.Tensor) and not is_plain(value):
+        raise SaveError(
+            f"{key}: a {type(value).__name__} cannot be saved as checkpoint state. "
+            "Expected a tensor, or a bool, int, float, str or None of an optimizer's "
+            "parameter group. Make it a tensor, or put it into the train state as JSON"
+        )
 
 
 def _is_nested(entries: Sequence[Any]) -> bool:

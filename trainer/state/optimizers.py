@@ -123,13 +123,11 @@ class OptimizerState:
         for number, group in enumerate(groups):
             owners = [names[id(p)] for p in group["params"]]
             for parameter, name in zip(group["params"], owners, strict=True):
-                values = state.get(parameter)
-                if values:
+                if values := state.get(parameter):
                     _gather_one(found, parameter, group, f"{STATE}.{name}", values, forms)
-            options = {k: v for k, v in group.items() if k not in _NOT_OPTIONS}
             flat: dict[str, Any] = {}
             noted: Forms = {}
-            for option, value in options.items():
+            for option, value in _options(group).items():
                 spread(value, option, flat, noted)
             keys = self._option_keys(number, owners, list(flat))
             found.update(zip(keys, cycle(flat.values())))
@@ -162,7 +160,7 @@ class OptimizerState:
         """Put the loaded values that `wanted` named into the optimizer."""
         state, groups = self._now()
         for number, group in enumerate(groups):
-            options = {k: v for k, v in group.items() if k not in _NOT_OPTIONS}
+            options = _options(group)
             if not group["params"]:
                 its = saved.empty_groups.get(f"{self._number}.{number}", {})
                 options |= plain.decode(its, {})
@@ -287,6 +285,10 @@ class OptimizerState:
             keys = [f"{GROUPS}.{name}.{option}" for name in owners for option in options]
             kept = self._keys[number] = owners, options, keys
         return kept[2]
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
