@@ -81,11 +81,7 @@ def fits_any(_gpus: int) -> bool:
 
 
 def decide(
-    history: RunHistory,
-    capacity: int | None,
-    *,
-    now: float,
-    fits: Callable[[int], bool] = fits_any,
+    history: RunHistory, capacity: int | None, *, now: float, fits: Callable[[int], bool] = fits_any
 ) -> Decision:
     """Return what the supervisor does next with a run.
 

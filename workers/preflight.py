@@ -178,17 +178,15 @@ def _slurm_problems(spec: RunSpec, root: Path) -> list[str]:
 
 def _partition_problems(resources: Resources, partitions: list[dict[str, str]]) -> list[str]:
     known = {p["PartitionName"]: p for p in partitions}
+    names = ", ".join(sorted(known))
     wanted = (resources.partition or "").split(",") if resources.partition else []
     problems = [
-        f"resources.partition {name!r}: no such partition; choose from {', '.join(sorted(known))}"
+        f"resources.partition {name!r}: no such partition; choose from {names}"
         for name in wanted
         if name not in known
     ]
     if not wanted and not any(p.get("Default") == "YES" for p in partitions):
-        problems.append(
-            "resources.partition: Slurm has no default partition; choose from "
-            f"{', '.join(sorted(known))}"
-        )
+        problems.append(f"resources.partition: Slurm has no default partition; choose from {names}")
     for name in wanted:
         limit = slurm_client.parse_minutes(known.get(name, {}).get("MaxTime", ""))
         asked = resources.time_limit_min

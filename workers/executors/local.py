@@ -86,12 +86,9 @@ class LocalExecutor(Executor):
             return Submission(
                 job_id=claim.job_id, executor=self.kind, submitted_at=claim.claimed_at
             )
-        found = [p for p in psutil.process_iter() if _is_of(p, CONTROLLER, paths)]
-        # The launcher exits soon; before that, it stands for the job that it starts.
-        found = found or [p for p in psutil.process_iter() if _is_of(p, LAUNCHER, paths)]
-        if not found:
+        process = _find_job(paths)
+        if process is None:
             return None
-        process = min(found, key=lambda one: (one.create_time(), one.pid))
         return Submission(
             job_id=str(process.pid),
             executor=self.kind,
@@ -171,6 +168,15 @@ def _names(submission: Submission | None, claim: Claim | None) -> list[ProcessNa
     if claim is not None:
         names.append(ProcessName(claim.pid, claim.process_started_at, claim.boot_id))
     return names
+
+
+def _find_job(paths: AttemptPaths) -> psutil.Process | None:
+    """Return the first process of the job, or its launcher, which exits once it has started it."""
+    for module in (CONTROLLER, LAUNCHER):
+        found = [p for p in psutil.process_iter() if _is_of(p, module, paths)]
+        if found:
+            return min(found, key=lambda one: (one.create_time(), one.pid))
+    return None
 
 
 def _is_of(process: psutil.Process, module: str, paths: AttemptPaths) -> bool:

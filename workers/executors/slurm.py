@@ -96,12 +96,11 @@ def _check_parameters(request: Request) -> None:
     A run recorded by an earlier version may have options or line breaks that new specs may not
     have. This refuses those that would end a line of the script or lose the job.
     """
-    python = ("launch.python", problem_with_value(request.launch.python, several_lines=False))
-    found = [python] + [
-        (key, problem_with_value(value, several_lines=key == "setup"))
-        for key, value in request.scheduler.items()
-    ]
-    problems = [f"{key}: {problem}" for key, problem in found if problem]
+    given = {"launch.python": request.launch.python, **request.scheduler}
+    found = {
+        key: problem_with_value(one, several_lines=key == "setup") for key, one in given.items()
+    }
+    problems = [f"{key}: {problem}" for key, problem in found.items() if problem]
     extra = request.resources.extra
     problems += [problem for name in extra if (problem := problem_with_option(name, LOSES_JOB))]
     if problems:
