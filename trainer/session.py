@@ -170,7 +170,7 @@ class Session(SessionParts):
         loop = self._loop
         if loop.epochs is None:
             loop.promise(steps=total)
-        if loop.completed < total and self._enter(is_last=True):
+        if loop.completed < total and self._enter_loop(is_last=True):
             return
         while loop.completed < total:
             loop.is_inside_step = True
@@ -195,7 +195,7 @@ class Session(SessionParts):
         if position.open_epoch is None:
             position.open_epoch, position.in_epoch = self._began_in
         # In an epoch that had already begun, the loader's iterator had already been created.
-        if self._enter(is_last=not position.in_epoch):
+        if self._enter_loop(is_last=not position.in_epoch):
             return
         while (epoch := position.epoch) < total:
             yield epoch
@@ -215,7 +215,7 @@ class Session(SessionParts):
         check_order(loader)
         loop.require_between_steps()
         batches = iter(loader)
-        if self._enter(is_last=True):
+        if self._enter_loop(is_last=True):
             return
         for batch in batches:
             loop.is_inside_step = True

@@ -109,8 +109,8 @@ class SessionParts:
         self._record.beat(Phase.LOAD)
         atexit.register(self._at_exit)
 
-    def _enter(self, *, is_last: bool) -> bool:
-        """Restore the random generators and enter the loop. Return True to leave it at once."""
+    def _enter_loop(self, *, is_last: bool) -> bool:
+        """Restore the random generators and begin the loop. Return True to leave it at once."""
         self._loop.warn_of_draws(self._state.rewind_generators(is_last=is_last))
         return self._loop.enter()
 

@@ -34,8 +34,7 @@ SHARD_BYTES: Final = 5 * 10**9
 def export(given: argparse.Namespace) -> dict[str, Any]:
     """Write the export and return its facts. Raises `CheckpointError` if it is not possible."""
     directory, output = given.directory.resolve(), Path(given.output)
-    with ExitStack() as held:
-        place = held.enter_context(appearing(output))
+    with appearing(output) as place, ExitStack() as held:
         if CheckpointName.parse(directory.name) is not None:
             held.enter_context(reading(directory))
             check_committed(directory)

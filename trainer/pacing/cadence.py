@@ -76,8 +76,7 @@ class Cadence:
         """
         self._interval = interval
         self._interval_s = interval.seconds or 0.0
-        self._saved_at = now
-        self._looked_at = now
+        self._saved_at = self._looked_at = now
         self._looked_step = self._first_step = step
         self._looks_early = looks_early or interval.is_auto
         self.next_step = step + FIRST_LOOK_STEPS

@@ -201,9 +201,7 @@ class TrainState:
         parts = self.put_back(state, exclude)
         saved = document["objects"]
         parts += self._objects.apply(saved, _flat_objects(state), exclude)
-        own = state.get(RNG, {}).get(_rank_key(self._rank))
-        if is_excluded(RNG, exclude):
-            own = None
+        own = None if is_excluded(RNG, exclude) else state.get(RNG, {}).get(_rank_key(self._rank))
         if own is not None:
             rng.restore(own)
             parts.append(RNG)
