@@ -94,10 +94,8 @@ def delete_copies(paths: RunPaths, *, writer: str) -> list[str]:
             return []
         ask(location, "delete", *names)
     except MirrorError as error:
-        write_bytes(paths.tombstones / FAILED_NAME, b"", below=paths.directory)
-        with JournalWriter(paths.journal_of(writer)) as journal:
-            text = f"copies of {len(names)} deleted checkpoints are still in the mirror: {error}"
-            journal.append(EventKind.NOTE, text=text)
+        text = f"copies of {len(names)} deleted checkpoints are still in the mirror: {error}"
+        _record_failure(paths, text, writer)
         return []
     for name in names:
         write_bytes(paths.tombstones / f"{name}{DONE_SUFFIX}", b"", below=paths.directory)
@@ -113,6 +111,12 @@ def _deleted_here(paths: RunPaths) -> list[str]:
         and not path.with_suffix(DONE_SUFFIX).exists()
         and not paths.checkpoint(path.stem).exists()
     ]
+
+
+def _record_failure(paths: RunPaths, text: str, writer: str) -> None:
+    write_bytes(paths.tombstones / FAILED_NAME, b"", below=paths.directory)
+    with JournalWriter(paths.journal_of(writer)) as journal:
+        journal.append(EventKind.NOTE, text=text)
 
 
 def _has_failed_lately(paths: RunPaths) -> bool:

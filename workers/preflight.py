@@ -179,7 +179,7 @@ def _slurm_problems(spec: RunSpec, root: Path) -> list[str]:
 def _partition_problems(resources: Resources, partitions: list[dict[str, str]]) -> list[str]:
     known = {p["PartitionName"]: p for p in partitions}
     names = ", ".join(sorted(known))
-    wanted = (resources.partition or "").split(",") if resources.partition else []
+    wanted = resources.partition.split(",") if resources.partition else []
     problems = [
         f"resources.partition {name!r}: no such partition; choose from {names}"
         for name in wanted
@@ -198,7 +198,7 @@ def _partition_problems(resources: Resources, partitions: list[dict[str, str]]) 
 
 
 def _gpu_problems(resources: Resources, nodes: list[dict[str, str]]) -> list[str]:
-    wanted = (resources.partition or "").split(",") if resources.partition else []
+    wanted = resources.partition.split(",") if resources.partition else []
     if resources.gres == NO_GRES:
         return []
     mine = [n for n in nodes if not wanted or set(wanted) & set(n.get("Partitions", "").split(","))]
@@ -219,10 +219,8 @@ def _gpu_problems(resources: Resources, nodes: list[dict[str, str]]) -> list[str
 def _account_problems(resources: Resources) -> list[str]:
     """Check that Slurm knows the account and QOS; a site without accounting refuses none."""
     problems = []
-    for kind, name, column in (
-        ("account", resources.account, "Account"),
-        ("qos", resources.qos, "Name"),
-    ):
+    given = (("account", resources.account, "Account"), ("qos", resources.qos, "Name"))
+    for kind, name, column in given:
         if name is None:
             continue
         try:

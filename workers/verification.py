@@ -65,9 +65,7 @@ def record(directory: Path, facts: dict[str, Any], *, by: str, writer: str = "cl
     paths = RunPaths(directory.parent.parent)
     known = read_document(RunRecord, paths.spec)
     name = CheckpointName.parse(directory.name)
-    if known is None or name is None or paths.checkpoint(name) != directory:
-        return
-    if not paths.is_mine():
+    if known is None or name is None or paths.checkpoint(name) != directory or not paths.is_mine():
         return
     with JournalWriter(paths.journal_of(writer)) as journal:
         journal.append(

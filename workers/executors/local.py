@@ -114,11 +114,10 @@ class LocalExecutor(Executor):
             if submission is None:
                 return JobStatus(state=None, detail="the job has not started yet")
         gone = [f"process {name.pid} of the local job is gone" for name in names]
-        has_rebooted = any(name.boot_id != boot_id() for name in names)
-        if has_rebooted:
+        if any(name.boot_id != boot_id() for name in names):
             gone.append("this machine has rebooted since")
-        raw = REBOOTED if has_rebooted else GONE
-        return JobStatus(state=AttemptState.LOST, raw=raw, evidence=tuple(gone))
+            return JobStatus(state=AttemptState.LOST, raw=REBOOTED, evidence=tuple(gone))
+        return JobStatus(state=AttemptState.LOST, raw=GONE, evidence=tuple(gone))
 
     def cancel(self, request: Request, submission: Submission) -> None:
         paths = _paths(request)
