@@ -158,20 +158,25 @@ class JournalWriter:
             kind=kind,
             data=data,
         )
-        line = json.dumps(event.model_dump(mode="json"), ensure_ascii=False)
-        # A traceback may contain a file name that is not UTF-8. The line is still written.
-        content = f"{prefix}{line}\n".encode(errors="replace")
-        if len(content) > LINE_BYTES_MAX:
-            raise ValueError(
-                f"{self.path}: a line of {len(content)} bytes ({kind}), expected at most "
-                f"{LINE_BYTES_MAX}; shorten its data"
-            )
+        content = self._encode(prefix, event)
         written = os.write(self._handle, content)
         if written != len(content):
             raise OSError(f"{self.path}: wrote {written} of {len(content)} bytes")
         self._size_seen = os.fstat(self._handle).st_size
         self._sequence += 1
         return event
+
+    def _encode(self, prefix: str, event: Event) -> bytes:
+        """Return the line of `event` after `prefix`. Raises `ValueError` if it is too long."""
+        line = json.dumps(event.model_dump(mode="json"), ensure_ascii=False)
+        # A traceback may contain a file name that is not UTF-8. The line is still written.
+        content = f"{prefix}{line}\n".encode(errors="replace")
+        if len(content) > LINE_BYTES_MAX:
+            raise ValueError(
+                f"{self.path}: a line of {len(content)} bytes ({event.kind}), expected at most "
+                f"{LINE_BYTES_MAX}; shorten its data"
+            )
+        return content
 
     def close(self) -> None:
         """Close the file. The writer cannot be used afterwards."""

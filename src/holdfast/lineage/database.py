@@ -118,20 +118,25 @@ def open_database(url: str | None = None) -> Database:
     """
     parsed = parse_url(url)
     if parsed.get_backend_name() == "sqlite":
-        prepare_file(parsed)
-        try:
-            _bring_up_to_date(parsed, url)
-        except DamagedIndexError:
-            # Any other file is not an index: the URL is wrong, and the file must stay.
-            if not was_database(Path(parsed.database or "")):
-                raise
-            replace_damaged(parsed)
-            _bring_up_to_date(parsed, url)
+        _make_usable(parsed, url)
     else:
         found = _revision(parsed)
         if found != head_revision() and not _is_compatible(parsed, found):
             raise LineageError(_schema_problem(parsed, found))
     return Database(make_engine(parsed))
+
+
+def _make_usable(parsed: URL, url: str | None) -> None:
+    """Create a SQLite file or upgrade its schema, after a damaged one is moved away."""
+    prepare_file(parsed)
+    try:
+        _bring_up_to_date(parsed, url)
+    except DamagedIndexError:
+        # Any other file is not an index: the URL is wrong, and the file must stay.
+        if not was_database(Path(parsed.database or "")):
+            raise
+        replace_damaged(parsed)
+        _bring_up_to_date(parsed, url)
 
 
 def replace_damaged(url: URL) -> None:

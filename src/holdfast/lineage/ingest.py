@@ -7,7 +7,7 @@ folder, so the rows always come from the newest read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Final
@@ -216,19 +216,20 @@ def _write_files(
         connection.execute(
             delete(FILES).where(*matches), [{"uid": uid, "of": str(one.name)} for one in read]
         )
-    rows = (
-        {
+    rows = (row for one in read for row in _file_rows(uid, one))
+    upsert(connection, FILES, rows, is_new=not is_known)
+
+
+def _file_rows(uid: str, found: FoundCheckpoint) -> Iterator[Row]:
+    for number, (path, size, checksum) in enumerate(found.files or ()):
+        yield {
             "run_uid": uid,
-            "checkpoint": str(one.name),
+            "checkpoint": str(found.name),
             "number": number,
             "path": clean(path),
             "bytes": size,
             "checksum": clean(checksum),
         }
-        for one in read
-        for number, (path, size, checksum) in enumerate(one.files or ())
-    )
-    upsert(connection, FILES, rows, is_new=not is_known)
 
 
 def _write_lines(

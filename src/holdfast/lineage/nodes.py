@@ -62,17 +62,17 @@ def node_faults(database: Database, host: str) -> list[reports.NodeFault]:
         .limit(FAULTS_SHOWN_MAX)
     )
     with database.reading() as connection:
-        found = rows_of(connection, query)
-    return [
-        reports.NodeFault(
-            run=one["run"],
-            attempt=one["attempt"],
-            cause=one["fault"],
-            started_at=views.iso(one["started_at"]),
-            ended_at=views.iso(one["ended_at"]),
-        )
-        for one in found
-    ]
+        return [_node_fault(row) for row in rows_of(connection, query)]
+
+
+def _node_fault(row: Row) -> reports.NodeFault:
+    return reports.NodeFault(
+        run=row["run"],
+        attempt=row["attempt"],
+        cause=row["fault"],
+        started_at=views.iso(row["started_at"]),
+        ended_at=views.iso(row["ended_at"]),
+    )
 
 
 def _newest(times: Iterable[float | None]) -> str | None:
