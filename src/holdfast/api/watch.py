@@ -189,10 +189,7 @@ class Watch:
         try:
             stamp = take_stamp(seen.paths)
             if not stamp:
-                del self._runs[seen.paths.directory]
-                self.problems[name] = (
-                    "the run's folder was deleted; only the data in the index is shown"
-                )
+                self._forget(seen.paths.directory)
                 return
             if stamp != seen.stamp:
                 self._ingest(seen)
@@ -205,6 +202,11 @@ class Watch:
         # A problem with one folder must not stop the check of the others.
         except Exception as error:
             self.problems[name] = plain_line(f"skipped: {error}")[:PROBLEM_CHARACTERS_MAX]
+
+    def _forget(self, folder: Path) -> None:
+        del self._runs[folder]
+        text = "the run's folder was deleted; only the data in the index is shown"
+        self.problems[str(folder)] = text
 
     def _ingest(self, seen: _Seen) -> None:
         """Update the run's rows in the index, then publish its new journal lines."""

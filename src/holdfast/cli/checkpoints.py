@@ -102,9 +102,8 @@ def verify(
     """
     from holdfast.workers import verification
 
-    find = partial(_damage, show=not as_json)
     directory = directory_of(checkpoint, root)
-    facts = verification.verify(directory, find)
+    facts = verification.verify(directory, partial(_damage, show=not as_json))
     try:
         verification.record(directory, facts, by=user_name())
     except (OSError, ForeignFileError) as error:
