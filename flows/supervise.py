@@ -284,14 +284,17 @@ class Supervisor:
         attempt = self.paths.attempt(last.number)
         per_node = last.request.gpus_per_node if last.request else 0
         held = {beat.host: per_node for beat in read_heartbeats(attempt)}
-        executor = executor_for(spec.resources.executor)
-        capacity = executor.capacity(spec.resources, held, is_urgent=False)
-        now = time.time()
-        fits = Feasibility.of(history).allows
-        self._capacity = observe_capacity(history, capacity, self._capacity, now=now, fits=fits)
-        if self._capacity is None or not is_due(history, self._capacity, now=now):
-            return
-        gpus, self._capacity = self._capacity.gpus, None
+        now, fits = time.time(), Feasibility.of(history).allows
+        gpus = 0
+        # Until growth is due, an answer may be a minute old. Then the scheduler is asked again.
+        for is_urgent in (False, True):
+            executor = executor_for(spec.resources.executor)
+            capacity = executor.capacity(spec.resources, held, is_urgent=is_urgent)
+            self._capacity = observe_capacity(history, capacity, self._capacity, now=now, fits=fits)
+            if self._capacity is None or not is_due(history, self._capacity, now=now):
+                return
+            gpus = self._capacity.gpus
+        self._capacity = None
         message = operator.request(self.paths, "relaunch", by=GROWER, gpus=gpus, writer=JOURNAL)
         self.log.info("%d GPUs are available: %s", gpus, message)
 
