@@ -33,8 +33,9 @@ demo: setup  ## A run that is preempted and relaunched on fewer ranks: about a m
 test: setup-cluster  ## All tests but the long ones; ARGS="-k name" narrows them
 	$(PYTEST) $(TWO_AT_A_TIME) -m "not slow" --durations=25 $(ARGS)
 
-test-all: setup-cluster  ## All tests, soaks and matrices included
-	$(PYTEST) $(TWO_AT_A_TIME) --durations=40 $(ARGS)
+test-all: setup-cluster  ## All tests: also soaks and matrices, and at the end a drill of 200 faults
+	$(PYTEST) $(TWO_AT_A_TIME) -m "not alone" --durations=40 $(ARGS)
+	$(PYTEST) -m alone $(ARGS) || test $$? -eq 5  # 5: ARGS selects no such test
 
 test-gpu: setup  ## What only a GPU can show, in about ten minutes; without one, one skipped test
 	$(PYTEST) tests/gpu --durations=10 $(ARGS)

@@ -135,6 +135,8 @@ class Players:
         self._selector.register(sys.stdin, selectors.EVENT_READ, 0)
         for number, member in self._members.items():
             self._selector.register(member.fileno(), selectors.EVENT_READ, number)
+        self._busy: set[int] = set()
+        self._waiting: set[int] = set()
         self._due: list[tuple[float, int, int, str, dict[str, Any]]] = []
         self._order = itertools.count()
         self._marks: list[tuple[float, str, str, int]] = []
@@ -170,8 +172,12 @@ class Players:
             self._later(NOTICED_S, number, "", {"report": node.report().to_json()})
 
     def _receive(self, number: int) -> None:
-        """Take a node's next question, unless it is still busy with the last one."""
+        """Take a node's next question, or leave it until the last one is answered."""
         node, member = self._nodes[number], self._members[number]
+        if number in self._busy:
+            self._selector.unregister(member.fileno())
+            self._waiting.add(number)
+            return
         try:
             question = member.receive(0.0)
         except ConnectionError:
@@ -181,7 +187,7 @@ class Players:
             return
         kind = question.pop("kind")
         self._mark("asked", kind, number)
-        self._selector.unregister(member.fileno())
+        self._busy.add(number)
         if not node.is_silent:
             answer, took_s = node.do(kind, question)
             self._later(took_s, number, kind, answer)
@@ -196,7 +202,10 @@ class Players:
         except ConnectionError:
             return
         self._mark("answered", kind, number)
-        self._selector.register(member.fileno(), selectors.EVENT_READ, number)
+        self._busy.discard(number)
+        if number in self._waiting:
+            self._waiting.discard(number)
+            self._selector.register(member.fileno(), selectors.EVENT_READ, number)
         # The next question may have been received with the last one.
         self._receive(number)
 

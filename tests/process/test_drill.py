@@ -97,6 +97,7 @@ def test_nan_drill_follows_each_on_nan_policy(
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(SLOW_S)
 def test_drill_with_200_faults_breaks_no_invariant(tmp_path: Path) -> None:
     page = tmp_path / "reliability.md"

@@ -36,8 +36,9 @@ GAP_S_MIN: Final = 1.0
 GAP_VARIES: Final = 0.618
 # How many samples in a row must show no sign of life.
 STILL_SAMPLES_MIN: Final = 5
-# Looking at thousands of ranks takes milliseconds, so it is not done at every turn of the loop.
-LOOK_S: Final = 0.25
+# A look at a rank takes microseconds. With thousands of ranks it is not done at every turn.
+LOOK_S_MIN: Final = 0.25
+LOOK_S_PER_RANK: Final = 1e-4
 # After a pause this long, the agent and perhaps its ranks were stopped, as in a suspended machine.
 # Earlier observations then prove nothing.
 PAUSE_S: Final = 10.0
@@ -119,7 +120,7 @@ class HangWatch:
         `reports` are the nodes' newest reports by name.
         """
         now = time.monotonic()
-        if now - self._looked_at < LOOK_S:
+        if now - self._looked_at < max(LOOK_S_MIN, LOOK_S_PER_RANK * self._world_size):
             return False
         if now - self._looked_at > PAUSE_S:
             self._awake_since = now

@@ -129,9 +129,9 @@ class Lead:
         """Wait for the launch's end, at most until a stop's deadline; return the kind of ending."""
         while True:
             self._listener.wait(POLL_S)
-            self.group.poll()
             self._handle_notices()
             self._announce()
+            self.group.poll()
             if ending := self._find_ending():
                 return ending
             if (stop_request := self.stop_request) is None:

@@ -58,7 +58,8 @@ class NodeGroup:
         # Filled by the channel's thread too.
         self._noticed: deque[tuple[str, Notice]] = deque()
         self._arrived: dict[str, NodeReport] = {}
-        self._remote_at = 0.0
+        # A share of the nodes is asked at each turn; these say where in their list, and since when.
+        self._next_node, self._due_nodes, self._polled_at = 0, 0.0, 0.0
 
     @property
     def nodes(self) -> list[Node]:
@@ -97,7 +98,7 @@ class NodeGroup:
         self.reports.clear()
         self._asked.clear()
         self._arrived.clear()
-        self._remote_at = 0.0
+        self._polled_at = 0.0
 
     def address(self) -> str:
         """Return the address at which the ranks of all nodes reach this one."""
@@ -138,12 +139,20 @@ class NodeGroup:
                 with self._losing(node):
                     asked.result()
         self._take_reports()
-        if time.monotonic() - self._remote_at < self.poll_s:
-            return
-        self._remote_at = time.monotonic()
-        for node in self._present():
-            if node.name not in self._asked:
-                self._asked[node.name] = node.report()
+        for node in self._due():
+            self._asked[node.name] = node.report()
+
+    def _due(self) -> list[RemoteNode]:
+        """Return the nodes to ask for a report now: a few at each turn, each every `poll_s`."""
+        now, present = time.monotonic(), self._present()
+        passed_s, self._polled_at = now - self._polled_at, now
+        self._due_nodes += min(1.0, passed_s / self.poll_s) * len(present)
+        count = int(self._due_nodes)
+        self._due_nodes -= count
+        first = self._next_node % max(1, len(present))
+        self._next_node = first + count
+        chosen = (present + present)[first : first + count]
+        return [node for node in chosen if node.name not in self._asked]
 
     @property
     def poll_s(self) -> float:

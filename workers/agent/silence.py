@@ -8,6 +8,7 @@ other local variables or more bytes in the next sample. A wait for a disk is det
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -92,7 +93,13 @@ class RankStatus:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RankStatus:
         times = data["times"]
-        return cls(**{**data, "times": PhaseTimes(**times) if times else None})
+        return cls(**{**data, "times": _times_of(tuple(times.items())) if times else None})
+
+
+@functools.lru_cache(maxsize=8192)
+def _times_of(items: tuple[tuple[str, Any], ...]) -> PhaseTimes:
+    """Return the times with these fields. The ranks of a node have the same, so they are shared."""
+    return PhaseTimes(**dict(items))
 
 
 @dataclass(frozen=True)
@@ -134,11 +141,15 @@ def watched(statuses: Sequence[RankStatus]) -> list[RankStatus]:
 
 def suspects(statuses: Sequence[RankStatus], limits: SilenceLimits) -> list[RankStatus]:
     """Return the ranks that are silent for longer than usual."""
-    return [
-        status
-        for status in watched(statuses)
-        if status.silent_s >= limits.suspect_s(status.phase, status.times)
-    ]
+    # The ranks of a node share their times, so each limit is computed once per node.
+    found, limits_s = [], dict[tuple[str, int], float]()
+    for status in watched(statuses):
+        key = (status.phase, id(status.times))
+        if key not in limits_s:
+            limits_s[key] = limits.suspect_s(status.phase, status.times)
+        if status.silent_s >= limits_s[key]:
+            found.append(status)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

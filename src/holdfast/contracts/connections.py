@@ -25,7 +25,7 @@ from holdfast.contracts.timeouts import GAP_S_MAX
 HANDSHAKE_TIMEOUT_S: Final = 10.0
 HANDSHAKES_MAX: Final = 256
 HELLO_BYTES_MAX: Final = 64 * 1024
-LOOK_S: Final = 0.05
+LOOK_S: Final = 0.1
 # What was sent before the end of a connection may still arrive for this long.
 LINGER_S: Final = 2.0
 DISMISSED: Final = "dismissed"
@@ -262,8 +262,13 @@ class Connection(asyncio.Protocol):
             self._board.take(self.hello, message)
             return
         number = message.pop("answers")
-        if (question := self._open.get(number)) is not None:
-            # An answer that cannot be read ends the connection, which refuses the open questions.
+        if (question := self._open.get(number)) is None:
+            return
+        try:
             answer = question.read(message)
-            del self._open[number]
-            question.future.set_result(answer)
+        except STRANGE as error:
+            # This refuses all open questions, this one too.
+            self.end(f"its answer to {question.kind} cannot be read: {error!r}")
+            return
+        del self._open[number]
+        question.future.set_result(answer)
