@@ -281,11 +281,10 @@ class Supervisor:
         if not spec.elastic.grow or last is None or last.state is not AttemptState.RUNNING:
             self._capacity = None
             return
-        attempt = self.paths.attempt(last.number)
         per_node = last.request.gpus_per_node if last.request else 0
-        held = {beat.host: per_node for beat in read_heartbeats(attempt)}
+        beats = read_heartbeats(self.paths.attempt(last.number))
+        held, gpus = {beat.host: per_node for beat in beats}, 0
         now, fits = time.time(), Feasibility.of(history).allows
-        gpus = 0
         # Until growth is due, an answer may be a minute old. Then the scheduler is asked again.
         for is_urgent in (False, True):
             executor = executor_for(spec.resources.executor)

@@ -53,9 +53,11 @@ class DismissedError(ConnectionError):
 class Peer:
     """Node 0's view of another node, for any thread. Also a `NodePort` of the stop agreement."""
 
-    def __init__(self, connection: Connection, hello: dict[str, Any], board: Switchboard) -> None:
+    def __init__(
+        self, connection: Connection, hello: dict[str, Any], switchboard: Switchboard
+    ) -> None:
         self.hello = hello
-        self._connection, self._board = connection, board
+        self._connection, self._switchboard = connection, switchboard
 
     @property
     def is_lost(self) -> bool:
@@ -82,7 +84,7 @@ class Peer:
         `ConnectionError`.
         """
         question = Question(kind, data, timeout_s, read)
-        self._board.post(self._connection, question)
+        self._switchboard.post(self._connection, question)
         return question.future
 
     def call(self, kind: str, *, timeout_s: float = CALL_TIMEOUT_S, **data: Any) -> dict[str, Any]:
@@ -113,7 +115,7 @@ class ChannelHost:
         self._early: deque[tuple[dict[str, Any], dict[str, Any]]] = deque()
         document = {"addresses": own_addresses(), "port": self.port, "token": token.hex()}
         write_bytes(path, to_json(document), mode=0o600)
-        self._board = Switchboard(listener, backlog, token, self._admit, self._take_message)
+        self._switchboard = Switchboard(listener, backlog, token, self._admit, self._take_message)
 
     def wait_for_peers(
         self, timeout_s: float = JOIN_TIMEOUT_S, *, is_over: Callable[[], bool] = lambda: False
@@ -140,11 +142,11 @@ class ChannelHost:
         error is lost.
         """
         self._take = take
-        self._board.soon(self._pass_on)
+        self._switchboard.soon(self._pass_on)
 
     def close(self) -> None:
         """Close all connections and stop listening. The other nodes see the end."""
-        self._board.close()
+        self._switchboard.close()
 
     def _admit(self, connection: Connection, hello: dict[str, Any]) -> None:
         """Accept a node. Refuse it while another agent for the same node is connected."""
@@ -153,7 +155,7 @@ class ChannelHost:
         if before is not None and not before.is_lost:
             connection.send({"refused": before.hello})
             raise ConnectionError(f"another agent for node {node} is connected")
-        self.peers[node] = Peer(connection, hello, self._board)
+        self.peers[node] = Peer(connection, hello, self._switchboard)
         connection.send({"refused": None})
 
     def _take_message(self, hello: dict[str, Any], message: dict[str, Any]) -> None:

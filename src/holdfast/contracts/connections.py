@@ -163,25 +163,25 @@ class Connection(asyncio.Protocol):
     one. `problem` says why the connection ended.
     """
 
-    def __init__(self, board: Switchboard) -> None:
+    def __init__(self, switchboard: Switchboard) -> None:
         self.hello: dict[str, Any] = {}
         self.waiting_s = 0.0
         self.problem = ""
-        self._board = board
+        self._switchboard = switchboard
         self._decoder = Decoder(HELLO_BYTES_MAX)
-        self._proof = Proof(board.token, is_host=True)
+        self._proof = Proof(switchboard.token, is_host=True)
         self._take = self._take_opening
         self._asked = 0
         self._open: dict[int, Question] = {}
         self._oldest: Question | None = None
-        self._since_s = board.running_s
+        self._since_s = switchboard.running_s
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         with contextlib.suppress(OSError):
             set_options(transport.get_extra_info("socket"))
-        self._board.opened(self)
+        self._switchboard.opened(self)
         self.send(self._proof.opening)
 
     def data_received(self, data: bytes) -> None:
@@ -194,7 +194,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.end(str(exc or "the other end closed the connection"))
-        self._board.ended(self, is_closed=True)
+        self._switchboard.ended(self, is_closed=True)
 
     def send(self, message: dict[str, Any]) -> None:
         self._transport.write(encode(message))
@@ -210,7 +210,7 @@ class Connection(asyncio.Protocol):
 
     def look(self) -> None:
         """End the connection if its handshake or its oldest question takes too long."""
-        now_s = self._board.running_s
+        now_s = self._switchboard.running_s
         if self.problem:
             if now_s - self._since_s > LINGER_S:
                 self._transport.abort()
@@ -231,8 +231,8 @@ class Connection(asyncio.Protocol):
         """Close the connection because of `problem`. What was sent before still arrives."""
         if self.problem:
             return
-        self.problem, self.waiting_s, self._since_s = problem, 0.0, self._board.running_s
-        self._board.ended(self)
+        self.problem, self.waiting_s, self._since_s = problem, 0.0, self._switchboard.running_s
+        self._switchboard.ended(self)
         while self._open:
             self._open.popitem()[1].future.set_exception(self.lost())
         self._transport.close()
@@ -253,13 +253,13 @@ class Connection(asyncio.Protocol):
     def _take_hello(self, message: dict[str, Any]) -> None:
         self._decoder.bytes_max = MESSAGE_BYTES_MAX
         self._take = self._take_answer
-        self._board.admit(self, message)
+        self._switchboard.admit(self, message)
         self.hello = message
-        self._board.ended(self)
+        self._switchboard.ended(self)
 
     def _take_answer(self, message: dict[str, Any]) -> None:
         if "answers" not in message:
-            self._board.take(self.hello, message)
+            self._switchboard.take(self.hello, message)
             return
         number = message.pop("answers")
         if (question := self._open.get(number)) is None:
