@@ -18,10 +18,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
+from holdfast.contracts.durable import to_json, write_bytes
+from holdfast.contracts.errors import (
+    ForeignFileError,
+    SchedulerError,
+    SchedulerUnavailableError,
+)
 from holdfast.contracts.file_locks import wait_for_lock
 from holdfast.contracts.paths import holdfast_home
-from holdfast.contracts.reading import LOCK_FLAGS
+from holdfast.contracts.reading import LOCK_FLAGS, open_regular
 from holdfast.workers.slurm_client import CALL_TIMEOUT_S, JobLine, call, parse_time
 
 # With these, any number of runs costs the controller less than twelve commands a minute.
@@ -72,7 +77,7 @@ def shared_call(
             known = _read(place)
             if known is None or not known.is_fresh(age_s):
                 known = _ask(arguments, timeout_s)
-                _write(place, known)
+                write_bytes(place, to_json(asdict(known)), mode=0o600)
     except OSError:
         # Without a usable home there is nothing to share.
         return call(arguments, timeout_s)
@@ -96,7 +101,7 @@ def _place_of(arguments: Sequence[str]) -> Path:
     """Return the file of a command's answer: the same for all processes that would get the same."""
     asked = [*arguments, shutil.which(arguments[0]) or "", *map(os.environ.get, _CLUSTER)]
     digest = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
-    return holdfast_home() / "slurm" / f"{socket.gethostname()}-{digest}.json"
+    return holdfast_home() / f"slurm-{os.geteuid()}" / f"{socket.gethostname()}-{digest}.json"
 
 
 @contextlib.contextmanager
@@ -132,14 +137,11 @@ def _ask(arguments: Sequence[str], timeout_s: float) -> _Answer:
 
 
 def _read(place: Path) -> _Answer | None:
+    """Return the recorded answer; None if there is none, or none that this user wrote."""
     try:
-        return _Answer(**json.loads(place.read_bytes()))
-    except (OSError, ValueError, TypeError):
+        with os.fdopen(open_regular(place), "rb") as stream:
+            if os.fstat(stream.fileno()).st_uid != os.geteuid():
+                return None
+            return _Answer(**json.load(stream))
+    except (OSError, ForeignFileError, ValueError, TypeError):
         return None
-
-
-def _write(place: Path, answer: _Answer) -> None:
-    # Not fsynced: after a crash Slurm is asked again.
-    temporary = place.with_suffix(".new")
-    temporary.write_text(json.dumps(asdict(answer)))
-    os.replace(temporary, place)

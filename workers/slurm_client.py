@@ -28,6 +28,8 @@ _GPUS = re.compile(
 _IN_BRACKETS = re.compile(r"\([^)]*\)")
 _NO_ACCOUNTING = ("accounting storage is disabled", "not running a supported accounting_storage")
 _NO_JOB = ("invalid job id", "no job", "not found")
+# The versions of Slurm on which the tests of this version of Holdfast ran.
+TESTED: Final = ("22.05",)
 
 
 @dataclass(frozen=True)
@@ -220,6 +222,17 @@ def partitions(timeout_s: float = CALL_TIMEOUT_S) -> list[dict[str, str]]:
     """Return every partition's fields as `scontrol show partition` prints them, hidden ones too."""
     out = call(["scontrol", "--all", "-o", "show", "partition"], timeout_s)
     return [parse_fields(line) for line in out.splitlines() if line.startswith("PartitionName=")]
+
+
+def version(timeout_s: float = CALL_TIMEOUT_S) -> str:
+    """Return the version of this host's Slurm commands, such as `22.05.8`; '' if unknown."""
+    words = call(["scontrol", "--version"], timeout_s).split()
+    return words[-1] if words else ""
+
+
+def is_tested(version: str) -> bool:
+    """Return True if the tests ran on this version of Slurm."""
+    return version.startswith(tuple(f"{tested}." for tested in TESTED))
 
 
 def preemption_type(timeout_s: float = CALL_TIMEOUT_S) -> str:

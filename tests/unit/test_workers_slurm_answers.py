@@ -110,7 +110,7 @@ def test_an_error_is_shared_too(slurm: Callable[..., Path]) -> None:
 def test_a_damaged_answer_is_asked_again(slurm: Callable[..., Path], content: bytes) -> None:
     calls = slurm("echo answer")
     shared_call(["squeue"], age_s=60.0)
-    (place,) = (Path(os.environ["HOLDFAST_HOME"]) / "slurm").glob("*.json")
+    (place,) = Path(os.environ["HOLDFAST_HOME"]).glob("slurm-*/*.json")
     place.write_bytes(content)
     assert shared_call(["squeue"], age_s=60.0) == "answer\n"
     assert count(calls) == 2

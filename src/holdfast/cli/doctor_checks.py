@@ -191,10 +191,18 @@ def check_slurm() -> Finding:
 
     try:
         names = [partition["PartitionName"] for partition in slurm_client.partitions()]
+        version = slurm_client.version()
     except HoldfastError as error:
         step = "check that slurmctld responds (`scontrol ping`); until then, only local runs work"
         return Finding("slurm", "warn", str(error), step)
-    return Finding("slurm", "ok", f"partitions {', '.join(names) or 'none'}")
+    found = f"Slurm {version or 'of an unknown version'}, partitions {', '.join(names) or 'none'}"
+    if slurm_client.is_tested(version):
+        return Finding("slurm", "ok", found)
+    step = (
+        f"Holdfast was tested with Slurm {', '.join(slurm_client.TESTED)}; before you rely on it, "
+        "rehearse a preemption and a lost node on this cluster"
+    )
+    return Finding("slurm", "warn", found, step)
 
 
 def check_memory_files() -> Finding:
