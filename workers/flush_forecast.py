@@ -69,7 +69,13 @@ def grace_warnings(
     asked.
     """
     warnings = []
-    if given_s is not None and given_s < grace_s:
+    if given_s == 0:
+        warnings.append(
+            f"{giver} gives a preempted job no grace (GraceTime=0), only Slurm's KillWait: have "
+            f"GraceTime set to {grace_s:.0f}, or set supervision.grace_s to the KillWait if that "
+            "is shorter"
+        )
+    elif given_s is not None and given_s < grace_s:
         warnings.append(
             f"{giver} gives a preempted job {given_s:.0f} s, but supervision.grace_s is "
             f"{grace_s:.0f} s: set it to {given_s:.0f}"

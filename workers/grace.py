@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Final
 
@@ -63,12 +64,15 @@ def grace_of_qos(known: Mapping[str, tuple[str, str]], wanted: str) -> float | N
 def grace_of_partition(
     partitions: list[dict[str, str]], wanted: str | None
 ) -> tuple[str, float | None]:
-    """Return the name and the grace (seconds) of a job's partition; None if it is not preempted."""
+    """Return the name and the grace (seconds) of a job's partition; None if it is not preempted.
+
+    If `wanted` names several partitions, as `a,b`, the one with the shortest grace counts.
+    """
+    found: list[tuple[str, float | None]] = []
     for fields in partitions:
         name, is_default = fields.get("PartitionName", ""), fields.get("Default") == "YES"
-        if (name != wanted) if wanted else not is_default:
-            continue
-        grace = fields.get("GraceTime", "")
-        is_preempted = fields.get("PreemptMode", "OFF") != "OFF"
-        return name, float(grace) if is_preempted and grace.isdigit() else None
-    return "", None
+        if name in wanted.split(",") if wanted else is_default:
+            grace = fields.get("GraceTime", "")
+            is_preempted = fields.get("PreemptMode", "OFF") != "OFF"
+            found.append((name, float(grace) if is_preempted and grace.isdigit() else None))
+    return min(found, key=lambda one: math.inf if one[1] is None else one[1], default=("", None))

@@ -81,6 +81,7 @@ def test_the_stop_lead_time_follows_the_forecast(
         (24.1, None, ["30 s is too short"]),
         (10.0, 12.0, ["gives a preempted job 12 s", "12 s is too short"]),
         (None, 12.0, ["gives a preempted job 12 s"]),
+        (None, 0.0, ["spot gives a preempted job no grace (GraceTime=0), only Slurm's KillWait"]),
         (1.0, 60.0, []),
     ],
 )
@@ -101,6 +102,10 @@ def test_the_grace_of_a_partition() -> None:
     assert grace_of_partition(partitions, "spot") == ("spot", 30.0)
     assert grace_of_partition(partitions, None) == ("prod", None)
     assert grace_of_partition(partitions, "night") == ("", None)
+    # The job may run in either, so the shorter grace counts.
+    partitions += [{"PartitionName": "cheap", "PreemptMode": "REQUEUE", "GraceTime": "5"}]
+    assert grace_of_partition(partitions, "spot,cheap") == ("cheap", 5.0)
+    assert grace_of_partition(partitions, "prod,spot") == ("spot", 30.0)
 
 
 def test_the_grace_of_a_qos() -> None:
