@@ -15,6 +15,12 @@ from slurm_cluster import SlurmCluster, check_prerequisites
 from slurm_config import ClusterSpec
 
 
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home of the test's own, where the answers of Slurm that processes share are kept."""
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
+
+
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     """A running cluster: n1 to n4 with four GPUs each, partitions `spot` and `prod`.
