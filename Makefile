@@ -24,7 +24,7 @@ setup-cluster:  ## The same, and Slurm and PostgreSQL for the tests (needs root 
 page:  ## The web page, from web/ into the package (needs Node 18 or newer)
 	@infra/setup/setup.sh --page
 
-screenshots: setup-cluster  ## Pictures of the web page, into docs/screenshots
+screenshots: setup-cluster docs  ## Pictures of the web page and of the site, into docs/screenshots
 	PYTHONPATH=. $(PYTHON) -m tests.web.screenshots docs/screenshots
 
 demo: setup  ## A run that is preempted and relaunched on fewer ranks: about a minute

@@ -1,7 +1,7 @@
-"""`make screenshots`: pictures of the web page for the documentation.
+"""`make screenshots`: pictures of the web page and of the documentation site.
 
-A real server shows the runs of `sample_runs` in a real Chromium. Each view is taken twice: wide
-with the light theme, and narrow with the dark theme.
+A real server shows the runs of `sample_runs` in a real Chromium. The site is the one that was built
+last. Each view is taken twice: wide with the light theme, and narrow with the dark theme.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ VIEWS: Final = {
     "nodes": ("/nodes", "gpu-11"),
     "storage": ("/storage", "Prunable"),
 }
+# File name: page of the documentation site.
+SITE: Final = Path(__file__).parents[2] / "build" / "docs" / "dev"
+SITE_PAGES: Final = {"site": "index.html", "site-first-run": "first-run-on-slurm.html"}
 # File name suffix: width and height in pixels, and the theme.
 LOOKS: Final = {"": (1440, 900, "light"), "-narrow": (390, 844, "dark")}
 # Longer pages are cropped to this height.
@@ -62,6 +65,11 @@ def main(target: Path) -> None:
                     path = target / f"{name}{look}.png"
                     path.write_bytes(picture(browser, site, name, look))
                     print(path)
+            for name, page in SITE_PAGES.items():
+                for look in LOOKS:
+                    path = target / f"{name}{look}.png"
+                    path.write_bytes(site_picture(browser, SITE / page, look))
+                    print(path)
 
 
 def picture(browser: Browser, site: testbed.Site, name: str, look: str) -> bytes:
@@ -77,13 +85,31 @@ def picture(browser: Browser, site: testbed.Site, name: str, look: str) -> bytes
         page.get_by_text(text).locator("visible=true").first.wait_for()
         page.get_by_text("Laying out").wait_for(state="hidden")
         page.wait_for_timeout(SETTLE_MS)
-        shot = Image.open(io.BytesIO(page.screenshot(full_page=True)))
+        return small_png(page.screenshot(full_page=True))
+
+
+def site_picture(browser: Browser, path: Path, look: str) -> bytes:
+    """One page of the documentation site as PNG with a palette."""
+    width, height, theme = LOOKS[look]
+    page = browser.new_page(viewport={"width": width, "height": height})
+    try:
+        page.emulate_media(color_scheme="dark" if theme == "dark" else "light")
+        page.goto(path.as_uri())
+        page.wait_for_timeout(SETTLE_MS)
+        return small_png(page.screenshot())
+    finally:
+        page.close()
+
+
+def small_png(content: bytes) -> bytes:
+    """A screenshot with few colours, cropped to `HEIGHT_MAX`."""
+    shot = Image.open(io.BytesIO(content))
     few = shot.convert("RGB").crop((0, 0, shot.width, min(shot.height, HEIGHT_MAX)))
-    content = io.BytesIO()
+    small = io.BytesIO()
     # Rare colours show states, so the palette covers them first and is then fitted to all.
     found = few.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, FIT_ROUNDS, dither=Image.Dither.NONE)
-    found.save(content, "PNG", optimize=True)
-    return content.getvalue()
+    found.save(small, "PNG", optimize=True)
+    return small.getvalue()
 
 
 if __name__ == "__main__":
