@@ -1,7 +1,8 @@
 """`make screenshots`: pictures of the web page and of the documentation site.
 
 A real server shows the runs of `sample_runs` in a real Chromium. The site is the one that was built
-last. Each view is taken twice: wide with the light theme, and narrow with the dark theme.
+last. Each view is taken twice: wide with the light theme, and narrow with the dark theme. The site
+is taken once in each look.
 """
 
 from __future__ import annotations
@@ -37,9 +38,12 @@ VIEWS: Final = {
     "nodes": ("/nodes", "gpu-11"),
     "storage": ("/storage", "Prunable"),
 }
-# File name: page of the documentation site.
+# Page of the documentation site and the look of its picture.
 SITE: Final = Path(__file__).parents[2] / "build" / "docs" / "dev"
-SITE_PAGES: Final = {"site": "index.html", "site-first-run": "first-run-on-slurm.html"}
+SITE_PAGES: Final = {
+    "site": ("index.html", ""),
+    "site-first-run": ("first-run-on-slurm.html", "-narrow"),
+}
 # File name suffix: width and height in pixels, and the theme.
 LOOKS: Final = {"": (1440, 900, "light"), "-narrow": (390, 844, "dark")}
 # Longer pages are cropped to this height.
@@ -65,11 +69,10 @@ def main(target: Path) -> None:
                     path = target / f"{name}{look}.png"
                     path.write_bytes(picture(browser, site, name, look))
                     print(path)
-            for name, page in SITE_PAGES.items():
-                for look in LOOKS:
-                    path = target / f"{name}{look}.png"
-                    path.write_bytes(site_picture(browser, SITE / page, look))
-                    print(path)
+            for name, (page, look) in SITE_PAGES.items():
+                path = target / f"{name}{look}.png"
+                path.write_bytes(site_picture(browser, SITE / page, look))
+                print(path)
 
 
 def picture(browser: Browser, site: testbed.Site, name: str, look: str) -> bytes:
