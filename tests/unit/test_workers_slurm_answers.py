@@ -49,7 +49,7 @@ def test_jobs_are_read_from_one_answer_for_all_processes(slurm: Callable[..., Pa
     program = (
         "from holdfast.workers.slurm_answers import listed_jobs as jobs\n"
         "print([(j.job_id, j.name, j.state, j.nodes, j.fields['BatchHost']) "
-        "for j in jobs().values()])"
+        "for j in jobs(age_s=60.0).values()])"
     )
     started = [
         subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
@@ -62,7 +62,9 @@ def test_jobs_are_read_from_one_answer_for_all_processes(slurm: Callable[..., Pa
     ]
     assert told == {f"{rows}\n"}
     assert count(calls) == 1
-    assert listed_jobs()["17"].started_at == slurm_client.parse_time("2026-03-01T10:00:00")
+    assert listed_jobs(age_s=60.0)["17"].started_at == slurm_client.parse_time(
+        "2026-03-01T10:00:00"
+    )
     assert count(calls) == 1
 
 
@@ -129,10 +131,13 @@ def test_a_process_that_asks_for_too_long_is_reported(
     slurm: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slurm_answers, "LOCK_S", 0.2)
-    slurm("sleep 3; echo late")
+    calls = slurm("sleep 3; echo late")
     thread = threading.Thread(target=lambda: shared_call(["squeue"], age_s=60.0))
     thread.start()
-    time.sleep(1.0)
+    give_up = time.monotonic() + 30.0
+    while not count(calls):
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
     with pytest.raises(SchedulerUnavailableError, match="another process has asked Slurm"):
         shared_call(["squeue"], age_s=60.0)
     thread.join(30)
