@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final, Protocol
 
 from holdfast.contracts.attempt import Submission, SubmissionTry, read_document
@@ -53,7 +54,7 @@ from holdfast.workers.checkpoints import committed_names
 from holdfast.workers.executors import executor_for
 from holdfast.workers.executors.base import Executor
 from holdfast.workers.feasibility import Feasibility
-from holdfast.workers.growth import CapacityObservation, is_due, observe_capacity
+from holdfast.workers.growth import CapacityObservation, find_growth
 from holdfast.workers.heartbeats import read_heartbeats
 from holdfast.workers.policy import Decision, decide, wait_after_refusal
 from holdfast.workers.reconcile import complete_goodput, reconcile
@@ -281,19 +282,15 @@ class Supervisor:
         if not spec.elastic.grow or last is None or last.state is not AttemptState.RUNNING:
             self._capacity = None
             return
+        attempt = self.paths.attempt(last.number)
         per_node = last.request.gpus_per_node if last.request else 0
-        beats = read_heartbeats(self.paths.attempt(last.number))
-        held, gpus = {beat.host: per_node for beat in beats}, 0
+        held = {beat.host: per_node for beat in read_heartbeats(attempt)}
+        executor = executor_for(spec.resources.executor)
+        ask = partial(executor.capacity, spec.resources, held)
         now, fits = time.time(), Feasibility.of(history).allows
-        # Until growth is due, an answer may be a minute old. Then the scheduler is asked again.
-        for is_urgent in (False, True):
-            executor = executor_for(spec.resources.executor)
-            capacity = executor.capacity(spec.resources, held, is_urgent=is_urgent)
-            self._capacity = observe_capacity(history, capacity, self._capacity, now=now, fits=fits)
-            if self._capacity is None or not is_due(history, self._capacity, now=now):
-                return
-            gpus = self._capacity.gpus
-        self._capacity = None
+        self._capacity, gpus = find_growth(history, ask, self._capacity, now=now, fits=fits)
+        if not gpus:
+            return
         message = operator.request(self.paths, "relaunch", by=GROWER, gpus=gpus, writer=JOURNAL)
         self.log.info("%d GPUs are available: %s", gpus, message)
 

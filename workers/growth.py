@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from holdfast.contracts.history import RunHistory
 from holdfast.contracts.journal import GROWER
@@ -62,6 +62,32 @@ def is_due(history: RunHistory, seen: CapacityObservation | None, *, now: float)
     delay_s = grow_delay(history)
     began = last.started_at or now
     return now - seen.since >= delay_s and now - began >= delay_s
+
+
+class AskCapacity(Protocol):
+    """Returns how many GPUs are free or the attempt's own; None if unknown."""
+
+    def __call__(self, *, is_urgent: bool) -> int | None: ...
+
+
+def find_growth(
+    history: RunHistory,
+    ask: AskCapacity,
+    before: CapacityObservation | None,
+    *,
+    now: float,
+    fits: Callable[[int], bool],
+) -> tuple[CapacityObservation | None, int]:
+    """Return the capacity seen so far, and the GPUs at which the run should continue now, or 0.
+
+    Until growth is due, an answer of the scheduler may be a minute old. Then it is asked again.
+    """
+    seen = observe_capacity(history, ask(is_urgent=False), before, now=now, fits=fits)
+    if is_due(history, seen, now=now):
+        seen = observe_capacity(history, ask(is_urgent=True), seen, now=now, fits=fits)
+    if seen is None or not is_due(history, seen, now=now):
+        return seen, 0
+    return None, seen.gpus
 
 
 def grow_delay(history: RunHistory) -> float:

@@ -9,7 +9,13 @@ from holdfast.contracts.history import AttemptView, RunHistory
 from holdfast.contracts.journal import GROWER
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.workers.growth import CapacityObservation, grow_delay, is_due, observe_capacity
+from holdfast.workers.growth import (
+    CapacityObservation,
+    find_growth,
+    grow_delay,
+    is_due,
+    observe_capacity,
+)
 from holdfast.workers.policy import decide, fits_any
 
 AFTER_S = 100.0
@@ -81,6 +87,36 @@ def test_no_growth_without_capacity_or_with_a_pending_request() -> None:
     asked = history_of(spec, running(spec), asked={"action": "pause"})
     assert not is_due(asked, CapacityObservation(gpus=4, since=0), now=NOW)
     assert not is_due(history_of(spec, running(spec)), None, now=NOW)
+
+
+@pytest.mark.parametrize(
+    ("since", "answers", "found", "asked"),
+    [
+        # Not due yet: an old answer is enough.
+        (NOW - AFTER_S + 1, (4, 4), (CapacityObservation(gpus=4, since=NOW - AFTER_S + 1), 0), 1),
+        (NOW - AFTER_S, (4, 4), (None, 4), 2),
+        # The old answer was right a minute ago.
+        (NOW - AFTER_S, (4, 2), (None, 0), 2),
+        (NOW - AFTER_S, (4, 3), (CapacityObservation(gpus=3, since=NOW), 0), 2),
+        (NOW - AFTER_S, (4, None), (None, 0), 2),
+        (NOW - AFTER_S, (2, 4), (None, 0), 1),
+    ],
+)
+def test_growth_that_is_due_is_confirmed_by_a_new_answer(
+    since: float,
+    answers: tuple[int, int | None],
+    found: tuple[CapacityObservation | None, int],
+    asked: int,
+) -> None:
+    spec, questions = growing_spec(), []
+
+    def ask(*, is_urgent: bool) -> int | None:
+        questions.append(is_urgent)
+        return answers[is_urgent]
+
+    history, before = history_of(spec, running(spec)), CapacityObservation(gpus=4, since=since)
+    assert find_growth(history, ask, before, now=NOW, fits=fits_any) == found
+    assert questions == [False, True][:asked]
 
 
 def test_each_preemption_of_a_grown_attempt_doubles_the_wait() -> None:
