@@ -64,7 +64,7 @@ def test_a_reply_to_another_request_is_dropped(tmp_path: Path) -> None:
 def test_a_node_that_replies_too_late_is_dismissed_and_not_asked_again(tmp_path: Path) -> None:
     with joined(tmp_path) as (peer, member):
         with pytest.raises(ConnectionError, match="no answer to propose within 0 s"):
-            peer.call("propose", timeout_s=0.2, serial=1, step=5)
+            peer.ask("propose", dict, timeout_s=0.2, serial=1, step=5).result(JOIN_S)
         assert peer.is_lost
         question = member.receive(JOIN_S)
         assert question == {"kind": "propose", "serial": 1, "step": 5}
@@ -83,7 +83,7 @@ def test_an_incomplete_message_does_not_extend_the_timeout(tmp_path: Path) -> No
         member._line._socket.sendall(struct.pack(">I", 100) + b'{"answers": 1')
         began = time.monotonic()
         with pytest.raises(ConnectionError, match="no answer to report"):
-            peer.call("report", timeout_s=0.3)
+            peer.ask("report", dict, timeout_s=0.3).result(JOIN_S)
         assert time.monotonic() - began < JOIN_S / 3
 
 
@@ -91,7 +91,7 @@ def test_a_node_that_sends_an_oversized_message_is_lost(tmp_path: Path) -> None:
     with joined(tmp_path) as (peer, member):
         member._line._socket.sendall(struct.pack(">I", 2**32 - 1))
         with pytest.raises(ConnectionError, match="a message of 4294967295 bytes"):
-            peer.call("report", timeout_s=JOIN_S)
+            peer.ask("report", dict, timeout_s=JOIN_S).result(JOIN_S)
 
 
 def test_connections_that_send_one_byte_do_not_block_a_node(tmp_path: Path) -> None:

@@ -181,8 +181,10 @@ def test_every_node_joins_and_answers(tmp_path: Path) -> None:
         3: "h3",
     }
     for node, peer in host.peers.items():
-        assert peer.call("first", to=node) == {"echo": {"kind": "first", "to": node}}
-        assert peer.call("second")["echo"]["kind"] == "second"
+        assert peer.ask("first", dict, to=node).result(JOIN_S) == {
+            "echo": {"kind": "first", "to": node}
+        }
+        assert peer.ask("second", dict).result(JOIN_S)["echo"]["kind"] == "second"
     for thread in threads:
         thread.join(JOIN_S)
     host.close()
@@ -275,7 +277,7 @@ def test_a_call_to_a_lost_node_raises(tmp_path: Path) -> None:
     gone.close()
     for node in (1, 2):
         with pytest.raises(ConnectionError, match=f"node {node} is lost"):
-            host.peers[node].call("newest", timeout_s=0.2)
+            host.peers[node].ask("newest", dict, timeout_s=0.2).result(JOIN_S)
         assert host.peers[node].is_lost
     silent.close()
     host.close()
@@ -292,7 +294,7 @@ def test_a_second_agent_for_a_node_is_refused_while_the_first_is_connected(tmp_p
         ChannelMember(path, {"node": 1, "pid": 8})
     thread = threading.Thread(target=answer_with_echo, args=(first, 1))
     thread.start()
-    assert host.peers[1].call("report")["echo"]["kind"] == "report"
+    assert host.peers[1].ask("report", dict).result(JOIN_S)["echo"]["kind"] == "report"
     thread.join(JOIN_S)
     first.close()
     # After a disconnect the node may join again, even before its next request.

@@ -87,10 +87,6 @@ class Peer:
         self._switchboard.post(self._connection, question)
         return question.future
 
-    def call(self, kind: str, *, timeout_s: float = CALL_TIMEOUT_S, **data: Any) -> dict[str, Any]:
-        """Ask the node a question and wait for its answer. Raises like the future of `ask`."""
-        return self.ask(kind, _whole, timeout_s=timeout_s, **data).result()
-
     def newest_entered(self) -> Future[int]:
         return self.ask("newest", lambda answer: int(answer["step"]))
 
@@ -275,10 +271,6 @@ def _take(line: Line, timeout: Timeout) -> dict[str, Any]:
     if message is None:
         raise TimeoutError(f"the handshake was not complete within {timeout.seconds:.0f} s")
     return message
-
-
-def _whole(answer: dict[str, Any]) -> dict[str, Any]:
-    return answer
 
 
 def _accepted(answer: dict[str, Any]) -> bool:
