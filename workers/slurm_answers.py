@@ -26,7 +26,7 @@ from holdfast.contracts.errors import (
 )
 from holdfast.contracts.file_locks import wait_for_lock
 from holdfast.contracts.paths import holdfast_home
-from holdfast.contracts.reading import LOCK_FLAGS, open_regular
+from holdfast.contracts.reading import LOCK_FLAGS, open_beneath, open_regular
 from holdfast.workers.slurm_client import CALL_TIMEOUT_S, JobLine, call, parse_time
 
 # With these, any number of runs costs the controller less than twelve commands a minute.
@@ -77,8 +77,9 @@ def shared_call(
             known = _read(place)
             if known is None or not known.is_fresh(age_s):
                 known = _ask(arguments, timeout_s)
-                write_bytes(place, to_json(asdict(known)), mode=0o600)
-    except OSError:
+                content = to_json(asdict(known))
+                write_bytes(place, content, mode=0o600, below=holdfast_home())
+    except (OSError, ForeignFileError):
         # Without a usable home there is nothing to share.
         return call(arguments, timeout_s)
     return known.read()
@@ -108,7 +109,8 @@ def _place_of(arguments: Sequence[str]) -> Path:
 def _locked(place: Path) -> Iterator[None]:
     """Let one process ask at a time."""
     place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle = os.open(place.with_suffix(".lock"), LOCK_FLAGS, 0o600)
+    lock = place.with_suffix(".lock")
+    handle = open_beneath(lock, LOCK_FLAGS, mode=0o600, below=holdfast_home())
     try:
         if not wait_for_lock(handle, LOCK_S):
             raise SchedulerUnavailableError(
