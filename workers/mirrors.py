@@ -33,8 +33,9 @@ FAILED_NAME: Final = ".mirror-failed"
 def location_of(paths: RunPaths) -> str | None:
     """Return the URL of the run's location in its mirror; None if its spec has no mirror.
 
-    Raises `MirrorError` for another user's run, whose spec would choose where the caller's
-    credentials are sent, and `UnreadableRunError` for a spec that belongs to another folder.
+    The location contains the run's whole uid. Raises `MirrorError` for another user's run, because
+    its spec would choose where the caller's credentials are sent. Raises `UnreadableRunError` for a
+    spec that belongs to another folder.
     """
     record = read_document(RunRecord, paths.spec)
     if record is None:

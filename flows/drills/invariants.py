@@ -187,7 +187,8 @@ def check_commands(events: Iterable[Event]) -> list[Broken]:
 def check_index(url: str, paths: RunPaths) -> list[Broken]:
     """Check that the incrementally updated rows equal those of a fresh ingest.
 
-    Repeats both if the folder changes in between. Raises `LineageError` for an unusable `url`.
+    If the folder changes in between, both are repeated, up to `INDEX_TRIES_MAX` times. Raises
+    `LineageError` if the database at `url` cannot be used.
     """
     now = time.time()
     for _ in range(INDEX_TRIES_MAX):

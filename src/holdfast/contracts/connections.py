@@ -1,7 +1,7 @@
 """Node 0's connections to all other nodes, served by one thread.
 
-A thread per node would cost node 0 a core at a thousand nodes. An event loop asks them all within
-milliseconds and takes the answers as they come.
+Its event loop asks all nodes at once and takes the answers as they come, so a silent node delays no
+other.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ from holdfast.lineage.tables import RUNS
 def check_uid(database: Database, paths: RunPaths, uid: str) -> None:
     """Raise `UnreadableRunError` if another folder with the same uid has precedence.
 
-    A folder that was moved causes no error, because its old path no longer exists.
+    The rows belong to the folder that is first by `contracts.paths.precedence`. A folder that was
+    moved causes no error, because its old path no longer exists.
     """
     with database.reading() as connection:
         known = connection.scalar(select(RUNS.c.directory).where(RUNS.c.uid == uid))
