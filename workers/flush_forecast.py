@@ -71,9 +71,9 @@ def grace_warnings(
     warnings = []
     if given_s == 0:
         warnings.append(
-            f"{giver} gives a preempted job no grace (GraceTime=0), only Slurm's KillWait: have "
-            f"GraceTime set to {grace_s:.0f}, or set supervision.grace_s to the KillWait if that "
-            "is shorter"
+            f"{giver} gives a preempted job no grace (GraceTime=0), only Slurm's KillWait: ask "
+            f"for GraceTime={grace_s:.0f}, or set supervision.grace_s to KillWait if that is "
+            "shorter"
         )
     elif given_s is not None and given_s < grace_s:
         warnings.append(

@@ -29,7 +29,8 @@ from holdfast.contracts.paths import holdfast_home
 from holdfast.contracts.reading import LOCK_FLAGS, open_beneath, open_regular
 from holdfast.workers.slurm_client import CALL_TIMEOUT_S, JobLine, call, parse_time
 
-# With these, any number of runs costs the controller less than twelve commands a minute.
+# With these, a host asks about nine times a minute, however many runs it supervises. Growth under a
+# QOS with limits adds three.
 JOBS_AGE_S: Final = 8.0
 CAPACITY_AGE_S: Final = 60.0
 # The controller answers questions for at most this share of the time.

@@ -417,9 +417,9 @@ def test_a_node_that_answers_garbage_is_lost_and_named(
     question = member.receive(WAIT_S)
     assert question == {"kind": "newest"}
     member.tell(**{"answers": 1, **answer})
-    with pytest.raises(ConnectionError, match="node 1 is lost: ") as lost:
+    problem = "unhashable" if "answers" in answer else "its answer to newest cannot be read"
+    with pytest.raises(ConnectionError, match=f"node 1 is lost: {problem}"):
         asked.result(WAIT_S)
-    assert "answers" in answer or "its answer to newest cannot be read" in str(lost.value)
     assert host.peers[1].is_lost
     member.close()
     host.close()
