@@ -15,6 +15,8 @@ from typing import Final
 from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
 
 CALL_TIMEOUT_S: Final = 20.0
+# How often a command that a signal killed is repeated.
+KILLED_MAX: Final = 3
 SACCT_FIELDS: Final = ("JobIDRaw", "JobName", "State", "Start", "End", "NodeList", "ExitCode")
 _COMMANDS: Final = "SLURM SLURMD SBATCH SRUN SALLOC SQUEUE SACCT SINFO SCONTROL SCANCEL"
 _DEFAULTS: Final = tuple(f"{name}_" for name in _COMMANDS.split())
@@ -52,8 +54,26 @@ def call(arguments: Sequence[str], timeout_s: float = CALL_TIMEOUT_S) -> str:
     Raises `SchedulerUnavailableError` if the command does not exist, times out or cannot reach the
     controller. Raises `SchedulerError` with Slurm's message if the controller refused it.
     """
+    done = _run(arguments, timeout_s)
+    for _ in range(KILLED_MAX):
+        # Slurm signals every process of a job step, so also a command that an agent has started.
+        if done.returncode >= 0:
+            break
+        done = _run(arguments, timeout_s)
+    if done.returncode == 0:
+        return done.stdout
+    message = " ".join((done.stderr or done.stdout).split())[:1000]
+    if done.returncode < 0:
+        message = f"the command was killed by signal {-done.returncode}; {message}"
+    elif is_refusal(message):
+        raise SchedulerError(f"{' '.join(arguments)}: {message}")
+    raise SchedulerUnavailableError(f"{arguments[0]} cannot reach Slurm: {message}")
+
+
+def _run(arguments: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run a Slurm command. Raises `SchedulerUnavailableError` if it is missing or too slow."""
     try:
-        done = subprocess.run(
+        return subprocess.run(
             list(arguments),
             capture_output=True,
             text=True,
@@ -69,12 +89,6 @@ def call(arguments: Sequence[str], timeout_s: float = CALL_TIMEOUT_S) -> str:
         raise SchedulerUnavailableError(
             f"{arguments[0]} did not answer within {timeout_s:.0f} s; the job's state is unknown"
         ) from None
-    if done.returncode == 0:
-        return done.stdout
-    message = " ".join((done.stderr or done.stdout).split())[:1000]
-    if is_refusal(message):
-        raise SchedulerError(f"{' '.join(arguments)}: {message}")
-    raise SchedulerUnavailableError(f"{arguments[0]} cannot reach Slurm: {message}")
 
 
 Ask = Callable[[Sequence[str]], str]

@@ -249,6 +249,16 @@ def test_slurm_refusals_and_timeouts_raise_different_errors(
     assert type(caught.value) is kind
 
 
+def test_command_that_a_signal_killed_is_repeated(tmp_path: Path) -> None:
+    """Slurm signals all processes of a step, so also a scontrol that an agent has just started."""
+    fake = fake_command(tmp_path, "scontrol", f"mkdir {tmp_path}/once && kill $$; echo JobId=7")
+    assert slurm_client.call([fake]) == "JobId=7\n"
+    doomed = fake_command(tmp_path, "squeue", f"echo >> {tmp_path}/tries; kill $$")
+    with pytest.raises(SchedulerUnavailableError, match="killed by signal 15"):
+        slurm_client.call([doomed])
+    assert (tmp_path / "tries").read_text().count("\n") == 1 + slurm_client.KILLED_MAX
+
+
 def test_slurm_settings_in_the_environment_do_not_reach_the_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
