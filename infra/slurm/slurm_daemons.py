@@ -177,7 +177,8 @@ def kill_processes(find: Callable[[], set[ProcessRecord]]) -> int:
         for record in new:
             send_signal(record, signal.SIGSTOP)
         frozen |= new
-    for record in frozen:
+    # The newest first: the kernel wakes a stopped process whose parent dies, with a SIGHUP.
+    for record in sorted(frozen, key=lambda one: (one.start_ticks, one.pid), reverse=True):
         send_signal(record, signal.SIGKILL)
     if not wait_until(lambda: not any(map(is_alive, frozen | find())), KILL_WAIT_S):
         pids = sorted(record.pid for record in frozen | find() if is_alive(record))
