@@ -1,16 +1,15 @@
 """The CPU cost of one supervisor that watches a large run's heartbeats: 1,250 simulated nodes.
 
-Run `python benchmarks/heartbeats.py [--nodes N] [--seconds S]`. A separate process replaces every
-node's file every two seconds, as agents do. This process looks for silent nodes as often and counts
-its own CPU time. A tenth of the nodes falls silent during the run and must be found. On a machine
-that is too busy to replace the files in time, other nodes are silent too for a while.
+Run `python benchmarks/heartbeats.py [--nodes N] [--seconds S]`. A separate process writes the
+heartbeats of all nodes, as node 0's agent does. This process looks for silent nodes every two
+seconds and counts its own CPU time. A tenth of the nodes falls silent during the run and must be
+found.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -22,20 +21,22 @@ from holdfast.contracts.paths import AttemptPaths
 from holdfast.workers.heartbeats import (
     BEATS_MISSED_MAX,
     HeartbeatWatch,
+    HeartbeatWriter,
     NodeBeat,
     RankBeat,
+    interval_s,
     newest_step,
     read_heartbeats,
 )
 
 RANKS: Final = 8
 HEARTBEAT_S: Final = 2.0
-# Progress is logged twice a minute, which reads all files.
+# Progress is logged twice a minute, which reads all heartbeats.
 READ_EVERY_S: Final = 30.0
 SILENT_SHARE: Final = 0.1
 
 
-def make_beat(node: int, step: int) -> str:
+def make_beat(node: int, step: int, every_s: float) -> dict[str, Any]:
     """Return a heartbeat as an agent writes it."""
     ranks = tuple(
         RankBeat(
@@ -63,9 +64,10 @@ def make_beat(node: int, step: int) -> str:
         attempt=1,
         launch=1,
         agent_pid=4000,
+        every_s=every_s,
         ranks=ranks,
     )
-    return beat.model_dump_json(exclude_none=True)
+    return beat.model_dump(mode="json", exclude_none=True)
 
 
 def stopped_nodes(nodes: int) -> range:
@@ -74,18 +76,17 @@ def stopped_nodes(nodes: int) -> range:
 
 
 def play_agents(attempt: AttemptPaths, nodes: int, seconds: float) -> None:
-    """Replace every node's file every `HEARTBEAT_S`. After a third of the time a tenth stops."""
-    began, step = time.monotonic(), 0
-    texts = [make_beat(node, 1) for node in range(nodes)]
+    """Write all heartbeats as node 0 does. After a third of the time a tenth of the nodes stops."""
+    began = time.monotonic()
+    every_s = interval_s(HEARTBEAT_S, nodes)
+    beats = [make_beat(node, 1, every_s) for node in range(nodes)]
+    writer = HeartbeatWriter(attempt)
     while (now := time.monotonic()) < began + seconds:
         live = nodes if now < began + seconds / 3 else stopped_nodes(nodes).start
-        for node in range(live):
-            path = attempt.heartbeat(node)
-            new = path.with_name(f".{path.name}.new")
-            new.write_text(texts[node])
-            os.replace(new, path)
-        step += 1
-        time.sleep(max(0.0, now + HEARTBEAT_S - time.monotonic()))
+        for beat in beats[:live]:
+            beat["monotonic_s"] = now
+        writer.write(beats)
+        time.sleep(max(0.0, now + every_s - time.monotonic()))
 
 
 def watch(attempt: AttemptPaths, seconds: float) -> dict[str, Any]:
@@ -116,7 +117,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="holdfast-heartbeats-") as folder:
         attempt = AttemptPaths(Path(folder) / "0001")
         attempt.heartbeats.mkdir(parents=True)
-        seconds = given.seconds + BEATS_MISSED_MAX * HEARTBEAT_S
+        seconds = given.seconds + BEATS_MISSED_MAX * interval_s(HEARTBEAT_S, given.nodes)
         command = [sys.executable, __file__, "--agents", str(attempt.directory)]
         command += ["--nodes", str(given.nodes), "--seconds", str(seconds)]
         agents = subprocess.Popen(command)
@@ -125,7 +126,7 @@ def main() -> int:
         finally:
             agents.kill()
             agents.wait()
-    stopped = {AttemptPaths(Path()).heartbeat(node).stem for node in stopped_nodes(given.nodes)}
+    stopped = {f"node-{node:04d}" for node in stopped_nodes(given.nodes)}
     missed = sorted(stopped - set(found.pop("silent")))
     answer = {"nodes": given.nodes, "ranks": given.nodes * RANKS, **found}
     print(json.dumps({**answer, "fell_silent": len(stopped), "missed": missed}))

@@ -365,7 +365,7 @@ class Supervisor:
     def _log_progress(self, history: RunHistory) -> None:
         """Log the run's progress if more is recorded or `PROGRESS_S` have passed.
 
-        Only then are the heartbeats read, because there is one file per node.
+        Only then are the heartbeats read, which takes a while with thousands of ranks.
         """
         recorded, now = recorded_progress(history), time.monotonic()
         if recorded != self._progress[0] or now - self._progress[1] >= PROGRESS_S:

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import queue
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.durable import make_directory
 from holdfast.contracts.errors import HoldfastError
+from holdfast.contracts.filesystems import send_flag
 from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.paths import folder_of
+from holdfast.contracts.reading import open_beneath
 from holdfast.trainer.rank_context import RankContext
 
 FLUSH_S: Final = 1.0
@@ -43,6 +48,7 @@ class Recorder:
         self._queue: queue.Queue[_Item | None] = queue.Queue(QUEUE_MAX)
         self._dropped = 0
         self._has_reported = False
+        self._stream: FileIO | None = None
         self.latest: dict[str, float] = {}
         self._thread = threading.Thread(target=self._work, name="holdfast-recorder", daemon=True)
         self._thread.start()
@@ -86,6 +92,7 @@ class Recorder:
                 self._write(lines)
                 lines, flushed_at = [], time.monotonic()
             if item is None:
+                self._close_metrics()
                 return
 
     def _append(self, kind: EventKind, data: dict[str, Any], more: _More | None) -> None:
@@ -96,11 +103,20 @@ class Recorder:
 
     def _write(self, lines: list[str]) -> None:
         try:
-            make_directory(self._metrics.parent)
-            with open(self._metrics, "a") as stream:
-                stream.write("\n".join(lines) + "\n")
-        except OSError as error:
+            if self._stream is None:
+                make_directory(self._metrics.parent)
+                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | send_flag(self._metrics.parent)
+                handle = open_beneath(self._metrics, flags, below=folder_of(self._metrics))
+                self._stream = FileIO(handle, "ab")
+            self._stream.write(("\n".join(lines) + "\n").encode())
+        except (OSError, HoldfastError) as error:
+            self._close_metrics()
             self._report_once(f"{self._metrics}: {error}")
+
+    def _close_metrics(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
 
     def _report_once(self, problem: str) -> None:
         """Report the first write error only. Training continues without the line."""

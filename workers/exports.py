@@ -57,7 +57,7 @@ def export(
     """
     paths = RunPaths(directory.parent.parent)
     record = read_document(RunRecord, paths.spec)
-    python = sys.executable
+    python = [sys.executable]
     if record is not None:
         python = interpreter_of(paths, load_history(paths).spec)
     target = output.expanduser().absolute()

@@ -98,7 +98,7 @@ def _program_problems(spec: RunSpec) -> list[str]:
     if not directory.is_dir():
         return [f"launch.working_directory {directory}: no such directory"]
     python = spec.launch.python or sys.executable
-    if spec.launch.container:
+    if spec.launch.container or spec.launch.wrapper:
         # The interpreter and its modules are in an image that only the job can see.
         return []
     if shutil.which(python) is None:
@@ -202,7 +202,7 @@ def _gpu_problems(resources: Resources, nodes: list[dict[str, str]]) -> list[str
     if resources.gres == NO_GRES:
         return []
     mine = [n for n in nodes if not wanted or set(wanted) & set(n.get("Partitions", "").split(","))]
-    kind = slurm_client.gpu_kind(resources.gres or "")
+    kind = resources.gpu_type or slurm_client.gpu_kind(resources.gres or "")
     most = max((slurm_client.gpus_of(n.get("Gres", ""), kind) for n in mine), default=0)
     where = f"partition {resources.partition}" if resources.partition else "the cluster"
     if resources.gpus_per_node > most:

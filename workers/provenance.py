@@ -39,13 +39,15 @@ def take_provenance(spec: RunSpec, code: Path) -> Provenance:
     data = spec.config.get(DATA_KEY)
     launch = spec.launch
     variables = spec.model_dump(mode="json")["environment"]
+    # Empty ones are left out, so that the digest of a run does not change with an upgrade.
+    more = [given for given in (launch.wrapper, launch.node_setup) if given]
     return Provenance(
         code_commit=commit,
         code_digest=changes,
         config_digest=document_digest(spec.config),
         data_digest=None if data is None else document_digest([data, describe_data(data, code)]),
         environment_digest=document_digest(
-            [variables, launch.python, launch.setup, launch.container]
+            [variables, launch.python, launch.setup, launch.container, *more]
         ),
     )
 

@@ -23,9 +23,8 @@ from holdfast.contracts.attempt import (
     Submission,
     close_claim,
     job_of,
-    read_claim,
     read_document,
-    read_outcome,
+    read_documents,
     write_document,
 )
 from holdfast.contracts.errors import (
@@ -35,7 +34,7 @@ from holdfast.contracts.errors import (
     reading_run,
 )
 from holdfast.contracts.file_locks import wait_for_lock
-from holdfast.contracts.filesystems import delay_s, revalidate
+from holdfast.contracts.filesystems import delay_s, is_listed, revalidate
 from holdfast.contracts.goodput import account
 from holdfast.contracts.history import AttemptView, RunHistory, load_events, load_history
 from holdfast.contracts.journal import Event, EventKind, JournalWriter
@@ -56,6 +55,9 @@ VERDICT_WAIT_S: Final = 60.0
 # Agents write heartbeats every few seconds, and the clocks of hosts may differ by some of these.
 BEATS_S: Final = 120.0
 ENDING_LOCK_S: Final = 60.0
+# A new forecast of a pending job's start is journaled if it moves by this, and so seldom.
+FORECAST_MOVE_S: Final = 60.0
+FORECAST_EVERY_S: Final = 300.0
 LOG_TAIL_BYTES: Final = 4096
 
 
@@ -145,21 +147,20 @@ def _journal_goodput(paths: RunPaths, number: int, journal: JournalWriter) -> No
 
 def observe(attempt: AttemptPaths) -> Observation:
     """Read an attempt's documents and its job's status (None if the scheduler does not answer)."""
-    request = read_document(Request, attempt.request)
-    submission = read_document(Submission, attempt.submission)
+    before = read_documents(attempt)
     status = None
-    if request is not None:
+    if before.request is not None:
         with contextlib.suppress(SchedulerUnavailableError, SchedulerError):
             # The job that claimed the attempt runs it, even if another was recorded.
-            job = job_of(submission, read_claim(attempt))
-            status = executor_for(request.executor).status(request, job)
+            status = executor_for(before.request.executor).status(before.request, before.job)
     # Read the documents after the scheduler: an outcome written before the job ended is then seen.
+    after = read_documents(attempt)
     return Observation(
-        request=request,
-        submission=submission,
-        claim=read_claim(attempt),
-        outcome=read_outcome(attempt),
-        stop=read_document(StopFile, attempt.stop),
+        request=before.request,
+        submission=before.submission,
+        claim=after.claim,
+        outcome=after.outcome,
+        stop=read_document(StopFile, attempt.stop) if is_listed(attempt.stop) else None,
         status=status,
     )
 
@@ -172,15 +173,35 @@ def _reconcile_attempt(paths: RunPaths, view: AttemptView, writer: str) -> bool:
         _end_leaderless(paths, attempt, seen, writer)
     if not _awaits_submission(seen) and _is_over(attempt, seen, time.time()):
         return _end(paths, attempt, seen, writer)
-    state = seen.status.state if seen.status else None
-    if state is None or state.is_terminal or state not in ATTEMPT_MOVES[view.state]:
+    status = seen.status
+    if status is None or status.state is None or status.state.is_terminal:
         return False
-    detail = seen.status.detail if seen.status else ""
+    is_new = status.state in ATTEMPT_MOVES[view.state]
+    if not is_new and not _is_new_forecast(view, status, time.time()):
+        return False
+    facts: dict[str, Any] = {"state": status.state.value, "detail": status.detail}
+    if status.starts_at is not None:
+        facts["starts_at"] = status.starts_at
     with JournalWriter(paths.journal_of(writer)) as journal:
-        journal.append(
-            EventKind.ATTEMPT_STATE, attempt=view.number, state=state.value, detail=detail
-        )
+        journal.append(EventKind.ATTEMPT_STATE, attempt=view.number, **facts)
     return True
+
+
+def _is_new_forecast(view: AttemptView, status: JobStatus, now: float) -> bool:
+    """Return True if a pending job waits for something else, or will start at another time.
+
+    The scheduler's forecast changes often, so a new time is journaled only now and then.
+    """
+    last = view.pending
+    if last is None or status.state is not AttemptState.PENDING:
+        return False
+    if status.detail != last.data.get("detail"):
+        return True
+    before, after = last.data.get("starts_at"), status.starts_at
+    has_moved = before != after and (
+        before is None or after is None or abs(after - before) >= FORECAST_MOVE_S
+    )
+    return has_moved and now - last.time >= FORECAST_EVERY_S
 
 
 def _is_over(attempt: AttemptPaths, seen: Observation, now: float) -> bool:
@@ -225,7 +246,8 @@ def _end(paths: RunPaths, attempt: AttemptPaths, seen: Observation, writer: str)
             return True
         if seen.outcome is None:
             revalidate(attempt.directory)
-            seen = replace(seen, outcome=read_outcome(attempt), claim=read_claim(attempt))
+            found = read_documents(attempt)
+            seen = replace(seen, outcome=found.outcome, claim=found.claim)
             if seen.outcome is None and _is_alive(attempt, seen):
                 return False
             # A job that starts late must not run an attempt that has ended.

@@ -122,6 +122,10 @@ def _slurm_parameters(
     step = ["--no-kill", "--kill-on-bad-exit=0"]
     if cpus:
         step.append(f"--cpus-per-task={cpus}")
+    if spec.launch.export == "none":
+        # Otherwise the step would not get the variables of the batch script either.
+        options["export"] = "NONE"
+        step.append("--export=ALL")
     wanted: dict[str, Any] = {
         "partition": resources.partition,
         "account": resources.account,
@@ -131,7 +135,7 @@ def _slurm_parameters(
         "cpus_per_task": cpus,
         "mem": _megabytes(resources.memory_gb_per_node),
         "setup": list(spec.launch.setup) or None,
-        **_gpu_parameter(resources.gres, per_node),
+        **_gpu_parameter(resources, per_node),
     }
     return {
         "job_name": name,
@@ -159,10 +163,13 @@ def warning_lead_s(supervision: Supervision, resources: Resources) -> int:
     return 0 if limit_min is not None and 60 * limit_min < earliest_s else lead_s
 
 
-def _gpu_parameter(gres: str | None, per_node: int) -> dict[str, Any]:
-    if gres == NO_GRES:
+def _gpu_parameter(resources: Resources, per_node: int) -> dict[str, Any]:
+    if resources.gres == NO_GRES:
         return {}
-    return {"gres": gres} if gres else {"gpus_per_node": per_node}
+    if resources.gres:
+        return {"gres": resources.gres}
+    kind = resources.gpu_type
+    return {"gpus_per_node": f"{kind}:{per_node}" if kind else per_node}
 
 
 def _megabytes(gigabytes: float | None) -> str | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from holdfast.contracts.errors import CheckpointError, PreflightError
@@ -20,18 +21,19 @@ LOOK_S: Final = 0.5
 LEAVE_S: Final = 10.0
 
 
-def interpreter_of(paths: RunPaths, spec: RunSpec) -> str:
-    """Return the Python for work on a run's checkpoints: its spec's own, or this one.
+def interpreter_of(paths: RunPaths, spec: RunSpec) -> list[str]:
+    """Return the words that start the Python for work on a run's checkpoints.
 
-    A spec's `launch.python` is a program chosen by the author of the spec. It runs only if the
-    run's folder and spec belong to the caller or to root.
+    A spec's `launch.wrapper` and `launch.python` are programs chosen by the author of the spec.
+    They run only if the run's folder and spec belong to the caller or to root.
     """
-    given = spec.launch.python
-    return given if given and paths.is_mine() else sys.executable
+    if not paths.is_mine():
+        return [sys.executable]
+    return [*spec.launch.wrapper, spec.launch.python or sys.executable]
 
 
 def ask_trainer(
-    python: str,
+    python: Sequence[str],
     module: str,
     *arguments: str,
     timeout_s: float = ANSWER_S_MAX,
@@ -43,13 +45,14 @@ def ask_trainer(
     the work. Raises `CheckpointError` with the trainer's message for a problem with the checkpoint.
     Raises `PreflightError` if `python` cannot run, is too slow or has no trainer.
     """
-    command = [python, "-m", f"holdfast.trainer.{module}", *arguments, "--json"]
+    name = shlex.join(python)
+    command = [*python, "-m", f"holdfast.trainer.{module}", *arguments, "--json"]
     try:
         output, errors = _run(command, timeout_s, look)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise PreflightError(
-            f"{python} could not read the checkpoint ({error}); check that the spec's "
-            "launch.python runs on this machine"
+            f"{name} could not read the checkpoint ({error}); check that the spec's "
+            "launch.wrapper and launch.python run on this machine"
         ) from error
     try:
         found: dict[str, Any] = json.loads(output)
@@ -58,7 +61,7 @@ def ask_trainer(
         if last.startswith("holdfast: "):
             raise CheckpointError(last.removeprefix("holdfast: ")) from None
         raise PreflightError(
-            f"{python} cannot read checkpoints: {last or 'it printed no error'}; install "
+            f"{name} cannot read checkpoints: {last or 'it printed no error'}; install "
             "`holdfast[trainer]` there, or use a machine that has the job's environment"
         ) from None
     return found

@@ -14,11 +14,13 @@ readonly NODE_MIN=18
 readonly PAGE_LIMIT_S=600
 readonly PREFECT_LIMIT_S=300
 readonly PAGE=src/holdfast/api/static
-# Command → the package that contains it, on Debian and Ubuntu.
+# Command, or file → the package that contains it, on Debian and Ubuntu.
 readonly CLUSTER_PACKAGES=(
     slurmctld:slurmctld slurmd:slurmd sbatch:slurm-client slurmdbd:slurmdbd
     munged:munge mariadbd:mariadb-server initdb:postgresql
     gcc:gcc strace:strace node:nodejs npm:npm chromium:chromium
+    fusermount3:fuse3 pkg-config:pkg-config /usr/include/fuse3/fuse.h:libfuse3-dev
+    debootstrap:debootstrap
 )
 
 say() { printf 'setup: %s\n' "$*" >&2; }
@@ -96,7 +98,8 @@ missing_packages() {
     for pair in "${CLUSTER_PACKAGES[@]}"; do
         # initdb is outside PATH, in a folder with the version's name.
         if ! PATH="$PATH:/usr/sbin:/sbin" command -v "${pair%%:*}" >/dev/null &&
-            ! compgen -G "/usr/lib/postgresql/*/bin/${pair%%:*}" >/dev/null; then
+            ! compgen -G "/usr/lib/postgresql/*/bin/${pair%%:*}" >/dev/null &&
+            [[ ! -f "${pair%%:*}" ]]; then
             printf '%s\n' "${pair#*:}"
         fi
     done

@@ -15,6 +15,7 @@ import socket
 import stat
 import subprocess
 import time
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -87,7 +88,14 @@ class SlurmCluster:
     Raises ValueError for a directory whose path Slurm cannot use.
     """
 
-    def __init__(self, directory: str | Path, spec: ClusterSpec | None = None) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        spec: ClusterSpec | None = None,
+        node_prefix: Callable[[str], list[str]] = lambda node: [],
+    ) -> None:
+        """`node_prefix(node)` returns words to put before the command line of a node's slurmd."""
+        self._node_prefix = node_prefix
         self.spec = spec or ClusterSpec()
         self.paths = ClusterPaths(Path(directory).resolve())
         self._address: ClusterAddress | None = None
@@ -413,6 +421,7 @@ class SlurmCluster:
     def _start_slurmd(self, node: str) -> None:
         """Start a node's slurmd, with a marker by which its steps can be found later."""
         argv = ["slurmd", "-D", "-N", node, "-f", str(self.paths.slurm_conf)]
+        argv = [*self._node_prefix(node), *argv]
         self._start(self._daemon_of(node), argv, **self._node_marker(node))
 
     def _daemon_of(self, node: str) -> str:

@@ -17,7 +17,7 @@ from holdfast.contracts.errors import SaveError
 from holdfast.contracts.filesystems import CACHE_MARGIN_S, CACHE_S, LOCAL_DELAY_S, FileSystem
 from holdfast.contracts.manifest import Manifest
 from holdfast.contracts.paths import PARTS, RunPaths
-from holdfast.trainer.flusher import commit, salvage
+from holdfast.trainer.flusher import commit, hints, salvage
 from holdfast.trainer.flusher.commit import PeerState, commit_together, part_name
 from holdfast.trainer.flusher.salvage import LISTS_WAIT_S, agree
 from holdfast.trainer.flusher.shards import launch_folder
@@ -51,6 +51,7 @@ def play(monkeypatch: pytest.MonkeyPatch, mounted: FileSystem, clock: FakeClock)
     monkeypatch.setattr(filesystems, "filesystem_of", lambda _: mounted)
     monkeypatch.setattr(commit, "time", clock)
     monkeypatch.setattr(salvage, "time", clock)
+    monkeypatch.setattr(hints, "time", clock)
 
 
 def commit_of_two(

@@ -312,7 +312,7 @@ _HOSTILE: Final[dict[str, Callable[[Target], object]]] = {
     "pipe-metadata": lambda t: _pipe(t.checkpoint / ".metadata"),
     "pipe-manifest": lambda t: _pipe(t.checkpoint / "manifest.json"),
     "pipe-mirrored": lambda t: _pipe(t.checkpoint / "mirrored.json"),
-    "pipe-heartbeat": lambda t: _pipe(t.folder.paths.attempt(2).heartbeat(0)),
+    "pipe-heartbeat": lambda t: _pipe(t.folder.paths.attempt(2).heartbeats / "nodes-0.json"),
     "pipe-metrics": lambda t: _pipe(t.folder.paths.metrics_of(1, 1)),
     "pipe-locks": lambda t: _each(
         lambda p: _pipe(p), t.folder.paths.operator_lock, t.folder.paths.flow_lock

@@ -28,6 +28,7 @@ from holdfast.contracts.paths import MANIFEST, AttemptPaths, CheckpointName, Run
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.attempts import reserve
+from holdfast.workers.heartbeats import HeartbeatWriter
 from holdfast.workers.request import build_request
 from holdfast.workers.runs import create_run
 
@@ -448,8 +449,8 @@ def test_show_reports_the_newest_step_of_a_live_run(call: Call, root: Path) -> N
     run.commit(40, 1, at=time.time())
     rank = {"rank": 0, "step": 57, "phase": "train", "age_s": 0.1, "step_time_s": 1.0, "pid": 1}
     beat = {"node": 0, "host": "a", "time": time.time(), "attempt": 1, "launch": 1}
-    path = run.paths.attempt(1).heartbeat(0)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**beat, "agent_pid": 1, "ranks": [rank]}))
+    writer = HeartbeatWriter(run.paths.attempt(1))
+    writer.write([{**beat, "agent_pid": 1, "ranks": [rank]}])
+    writer.close()
     shown = call("show", "gpt", "--json").json
     assert (shown["state"], shown["step"], shown["live_step"]) == ("running", 40, 57)

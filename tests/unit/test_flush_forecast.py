@@ -17,7 +17,7 @@ from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.states import Cause
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.flush_log import FlushLog
-from holdfast.workers.agent.stops import LIMIT_POLL_S, StopWatch
+from holdfast.workers.agent.stops import FORECAST_POLL_S, LIMIT_POLL_S, StopWatch
 from holdfast.workers.flush_forecast import (
     FlushForecast,
     forecast_flush,
@@ -152,14 +152,17 @@ def test_the_stop_time_follows_the_flushes_of_this_and_earlier_attempts(tmp_path
     with JournalWriter(context.run.attempt(1).rank_journal) as journal:
         journal.append(EventKind.STAGED, attempt=1, checkpoint="c")
         journal.append(EventKind.COMMITTED, attempt=1, checkpoint="c", flush_s=40.0)
-    # 1.25 x 40 s, two steps, the margin, and the time between two polls.
-    lead_s = 50.0 + 2.0 + 10.0 + LIMIT_POLL_S
-    assert stops.from_limit(stops.end_at - lead_s - 1.0) is None
+    stops.look_at_saves(now=0.0)
+    # 1.25 x 40 s, two steps, the margin, and the time between two polls; then the same with 80 s.
+    first_s, second_s = 50.0 + 2.0 + 10.0 + LIMIT_POLL_S, 100.0 + 2.0 + 10.0 + LIMIT_POLL_S
     with JournalWriter(context.attempt.rank_journal) as journal:
         journal.append(EventKind.STAGED, attempt=2, checkpoint="d")
         journal.append(EventKind.COMMITTED, attempt=2, checkpoint="d", flush_s=80.0)
-    stop_request = stops.from_limit(stops.end_at - lead_s - 1.0 + LIMIT_POLL_S)
+    assert stops.from_limit(stops.end_at - second_s) is None
+    stops.look_at_saves(now=FORECAST_POLL_S)
+    stop_request = stops.from_limit(stops.end_at - second_s + LIMIT_POLL_S)
     assert stop_request is not None
+    assert second_s - LIMIT_POLL_S > first_s, "the first forecast would have stopped later"
     assert (stop_request.cause, stop_request.deadline) == (Cause.TIME_LIMIT, stops.end_at)
     (said,) = warnings_of(spec_of(), context.run)
     assert "the last 2 saves took 80.0 s" in said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,19 +14,20 @@ from holdfast.contracts.alerts import noticed
 from holdfast.contracts.journal import Event, EventKind, JournalWriter, read_journal
 from holdfast.flows.node_watch import NodeWatch
 from holdfast.workers import heartbeats
-from holdfast.workers.heartbeats import NodeBeat
+from holdfast.workers.heartbeats import HeartbeatWriter, NodeBeat
 
 
-def beat(node: int) -> NodeBeat:
+def beat(node: int, now: float) -> dict[str, Any]:
     facts: dict[str, Any] = {"node": node, "host": f"n{node}", "time": time.time() + 7200.0}
-    return NodeBeat(attempt=1, launch=1, agent_pid=1, **facts)
+    whole = NodeBeat(attempt=1, launch=1, agent_pid=1, monotonic_s=now, **facts)
+    return whole.model_dump(mode="json")
 
 
 def test_a_silent_node_and_a_wrong_clock_are_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempt = RunFolder(tmp_path, "tried", "u" * 32).submit(1, 2, 0.0)
-    attempt.heartbeats.mkdir(parents=True)
+    writer, known = HeartbeatWriter(attempt), {}
     journal = JournalWriter(tmp_path / "flow.jsonl")
     seconds = iter(range(20))
     monkeypatch.setattr(heartbeats, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
@@ -35,9 +35,8 @@ def test_a_silent_node_and_a_wrong_clock_are_reported_once(
     for now in range(20):
         for node in (0, 1):
             if node == 0 or not 5 <= now < 15:
-                file = attempt.heartbeat(node)
-                file.with_suffix(".new").write_text(beat(node).model_dump_json())
-                os.replace(file.with_suffix(".new"), file)
+                known[node] = beat(node, float(now))
+        writer.write(list(known.values()))
         words.append(watch.look(attempt, 1.0, journal))
     reported = {at: said for at, said in enumerate(words) if said}
     assert list(reported) == [0, 4 + silent_beats + 1, 15]
@@ -47,6 +46,7 @@ def test_a_silent_node_and_a_wrong_clock_are_reported_once(
     events, _ = read_journal(tmp_path / "flow.jsonl")
     silences = [event.data for event in events if event.kind is EventKind.NODE_SILENT]
     assert [one["silent"] for one in silences] == [True, False]
+    writer.close()
 
 
 def event(at: float, kind: EventKind, **data: Any) -> Event:

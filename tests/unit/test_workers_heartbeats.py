@@ -30,6 +30,7 @@ from holdfast.workers.agent.kernel_view import Below, look_below, waits_for_othe
 from holdfast.workers.agent.rank_watch import RankWatch
 from holdfast.workers.heartbeats import (
     HeartbeatWatch,
+    HeartbeatWriter,
     NodeBeat,
     RankBeat,
     clock_problems,
@@ -89,33 +90,57 @@ def test_a_heartbeat_of_eight_ranks_has_at_most_4_kb_plus_2_kb_for_gpus() -> Non
     assert len(usual.model_dump_json(exclude_none=True)) < 4096
 
 
-def test_a_node_is_silent_when_its_file_does_not_change_at_any_clock_time(
+def test_a_node_is_silent_when_its_heartbeat_does_not_change_at_any_clock_time(
     tmp_path: Path,
 ) -> None:
-    attempt = AttemptPaths(tmp_path / "0001")
-    attempt.heartbeats.mkdir(parents=True)
+    attempt = AttemptPaths(tmp_path / "attempts" / "0001")
+    known: dict[int, dict[str, Any]] = {}
+    writer = HeartbeatWriter(attempt)
 
     def write_heartbeat(node: int, **more: Any) -> None:
-        path = attempt.heartbeat(node)
-        new = path.with_suffix(".new")
-        new.write_text(beat(node=node, **more).model_dump_json())
-        os.replace(new, path)
+        known[node] = beat(node=node, **more).model_dump(mode="json")
+        writer.write(list(known.values()))
 
     watch = HeartbeatWatch(attempt, heartbeat_s=2.0)
     write_heartbeat(0, time=1e12)
     write_heartbeat(1, time=-5.0)
     assert watch.look(0.0) == ([], [])
-    write_heartbeat(1, time=-5.0)
+    write_heartbeat(1, time=-5.0, monotonic_s=1.0)
     assert watch.look(6.0) == ([], [])
     assert watch.look(6.1) == (["node-0000"], [])
     assert watch.look(7.0) == ([], [])
-    write_heartbeat(0, time=1e12)
+    write_heartbeat(0, time=1e12, monotonic_s=1.0)
     assert watch.look(8.0) == ([], ["node-0000"])
-    attempt.heartbeat(1).write_text("torn {")
+    known[1]["ranks"] = "none"
+    writer.write(list(known.values()))
     assert [one.node for one in read_heartbeats(attempt)] == [0]
+    writer.close()
     (problem,) = clock_problems(read_heartbeats(attempt), now=1e12 - 3600)
     assert "3600 s in the future" in problem
     assert clock_problems(read_heartbeats(attempt), now=1e12) == []
+
+
+def test_a_file_that_is_being_written_is_not_read(tmp_path: Path) -> None:
+    attempt = AttemptPaths(tmp_path / "attempts" / "0001")
+    writer = HeartbeatWriter(attempt)
+    assert read_heartbeats(attempt) == []
+    inodes = set()
+    for step in range(6):
+        beats = [beat(node=node, time=float(step)) for node in range(1 + step % 3)]
+        writer.write([one.model_dump(mode="json") for one in beats])
+        assert read_heartbeats(attempt) == beats
+        inodes |= {(path.name, path.stat().st_ino) for path in attempt.heartbeats.iterdir()}
+    assert len(inodes) == 2, "the two files are written in place"
+    newest = max(attempt.heartbeats.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    whole = newest.read_bytes()
+    for cut in range(0, len(whole.rstrip()), 7):
+        # The former text ends where the new one has not been written yet.
+        newest.write_bytes(whole[:cut] + b"9" + whole[cut + 1 :])
+        if newest.read_bytes() != whole:
+            assert [one.time for one in read_heartbeats(attempt)] == [4.0] * 2, cut
+    newest.write_bytes(b'{"digest":"')
+    assert [one.time for one in read_heartbeats(attempt)] == [4.0] * 2
+    writer.close()
 
 
 @pytest.fixture
@@ -153,9 +178,9 @@ def test_silences_are_measured_reported_and_known_to_the_next_attempt(
     later = RunFolder(tmp_path / "other", "tried", "u" * 32)
     for number in (1, 2):
         later.submit(number, 2, 0.0)
-    there = later.paths.attempt(1).heartbeat(0)
-    there.parent.mkdir(parents=True, exist_ok=True)
-    there.write_text(reported.model_copy(update={"world_size": 4}).model_dump_json())
+    writer = HeartbeatWriter(later.paths.attempt(1))
+    writer.write([reported.model_copy(update={"world_size": 4}).model_dump(mode="json")])
+    writer.close()
     known = earlier_times(load_context(later.paths.attempt(2).request, {}))
     assert known["eval"].p99_s == pytest.approx(2 * reported.phases["eval"].p99_s)
     watch.close()

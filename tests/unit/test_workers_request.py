@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +13,7 @@ from tests.histories import record_of, spec_of
 
 from holdfast.contracts.attempt import Request
 from holdfast.contracts.digests import command_digest
-from holdfast.workers.agent.torchrun import build_environment
+from holdfast.workers.agent.torchrun import build_command, build_environment
 from holdfast.workers.request import LOCAL_TIMEOUT_MIN, build_request
 
 
@@ -132,3 +135,57 @@ def test_the_flush_timeout_is_in_the_environment_of_the_ranks() -> None:
     handles: Any = SimpleNamespace(status_table="b", flusher="f")
     built = build_environment(context, 1, handles, {"HOLDFAST_FLUSH_TIMEOUT_S": "7"}, {})
     assert built["HOLDFAST_FLUSH_TIMEOUT_S"] == "90.0"
+
+
+def test_the_gpu_type_scales_with_the_gpu_count() -> None:
+    sized = {"gpu_type": "h100", **slurm()["resources"]}
+    assert request_of(resources=sized).scheduler["gpus_per_node"] == "h100:4"
+    smaller = request_of(resources=sized, elastic={"min_gpus": 1}, gpus=2).scheduler
+    assert (smaller["nodes"], smaller["gpus_per_node"]) == (1, "h100:2")
+    with pytest.raises(ValueError, match=r"gpu_type 'h100' and resources.gres 'gpu:8': expected"):
+        spec_of(**slurm(gpu_type="h100", gres="gpu:8"))
+    with pytest.raises(ValueError, match="gpu_type"):
+        spec_of(**slurm(gpu_type="h100:8"))
+
+
+def test_a_job_can_start_with_the_environment_of_a_login() -> None:
+    assert "export" not in request_of(**slurm()).scheduler["additional_parameters"]
+    parameters = request_of(**slurm(), launch={"export": "none"}).scheduler
+    assert parameters["additional_parameters"]["export"] == "NONE"
+    assert "--export=ALL" in parameters["srun_args"]
+
+
+def command_of(tmp_path: Path, **launch: Any) -> list[str]:
+    request = request_of(launch=launch)
+    return build_command(request, node=0, launch=1, address="here", port=1, logs=tmp_path)
+
+
+def test_each_node_runs_its_setup_lines_before_torchrun(tmp_path: Path) -> None:
+    plain = command_of(tmp_path)
+    lines = ("export A='1 2'", "B=$A; export B")
+    command = command_of(tmp_path, node_setup=lines, torchrun=("--numa-binding=node",))
+    assert [word for word in command if word not in plain][-1] == "--numa-binding=node"
+    words = [*command[: command.index(sys.executable)], "sh", "-c", 'echo "$A-$B"']
+    done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout == "1 2-1 2\n"
+    failing = command_of(tmp_path, node_setup=("false", "true"))
+    words = [*failing[: failing.index(sys.executable)], "echo", "never"]
+    assert subprocess.run(words, capture_output=True, timeout=30).stdout == b""
+
+
+@pytest.mark.parametrize(
+    ("option", "problem"),
+    [
+        ("--nnodes=2", "set resources.nodes"),
+        ("--nproc_per_node=2", "set resources.nodes"),
+        ("--rdzv_back=c10d", "leave it out"),
+        ("--standalone", "leave it out"),
+        ("--max-restarts=3", "the agent restarts"),
+        ("train.py", "expected one option with its value"),
+        ("-m", "expected one option with its value"),
+    ],
+)
+def test_torchrun_options_that_holdfast_sets_are_refused(option: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        spec_of(launch={"torchrun": [option]})
+    spec_of(launch={"torchrun": ["--numa-binding=node", "--duplicate-stdout-filters=x_y"]})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -279,7 +280,9 @@ def test_a_job_that_claims_at_the_last_moment_keeps_the_attempt(
         assert claim_as(flow.attempt, "200")
 
     monkeypatch.setattr(reconcile, "revalidate", claimed_meanwhile)
-    monkeypatch.setattr(reconcile, "read_claim", lambda _: None)
+    real = reconcile.read_documents
+    unseen = lambda attempt: replace(real(attempt), claim=None)  # noqa: E731
+    monkeypatch.setattr(reconcile, "read_documents", unseen)
     assert not flow.reconcile().attempts[0].state.is_terminal
 
 

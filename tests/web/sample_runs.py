@@ -26,7 +26,7 @@ from holdfast.contracts.manifest import FileEntry
 from holdfast.contracts.paths import CheckpointName, RunPaths
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows.flow_lock import FlowLock
-from holdfast.workers.heartbeats import NodeBeat, RankBeat
+from holdfast.workers.heartbeats import HeartbeatWriter, NodeBeat, RankBeat
 
 MINUTE: Final = 60.0
 HOUR: Final = 3600.0
@@ -254,8 +254,9 @@ def beat(paths: RunPaths, number: int, step: int, now: float) -> None:
         ranks=ranks,
         memory_percent=41.0,
     )
-    make_directory(attempt.heartbeats)
-    attempt.heartbeat(0).write_text(node.model_dump_json())
+    writer = HeartbeatWriter(attempt)
+    writer.write([node.model_dump(mode="json")])
+    writer.close()
 
 
 def write_logs(script: RunScript, number: int) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from holdfast.contracts import wire
+from holdfast.trainer.flusher.hints import Hints
 from holdfast.trainer.flusher.service import Flusher
 from holdfast.trainer.mirror.worker import start_mirror
 
@@ -27,6 +28,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--node", type=int, required=True, help="number of this node, from 0")
     parser.add_argument("--nodes", type=int, required=True, help="number of nodes of the attempt")
     parser.add_argument("--supervisor-fd", type=int, help="inherited socket to the supervisor")
+    parser.add_argument("--hints-fd", type=int, help="inherited eventfd for the agent's hints")
     parser.add_argument("--budget", type=int, help="byte limit for all checkpoints of the run")
     parser.add_argument("--run", type=Path, help="run folder; resumes unfinished mirror copies")
     given = parser.parse_args(argv)
@@ -34,7 +36,8 @@ def main(argv: list[str] | None = None) -> None:
         os.setsid()
     supervisor = None if given.supervisor_fd is None else socket.socket(fileno=given.supervisor_fd)
     listener = wire.listen(given.address_fd, given.run)
-    Flusher(listener, supervisor, given.budget, start_mirror(given.node, given.run)).run()
+    mirror, hints = start_mirror(given.node, given.run), Hints(given.hints_fd)
+    Flusher(listener, supervisor, given.budget, mirror, hints).run()
 
 
 if __name__ == "__main__":

@@ -12,11 +12,10 @@ import json
 import os
 import re
 import shutil
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,14 +28,14 @@ from holdfast.contracts.durable import (
 )
 from holdfast.contracts.environment import flush_timeout_s
 from holdfast.contracts.errors import SaveError
-from holdfast.contracts.filesystems import delay_s, refresh, revalidate
+from holdfast.contracts.filesystems import delay_s, is_listed, refresh, revalidate
 from holdfast.contracts.manifest import FileEntry, Manifest, encode_manifest, read_manifest
 from holdfast.contracts.paths import MANIFEST, PARTS, CheckpointName, RunPaths
+from holdfast.trainer.flusher.hints import Hints
+from holdfast.trainer.flusher.log import log
 from holdfast.trainer.flusher.shards import launch_folder, name_shards
 from holdfast.trainer.staging.slot_table import SlotTable
 
-POLL_S: Final = 0.002
-POLL_SLOW_S: Final = 0.05
 OVERTAKEN_CHECK_S: Final = 0.5
 LOOK_RETRY_S: Final = 10.0
 # When the other nodes try to commit if no agent reports a lost node. Lower nodes try earlier.
@@ -45,6 +44,10 @@ TAKEOVER_STAGGER_S: Final = 1.0
 FAILED_PART: Final = "failed.json"
 NODES_NAMED_MAX: Final = 16
 _PART = re.compile(r"node-(\d{4,})\.json")
+
+
+def no_report() -> None:
+    """Report to nobody: the default of `PeerState.report`."""
 
 
 def no_lost_nodes() -> frozenset[int]:
@@ -57,11 +60,13 @@ class PeerState:
     """What this node knows of the other nodes while a step waits for them.
 
     `abandoned` returns the reason why the step was given up, or None. `lost` returns the lost
-    nodes.
+    nodes. `report` tells the agent, if any, that this node has written its part, or that it failed.
     """
 
     abandoned: Callable[[], str | None]
     lost: Callable[[], Collection[int]] = no_lost_nodes
+    report: Callable[[], object] = no_report
+    hints: Hints = field(default_factory=Hints)
 
 
 def commit_alone(run: RunPaths, directory: Path, part: dict[str, Any]) -> Manifest:
@@ -79,6 +84,7 @@ def commit_together(
     """
     make_directory(directory / PARTS)
     write_bytes(directory / PARTS / part_name(part["node"]), to_json(part))
+    peers.report()
     return _Wait(run, directory, part, peers).for_commit()
 
 
@@ -183,7 +189,7 @@ def _move_latest(run: RunPaths, name: str) -> None:
         temporary.symlink_to(name)
         os.replace(temporary, run.latest)
     except OSError as error:
-        print(f"holdfast flusher: {name} is committed; no new `latest`: {error}", file=sys.stderr)
+        log(f"{name} is committed; no new `latest`: {error}")
 
 
 class _Wait:
@@ -223,11 +229,10 @@ class _Wait:
     def _check_directory(self, gathers: bool) -> Manifest | None:
         """Return the manifest, None if there is none. Storage may fail for `LOOK_RETRY_S`."""
         try:
-            manifest = read_manifest(self._directory)
+            is_there = is_listed(self._directory / MANIFEST)
+            manifest = read_manifest(self._directory) if is_there else None
             if manifest is None:
-                self._raise_if_failed()
-                if gathers:
-                    self._gather()
+                self._look_at_parts(gathers)
         except OSError:
             now = time.monotonic()
             self._refused_since = self._refused_since or now
@@ -241,9 +246,17 @@ class _Wait:
         waited_s = time.monotonic() - self._began
         return bool(waited_s > TAKEOVER_S + TAKEOVER_STAGGER_S * self._own["node"])
 
-    def _gather(self) -> None:
+    def _look_at_parts(self, gathers: bool) -> None:
+        """Raise `SaveError` if a node reports that the step failed. With `gathers`, read parts."""
+        names = _list(self._directory / PARTS)
+        if FAILED_PART in names:
+            self._raise_failure()
+        if gathers:
+            self._gather(names)
+
+    def _gather(self, names: Collection[str]) -> None:
         """Read the new parts. Raises `SaveError` if one reports that its node failed."""
-        for name in _list(self._directory / PARTS):
+        for name in names:
             match = _PART.fullmatch(name)
             if match is None or int(match[1]) in self._parts:
                 continue
@@ -253,7 +266,7 @@ class _Wait:
                     raise SaveError(f"node {part['node']}: {part['error']}")
                 self._parts[int(match[1])] = part
 
-    def _raise_if_failed(self) -> None:
+    def _raise_failure(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             failed = json.loads((self._directory / PARTS / FAILED_PART).read_bytes())
             raise SaveError(f"node {failed['node']}: {failed['error']}")
@@ -271,7 +284,7 @@ class _Wait:
         gone = [n for n, t in self._lost_since.items() if n not in self._parts and t < late]
         if gone:
             revalidate(self._directory / PARTS)
-            self._gather()
+            self._gather(_list(self._directory / PARTS))
             gone = [node for node in gone if node not in self._parts]
         if gone:
             raise SaveError(
@@ -293,7 +306,7 @@ class _Wait:
         now = time.monotonic()
         waited = now - self._began
         if waited > self._peers_wait_s:
-            self._gather()
+            self._gather(_list(self._directory / PARTS))
             raise SaveError(
                 f"{self._directory.name}: {_name_nodes(missing)} wrote no parts within "
                 f"{self._peers_wait_s:.0f} s. Missing: {self._name_missing_ranks()}. Check that "
@@ -304,7 +317,7 @@ class _Wait:
         if now - self._checked > OVERTAKEN_CHECK_S:
             self._checked = now
             self._raise_if_overtaken(missing)
-        time.sleep(POLL_S if waited < 1.0 else POLL_SLOW_S)
+        self._peers.hints.wait(waited)
 
     def _raise_if_overtaken(self, missing: Sequence[int]) -> None:
         refresh(self._directory)
@@ -323,7 +336,7 @@ class _Wait:
             if own is None or name is None or name <= own:
                 continue
             same_writer = (name.attempt, name.launch) == (own.attempt, own.launch)
-            if same_writer and (other / PARTS / part_name(node)).exists():
+            if same_writer and part_name(node) in _list(other / PARTS):
                 return True
         return False
 

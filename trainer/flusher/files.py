@@ -100,6 +100,7 @@ def _report_failure(directory: Path, table: SlotTable, error: Exception, peers: 
     if table.nodes > 1:
         for_all = table.node == committer_of(table.nodes, peers.lost())
         leave_failure(directory, table.node, str(error), for_all=for_all)
+        peers.report()
 
 
 def _write_with_retry(

@@ -2,30 +2,37 @@
 
 Living ranks overwrite their snapshots, so the flusher reads snapshots only when all ranks of the
 node are gone. Several nodes agree on one step through small files in the launch's folder. Each node
-writes a list of its steps and reads all lists, so all nodes reach the same answer. If a node does
-not write its list in time, nothing is committed: a step is never committed by some nodes alone.
+writes a list of its steps. The lowest node that is not lost reads the lists and writes the answer.
+A node that gives up writes the answer "none". The answer is created exclusively, so all nodes have
+the same one, and a step is never committed by some nodes alone.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from holdfast.contracts.durable import make_directory, to_json, write_bytes
+from holdfast.contracts.durable import create_bytes, make_directory, to_json, write_bytes
 from holdfast.contracts.errors import SaveError
-from holdfast.contracts.filesystems import delay_s, refresh
+from holdfast.contracts.filesystems import delay_s, is_listed
+from holdfast.trainer.flusher.commit import committer_of
 from holdfast.trainer.flusher.plan import SlotKey, SlotView, StepGroup
 from holdfast.trainer.flusher.shards import launch_folder, name_shards
 from holdfast.trainer.staging.slot_table import SlotTable
 from holdfast.trainer.staging.slots import SlotState
 
 LISTS_WAIT_S: Final = 60.0
-REFRESH_S: Final = 1.0
 POLL_S: Final = 0.02
+POLL_SLOW_S: Final = 0.25
+QUICK_S: Final = 1.0
+ANSWER: Final = "snapshots-answer.json"
+_LIST = re.compile(r"snapshots-node-(\d{4,})\.json")
 
 
 @dataclass(frozen=True)
@@ -73,51 +80,61 @@ def agree(
     """Return the step that all nodes commit, None when they have none in common.
 
     `table` is the table of any sealed slot. `timeout_s` defaults to `LISTS_WAIT_S` plus the delay
-    of the file system. Raises `SaveError` if a node writes no list in time, if a node without a
-    list is in `lost`, or if `abandoned` returns a reason. Raises `OSError` if the folder is not
-    usable.
+    of the file system. Raises `SaveError` on all nodes if one writes no list in time, if a node
+    without a list is in `lost`, or if `abandoned` returns a reason on one of them. Raises `OSError`
+    if the folder is not usable.
     """
     node, nodes = table.node, table.nodes
     if nodes == 1:
         return newest_common([steps])
     folder = launch_folder(table.run, table.checkpoint)
     make_directory(folder)
-    _write_list(folder, node, steps)
+    write_bytes(_list_path(folder, node), to_json({"node": node, "steps": list(steps)}))
     timeout_s = LISTS_WAIT_S + delay_s(folder) if timeout_s is None else timeout_s
-    give_up = time.monotonic() + timeout_s
-    refresh_at = 0.0
-    while True:
-        if time.monotonic() >= refresh_at:
-            refresh(folder)
-            refresh_at = time.monotonic() + REFRESH_S
-        lists = {other: _read_list(folder, other) for other in range(nodes)}
-        silent = [other for other, found in lists.items() if found is None]
+    began = time.monotonic()
+    lists: dict[int, list[int]] = {node: list(steps)}
+    while not is_listed(folder / ANSWER):
+        waited_s, gone = time.monotonic() - began, set(lost())
+        reader = committer_of(nodes, gone)
+        silent = _silent_nodes(folder, lists, nodes) if node == reader else {reader or 0}
         if not silent:
-            return newest_common([found for found in lists.values() if found is not None])
-        reason = abandoned()
-        if missing := sorted(set(silent) & set(lost())):
-            held = name_shards(folder, missing) or "their shards"
-            reason = f"nodes {missing} are lost, together with {held}"
-        if reason is None and time.monotonic() > give_up:
-            reason = f"nodes {silent} did not list their snapshots within {timeout_s:.0f} s"
+            _answer(folder, step=newest_common(list(lists.values())))
+            continue
+        reason = abandoned() or _why_lost(folder, gone & silent)
+        if reason is None and waited_s > timeout_s:
+            named = sorted(silent)
+            reason = f"nodes {named} did not list their snapshots within {timeout_s:.0f} s"
         if reason is not None:
-            # Nodes that read the lists later must not count on this node.
-            _write_list(folder, node, ())
-            raise SaveError(f"the snapshots in memory were given up: {reason}")
-        time.sleep(POLL_S)
+            _answer(folder, step=None, reason=reason)
+            continue
+        time.sleep(POLL_S if waited_s < QUICK_S else POLL_SLOW_S)
+    answer = json.loads((folder / ANSWER).read_bytes())
+    if reason := answer.get("reason"):
+        raise SaveError(f"the snapshots in memory were given up: {reason}")
+    return None if answer["step"] is None else int(answer["step"])
+
+
+def _silent_nodes(folder: Path, lists: dict[int, list[int]], nodes: int) -> set[int]:
+    """Add the lists that are not in `lists` yet; return the nodes that wrote none."""
+    for name in os.listdir(folder):
+        if (match := _LIST.fullmatch(name)) and int(match[1]) not in lists:
+            content = json.loads((folder / name).read_bytes())
+            lists[int(match[1])] = [int(step) for step in content["steps"]]
+    return set(range(nodes)) - set(lists)
+
+
+def _why_lost(folder: Path, missing: Collection[int]) -> str | None:
+    """Return why lost nodes without a list prevent the salvage; None without such nodes."""
+    if not missing:
+        return None
+    held = name_shards(folder, missing) or "their shards"
+    return f"nodes {sorted(missing)} are lost, together with {held}"
+
+
+def _answer(folder: Path, **answer: Any) -> None:
+    """Write the answer for all nodes, unless another node has written one."""
+    create_bytes(folder / ANSWER, to_json(answer))
 
 
 def _list_path(folder: Path, node: int) -> Path:
     return folder / f"snapshots-node-{node:04d}.json"
-
-
-def _write_list(folder: Path, node: int, steps: Sequence[int]) -> None:
-    write_bytes(_list_path(folder, node), to_json({"node": node, "steps": list(steps)}))
-
-
-def _read_list(folder: Path, node: int) -> list[int] | None:
-    try:
-        content = _list_path(folder, node).read_bytes()
-    except FileNotFoundError:
-        return None
-    return [int(step) for step in json.loads(content)["steps"]]

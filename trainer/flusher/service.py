@@ -15,7 +15,6 @@ import contextlib
 import os
 import selectors
 import socket
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -24,6 +23,8 @@ from typing import Any, Final
 from holdfast.contracts import wire
 from holdfast.trainer.flusher.files import Committed
 from holdfast.trainer.flusher.held_slot import HeldSlot
+from holdfast.trainer.flusher.hints import Hints
+from holdfast.trainer.flusher.log import log
 from holdfast.trainer.flusher.plan import Departures, FlushPlan, SlotKey, StepGroup, plan
 from holdfast.trainer.flusher.rank_connection import RankConnection, open_process
 from holdfast.trainer.flusher.salvage import find_salvage
@@ -56,8 +57,10 @@ class Flusher:
         supervisor: socket.socket | None,
         budget: int | None,
         mirror: MirrorWorker,
+        hints: Hints,
     ) -> None:
         """`budget` is the byte limit for all checkpoints of the run."""
+        self._hints = hints
         self._mirror = mirror
         self._supervisor = supervisor
         self._space_guard = SpaceGuard(budget, self._ask_for_space)
@@ -90,6 +93,8 @@ class Flusher:
             newest_launch=lambda: self._newest_launch,
             lost_nodes=lambda: self._lost_nodes,
             wake=lambda: self._wake_writer.send(b"\0"),
+            report=lambda: self._notify_supervisor("wrote"),
+            hints=hints,
         )
 
     def run(self) -> None:
@@ -136,7 +141,7 @@ class Flusher:
         except (OSError, ValueError, KeyError) as error:
             # An invalid message from one rank must not harm the checkpoints of the others. The
             # rank may still use its slots, so they stay as they are, and it may connect again.
-            _log(f"rank {peer.rank} was disconnected: {type(error).__name__}: {error}")
+            log(f"rank {peer.rank} was disconnected: {type(error).__name__}: {error}")
             self._drop(peer)
 
     def _answer_rank(self, peer: RankConnection, message: dict[str, Any]) -> None:
@@ -145,6 +150,7 @@ class Flusher:
             peer.rank, peer.local_rank = message["rank"], message["local_rank"]
             peer.launch = message["launch"]
             self._newest_launch = max(self._newest_launch, peer.launch)
+            self._hints.give()
             self._gone.discard((peer.launch, peer.local_rank))
             peer.slots = tuple(k for k in self._held if k[:2] == (peer.launch, peer.rank))
             for key in peer.slots:
@@ -197,13 +203,14 @@ class Flusher:
         try:
             received = wire.receive(self._supervisor)
         except (OSError, ValueError) as error:
-            _log(f"the supervisor was disconnected: {error}")
+            log(f"the supervisor was disconnected: {error}")
             received = None
         if received is None:
             self._selector.unregister(self._supervisor)
             self._supervisor.close()
             self._supervisor = None
             self._space_guard.hang_up()
+            self._hints.end()
             return
         message, descriptors = received
         if message["kind"] == "kept":
@@ -216,6 +223,7 @@ class Flusher:
             self._drain_by = time.monotonic() + float(message["timeout_s"])
             self._drain_number = message.get("number")
             self._drains_mirror = bool(message.get("mirror"))
+            self._hints.hurry(True)
 
     def _adopt(self, key: SlotKey, handle: int) -> None:
         """Take over a slot that an earlier flusher held."""
@@ -234,7 +242,7 @@ class Flusher:
         try:
             wire.send(self._supervisor, kind, descriptors=descriptors, **data)
         except (OSError, ValueError) as error:
-            _log(f"cannot send `{kind}` to the supervisor: {error}")
+            log(f"cannot send `{kind}` to the supervisor: {error}")
 
     def _ask_for_space(self, need: Need, problem: str) -> bool:
         """Ask the supervisor for space, from the writer thread. Packets are sent whole or not."""
@@ -307,7 +315,7 @@ class Flusher:
             if result.committed is not None:
                 self._report_commit(result, result.committed)
             else:
-                _log(f"{name} is not committed: {result.error}")
+                log(f"{name} is not committed: {result.error}")
                 error = wire.clip(result.error, wire.MESSAGE_BYTES_MAX // 2)
                 self._notify_supervisor("failed", step=step, checkpoint=name, error=error)
 
@@ -332,6 +340,7 @@ class Flusher:
         if not (idle and not unmirrored) and time.monotonic() < self._drain_by:
             return
         self._drain_by = None
+        self._hints.hurry(False)
         failed = [
             {"step": r.group.step, "error": wire.clip(r.error, ERROR_BYTES_MAX)}
             for r in self._results
@@ -388,7 +397,3 @@ class Flusher:
         elif not self._peers:
             return True
         return now - self._alone_since > linger_s
-
-
-def _log(text: str) -> None:
-    print(f"holdfast flusher: {text}", file=sys.stderr, flush=True)

@@ -8,7 +8,6 @@ node is lost, the others read from its list which files and keys are lost too.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, Final
 from holdfast.contracts.durable import make_directory, to_json, write_bytes
 from holdfast.contracts.errors import SaveError
 from holdfast.contracts.paths import CheckpointName, RunPaths
+from holdfast.trainer.flusher.log import log
 
 RANKS_NAMED_MAX: Final = 4
 
@@ -40,8 +40,7 @@ class ShardList:
             content = to_json({"node": self.node, "shards": shards})
             write_bytes(_path(self.folder, self.node), content)
         except OSError as error:
-            text = f"holdfast flusher: the list of shards was not written: {error}"
-            print(text, file=sys.stderr, flush=True)
+            log(f"the list of shards was not written: {error}")
 
 
 class ShardLists:

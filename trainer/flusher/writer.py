@@ -13,6 +13,7 @@ from holdfast.contracts.errors import HoldfastError
 from holdfast.trainer.flusher.commit import PeerState, report_incomplete
 from holdfast.trainer.flusher.files import Committed, Image, commit_step
 from holdfast.trainer.flusher.held_slot import HeldSlot
+from holdfast.trainer.flusher.hints import Hints
 from holdfast.trainer.flusher.plan import SlotKey, StepGroup
 from holdfast.trainer.flusher.salvage import Salvage, agree
 from holdfast.trainer.flusher.shards import ShardList
@@ -44,8 +45,14 @@ class Writer:
         newest_launch: Callable[[], int],
         lost_nodes: Callable[[], frozenset[int]],
         wake: Callable[[], object],
+        report: Callable[[], object],
+        hints: Hints,
     ) -> None:
-        """`held` are the flusher's slots. `wake` is called after each result."""
+        """`held` are the flusher's slots. `wake` is called after each result.
+
+        `report` tells the agent, if any, that this node has written its part of a step.
+        """
+        self._report, self._hints = report, hints
         self._held, self._mirror, self._space_guard = held, mirror, space_guard
         self._newest_launch, self._lost_nodes, self._wake = newest_launch, lost_nodes, wake
         self._work: queue.SimpleQueue[tuple[StepGroup, str | None] | Salvage | ShardList | None]
@@ -82,7 +89,9 @@ class Writer:
                 committed, error = None, given_up
             else:
                 resumed = any(held.resumed for held in slots)
-                peers = PeerState(self._abandonment_of(group), self._lost_nodes)
+                peers = PeerState(
+                    self._abandonment_of(group), self._lost_nodes, self._report, self._hints
+                )
                 committed, error = (
                     commit_step(
                         images, resumed=resumed, peers=peers, space_guard=self._space_guard

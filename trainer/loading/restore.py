@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from holdfast.contracts import environment
 from holdfast.contracts.errors import DamagedCheckpointError
+from holdfast.contracts.filesystems import is_listed
 from holdfast.contracts.history import load_events
 from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.leases import reading
@@ -282,9 +283,6 @@ def _choose(search: Search, passed: dict[str, str], held: contextlib.ExitStack) 
 def _is_gone(manifest: Path) -> bool:
     """Return True if the manifest was deleted since. The load reports other storage errors."""
     try:
-        read_again(manifest.stat)
-    except FileNotFoundError:
-        return True
+        return not read_again(lambda: is_listed(manifest))
     except OSError:
         return False
-    return False

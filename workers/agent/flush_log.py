@@ -22,9 +22,10 @@ class FlushLog:
 
     def forecast(self) -> FlushForecast | None:
         """Return how long the next flush is expected to take, or None before any save."""
-        own = sorted(self._attempt.journal.glob("*.jsonl"))
+        attempts = [self._attempt] if self._offsets else self._run.list_attempts()
         fresh: list[Event] = []
-        for path in own if self._offsets else self._run.list_journals():
+        # Rank 0 journals every save.
+        for path in [attempt.rank_journal for attempt in attempts]:
             events, self._offsets[path] = read_journal(path, self._offsets.get(path, 0))
             saves = {EventKind.STAGED, EventKind.COMMITTED}
             fresh += [event for event in events if event.kind in saves]

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -50,6 +50,9 @@ class FlusherSupervisor:
         # The kernel lets only this user's processes open it.
         self.place = f"/proc/{os.getpid()}/fd/{self._address}"
         self.flushed = Flushed()
+        # Called when this node's flusher has written its part of a step, committed it or failed.
+        self.report_progress: Callable[[str], object] = lambda kind: None
+        self._hints = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context = context
         self._slots = KeptSlots()
         self._drained: dict[str, Any] | None = None
@@ -89,6 +92,11 @@ class FlusherSupervisor:
             time.sleep(POLL_S)
         return False
 
+    def give_hint(self) -> None:
+        """Have the flusher look for what other nodes have written. Never blocks."""
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._hints, 1)
+
     def forget(self, launch: int) -> None:
         """Release the slots of a launch that is over and drained."""
         self._slots.release(launch)
@@ -105,6 +113,8 @@ class FlusherSupervisor:
                 self._process.wait(LEAVE_WAIT_S)
         self._slots.release()
         os.close(self._address)
+        hints, self._hints = self._hints, -1
+        os.close(hints)
 
     def _start(self) -> None:
         self._hang_up()
@@ -118,6 +128,7 @@ class FlusherSupervisor:
             run=self._context.run.directory,
             log=logs / "flusher.log",
             budget=self._context.request.checkpoint.budget_bytes,
+            hints=self._hints,
             env=self._environment(),
         )
         self._connection = ours
@@ -196,6 +207,8 @@ class FlusherSupervisor:
             self.flushed.salvaged.append(message)
         elif kind == "failed":
             self.flushed.failed.append(message)
+        if kind in {"wrote", "committed", "failed"}:
+            self.report_progress(kind)
 
     def _hang_up(self) -> None:
         if self._connection is not None:

@@ -1,4 +1,7 @@
-"""The node's heartbeat: one small file, replaced every few seconds by a separate thread."""
+"""The node's heartbeat: every few seconds, a thread reports the ranks' state to node 0.
+
+Node 0's thread writes the newest heartbeats of all nodes to the attempt's folder.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import contextlib
 import os
 import threading
 import time
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
 import psutil
 
@@ -16,7 +20,13 @@ from holdfast.workers.agent.calibration import PhaseTimes, scaled
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.gpus import watch_gpus
 from holdfast.workers.agent.rank_watch import RankWatch
-from holdfast.workers.heartbeats import NodeBeat, RankBeat, read_heartbeats
+from holdfast.workers.heartbeats import (
+    HeartbeatWriter,
+    NodeBeat,
+    RankBeat,
+    interval_s,
+    read_heartbeats,
+)
 from holdfast.workers.processes import boot_id
 
 STOP_WAIT_S: Final = 5.0
@@ -25,13 +35,19 @@ CLOCK_JUMP_S: Final = 5.0
 
 
 class Heartbeat:
-    """Writes what the rank watch has measured; never touches a rank."""
+    """Reports what the rank watch has measured; never touches a rank."""
 
     def __init__(
         self, context: AgentContext, status_table: RankStatusTable, watch: RankWatch
     ) -> None:
         self.launch = 0
+        # On other nodes, sends a heartbeat to node 0 once this node has joined.
+        self.send: Callable[[dict[str, Any]], object] | None = None
         self._context = context
+        self._every_s = interval_s(context.request.supervision.heartbeat_s, context.nodes)
+        # The newest heartbeat of each node. The channel's thread adds those of other nodes.
+        self._beats: dict[int, dict[str, Any]] = {}
+        self._writer = HeartbeatWriter(context.attempt) if context.is_lead else None
         self._status_table, self._watch = status_table, watch
         self._gpus = watch_gpus()
         self._boot_id = boot_id()
@@ -40,26 +56,40 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
+    def take(self, beat: dict[str, Any]) -> None:
+        """Take the heartbeat of another node, for the next write. Node 0 only."""
+        self._beats[int(beat["node"])] = beat
+
     def close(self) -> None:
-        """Write one last heartbeat and stop."""
+        """Report one last heartbeat and stop."""
         self._over.set()
         self._thread.join(STOP_WAIT_S)
+        if self._writer is not None and not self._thread.is_alive():
+            self._writer.close()
         if self._gpus is not None:
             self._gpus.close()
 
     def _run(self) -> None:
-        every_s = self._context.request.supervision.heartbeat_s
         while True:
-            is_last = self._over.wait(every_s)
-            # A full or absent file system must not stop later heartbeats.
+            is_last = self._over.wait(self._every_s)
+            # A full or absent file system, or the loss of node 0, must not stop later heartbeats.
             with contextlib.suppress(OSError):
                 self._look_at_clock()
-                self._write()
+            with contextlib.suppress(OSError):
+                self._report()
             if is_last:
                 return
 
-    def _write(self) -> None:
-        beat = NodeBeat(
+    def _report(self) -> None:
+        beat = self._take_beat().model_dump(mode="json", exclude_none=True)
+        if self._writer is not None:
+            self.take(beat)
+            self._writer.write(list(self._beats.copy().values()))
+        elif self.send is not None:
+            self.send(beat)
+
+    def _take_beat(self) -> NodeBeat:
+        return NodeBeat(
             node=self._context.node,
             host=self._context.host,
             time=time.time(),
@@ -67,6 +97,7 @@ class Heartbeat:
             launch=self.launch,
             agent_pid=os.getpid(),
             monotonic_s=round(time.monotonic(), 3),
+            every_s=self._every_s,
             boot_id=self._boot_id,
             world_size=self._context.request.world_size,
             ranks=self._ranks(),
@@ -74,11 +105,6 @@ class Heartbeat:
             phases=self._watch.summary(),
             memory_percent=psutil.virtual_memory().percent,
         )
-        path = self._context.attempt.heartbeat(self._context.node)
-        # Not fsynced: a heartbeat lost in a power cut does no harm, but a slow disk would.
-        temporary = path.with_name(f".{path.name}.new")
-        temporary.write_text(beat.model_dump_json(exclude_none=True))
-        os.replace(temporary, path)
 
     def _ranks(self) -> tuple[RankBeat, ...]:
         seen = zip(

@@ -1,12 +1,14 @@
-"""A thread that listens for stop requests, so that no node can delay them."""
+"""Threads that listen for stop requests, so that neither a node nor storage can delay a signal."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
 from collections import deque
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.workers.agent.context import AgentContext
@@ -27,15 +29,22 @@ class StopListener:
         self._context, self._signals, self._stops = context, signals, stops
         # A separate journal writer, because each writer serves one thread.
         self._journal = JournalWriter(context.attempt.node_journal(context.node))
-        self._lock = threading.Lock()
+        self._lock, self._recording = threading.Lock(), threading.Lock()
         self._forwarded: deque[str] = deque()
         self._stop_request: StopRequest | None = None
         self._was_requested = threading.Event()
         self._late_deadline: float | None = None
         self._failure: Exception | None = None
         self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._listen, name="stop-listener", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._run, args=(look,), name=name, daemon=True)
+            for name, look in (
+                ("stop-listener", self._listen),
+                ("stop-file", self._look_at_storage),
+            )
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def stop_request(self) -> StopRequest | None:
@@ -79,50 +88,65 @@ class StopListener:
                 self._stop_request = self._stop_request.with_deadline_of(stop_request)
                 return
             self._stop_request = stop_request
-            self._journal.append(
-                EventKind.SIGNAL,
-                attempt=self._context.attempt.number,
-                source=stop_request.source,
-                name=stop_request.name,
-                cause=stop_request.cause.value,
-                deadline=stop_request.deadline,
-                detail=stop_request.detail,
-            )
         self._was_requested.set()
+        self._record(
+            EventKind.SIGNAL,
+            source=stop_request.source,
+            name=stop_request.name,
+            cause=stop_request.cause.value,
+            deadline=stop_request.deadline,
+            detail=stop_request.detail,
+        )
 
     def close(self) -> None:
-        """End the thread."""
+        """End the threads. One that waits for storage is left behind."""
         self._is_closed.set()
-        self._thread.join(STOP_WAIT_S)
-        if not self._thread.is_alive():
+        for thread in self._threads:
+            thread.join(STOP_WAIT_S)
+        if not any(thread.is_alive() for thread in self._threads):
             self._journal.close()
 
-    def _listen(self) -> None:
+    def _record(self, kind: EventKind, **facts: Any) -> None:
+        """Journal a line if storage allows. A writer serves one thread at a time."""
+        with self._recording, contextlib.suppress(OSError):
+            self._journal.append(kind, attempt=self._context.attempt.number, **facts)
+
+    def _run(self, look: Callable[[], None]) -> None:
         try:
             while not self._is_closed.is_set():
-                names = self._signals.wait(LISTEN_S)
-                while self._forwarded:
-                    names.append(self._forwarded.popleft())
-                self._look(names)
+                look()
         except Exception as error:
             # Store the error of the thread; `stop_request` raises it in the agent's loop.
             self._failure = error
             self._was_requested.set()
 
-    def _look(self, names: list[str]) -> None:
+    def _listen(self) -> None:
+        names = self._signals.wait(LISTEN_S)
+        while self._forwarded:
+            names.append(self._forwarded.popleft())
         now = time.time()
         for name in names:
-            if self._stop_request is not None and self._late_deadline is None:
-                # Signals repeat, and the second of a pair adds nothing.
-                continue
-            stop_request, judgement = self._stops.from_signal(name, now)
-            if stop_request is not None:
+            self._judge(name, now)
+        if (stop_request := self._stops.from_limit(now)) is not None:
+            self.accept(stop_request)
+
+    def _look_at_storage(self) -> None:
+        """Look for an operator's request. Storage that fails or hangs delays only this."""
+        now = time.time()
+        with contextlib.suppress(OSError):
+            if (stop_request := self._stops.from_file(now)) is not None:
                 self.accept(stop_request)
-                continue
-            text = f"{name}: a warning of the time limit ({judgement.detail})"
-            with self._lock:
-                number = self._context.attempt.number
-                self._journal.append(EventKind.NOTE, attempt=number, text=text)
-        for stop_request in (self._stops.from_file(now), self._stops.from_limit(now)):
-            if stop_request is not None:
-                self.accept(stop_request)
+            self._stops.look_at_saves(now)
+        self._is_closed.wait(LISTEN_S)
+
+    def _judge(self, name: str, now: float) -> None:
+        """Accept the stop request of a signal, or journal that it is only a warning."""
+        if self._stop_request is not None and self._late_deadline is None:
+            # Signals repeat, and the second of a pair adds nothing.
+            return
+        stop_request, judgement = self._stops.from_signal(name, now)
+        if stop_request is not None:
+            self.accept(stop_request)
+            return
+        text = f"{name}: a warning of the time limit ({judgement.detail})"
+        self._record(EventKind.NOTE, text=text)

@@ -57,6 +57,9 @@ def _lead(context: AgentContext, signals: SignalBox, journal: JournalWriter) -> 
             ports = context.request.supervision.port_range
             host = ChannelHost(context.attempt.channel, context.nodes, ports=ports)
         lead = Lead(context, signals, journal, runtime, host)
+        lead.group.take_beat = runtime.heartbeat.take
+        lead.group.take_flush = runtime.flusher_supervisor.give_hint
+        runtime.flusher_supervisor.report_progress = lead.group.pass_on_flush
         lead.run()
         outcome = build_outcome(lead)
         leave_outcome(context, outcome, journal)

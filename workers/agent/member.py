@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Final
 
 from holdfast.contracts.agreement import answer_from_status_table
@@ -51,6 +52,8 @@ def run_member_agent(context: AgentContext, signals: SignalBox) -> str:
             journal.append(EventKind.NOTE, attempt=context.attempt.number, text=str(error))
         return f"node {context.node} exits: {error}"
     runtime = NodeRuntime(context)
+    runtime.flusher_supervisor.report_progress = partial(_report_flush, member)
+    runtime.heartbeat.send = lambda beat: member.tell(beat=beat)
     silence_s = context.request.supervision.flush_timeout_s + SILENCE_MARGIN_S
     try:
         run_member(runtime, member, signals, silence_s)
@@ -89,6 +92,14 @@ def run_member(
             if question["kind"] == "finish":
                 return
     raise ConnectionError(f"node 0 sent nothing for {silence_s:.0f} s")
+
+
+def _report_flush(member: ChannelMember, kind: str) -> None:
+    """Tell node 0 that this node has written its part of a step, or has failed to."""
+    if kind != "committed":
+        # The agent's own loop finds out when node 0 is gone.
+        with contextlib.suppress(ConnectionError):
+            member.tell(flushed=kind)
 
 
 @contextlib.contextmanager
@@ -163,6 +174,8 @@ def _reply(runtime: NodeRuntime, reporter: Reporter, question: dict[str, Any]) -
         return reporter.answer()
     elif kind == "stacks":
         runtime.take_stacks(question["dump"], question["number"])
+    elif kind == "hint":
+        runtime.flusher_supervisor.give_hint()
     elif kind == "kill":
         runtime.kill()
     elif kind == "drain":

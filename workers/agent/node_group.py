@@ -51,6 +51,10 @@ class NodeGroup:
         """`here` is this node."""
         self.lost: list[str] = []
         self.reports: dict[str, NodeReport] = {}
+        # Called in the channel's thread, with another node's heartbeat, and when another node's
+        # flusher has written something.
+        self.take_beat: Callable[[dict[str, Any]], object] = lambda beat: None
+        self.take_flush: Callable[[], object] = lambda: None
         self._context, self._journal, self._listener = context, journal, listener
         self._here = here
         self._remotes: list[RemoteNode] = []
@@ -190,8 +194,18 @@ class NodeGroup:
         """Take what a node sent unasked. Called in the channel's thread."""
         for name in message.get("signals", ()):
             self._listener.hear(str(name))
+        if "beat" in message:
+            self.take_beat(message["beat"])
+        if "flushed" in message:
+            self.take_flush()
         if "report" in message:
             self._keep(str(hello["host"]), NodeReport.from_json(message["report"]))
+
+    def pass_on_flush(self, kind: str) -> None:
+        """Tell the other nodes' flushers that this node's has committed a step or has failed."""
+        if kind != "wrote":
+            for node in self._present():
+                node.give_hint()
 
     def _keep(self, name: str, report: NodeReport) -> None:
         """Keep a node's newest report until the loop takes it, and every notice in it."""

@@ -52,6 +52,10 @@ class RemoteNode:
     def take_stacks(self, dump: int, number: int) -> Future[None]:
         return self._peer.ask("stacks", _nothing, dump=dump, number=number)
 
+    def give_hint(self) -> Future[None]:
+        """Have the node's flusher look for what other nodes have written."""
+        return self._peer.ask("hint", _nothing)
+
     def kill(self) -> Future[None]:
         return self._peer.ask("kill", _nothing, timeout_s=KILL_WAIT_S + CALL_TIMEOUT_S)
 

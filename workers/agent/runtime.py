@@ -42,7 +42,7 @@ class NodeRuntime(StatusPort):
         self.flusher_supervisor = FlusherSupervisor(context)
         first_rank = context.node * context.request.gpus_per_node
         self._watch = RankWatch(self.status_table, first_rank, earlier_times(context))
-        self._heartbeat = Heartbeat(context, self.status_table, self._watch)
+        self.heartbeat = Heartbeat(context, self.status_table, self._watch)
         self._stacks = StackTaker()
         supervision = context.request.supervision
         self._notices = NoticeWatch(
@@ -70,7 +70,7 @@ class NodeRuntime(StatusPort):
         self.status_table.reset()
         self._watch.begin()
         self._is_stopping = False
-        self._heartbeat.launch = launch
+        self.heartbeat.launch = launch
         self._oom_kills_before = oom_kills()
         self._refusal = None
         self._torchrun = self._release_standby(launch, port)
@@ -240,7 +240,7 @@ class NodeRuntime(StatusPort):
         self._discard_standby()
         self.kill()
         self.flusher_supervisor.close()
-        self._heartbeat.close()
+        self.heartbeat.close()
         self._watch.close()
         self._stacks.close()
         kill_all_below(os.getpid())

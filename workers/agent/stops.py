@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -9,16 +10,20 @@ from typing import Final
 
 from holdfast.contracts.attempt import StopFile, read_document
 from holdfast.contracts.errors import HoldfastError, SchedulerError
+from holdfast.contracts.filesystems import filesystem_of, is_listed
 from holdfast.contracts.states import Cause
 from holdfast.workers import slurm_client
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.flush_log import FlushLog
 from holdfast.workers.agent.notices.notice import Notice
 from holdfast.workers.agent.signals import Judgement, judge
-from holdfast.workers.flush_forecast import stop_lead_s
+from holdfast.workers.flush_forecast import FlushForecast, stop_lead_s
 from holdfast.workers.request import warning_lead_s
 
 FILE_POLL_S: Final = 0.5
+# How often an agent looks for an operator's file on storage that many nodes share.
+SHARED_FILE_POLL_S: Final = 10.0
+FORECAST_POLL_S: Final = 60.0
 LIMIT_POLL_S: Final = 5.0
 EVIDENCE_TIMEOUT_S: Final = 5.0
 # Unix seconds that Slurm 23.02 and later sets for a job.
@@ -44,7 +49,10 @@ class StopRequest:
 
 
 class StopWatch:
-    """Checks for stop requests; cheap enough to call many times a second."""
+    """Checks for stop requests; cheap enough to call many times a second.
+
+    Only `from_file` and `look_at_saves` use the run's storage, so they may wait for it.
+    """
 
     def __init__(self, context: AgentContext, step_s: Callable[[], float]) -> None:
         """`step_s` returns the current duration of a step in seconds."""
@@ -52,8 +60,11 @@ class StopWatch:
         self._step_s = step_s
         self._flushes = FlushLog(context.run, context.attempt)
         self._on_slurm = context.request.executor == "slurm"
-        self._file_at = self._limit_at = 0.0
+        is_shared = filesystem_of(context.attempt.directory).may_be_shared
+        self._file_poll_s = SHARED_FILE_POLL_S if is_shared else FILE_POLL_S
+        self._file_at = self._limit_at = self._saves_at = -math.inf
         self._file_seen = False
+        self._forecast: FlushForecast | None = None
         self.end_at = self._find_end(context.started_at)
 
     def from_signal(self, name: str, heard_at: float) -> tuple[StopRequest | None, Judgement]:
@@ -83,11 +94,12 @@ class StopWatch:
 
     def from_file(self, now: float) -> StopRequest | None:
         """Return an operator's `stop.json` as a stop request, once."""
-        if self._file_seen or now - self._file_at < FILE_POLL_S:
+        if self._file_seen or now - self._file_at < self._file_poll_s:
             return None
         self._file_at = now
+        path = self._context.attempt.stop
         try:
-            asked = read_document(StopFile, self._context.attempt.stop)
+            asked = read_document(StopFile, path) if is_listed(path) else None
         except HoldfastError as error:
             # The file cannot be read, but it does request a stop.
             asked = StopFile(action="stop", by="?", requested_at=now, detail=str(error))
@@ -103,6 +115,12 @@ class StopWatch:
             deadline=deadline,
             detail=f"{asked.action} by {asked.by}" + (f": {asked.detail}" if asked.detail else ""),
         )
+
+    def look_at_saves(self, now: float) -> None:
+        """Update the forecast of the last flush if the job has a time limit."""
+        if self.end_at is not None and now - self._saves_at >= FORECAST_POLL_S:
+            self._saves_at = now
+            self._forecast = self._flushes.forecast()
 
     @staticmethod
     def from_notice(notice: Notice, host: str, now: float) -> StopRequest:
@@ -141,7 +159,7 @@ class StopWatch:
     def _lead_s(self) -> float:
         """Return how many seconds before the end the stop starts."""
         grace_s = self._context.request.supervision.grace_s
-        lead_s = stop_lead_s(self._flushes.forecast(), grace_s=grace_s, step_s=self._step_s())
+        lead_s = stop_lead_s(self._forecast, grace_s=grace_s, step_s=self._step_s())
         return lead_s + LIMIT_POLL_S
 
     def _find_end(self, started_at: float, known: float | None = None) -> float | None:

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -284,6 +284,7 @@ def build_command(
     module = ["-m", STANDBY] if is_ahead else []
     program = [*module, *request.command]
     return [
+        *_after_setup(request.launch.node_setup),
         sys.executable,
         "-m",
         "torch.distributed.run",
@@ -299,8 +300,14 @@ def build_command(
         "--signals-to-handle=SIGQUIT",
         f"--log-dir={logs}",
         "--redirects=3",
+        *request.launch.torchrun,
         *(["--module", *program[1:]] if program[0] == "-m" else program),
     ]
+
+
+def _after_setup(lines: Sequence[str]) -> list[str]:
+    """Return the words that run shell lines and then the command after these words."""
+    return ["bash", "-c", "\n".join(["set -e", *lines, 'exec "$@"']), "bash"] if lines else []
 
 
 def build_environment(

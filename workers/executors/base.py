@@ -31,6 +31,8 @@ class JobStatus:
     detail: str = ""
     nodes: tuple[str, ...] = ()
     started_at: float | None = None
+    # When the scheduler expects a pending job to start.
+    starts_at: float | None = None
     ended_at: float | None = None
     evidence: tuple[str, ...] = ()
     # The leading node is gone but the job is not, so the job can no longer succeed.

@@ -50,7 +50,7 @@ class LocalExecutor(Executor):
     def submit(self, paths: AttemptPaths, request: Request) -> Submission:
         make_directory(paths.logs)
         python = request.launch.python or sys.executable
-        command = [python, "-m", LAUNCHER, str(paths.request)]
+        command = [*request.launch.wrapper, python, "-m", LAUNCHER, str(paths.request)]
         log = paths.logs / "launch.log"
         try:
             with log.open("ab") as stream:

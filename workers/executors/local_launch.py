@@ -33,6 +33,7 @@ def launch(request_path: Path) -> dict[str, object]:
             f"{request_path}: no request here; the supervisor writes it before submission"
         )
     paths = AttemptPaths(request_path.parent)
+    # This process runs under the spec's wrapper, and so does everything that it starts.
     python = shlex.quote(request.launch.python or sys.executable)
     executor = submitit.LocalExecutor(folder=paths.logs, python=python)
     visible = _visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), request.gpus_per_node)

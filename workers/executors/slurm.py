@@ -96,7 +96,8 @@ def _check_parameters(request: Request) -> None:
     A run recorded by an earlier version may have options or line breaks that new specs may not
     have. This refuses those that would end a line of the script or lose the job.
     """
-    given = {"launch.python": request.launch.python, **request.scheduler}
+    launch = request.launch
+    given = {"launch.python": launch.python, "launch.wrapper": launch.wrapper, **request.scheduler}
     found = {
         key: problem_with_value(one, several_lines=key == "setup") for key, one in given.items()
     }
@@ -123,7 +124,7 @@ class SlurmExecutor(Executor):
 
         _check_parameters(request)
         make_directory(paths.logs)
-        python = shlex.quote(request.launch.python or sys.executable)
+        python = shlex.join([*request.launch.wrapper, request.launch.python or sys.executable])
         executor = _BoundedSlurmExecutor(folder=paths.logs, python=python)
         executor.request = paths.request
         try:
@@ -280,7 +281,8 @@ def _status_of(line: JobLine) -> JobStatus:
         detail=reason or line.state,
         nodes=nodes,
         is_leaderless=is_leaderless,
-        started_at=line.started_at,
+        started_at=None if state is AttemptState.PENDING else line.started_at,
+        starts_at=line.started_at if state is AttemptState.PENDING else None,
         ended_at=line.ended_at if has_ended else None,
         evidence=tuple(evidence),
     )

@@ -41,7 +41,7 @@ def wanted_of(resources: Resources, reserved: Collection[str] | None = None) -> 
     """Return what a node must offer; `reserved` are the nodes of the spec's reservation."""
     return Wanted(
         partitions=frozenset((resources.partition or "").split(",")) - {""},
-        gpu_kind=gpu_kind(resources.gres or ""),
+        gpu_kind=resources.gpu_type or gpu_kind(resources.gres or ""),
         constraint=resources.constraint or "",
         reserved=None if reserved is None else frozenset(reserved),
     )

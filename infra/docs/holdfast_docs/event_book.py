@@ -147,6 +147,7 @@ FIELDS: Final[Mapping[str, Field]] = {
     "snapshots_every": Field(INTEGER, "chosen steps between snapshots; 0 for none"),
     "source": Field(STRING, "what asked for the stop"),
     "started_at": Field(NUMBER, "Unix seconds"),
+    "starts_at": Field(NUMBER, "Unix seconds at which the scheduler expects the job to start"),
     "starting_s": Field(NUMBER, "seconds until ranks began to load"),
     "state": Field(STRING, "state of the attempt or of the run"),
     "step": Field(INTEGER, "number of the optimizer step"),
@@ -189,9 +190,9 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
         "the scheduler accepted the job of an attempt", "supervisor", ("attempt", "job_id")
     ),
     Kind.ATTEMPT_STATE: EventEntry(
-        "a process that reconciles saw an attempt in a new state",
+        "a process that reconciles saw an attempt in a new state, or a new forecast of its start",
         "process that reconciles",
-        ("attempt", "state", "detail"),
+        ("attempt", "state", "detail", "starts_at"),
     ),
     Kind.ATTEMPT_ENDED: EventEntry(
         "an attempt ended. There is one such line for each attempt",

@@ -18,8 +18,7 @@ from typing import Any, Final
 from holdfast.api.hub import Hub
 from holdfast.api.problems import LOG
 from holdfast.api.store import Store
-from holdfast.contracts.attempt import read_document
-from holdfast.contracts.errors import HoldfastError, LineageError
+from holdfast.contracts.errors import LineageError
 from holdfast.contracts.journal import Event, read_journal
 from holdfast.contracts.paths import RunPaths, has_spec
 from holdfast.contracts.plain_text import plain_line
@@ -28,7 +27,7 @@ from holdfast.lineage import views
 from holdfast.lineage.ingest import ingest_run
 from holdfast.lineage.metric_ingest import follow_metrics
 from holdfast.lineage.queries import RunRef
-from holdfast.workers.heartbeats import NodeBeat
+from holdfast.workers.heartbeats import NodeBeat, heartbeat_stamp, read_heartbeats
 from holdfast.workers.reconcile import reconcile
 
 WRITER: Final = "api"
@@ -56,7 +55,7 @@ class _Seen:
 
     paths: RunPaths
     stamp: Stamp | None = None
-    beat: tuple[int, int] = (0, 0)
+    beat: tuple[object, ...] = ()
     is_live: bool = True
     ref: RunRef | None = None
     offsets: dict[Path, int] = field(default_factory=dict)
@@ -265,16 +264,14 @@ class Watch:
 
 def _new_beat(seen: _Seen, attempt: int) -> NodeBeat | None:
     """Return node 0's heartbeat if it changed since the last call, and is valid."""
-    path = seen.paths.attempt(attempt).heartbeat(0)
-    try:
-        facts = path.stat()
-        stamp = facts.st_mtime_ns, facts.st_ino
-        beat = read_document(NodeBeat, path) if stamp != seen.beat else None
-    except (OSError, HoldfastError):
+    paths = seen.paths.attempt(attempt)
+    if (stamp := heartbeat_stamp(paths)) == seen.beat:
         return None
-    if beat is not None:
-        seen.beat = stamp
-    return beat
+    beats = read_heartbeats(paths)
+    if not beats or beats[0].node != 0:
+        return None
+    seen.beat = stamp
+    return beats[0]
 
 
 def pace_of(beat: NodeBeat) -> Pace:

@@ -11,8 +11,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 
@@ -34,6 +36,7 @@ from holdfast.contracts.bounds import (
 )
 from holdfast.contracts.durable import create_bytes, to_json, write_bytes
 from holdfast.contracts.errors import HoldfastError
+from holdfast.contracts.filesystems import look_up
 from holdfast.contracts.mirrors import Tiers
 from holdfast.contracts.paths import RUN_NAME, AttemptPaths, folder_of
 from holdfast.contracts.reading import read_bounded
@@ -269,6 +272,52 @@ def read_document(kind: type[D], path: Path) -> D | None:
             f"{path}: not a {kind.__name__}: {where}: {first['msg']}; "
             "restore the file, or save the run's checkpoints and delete the attempt's folder"
         ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptDocuments:
+    """The documents of an attempt at one moment; None for those that do not exist.
+
+    A closed claim counts as none, and so does the outcome of another attempt.
+    """
+
+    request: Request | None
+    submission: Submission | None
+    claim: Claim | None
+    outcome: Outcome | None
+
+    @property
+    def job(self) -> Submission | None:
+        """The job that runs the attempt: the claiming job, else the submitted one."""
+        return job_of(self.submission, self.claim)
+
+
+def read_documents(paths: AttemptPaths) -> AttemptDocuments:
+    """Read the documents that the attempt's folder lists; no others are looked up.
+
+    So a document that another host creates is seen at once, see `filesystems.is_listed`. Raises
+    `HoldfastError` for a damaged one.
+    """
+    try:
+        names = frozenset(os.listdir(paths.directory))
+    except (FileNotFoundError, NotADirectoryError):
+        names = frozenset()
+
+    def read(kind: type[D], path: Path) -> D | None:
+        if path.name not in names:
+            return None
+        if (found := read_document(kind, path)) is None:
+            look_up(path)
+            found = read_document(kind, path)
+        return found
+
+    claim, outcome = read(Claim, paths.claim), read(Outcome, paths.outcome)
+    return AttemptDocuments(
+        request=read(Request, paths.request),
+        submission=read(Submission, paths.submission),
+        claim=None if claim is None or claim.is_closed else claim,
+        outcome=outcome if outcome is not None and is_of(outcome, paths.number) else None,
+    )
 
 
 def read_outcome(paths: AttemptPaths) -> Outcome | None:

@@ -8,9 +8,12 @@ written can seem absent for that long.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import os
 import re
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -35,6 +38,12 @@ _ACDIRMAX: Final = re.compile(r"\bacdirmax=(\d+)")
 # Options of Lustre, of older NFS and of current NFS.
 _LOCAL_LOCKS: Final = re.compile(r"\b(?:localflock|nolock|local_lock=(?:all|flock))\b")
 _ESCAPE: Final = re.compile(r"\\([0-7]{3})")
+# Of the kernel's `statx`, for which this Python has no function.
+_WORKING_DIRECTORY: Final = -100
+_EMPTY_PATH: Final = 0x1000
+_FORCE_SYNC: Final = 0x2000
+_BASIC_STATS: Final = 0x7FF
+_STATX_BYTES: Final = 256
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,62 @@ def filesystem_of(path: Path) -> FileSystem:
 def delay_s(path: Path) -> float:
     """Return the seconds after which an absence at `path` is certain, see `FileSystem.delay_s`."""
     return filesystem_of(path).delay_s
+
+
+def is_listed(path: Path) -> bool:
+    """Return True if the folder of `path` lists it. A look-up of `path` then finds it too.
+
+    Use this to wait for a file of another host. A client remembers a name that it looked up in
+    vain, for up to a minute, but asks the server for the names in a folder. Raises `OSError` if the
+    folder cannot be read, and returns False if there is none.
+    """
+    try:
+        if path.name not in os.listdir(path.parent):
+            return False
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    if not os.path.lexists(path):
+        look_up(path)
+    return True
+
+
+def look_up(path: Path) -> None:
+    """Make this host forget a cached absence of `path` (best effort).
+
+    `link` always looks up its target at the server. It then fails, because the target exists or
+    else because a folder cannot have a second name.
+    """
+    with contextlib.suppress(OSError):
+        os.link(path.parent, path)
+
+
+def fetch_attributes(file: int | Path) -> None:
+    """Make the next `stat` of a path or an open file return what the server knows (best effort)."""
+    if (statx := _statx()) is None:
+        return
+    handle, name = (file, b"") if isinstance(file, int) else (_WORKING_DIRECTORY, os.fsencode(file))
+    flags = _EMPTY_PATH | _FORCE_SYNC
+    statx(handle, name, flags, _BASIC_STATS, ctypes.create_string_buffer(_STATX_BYTES))
+
+
+@functools.cache
+def _statx() -> Callable[..., int] | None:
+    """Return the C library's `statx`; None if it has no such function."""
+    try:
+        found = ctypes.CDLL(None).statx
+    except (OSError, AttributeError):
+        return None
+    found.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_char_p]
+    return found  # type: ignore[no-any-return]
+
+
+def send_flag(directory: Path) -> int:
+    """Return the flag with which to open a file for writing that other hosts read while it grows.
+
+    A client sends what was written when the file is closed, or half a minute later. With this flag,
+    each write is sent at once. On a local file system it is 0: every process sees a write.
+    """
+    return os.O_DSYNC if filesystem_of(directory).may_be_shared else 0
 
 
 def refresh(directory: Path) -> None:

@@ -29,12 +29,14 @@ def start_flusher(
     run: Path,
     log: Path,
     budget: int | None = None,
+    hints: int | None = None,
     env: Mapping[str, str] | None = None,
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Start a flusher. Return its process and the supervisor's end of their connection.
 
     `address` is the open address file: see `contracts.wire`. `budget` is the byte limit for all
-    checkpoints of the run.
+    checkpoints of the run. `hints` is an eventfd by which an agent wakes it when another node's
+    flusher has written or committed something.
     """
     ours, theirs = wire.pair()
     command = [sys.executable, "-m", MODULE, "--address-fd", str(address)]
@@ -42,6 +44,10 @@ def start_flusher(
     command += ["--supervisor-fd", str(theirs.fileno())]
     if budget is not None:
         command += ["--budget", str(budget)]
+    inherited = [theirs.fileno(), address]
+    if hints is not None:
+        command += ["--hints-fd", str(hints)]
+        inherited.append(hints)
     with theirs, open(log, "ab") as output:
         # Output goes to a file. The flusher outlives the ranks, and a reader of torchrun's
         # output would wait for it. Its own process session keeps torchrun's signals away.
@@ -50,7 +56,7 @@ def start_flusher(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            pass_fds=(theirs.fileno(), address),
+            pass_fds=inherited,
             start_new_session=True,
             env=env,
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 from holdfast.contracts.attempt import (
@@ -16,10 +17,8 @@ from holdfast.contracts.attempt import (
     Request,
     RunRecord,
     Submission,
-    job_of,
-    read_claim,
     read_document,
-    read_outcome,
+    read_documents,
 )
 from holdfast.contracts.errors import NotFoundError, UnreadableRunError, reading_run
 from holdfast.contracts.journal import Event, EventKind, read_journal
@@ -41,8 +40,10 @@ class AttemptView:
     state: AttemptState
     request: Request | None
     job_id: str | None
-    # The scheduler's reason for not accepting the job yet.
+    # Why the scheduler has not accepted or not started the job yet.
     waits_for: str = ""
+    # The newest line about the job in the scheduler's queue.
+    pending: Event | None = None
     cause: Cause | None = None
     evidence: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
@@ -256,12 +257,10 @@ def check_identity(paths: RunPaths, record: RunRecord) -> None:
 def _view(paths: AttemptPaths, events: Sequence[Event]) -> AttemptView:
     own = [e for e in events if e.data.get("attempt") == paths.number]
     ended = next((e for e in own if e.kind is EventKind.ATTEMPT_ENDED), None)
-    request = read_document(Request, paths.request)
-    submission = read_document(Submission, paths.submission)
-    claim = read_claim(paths)
-    outcome = read_outcome(paths)
+    documents = read_documents(paths)
+    submission, claim, outcome = documents.submission, documents.claim, documents.outcome
     facts = dict(ended.data) if ended else {}
-    job = job_of(submission, claim) or claim
+    job = documents.job or claim
     resumed = [e for e in own if e.kind is EventKind.RESUMED]
     first, last = resumed[0].data if resumed else {}, facts.get("last_step")
     if outcome and outcome.last_step is not None:
@@ -269,9 +268,10 @@ def _view(paths: AttemptPaths, events: Sequence[Event]) -> AttemptView:
     return AttemptView(
         number=paths.number,
         state=_state(own, ended, submission, claim),
-        request=request,
+        request=documents.request,
         job_id=job.job_id if job else None,
-        waits_for=_waits_for(own) if submission is None and claim is None else "",
+        waits_for=_waits_for(own, is_submitted=submission is not None) if claim is None else "",
+        pending=_newest_pending(own) if claim is None else None,
         cause=_cause(facts.get("cause")),
         evidence=tuple(facts.get("evidence") or ()),
         hosts=outcome.hosts if outcome else (claim.host,) if claim else (),
@@ -294,11 +294,32 @@ def _cause(name: str | None) -> Cause | None:
     return Cause(name) if name in _CAUSES else Cause.UNKNOWN
 
 
-def _waits_for(own: Sequence[Event]) -> str:
-    """Return why the scheduler refused the job at its last submission; empty if it did not."""
+def _waits_for(own: Sequence[Event], *, is_submitted: bool) -> str:
+    """Return why the scheduler refused the job, or what the job waits for in its queue."""
+    if (pending := _newest_pending(own)) is not None:
+        reason = pending.data.get("detail") or "no reason given"
+        return f"the job is pending: {reason}{_expected_start(pending.data.get('starts_at'))}"
     states = [e.data for e in own if e.kind is EventKind.ATTEMPT_STATE]
     is_refused = bool(states) and states[-1]["state"] == AttemptState.CREATED
-    return str(states[-1].get("detail") or "") if is_refused else ""
+    return str(states[-1].get("detail") or "") if is_refused and not is_submitted else ""
+
+
+def _expected_start(starts_at: float | None) -> str:
+    """Return the scheduler's forecast as text; empty without one, or with an impossible time."""
+    if starts_at is None:
+        return ""
+    try:
+        when = datetime.fromtimestamp(starts_at, UTC)
+    except (OverflowError, ValueError, OSError):
+        return ""
+    return f"; the scheduler expects it to start at {when:%Y-%m-%d %H:%M} UTC"
+
+
+def _newest_pending(own: Sequence[Event]) -> Event | None:
+    """Return the newest line about the attempt's state if it says that the job is pending."""
+    states = [event for event in own if event.kind is EventKind.ATTEMPT_STATE]
+    is_pending = bool(states) and states[-1].data["state"] == AttemptState.PENDING
+    return states[-1] if is_pending else None
 
 
 def _state(

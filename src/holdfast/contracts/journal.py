@@ -33,6 +33,7 @@ from holdfast.contracts.durable import fsync_directory, make_directory
 from holdfast.contracts.errors import ForeignFileError
 from holdfast.contracts.event_facts import problem_with_facts
 from holdfast.contracts.file_locks import wait_for_lock
+from holdfast.contracts.filesystems import fetch_attributes
 from holdfast.contracts.paths import folder_of
 from holdfast.contracts.reading import is_mine, open_beneath, open_regular
 
@@ -190,6 +191,7 @@ class JournalWriter:
 
     def _catch_up(self) -> str:
         """Set the number of the next line. Return the text that must precede the line."""
+        fetch_attributes(self._handle)
         size = os.fstat(self._handle).st_size
         if size == self._size_seen:
             return ""
@@ -236,6 +238,8 @@ def open_journal(path: Path) -> Iterator[BinaryIO | None]:
         yield None
         return
     with open(handle, "rb") as stream:
+        # Another host may have added lines since this one last asked for the file's size.
+        fetch_attributes(handle)
         if (size := os.fstat(handle).st_size) > JOURNAL_BYTES_MAX:
             raise ForeignFileError(path, f"{size} bytes, expected {JOURNAL_BYTES_MAX} or less")
         yield stream

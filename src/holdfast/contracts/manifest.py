@@ -46,6 +46,7 @@ from holdfast.contracts.digests import (
 )
 from holdfast.contracts.durable import to_json
 from holdfast.contracts.errors import DamagedCheckpointError, ForeignFileError
+from holdfast.contracts.filesystems import look_up
 from holdfast.contracts.paths import MANIFEST, CheckpointName
 from holdfast.contracts.reading import open_regular, read_bounded
 from holdfast.contracts.retries import read_again
@@ -226,6 +227,13 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return body + f',\n "digest": "{digest_of(body)}"\n}}\n'.encode()
 
 
+def _read(path: str, directory: Path) -> bytes | None:
+    try:
+        return read_bounded(path, MANIFEST_BYTES_MAX, below=directory.parent)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
 def read_manifest(directory: Path) -> Manifest | None:
     """Return the manifest in `directory`, or None if the checkpoint was never committed.
 
@@ -235,14 +243,18 @@ def read_manifest(directory: Path) -> Manifest | None:
     # A string is faster than a `Path`, and a run may have ten thousand checkpoints.
     path = f"{directory}/{MANIFEST}"
     try:
-        content = read_bounded(path, MANIFEST_BYTES_MAX, below=directory.parent)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+        content = _read(path, directory)
+        if content is None:
+            # Another node may have committed since this host last looked.
+            look_up(Path(path))
+            content = _read(path, directory)
     except ForeignFileError as error:
         raise DamagedCheckpointError(
             f"{error}; expected the manifest of a checkpoint",
             damaged=[f"{MANIFEST}: {error.problem}"],
         ) from error
+    if content is None:
+        return None
     _check_digest(path, content)
     try:
         manifest = Manifest.model_validate_json(content)

@@ -138,9 +138,6 @@ class AttemptPaths:
     def node_journal(self, node: int) -> Path:
         return self.journal / f"node-{node:04d}.jsonl"
 
-    def heartbeat(self, node: int) -> Path:
-        return self.heartbeats / f"node-{node:04d}.json"
-
     def mirror_journal(self, node: int) -> Path:
         """Return the journal of the copies that a node's flusher sent to the mirror."""
         return self.journal / f"mirror-{node:04d}.jsonl"

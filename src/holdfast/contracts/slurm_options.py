@@ -54,7 +54,7 @@ REFUSED: Final[Mapping[str, str]] = {
     "input": _FILES,
     "open-mode": _FILES,
     "chdir": "set launch.working_directory",
-    "export": "set environment",
+    "export": "set launch.export, or environment",
     "export-file": "set environment",
     "get-user-env": "set launch.setup",
     "wrap": "set command",

@@ -18,6 +18,7 @@ from holdfast.contracts.slurm_options import problem_with_option
 from holdfast.contracts.spec_checkpoint import Checkpointing
 from holdfast.contracts.spec_part import SpecPart, is_recorded
 from holdfast.contracts.spec_supervision import Supervision
+from holdfast.contracts.torchrun_options import problem_with_torchrun
 
 _ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -41,6 +42,27 @@ class Launch(SpecPart):
         description="further srun arguments. Options for heterogeneous jobs (`--het-group`) are "
         "refused",
     )
+    node_setup: tuple[str, ...] = Field(
+        default=(),
+        description="shell lines that every node runs before the program, inside a container, "
+        "such as `export NCCL_SOCKET_IFNAME=ib0`. If one fails, the launch fails",
+    )
+    wrapper: tuple[str, ...] = Field(
+        default=(),
+        description='command that starts the job on each node, such as `["numactl", '
+        '"--interleave=all"]` or `["apptainer", "exec", "--nv", "image.sif"]`. `python` and its '
+        "arguments follow",
+    )
+    torchrun: tuple[str, ...] = Field(
+        default=(),
+        description="further torchrun options, such as `--numa-binding=node`. Options that "
+        "Holdfast sets itself are refused",
+    )
+    export: Literal["all", "none"] = Field(
+        default="all",
+        description="environment that a Slurm job starts with. `all` is that of the submitter, "
+        "`none` is a new login's",
+    )
     working_directory: str = Field(
         default=".",
         description="working directory of the program, relative to the folder of the spec",
@@ -60,6 +82,16 @@ class Launch(SpecPart):
             raise ValueError(
                 f"{several[0]!r}: Holdfast does not start heterogeneous jobs; leave the option out"
             )
+        return value
+
+    @field_validator("torchrun")
+    @classmethod
+    def _torchrun_options_are_not_holdfasts(
+        cls, value: tuple[str, ...], info: ValidationInfo
+    ) -> tuple[str, ...]:
+        problems = [problem for option in value if (problem := problem_with_torchrun(option))]
+        if problems and not is_recorded(info):
+            raise ValueError("; ".join(problems))
         return value
 
 
@@ -89,6 +121,10 @@ class Resources(SpecPart):
     constraint: str | None = Field(default=None, description="node features that Slurm requires")
     time_limit_min: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="time limit of one attempt. None: that of the partition"
+    )
+    gpu_type: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_.-]*$")] | None = Field(
+        default=None,
+        description="type of GPU, as Slurm names it in its GRES, such as `h100`. None: any",
     )
     gres: str | None = Field(
         default=None,
@@ -220,6 +256,11 @@ class RunSpec(SpecPart):
             )
         if self.resources.executor == "local" and self.resources.nodes > 1:
             raise ValueError("the local executor has one node; set resources.nodes = 1")
+        if self.resources.gpu_type and self.resources.gres:
+            raise ValueError(
+                f"resources.gpu_type {self.resources.gpu_type!r} and resources.gres "
+                f"{self.resources.gres!r}: expected one of them; gres can name the type itself"
+            )
         for count in (self.gpus, *self.elastic.choices, *self.elastic.on_preemption):
             if not low <= count <= high:
                 raise ValueError(f"{count} GPUs lie outside elastic {low} to {high}")

@@ -176,7 +176,7 @@ def _reason(history: RunHistory, state: RunState) -> str | None:
     if not state.is_live and ended and ended.data.get("state") == state:
         return str(ended.data.get("reason") or "") or None
     last = history.last_attempt
-    if state is RunState.WAITING and last and last.waits_for:
+    if state in {RunState.WAITING, RunState.QUEUED} and last and last.waits_for:
         return last.waits_for
     if request and state in {RunState.PAUSED, RunState.CANCELLED, RunState.WAITING}:
         return f"{request['action']} by {request.get('by') or 'unknown'}"
