@@ -2,7 +2,7 @@
 # HOLDFAST_HOME and HOLDFAST_ROOT are passed on as they are given.
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-cluster page screenshots demo test test-all test-gpu bench bench-gpu check lock clean \
-	slurm-up slurm-down docs docs-serve
+	test-slurm slurm-up slurm-down docs docs-serve
 
 PYTHON := .venv/bin/python
 PYTEST := .venv/bin/pytest
@@ -36,6 +36,9 @@ test: setup-cluster  ## All tests but the long ones; ARGS="-k name" narrows them
 test-all: setup-cluster  ## All tests: also soaks and matrices, and at the end a drill of 200 faults
 	$(PYTEST) $(TWO_AT_A_TIME) -m "not alone" --durations=40 $(ARGS)
 	$(PYTEST) -m alone $(ARGS) || test $$? -eq 5  # 5: ARGS selects no such test
+
+test-slurm: setup-cluster  ## The tests on Slurm, with VERSION=20.11, 22.05, 24.11 or 26.05 of it
+	$(PYTHON) infra/slurm/other_version.py run $(VERSION) -- $(PYTEST) tests/slurm --durations=20 $(ARGS)
 
 test-gpu: setup  ## What only a GPU can show, in about ten minutes; without one, one skipped test
 	$(PYTEST) tests/gpu --durations=10 $(ARGS)
