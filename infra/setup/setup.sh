@@ -13,6 +13,8 @@ readonly PIP_RETRIES=3
 readonly NODE_MIN=18
 readonly PAGE_LIMIT_S=600
 readonly PREFECT_LIMIT_S=300
+readonly TREE_LIMIT_S=1200
+readonly NEWER_SLURM=24.11
 readonly PAGE=src/holdfast/api/static
 # Command, or file → the package that contains it, on Debian and Ubuntu.
 readonly CLUSTER_PACKAGES=(
@@ -128,6 +130,14 @@ add_cluster_packages() {
             "the tests that need them will fail"
 }
 
+# The tests also run with a newer Slurm, from another Debian release in a folder of its own.
+add_newer_slurm() {
+    local build=(.venv/bin/python infra/slurm/other_version.py build "$NEWER_SLURM")
+    if [[ $EUID -eq 0 ]] && ! timeout "$TREE_LIMIT_S" "${build[@]}"; then
+        say "Slurm $NEWER_SLURM could not be installed: the test that needs it will fail"
+    fi
+}
+
 page_stamp() {
     find web -type d \( -name node_modules -o -name dist \) -prune -o -type f -print0 |
         LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | cut -c1-32
@@ -171,6 +181,7 @@ main() {
     make_environment
     if [[ "${1:-}" == --cluster ]]; then
         add_cluster_packages
+        add_newer_slurm
     fi
     if [[ "${1:-}" == --page ]]; then
         has_node || die "make page needs Node $NODE_MIN or newer with npm" \

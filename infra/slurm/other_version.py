@@ -21,6 +21,9 @@ from typing import Final
 from slurm_errors import ClusterError, PrerequisiteError
 
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
+# The tests' own variable: they run beside this other version of Slurm.
+VARIABLE: Final = "HOLDFAST_OTHER_SLURM"
+CERTIFICATES: Final = Path("/etc/ssl/certs")
 TREES: Final = REPOSITORY / ".setup" / "slurm-versions"
 BUILD_TIMEOUT_S: Final = 1200
 SLURM_PACKAGES: Final = ("slurmctld", "slurmd", "slurm-client", "slurmdbd")
@@ -32,6 +35,10 @@ OTHER_PACKAGES: Final = (
 )  # fmt: skip
 # Debian's Slurm of a release needs these, and apt would not choose them from another release.
 SLURM_LIBRARIES: Final = {"bullseye": ("slurm-wlm-basic-plugins", "libslurm36")}
+DATABASE_PACKAGES: Final = (
+    "mariadb-server", "mariadb-server-core", "mariadb-client", "mariadb-client-core",
+    "mariadb-common", "libmariadb3",
+)  # fmt: skip
 SEARCH_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # The shell stays as the first process of its namespace and reaps orphans. $1 is the tree, $2 the
 # working directory, and the arguments up to `--` are the folders to bind.
@@ -56,10 +63,11 @@ exit $?
 
 @dataclass(frozen=True)
 class Release:
-    """The Debian release of a tree, and the one that its Slurm comes from."""
+    """The Debian releases of a tree, of its Slurm, and of its MariaDB if that differs."""
 
     tree: str
     slurm: str
+    database: str = ""
 
 
 # bullseye's C library is too old for a Python built on a later release, so its Slurm is installed
@@ -68,7 +76,8 @@ RELEASES: Final = {
     "20.11": Release(tree="bookworm", slurm="bullseye"),
     "22.05": Release(tree="bookworm", slurm="bookworm"),
     "24.11": Release(tree="trixie", slurm="trixie"),
-    "26.05": Release(tree="sid", slurm="sid"),
+    # sid's libmariadb3 11.8.9 refuses the first answer that slurmdbd gets, as it has columns.
+    "26.05": Release(tree="sid", slurm="sid", database="trixie"),
 }
 
 
@@ -80,7 +89,8 @@ def build(version: str) -> Path:
     """
     check_prerequisites()
     tree = TREES / version
-    recipe = f"{RELEASES[version]} {SLURM_PACKAGES} {OTHER_PACKAGES}\n"
+    packages = (*SLURM_PACKAGES, *DATABASE_PACKAGES, *OTHER_PACKAGES)
+    recipe = f"{RELEASES[version]} {' '.join(packages)}\n"
     mark = tree / "holdfast-recipe"
     with locked(version, fcntl.LOCK_EX):
         if mark.is_file() and mark.read_text() == recipe:
@@ -122,7 +132,7 @@ def locked(version: str, kind: int) -> Iterator[None]:
 
 def install(release: Release, tree: Path) -> None:
     """Install a Debian release with Slurm into `tree`. Raises ClusterError if a command fails."""
-    log = tree.with_suffix(".log")
+    log = tree.with_name(f"{tree.name}.log")
     say(f"installing Debian {release.tree} with the Slurm of {release.slurm} (about two minutes)")
     call(["debootstrap", "--variant=minbase", release.tree, str(tree)], log)
     policy = tree / "usr/sbin/policy-rc.d"
@@ -133,10 +143,14 @@ def install(release: Release, tree: Path) -> None:
     copy_names(tree)
     wanted = list(SLURM_PACKAGES)
     if release.slurm != release.tree:
-        add_source(tree, release.slurm)
         libraries = SLURM_LIBRARIES.get(release.slurm, ())
         wanted = [f"{name}/{release.slurm}" for name in (*SLURM_PACKAGES, *libraries)]
-    apt = ["apt-get", "-q", "-y", "--no-install-recommends"]
+    if release.database:
+        wanted += [f"{name}/{release.database}" for name in DATABASE_PACKAGES]
+    for suite in {release.slurm, release.database} - {release.tree, ""}:
+        add_source(tree, suite)
+    # A mirror's copy of a release that changes daily may be weeks old. Its signature still counts.
+    apt = ["apt-get", "-q", "-y", "--no-install-recommends", "-o", "Acquire::Check-Valid-Until=no"]
     call(entering(tree, [*apt, "update"]), log)
     call(entering(tree, [*apt, "install", *wanted, *OTHER_PACKAGES]), log)
     call(entering(tree, [*apt, "clean"]), log)
@@ -190,7 +204,9 @@ def run(version: str, command: Sequence[str]) -> int:
     """Run a command of this checkout in the tree of a version; return its exit status."""
     tree = build(version)
     folders = {Path(sys.base_prefix), Path(tempfile.gettempdir()), REPOSITORY}
-    environment = {**os.environ, "PATH": SEARCH_PATH, "HOME": "/root"}
+    # Variables of this machine may name its certificates.
+    folders |= {CERTIFICATES} if CERTIFICATES.is_dir() else set()
+    environment = {**os.environ, "PATH": SEARCH_PATH, "HOME": "/root", VARIABLE: version}
     with locked(version, fcntl.LOCK_SH):
         copy_names(tree)
         argv = entering(tree, command, sorted(folders))

@@ -319,11 +319,12 @@ class SlurmCluster:
             folder.mkdir(mode=0o700)
         for name in spec.node_names:
             paths.spool(name).mkdir(mode=0o755)
-        paths.slurm_conf.write_text(config.render_slurm_conf(spec, paths, address))
+        version = config.parse_version(self.run("slurmctld", "-V"))
+        paths.slurm_conf.write_text(config.render_slurm_conf(spec, paths, address, version))
         paths.slurmdbd_conf.touch(mode=0o600)
         paths.slurmdbd_conf.write_text(config.render_slurmdbd_conf(paths, address))
         paths.gres_conf.write_text(config.render_gres_conf(spec, paths))
-        paths.cgroup_conf.write_text(config.render_cgroup_conf())
+        paths.cgroup_conf.write_text(config.render_cgroup_conf(version))
         paths.munge_key.touch(mode=0o600)
         paths.munge_key.write_bytes(os.urandom(128))
         for index in range(spec.gpus_per_node):

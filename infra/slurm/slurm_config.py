@@ -203,8 +203,18 @@ class ClusterPaths:
         return (*munge_files, *configs, self.database_socket, *folders, *spools, self.state)
 
 
-def render_slurm_conf(spec: ClusterSpec, paths: ClusterPaths, address: ClusterAddress) -> str:
-    """Return the text of slurm.conf. Its times are in seconds."""
+def parse_version(text: str) -> tuple[int, int]:
+    """Return a Slurm version such as `slurm-wlm 22.05.8` as (22, 5). Raises ValueError."""
+    found = re.search(r"\b(\d\d)\.(\d\d)\b", text)
+    if found is None:
+        raise ValueError(f"{text!r} names no version of Slurm; expected text as 'slurm 22.05.8'")
+    return int(found[1]), int(found[2])
+
+
+def render_slurm_conf(
+    spec: ClusterSpec, paths: ClusterPaths, address: ClusterAddress, version: tuple[int, int]
+) -> str:
+    """Return the text of slurm.conf for a version of Slurm. Its times are in seconds."""
     spot = "PriorityTier=1 PreemptMode=REQUEUE"
     lines = [
         "ClusterName=holdfast",
@@ -226,7 +236,7 @@ def render_slurm_conf(spec: ClusterSpec, paths: ClusterPaths, address: ClusterAd
         "SlurmdDebug=verbose",
         "LogTimeFormat=iso8601_ms",
         "",
-        *_behaviour_lines(spec),
+        *_behaviour_lines(spec, version),
         "",
         "AccountingStorageType=accounting_storage/slurmdbd",
         "AccountingStorageHost=127.0.0.1",
@@ -244,7 +254,7 @@ def render_slurm_conf(spec: ClusterSpec, paths: ClusterPaths, address: ClusterAd
     return "\n".join(lines) + "\n"
 
 
-def _behaviour_lines(spec: ClusterSpec) -> list[str]:
+def _behaviour_lines(spec: ClusterSpec, version: tuple[int, int]) -> list[str]:
     """Return the lines on how jobs are tracked, scheduled, preempted and ended."""
     lines = [
         "ProctrackType=proctrack/linuxproc",
@@ -270,8 +280,12 @@ def _behaviour_lines(spec: ClusterSpec) -> list[str]:
         "PreemptMode=REQUEUE",
     ]
     if spec.send_user_signal:
-        # The name in 22.05. From 23.02 on, it is PreemptParameters=send_user_signal.
-        lines.append("SlurmctldParameters=preempt_send_user_signal")
+        is_renamed = version >= (23, 2)
+        lines.append(
+            "PreemptParameters=send_user_signal"
+            if is_renamed
+            else "SlurmctldParameters=preempt_send_user_signal"
+        )
     return lines
 
 
@@ -316,9 +330,13 @@ def render_gres_conf(spec: ClusterSpec, paths: ClusterPaths) -> str:
     return f"NodeName=n[1-{spec.nodes}] Name=gpu File={paths.devices}/nvidia[0-{last}]\n"
 
 
-def render_cgroup_conf() -> str:
+def render_cgroup_conf(version: tuple[int, int]) -> str:
     """Return the text of cgroup.conf: Slurm mounts nothing and does not use systemd.
 
-    22.05 has no `disabled` plugin. With linuxproc tracking, the v1 plugin changes nothing.
+    22.05 has no `disabled` plugin. With linuxproc tracking, the v1 plugin changes nothing. 20.11
+    has no plugins.
     """
-    return "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\nIgnoreSystemd=yes\n"
+    if version >= (23, 11):
+        return "CgroupPlugin=disabled\n"
+    plugin = "CgroupPlugin=cgroup/v1\nIgnoreSystemd=yes\n" if version >= (21, 8) else ""
+    return f"{plugin}CgroupAutomount=no\n"

@@ -1,0 +1,32 @@
+"""The main tests of jobs also pass with a newer Slurm; `make test-slurm` runs all of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+VERSION = "24.11"
+CHOSEN = "two_node_job or preempted_job_commits or every_job_state"
+
+
+@pytest.mark.timeout(900)
+def test_jobs_train_and_are_preempted_with_a_newer_slurm(tmp_path: Path) -> None:
+    # Short, because a path of Slurm's sockets is in it.
+    base = tmp_path / "n"
+    pytest_words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command = [*pytest_words, f"--basetemp={base}", "tests/slurm/test_submission.py", "-k", CHOSEN]
+    other = [sys.executable, "infra/slurm/other_version.py", "run", VERSION, "--"]
+    done = subprocess.run(
+        [*other, *command],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-2000:]}"
+    assert "3 passed" in done.stdout
