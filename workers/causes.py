@@ -14,6 +14,7 @@ from typing import Any, Final
 from holdfast.contracts.attempt import Outcome, StopFile
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.evidence import (
+    HELPER_LOST,
     KILLED_WORKER,
     find_before_traceback,
     find_cause,
@@ -216,7 +217,7 @@ def classify_crash(
         # Only the program itself exits with a code of its own.
         message = last_message(first.text) or "it exited without an error message"
         return _ending(Cause.USER_ERROR, [f"{who}: {message}"]), first
-    if oom_kills and KILLED_WORKER.search(found.quote):
+    if oom_kills and (found.rule is HELPER_LOST or KILLED_WORKER.search(found.quote)):
         return _ending(Cause.HOST_OOM, [f"{who}: {found.quote}", _of_kernel(oom_kills)]), first
     return _ending(found.rule.cause, [f"{who}: {found.quote}"]), first
 

@@ -154,6 +154,9 @@ RULES: Final[tuple[Rule, ...]] = (
         secondary_error=True,
     ),
 )
+# Frames of a process that receives an object from its own helper, such as a data loader's worker.
+_FROM_HELPER: Final = re.compile(r'File "[^"]*multiprocessing/resource_sharer\.py"')
+HELPER_LOST: Final = Rule(cause=Cause.UNKNOWN, pattern=_FROM_HELPER)
 # A worker killed because memory ran out ends by the same signal as any other killed worker.
 KILLED_WORKER: Final = re.compile(
     rf"worker \(pid.*(is killed by signal: Killed|exited unexpect)|{ABRUPT_END}", re.M
@@ -164,13 +167,17 @@ def find_cause(text: str) -> Finding | None:
     """Return what a traceback or standard error reveals, or None for the program's own error.
 
     A secondary error counts only if no other exception in the chain says more. A process that
-    loses a connection to a helper may find out next how the helper ended.
+    loses a connection to a helper may find out next how the helper ended. If it does not, nobody
+    knows why the helper ended, but no other rank is to blame.
     """
     secondary_error = None
     for found in filter(None, map(_first_match, messages(text))):
         if not found.rule.secondary_error:
             return found
         secondary_error = secondary_error or found
+    if secondary_error is not None and _FROM_HELPER.search(text):
+        quote = f"{secondary_error.quote} (a process that this one had started has ended)"
+        return Finding(rule=HELPER_LOST, quote=quote)
     return secondary_error
 
 

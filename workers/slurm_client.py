@@ -31,7 +31,7 @@ _IN_BRACKETS = re.compile(r"\([^)]*\)")
 _NO_ACCOUNTING = ("accounting storage is disabled", "not running a supported accounting_storage")
 _NO_JOB = ("invalid job id", "no job", "not found")
 # The versions of Slurm on which the tests of this version of Holdfast ran.
-TESTED: Final = ("22.05",)
+TESTED: Final = ("20.11", "22.05", "24.11", "26.05")
 
 
 @dataclass(frozen=True)

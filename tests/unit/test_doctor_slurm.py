@@ -17,6 +17,7 @@ PARTITION = "PartitionName=spot Default=YES State=UP"
     [
         ("slurm-wlm 22.05.8", "ok", "Slurm 22.05.8, partitions spot"),
         ("slurm 22.05.11", "ok", "Slurm 22.05.11, partitions spot"),
+        ("slurm-wlm 26.05.5", "ok", "Slurm 26.05.5, partitions spot"),
         ("slurm 27.11.1", "warn", "Slurm 27.11.1, partitions spot"),
         ("slurm 2.05.8", "warn", "Slurm 2.05.8, partitions spot"),
         ("", "warn", "Slurm of an unknown version, partitions spot"),

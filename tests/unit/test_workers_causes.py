@@ -225,6 +225,26 @@ def test_a_secondary_error_followed_by_its_explanation_is_not_the_cause() -> Non
     assert alone.rule.secondary_error
 
 
+@pytest.mark.parametrize(("oom_kills", "cause"), [(0, Cause.UNKNOWN), (1, Cause.HOST_OOM)])
+def test_a_rank_that_lost_its_own_worker_precedes_the_peers_that_lost_the_rank(
+    oom_kills: int, cause: Cause
+) -> None:
+    """A data loader's worker died before the rank had taken a sample from it."""
+    peer = f"{TRACEBACK}:\nRuntimeError: [gloo/pair.cc:553] Connection closed by peer [::1]:1"
+    own = (
+        f'{TRACEBACK}:\n  File "/lib/multiprocessing/resource_sharer.py", line 86, in get\n'
+        "    c = Client(address)\nConnectionResetError: [Errno 104] Connection reset by peer"
+    )
+    failures = [
+        RankFailure(rank=rank, exit_code=1, traceback=text) for rank, text in enumerate((peer, own))
+    ]
+    ending, first = classify_crash(failures, oom_kills=oom_kills)
+    assert ending.cause is cause
+    assert first is not None
+    assert first.rank == 1
+    assert "a process that this one had started has ended" in ending.evidence[0]
+
+
 def test_the_last_traceback_includes_its_chain_but_no_earlier_one() -> None:
     earlier = "Traceback (most recent call last):\n  File x\nKeyError: 1\nretrying\n"
     assert last_traceback(earlier + CHAINED) == CHAINED

@@ -14,6 +14,7 @@ from tests.histories import spec_of
 
 from holdfast.contracts import filesystems, reading
 from holdfast.contracts.attempt import (
+    AttemptDocuments,
     Claim,
     Outcome,
     Request,
@@ -21,6 +22,7 @@ from holdfast.contracts.attempt import (
     create_document,
     read_claim,
     read_document,
+    read_documents,
     write_document,
 )
 from holdfast.contracts.errors import (
@@ -280,9 +282,11 @@ def test_a_job_that_claims_at_the_last_moment_keeps_the_attempt(
         assert claim_as(flow.attempt, "200")
 
     monkeypatch.setattr(reconcile, "revalidate", claimed_meanwhile)
-    real = reconcile.read_documents
-    unseen = lambda attempt: replace(real(attempt), claim=None)  # noqa: E731
-    monkeypatch.setattr(reconcile, "read_documents", unseen)
+
+    def without_claim(attempt: AttemptPaths) -> AttemptDocuments:
+        return replace(read_documents(attempt), claim=None)
+
+    monkeypatch.setattr(reconcile, "read_documents", without_claim)
     assert not flow.reconcile().attempts[0].state.is_terminal
 
 

@@ -142,7 +142,7 @@ def _statx() -> Callable[..., int] | None:
     except (OSError, AttributeError):
         return None
     found.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_char_p]
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def send_flag(directory: Path) -> int:

@@ -148,6 +148,8 @@ class Samples(Dataset[int]):
 
     def __getitem__(self, index: int) -> int:
         if index == 2:
+            # The rank has taken the samples before it. Otherwise it may fail while it takes one.
+            time.sleep(0.5)
             self._fail()
         return index
 
