@@ -28,6 +28,7 @@ from holdfast.contracts.errors import (
 )
 from holdfast.contracts.filesystems import refresh
 from holdfast.contracts.history import RunHistory, load_history
+from holdfast.contracts.history_cache import HistoryReader
 from holdfast.contracts.journal import GROWER, EventKind, JournalWriter
 from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.contracts.states import AttemptState, Cause
@@ -50,7 +51,6 @@ from holdfast.workers.attempts import (
     resume_submission,
     submit_attempt,
 )
-from holdfast.workers.checkpoints import committed_names
 from holdfast.workers.executors import executor_for
 from holdfast.workers.executors.base import Executor
 from holdfast.workers.feasibility import Feasibility
@@ -112,9 +112,11 @@ class Supervisor:
     _prune_again_at: float = 0.0
     _capacity: CapacityObservation | None = None
     _nodes: NodeWatch = field(default_factory=NodeWatch)
+    _history: HistoryReader = field(init=False)
 
     def __post_init__(self) -> None:
         self.log = self.redactor.log(self.log)
+        self._history = HistoryReader(self.paths)
         self._ingestion = Ingestion(
             self.index,
             self.paths,
@@ -155,7 +157,7 @@ class Supervisor:
         try:
             if not self.is_acting and (lock.is_held or lock.try_take()):
                 self._take_up(journal)
-            history = reconcile(self.paths, writer=JOURNAL)
+            history = reconcile(self.paths, writer=JOURNAL, load=self._history.load)
             self.redactor.learn(history.record.spec, self.paths)
             wait_s = self._act(history, journal) if self.is_acting else self._follow(history)
             self._prune(history)
@@ -194,12 +196,13 @@ class Supervisor:
         """
         if not self.is_acting or not history.spec.checkpoint.keep.is_limited:
             return
-        now, committed = time.monotonic(), committed_names(self.paths)
+        now = time.monotonic()
+        lines = [event.data for event in history.events if event.kind is EventKind.COMMITTED]
+        committed = frozenset(str(line.get("checkpoint")) for line in lines)
         if committed == self._pruned_at and now < self._prune_again_at:
             return
         try:
             for one in deletion.apply(self.paths, by="keep rules", writer=JOURNAL):
-                committed -= {one.name}
                 self.log.info("deleted %s: %s", one.name, one.reason)
         except HoldfastError as error:
             self.log.warning("checkpoints were not pruned: %s", error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.contracts.manifest import Manifest, read_manifest
-from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths
+from holdfast.contracts.paths import CheckpointName, RunPaths
 
 
 def committed_checkpoints(paths: RunPaths) -> list[Manifest]:
@@ -21,11 +21,6 @@ def committed_checkpoints(paths: RunPaths) -> list[Manifest]:
         if manifest is not None:
             found.append(manifest)
     return found
-
-
-def committed_names(paths: RunPaths) -> frozenset[str]:
-    """Return the directory names with a manifest; reads no file, so it may be called often."""
-    return frozenset(d.name for d in paths.list_checkpoints() if (d / MANIFEST).exists())
 
 
 def newest_committed(paths: RunPaths, attempt: int) -> Manifest | None:

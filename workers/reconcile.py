@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 from holdfast.contracts.attempt import (
@@ -103,18 +104,22 @@ class Observation:
         return has_reported or now - outcome.ended_at >= VERDICT_WAIT_S
 
 
-def reconcile(paths: RunPaths, *, writer: str = "flow") -> RunHistory:
+def reconcile(
+    paths: RunPaths, *, writer: str = "flow", load: Callable[[], RunHistory] | None = None
+) -> RunHistory:
     """Journal what happened to the run's attempts since the last call; return the history.
 
-    If the scheduler does not answer, nothing changes. Raises `NotFoundError` if there is no run.
+    `load` returns the history, by default `load_history`. If the scheduler does not answer, nothing
+    changes. Raises `NotFoundError` if there is no run.
     """
-    history = load_history(paths)
+    load = load or partial(load_history, paths)
+    history = load()
     open_attempts = [view for view in history.attempts if not view.state.is_terminal]
     changed = False
     with reading_run(paths.directory):
         for view in open_attempts:
             changed |= _reconcile_attempt(paths, view, writer)
-    history = load_history(paths) if changed else history
+    history = load() if changed else history
     if not history.state.is_live:
         # The supervisor may be dead, and secrets must not stay on disk after the run.
         forget_record(paths, lambda: not load_history(paths).state.is_live)

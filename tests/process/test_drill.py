@@ -15,7 +15,7 @@ import pytest
 
 from holdfast.flows.drills.kinds import select_kinds
 from holdfast.flows.drills.results import DrillResult
-from holdfast.workers.checkpoints import committed_names
+from holdfast.workers.checkpoints import committed_checkpoints
 from holdfast_bench.drills import faults
 from holdfast_bench.drills.campaign import Plan, drill_throw_away
 from holdfast_bench.drills.context import TestbedContext
@@ -65,7 +65,7 @@ def test_drill_detects_a_lost_checkpoint_and_keeps_the_run(
 
     def lose_checkpoint(context: TestbedContext) -> str:
         paths = context.target.paths
-        gone.append(max(committed_names(paths)))
+        gone.append(committed_checkpoints(paths)[-1].name)
         shutil.rmtree(paths.checkpoints / gone[0])
         return f"{gone[0]} deleted"
 

@@ -14,9 +14,11 @@ CHOSEN = "two_node_job or preempted_job_commits or every_job_state"
 
 
 @pytest.mark.timeout(900)
-def test_jobs_train_and_are_preempted_with_a_newer_slurm(tmp_path: Path) -> None:
-    # Short, because a path of Slurm's sockets is in it.
-    base = tmp_path / "n"
+def test_jobs_train_and_are_preempted_with_a_newer_slurm(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    # A short name: munge's socket has to fit into the 108 characters of a Unix address.
+    base = tmp_path_factory.mktemp("n") / "b"
     pytest_words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command = [*pytest_words, f"--basetemp={base}", "tests/slurm/test_submission.py", "-k", CHOSEN]
     other = [sys.executable, "infra/slurm/other_version.py", "run", VERSION, "--"]

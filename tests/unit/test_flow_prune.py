@@ -14,7 +14,7 @@ from holdfast.contracts.paths import RunPaths
 from holdfast.flows.supervise import Supervisor, submit_next
 from holdfast.lineage.index import Index
 from holdfast.workers import deletion
-from holdfast.workers.checkpoints import committed_names
+from holdfast.workers.checkpoints import committed_checkpoints
 from holdfast.workers.retention import Verdict
 
 pytestmark = pytest.mark.usefixtures("home")
@@ -46,7 +46,7 @@ def test_a_commit_during_a_prune_is_considered_by_the_next_prune(
     monkeypatch.setattr(deletion, "apply", apply)
     for _ in range(4):
         supervisor._prune(load_history(folder.paths))
-    assert committed_names(folder.paths) == set(names[2:])
+    assert [one.name for one in committed_checkpoints(folder.paths)] == names[2:]
     assert applied == [names[:1], names[1:2]], (
         "the keep rules were applied again without a new commit"
     )

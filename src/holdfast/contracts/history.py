@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from holdfast.contracts.attempt import (
@@ -211,10 +212,16 @@ def pinned_checkpoints(events: Iterable[Event]) -> frozenset[str]:
 
 def load_events(paths: RunPaths) -> tuple[Event, ...]:
     """Return every complete line of all journals of the run, by time, writer and number."""
-    return _in_order(event for path in paths.list_journals() for event in read_journal(path)[0])
+    return order_events(event for path in paths.list_journals() for event in read_journal(path)[0])
 
 
-def _in_order(events: Iterable[Event]) -> tuple[Event, ...]:
+def read_events(journals: Iterable[Path]) -> tuple[Event, ...]:
+    """Return the lines of some journals. Those that this process knows are not read again."""
+    return tuple(event for path in journals for event in KEPT.read(path))
+
+
+def order_events(events: Iterable[Event]) -> tuple[Event, ...]:
+    """Return events by time, writer and number."""
     return tuple(sorted(events, key=lambda e: (e.time, e.writer, e.opening, e.sequence)))
 
 
@@ -233,9 +240,9 @@ def load_history(paths: RunPaths, events: Sequence[Event] | None = None) -> RunH
     check_identity(paths, record)
     with reading_run(paths.directory):
         if events is None:
-            events = _in_order(e for path in paths.list_journals() for e in KEPT.read(path))
+            events = order_events(read_events(paths.list_journals()))
         events = tuple(events)
-        attempts = tuple(_view(attempt, events) for attempt in paths.list_attempts())
+        attempts = tuple(view_attempt(attempt, events) for attempt in paths.list_attempts())
         return RunHistory(
             paths=paths,
             record=record,
@@ -254,7 +261,8 @@ def check_identity(paths: RunPaths, record: RunRecord) -> None:
         )
 
 
-def _view(paths: AttemptPaths, events: Sequence[Event]) -> AttemptView:
+def view_attempt(paths: AttemptPaths, events: Sequence[Event]) -> AttemptView:
+    """Return one attempt from its documents and the run's events. Raises `HoldfastError`."""
     own = [e for e in events if e.data.get("attempt") == paths.number]
     ended = next((e for e in own if e.kind is EventKind.ATTEMPT_ENDED), None)
     documents = read_documents(paths)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from holdfast.contracts.filesystems import fetch_attributes
 from holdfast.contracts.journal import Event, open_journal, read_lines
 
 # Bytes of journal files. Their events take about ten times as much memory.
@@ -46,6 +47,9 @@ class JournalCache:
         """Return all events of a journal. Raises like `read_journal`."""
         with self._lock:
             kept = self._kept.get(path)
+        if kept is not None and _is_unchanged(path, kept):
+            self._put(path, kept)
+            return kept.events
         try:
             with open_journal(path) as stream:
                 found = None if stream is None else _read(stream, path, kept)
@@ -70,6 +74,17 @@ class JournalCache:
             while self._bytes > self._bytes_max:
                 oldest = next(iter(self._kept))
                 self._bytes -= self._kept.pop(oldest).offset
+
+
+def _is_unchanged(path: Path, kept: _Kept) -> bool:
+    """Return True if the file has not changed since it was read. It need not be opened then."""
+    fetch_attributes(path)
+    try:
+        facts = path.lstat()
+    except OSError:
+        return False
+    is_same = (facts.st_dev, facts.st_ino) == kept.file
+    return is_same and (facts.st_size, facts.st_mtime_ns) == (kept.size, kept.changed_ns)
 
 
 def _read(stream: BinaryIO, path: Path, kept: _Kept | None) -> _Kept:
