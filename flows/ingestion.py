@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Final
 
 from holdfast.contracts.errors import HoldfastError
+from holdfast.contracts.history import RunHistory
 from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.states import RunState
 from holdfast.lineage.index import Index
 
 FINISH_S_MAX: Final = 120.0
+QUIET_S: Final = 30.0
 
 
 class Ingestion:
@@ -32,11 +36,23 @@ class Ingestion:
         self._failed, self._succeeded = failed, succeeded
         self._lock = threading.Lock()
         self._is_wanted = False
+        # What the last request was about, and when it was made.
+        self._asked: tuple[int, RunState] | None = None
+        self._asked_at = 0.0
         self._thread: threading.Thread | None = None
 
-    def ask(self) -> None:
-        """Request an ingest of the run's current state. Returns at once."""
+    def ask(self, history: RunHistory | None = None) -> None:
+        """Request an ingest of the run's current state. Returns at once.
+
+        A `history` without anything new is ingested every `QUIET_S` seconds only, for logged
+        metrics. An ingest looks at every file of the run.
+        """
+        now = time.monotonic()
+        state = None if history is None else (len(history.events), history.state)
         with self._lock:
+            if state is not None and state == self._asked and now - self._asked_at < QUIET_S:
+                return
+            self._asked, self._asked_at = state, now
             self._is_wanted = True
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -57,6 +73,7 @@ class Ingestion:
                 self._index.update(self._paths)
             # Disk is the truth, so a failed update can be repeated later.
             except (HoldfastError, OSError) as error:
+                self._asked = None
                 self._failed(error)
             else:
                 self._succeeded()

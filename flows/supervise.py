@@ -172,7 +172,7 @@ class Supervisor:
             return FAILURE_WAIT_S
         self._failing_since = None
         self._warned.discard("storage")
-        self._ingestion.ask()
+        self._ingestion.ask(history)
         return wait_s
 
     def _take_up(self, journal: JournalWriter) -> None:

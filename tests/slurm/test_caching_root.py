@@ -35,6 +35,7 @@ from holdfast.workers.checkpoints import committed_checkpoints
 
 CACHE_S = 60.0
 STEPS = 300
+STALL_S = 45.0
 SPOT = {"executor": "slurm", "gpus_per_node": 1, "gres": "gpu:4", "partition": "spot"}
 
 
@@ -66,15 +67,23 @@ def cached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CachedCluster]:
 class SupervisedRun:
     """A run with its supervisor in a thread of this process."""
 
-    def __init__(self, cached: CachedCluster, name: str, nodes: int) -> None:
+    def __init__(
+        self,
+        cached: CachedCluster,
+        name: str,
+        nodes: int,
+        *,
+        interval: int = 10,
+        steps: int = STEPS,
+    ) -> None:
         self.run = LocalRun(
             cached.root / name,
             grace_s=12.0,
             resources={**SPOT, "nodes": nodes},
             elastic={"min_gpus": 1, "max_gpus": nodes},
-            checkpoint={"interval": 10},
+            checkpoint={"interval": interval},
             supervision={"poll_s": 0.5, "restarts_in_place": 1},
-            steps=STEPS,
+            steps=steps,
             sleep_s=0.1,
         )
         self.thread = threading.Thread(target=self._supervise, daemon=True)
@@ -163,3 +172,25 @@ def test_operator_and_a_lost_node_are_noticed_through_the_caches(cached: CachedC
     assert after.facts["committed_step"] == after.last_step
     assert after.first_step is not None
     assert after.first_step > 10, "it resumed from a commit of both nodes"
+
+
+def test_a_stall_of_the_root_ends_no_training(cached: CachedCluster) -> None:
+    supervised = SupervisedRun(cached, "stalled", nodes=2, interval=10_000, steps=100_000)
+    run = supervised.run
+    try:
+        first = supervised.attempt(1)
+        before = run.wait_for_step(first, 20)
+        set_fault(cached.control, latency="stall")
+        # Longer than a node may leave a question of node 0 unanswered.
+        time.sleep(STALL_S)
+        set_fault(cached.control)
+        operator.request(run.paths, "stop", by="tester")
+        supervised.wait_for_end()
+    finally:
+        set_fault(cached.control)
+        run.end_all()
+    (only,) = run.history().attempts
+    assert (only.state, only.cause) == (AttemptState.CANCELLED, Cause.OPERATOR)
+    assert [one.ending for one in run.outcome(first).launches] == ["stopped"]
+    assert only.facts["committed_step"] == only.last_step
+    assert (only.last_step or 0) - before > STALL_S * 5, "the ranks trained while the root hung"
