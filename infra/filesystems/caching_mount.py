@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ SOURCE_CODE: Final = Path(__file__).with_name("caching_fs.c")
 PROGRAM: Final = Path(__file__).parents[2] / ".setup" / "caching_fs"
 COMPILE_TIMEOUT_S: Final = 120
 MOUNT_WAIT_S: Final = 15.0
-NO_FAULT: Final = "0 none *\n"
+COUNTS: Final = "CACHING_FS_COUNTS"
 # Runs a command after a mount in a mount namespace of its own. The mount ends with the namespace.
 THEN: Final = 'set -e; "$1" "$2" "$3" "$4" -o "$5"; shift 5; exec "$@"'
 
@@ -52,9 +53,15 @@ def mount_command(source: Path, control: Path, point: Path, seconds: float) -> l
     return [str(compile_program()), str(source), str(control), str(point), "-o", _options(seconds)]
 
 
-def in_own_mount(source: Path, control: Path, point: Path, seconds: float) -> list[str]:
-    """Return the words before a command that sees `point` through a mount of its own."""
+def in_own_mount(
+    source: Path, control: Path, point: Path, seconds: float, counts: Path | None = None
+) -> list[str]:
+    """Return the words before a command that sees `point` through a mount of its own.
+
+    The file `counts` gets the number of operations on this mount, see `read_counts`.
+    """
     isolate = ["unshare", "--mount", "--propagation=private"]
+    isolate = [*(["env", f"{COUNTS}={counts}"] if counts else []), *isolate]
     words = [str(compile_program()), str(source), str(control), str(point), _options(seconds)]
     return [*isolate, "sh", "-c", THEN, "sh", *words]
 
@@ -64,6 +71,12 @@ def set_fault(control: Path, *, latency: str = "0", error: str = "none", paths: 
     new = control.with_suffix(".new")
     new.write_text(f"{latency} {error} {paths}\n")
     new.replace(control)
+
+
+def read_counts(counts: Path) -> tuple[int, int]:
+    """Return how many operations on metadata and on data have reached the file system."""
+    metadata, data = struct.unpack("=QQ", counts.read_bytes())
+    return metadata, data
 
 
 @contextlib.contextmanager

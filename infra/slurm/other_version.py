@@ -22,7 +22,7 @@ from slurm_errors import ClusterError, PrerequisiteError
 
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
 # The tests' own variable: they run beside this other version of Slurm.
-VARIABLE: Final = "HOLDFAST_OTHER_SLURM"
+VARIABLE: Final = "OTHER_SLURM_VERSION"
 CERTIFICATES: Final = Path("/etc/ssl/certs")
 TREES: Final = REPOSITORY / ".setup" / "slurm-versions"
 BUILD_TIMEOUT_S: Final = 1200

@@ -15,7 +15,7 @@ from slurm_cluster import SlurmCluster, check_prerequisites
 from slurm_config import ClusterSpec
 
 # It starts these tests beside another Slurm, where it must not start them again.
-collect_ignore = ["test_newer_version.py"] if "HOLDFAST_OTHER_SLURM" in os.environ else []
+collect_ignore = ["test_newer_version.py"] if "OTHER_SLURM_VERSION" in os.environ else []
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ import pytest
 # Appended, so that no module of ours can shadow an installed one.
 sys.path.append(str(Path(__file__).parents[2] / "infra" / "filesystems"))
 
-from caching_mount import in_own_mount, mounted, set_fault
+from caching_mount import in_own_mount, mounted, read_counts, set_fault
 from slurm_cluster import SlurmCluster
 from slurm_config import ClusterSpec
 from tests.process.local_runs import LocalRun, wait_until
@@ -36,14 +36,20 @@ from holdfast.workers.checkpoints import committed_checkpoints
 CACHE_S = 60.0
 STEPS = 300
 STALL_S = 45.0
+STEADY_S = 40.0
 SPOT = {"executor": "slurm", "gpus_per_node": 1, "gres": "gpu:4", "partition": "spot"}
 
 
 class CachedCluster:
     """A cluster of three nodes, and the root as this process sees it."""
 
-    def __init__(self, slurm: SlurmCluster, root: Path, control: Path) -> None:
-        self.slurm, self.root, self.control = slurm, root, control
+    def __init__(self, slurm: SlurmCluster, root: Path, control: Path, base: Path) -> None:
+        self.slurm, self.root, self.control, self._base = slurm, root, control, base
+
+    def counts(self, nodes: Iterable[str]) -> tuple[int, int]:
+        """Operations on metadata and on data that these nodes' mounts have received."""
+        found = [read_counts(self._base / f"counts-{node}") for node in nodes]
+        return sum(one[0] for one in found), sum(one[1] for one in found)
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +62,14 @@ def cached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CachedCluster]:
     cluster = SlurmCluster(
         tmp_path_factory.mktemp("slurm"),
         ClusterSpec(nodes=3, grace_time_s=15, kill_wait_s=10),
-        node_prefix=lambda node: in_own_mount(source, control, root, CACHE_S),
+        node_prefix=lambda node: in_own_mount(
+            source, control, root, CACHE_S, base / f"counts-{node}"
+        ),
     )
     with cluster, mounted(source, control, root, CACHE_S), pytest.MonkeyPatch.context() as patch:
         for name, value in cluster.env.items():
             patch.setenv(name, value)
-        yield CachedCluster(cluster, root, control)
+        yield CachedCluster(cluster, root, control, base)
 
 
 class SupervisedRun:
@@ -194,3 +202,25 @@ def test_a_stall_of_the_root_ends_no_training(cached: CachedCluster) -> None:
     assert [one.ending for one in run.outcome(first).launches] == ["stopped"]
     assert only.facts["committed_step"] == only.last_step
     assert (only.last_step or 0) - before > STALL_S * 5, "the ranks trained while the root hung"
+
+
+def test_steady_training_hardly_uses_the_metadata_of_the_root(cached: CachedCluster) -> None:
+    supervised = SupervisedRun(cached, "steady", nodes=2, interval=10_000, steps=100_000)
+    run = supervised.run
+    try:
+        first = supervised.attempt(1)
+        run.wait_for_step(first, 20)
+        hosts = [beat.host for beat in run.beats(first)]
+        # The start is over once the warm standby, if any, and the first look for requests are.
+        time.sleep(10)
+        before = cached.counts(hosts)
+        time.sleep(STEADY_S)
+        after = cached.counts(hosts)
+        operator.request(run.paths, "stop", by="tester")
+        supervised.wait_for_end()
+    finally:
+        run.end_all()
+    metadata, data = (now - then for now, then in zip(after, before, strict=True))
+    print(f"{metadata} operations on metadata and {data} on data in {STEADY_S:.0f} s on 2 nodes")
+    assert metadata <= len(hosts) * STEADY_S / 10
+    assert data > 0, "heartbeats and metrics were written"

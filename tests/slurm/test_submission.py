@@ -181,6 +181,7 @@ def test_queued_job_is_pending_and_can_be_cancelled(slurm: SlurmCluster, make: M
     attempt = run.submit()
     view = run.history().attempts[0]
     assert view.state is AttemptState.PENDING
+    assert "pending: BeginTime; the scheduler expects it to start at 2" in view.waits_for
     submission = read_document(Submission, attempt.submission)
     found = executor.find(_request(view))
     assert submission is not None

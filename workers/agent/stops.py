@@ -10,7 +10,7 @@ from typing import Final
 
 from holdfast.contracts.attempt import StopFile, read_document
 from holdfast.contracts.errors import HoldfastError, SchedulerError
-from holdfast.contracts.filesystems import filesystem_of, is_listed
+from holdfast.contracts.filesystems import fetch_attributes, filesystem_of, is_listed
 from holdfast.contracts.states import Cause
 from holdfast.workers import slurm_client
 from holdfast.workers.agent.context import AgentContext
@@ -64,6 +64,7 @@ class StopWatch:
         self._file_poll_s = SHARED_FILE_POLL_S if is_shared else FILE_POLL_S
         self._file_at = self._limit_at = self._saves_at = -math.inf
         self._file_seen = False
+        self._changes: tuple[int, ...] = ()
         self._forecast: FlushForecast | None = None
         self.end_at = self._find_end(context.started_at)
 
@@ -97,6 +98,8 @@ class StopWatch:
         if self._file_seen or now - self._file_at < self._file_poll_s:
             return None
         self._file_at = now
+        if not self._may_have_file():
+            return None
         path = self._context.attempt.stop
         try:
             asked = read_document(StopFile, path) if is_listed(path) else None
@@ -115,6 +118,17 @@ class StopWatch:
             deadline=deadline,
             detail=f"{asked.action} by {asked.by}" + (f": {asked.detail}" if asked.detail else ""),
         )
+
+    def _may_have_file(self) -> bool:
+        """Return False if nothing was created in the attempt's folder since the last two looks.
+
+        That costs shared storage one question, less than a listing. Times of files may be as coarse
+        as seconds, so a folder that has just changed is listed twice.
+        """
+        folder = self._context.attempt.directory
+        fetch_attributes(folder)
+        self._changes = (*self._changes[-2:], folder.stat().st_mtime_ns)
+        return len(set(self._changes)) > 1 or len(self._changes) < 3
 
     def look_at_saves(self, now: float) -> None:
         """Update the forecast of the last flush if the job has a time limit."""

@@ -46,7 +46,7 @@ from holdfast.contracts.digests import (
 )
 from holdfast.contracts.durable import to_json
 from holdfast.contracts.errors import DamagedCheckpointError, ForeignFileError
-from holdfast.contracts.filesystems import look_up
+from holdfast.contracts.filesystems import is_listed
 from holdfast.contracts.paths import MANIFEST, CheckpointName
 from holdfast.contracts.reading import open_regular, read_bounded
 from holdfast.contracts.retries import read_again
@@ -244,9 +244,8 @@ def read_manifest(directory: Path) -> Manifest | None:
     path = f"{directory}/{MANIFEST}"
     try:
         content = _read(path, directory)
-        if content is None:
-            # Another node may have committed since this host last looked.
-            look_up(Path(path))
+        if content is None and is_listed(Path(path)):
+            # Another node has committed since this host last looked.
             content = _read(path, directory)
     except ForeignFileError as error:
         raise DamagedCheckpointError(
