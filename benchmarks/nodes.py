@@ -1,10 +1,11 @@
 """How long node 0 needs to lead 1 to 1,024 other nodes: real lead and channel, played nodes.
 
 Run `python -m benchmarks.nodes [--members N] [--json]`. One process plays the agents of all other
-nodes (`benchmarks/played_nodes.py`), each with 8 ranks, 0.2 ms of latency and the seconds that work
-takes on a node. This process runs node 0's real lead. A first attempt crashes once and is then
-stopped by a signal that another node receives. In a second attempt one node is silent when the
-signal comes. Times are from the event to the last node, without the nodes' own work.
+nodes (`benchmarks/played_nodes.py`), each with 8 ranks, heartbeats, 0.2 ms of latency and the
+seconds that work takes on a node. This process runs node 0's real lead. A first attempt crashes
+once and is then stopped by a signal that another node receives. In a second attempt one node is
+silent when the signal comes. Times are from the event to the last node, without the nodes' own
+work.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, cast
 
-from benchmarks.played_nodes import DRAIN_S, FLUSH_S, KILL_S, RANKS, START_S, HereNode
+from benchmarks.played_nodes import (
+    DRAIN_S,
+    FLUSH_S,
+    HEARTBEAT_S,
+    KILL_S,
+    RANKS,
+    START_S,
+    HereNode,
+)
 
 from holdfast.contracts.attempt import Request, RunRecord, write_document
 from holdfast.contracts.channel import ChannelHost
@@ -37,6 +46,7 @@ from holdfast.workers.agent.context import AgentContext, load_context
 from holdfast.workers.agent.lead import Lead
 from holdfast.workers.agent.runtime import NodeRuntime
 from holdfast.workers.agent.signals import SignalBox
+from holdfast.workers.heartbeats import HeartbeatWriter, interval_s
 from holdfast.workers.request import build_request
 
 SIZES: Final = (1, 16, 64, 256, 1024)
@@ -86,6 +96,30 @@ class Attempt:
         return max(seen.values())
 
 
+class Beats:
+    """Node 0's part in the heartbeats of the other nodes: it takes them and writes them all."""
+
+    def __init__(self, context: AgentContext) -> None:
+        self._every_s = interval_s(HEARTBEAT_S, context.nodes)
+        self._writer = HeartbeatWriter(context.attempt)
+        self._beats: dict[int, dict[str, Any]] = {}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def take(self, beat: dict[str, Any]) -> None:
+        self._beats[int(beat["node"])] = beat
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+        self._writer.close()
+
+    def _run(self) -> None:
+        while not self._over.wait(self._every_s):
+            self._writer.write(list(self._beats.copy().values()))
+
+
 @contextmanager
 def attempt(folder: Path, members: int) -> Iterator[Attempt]:
     """Yield an attempt whose nodes have all joined and started; at the end, wait for its end."""
@@ -101,6 +135,8 @@ def attempt(folder: Path, members: int) -> Iterator[Attempt]:
         with JournalWriter(path) as journal:
             here = cast(NodeRuntime, HereNode(0))
             lead = Lead(context, SignalBox(), journal, here, host)
+            beats = Beats(context)
+            lead.group.take_beat = beats.take
             host.wait_for_peers(WAIT_S)
             made = Attempt(host, lead, players, path, time.monotonic() - began)
             thread = threading.Thread(target=lead.run, daemon=True)
@@ -112,6 +148,7 @@ def attempt(folder: Path, members: int) -> Iterator[Attempt]:
             made.tell("end")
             made.marks += [tuple(mark) for mark in json.loads(players.communicate(None, 60)[0])]
             lead.close()
+            beats.close()
     finally:
         players.kill()
         players.wait()

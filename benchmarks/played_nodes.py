@@ -23,6 +23,7 @@ from holdfast.workers.agent.calibration import PhaseTimes
 from holdfast.workers.agent.node import CrashReport, NodeReport
 from holdfast.workers.agent.silence import RankStatus
 from holdfast.workers.causes import RankFailure
+from holdfast.workers.heartbeats import NodeBeat, RankBeat, interval_s
 
 RANKS: Final = 8
 LATENCY_S: Final = 0.0002
@@ -32,6 +33,7 @@ START_S: Final = 0.05
 KILL_S: Final = 0.24
 DRAIN_S: Final = 0.05
 FLUSH_S: Final = 5.0
+HEARTBEAT_S: Final = 2.0
 # An agent finds the end of its ranks within this time.
 NOTICED_S: Final = 0.25
 TIMES: Final = PhaseTimes(count=100, p50_s=STEP_S, p99_s=STEP_S * 1.1)
@@ -85,6 +87,40 @@ class PlayedNode:
             ranks=ranks,
             host_address="127.0.0.1",
         )
+
+    def beat(self, every_s: float) -> dict[str, Any]:
+        """Return a heartbeat as an agent sends it to node 0."""
+        ranks = tuple(
+            RankBeat(
+                rank=self.number * RANKS + local,
+                step=self.step,
+                phase="train",
+                age_s=0.4,
+                step_time_s=STEP_S,
+                pid=100_000 + local,
+                step_p50_s=STEP_S,
+                step_p99_s=STEP_S * 1.1,
+                own_s=STEP_S * 0.8,
+                rss_bytes=12_345_678_901,
+                cpu_percent=101.5,
+                threads=130,
+                read_bytes=123_456_789_012,
+                write_bytes=23_456_789_012,
+            )
+            for local in range(RANKS)
+        )
+        beat = NodeBeat(
+            node=self.number,
+            host=self.name,
+            time=time.time(),
+            attempt=1,
+            launch=self.launch,
+            agent_pid=4000,
+            monotonic_s=time.monotonic(),
+            every_s=every_s,
+            ranks=ranks,
+        )
+        return beat.model_dump(mode="json", exclude_none=True)
 
     def do(self, kind: str, given: dict[str, Any]) -> tuple[dict[str, Any], float]:
         """Return the answer to a question, and the seconds that the work for it takes."""
@@ -141,6 +177,9 @@ class Players:
         self._order = itertools.count()
         self._marks: list[tuple[float, str, str, int]] = []
         self._is_over = False
+        self._beat_s = interval_s(HEARTBEAT_S, nodes + 1)
+        for number in self._nodes:
+            self._later(self._beat_s * number / nodes, number, "beat", {})
 
     def run(self) -> list[tuple[float, str, str, int]]:
         """Answer until `end` is read; return (monotonic time, what, kind, node) of each event."""
@@ -193,8 +232,13 @@ class Players:
             self._later(took_s, number, kind, answer)
 
     def _send(self, number: int, kind: str, answer: dict[str, Any]) -> None:
-        member = self._members[number]
+        node, member = self._nodes[number], self._members[number]
         try:
+            if kind == "beat":
+                if not node.is_silent:
+                    member.tell(beat=node.beat(self._beat_s))
+                self._later(self._beat_s, number, "beat", {})
+                return
             if not kind:
                 member.tell(**answer)
                 return
