@@ -150,7 +150,7 @@ def heartbeat_stamp(paths: AttemptPaths) -> tuple[object, ...]:
 
 
 def _present_files(paths: AttemptPaths) -> list[Path]:
-    """Return the files that the folder lists. No others are looked up, see `is_listed`."""
+    """Return the files that the folder lists. No others are looked up, see `is_there`."""
     try:
         names = os.listdir(paths.heartbeats)
     except OSError:

@@ -35,7 +35,7 @@ from holdfast.contracts.errors import (
     reading_run,
 )
 from holdfast.contracts.file_locks import wait_for_lock
-from holdfast.contracts.filesystems import delay_s, is_listed, revalidate
+from holdfast.contracts.filesystems import delay_s, is_there, revalidate
 from holdfast.contracts.goodput import account
 from holdfast.contracts.history import AttemptView, RunHistory, load_events, load_history
 from holdfast.contracts.journal import Event, EventKind, JournalWriter
@@ -165,7 +165,7 @@ def observe(attempt: AttemptPaths) -> Observation:
         submission=before.submission,
         claim=after.claim,
         outcome=after.outcome,
-        stop=read_document(StopFile, attempt.stop) if is_listed(attempt.stop) else None,
+        stop=read_document(StopFile, attempt.stop) if is_there(attempt.stop) else None,
         status=status,
     )
 

@@ -28,7 +28,7 @@ from tests.slot_tables import make_table
 from holdfast.contracts.attempt import Claim, create_document, read_claim, read_documents
 from holdfast.contracts.durable import make_directory
 from holdfast.contracts.errors import PreflightError
-from holdfast.contracts.filesystems import filesystem_of, is_listed
+from holdfast.contracts.filesystems import filesystem_of, is_listed, is_there
 from holdfast.contracts.history import load_events
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.manifest import read_manifest
@@ -62,15 +62,19 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
         yield Hosts(first, second, control)
 
 
-def test_a_name_that_was_looked_up_in_vain_is_found_once_it_is_listed(hosts: Hosts) -> None:
+def test_a_name_that_was_looked_up_in_vain_is_found_when_it_is_there(hosts: Hosts) -> None:
     path = hosts.second / "there"
     assert not path.exists()
     (hosts.first / "there").write_text("x")
     assert not path.exists(), "the absence is cached, or this test shows nothing"
-    assert is_listed(path)
+    assert is_there(path)
     assert path.read_text() == "x"
-    assert not is_listed(hosts.second / "absent")
-    assert not is_listed(hosts.second / "no-folder" / "absent")
+    assert not is_there(hosts.second / "absent")
+    assert not is_there(hosts.second / "no-folder" / "absent")
+    (hosts.first / "there").unlink()
+    assert not is_listed(path)
+    (hosts.first / "there").touch()
+    assert is_listed(path)
     assert sorted(os.listdir(hosts.first)) == ["there"], "a look leaves nothing behind"
 
 

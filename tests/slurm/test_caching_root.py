@@ -149,7 +149,8 @@ def test_preempted_run_on_two_nodes_continues_on_one(cached: CachedCluster) -> N
     assert before.ended_at - before.facts["stop_requested_at"] < 12.0
     commits = [one for one in committed_checkpoints(run.paths) if one.attempt == 1]
     assert [one.step for one in commits[:-1]] == list(range(10, commits[-1].step, 10))
-    assert max(one.committed_at - one.staged_at for one in commits) < 10.0
+    # Without hints of the agents, flushers would look for each other's files every ten seconds.
+    assert max(one.committed_at - one.staged_at for one in commits) < 6.0
     assert run.events(EventKind.SAVE_FAILED) == []
     assert [event for event in run.events(EventKind.NODE_SILENT) if event.data["silent"]] == []
 

@@ -28,7 +28,7 @@ from holdfast.contracts.durable import (
 )
 from holdfast.contracts.environment import flush_timeout_s
 from holdfast.contracts.errors import SaveError
-from holdfast.contracts.filesystems import delay_s, is_listed, refresh, revalidate
+from holdfast.contracts.filesystems import delay_s, is_there, refresh, revalidate
 from holdfast.contracts.manifest import FileEntry, Manifest, encode_manifest, read_manifest
 from holdfast.contracts.paths import MANIFEST, PARTS, CheckpointName, RunPaths
 from holdfast.trainer.flusher.hints import Hints
@@ -229,8 +229,8 @@ class _Wait:
     def _check_directory(self, gathers: bool) -> Manifest | None:
         """Return the manifest, None if there is none. Storage may fail for `LOOK_RETRY_S`."""
         try:
-            is_there = is_listed(self._directory / MANIFEST)
-            manifest = read_manifest(self._directory) if is_there else None
+            has_manifest = is_there(self._directory / MANIFEST)
+            manifest = read_manifest(self._directory) if has_manifest else None
             if manifest is None:
                 self._look_at_parts(gathers)
         except OSError:
@@ -248,11 +248,10 @@ class _Wait:
 
     def _look_at_parts(self, gathers: bool) -> None:
         """Raise `SaveError` if a node reports that the step failed. With `gathers`, read parts."""
-        names = _list(self._directory / PARTS)
-        if FAILED_PART in names:
+        if is_there(self._directory / PARTS / FAILED_PART):
             self._raise_failure()
         if gathers:
-            self._gather(names)
+            self._gather(_list(self._directory / PARTS))
 
     def _gather(self, names: Collection[str]) -> None:
         """Read the new parts. Raises `SaveError` if one reports that its node failed."""
@@ -336,7 +335,7 @@ class _Wait:
             if own is None or name is None or name <= own:
                 continue
             same_writer = (name.attempt, name.launch) == (own.attempt, own.launch)
-            if same_writer and part_name(node) in _list(other / PARTS):
+            if same_writer and is_there(other / PARTS / part_name(node)):
                 return True
         return False
 

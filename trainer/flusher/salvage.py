@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from holdfast.contracts.durable import create_bytes, make_directory, to_json, write_bytes
 from holdfast.contracts.errors import SaveError
-from holdfast.contracts.filesystems import delay_s, is_listed
+from holdfast.contracts.filesystems import delay_s, is_there
 from holdfast.trainer.flusher.commit import committer_of
 from holdfast.trainer.flusher.plan import SlotKey, SlotView, StepGroup
 from holdfast.trainer.flusher.shards import launch_folder, name_shards
@@ -93,7 +93,7 @@ def agree(
     timeout_s = LISTS_WAIT_S + delay_s(folder) if timeout_s is None else timeout_s
     began = time.monotonic()
     lists: dict[int, list[int]] = {node: list(steps)}
-    while not is_listed(folder / ANSWER):
+    while not is_there(folder / ANSWER):
         waited_s, gone = time.monotonic() - began, set(lost())
         reader = committer_of(nodes, gone)
         silent = _silent_nodes(folder, lists, nodes) if node == reader else {reader or 0}

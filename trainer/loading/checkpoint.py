@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.contracts.errors import NotFoundError
-from holdfast.contracts.filesystems import is_listed
+from holdfast.contracts.filesystems import is_there
 from holdfast.contracts.leases import reading
 from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths, default_root
 from holdfast.trainer.collective import ControlGroup
@@ -132,7 +132,7 @@ def check_committed(directory: Path) -> None:
     under the lease. A deletion removes the manifest first, and restores it if a lease appeared.
     """
     is_of_run = RunPaths(directory.parent.parent).spec.exists()
-    if is_of_run and not is_listed(directory / MANIFEST):
+    if is_of_run and not is_there(directory / MANIFEST):
         raise NotFoundError(
             f"{directory}: it has no {MANIFEST}, so it was never committed or is being deleted; "
             "load another checkpoint of the run"

@@ -7,7 +7,7 @@ import time
 from typing import Final
 
 from holdfast.contracts.attempt import Claim, create_document, read_claim, read_document
-from holdfast.contracts.filesystems import is_listed
+from holdfast.contracts.filesystems import is_there
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.stale_outcome import quarantine_stale_outcome
@@ -52,7 +52,7 @@ def wait_for_claim(context: AgentContext) -> bool:
     give_up = time.monotonic() + CLAIM_WAIT_S
     while time.monotonic() < give_up:
         path = context.attempt.claim
-        holder = read_document(Claim, path) if is_listed(path) else None
+        holder = read_document(Claim, path) if is_there(path) else None
         if holder is not None:
             return holder.job_id == context.job_id
         time.sleep(POLL_S)

@@ -10,7 +10,7 @@ from typing import Final
 
 from holdfast.contracts.attempt import StopFile, read_document
 from holdfast.contracts.errors import HoldfastError, SchedulerError
-from holdfast.contracts.filesystems import fetch_attributes, filesystem_of, is_listed
+from holdfast.contracts.filesystems import fetch_attributes, filesystem_of, is_there
 from holdfast.contracts.states import Cause
 from holdfast.workers import slurm_client
 from holdfast.workers.agent.context import AgentContext
@@ -102,7 +102,7 @@ class StopWatch:
             return None
         path = self._context.attempt.stop
         try:
-            asked = read_document(StopFile, path) if is_listed(path) else None
+            asked = read_document(StopFile, path) if is_there(path) else None
         except HoldfastError as error:
             # The file cannot be read, but it does request a stop.
             asked = StopFile(action="stop", by="?", requested_at=now, detail=str(error))

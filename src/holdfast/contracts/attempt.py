@@ -295,7 +295,7 @@ class AttemptDocuments:
 def read_documents(paths: AttemptPaths) -> AttemptDocuments:
     """Read the documents that the attempt's folder lists; no others are looked up.
 
-    So a document that another host creates is seen at once, see `filesystems.is_listed`. Raises
+    So a document that another host creates is seen at once, see `filesystems.is_there`. Raises
     `HoldfastError` for a damaged one.
     """
     try:

@@ -31,7 +31,7 @@ from holdfast.contracts.connections import (
 )
 from holdfast.contracts.durable import to_json, write_bytes
 from holdfast.contracts.errors import AgreementError
-from holdfast.contracts.filesystems import is_listed
+from holdfast.contracts.filesystems import is_there
 from holdfast.contracts.handshake import Proof, listen, own_addresses, read_address
 from holdfast.contracts.lines import Line
 from holdfast.contracts.rank_status import Proposal
@@ -232,7 +232,7 @@ def _dial(path: Path, timeout_s: float) -> tuple[Line, str]:
     problem = f"{path} does not exist"
     while not timeout.is_over:
         try:
-            if not is_listed(path):
+            if not is_there(path):
                 time.sleep(POLL_S)
                 continue
             addresses, port, token = read_address(path)

@@ -44,6 +44,8 @@ _EMPTY_PATH: Final = 0x1000
 _FORCE_SYNC: Final = 0x2000
 _BASIC_STATS: Final = 0x7FF
 _STATX_BYTES: Final = 256
+# What this process knows of the devices of folders, by their numbers.
+_SHARED_DEVICES: Final[dict[int, bool]] = {}
 
 
 @dataclass(frozen=True)
@@ -98,21 +100,42 @@ def delay_s(path: Path) -> float:
     return filesystem_of(path).delay_s
 
 
-def is_listed(path: Path) -> bool:
-    """Return True if the folder of `path` lists it. A look-up of `path` then finds it too.
+def is_there(path: Path) -> bool:
+    """Return True if `path` exists, also if another host has just created it.
 
     Use this to wait for a file of another host. A client remembers a name that it looked up in
-    vain, for up to a minute, but asks the server for the names in a folder. Raises `OSError` if the
-    folder cannot be read, and returns False if there is none.
+    vain, for up to a minute. The cost does not depend on how many names the folder has.
+    """
+    if os.path.lexists(path) or not _is_on_shared_device(path.parent):
+        return os.path.lexists(path)
+    # NFS asks for the folder's time when it is opened, and then drops older absences.
+    with contextlib.suppress(OSError):
+        os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+    look_up(path)
+    return os.path.lexists(path)
+
+
+def _is_on_shared_device(folder: Path) -> bool:
+    """Return whether several hosts may see `folder`, by its device; False if it does not exist."""
+    try:
+        device = folder.stat().st_dev
+    except OSError:
+        return False
+    if device not in _SHARED_DEVICES:
+        _SHARED_DEVICES[device] = filesystem_of(folder).may_be_shared
+    return _SHARED_DEVICES[device]
+
+
+def is_listed(path: Path) -> bool:
+    """Return True if the folder of `path` lists it now, also if this host remembers otherwise.
+
+    Use this where a name may have been removed by another host. Its cost grows with the folder.
+    Raises `OSError` if the folder cannot be read, and returns False if there is none.
     """
     try:
-        if path.name not in os.listdir(path.parent):
-            return False
+        return path.name in os.listdir(path.parent)
     except (FileNotFoundError, NotADirectoryError):
         return False
-    if not os.path.lexists(path):
-        look_up(path)
-    return True
 
 
 def look_up(path: Path) -> None:

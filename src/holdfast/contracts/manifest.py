@@ -46,7 +46,7 @@ from holdfast.contracts.digests import (
 )
 from holdfast.contracts.durable import to_json
 from holdfast.contracts.errors import DamagedCheckpointError, ForeignFileError
-from holdfast.contracts.filesystems import is_listed
+from holdfast.contracts.filesystems import is_there
 from holdfast.contracts.paths import MANIFEST, CheckpointName
 from holdfast.contracts.reading import open_regular, read_bounded
 from holdfast.contracts.retries import read_again
@@ -244,7 +244,7 @@ def read_manifest(directory: Path) -> Manifest | None:
     path = f"{directory}/{MANIFEST}"
     try:
         content = _read(path, directory)
-        if content is None and is_listed(Path(path)):
+        if content is None and is_there(Path(path)):
             # Another node has committed since this host last looked.
             content = _read(path, directory)
     except ForeignFileError as error:
