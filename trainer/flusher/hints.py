@@ -15,8 +15,9 @@ from typing import Final
 
 # How often a flusher looks into the folder although nothing has changed.
 LOOK_S: Final = 10.0
-# While a stop's deadline may be near, or without an agent that passes hints on.
+# While an agent waits for all steps, because a stop's deadline may be near.
 HURRY_S: Final = 0.25
+# Without an agent that passes hints on.
 QUICK_S: Final = 1.0
 POLL_S: Final = 0.002
 POLL_SLOW_S: Final = 0.05
@@ -27,13 +28,14 @@ class Hints:
 
     def __init__(self, handle: int | None = None) -> None:
         """`handle` is an eventfd that the agent writes to; None without an agent."""
-        self._is_passed_on = handle is not None
-        self._handle = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if handle is None else handle
+        self._handle, self._is_passed_on = handle, handle is not None
         self._is_hurried = False
 
     def give(self) -> None:
         """Wake the writer thread now, or at its next wait."""
-        give_hint(self._handle)
+        if self._handle is not None:
+            with contextlib.suppress(OSError):
+                os.eventfd_write(self._handle, 1)
 
     def hurry(self, is_hurried: bool) -> None:
         """Set whether to look often, as while an agent waits for all steps."""
@@ -47,7 +49,7 @@ class Hints:
 
     def wait(self, waited_s: float) -> None:
         """Wait for a hint, for a time that grows with the `waited_s` seconds so far."""
-        if not self._is_passed_on:
+        if self._handle is None or not self._is_passed_on:
             time.sleep(POLL_S if waited_s < QUICK_S else POLL_SLOW_S)
             return
         poll = select.poll()
@@ -55,9 +57,3 @@ class Hints:
         if poll.poll(1000 * (HURRY_S if self._is_hurried else LOOK_S)):
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._handle)
-
-
-def give_hint(handle: int) -> None:
-    """Give a hint through an eventfd. Never blocks."""
-    with contextlib.suppress(OSError):
-        os.eventfd_write(handle, 1)

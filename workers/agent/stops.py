@@ -23,6 +23,7 @@ from holdfast.workers.request import warning_lead_s
 FILE_POLL_S: Final = 0.5
 # How often an agent looks for an operator's file on storage that many nodes share.
 SHARED_FILE_POLL_S: Final = 10.0
+LOOKS_PER_FILE: Final = 12
 FORECAST_POLL_S: Final = 60.0
 LIMIT_POLL_S: Final = 5.0
 EVIDENCE_TIMEOUT_S: Final = 5.0
@@ -65,6 +66,7 @@ class StopWatch:
         self._file_at = self._limit_at = self._saves_at = -math.inf
         self._file_seen = False
         self._changes: tuple[int, ...] = ()
+        self._looks = 0
         self._forecast: FlushForecast | None = None
         self.end_at = self._find_end(context.started_at)
 
@@ -98,7 +100,7 @@ class StopWatch:
         if self._file_seen or now - self._file_at < self._file_poll_s:
             return None
         self._file_at = now
-        if not self._may_have_file():
+        if self._file_poll_s == SHARED_FILE_POLL_S and not self._may_have_file():
             return None
         path = self._context.attempt.stop
         try:
@@ -120,15 +122,18 @@ class StopWatch:
         )
 
     def _may_have_file(self) -> bool:
-        """Return False if nothing was created in the attempt's folder since the last two looks.
+        """Return False if the attempt's folder has not changed since the last two looks.
 
-        That costs shared storage one question, less than a listing. Times of files may be as coarse
-        as seconds, so a folder that has just changed is listed twice.
+        That costs shared storage one question. Times may be as coarse as seconds, so one equal time
+        is not enough. Some file systems do not keep the time of a folder, so every
+        `LOOKS_PER_FILE`-th look returns True.
         """
+        self._looks += 1
         folder = self._context.attempt.directory
         fetch_attributes(folder)
         self._changes = (*self._changes[-2:], folder.stat().st_mtime_ns)
-        return len(set(self._changes)) > 1 or len(self._changes) < 3
+        has_changed = len(set(self._changes)) > 1 or len(self._changes) < 3
+        return has_changed or self._looks % LOOKS_PER_FILE == 0
 
     def look_at_saves(self, now: float) -> None:
         """Update the forecast of the last flush if the job has a time limit."""
