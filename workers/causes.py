@@ -181,6 +181,33 @@ def with_numerics_stop(ending: Ending, stopped_for: str) -> Ending:
     return _ending(Cause.NUMERICS, [stopped_for, *ending.evidence])
 
 
+@dataclass(frozen=True, kw_only=True)
+class UnhealthyNode:
+    """A node on which the health check `check` failed, and why."""
+
+    host: str
+    check: str
+    problem: str
+
+
+def unhealthy_ending(
+    unhealthy: Sequence[UnhealthyNode], nodes: int
+) -> tuple[Ending, tuple[str, ...]]:
+    """Return how an attempt of `nodes` nodes ends because of health checks, and the bad hosts.
+
+    If the same check fails on all of several nodes, the check is wrong and not the nodes.
+    """
+    evidence = [f"{one.host} is unhealthy: {one.check}: {one.problem}" for one in unhealthy]
+    is_same = len({one.check for one in unhealthy}) == 1
+    if is_same and len(unhealthy) == nodes > 1:
+        what = (
+            f"the health check {unhealthy[0].check!r} failed on all {nodes} nodes, so no node is "
+            "excluded; correct the check in the spec"
+        )
+        return _ending(Cause.USER_ERROR, [what, *evidence]), ()
+    return _ending(Cause.NODE_FAILURE, evidence), tuple(one.host for one in unhealthy)
+
+
 def _is_hang_up(event: dict[str, Any]) -> bool:
     """Return True for a SIGHUP without a sign of preemption from the scheduler.
 

@@ -241,15 +241,16 @@ def _committed_steps(history: RunHistory) -> dict[int, int]:
 def excluded_hosts(attempts: Sequence[AttemptView], now: float) -> tuple[str, ...]:
     """Return the hosts that failed within `EXCLUDE_S` seconds, newest first.
 
-    At most `EXCLUDED_MAX` hosts are returned. A host is excluded if it was lost, if the evidence
-    names a hardware fault of it, or if its ranks failed first in `SUSPICIONS_MAX` attempts that
-    ended by a hang or by a cause outside the program.
+    At most `EXCLUDED_MAX` hosts are returned. A host is excluded if it was lost, if a health check
+    failed on it, if the evidence names a hardware fault of it, or if its ranks failed first in
+    `SUSPICIONS_MAX` attempts that ended by a hang or by a cause outside the program.
     """
     hosts: list[str] = []
     suspicions: Counter[str] = Counter()
     for attempt in reversed(attempts):
         if attempt.ended_at is not None and now - attempt.ended_at > EXCLUDE_S:
             continue
+        hosts += attempt.facts.get("unhealthy_hosts") or ()
         if attempt.cause is Cause.NODE_FAILURE:
             lost = attempt.facts.get("lost_hosts")
             named = lost if lost is not None else attempt.hosts

@@ -71,6 +71,7 @@ def build_request(
         "launch": spec.launch,
         "resources": spec.resources,
         "supervision": spec.supervision,
+        "health": spec.health,
         "checkpoint": spec.checkpoint,
         "command_digest": command_digest(spec.command, working_directory),
         "scheduler": parameters,

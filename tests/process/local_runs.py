@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -43,6 +43,7 @@ class LocalRun:
         program: Path = PROGRAM,
         launch: dict[str, Any] | None = None,
         elastic: dict[str, Any] | None = None,
+        health: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         defaults = {"steps": 40, "sleep_s": 0.02}
@@ -60,11 +61,12 @@ class LocalRun:
                 "standby_after_s": "off",
                 **(supervision or {}),
             },
+            health=health or {},
             checkpoint=checkpoint or {"interval": 1000},
         )
         self.paths, _ = runs.attach_or_create(self.spec, root, created_by="tests")
 
-    def submit(self, gpus: int | None = None) -> AttemptPaths:
+    def submit(self, gpus: int | None = None, exclude: Sequence[str] = ()) -> AttemptPaths:
         """Submit the next attempt."""
         with JournalWriter(self.paths.journal_of("flow")) as journal:
             return attempts.submit_attempt(
@@ -73,6 +75,7 @@ class LocalRun:
                 runs.read_record(self.paths),
                 gpus=gpus or self.spec.gpus,
                 reason="a test",
+                exclude=exclude,
                 journal=journal,
             )
 

@@ -14,6 +14,7 @@ from holdfast.workers.agent.context import LAUNCHES_MAX, AgentContext, take_numb
 from holdfast.workers.agent.drains import drain_all
 from holdfast.workers.agent.ended import Ended
 from holdfast.workers.agent.hangs import HangWatch
+from holdfast.workers.agent.health_watch import HealthWatch
 from holdfast.workers.agent.listener import StopListener
 from holdfast.workers.agent.node import CrashReport
 from holdfast.workers.agent.node_group import NodeGroup
@@ -52,6 +53,8 @@ class Lead:
         self._stops = StopWatch(context, lambda: runtime.step_s)
         self._listener = StopListener(context, signals, self._stops)
         self.group = NodeGroup(context, journal, self._listener, runtime)
+        health, number = context.request.health, context.attempt.number
+        self.health = HealthWatch(health, self.group, self._listener, journal, number)
         self._announced: StopRequest | None = None
         self._hangs = HangWatch(context.request, context.attempt, journal)
         self._agreement = StopAgreement(self.group, journal, context.attempt.number, self._note)
@@ -69,7 +72,7 @@ class Lead:
         """
         if self._host is not None:
             self.group.gather(self._host)
-        if self.stop_request is not None:
+        if self.stop_request is not None or not self.health.passes("before"):
             return
         for restarts in range(LAUNCHES_MAX):
             ended = self.last = self._run_launch(take_number(self.context.attempt))
@@ -78,7 +81,7 @@ class Lead:
             if not self._may_restart(ended, restarts):
                 break
             self._listener.wait(0.0 if ended.gained else RESTART_PAUSE_S)
-            if self.stop_request is not None:
+            if self.stop_request is not None or not self.health.passes("after"):
                 break
         self._listener.end()
         self._await_mirror()

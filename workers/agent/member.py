@@ -160,6 +160,7 @@ def _urgent(report: NodeReport) -> tuple[object, ...]:
         report.exit_code,
         report.has_left,
         report.asked,
+        report.health,
         (sample.dump, sample.number) if sample else None,
     )
 
@@ -174,6 +175,8 @@ def _reply(runtime: NodeRuntime, reporter: Reporter, question: dict[str, Any]) -
         return reporter.answer()
     elif kind == "stacks":
         runtime.take_stacks(question["dump"], question["number"])
+    elif kind == "health":
+        runtime.check_health(question["checks"], question["round"])
     elif kind == "hint":
         runtime.flusher_supervisor.give_hint()
     elif kind == "kill":

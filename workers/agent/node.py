@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from holdfast.contracts.agreement import NodePort
 from holdfast.contracts.rank_status import NOWHERE
+from holdfast.workers.agent.health import HealthFinding
 from holdfast.workers.agent.notices.notice import Notice
 from holdfast.workers.agent.silence import RankStatus
 from holdfast.workers.agent.stacks import StackSample
@@ -37,6 +38,7 @@ class NodeReport:
     sample: StackSample | None = None
     standby: int = 0
     host_address: str = ""
+    health: HealthFinding | None = None
 
     @property
     def has_left(self) -> bool:
@@ -47,7 +49,7 @@ class NodeReport:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> NodeReport:
         """Return the report in a message of the channel."""
-        sample = data["sample"]
+        sample, health = data["sample"], data.get("health")
         return cls(
             **{
                 **data,
@@ -55,6 +57,7 @@ class NodeReport:
                 "notices": tuple(Notice(**notice) for notice in data["notices"]),
                 "ranks": tuple(RankStatus.from_json(rank) for rank in data["ranks"]),
                 "sample": StackSample.from_json(sample) if sample else None,
+                "health": HealthFinding(**health) if health else None,
             }
         )
 
@@ -65,6 +68,7 @@ class NodeReport:
             "notices": [asdict(notice) for notice in self.notices],
             "ranks": [rank.to_json() for rank in self.ranks],
             "sample": self.sample.to_json() if self.sample else None,
+            "health": self.health.to_json() if self.health else None,
         }
 
 
@@ -121,6 +125,10 @@ class Node(NodePort, Protocol):
 
     def prepare(self, launch: int, address: str, port: int) -> object:
         """Start a warm standby for a later launch, if there is enough memory for it."""
+        ...
+
+    def check_health(self, checks: Sequence[str], round_: int) -> object:
+        """Start the health checks; a later report contains the result of this round."""
         ...
 
     def report(self) -> NodeReport | Future[NodeReport]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
 
@@ -36,6 +36,9 @@ class RemoteNode:
 
     def prepare(self, launch: int, address: str, port: int) -> Future[None]:
         return self._peer.ask("prepare", _nothing, launch=launch, address=address, port=port)
+
+    def check_health(self, checks: Sequence[str], round_: int) -> Future[None]:
+        return self._peer.ask("health", _nothing, checks=list(checks), round=round_)
 
     def report(self) -> Future[NodeReport]:
         return self._peer.ask("report", self.take_report)

@@ -17,6 +17,7 @@ from holdfast.contracts.secrets import plain_part
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.flusher_supervisor import FlusherSupervisor
 from holdfast.workers.agent.guard import adopt_orphans, is_running, kill_all_below
+from holdfast.workers.agent.health import HealthChecks
 from holdfast.workers.agent.heartbeat import Heartbeat, earlier_times
 from holdfast.workers.agent.memory import oom_kills
 from holdfast.workers.agent.node import CrashReport, NodeReport
@@ -44,6 +45,8 @@ class NodeRuntime(StatusPort):
         self._watch = RankWatch(self.status_table, first_rank, earlier_times(context))
         self.heartbeat = Heartbeat(context, self.status_table, self._watch)
         self._stacks = StackTaker()
+        self._health = HealthChecks(context)
+        self.check_health = self._health.start
         supervision = context.request.supervision
         self._notices = NoticeWatch(
             supervision.notices,
@@ -149,6 +152,7 @@ class NodeRuntime(StatusPort):
             ranks=tuple(self._watch.statuses()),
             sample=self._stacks.sample,
             standby=self._check_standby(),
+            health=self._health.finding,
         )
 
     def _poll(self) -> int | None:
@@ -177,6 +181,7 @@ class NodeRuntime(StatusPort):
         self._stacks.take(targets, folder, dump, number)
 
     def kill(self) -> None:
+        self._health.cancel()
         # The ranks themselves journaled earlier failures.
         self._failed_journaled = len(self.flusher_supervisor.flushed.failed)
         if self._torchrun is not None:

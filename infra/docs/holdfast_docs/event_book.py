@@ -62,6 +62,7 @@ FIELDS: Final[Mapping[str, Field]] = {
     "changed_variables": Field(
         STRINGS, "variables that the program changed and that libraries read when they are loaded"
     ),
+    "check": Field(STRING, "health check that failed, as in the spec"),
     "checkpoint": Field(STRING, "directory name of the checkpoint"),
     "cloud": Field(STRING, "`aws`, `gcp` or `azure`"),
     "command_digest": Field(STRING, "digest of the program's arguments and working directory"),
@@ -163,6 +164,7 @@ FIELDS: Final[Mapping[str, Field]] = {
     "traceback": Field(STRING, "traceback of the rank that failed first"),
     "trained_until": Field(NUMBER, "Unix seconds of the last sign of training"),
     "training_s": Field(NUMBER, "seconds of training that counts"),
+    "unhealthy_hosts": Field(STRINGS, "hosts whose health checks failed"),
     "url": Field(STRING, "location in the mirror"),
     "waited_s": Field(NUMBER, "seconds until all nodes agreed"),
     "window": Field(NUMBERS, "losses that the limit is computed from, oldest first"),
@@ -174,7 +176,7 @@ _HANG: Final = (*_LAUNCH, "silent", "finding", "dumps")
 _OUTCOME: Final = (
     *("hosts", "command_digest", "resumed_from", "first_step", "last_step", "committed_step"),
     *("started_at", "stop_requested_at", "stop_committed_at", "ended_at", "traceback"),
-    *("failed_rank", "failed_host", "launches"),
+    *("failed_rank", "failed_host", "unhealthy_hosts", "launches"),
 )
 
 EVENTS: Final[Mapping[Kind, EventEntry]] = {
@@ -338,6 +340,9 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
             "nodes": Field(STRINGS, "host names, 16 at most"),
             "silent": Field(BOOLEAN, "true when the heartbeats stopped"),
         },
+    ),
+    Kind.NODE_UNHEALTHY: EventEntry(
+        "a health check failed on a node", "agent", ("attempt", "host", "check", "detail")
     ),
     Kind.AUDIT: EventEntry(
         "a user acted through the server. Fields of the action itself follow",

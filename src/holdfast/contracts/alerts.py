@@ -16,6 +16,7 @@ KINDS: Final = (
     EventKind.HANG_CONFIRMED,
     EventKind.STRAGGLER,
     EventKind.NODE_SILENT,
+    EventKind.NODE_UNHEALTHY,
     EventKind.NUMERICS,
     EventKind.LAUNCH_STARTED,
     EventKind.LAUNCH_ENDED,
@@ -25,8 +26,8 @@ KINDS: Final = (
 def noticed(events: Iterable[Event]) -> list[dict[str, Any]]:
     """Return the newest `SHOWN_MAX` alerts, oldest first.
 
-    Alerts are hangs, slow ranks, silent nodes, bad losses and restarts in place. Repeated silences
-    of the same ranks count as one alert, the last one.
+    Alerts are hangs, slow ranks, silent or unhealthy nodes, bad losses and restarts in place.
+    Repeated silences of the same ranks count as one alert, the last one.
 
     Each has `kind`, `attempt`, `at` (Unix seconds), `text` and `dumps` (paths in the run's folder).
     """
@@ -95,6 +96,8 @@ def _alert_text(event: Event) -> str:
     if event.kind is EventKind.NODE_SILENT:
         state = "heartbeats stopped" if facts["silent"] else "heartbeats resumed"
         return f"{state}: {', '.join(facts['nodes'])}"
+    if event.kind is EventKind.NODE_UNHEALTHY:
+        return f"{facts['host']} is unhealthy: {facts['check']}: {facts.get('detail', '')}"
     if event.kind is EventKind.NUMERICS:
         return f"{facts['action']}: {facts['reason']}"
     return ""

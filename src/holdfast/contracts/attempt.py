@@ -43,6 +43,7 @@ from holdfast.contracts.reading import read_bounded
 from holdfast.contracts.secrets import EnvironmentValue
 from holdfast.contracts.spec import Launch, Resources
 from holdfast.contracts.spec_checkpoint import Checkpointing
+from holdfast.contracts.spec_health import Health
 from holdfast.contracts.spec_part import RECORDED
 from holdfast.contracts.spec_supervision import Supervision
 from holdfast.contracts.states import AttemptState, Cause
@@ -121,6 +122,7 @@ class Request(Document):
     launch: Launch
     resources: Resources
     supervision: Supervision
+    health: Health = Health()
     checkpoint: Checkpointing = Checkpointing()
     command_digest: Name
     scheduler: dict[str, Any] = Field(description="the parameters passed to the executor")
@@ -247,6 +249,9 @@ class Outcome(Document):
     traceback: Text | None = Field(default=None, description="traceback of the first failed rank")
     failed_rank: Number | None = None
     failed_host: Name | None = Field(default=None, description="host of the first failed rank")
+    unhealthy_hosts: tuple[Name, ...] = Field(
+        default=(), description="hosts whose health checks failed; later attempts do not use them"
+    )
     launches: tuple[LaunchRecord, ...] = ()
 
 

@@ -25,9 +25,12 @@ _TEXT: Final = frozenset(
         *("checkpoint", "to", "action", "by", "state", "cause", "host", "error", "reason", "path"),
         *("url", "flow_run", "job_id", "note", "into_uid", "into_run", "format", "text", "finding"),
         *("resumed_from", "command_digest", "traceback", "ending", "source", "problem"),
+        "check",
     }
 )
-_TEXTS: Final = frozenset({"evidence", "hosts", "excluded", "skipped", "exclude", "dumps"})
+_TEXTS: Final = frozenset(
+    {"evidence", "hosts", "excluded", "skipped", "exclude", "dumps", "unhealthy_hosts"}
+)
 _STATES: Final = frozenset(AttemptState)
 # Required facts, by kind.
 _NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
@@ -46,6 +49,7 @@ _NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
     "hang_confirmed": ("finding",),
     "straggler": ("rank", "own_s", "peers_s"),
     "node_silent": ("silent", "nodes"),
+    "node_unhealthy": ("host", "check"),
     "numerics": ("action", "reason"),
 }
 

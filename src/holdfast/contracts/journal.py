@@ -90,6 +90,7 @@ class EventKind(StrEnum):
     HANG_CONFIRMED = "hang_confirmed"
     STRAGGLER = "straggler"
     NODE_SILENT = "node_silent"
+    NODE_UNHEALTHY = "node_unhealthy"
     AUDIT = "audit"
     NOTE = "note"
 

@@ -16,6 +16,7 @@ from holdfast.contracts.paths import RUN_NAME
 from holdfast.contracts.secrets import EnvironmentValue, SecretReference
 from holdfast.contracts.slurm_options import problem_with_option
 from holdfast.contracts.spec_checkpoint import Checkpointing
+from holdfast.contracts.spec_health import Health
 from holdfast.contracts.spec_part import SpecPart, is_recorded
 from holdfast.contracts.spec_supervision import Supervision
 from holdfast.contracts.torchrun_options import problem_with_torchrun
@@ -224,6 +225,7 @@ class RunSpec(SpecPart):
     elastic: Elastic = Elastic()
     checkpoint: Checkpointing = Checkpointing()
     supervision: Supervision = Supervision()
+    health: Health = Health()
     cost: Cost = Cost()
 
     @field_validator("name")

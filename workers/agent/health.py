@@ -1,0 +1,135 @@
+"""The health checks of this node, which run in a thread until they end or are cancelled."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from holdfast.contracts.plain_text import plain_line, plain_output
+from holdfast.contracts.redaction import redact_text
+from holdfast.contracts.secrets import plain_part
+from holdfast.workers.agent.context import AgentContext
+from holdfast.workers.request import NO_GRES
+
+READY: Final = "ready"
+TAIL_BYTES: Final = 4096
+TAIL_LINES: Final = 5
+REASON_CHARACTERS_MAX: Final = 300
+LOOK_S: Final = 0.1
+END_S: Final = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthFinding:
+    """The result of one round of checks. `check` is the one that failed, or empty."""
+
+    round: int
+    check: str = ""
+    problem: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class HealthChecks:
+    """Runs checks one after another. Processes of a check end with it, or with this agent."""
+
+    def __init__(self, context: AgentContext) -> None:
+        self._context = context
+        self._cancelled = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.finding: HealthFinding | None = None
+
+    def start(self, checks: Sequence[str], round_: int) -> None:
+        """Start a round of checks; `finding` has its result later."""
+        self.cancel()
+        self.finding = None
+        self._cancelled = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(checks, round_, self._cancelled), name="health", daemon=True
+        )
+        self._thread.start()
+
+    def cancel(self) -> None:
+        """End the check that runs, with all its processes."""
+        self._cancelled.set()
+        if self._thread is not None:
+            self._thread.join(END_S)
+            self._thread = None
+
+    def _run(self, checks: Sequence[str], round_: int, cancelled: threading.Event) -> None:
+        for check in checks:
+            problem = self._problem_with(check, cancelled)
+            if cancelled.is_set():
+                return
+            if problem:
+                self.finding = HealthFinding(round=round_, check=check, problem=problem)
+                return
+        self.finding = HealthFinding(round=round_)
+
+    def _problem_with(self, check: str, cancelled: threading.Event) -> str:
+        """Run one check; return why the node is unhealthy, or ''."""
+        request = self._context.request
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "holdfast.workers.agent.guard", *self._command(check)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                cwd=request.working_directory,
+                env={**os.environ, **plain_part(request.environment)},
+                start_new_session=True,
+            )
+        except OSError as error:
+            return f"the check could not be started: {error}"
+        with process:
+            limit_s = request.health.timeout_s
+            tail, is_late = _read_until(process, time.monotonic() + limit_s, cancelled)
+            assert process.stdin is not None
+            process.stdin.close()
+            code = process.wait()
+        if is_late:
+            return _with_tail(f"the check took longer than {limit_s:g} s", tail)
+        return _with_tail(f"the check ended with exit status {code}", tail) if code else ""
+
+    def _command(self, check: str) -> list[str]:
+        if check != READY:
+            return ["bash", "-c", check]
+        request = self._context.request
+        has_gpus = request.executor == "slurm" and request.resources.gres != NO_GRES
+        gpus = request.gpus_per_node if has_gpus else 0
+        own = ["-m", "holdfast.workers.health", f"--gpus={gpus}"]
+        return [sys.executable, *own, f"--shared={self._context.attempt.directory}"]
+
+
+def _read_until(
+    process: subprocess.Popen[bytes], give_up: float, cancelled: threading.Event
+) -> tuple[bytes, bool]:
+    """Read the output until the process ends; return its end, and whether it took too long."""
+    assert process.stdout is not None
+    tail = b""
+    while not cancelled.is_set():
+        if time.monotonic() > give_up:
+            return tail, True
+        if not select.select([process.stdout], [], [], LOOK_S)[0]:
+            continue
+        # The guard has the pipe too, and ends only when every process below it has ended.
+        part = os.read(process.stdout.fileno(), TAIL_BYTES)
+        if not part:
+            break
+        tail = (tail + part)[-TAIL_BYTES:]
+    return tail, False
+
+
+def _with_tail(problem: str, tail: bytes) -> str:
+    """Return the problem with the last lines of the output, without secrets and escapes."""
+    lines = [line.strip() for line in tail.decode(errors="replace").splitlines() if line.strip()]
+    text = plain_line(plain_output(redact_text("\n".join(lines[-TAIL_LINES:]))))
+    return f"{problem}: {text[-REASON_CHARACTERS_MAX:]}" if text else problem
