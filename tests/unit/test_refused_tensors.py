@@ -18,6 +18,7 @@ from holdfast.trainer.planning.layout import (
     encode_number,
 )
 from holdfast.trainer.planning.rank_rows import NUMBER_ROOM_BYTES, describe_rank
+from holdfast.trainer.planning.saved_boxes import BoxTable
 from holdfast.trainer.planning.signature import (
     LIST_ENTRY_BYTES,
     LIST_LEAST,
@@ -116,7 +117,7 @@ def test_loading_into_a_tensor_subclass_is_refused() -> None:
     chunk = ChunkStorageMetadata(torch.Size((0,)), size)
     entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), size, [chunk])
     with pytest.raises(CheckpointError, match="w: in this program it is a Quantised"):
-        collect({"w": quantised()}, Metadata({"w": entry}))
+        collect({"w": quantised()}, {"w": entry}, BoxTable.of(Metadata({"w": entry})))
 
 
 def test_a_growing_list_of_numbers_gets_a_larger_plan() -> None:

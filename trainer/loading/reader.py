@@ -43,9 +43,8 @@ from holdfast.trainer.loading.targets import Piece, Wants, collect, collect_whol
 from holdfast.trainer.planning.collector import pause_collection
 from holdfast.trainer.planning.metadata import (
     Opened,
-    extents_of,
     open_checkpoint,
-    open_committed,
+    open_lean,
     pick_entries,
 )
 from holdfast.trainer.planning.signature import flatten
@@ -122,7 +121,7 @@ def open_together(
 
     If any rank finds an error, all ranks raise it: `DamagedCheckpointError` as `open_checkpoint`.
     """
-    return agree(lambda: open_committed(directory, manifest), group, lambda _: None)[0]
+    return agree(lambda: open_lean(directory, manifest), group, lambda _: None)[0]
 
 
 def open_any_together(directory: Path, group: dist.ProcessGroup | None) -> Opened:
@@ -164,7 +163,7 @@ def load_state(
     with contextlib.ExitStack() as held:
         held.enter_context(pause_collection())
         ready, messages = agree(
-            lambda: _prepare(checkpoint, state, pick, held.enter_context(own_window())),
+            lambda: prepare(checkpoint, state, pick, held.enter_context(own_window())),
             group,
             lambda ready: ready.message,
         )
@@ -201,7 +200,7 @@ def _load_planned(
     return LoadReport(restored=len(own), missing=(), extra=tuple(sorted(extra)))
 
 
-def _prepare(
+def prepare(
     checkpoint: Path | Opened, state: dict[str, Any], pick: Selection, address: Address
 ) -> _Prepared:
     """Return what each rank finds alone: the comparison of keys and the wanted bytes."""
@@ -210,7 +209,8 @@ def _prepare(
     names = pick.rename_all(opened.metadata.state_dict_metadata)
     renamed = {old: new for old, new in names.items() if old != new}
     if renamed:
-        opened = replace(opened, metadata=pick_entries(opened.metadata, names))
+        picked = pick_entries(opened.metadata, names)
+        opened = replace(opened, metadata=picked, boxes=opened.boxes.renamed(names))
     saved = opened.metadata.state_dict_metadata
     common = compare(_keys(flat, alone=False), _keys(saved, alone=False), pick)
     flat_alone, saved_alone = _keys(flat, alone=True), _keys(saved, alone=True)
@@ -218,8 +218,8 @@ def _prepare(
     taken = {key: value for key, value in flat.items() if key in saved and pick.takes(key)}
     # With another shape nothing will be read, and the wanted bytes are undefined.
     is_fitting = not common.reshaped and not alone.reshaped
-    wants = collect(taken, opened.metadata) if is_fitting else Wants()
-    catalogue = Catalogue(extents_of(opened.metadata), opened.manifest)
+    wants = collect(taken, saved, opened.boxes) if is_fitting else Wants()
+    catalogue = Catalogue(opened.boxes.extents, opened.manifest)
     return _Prepared(
         opened=opened,
         taken=tuple(taken),

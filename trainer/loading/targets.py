@@ -13,16 +13,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
     BytesStorageMetadata,
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
@@ -36,6 +35,7 @@ from holdfast.trainer.loading.plain_load import load_plain
 from holdfast.trainer.loading.plan import Chunk, Series, overlap, series_between
 from holdfast.trainer.planning.layout import is_wrapper, make_template
 from holdfast.trainer.planning.metadata_check import tile
+from holdfast.trainer.planning.saved_boxes import NO_FILE, BoxTable, SavedBoxes
 from holdfast.trainer.planning.strides import find_odd_stride
 
 Bytes = npt.NDArray[np.uint8]
@@ -98,6 +98,14 @@ class Part:
     target: Target
 
 
+class Place(NamedTuple):
+    """Where an entry lies: the file, and bytes in it."""
+
+    relative_path: str
+    offset: int
+    length: int
+
+
 @dataclass(frozen=True)
 class Piece:
     """The part of one saved chunk that overlaps a `Part`, in `box`. `info` is its file entry."""
@@ -105,7 +113,7 @@ class Piece:
     part: Part
     saved: Chunk
     box: Chunk
-    info: _StorageInfo
+    info: Place
 
 
 @dataclass(frozen=True)
@@ -138,22 +146,21 @@ class Wants:
 
 
 @torch.no_grad()
-def collect(flat: Mapping[str, Any], metadata: Metadata) -> Wants:
+def collect(flat: Mapping[str, Any], saved: Mapping[str, STORAGE_TYPES], table: BoxTable) -> Wants:
     """Return what this rank wants of a checkpoint that has every key of `flat`.
 
     Raises `DamagedCheckpointError` if `.metadata` lacks chunks, and `CheckpointError` for a tensor
     without memory to load into.
     """
     wants = Wants()
-    storage = metadata.storage_data or {}
     for key, value in flat.items():
-        entry = metadata.state_dict_metadata[key]
+        entry = saved[key]
         if isinstance(entry, BytesStorageMetadata):
-            info = _find(storage, MetadataIndex(key))
-            wants.numbers[key] = _want_whole(wants, info)
-            wants.distinct[digest_of(key.encode())] = info.length
+            place = _place(key, table, 0)
+            wants.numbers[key] = _want_whole(wants, place)
+            wants.distinct[digest_of(key.encode())] = place.length
             continue
-        for piece in _pieces_of(key, value, entry, storage):
+        for piece in _pieces_of(key, value, entry, table):
             _want_piece(wants, piece)
     return wants
 
@@ -192,20 +199,20 @@ def _pieces_of(
     key: str,
     value: torch.Tensor,
     entry: TensorStorageMetadata,
-    storage: Mapping[MetadataIndex, _StorageInfo],
+    table: BoxTable,
 ) -> list[Piece]:
     """Return the saved chunks that overlap this rank's parts of a tensor."""
     found = []
     for chunk in _chunks_here(key, value):
         part = _make_part(key, value, chunk, entry.properties.dtype)
-        boxes = []
-        for each in entry.chunks:
-            saved = _chunk(each)
+        boxes, saved_boxes = [], table.by_key[key]
+        for number in _overlapping(saved_boxes, part.wanted):
+            begin, size = saved_boxes.offsets[number], saved_boxes.sizes[number]
+            saved = Chunk(tuple(begin.tolist()), tuple(size.tolist()))
             box = overlap(saved, part.wanted)
             if box is not None:
                 boxes.append((box.offsets, box.sizes))
-                info = _find(storage, MetadataIndex(key, each.offsets))
-                found.append(Piece(part, saved, box, info))
+                found.append(Piece(part, saved, box, _place(key, table, number)))
         if not tile(boxes, (part.wanted.offsets, part.wanted.sizes)):
             held = sum(prod(sizes) for _, sizes in boxes)
             raise DamagedCheckpointError(
@@ -278,7 +285,7 @@ def _want_piece(wants: Wants, piece: Piece) -> None:
         wants.add(path, series.moved(at + data_at), part.target)
 
 
-def _want_whole(wants: Wants, info: _StorageInfo) -> Target:
+def _want_whole(wants: Wants, info: Place) -> Target:
     content = Target(lambda: np.empty(info.length, np.uint8))
     wants.add(info.relative_path, Series(info.offset, 0, info.length), content)
     return content
@@ -295,16 +302,24 @@ def _form_of(shape: torch.Size, dtype: torch.dtype) -> tuple[tuple[bytes, ...], 
     return heads, forms[0].data_at, forms[0].length
 
 
-def _find(storage: Mapping[MetadataIndex, _StorageInfo], index: MetadataIndex) -> _StorageInfo:
-    """Return the location of an entry. Raises `DamagedCheckpointError` if it is unknown."""
-    info = storage.get(index)
-    if info is None:
+def _overlapping(saved: SavedBoxes, wanted: Chunk) -> list[int]:
+    """Return the rows of the saved boxes that have elements in common with `wanted`."""
+    begin, size = np.array(wanted.offsets, np.int64), np.array(wanted.sizes, np.int64)
+    low = np.maximum(saved.offsets, begin)
+    high = np.minimum(saved.offsets + saved.sizes, begin + size)
+    rows: list[int] = np.flatnonzero((high > low).all(axis=1)).tolist()
+    return rows
+
+
+def _place(key: str, table: BoxTable, row: int) -> Place:
+    """Return where a box lies. Raises `DamagedCheckpointError` if it is unknown."""
+    boxes = table.by_key[key]
+    if (file := int(boxes.file[row])) == NO_FILE:
         raise DamagedCheckpointError(
-            f"{index.fqn}: .metadata does not name the file that contains it; load another "
-            "checkpoint",
-            damaged=[f".metadata: {index.fqn}: no location"],
+            f"{key}: .metadata does not name the file that contains it; load another checkpoint",
+            damaged=[f".metadata: {key}: no location"],
         )
-    return info
+    return Place(table.files[file], int(boxes.offset[row]), int(boxes.length[row]))
 
 
 def _bytes_of(tensor: torch.Tensor) -> Bytes:

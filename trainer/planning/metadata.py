@@ -6,14 +6,15 @@ refused and never looked up.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -23,9 +24,13 @@ from holdfast.contracts.manifest import FileEntry, Manifest, read_manifest
 from holdfast.contracts.paths import MANIFEST
 from holdfast.contracts.reading import open_regular, read_bounded
 from holdfast.contracts.retries import read_again
+from holdfast.trainer.planning.column_reader import OtherForm, read_columns
 from holdfast.trainer.planning.metadata_check import find_problem
 from holdfast.trainer.planning.metadata_makers import BUILDS, KEY_TYPES, find_maker
 from holdfast.trainer.planning.plain_pickle import read_pickle
+from holdfast.trainer.planning.saved_boxes import BoxTable
+
+T = TypeVar("T")
 
 METADATA: Final = ".metadata"
 CHUNK_BYTES: Final = 1 << 20
@@ -80,11 +85,17 @@ def shorten_error(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Opened:
-    """An opened checkpoint. `manifest` is None for one that stock DCP wrote."""
+    """An opened checkpoint. `manifest` is None for one that stock DCP wrote.
+
+    `boxes` are the places of all parts. With `is_lean`, `metadata` has keys without chunks and
+    places, because ten million objects would take minutes.
+    """
 
     directory: Path
     manifest: Manifest | None
     metadata: Metadata
+    boxes: BoxTable
+    is_lean: bool = False
 
 
 def read_metadata(directory: Path) -> Metadata:
@@ -113,8 +124,19 @@ def open_committed(directory: Path, manifest: Manifest | None) -> Opened:
         for path in _metadata_paths(directory, manifest)
     }
     metadata = merge(parts)
-    _check_paths(directory, metadata, manifest)
-    return Opened(directory, manifest, metadata)
+    opened = Opened(directory, manifest, metadata, BoxTable.of(metadata))
+    _check_paths(directory, opened.boxes, manifest)
+    return opened
+
+
+def open_lean(directory: Path, manifest: Manifest | None) -> Opened:
+    """Do the same for a load that needs no objects: read what Holdfast wrote into columns."""
+    if _metadata_paths(directory, manifest) == [METADATA]:
+        with contextlib.suppress(OtherForm):
+            metadata, boxes = _read_with(directory, METADATA, manifest, read_columns)
+            _check_paths(directory, boxes, manifest)
+            return Opened(directory, manifest, metadata, boxes, is_lean=True)
+    return open_committed(directory, manifest)
 
 
 def merge(parts: Mapping[str, Metadata]) -> Metadata:
@@ -182,6 +204,12 @@ def read_verified(directory: Path, path: str, manifest: Manifest | None, bytes_m
 
 
 def _read_metadata(directory: Path, path: str, manifest: Manifest | None) -> Metadata:
+    return _read_with(directory, path, manifest, partial(_parse, source=str(directory / path)))
+
+
+def _read_with(
+    directory: Path, path: str, manifest: Manifest | None, parse: Callable[[Iterator[bytes]], T]
+) -> T:
     """Read and parse one `.metadata` in chunks, so that it is never in memory as a whole."""
     entry, problems = _entry_of(path, manifest), list[str]()
     try:
@@ -195,7 +223,7 @@ def _read_metadata(directory: Path, path: str, manifest: Manifest | None) -> Met
                 raise _different(directory, path, problem)
             chunks = _chunks(handle, size, entry, problems)
             try:
-                return _parse(chunks, str(directory / path))
+                return parse(chunks)
             finally:
                 # A mismatch with the manifest is reported before a parse error.
                 if entry is not None:
@@ -204,6 +232,8 @@ def _read_metadata(directory: Path, path: str, manifest: Manifest | None) -> Met
                     raise _different(directory, path, problems[0])
         finally:
             os.close(handle)
+    except OtherForm:
+        raise
     except (OSError, ValueError) as error:
         raise _unreadable(directory, path, error) from error
 
@@ -249,17 +279,6 @@ def _different(directory: Path, path: str, problem: str) -> DamagedCheckpointErr
     )
 
 
-def extents_of(metadata: Metadata) -> dict[str, int]:
-    """Return how many bytes of each file the entries cover, -1 if one has a negative offset."""
-    extents: dict[str, int] = {}
-    for info in (metadata.storage_data or {}).values():
-        sound = info.offset >= 0 and info.length >= 0
-        end = info.offset + info.length if sound else -1
-        before = extents.get(info.relative_path, 0)
-        extents[info.relative_path] = max(before, end) if min(before, end) >= 0 else -1
-    return extents
-
-
 def _metadata_paths(directory: Path, manifest: Manifest | None) -> list[str]:
     """Return the `.metadata` of the directory and its stages, in order; at least the former."""
     if manifest is not None:
@@ -272,10 +291,10 @@ def _metadata_paths(directory: Path, manifest: Manifest | None) -> list[str]:
     return own + [stages[stage] for stage in sorted(stages)]
 
 
-def _check_paths(directory: Path, metadata: Metadata, manifest: Manifest | None) -> None:
+def _check_paths(directory: Path, boxes: BoxTable, manifest: Manifest | None) -> None:
     """Refuse files that lie outside the directory or are shorter than `.metadata` requires."""
     listed = {entry.path: entry.bytes for entry in manifest.files} if manifest else None
-    for path, extent in extents_of(metadata).items():
+    for path, extent in boxes.extents.items():
         problem = _problem_of_path(directory, path, extent, listed)
         if problem:
             raise DamagedCheckpointError(
@@ -290,7 +309,10 @@ def _problem_of_path(
 ) -> str | None:
     """Return the problem with a file of which `.metadata` uses the first `extent` bytes."""
     try:
-        if not (directory / path).resolve().is_relative_to(directory.resolve()):
+        # A load opens the files of a manifest so that links cannot leave the directory. To resolve
+        # each of thousands here would cost metadata operations on shared storage.
+        is_checked_later = listed is not None and path in listed
+        if not is_checked_later and not _is_inside(directory, path):
             return "points outside the directory, to"
         if listed is not None:
             size = listed.get(path, -1)
@@ -302,3 +324,7 @@ def _problem_of_path(
     if size < 0:
         return "names a file that the checkpoint does not have,"
     return "names bytes that are not in the file" if extent < 0 or extent > size else None
+
+
+def _is_inside(directory: Path, path: str) -> bool:
+    return (directory / path).resolve().is_relative_to(directory.resolve())

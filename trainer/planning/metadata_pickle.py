@@ -49,7 +49,7 @@ from holdfast.trainer.planning.places import Places, Window, count_rows, find_pl
 
 _DCP: Final = "torch.distributed.checkpoint.metadata"
 _FILES: Final = "torch.distributed.checkpoint.filesystem"
-_CLASSES: Final = {
+CLASSES: Final = {
     "Metadata": _DCP,
     "TensorStorageMetadata": _DCP,
     "TensorProperties": _DCP,
@@ -61,7 +61,7 @@ _CLASSES: Final = {
     "Size": "torch",
     "_get_layout": "torch.serialization",
 }
-_ATTRIBUTES: Final = ("offsets", "sizes", "fqn", "offset", "index", "relative_path", "length")
+ATTRIBUTES: Final = ("offsets", "sizes", "fqn", "offset", "index", "relative_path", "length")
 # Stands for a number (no tensor) where a number of dimensions is expected.
 NUMBER: Final = -1
 
@@ -74,7 +74,7 @@ class MetadataPickle:
     def __init__(self, plan: GlobalPlan, file_name: Callable[[int], str]) -> None:
         """`file_name` returns the file of a writer."""
         self._plan, items = plan, plan.items
-        memo = Memo(_CLASSES, _ATTRIBUTES)
+        memo = Memo(CLASSES, ATTRIBUTES)
         used = np.flatnonzero(plan.file_bytes).tolist()
         files = {rank: memo.put(text(file_name(rank))) for rank in used}
         keys = [memo.put(text(item.key)) for item in items]
@@ -204,34 +204,52 @@ def _records(plan: GlobalPlan, memo: Memo, kind: int) -> _Records:
     largest = shapes.max(axis=0, initial=1).tolist()
     chunk, place = Template(), Template()
     if kind != NUMBER:
-        chunk.add(*memo.new("ChunkStorageMetadata"), MARK, memo.get("offsets"))
-        _add_size(chunk, memo, largest)
-        chunk.add(memo.get("sizes"))
-        _add_size(chunk, memo, largest)
-        chunk.add(SETITEMS, BUILD, APPEND)
-    place.add(*memo.new("MetadataIndex"), MARK, memo.get("fqn"))
-    place.fetch()
-    place.add(memo.get("index"))
-    if kind == NUMBER:
-        place.add(NONE)
-    else:
-        place.integer(sum(writer.size for writer in plan.writers))
-        place.add(memo.get("offset"))
-        _add_size(place, memo, largest)
-    place.add(SETITEMS, BUILD)
-    place.add(*memo.new("_StorageInfo"), MARK, memo.get("relative_path"))
-    place.fetch()
-    place.add(memo.get("offset"))
-    place.integer(int(plan.file_bytes.max(initial=0)))
-    place.add(memo.get("length"))
-    place.integer(
-        max((int(s.pattern.form_bytes.max(initial=0)) for s in plan.shard_tables), default=0)
-    )
-    place.add(SETITEMS, BUILD, SETITEM)
+        add_chunk(chunk, memo, largest)
+    nth = sum(writer.size for writer in plan.writers)
+    entry = max((int(s.pattern.form_bytes.max(initial=0)) for s in plan.shard_tables), default=0)
+    file = int(plan.file_bytes.max(initial=0))
+    add_place(place, memo, None if kind == NUMBER else largest, nth, file, entry)
     form_sizes = stack_sizes([shard_table.pattern.form_sizes for shard_table in plan.shard_tables])[
         :, :dims
     ]
     return _Records(shapes, form_sizes, chunk, place, kind == NUMBER)
+
+
+def add_chunk(record: Template, memo: Memo, largest: Sequence[int]) -> None:
+    """Add one box in the list `chunks`. `largest` is the maximum per dimension."""
+    record.add(*memo.new("ChunkStorageMetadata"), MARK, memo.get("offsets"))
+    _add_size(record, memo, largest)
+    record.add(memo.get("sizes"))
+    _add_size(record, memo, largest)
+    record.add(SETITEMS, BUILD, APPEND)
+
+
+def add_place(
+    record: Template,
+    memo: Memo,
+    largest: Sequence[int] | None,
+    nth: int,
+    file_bytes: int,
+    entry_bytes: int,
+) -> None:
+    """Add one box in `storage_data`. `largest` is None for a number; the others are maxima."""
+    record.add(*memo.new("MetadataIndex"), MARK, memo.get("fqn"))
+    record.fetch()
+    record.add(memo.get("index"))
+    if largest is None:
+        record.add(NONE)
+    else:
+        record.integer(nth)
+        record.add(memo.get("offset"))
+        _add_size(record, memo, largest)
+    record.add(SETITEMS, BUILD)
+    record.add(*memo.new("_StorageInfo"), MARK, memo.get("relative_path"))
+    record.fetch()
+    record.add(memo.get("offset"))
+    record.integer(file_bytes)
+    record.add(memo.get("length"))
+    record.integer(entry_bytes)
+    record.add(SETITEMS, BUILD, SETITEM)
 
 
 def _add_size(record: Template, memo: Memo, largest: Sequence[int]) -> None:
@@ -242,26 +260,33 @@ def _add_size(record: Template, memo: Memo, largest: Sequence[int]) -> None:
     record.add(TUPLE, TUPLE1, REDUCE)
 
 
+def number_entry(memo: Memo) -> bytes:
+    """Return what follows the key of a number in `state_dict_metadata`."""
+    return b"".join([*memo.new("BytesStorageMetadata", state=False), SETITEM])
+
+
+def tensor_entry(memo: Memo) -> tuple[bytes, bytes, bytes]:
+    """Return what stands around the dtype and the shape of a tensor in `state_dict_metadata`."""
+    before = [
+        *(*memo.new("TensorStorageMetadata"), MARK, text("properties")),
+        *(memo.get("TensorProperties"), EMPTY_TUPLE, NEWOBJ, MARK, b"ctorch\n"),
+    ]
+    between = [
+        *(b"\n", memo.get("_get_layout"), text("torch.strided"), TUPLE1, REDUCE, FALSE),
+        *(memo.get("_MEM_FORMAT_ENCODING"), b"K\x00", TUPLE1, REDUCE, FALSE, TUPLE, BUILD),
+        *(text("size"), memo.get("Size"), MARK),
+    ]
+    after = [TUPLE, TUPLE1, REDUCE, text("chunks"), EMPTY_LIST]
+    return b"".join(before), b"".join(between), b"".join(after)
+
+
 def _entry(memo: Memo, key: int, item: Item) -> tuple[bytes, bytes]:
     """Return one key of `state_dict_metadata`: the bytes before its chunks and those after."""
     if item.dtype is None:
-        content = [fetch(key), *memo.new("BytesStorageMetadata", state=False), SETITEM]
-        return b"".join(content), b""
-    properties = [
-        *(memo.get("TensorProperties"), EMPTY_TUPLE, NEWOBJ, MARK),
-        b"c" + f"torch\n{item.dtype}\n".encode(),
-        *(memo.get("_get_layout"), text("torch.strided"), TUPLE1, REDUCE),
-        FALSE,
-        *(memo.get("_MEM_FORMAT_ENCODING"), b"K\x00", TUPLE1, REDUCE),
-        *(FALSE, TUPLE, BUILD),
-    ]
+        return fetch(key) + number_entry(memo), b""
+    before, between, after = tensor_entry(memo)
     size = b"".join(LONG + extent.to_bytes(8, "little") for extent in item.shape)
-    head = [
-        *(fetch(key), *memo.new("TensorStorageMetadata"), MARK),
-        *(text("properties"), *properties),
-        *(text("size"), memo.get("Size"), MARK, size, TUPLE, TUPLE1, REDUCE),
-        *(text("chunks"), EMPTY_LIST),
-    ]
+    head = [fetch(key), before, item.dtype.encode(), between, size, after]
     return b"".join(head), SETITEMS + BUILD + SETITEM
 
 

@@ -18,6 +18,10 @@ APPEND, SETITEM, SETITEMS = b"a", b"s", b"u"
 INT, LONG = b"J", b"\x8a\x08"
 _GET: Final = b"j"
 _WIDE: Final = 1 << 31
+_WORD: Final = 8
+# Records that are compared together. Their numbers fit into a core's cache.
+COMPARED_AT_ONCE: Final = 8192
+COMPARED_FIRST: Final = 64
 
 Octets = npt.NDArray[np.uint8]
 
@@ -57,6 +61,7 @@ class Template:
         self._content = bytearray()
         self._slots: list[tuple[int, str]] = []
         self._table: Octets = np.zeros((0, 0), dtype=np.uint8)
+        self._known: tuple[int, int] | None = None
 
     @property
     def record_bytes(self) -> int:
@@ -95,10 +100,73 @@ class Template:
             place[:] = column
         return table
 
+    def read(self, content: bytes, at: int) -> tuple[list[Int64s], int]:
+        """Return the numbers of the consecutive records that begin at `at`, and their count.
+
+        There is a column for each slot. The count is 0 if no record of this form begins there.
+        """
+        size, most = self.record_bytes, (len(content) - at) // self.record_bytes
+        fixed, mask = self._words()
+        first = int.from_bytes(content[at : at + size], "little")
+        count = int(most > 0 and first & mask == fixed)
+        # The start of a record has no slot, so it shows whether there is a second one.
+        if count and content[at + size : at + size + _WORD] == self._content[:_WORD]:
+            count = self._count(np.frombuffer(content, np.uint8, most * size, at))
+        columns = [
+            np.ndarray(count, form, content, at + slot, (size,)).astype(np.int64)
+            for slot, form in self._slots
+            if count
+        ]
+        return columns, count
+
+    def _count(self, octets: Octets) -> int:
+        """Return how many records `octets` begins with. Every byte outside a slot is compared."""
+        size = self.record_bytes
+        fixed, mask = (number.to_bytes(size, "little") for number in self._words())
+        most, count = len(octets) // size, 0
+        while count < most:
+            # As many as have matched, because the next entry's head may follow soon.
+            rows = min(max(COMPARED_FIRST, count), COMPARED_AT_ONCE, most - count)
+            differs = np.zeros(rows, dtype=np.uint64)
+            for at in [*range(0, size - _WORD, _WORD), size - _WORD]:
+                word = np.ndarray(rows, "<u8", octets, count * size + at, (size,))
+                differs |= (word ^ np.frombuffer(fixed, "<u8", 1, at)) & np.frombuffer(
+                    mask, "<u8", 1, at
+                )
+            if differs.any():
+                return count + int(np.flatnonzero(differs)[0])
+            count += rows
+        return count
+
+    def _words(self) -> tuple[int, int]:
+        """Return a record's fixed bytes, and a mask of where they are, as long numbers."""
+        if self._known is not None:
+            return self._known
+        mask = bytearray(b"\xff" * self.record_bytes)
+        for at, form in self._slots:
+            width = np.dtype(form).itemsize
+            mask[at : at + width] = bytes(width)
+        self._known = int.from_bytes(self._content, "little"), int.from_bytes(mask, "little")
+        return self._known
+
     def _slot(self, opcode: bytes, form: str) -> None:
         self.add(opcode)
         self._slots.append((self.record_bytes, form))
         self.add(bytes(np.dtype(form).itemsize))
+
+
+class FittedTemplate(Template):
+    """A record whose numbers have the widths that they have in `content`, at `start`."""
+
+    def __init__(self, content: bytes, start: int) -> None:
+        super().__init__()
+        self._source, self._start = content, start
+
+    def integer(self, largest: int) -> None:
+        """Add a slot as wide as the number in the content. `largest` is not used."""
+        at = self._start + self.record_bytes
+        is_wide = self._source[at : at + 1] == LONG[:1]
+        super().integer(_WIDE if is_wide else 0)
 
 
 def fetch(number: int) -> bytes:
