@@ -88,7 +88,7 @@ def shared_call(
 
 def listed_jobs(age_s: float = JOBS_AGE_S) -> dict[str, JobLine]:
     """Return this user's jobs that have not ended, by id. Raises like `slurm_client.call`."""
-    command = ["squeue", "-h", "-u", str(os.getuid()), "-o", _FORMAT]
+    command = ["squeue", "-h", "-a", "-u", str(os.getuid()), "-o", _FORMAT]
     rows = [line.split("|", 7) for line in shared_call(command, age_s=age_s).splitlines()]
     return {row[0]: _job(row) for row in rows if len(row) == 8}
 

@@ -178,7 +178,9 @@ def may_pass(message: str) -> bool:
 
 def queued_jobs(name: str) -> list[JobLine]:
     """Return the jobs called `name` that the controller still knows, newest last, even if ended."""
-    out = call(["squeue", "-h", "-t", "all", f"--name={name}", "-o", "%i|%j|%T|%r|%N|%S|%e"])
+    # With `-a`, jobs of hidden partitions too.
+    command = ["squeue", "-h", "-a", "-t", "all", f"--name={name}"]
+    out = call([*command, "-o", "%i|%j|%T|%r|%N|%S|%e"])
     rows = [line.split("|") for line in out.splitlines() if line.count("|") >= 6]
     return [JobLine(r[0], r[1], r[2], r[3], r[4], parse_time(r[5]), parse_time(r[6])) for r in rows]
 
@@ -204,7 +206,7 @@ def recorded_jobs(*, name: str = "", job_id: str = "", since: float = 0.0) -> li
 def show_job(job_id: str, timeout_s: float = CALL_TIMEOUT_S) -> JobLine | None:
     """Return the job as the controller knows it, or None if it no longer knows the job."""
     try:
-        out = call(["scontrol", "-o", "show", "job", job_id], timeout_s)
+        out = call(["scontrol", "--all", "-o", "show", "job", job_id], timeout_s)
     except SchedulerUnavailableError:
         raise
     except SchedulerError as error:
@@ -232,9 +234,11 @@ def show_nodes(ask: Ask = call) -> list[dict[str, str]]:
     return [parse_fields(line) for line in out.splitlines() if line.startswith("NodeName=")]
 
 
-def partitions(timeout_s: float = CALL_TIMEOUT_S) -> list[dict[str, str]]:
+def partitions(timeout_s: float = CALL_TIMEOUT_S, ask: Ask | None = None) -> list[dict[str, str]]:
     """Return every partition's fields as `scontrol show partition` prints them, hidden ones too."""
-    out = call(["scontrol", "--all", "-o", "show", "partition"], timeout_s)
+    out = (ask or partial(call, timeout_s=timeout_s))(
+        ["scontrol", "--all", "-o", "show", "partition"]
+    )
     return [parse_fields(line) for line in out.splitlines() if line.startswith("PartitionName=")]
 
 
@@ -284,7 +288,17 @@ def qos_limits(name: str, ask: Ask = call) -> dict[str, str]:
 
 def jobs_in_qos(name: str, ask: Ask = call) -> list[tuple[str, str]]:
     """Return the user and the allocated TRES of each job that holds resources under a QOS."""
-    command = ["squeue", "-h", "-t", "R,CG,CF,S", "-q", name, "-O", "UserName:128,tres-alloc:1024"]
+    command = [
+        "squeue",
+        "-h",
+        "-a",
+        "-t",
+        "R,CG,CF,S",
+        "-q",
+        name,
+        "-O",
+        "UserName:128,tres-alloc:1024",
+    ]
     rows = [line.split() for line in ask(command).splitlines()]
     return [(row[0], row[1]) for row in rows if len(row) == 2]
 

@@ -98,7 +98,7 @@ class SlurmCluster:
         self._node_prefix = node_prefix
         self.spec = spec or ClusterSpec()
         self.paths = ClusterPaths(Path(directory).resolve())
-        self._address: ClusterAddress | None = None
+        self._first_conf = ""
         self._made_directory = False
         self._processes: dict[str, ProcessRecord] = {}
 
@@ -161,7 +161,7 @@ class SlurmCluster:
             self._start_munged()
             self._start_database()
             self._start_slurmdbd()
-            self._start("slurmctld", ["slurmctld", "-D", "-f", str(self.paths.slurm_conf)])
+            self._start_slurmctld()
             for name in self.node_names:
                 self._start_slurmd(name)
             self._wait_for_nodes(self.node_names)
@@ -190,6 +190,19 @@ class SlurmCluster:
         if self._made_directory and not any(self.directory.glob("*")):
             self.directory.rmdir()
         self._made_directory = False
+
+    def configure(self, *lines: str) -> None:
+        """Change the configuration as it was at the start by `lines`, and restart slurmctld.
+
+        See `slurm_config.with_lines`. Without `lines`, the cluster is as it was. Jobs continue.
+        Only the process that started the cluster may call this.
+        """
+        self._first_conf = self._first_conf or self.paths.slurm_conf.read_text()
+        self.paths.slurm_conf.write_text(config.with_lines(self._first_conf, lines))
+        daemons.stop_process(self._processes["slurmctld"], TERM_WAIT_S)
+        self._start_slurmctld()
+        self._wait_for("slurmctld", ["scontrol", "reconfigure"])
+        self._wait_for_nodes(self.node_names, allow_busy=True)
 
     def describe(self) -> str:
         """Return the state of the daemons and the nodes as `sinfo` shows them, as text."""
@@ -418,6 +431,9 @@ class SlurmCluster:
         database = str(self.paths.database_socket)
         self._start("slurmdbd", ["slurmdbd", "-D"], MYSQL_UNIX_PORT=database)
         self._wait_for("slurmdbd", ["sacctmgr", "-n", "show", "cluster"])
+
+    def _start_slurmctld(self) -> None:
+        self._start("slurmctld", ["slurmctld", "-D", "-f", str(self.paths.slurm_conf)])
 
     def _start_slurmd(self, node: str) -> None:
         """Start a node's slurmd, with a marker by which its steps can be found later."""

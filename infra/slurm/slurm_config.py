@@ -254,6 +254,17 @@ def render_slurm_conf(
     return "\n".join(lines) + "\n"
 
 
+def with_lines(text: str, lines: tuple[str, ...]) -> str:
+    """Return slurm.conf with `lines`, such as `PreemptType=preempt/qos`.
+
+    A line replaces the lines with the same key. Lines of partitions are added. Slurm would accept
+    a key twice, but each of its commands would complain.
+    """
+    keys = {line.partition("=")[0] for line in lines} - {"PartitionName"}
+    kept = [line for line in text.splitlines() if line.partition("=")[0] not in keys]
+    return "\n".join([*kept, *lines]) + "\n"
+
+
 def _behaviour_lines(spec: ClusterSpec, version: tuple[int, int]) -> list[str]:
     """Return the lines on how jobs are tracked, scheduled, preempted and ended."""
     lines = [

@@ -2,8 +2,9 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,10 @@ sys.path.append(str(Path(__file__).parents[2] / "infra" / "slurm"))
 from examples.demo_service import PrefectService
 from slurm_cluster import SlurmCluster, check_prerequisites
 from slurm_config import ClusterSpec
+from tests.process.local_runs import LocalRun, processes_of, wait_until
 
+Make = Callable[..., LocalRun]
+TWO_NODES = {"executor": "slurm", "nodes": 2, "gpus_per_node": 2, "partition": "spot"}
 # Beside another Slurm, the first would start these tests again. The second is about file systems,
 # and needs the FUSE library of this machine.
 NOT_BESIDE_OTHERS = ["test_newer_version.py", "test_caching_root.py"]
@@ -58,3 +62,20 @@ def slurm_service(
         service.command("holdfast", "deploy")
         with service.working():
             yield service
+
+
+@pytest.fixture
+def make(slurm: SlurmCluster, tmp_path: Path) -> Iterator[Make]:
+    """Creates runs whose attempts are Slurm jobs, and ends their processes afterwards."""
+    made: list[LocalRun] = []
+
+    def make_run(resources: dict[str, Any] | None = None, **settings: Any) -> LocalRun:
+        given = {**TWO_NODES, **(resources or {})}
+        one = LocalRun(tmp_path / f"root{len(made)}", resources=given, grace_s=8.0, **settings)
+        made.append(one)
+        return one
+
+    yield make_run
+    for run in made:
+        run.end_all()
+    wait_until(lambda: not any(processes_of(r.paths) for r in made), "the end of all", 60)

@@ -6,7 +6,7 @@ import contextlib
 import re
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import pytest
 from slurm_cluster import SlurmCluster
 from tests.agent_ranks import ranks_of, waiting_ranks
 from tests.metadata_server import AzureService, serving
-from tests.process.local_runs import LocalRun, processes_of, wait_until
+from tests.process.local_runs import LocalRun, wait_until
 
 from holdfast.contracts.attempt import Submission, read_document
 from holdfast.contracts.errors import PreflightError, SchedulerUnavailableError
@@ -33,23 +33,6 @@ from holdfast.workers.slurm_states import SLURM_STATES
 
 Make = Callable[..., LocalRun]
 TWO_NODES = {"executor": "slurm", "nodes": 2, "gpus_per_node": 2, "partition": "spot"}
-
-
-@pytest.fixture
-def make(slurm: SlurmCluster, tmp_path: Path) -> Iterator[Make]:
-    """Creates runs whose attempts are Slurm jobs, and ends their processes afterwards."""
-    made: list[LocalRun] = []
-
-    def make_run(resources: dict[str, Any] | None = None, **settings: Any) -> LocalRun:
-        given = {**TWO_NODES, **(resources or {})}
-        one = LocalRun(tmp_path / f"root{len(made)}", resources=given, grace_s=8.0, **settings)
-        made.append(one)
-        return one
-
-    yield make_run
-    for run in made:
-        run.end_all()
-    wait_until(lambda: not any(processes_of(r.paths) for r in made), "the end of all", 60)
 
 
 def _spec(grace_s: float) -> RunSpec:

@@ -24,7 +24,7 @@ from holdfast.contracts.errors import (
     SubmissionRefusedError,
 )
 from holdfast.contracts.paths import AttemptPaths
-from holdfast.contracts.slurm_options import LOSES_JOB, problem_with_option
+from holdfast.contracts.slurm_options import LOSES_JOB, problem_with_option, problem_with_setup
 from holdfast.contracts.spec import Resources
 from holdfast.contracts.spec_values import problem_with_value
 from holdfast.contracts.states import AttemptState
@@ -104,6 +104,8 @@ def _check_parameters(request: Request) -> None:
     problems = [f"{key}: {problem}" for key, problem in found.items() if problem]
     extra = request.resources.extra
     problems += [problem for name in extra if (problem := problem_with_option(name, LOSES_JOB))]
+    if problem := problem_with_setup(request.scheduler.get("setup") or ()):
+        problems.append(f"launch.setup: {problem}")
     if problems:
         raise SubmissionRefusedError(
             f"{request.job_name} was not submitted: its recorded spec has values that this version "
@@ -220,7 +222,7 @@ class SlurmExecutor(Executor):
             nodes = slurm_client.show_nodes(ask)
             names = str(resources.extra.get("reservation", ""))
             chosen = slurm_client.reservation_nodes(names, ask) if names else None
-            wanted = wanted_of(resources, chosen)
+            wanted = wanted_of(resources, chosen, slurm_client.partitions(ask=ask))
             allowed = self._gpus_under_qos(resources.qos, held, ask)
         except SchedulerError:
             return None

@@ -29,22 +29,49 @@ _GPU_TRES: Final = re.compile(r"(?:^|,)gres/gpu=([0-9]+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What our job needs of a node. `reserved` is None without a reservation."""
+    """What our job needs of a node. `reserved` is None without a reservation.
+
+    With `whole`, the job shares no node with other jobs.
+    """
 
     partitions: frozenset[str] = frozenset()
     gpu_kind: str = ""
     constraint: str = ""
     reserved: frozenset[str] | None = None
+    whole: bool = False
 
 
-def wanted_of(resources: Resources, reserved: Collection[str] | None = None) -> Wanted:
-    """Return what a node must offer; `reserved` are the nodes of the spec's reservation."""
+def wanted_of(
+    resources: Resources,
+    reserved: Collection[str] | None = None,
+    partitions: Sequence[Mapping[str, str]] = (),
+) -> Wanted:
+    """Return what a node must offer.
+
+    `reserved` are the nodes of the spec's reservation. `partitions` are all partitions as Slurm
+    shows them.
+    """
     return Wanted(
         partitions=frozenset((resources.partition or "").split(",")) - {""},
         gpu_kind=resources.gpu_type or gpu_kind(resources.gres or ""),
         constraint=resources.constraint or "",
         reserved=None if reserved is None else frozenset(reserved),
+        whole=_takes_whole_nodes(resources, partitions),
     )
+
+
+def _takes_whole_nodes(resources: Resources, partitions: Sequence[Mapping[str, str]]) -> bool:
+    """Return True if the spec or all of its partitions make a job share no node."""
+    if str(resources.extra.get("exclusive", False)) in {"True", ""}:
+        return True
+    chosen = (resources.partition or "").split(",")
+    mine = [
+        fields
+        for fields in partitions
+        if fields.get("PartitionName") in chosen
+        or (not resources.partition and fields.get("Default") == "YES")
+    ]
+    return bool(mine) and all(fields.get("OverSubscribe") == "EXCLUSIVE" for fields in mine)
 
 
 def free_gpus(node: Mapping[str, str], wanted: Wanted, held: int = 0) -> int:
@@ -53,6 +80,8 @@ def free_gpus(node: Mapping[str, str], wanted: Wanted, held: int = 0) -> int:
     `held` are GPUs of the node that our own job has and will release before that.
     """
     if not _is_usable(node, wanted):
+        return 0
+    if wanted.whole and not held and node.get("CPUAlloc", "0") != "0":
         return 0
     has = gpus_of(node.get("Gres", ""), wanted.gpu_kind)
     used = gpus_of(node.get("GresUsed", ""), wanted.gpu_kind)

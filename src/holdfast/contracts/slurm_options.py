@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Final
 
+# sbatch reads the options of other batch systems too.
+_DIRECTIVE: Final = re.compile(r"^\s*#(SBATCH|PBS|BSUB)\b", re.MULTILINE)
 _LONG_NAME: Final = re.compile(r"[a-z][a-z0-9-]+")
 _BY_GRES: Final = "set resources.gpus_per_node, or resources.gres such as 'gpu:h100:8'"
 _BY_CPUS: Final = "set resources.cpus_per_gpu"
@@ -14,6 +16,7 @@ _ONE_TASK: Final = (
     "leave it out: Holdfast starts one task on each node, and torchrun starts the ranks"
 )
 _FILES: Final = "leave it out: Holdfast writes the output to the run's folder, see holdfast logs"
+_ONE_JOB: Final = "leave it out: a run is one job with the same resources on each node"
 _RELAUNCH: Final = "leave it out: only the supervisor relaunches a run"
 # Options that Holdfast sets itself, or that would make Holdfast lose its job.
 REFUSED: Final[Mapping[str, str]] = {
@@ -21,6 +24,10 @@ REFUSED: Final[Mapping[str, str]] = {
     "clusters": "leave it out: submit on a host of that cluster, with its own HOLDFAST_ROOT",
     "cluster-constraint": "leave it out: Holdfast cannot watch a job on another cluster",
     "array": "leave it out: a run is one job; submit one run for each member of a sweep",
+    "hetjob": _ONE_JOB,
+    "packjob": _ONE_JOB,
+    "het-group": _ONE_JOB,
+    "pack-group": _ONE_JOB,
     "requeue": _RELAUNCH,
     "no-requeue": _RELAUNCH,
     "no-kill": "leave it out: Holdfast always sets it, so that the other nodes can save",
@@ -70,6 +77,7 @@ REFUSED: Final[Mapping[str, str]] = {
 LOSES_JOB: Final = (
     *("job-name", "clusters", "cluster-constraint", "array", "requeue"),
     *("wrap", "wait", "test-only", "parsable", "quiet"),
+    *("hetjob", "packjob", "het-group", "pack-group"),
 )
 
 
@@ -85,3 +93,14 @@ def problem_with_option(name: str, among: Iterable[str] = REFUSED) -> str:
     if refused is None:
         return ""
     return f"option {name!r} is not for extra: {REFUSED[refused]}"
+
+
+def problem_with_setup(lines: Iterable[str]) -> str:
+    """Return why shell lines must not be in an sbatch script; empty if they may.
+
+    The lines follow the options of the script, so sbatch would read further options from them.
+    """
+    found = next((match for line in lines if (match := _DIRECTIVE.search(line))), None)
+    if found is None:
+        return ""
+    return f"a line starts with {found[0].strip()}, which sbatch would obey: set resources.extra"

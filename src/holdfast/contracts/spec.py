@@ -14,7 +14,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from holdfast.contracts.digests import document_digest
 from holdfast.contracts.paths import RUN_NAME
 from holdfast.contracts.secrets import EnvironmentValue, SecretReference
-from holdfast.contracts.slurm_options import problem_with_option
+from holdfast.contracts.slurm_options import problem_with_option, problem_with_setup
 from holdfast.contracts.spec_checkpoint import Checkpointing
 from holdfast.contracts.spec_health import Health
 from holdfast.contracts.spec_part import SpecPart, is_recorded
@@ -83,6 +83,14 @@ class Launch(SpecPart):
             raise ValueError(
                 f"{several[0]!r}: Holdfast does not start heterogeneous jobs; leave the option out"
             )
+        return value
+
+    @field_validator("setup")
+    @classmethod
+    def _setup_has_no_options(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        problem = problem_with_setup(value)
+        if problem and not is_recorded(info):
+            raise ValueError(problem)
         return value
 
     @field_validator("torchrun")
