@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from holdfast.contracts import steady
 from holdfast.contracts.attempt import Request, read_document
 from holdfast.contracts.errors import AgreementError, NotFoundError
 from holdfast.contracts.paths import AttemptPaths, RunPaths
@@ -59,7 +59,7 @@ def load_context(request_path: Path, environ: Mapping[str, str] | None = None) -
         job_id=variables.get("SLURM_JOB_ID" if on_slurm else "SUBMITIT_LOCAL_JOB_ID", "")
         or str(os.getpid()),
         host=(variables.get("SLURMD_NODENAME") if on_slurm else None) or socket.gethostname(),
-        started_at=time.time(),
+        started_at=steady.now(),
     )
 
 

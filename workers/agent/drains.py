@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Final
 
+from holdfast.contracts import steady
 from holdfast.workers.agent.node import Node
 from holdfast.workers.agent.node_group import NodeGroup
 
@@ -23,7 +23,7 @@ def drain_all(group: NodeGroup, until: Callable[[], float], *, mirror: bool) -> 
     """
     done: set[str] = set()
     late: list[str] = [""]
-    while late and (left_s := until() - time.time()) > 0:
+    while late and (left_s := until() - steady.now()) > 0:
         slice_s, lost = max(SLICE_S_MIN, min(SLICE_S, left_s)), group.lost_numbers
         drain = partial(_drain, done=frozenset(done), slice_s=slice_s, lost=lost, mirror=mirror)
         answers = group.ask_all(drain)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Final
 
+from holdfast.contracts import steady
 from holdfast.contracts.attempt import LaunchRecord, Outcome
 from holdfast.contracts.channel import ChannelHost
 from holdfast.contracts.history import goes_on_after_numerics, stopped_for_numerics
@@ -145,7 +146,7 @@ class Lead:
             if self._all_have_left():
                 # torchrun itself takes seconds to exit, which the grace may not allow.
                 return "left"
-            if time.time() > ends_at:
+            if steady.now() > ends_at:
                 return "killed"
 
     def _find_ending(self) -> str:
@@ -216,7 +217,7 @@ class Lead:
 
     def _drain(self) -> None:
         """Let every node's flusher commit what is sealed."""
-        group, began = self.group, time.time()
+        group, began = self.group, steady.now()
 
         def until() -> float:
             is_lost = bool(group.lost)
@@ -225,14 +226,14 @@ class Lead:
         # Files on the nodes' own disks count only once mirrored, so a restart waits for the mirror.
         has_local = bool(self.context.request.checkpoint.local)
         for name in drain_all(group, until, mirror=has_local):
-            spent_s = time.time() - began
+            spent_s = steady.now() - began
             self._note(f"the flusher of {name} did not finish within {spent_s:.0f} s")
 
     def _await_mirror(self) -> None:
         """Keep the nodes until all commits are mirrored or the time is up."""
         if not self.context.request.checkpoint.mirror:
             return
-        until = time.time() + self._supervision.flush_timeout_s
+        until = steady.now() + self._supervision.flush_timeout_s
         if self.stop_request is not None and self.stop_request.deadline is not None:
             until = min(until, self.stop_request.deadline - RESERVE_S)
 
@@ -248,7 +249,7 @@ class Lead:
 
     def _handle_notices(self) -> None:
         """Journal and act on the notices of clouds since the last poll."""
-        now, noticed = time.time(), self.group.take_notices()
+        now, noticed = steady.now(), self.group.take_notices()
         for host, notice in noticed:
             self._journal.append(
                 EventKind.NOTICE,

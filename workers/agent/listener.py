@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
+from holdfast.contracts import steady
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.signals import SignalBox
@@ -124,7 +125,7 @@ class StopListener:
         names = self._signals.wait(LISTEN_S)
         while self._forwarded:
             names.append(self._forwarded.popleft())
-        now = time.time()
+        now = steady.now()
         for name in names:
             self._judge(name, now)
         if (stop_request := self._stops.from_limit(now)) is not None:
@@ -132,7 +133,7 @@ class StopListener:
 
     def _look_at_storage(self) -> None:
         """Look for an operator's request. Storage that fails or hangs delays only this."""
-        now = time.time()
+        now = steady.now()
         with contextlib.suppress(OSError):
             if (stop_request := self._stops.from_file(now)) is not None:
                 self.accept(stop_request)

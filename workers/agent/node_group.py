@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, Final, TypeVar
 
+from holdfast.contracts import steady
 from holdfast.contracts.agreement import begin
 from holdfast.contracts.channel import ChannelHost
 from holdfast.contracts.journal import EventKind, JournalWriter
@@ -219,7 +220,7 @@ class NodeGroup:
 
     def _give_up_at(self) -> Callable[[], float]:
         """Return a function for the time limit of answers: the deadline of a stop, if any."""
-        soonest = time.time() + ANSWER_S_MIN
+        soonest = steady.now() + ANSWER_S_MIN
 
         def give_up_at() -> float:
             stop_request = self._listener.stop_request
@@ -248,6 +249,6 @@ class NodeGroup:
 def await_result(future: Future[T], give_up_at: Callable[[], float]) -> T:
     """Return the future's result; raise `ConnectionError` at Unix time `give_up_at()`."""
     while not concurrent.futures.wait([future], LOOK_S).done:
-        if time.time() > give_up_at():
+        if steady.now() > give_up_at():
             raise ConnectionError("the node did not answer before the deadline of the stop")
     return future.result()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from holdfast.contracts import steady
 from holdfast.contracts.agreement import ROUNDS_MAX, agree_on_step
 from holdfast.contracts.errors import AgreementError
 from holdfast.contracts.journal import EventKind, JournalWriter
@@ -50,7 +51,7 @@ class StopAgreement:
         if self.early_save.is_under_way(group.reports.values()) or group.is_silent:
             return
         self._tries += 1
-        wait_s = max(ANSWER_S_MIN, min(AGREE_WAIT_S, (kill_at - time.time()) / 4))
+        wait_s = max(ANSWER_S_MIN, min(AGREE_WAIT_S, (kill_at - steady.now()) / 4))
         try:
             self._agree(wait_s)
         except AgreementError as error:

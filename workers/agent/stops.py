@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.flush_log import FlushLog
 from holdfast.workers.agent.notices.notice import Notice
 from holdfast.workers.agent.signals import Judgement, judge
+from holdfast.workers.agent.slurm_clock import slurm_lead_s
 from holdfast.workers.flush_forecast import FlushForecast, stop_lead_s
 from holdfast.workers.request import warning_lead_s
 
@@ -67,21 +69,25 @@ class StopWatch:
         self._file_seen = False
         self._changes: tuple[int, ...] = ()
         self._looks = 0
+        # By how much Slurm's clock is ahead of this node's. Slurm's times are by its own clock.
+        self._lead_of_slurm_s = 0.0
         self._forecast: FlushForecast | None = None
         self.end_at = self._find_end(context.started_at)
 
     def from_signal(self, name: str, heard_at: float) -> tuple[StopRequest | None, Judgement]:
         """Return the stop request of a signal; None if it only warns of the time limit."""
         request = self._context.request
-        judgement = judge(
+        lead_s = self._lead_of_slurm_s
+        by_slurm = judge(
             name,
             job=self._job(),
             on_slurm=self._on_slurm,
-            now=heard_at,
+            now=heard_at + lead_s,
             grace_s=request.supervision.grace_s,
-            end_at=self.end_at,
+            end_at=None if self.end_at is None else self.end_at + lead_s,
             warning_s=warning_lead_s(request.supervision, request.resources),
         )
+        judgement = replace(by_slurm, deadline=by_slurm.deadline - lead_s)
         if judgement.cause is None:
             self.end_at = judgement.deadline
             return None, judgement
@@ -111,12 +117,13 @@ class StopWatch:
         if asked is None:
             return None
         self._file_seen = True
-        deadline = asked.requested_at + asked.deadline_s if asked.deadline_s else None
+        # The clock of the operator's host may differ from this one by minutes.
+        deadline = now + asked.deadline_s if asked.deadline_s else None
         return StopRequest(
             source="stop_file",
             name=asked.action,
             cause=Cause.OPERATOR,
-            requested_at=asked.requested_at,
+            requested_at=now,
             deadline=deadline,
             detail=f"{asked.action} by {asked.by}" + (f": {asked.detail}" if asked.detail else ""),
         )
@@ -188,7 +195,10 @@ class StopWatch:
         start, or else follows from the requested limit.
         """
         if (job := self._job()) is not None:
-            return slurm_client.parse_time(job.get("EndTime", ""))
+            end_at = slurm_client.parse_time(job.get("EndTime", ""))
+            with contextlib.suppress(SchedulerError):
+                self._lead_of_slurm_s = slurm_lead_s(EVIDENCE_TIMEOUT_S)
+            return None if end_at is None else end_at - self._lead_of_slurm_s
         if known is not None:
             return known
         if self._on_slurm and (end := os.environ.get(END_VARIABLE, "")).isdigit():

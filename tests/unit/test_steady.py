@@ -1,0 +1,44 @@
+"""The clock of the agent's decisions, and what a set clock cannot change."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from holdfast.contracts import steady
+from holdfast.contracts.spec_supervision import Supervision
+from holdfast.contracts.states import Cause
+from holdfast.workers import slurm_client
+from holdfast.workers.agent.slurm_clock import slurm_lead_s
+from holdfast.workers.agent.stop_times import kill_at
+from holdfast.workers.agent.stops import StopRequest
+
+
+@pytest.mark.parametrize("step_s", [3600.0, -3600.0])
+def test_a_stop_keeps_its_time_when_the_clock_is_set(
+    monkeypatch: pytest.MonkeyPatch, step_s: float
+) -> None:
+    assert abs(steady.now() - time.time()) < 5
+    request = StopRequest(
+        source="signal",
+        name="SIGTERM",
+        cause=Cause.PREEMPTION,
+        requested_at=steady.now(),
+        deadline=steady.now() + 30,
+    )
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + step_s)
+    left_s = kill_at(request, Supervision(), has_session=True) - steady.now()
+    assert 25 < left_s < 30
+
+
+@pytest.mark.parametrize(("ahead_s", "counted"), [(600.0, True), (-600.0, True), (1.0, False)])
+def test_difference_to_slurms_clock_is_found(
+    monkeypatch: pytest.MonkeyPatch, ahead_s: float, counted: bool
+) -> None:
+    at = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(steady.now() + ahead_s))
+    answer = f"Configuration data as of {at}\nAccountingStorageType = none\n"
+    monkeypatch.setattr(slurm_client, "call", lambda arguments, timeout_s: answer)
+    found_s = slurm_lead_s(5.0)
+    assert found_s == pytest.approx(ahead_s, abs=2) if counted else found_s == 0.0
