@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, Protocol
 
-from holdfast.contracts.attempt import Submission, SubmissionTry, read_document
+from holdfast.contracts.attempt import SubmissionTry, read_document
 from holdfast.contracts.errors import (
     HoldfastError,
     NotFoundError,
@@ -46,16 +46,17 @@ from holdfast.workers.attempts import (
     complete_journal,
     end_duplicates,
     end_unsubmitted,
+    gpus_held_after_end,
     has_no_job,
     is_unsubmitted,
     resume_submission,
     submit_attempt,
 )
 from holdfast.workers.executors import executor_for
-from holdfast.workers.executors.base import Executor
 from holdfast.workers.feasibility import Feasibility
 from holdfast.workers.growth import CapacityObservation, find_growth
 from holdfast.workers.heartbeats import read_heartbeats
+from holdfast.workers.pending import take_back_overdue
 from holdfast.workers.policy import Decision, decide, wait_after_refusal
 from holdfast.workers.reconcile import complete_goodput, reconcile
 from holdfast.workers.runs import keep_reserve, require_own, why_not_submitted
@@ -247,6 +248,8 @@ class Supervisor:
             self.log.warning("%s", message)
         for message in self._nodes.look(attempt, history.spec.supervision.heartbeat_s, journal):
             self.log.warning("%s", message)
+        if message := take_back_overdue(history, now=time.time(), writer=JOURNAL):
+            self.log.warning("%s", message)
         self._log_progress(history)
         self._grow(history)
 
@@ -302,7 +305,7 @@ class Supervisor:
         executor = executor_for(history.spec.resources.executor)
         now = time.time()
         capacity = executor.capacity(
-            history.spec.resources, held_after_end(executor, self.paths, history)
+            history.spec.resources, gpus_held_after_end(executor, self.paths, history)
         )
         decision = decide(history, capacity, now=now, fits=Feasibility.of(history).allows)
         due_s = _due_s(history, decision, now)
@@ -389,12 +392,3 @@ def _due_s(history: RunHistory, decision: Decision, now: float) -> float:
     last = history.last_asked
     began = last.ended_at if last and last.ended_at else now
     return max(0.0, began + decision.delay_s - now)
-
-
-def held_after_end(executor: Executor, run: RunPaths, history: RunHistory) -> dict[str, int]:
-    """Return the GPUs by host that the last attempt's job has not released yet."""
-    last = history.last_asked
-    if last is None or last.request is None:
-        return {}
-    submission = read_document(Submission, run.attempt(last.number).submission)
-    return executor.held_after_end(last.request, submission) if submission else {}

@@ -33,12 +33,13 @@ from holdfast.contracts.errors import (
     SchedulerUnavailableError,
     SubmissionRefusedError,
 )
-from holdfast.contracts.history import load_events
+from holdfast.contracts.history import RunHistory, load_events
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.executors import executor_for
+from holdfast.workers.executors.base import Executor
 from holdfast.workers.provenance import take_provenance
 from holdfast.workers.request import build_request, working_directory_of
 
@@ -279,6 +280,15 @@ def has_no_job(attempt: AttemptPaths) -> bool:
     """Return True if the scheduler certainly holds no job of an unsubmitted attempt."""
     tried = read_document(SubmissionTry, attempt.submitting)
     return tried is None or (bool(tried.refused) and tried.count == tried.refusals)
+
+
+def gpus_held_after_end(executor: Executor, run: RunPaths, history: RunHistory) -> dict[str, int]:
+    """Return the GPUs by host that the last attempt's job has not released yet."""
+    last = history.last_asked
+    if last is None or last.request is None:
+        return {}
+    submission = read_document(Submission, run.attempt(last.number).submission)
+    return executor.held_after_end(last.request, submission) if submission else {}
 
 
 def _submit(attempt: AttemptPaths, request: Request, journal: JournalWriter) -> None:

@@ -33,7 +33,7 @@ from holdfast.contracts.history import (
     load_history,
     pinned_checkpoints,
 )
-from holdfast.contracts.journal import FOREIGN_LOCK_S, GROWER, EventKind, JournalWriter
+from holdfast.contracts.journal import AUTOMATIC, FOREIGN_LOCK_S, EventKind, JournalWriter
 from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.paths import AttemptPaths, RunPaths, checkpoint_id, has_spec
 from holdfast.contracts.reading import LOCK_FLAGS, open_beneath
@@ -62,17 +62,18 @@ def request(
     gpus: int | None = None,
     writer: str = "cli",
     alone: bool = False,
+    reason: str = "",
 ) -> str:
     """Request that a run be stopped, paused, resumed, cancelled or relaunched; return what happens.
 
     The request is journaled. Then a live attempt is asked to end after one last checkpoint, and a
     queued one is cancelled. Repeating a request is harmless. Raises `SpecError` for a request that
     does not fit the run's state and `NotFoundError` if there is no run. With `alone`, raises
-    `RequestConflictError` while another recent request is pending.
+    `RequestConflictError` while another recent request is pending. `reason` explains the request.
     """
     while True:
         try:
-            return _request(paths, action, by=by, gpus=gpus, writer=writer, alone=alone)
+            return _request(paths, action, by=by, gpus=gpus, writer=writer, alone=alone, why=reason)
         except OSError as error:
             if error.errno not in FULL:
                 raise
@@ -91,7 +92,14 @@ def _disk_full_message(paths: RunPaths, action: Action, error: OSError) -> str:
 
 
 def _request(
-    paths: RunPaths, action: Action, *, by: str, gpus: int | None, writer: str, alone: bool
+    paths: RunPaths,
+    action: Action,
+    *,
+    by: str,
+    gpus: int | None,
+    writer: str,
+    alone: bool,
+    why: str,
 ) -> str:
     with _operator_lock(paths):
         history = load_history(paths)
@@ -107,6 +115,7 @@ def _request(
                 gpus=gpus,
                 after_attempt=last.number if last else 0,
                 of_completed=history.state is RunState.COMPLETED,
+                **({"reason": why} if why else {}),
             )
     if last is None or last.state.is_terminal or action not in _ENDS_ATTEMPT:
         return _what_follows(history, action, gpus)
@@ -159,7 +168,7 @@ def _refuse_second(history: RunHistory, now: float) -> None:
     """Raise `RequestConflictError` while a recent request is still pending."""
     last, asked = history.last_attempt, history.pending_request
     requests = [e for e in history.events if e.kind is EventKind.OPERATOR_REQUEST]
-    if asked is None or asked.get("by") == GROWER or now - requests[-1].time > UNDER_WAY_S:
+    if asked is None or asked.get("by") in AUTOMATIC or now - requests[-1].time > UNDER_WAY_S:
         return
     has_ended = last is None or last.state.is_terminal
     if has_ended and asked["action"] not in OPERATOR_GOES_ON:

@@ -16,7 +16,7 @@ from holdfast.contracts.history import (
     goes_on_after_numerics,
     takes_up_completed,
 )
-from holdfast.contracts.journal import GROWER
+from holdfast.contracts.journal import AUTOMATIC, GROWER
 from holdfast.contracts.paths import CheckpointName
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.causes import Ending
@@ -114,17 +114,18 @@ def _decide_by_request(
     if request is None:
         return None
     action, by = str(request["action"]), str(request.get("by", "an operator"))
+    why = f": {request['reason']}" if request.get("reason") else ""
     if action == "pause":
-        return Decision(action="wait", reason=f"paused by {by}")
+        return Decision(action="wait", reason=f"paused by {by}{why}")
     if action in {"stop", "cancel"}:
-        return Decision(action="stop", reason=f"{action} by {by}")
+        return Decision(action="stop", reason=f"{action} by {by}{why}")
     last = history.last_asked
     before = last.world_size if last is not None else 0
     gpus = int(request.get("gpus") or before or history.spec.gpus)
     if by == GROWER and capacity is not None:
         free = [size for size in allowed_sizes(history.spec) if size <= min(gpus, capacity)]
         gpus = max(filter(fits, free), default=before or gpus)
-    return Decision(action="relaunch", gpus=gpus, reason=f"{action} at {gpus} GPUs by {by}")
+    return Decision(action="relaunch", gpus=gpus, reason=f"{action} at {gpus} GPUs by {by}{why}")
 
 
 def _decide_after(
@@ -181,7 +182,7 @@ def _spent(history: RunHistory, cause: Cause) -> int:
         for event in history.events
         if event.kind == "operator_request"
         and event.data.get("action") == "relaunch"
-        and event.data.get("by") != GROWER
+        and event.data.get("by") not in AUTOMATIC
     ]
     since = max(relaunches, default=0)
     ended = [a for a in history.attempts if a.number > since and a.state.is_terminal]

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from holdfast.contracts import environment
 from holdfast.contracts.errors import NumericsError, SpecError
 from holdfast.contracts.history import excluded_checkpoints, load_events
-from holdfast.contracts.journal import GROWER, Event, EventKind, JournalWriter
+from holdfast.contracts.journal import AUTOMATIC, Event, EventKind, JournalWriter
 from holdfast.contracts.paths import MANIFEST, CheckpointName
 from holdfast.contracts.rank_status import RankRecord
 from holdfast.contracts.spec_supervision import Numerics
@@ -200,7 +200,7 @@ def changes(events: tuple[Event, ...], action: str) -> list[int]:
             for event in events
             if event.kind is EventKind.OPERATOR_REQUEST
             and event.data.get("action") in RESTARTED
-            and event.data.get("by") != GROWER
+            and event.data.get("by") not in AUTOMATIC
         ),
         default=-1,
     )

@@ -81,6 +81,14 @@ class Executor(ABC):
         """Cancel the job unless it has started."""
         self.cancel(request, submission)
 
+    def is_pending(self, request: Request, submission: Submission) -> bool:
+        """Return True if the job waits in the scheduler's queue at this moment.
+
+        Raises `SchedulerUnavailableError` without an answer.
+        """
+        del request, submission
+        return False
+
     @abstractmethod
     def status(self, request: Request, submission: Submission | None) -> JobStatus:
         """Return the job's status. Raises `SchedulerUnavailableError` without an answer."""

@@ -172,6 +172,11 @@ class SlurmExecutor(Executor):
         # Slurm checks the state itself, so a job that starts at this moment is not cancelled.
         self._scancel("--state=PENDING", submission.job_id)
 
+    def is_pending(self, request: Request, submission: Submission) -> bool:
+        line = slurm_client.show_job(submission.job_id)
+        is_mine = line is not None and line.name == request.job_name
+        return is_mine and line is not None and bare_state(line.state) == "PENDING"
+
     def status(self, request: Request, submission: Submission | None) -> JobStatus:
         submission = submission or self.find(request)
         if submission is None:

@@ -210,9 +210,10 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
         ("action", "after_attempt", "gpus", "exclude", "delay_s", "reason"),
     ),
     Kind.OPERATOR_REQUEST: EventEntry(
-        "an operator asked for a stop, pause, resume, cancel or relaunch",
-        "command or server",
-        ("action", "by", "after_attempt", "gpus", "of_completed"),
+        "an operator asked for a stop, pause, resume, cancel or relaunch, or Holdfast did: "
+        "`by` is then `elastic.grow` or `supervision.pending_timeout_min`",
+        "command, server or supervisor",
+        ("action", "by", "after_attempt", "gpus", "of_completed", "reason"),
     ),
     Kind.RUN_ENDED: EventEntry("the run ended", "supervisor", ("state", "after_attempt", "reason")),
     Kind.PINNED: EventEntry(

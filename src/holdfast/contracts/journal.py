@@ -49,6 +49,9 @@ OWN_LOCK_S: Final = 60.0
 _APPEND: Final = os.O_RDWR | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY
 # The requester when the grow policy, and not a person, relaunches a run.
 GROWER: Final = "elastic.grow"
+PENDING_TIMEOUT: Final = "supervision.pending_timeout_min"
+# Requests by these names are Holdfast's own, so they reset no budget of the run.
+AUTOMATIC: Final = frozenset({GROWER, PENDING_TIMEOUT})
 
 
 class EventKind(StrEnum):

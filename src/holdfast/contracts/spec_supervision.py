@@ -78,6 +78,11 @@ class Supervision(SpecPart):
         default=300.0,
         description="longest time that node 0 and the other nodes of a job wait for each other",
     )
+    pending_timeout_min: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="minutes that Slurm may keep a job pending. Holdfast then takes it back and "
+        "submits a smaller one, or pauses the run if `elastic` allows none. None: no limit",
+    )
     ports: str = Field(
         default="any",
         pattern=r"^(any|\d{1,5}-\d{1,5})$",
