@@ -7,7 +7,7 @@ import errno
 import os
 import time
 from collections.abc import Iterator
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from holdfast.contracts.attempt import (
     Request,
@@ -107,6 +107,7 @@ def _request(
             _refuse_second(history, time.time())
         _check(history, action, gpus)
         last = history.last_attempt
+        reason = {"reason": why} if why else dict[str, Any]()
         with JournalWriter(paths.journal_of(writer)) as journal:
             journal.append(
                 EventKind.OPERATOR_REQUEST,
@@ -115,7 +116,7 @@ def _request(
                 gpus=gpus,
                 after_attempt=last.number if last else 0,
                 of_completed=history.state is RunState.COMPLETED,
-                **({"reason": why} if why else {}),
+                **reason,
             )
     if last is None or last.state.is_terminal or action not in _ENDS_ATTEMPT:
         return _what_follows(history, action, gpus)

@@ -198,7 +198,7 @@ class TargetRun:
         return found[0]
 
     def controller(self) -> psutil.Process | None:
-        """Return the session leader of the local job, an ancestor of the agent."""
+        """Return the first process of the local job: an ancestor of the agent in its session."""
         submission = read_document(Submission, self.attempt.submission)
         if submission is None:
             return None
@@ -208,11 +208,14 @@ class TargetRun:
             if found is not None:
                 return found
         # After an interrupted submission, only the claim may be known, or a launcher that has
-        # ended.
+        # ended. The launcher led the session.
         try:
-            return psutil.Process(os.getsid(self.agent().pid))
+            agent = self.agent()
+            session = os.getsid(agent.pid)
+            above = [p for p in agent.parents() if os.getsid(p.pid) == session]
         except (ServiceError, OSError, psutil.NoSuchProcess):
             return None
+        return above[-1] if above else None
 
     def flow(self) -> psutil.Process | None:
         """Return the newest supervisor if it still runs on this machine."""

@@ -66,28 +66,28 @@ def test_an_overdue_job_is_taken_back_for_a_smaller_one_and_then_the_run_pauses(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("starts_first", [True, False])
 def test_a_job_that_starts_while_it_is_taken_back_runs_or_ends_and_never_both(
-    slurm: SlurmCluster, tmp_path: Path
+    slurm: SlurmCluster, tmp_path: Path, starts_first: bool
 ) -> None:
-    """The first job has started when it is looked at, the second one starts at that moment."""
-    for number, starts_first in enumerate((True, False)):
-        run = _run(tmp_path / str(number), elastic={"choices": [2]})
-        run.submit()
-        pending = wait_until(lambda run=run: _pending(run), "a pending job")
-        job = pending.last_attempt.job_id
-        slurm.run("scontrol", "release", job)
-        if starts_first:
-            wait_until(lambda job=job: _state(slurm, job) == "RUNNING", "the job's start")
-        message = take_back_overdue(pending, now=time.time() + 60, writer="flow")
-        assert not (starts_first and message)
-        view = run.wait_for_end()
-        taken, completed = (AttemptState.CANCELLED, Cause.OPERATOR), (AttemptState.COMPLETED, None)
-        assert (view.state, view.cause) == (taken if message else completed), message
-        assert run.history().state is (RunState.PAUSED if message else RunState.COMPLETED)
-        assert len(run.history().attempts) == 1
-        request = view.request
-        assert request is not None
-        wait_until(lambda request=request: not executor_for("slurm").live_jobs(request), "its end")
+    """The job has started when it is looked at, or starts at that moment."""
+    run = _run(tmp_path, elastic={"choices": [2]})
+    run.submit()
+    pending = wait_until(lambda: _pending(run), "a pending job")
+    job = pending.last_attempt.job_id
+    slurm.run("scontrol", "release", job)
+    if starts_first:
+        wait_until(lambda: _state(slurm, job) == "RUNNING", "the job's start")
+    message = take_back_overdue(pending, now=time.time() + 60, writer="flow")
+    assert not (starts_first and message)
+    view = run.wait_for_end()
+    taken, completed = (AttemptState.CANCELLED, Cause.OPERATOR), (AttemptState.COMPLETED, None)
+    assert (view.state, view.cause) == (taken if message else completed), message
+    assert run.history().state is (RunState.PAUSED if message else RunState.COMPLETED)
+    assert len(run.history().attempts) == 1
+    request = view.request
+    assert request is not None
+    wait_until(lambda: not executor_for("slurm").live_jobs(request), "its end")
 
 
 def _pending(run: LocalRun) -> Any:

@@ -186,12 +186,13 @@ def test_an_index_row_that_differs_from_disk_is_reported(
     assert "the index has hang at .attempts[1].cause, disk node_failure" in broken.detail
 
 
-def test_a_job_without_a_recorded_process_is_controlled_by_its_agents_leader(
-    scripted_run: RunFolder,
+@pytest.mark.parametrize("leader_ends", [False, True])
+def test_a_job_without_a_recorded_process_is_controlled_by_the_first_of_its_session(
+    scripted_run: RunFolder, leader_ends: bool
 ) -> None:
     target, attempt = TargetRun(scripted_run.paths), scripted_run.paths.list_attempts()[-1]
     # In a new session: /proc may not show the leader of this process's own session.
-    with _process_under_a_leader() as (leader, pid):
+    with _processes_of_a_session(leader_ends) as (first, pid):
         agent = name_process(pid)
         assert agent is not None
         claim = Claim(
@@ -208,23 +209,28 @@ def test_a_job_without_a_recorded_process_is_controlled_by_its_agents_leader(
         write_document(attempt.submission, submission)
         found = target.controller()
         assert found is not None
-        assert found.pid == leader
+        assert found.pid == first
         write_document(attempt.claim, claim.model_copy(update={"process_started_at": 1.0}))
         assert target.controller() is None
 
 
 @contextlib.contextmanager
-def _process_under_a_leader() -> Iterator[tuple[int, int]]:
-    """Yield the process ids of a session leader and of its child."""
+def _processes_of_a_session(leader_ends: bool) -> Iterator[tuple[int, int]]:
+    """Yield the process ids of a job's first process and of its child.
+
+    The first process leads the session, or was started by a leader that has ended.
+    """
+    job = "sleep 300 & echo $$ $!; wait"
+    command = ["sh", "-c", 'sh -c "$0" &', job] if leader_ends else ["sh", "-c", job]
     with subprocess.Popen(
-        ["sh", "-c", "sleep 300 & echo $!; wait"],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as leader:
         assert leader.stdout is not None
         try:
-            yield leader.pid, int(leader.stdout.readline())
+            first, child = map(int, leader.stdout.readline().split())
+            if leader_ends:
+                leader.wait(10)
+            yield first, child
         finally:
             os.killpg(leader.pid, signal.SIGKILL)
 

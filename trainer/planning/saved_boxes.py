@@ -33,7 +33,8 @@ class SavedBoxes:
 class BoxTable:
     """All saved boxes, by key, and the names of the files that they lie in.
 
-    `extents` is how many bytes of each file `.metadata` uses, also for keys that do not exist.
+    `extents` is how many bytes of each file `.metadata` uses, also for keys that do not exist; -1
+    if a place has a negative number.
     """
 
     files: tuple[str, ...]
@@ -68,8 +69,9 @@ class BoxTable:
             by_key[key] = SavedBoxes(offsets, sizes, file.astype(np.int32), offset, length)
         extents: dict[str, int] = {}
         for info in storage.values():
-            end = max(extents.get(info.relative_path, 0), info.offset + info.length)
-            extents[info.relative_path] = end
+            is_sound = info.offset >= 0 and info.length >= 0
+            end, before = info.offset + info.length, extents.get(info.relative_path, 0)
+            extents[info.relative_path] = max(before, end) if is_sound and before >= 0 else -1
         return cls(tuple(numbers), by_key, extents)
 
     def renamed(self, names: Mapping[str, str]) -> BoxTable:
