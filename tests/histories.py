@@ -48,6 +48,8 @@ def attempt_of(
     started_at: float | None = None,
     failed_host: str | None = None,
     evidence: tuple[str, ...] = (),
+    steps: tuple[int, int] | None = None,
+    traceback: str | None = None,
 ) -> AttemptView:
     count = gpus or spec.gpus
     request = build_request(record_of(spec), spec, attempt=number, gpus=count, reason="test")
@@ -59,6 +61,7 @@ def attempt_of(
         world_size=count,
         committed_step=committed,
         failed_host=failed_host,
+        traceback=traceback,
         started_at=0,
         ended_at=ended_at,
     )
@@ -72,6 +75,8 @@ def attempt_of(
         outcome=outcome if final.is_terminal else None,
         facts={"lost_hosts": list(lost)} if lost else {},
         evidence=evidence,
+        first_step=steps[0] if steps else None,
+        last_step=steps[1] if steps else None,
         started_at=started_at,
         ended_at=ended_at,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -21,6 +21,7 @@ from holdfast.contracts.paths import CheckpointName
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.causes import Ending
 from holdfast.workers.evidence import names_hardware
+from holdfast.workers.fingerprints import failed_host, fingerprint, same_failure_elsewhere
 from holdfast.workers.sizes import allowed_sizes, choose_gpus
 
 Action = Literal["relaunch", "restart", "wait", "stop"]
@@ -147,6 +148,14 @@ def _decide_after(
     if len(history.attempts) >= history.spec.supervision.attempts_max:
         limit = history.spec.supervision.attempts_max
         return Decision(action="stop", reason=f"supervision.attempts_max ({limit}) is reached")
+    same = same_failure_elsewhere(_since_relaunch(history), last)
+    if same is not None:
+        return Decision(
+            action="stop",
+            reason=f"attempts {same.number} and {last.number} failed by the same error after step "
+            f"{last.last_step}, on {failed_host(same)} and {failed_host(last)}, so no host is at "
+            f"fault: {_why(last)}; fix the cause, then run `holdfast relaunch`",
+        )
     stuck = _attempts_without_progress(history)
     if stuck >= BREAKER_ATTEMPTS:
         return Decision(
@@ -175,8 +184,8 @@ def _why(last: AttemptView) -> str:
     return last.evidence[0] if last.evidence else f"attempt {last.number} {last.state}"
 
 
-def _spent(history: RunHistory, cause: Cause) -> int:
-    """Return how often `cause` ended an attempt since an operator's last relaunch."""
+def _since_relaunch(history: RunHistory) -> list[AttemptView]:
+    """Return the attempts that have ended since an operator's last relaunch."""
     relaunches = [
         int(event.data.get("after_attempt", 0))
         for event in history.events
@@ -185,11 +194,15 @@ def _spent(history: RunHistory, cause: Cause) -> int:
         and event.data.get("by") not in AUTOMATIC
     ]
     since = max(relaunches, default=0)
-    ended = [a for a in history.attempts if a.number > since and a.state.is_terminal]
+    return [a for a in history.attempts if a.number > since and a.state.is_terminal]
+
+
+def _spent(history: RunHistory, cause: Cause) -> int:
+    """Return how often `cause` ended an attempt since an operator's last relaunch."""
     return sum(
         # The ranks count rollbacks themselves and stop when there are too many.
         not (cause is Cause.NUMERICS and goes_on_after_numerics(history.events, a.number))
-        for a in ended
+        for a in _since_relaunch(history)
         if a.cause is cause and a.was_submitted
     )
 
@@ -244,10 +257,11 @@ def excluded_hosts(attempts: Sequence[AttemptView], now: float) -> tuple[str, ..
 
     At most `EXCLUDED_MAX` hosts are returned. A host is excluded if it was lost, if a health check
     failed on it, if the evidence names a hardware fault of it, or if its ranks failed first in
-    `SUSPICIONS_MAX` attempts that ended by a hang or by a cause outside the program.
+    `SUSPICIONS_MAX` attempts: by different errors, or by a hang or a cause outside the program.
     """
     hosts: list[str] = []
     suspicions: Counter[str] = Counter()
+    errors: defaultdict[str, set[str]] = defaultdict(set)
     for attempt in reversed(attempts):
         if attempt.ended_at is not None and now - attempt.ended_at > EXCLUDE_S:
             continue
@@ -257,18 +271,15 @@ def excluded_hosts(attempts: Sequence[AttemptView], now: float) -> tuple[str, ..
             named = lost if lost is not None else attempt.hosts
             # If the lost host is unknown, do not exclude all hosts of a large job.
             hosts += named if lost or len(named) == 1 else ()
-        suspect = _suspect(attempt)
-        if suspect and attempt.cause in _SUSPICIOUS:
-            suspicions[suspect] += 1
-            is_faulty = names_hardware(attempt.evidence)
-            hosts += [suspect] if is_faulty or suspicions[suspect] >= SUSPICIONS_MAX else []
+        suspect = failed_host(attempt)
+        if suspect is None or attempt.cause in _NO_BACKOFF:
+            continue
+        errors[suspect] |= {fingerprint(attempt.traceback or "")} - {""}
+        suspicions[suspect] += attempt.cause in _SUSPICIOUS
+        is_faulty = attempt.cause in _SUSPICIOUS and names_hardware(attempt.evidence)
+        count = max(suspicions[suspect], len(errors[suspect]))
+        hosts += [suspect] if is_faulty or count >= SUSPICIONS_MAX else []
     return tuple(dict.fromkeys(hosts))[:EXCLUDED_MAX]
-
-
-def _suspect(attempt: AttemptView) -> str | None:
-    """Return the host of the rank that failed first, if it is known."""
-    named = attempt.outcome.failed_host if attempt.outcome else None
-    return named or attempt.facts.get("failed_host")
 
 
 def _delay_s(history: RunHistory, last: AttemptView, spent: int, capacity: int | None) -> float:
