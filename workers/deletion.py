@@ -20,7 +20,7 @@ from typing import Any, Final
 from holdfast.contracts.durable import fsync_directory, make_directory
 from holdfast.contracts.history import load_events, load_history, pinned_checkpoints
 from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.leases import readers
+from holdfast.contracts.leases import readers, storage_time
 from holdfast.contracts.manifest import read_tombstone
 from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths, hold
 from holdfast.workers import retention
@@ -103,7 +103,7 @@ def finish_deletions(paths: RunPaths) -> None:
             continue
         # A deleter that has just renamed the manifest may still rename it back. One that was killed
         # before that will not.
-        is_decided = time.time() - tombstone.lstat().st_ctime > UNDECIDED_S
+        is_decided = storage_time(paths.checkpoints) - tombstone.lstat().st_ctime > UNDECIDED_S
         if is_decided and not readers(directory):
             _move_to_removing(paths, directory.name)
     for directory in paths.list_removing():
@@ -125,7 +125,8 @@ def remove_torn(paths: RunPaths) -> int:
             status = [p.lstat() for p in (directory, *directory.rglob("*"))]
         except FileNotFoundError:
             continue  # Another process is changing it.
-        if time.time() - max(one.st_mtime for one in status) > UNDECIDED_S:
+        changed_at = max(one.st_mtime for one in status)
+        if storage_time(paths.checkpoints) - changed_at > UNDECIDED_S:
             freed += sum(one.st_size for one in status)
             _move_to_removing(paths, directory.name)
             shutil.rmtree(paths.removing(directory.name), ignore_errors=True)

@@ -59,6 +59,21 @@ def test_a_lease_is_renewed_and_expires_without_renewal(
     assert not left.exists()
 
 
+@pytest.mark.parametrize("ahead_s", [2 * LEASE_S, -2 * LEASE_S])
+def test_leases_do_not_depend_on_the_clock_of_the_process_that_deletes(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float
+) -> None:
+    now, real = time.time(), time.time
+    left = lease_path(directory, "node7-4711-1")
+    left.touch()
+    os.utime(left, (now - 2 * LEASE_S, now - 2 * LEASE_S))
+    monkeypatch.setattr(time, "time", lambda: real() + ahead_s)
+    with reading(directory):
+        assert len(readers(directory)) == 1, "of two leases, one has expired"
+        assert not left.exists()
+    assert [path.name for path in directory.parent.iterdir()] == [NAME]
+
+
 def test_reading_continues_when_no_lease_can_be_written(tmp_path: Path) -> None:
     with reading(tmp_path / "gone" / NAME) as holds:
         assert not holds

@@ -2,8 +2,8 @@
 
 A lease is an empty file beside the checkpoint. The reader touches it every `RENEW_S`. It expires
 `LEASE_S` after the last touch, so a killed reader can delay a deletion but never prevent it. Plain
-files and their times work from every node and need no lock service. The clocks of the nodes must
-agree to within a few minutes.
+files and their times work from every node and need no lock service. All times are by the clock of
+the file server, so the clocks of the nodes need not agree.
 
 There is no race between reader and deleter. A reader first creates its lease and then checks that
 the manifest exists. A deleter first removes the manifest and then checks for leases. If it finds
@@ -69,9 +69,9 @@ def readers(directory: Path) -> list[str]:
 
     Expired leases are deleted.
     """
-    now = time.time()
-    found = []
-    for lease in list_leases(directory):
+    found, leases = [], list_leases(directory)
+    now = storage_time(directory.parent) if leases else 0.0
+    for lease in leases:
         try:
             is_old = now - lease.lstat().st_mtime > LEASE_S
         except FileNotFoundError:
@@ -82,6 +82,24 @@ def readers(directory: Path) -> list[str]:
         else:
             found.append(lease.name.partition(READING)[2])
     return sorted(found)
+
+
+def storage_time(folder: Path) -> float:
+    """Return the Unix time by the clock that sets the times of files in a run's `folder`.
+
+    This is the clock of this host if no file can be created there.
+    """
+    probe = folder / f".clock-{_holder()}"
+    try:
+        handle = open_beneath(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, below=folder.parent)
+    except (OSError, ForeignFileError):
+        return time.time()
+    try:
+        return os.fstat(handle).st_mtime
+    finally:
+        os.close(handle)
+        with contextlib.suppress(OSError):
+            probe.unlink()
 
 
 def _holder() -> str:
