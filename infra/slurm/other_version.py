@@ -27,11 +27,11 @@ CERTIFICATES: Final = Path("/etc/ssl/certs")
 TREES: Final = REPOSITORY / ".setup" / "slurm-versions"
 BUILD_TIMEOUT_S: Final = 1200
 SLURM_PACKAGES: Final = ("slurmctld", "slurmd", "slurm-client", "slurmdbd")
-# The rest of a cluster, the tools of the tests, and the libraries of Python's own modules.
+# The rest of a cluster, the tools of the tests, and the libraries of Python's own modules. Slurm and
+# MariaDB bring libreadline and libssl, whose packages have other names in later releases.
 OTHER_PACKAGES: Final = (
     "munge", "mariadb-server", "gcc", "libc6-dev", "strace", "procps", "iproute2",
-    "libffi8", "libssl3", "libsqlite3-0", "libbz2-1.0", "liblzma5", "libreadline8",
-    "libncursesw6", "libgomp1",
+    "libffi8", "libsqlite3-0", "libbz2-1.0", "liblzma5", "libncursesw6", "libgomp1",
 )  # fmt: skip
 # Debian's Slurm of a release needs these, and apt would not choose them from another release.
 SLURM_LIBRARIES: Final = {"bullseye": ("slurm-wlm-basic-plugins", "libslurm36")}
@@ -75,9 +75,10 @@ class Release:
 RELEASES: Final = {
     "20.11": Release(tree="bookworm", slurm="bullseye"),
     "22.05": Release(tree="bookworm", slurm="bookworm"),
-    "24.11": Release(tree="trixie", slurm="trixie"),
-    # sid's libmariadb3 11.8.9 refuses the first answer that slurmdbd gets, as it has columns.
-    "26.05": Release(tree="sid", slurm="sid", database="trixie"),
+    # libmariadb3 11.8.9 of later releases refuses the first answer that slurmdbd gets, as it has
+    # columns.
+    "24.11": Release(tree="trixie", slurm="trixie", database="bookworm"),
+    "26.05": Release(tree="sid", slurm="sid", database="bookworm"),
 }
 
 
