@@ -27,8 +27,8 @@ CERTIFICATES: Final = Path("/etc/ssl/certs")
 TREES: Final = REPOSITORY / ".setup" / "slurm-versions"
 BUILD_TIMEOUT_S: Final = 1200
 SLURM_PACKAGES: Final = ("slurmctld", "slurmd", "slurm-client", "slurmdbd")
-# The rest of a cluster, the tools of the tests, and the libraries of Python's own modules. Slurm and
-# MariaDB bring libreadline and libssl, whose packages have other names in later releases.
+# The rest of a cluster, the tools of the tests, and the libraries of Python's own modules. Slurm
+# and MariaDB bring libreadline and libssl, whose packages have other names in later releases.
 OTHER_PACKAGES: Final = (
     "munge", "mariadb-server", "gcc", "libc6-dev", "strace", "procps", "iproute2",
     "libffi8", "libsqlite3-0", "libbz2-1.0", "liblzma5", "libncursesw6", "libgomp1",
