@@ -71,7 +71,9 @@ def test_the_same_failure_after_the_same_step_on_another_host_stops_the_run(caus
     )
     asked = {"action": "relaunch", "after_attempt": 1}
     after = history_of(spec_of(), *attempts, asked=asked)
-    assert decide(after, None, now=NOW).action == "relaunch", "an operator's relaunch counts anew"
+    assert decide(after, None, now=NOW).action == "relaunch", (
+        "an operator's relaunch starts the count again"
+    )
 
 
 @pytest.mark.parametrize(

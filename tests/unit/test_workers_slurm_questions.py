@@ -64,7 +64,7 @@ NODES: Final = "\n".join(
 def answers_of(enforce: str, federation: str) -> dict[str, str]:
     """Each query's command line and its answer."""
     limits = "sacctmgr -n -P show qos name={} format=GrpTRES,MaxTRES,MaxTRESPU"
-    jobs = "squeue -h -t R,CG,CF,S -q {} -O UserName:128,tres-alloc:1024"
+    jobs = "squeue -h -a -t R,CG,CF,S -q {} -O UserName:128,tres-alloc:1024"
     held = "\n".join(f"{user:<128}{tres:<1024}" for user, tres in JOBS)
     return {
         "scontrol --all -o -d show node": NODES,

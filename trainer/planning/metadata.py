@@ -124,7 +124,11 @@ def open_committed(directory: Path, manifest: Manifest | None) -> Opened:
         for path in _metadata_paths(directory, manifest)
     }
     metadata = merge(parts)
-    opened = Opened(directory, manifest, metadata, BoxTable.of(metadata))
+    try:
+        boxes = BoxTable.of(metadata)
+    except OverflowError as error:
+        raise _unreadable(directory, METADATA, error) from error
+    opened = Opened(directory, manifest, metadata, boxes)
     _check_paths(directory, opened.boxes, manifest)
     return opened
 

@@ -43,7 +43,7 @@ class BoxTable:
 
     @classmethod
     def of(cls, metadata: Metadata) -> BoxTable:
-        """Return the boxes of DCP's own objects."""
+        """Return the boxes of DCP's own objects. Raises `OverflowError` for impossible numbers."""
         storage = metadata.storage_data or {}
         numbers: dict[str, int] = {}
         by_key = {}

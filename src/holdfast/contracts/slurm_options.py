@@ -103,4 +103,5 @@ def problem_with_setup(lines: Iterable[str]) -> str:
     found = next((match for line in lines if (match := _DIRECTIVE.search(line))), None)
     if found is None:
         return ""
-    return f"a line starts with {found[0].strip()}, which sbatch would obey: set resources.extra"
+    word = found[0].strip()
+    return f"a line starts with {word}, which sbatch reads as an option: set resources.extra"
