@@ -152,17 +152,20 @@ def test_the_stop_time_follows_the_flushes_of_this_and_earlier_attempts(tmp_path
     with JournalWriter(context.run.attempt(1).rank_journal) as journal:
         journal.append(EventKind.STAGED, attempt=1, checkpoint="c")
         journal.append(EventKind.COMMITTED, attempt=1, checkpoint="c", flush_s=40.0)
-    stops.look_at_saves(now=0.0)
+    stops.look_at_saves(now=stops.end_at - 1000.0)
     # 1.25 x 40 s, two steps, the margin, and the time between two polls; then the same with 80 s.
     first_s, second_s = 50.0 + 2.0 + 10.0 + LIMIT_POLL_S, 100.0 + 2.0 + 10.0 + LIMIT_POLL_S
     with JournalWriter(context.attempt.rank_journal) as journal:
         journal.append(EventKind.STAGED, attempt=2, checkpoint="d")
         journal.append(EventKind.COMMITTED, attempt=2, checkpoint="d", flush_s=80.0)
     assert stops.from_limit(stops.end_at - second_s) is None
-    stops.look_at_saves(now=FORECAST_POLL_S)
-    stop_request = stops.from_limit(stops.end_at - second_s + LIMIT_POLL_S)
+    # A second look is due after a tenth of the time that is left, and no sooner.
+    stops.look_at_saves(now=stops.end_at - 1000.0 + FORECAST_POLL_S)
+    assert stops.from_limit(stops.end_at - second_s + LIMIT_POLL_S) is None
+    stops.look_at_saves(now=stops.end_at - 900.0)
+    stop_request = stops.from_limit(stops.end_at - second_s + 2 * LIMIT_POLL_S)
     assert stop_request is not None
-    assert second_s - LIMIT_POLL_S > first_s, "the first forecast would have stopped later"
+    assert second_s - 2 * LIMIT_POLL_S > first_s, "the first forecast would have stopped later"
     assert (stop_request.cause, stop_request.deadline) == (Cause.TIME_LIMIT, stops.end_at)
     (said,) = warnings_of(spec_of(), context.run)
     assert "the last 2 saves took 80.0 s" in said

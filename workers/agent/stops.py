@@ -27,6 +27,9 @@ FILE_POLL_S: Final = 0.5
 SHARED_FILE_POLL_S: Final = 10.0
 LOOKS_PER_FILE: Final = 12
 FORECAST_POLL_S: Final = 60.0
+# Share of the time to the job's end after which the journals are read again. Far from the end,
+# nothing depends on the forecast.
+FORECAST_POLL_SHARE: Final = 0.1
 LIMIT_POLL_S: Final = 5.0
 EVIDENCE_TIMEOUT_S: Final = 5.0
 # Unix seconds that Slurm 23.02 and later sets for a job.
@@ -144,7 +147,10 @@ class StopWatch:
 
     def look_at_saves(self, now: float) -> None:
         """Update the forecast of the last flush if the job has a time limit."""
-        if self.end_at is not None and now - self._saves_at >= FORECAST_POLL_S:
+        if self.end_at is None:
+            return
+        wait_s = max(FORECAST_POLL_S, FORECAST_POLL_SHARE * (self.end_at - now))
+        if now - self._saves_at >= wait_s:
             self._saves_at = now
             self._forecast = self._flushes.forecast()
 
