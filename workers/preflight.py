@@ -163,6 +163,7 @@ def _slurm_problems(spec: RunSpec, root: Path) -> list[str]:
         partitions = slurm_client.partitions()
         nodes = slurm_client.show_nodes()
         federation = slurm_client.federation()
+        accounting = slurm_client.accounting()
     except SchedulerError as error:
         return [f"Slurm: {error}"]
     problems = _partition_problems(spec.resources, partitions)
@@ -170,6 +171,12 @@ def _slurm_problems(spec: RunSpec, root: Path) -> list[str]:
         problems.append(
             f"Slurm: this cluster is in the federation {federation!r}, so another cluster may run "
             "the job, where Holdfast cannot see it; submit to a cluster outside a federation"
+        )
+    if accounting and not accounting.endswith("/slurmdbd"):
+        problems.append(
+            f"Slurm: this cluster keeps no records of ended jobs (AccountingStorageType = "
+            f"{accounting}), so nobody could tell a job that ended unseen from one that never "
+            "started; ask its operators to run slurmdbd"
         )
     problems += _gpu_problems(spec.resources, nodes)
     problems += _account_problems(spec.resources)

@@ -271,6 +271,14 @@ def enforces_qos(ask: Ask = call) -> bool:
     return not {"limits", "qos"}.isdisjoint(enforced.split(","))
 
 
+def accounting(ask: Ask = call) -> str:
+    """Return where the cluster keeps its records of ended jobs; '' if the controller says nothing.
+
+    `accounting_storage/slurmdbd` keeps them. Other values, such as `(null)`, keep none.
+    """
+    return _setting("AccountingStorageType", ask)
+
+
 def _setting(name: str, ask: Ask) -> str:
     """Return the controller's setting whose line starts with `name`, or ''."""
     lines = ask(["scontrol", "show", "config"]).splitlines()

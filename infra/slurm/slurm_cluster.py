@@ -159,8 +159,9 @@ class SlurmCluster:
         try:
             self._write_files()
             self._start_munged()
-            self._start_database()
-            self._start_slurmdbd()
+            if self.spec.accounting:
+                self._start_database()
+                self._start_slurmdbd()
             self._start_slurmctld()
             for name in self.node_names:
                 self._start_slurmd(name)

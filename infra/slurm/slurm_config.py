@@ -24,6 +24,7 @@ class ClusterSpec:
     `grace_time_s` is the time that a preempted job of partition `spot` gets.
     `slurmd_timeout_s` is the silence after which a node counts as down.
     With `send_user_signal`, a preemption sends the job's own `--signal` instead of TERM.
+    Without `accounting`, there is no slurmdbd, and the cluster keeps no records of ended jobs.
     """
 
     nodes: int = 4
@@ -34,6 +35,7 @@ class ClusterSpec:
     grace_time_s: int = 30
     slurmd_timeout_s: int = 15
     send_user_signal: bool = False
+    accounting: bool = True
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -238,12 +240,7 @@ def render_slurm_conf(
         "",
         *_behaviour_lines(spec, version),
         "",
-        "AccountingStorageType=accounting_storage/slurmdbd",
-        "AccountingStorageHost=127.0.0.1",
-        f"AccountingStoragePort={address.dbd_port}",
-        # For slurmdbd, the munge socket replaces the password. AuthInfo has no effect.
-        f"AccountingStoragePass={paths.munge_socket}",
-        "AccountingStorageTRES=gres/gpu",
+        *(_accounting_lines(paths, address) if spec.accounting else ()),
         "JobAcctGatherType=jobacct_gather/none",
         "",
         *_node_lines(spec, address),
@@ -298,6 +295,17 @@ def _behaviour_lines(spec: ClusterSpec, version: tuple[int, int]) -> list[str]:
             else "SlurmctldParameters=preempt_send_user_signal"
         )
     return lines
+
+
+def _accounting_lines(paths: ClusterPaths, address: ClusterAddress) -> list[str]:
+    return [
+        "AccountingStorageType=accounting_storage/slurmdbd",
+        "AccountingStorageHost=127.0.0.1",
+        f"AccountingStoragePort={address.dbd_port}",
+        # For slurmdbd, the munge socket replaces the password. AuthInfo has no effect.
+        f"AccountingStoragePass={paths.munge_socket}",
+        "AccountingStorageTRES=gres/gpu",
+    ]
 
 
 def _node_lines(spec: ClusterSpec, address: ClusterAddress) -> list[str]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from slurm_cluster import SlurmCluster
+from slurm_config import ClusterSpec
 from tests.process.local_runs import LocalRun, wait_until
 
 from holdfast.contracts.errors import PreflightError, SubmissionRefusedError
@@ -317,6 +318,19 @@ def test_enforced_wckey_is_passed_on_and_an_unknown_one_is_refused_for_good(
     finally:
         slurm.configure()
         slurm.run("sacctmgr", "-i", "delete", "user", "root", "wckey=physics")
+
+
+def test_cluster_without_slurmdbd_is_refused_by_the_preflight(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = make().spec
+    with SlurmCluster(tmp_path / "alone", ClusterSpec(nodes=1, accounting=False)) as cluster:
+        for name, value in cluster.env.items():
+            monkeypatch.setenv(name, value)
+        assert cluster.run("squeue", "-h") == ""
+        assert slurm_client.recorded_jobs(name="any", since=time.time()) == []
+        with pytest.raises(PreflightError, match="keeps no records of ended jobs"):
+            preflight.check(spec, tmp_path)
 
 
 def test_federation_is_refused_by_the_preflight(

@@ -61,7 +61,7 @@ NODES: Final = "\n".join(
 )
 
 
-def answers_of(enforce: str, federation: str) -> dict[str, str]:
+def answers_of(enforce: str, federation: str, accounting: str) -> dict[str, str]:
     """Each query's command line and its answer."""
     limits = "sacctmgr -n -P show qos name={} format=GrpTRES,MaxTRES,MaxTRESPU"
     jobs = "squeue -h -a -t R,CG,CF,S -q {} -O UserName:128,tres-alloc:1024"
@@ -70,7 +70,8 @@ def answers_of(enforce: str, federation: str) -> dict[str, str]:
         "scontrol --all -o -d show node": NODES,
         "scontrol --all -o show partition": PARTITIONS,
         "scontrol -o show reservation ours": RESERVATION,
-        "scontrol show config": f"AccountingStorageEnforce = {enforce}\nPreemptMode = REQUEUE",
+        "scontrol show config": f"AccountingStorageEnforce = {enforce}\nPreemptMode = REQUEUE\n"
+        f"AccountingStorageType   = {accounting}",
         "scontrol show federation": federation,
         **{limits.format(qos): line for qos, line in LIMITS.items()},
         **{jobs.format(qos): held for qos in LIMITS},
@@ -78,12 +79,17 @@ def answers_of(enforce: str, federation: str) -> dict[str, str]:
 
 
 def set_up_slurm(
-    place: Path, monkeypatch: pytest.MonkeyPatch, *, enforce: str = "none", federation: str = ""
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    enforce: str = "none",
+    federation: str = "",
+    accounting: str = "accounting_storage/slurmdbd",
 ) -> None:
     """Put fake Slurm commands first in PATH; they fail for queries without an answer."""
     place.mkdir()
-    cases = ""
-    for number, (question, answer) in enumerate(answers_of(enforce, federation).items()):
+    cases, answers = "", answers_of(enforce, federation, accounting)
+    for number, (question, answer) in enumerate(answers.items()):
         (place / f"answer-{number}").write_text(f"{answer}\n" if answer else "")
         cases += f"'{question}') cat {place}/answer-{number};;\n"
     refusal = '*) echo "$* not found" >&2; exit 1;;'
@@ -140,3 +146,16 @@ def test_preflight_refuses_a_cluster_in_a_federation(
     set_up_slurm(tmp_path / "federated", monkeypatch, federation=federation)
     with pytest.raises(PreflightError, match=r"federation 'fed1'.*outside a federation"):
         preflight.check(spec, tmp_path / "root")
+
+
+@pytest.mark.parametrize("storage", ["(null)", "accounting_storage/none"])
+def test_preflight_refuses_a_cluster_without_records_of_ended_jobs(
+    storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "t.py").write_text("")
+    resources = {"executor": "slurm", "gpus_per_node": 4}
+    spec = spec_of(launch={"working_directory": str(tmp_path)}, resources=resources)
+    set_up_slurm(tmp_path / "slurm", monkeypatch, accounting=storage)
+    with pytest.raises(PreflightError, match=r"keeps no records of ended jobs .*run slurmdbd") as e:
+        preflight.check(spec, tmp_path / "root")
+    assert f"AccountingStorageType = {storage}" in str(e.value)
