@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import socket
 import struct
 import threading
@@ -16,7 +17,10 @@ import pytest
 
 from holdfast.contracts import connections, handshake
 from holdfast.contracts.channel import ChannelHost, ChannelMember, DismissedError, Peer
+from holdfast.contracts.connections import Connection, Switchboard
 from holdfast.contracts.errors import AgreementError
+from holdfast.contracts.handshake import Proof, listen
+from holdfast.contracts.lines import Line
 from holdfast.contracts.rank_status import Proposal
 from holdfast.contracts.timeouts import Timeout
 from holdfast.workers.agent.member import run_member
@@ -208,3 +212,45 @@ def test_a_member_suspended_together_with_node_0_continues(
         # The silence of node 0 counts from when both can run again.
         thread.join(JOIN_S)
     assert errors == ["node 0 sent nothing for 3 s"]
+
+
+def test_a_member_joins_although_node_0_first_closes_its_connection(tmp_path: Path) -> None:
+    token, path = secrets.token_bytes(32), tmp_path / "channel.json"
+    admitted: list[dict[str, Any]] = []
+    refusals = [ConnectionError("too many callers")]
+
+    def admit(connection: Connection, hello: dict[str, Any]) -> None:
+        if refusals:
+            raise refusals.pop()
+        admitted.append(hello)
+        connection.send({"refused": None})
+
+    listener = listen(None, backlog=4)
+    port = listener.getsockname()[1]
+    document = {"addresses": ["127.0.0.1"], "port": port, "token": token.hex()}
+    path.write_text(json.dumps(document))
+    switchboard = Switchboard(listener, 4, token, admit, lambda _, __: None)
+    switchboard.start()
+    member = ChannelMember(path, {"node": 1}, timeout_s=JOIN_S)
+    assert (admitted, refusals) == ([{"node": 1}], [])
+    member.close()
+    switchboard.close()
+
+
+def test_a_node_that_calls_before_the_host_is_complete_waits_for_it(tmp_path: Path) -> None:
+    admitted = threading.Event()
+    listener = listen(None, backlog=4)
+    token = secrets.token_bytes(32)
+    switchboard = Switchboard(listener, 4, token, lambda *_: admitted.set(), lambda _, __: None)
+    with socket.create_connection(listener.getsockname()[:2], timeout=JOIN_S) as caller:
+        line, proof = Line(caller), Proof(token, is_host=False)
+        line.send(proof.opening)
+        assert line.receive(Timeout(0.2)) is None
+        switchboard.start()
+        opening = line.receive(Timeout(JOIN_S))
+        assert opening is not None
+        line.send(proof.answer(opening))
+        line.send({"node": 1})
+        assert admitted.wait(JOIN_S)
+        line.close()
+    switchboard.close()

@@ -113,6 +113,8 @@ class ChannelHost:
         document = {"addresses": own_addresses(), "port": self.port, "token": token.hex()}
         write_bytes(path, to_json(document), mode=0o600)
         self._switchboard = Switchboard(listener, backlog, token, self._admit, self._take_message)
+        # A node may join within microseconds, and `_admit` needs all of the above.
+        self._switchboard.start()
 
     def wait_for_peers(
         self, timeout_s: float = JOIN_TIMEOUT_S, *, is_over: Callable[[], bool] = lambda: False
@@ -171,23 +173,9 @@ class ChannelMember:
         self, path: Path, hello: dict[str, Any], timeout_s: float = JOIN_TIMEOUT_S
     ) -> None:
         """Join node 0. Raises `AgreementError` if it cannot be reached or refuses this agent."""
-        self._line, self.host_address = _dial(path, timeout_s)
+        self._line, self.host_address = _join(path, hello, timeout_s)
         self._question: int | None = None
         self._sending = threading.Lock()
-        try:
-            self._line.send(hello)
-            first = _take(self._line, Timeout(HANDSHAKE_TIMEOUT_S))["refused"]
-        except (OSError, EOFError, ValueError, LookupError) as error:
-            self._line.close()
-            raise AgreementError(
-                f"node 0 closed the connection before node {hello['node']} had joined: {error}"
-            ) from error
-        if first is not None:
-            self._line.close()
-            raise AgreementError(
-                f"node {hello['node']} has already joined with the agent {first}; node 0 refuses a "
-                f"second agent for it ({hello})"
-            )
 
     def receive(self, timeout_s: float) -> dict[str, Any] | None:
         """Return node 0's next question, or None if none came in time.
@@ -227,7 +215,8 @@ class ChannelMember:
             raise ConnectionError(f"node 0 is gone: {error}") from error
 
 
-def _dial(path: Path, timeout_s: float) -> tuple[Line, str]:
+def _join(path: Path, hello: dict[str, Any], timeout_s: float) -> tuple[Line, str]:
+    """Return a connection on which node 0 has admitted this node, and node 0's address."""
     timeout = Timeout(timeout_s)
     problem = f"{path} does not exist"
     while not timeout.is_over:
@@ -242,9 +231,9 @@ def _dial(path: Path, timeout_s: float) -> tuple[Line, str]:
             continue
         for address in addresses:
             try:
-                return _call_up(address, port, token), address
+                return _call_up(address, port, token, hello), address
             except STRANGE as error:
-                # Refused, unresolvable, or another attempt's listener on a reused port.
+                # Unresolvable, closed by a busy node 0, or another attempt's listener on its port.
                 problem = f"{address}:{port}: {error}"
         time.sleep(POLL_S)
     raise AgreementError(
@@ -253,13 +242,19 @@ def _dial(path: Path, timeout_s: float) -> tuple[Line, str]:
     )
 
 
-def _call_up(address: str, port: int, token: bytes) -> Line:
+def _call_up(address: str, port: int, token: bytes, hello: dict[str, Any]) -> Line:
     line = Line(socket.create_connection((address, port), timeout=DIAL_TIMEOUT_S))
     proof, timeout = Proof(token, is_host=False), Timeout(HANDSHAKE_TIMEOUT_S)
     try:
         line.send(proof.opening, timeout)
         line.send(proof.answer(_take(line, timeout)), timeout)
         proof.check(_take(line, timeout))
+        line.send(hello, timeout)
+        if (first := _take(line, timeout)["refused"]) is not None:
+            raise AgreementError(
+                f"node {hello['node']} has already joined with the agent {first}; node 0 refuses a "
+                f"second agent for it ({hello})"
+            )
     except BaseException:
         line.close()
         raise

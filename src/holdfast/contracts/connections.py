@@ -44,7 +44,7 @@ class Question:
 
 
 class Switchboard:
-    """The thread that accepts and serves connections, from construction until `close`.
+    """The thread that accepts and serves connections, from `start` until `close`.
 
     `admit(connection, hello)` is called when a caller has proved that it knows `token`. It may
     raise `ConnectionError` to refuse the caller. `take(hello, message)` is called for each message
@@ -71,6 +71,9 @@ class Switchboard:
         self._thread = threading.Thread(
             target=self._run, args=(listener, backlog), name="channel", daemon=True
         )
+
+    def start(self) -> None:
+        """Begin to accept connections. `admit` and `take` may be called from now on."""
         self._thread.start()
 
     def post(self, connection: Connection, question: Question) -> None:
