@@ -14,6 +14,7 @@ from slurm_errors import DaemonError
 POLL_INTERVAL_S = 0.1
 KILL_WAIT_S = 10.0
 FREEZE_ROUNDS_MAX = 20
+STEP_DAEMON = "slurmstepd"
 LOG_TAIL_LINES = 25
 
 
@@ -32,6 +33,7 @@ class ProcessRecord:
 class _Stat:
     """The fields of /proc/PID/stat that this module uses."""
 
+    name: str
     state: str
     parent: int
     start_ticks: int
@@ -44,8 +46,9 @@ def _read_stat(pid: int) -> _Stat | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     # The name, in parentheses, may contain spaces and parentheses.
-    fields = text.rpartition(")")[2].split()
-    return _Stat(state=fields[0], parent=int(fields[1]), start_ticks=int(fields[19]))
+    head, _, rest = text.rpartition(")")
+    name, fields = head.partition("(")[2], rest.split()
+    return _Stat(name, state=fields[0], parent=int(fields[1]), start_ticks=int(fields[19]))
 
 
 def _read_environment(pid: int) -> dict[str, str]:
@@ -130,7 +133,8 @@ def stop_process(record: ProcessRecord, term_wait_s: float) -> None:
 def find_processes(markers: Iterable[dict[str, str]]) -> set[ProcessRecord]:
     """Return the processes with all variables of any of `markers`, and their descendants.
 
-    The calling process and its ancestors are left out.
+    The slurmstepd above such a process is included: from Slurm 23.11 on, its title overwrites its
+    variables. The calling process and its ancestors are left out.
     """
     stats = {pid: stat for pid in _pids() if (stat := _read_stat(pid)) is not None}
     wanted = [marker.items() for marker in markers]
@@ -139,6 +143,8 @@ def find_processes(markers: Iterable[dict[str, str]]) -> set[ProcessRecord]:
         environment = _read_environment(pid).items()
         if any(marker <= environment for marker in wanted):
             found.add(pid)
+    parents = {stats[pid].parent for pid in found}
+    found |= {pid for pid in parents if pid in stats and stats[pid].name == STEP_DAEMON}
     children: dict[int, list[int]] = {}
     for pid, stat in stats.items():
         children.setdefault(stat.parent, []).append(pid)
