@@ -321,16 +321,17 @@ def test_enforced_wckey_is_passed_on_and_an_unknown_one_is_refused_for_good(
 
 
 def test_cluster_without_slurmdbd_is_refused_by_the_preflight(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = make().spec
-    with SlurmCluster(tmp_path / "alone", ClusterSpec(nodes=1, accounting=False)) as cluster:
+    # Slurm's sockets need a short path.
+    place, spec = tmp_path_factory.mktemp("slurm"), make().spec
+    with SlurmCluster(place / "own", ClusterSpec(nodes=1, accounting=False)) as cluster:
         for name, value in cluster.env.items():
             monkeypatch.setenv(name, value)
         assert cluster.run("squeue", "-h") == ""
         assert slurm_client.recorded_jobs(name="any", since=time.time()) == []
         with pytest.raises(PreflightError, match="keeps no records of ended jobs"):
-            preflight.check(spec, tmp_path)
+            preflight.check(spec, place)
 
 
 def test_federation_is_refused_by_the_preflight(
