@@ -91,6 +91,7 @@ def submit_attempt(
             reason=reason,
             exclude=exclude,
             created_at=time.time(),
+            cluster=executor_for(spec.resources.executor).cluster(),
             provenance=take_provenance(spec, Path(working_directory_of(record, spec))),
         )
         write_document(attempt.request, request)

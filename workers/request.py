@@ -38,11 +38,13 @@ def build_request(
     reason: str,
     exclude: Sequence[str] = (),
     created_at: float = 0.0,
+    cluster: str | None = None,
     provenance: Provenance = UNKNOWN,
 ) -> Request:
     """Return the request for attempt number `attempt` of a run on `gpus` GPUs.
 
-    `created_at` is Unix seconds, or 0 for a dry run. Raises `ValueError` if `gpus` does not fill
+    `created_at` is Unix seconds, or 0 for a dry run. `cluster` is the Slurm cluster that gets the
+    job, None if unknown. Raises `ValueError` if `gpus` does not fill
     whole nodes of the spec.
     """
     nodes, per_node = split_gpus(gpus, spec.resources.gpus_per_node)
@@ -63,6 +65,7 @@ def build_request(
         "executor": spec.resources.executor,
         "nodes": nodes,
         "gpus_per_node": per_node,
+        "cluster": cluster,
         "exclude": tuple(exclude),
         "command": spec.command,
         "working_directory": working_directory,

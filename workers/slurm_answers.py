@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Final
 
@@ -27,6 +28,7 @@ from holdfast.contracts.errors import (
 from holdfast.contracts.file_locks import wait_for_lock
 from holdfast.contracts.paths import holdfast_home
 from holdfast.contracts.reading import LOCK_FLAGS, open_beneath, open_regular
+from holdfast.workers import slurm_client
 from holdfast.workers.slurm_client import CALL_TIMEOUT_S, JobLine, call, parse_time
 
 # With these, a host asks about nine times a minute, however many runs it supervises. Growth under a
@@ -91,6 +93,19 @@ def listed_jobs(age_s: float = JOBS_AGE_S) -> dict[str, JobLine]:
     command = ["squeue", "-h", "-a", "-u", str(os.getuid()), "-o", _FORMAT]
     rows = [line.split("|", 7) for line in shared_call(command, age_s=age_s).splitlines()]
     return {row[0]: _job(row) for row in rows if len(row) == 8}
+
+
+def cluster_name() -> str | None:
+    """Return the cluster that the Slurm commands of this process ask; None without an answer."""
+    asked = (shutil.which("scontrol"), *map(os.environ.get, _CLUSTER))
+    with contextlib.suppress(SchedulerError):
+        return _cluster_name(asked) or None
+    return None
+
+
+@lru_cache
+def _cluster_name(_: tuple[str | None, ...]) -> str:
+    return slurm_client.setting("ClusterName", partial(shared_call, age_s=CAPACITY_AGE_S))
 
 
 def _job(row: Sequence[str]) -> JobLine:

@@ -255,7 +255,7 @@ def is_tested(version: str) -> bool:
 
 def preemption_type(timeout_s: float = CALL_TIMEOUT_S) -> str:
     """Return how the site preempts, such as `preempt/partition_prio`, or '' if unknown."""
-    return _setting("PreemptType ", partial(call, timeout_s=timeout_s))
+    return setting("PreemptType ", partial(call, timeout_s=timeout_s))
 
 
 def list_qos(timeout_s: float = CALL_TIMEOUT_S) -> dict[str, tuple[str, str]]:
@@ -267,19 +267,11 @@ def list_qos(timeout_s: float = CALL_TIMEOUT_S) -> dict[str, tuple[str, str]]:
 
 def enforces_qos(ask: Ask = call) -> bool:
     """Return True if the controller enforces the limits of each QOS."""
-    enforced = _setting("AccountingStorageEnforce", ask)
+    enforced = setting("AccountingStorageEnforce", ask)
     return not {"limits", "qos"}.isdisjoint(enforced.split(","))
 
 
-def accounting(ask: Ask = call) -> str:
-    """Return where the cluster keeps its records of ended jobs; '' if the controller says nothing.
-
-    `accounting_storage/slurmdbd` keeps them. Other values, such as `(null)`, keep none.
-    """
-    return _setting("AccountingStorageType", ask)
-
-
-def _setting(name: str, ask: Ask) -> str:
+def setting(name: str, ask: Ask = call) -> str:
     """Return the controller's setting whose line starts with `name`, or ''."""
     lines = ask(["scontrol", "show", "config"]).splitlines()
     found = [line.partition("=")[2] for line in lines if line.startswith(name)]

@@ -36,6 +36,7 @@ class ClusterSpec:
     slurmd_timeout_s: int = 15
     send_user_signal: bool = False
     accounting: bool = True
+    name: str = "holdfast"
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -219,7 +220,7 @@ def render_slurm_conf(
     """Return the text of slurm.conf for a version of Slurm. Its times are in seconds."""
     spot = "PriorityTier=1 PreemptMode=REQUEUE"
     lines = [
-        "ClusterName=holdfast",
+        f"ClusterName={spec.name}",
         f"SlurmctldHost={address.hostname}(127.0.0.1)",
         f"SlurmctldPort={address.ctld_port}",
         "SlurmUser=root",

@@ -20,7 +20,12 @@ from slurm_cluster import SlurmCluster
 from slurm_config import ClusterSpec
 from tests.process.local_runs import LocalRun, wait_until
 
-from holdfast.contracts.errors import PreflightError, SubmissionRefusedError
+from holdfast.contracts.attempt import Request, Submission, read_document
+from holdfast.contracts.errors import (
+    PreflightError,
+    SchedulerUnavailableError,
+    SubmissionRefusedError,
+)
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.paths import AttemptPaths
 from holdfast.contracts.spec import RunSpec
@@ -28,6 +33,7 @@ from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers import operator, preflight, slurm_client
 from holdfast.workers.executors import executor_for
 from holdfast.workers.policy import decide
+from holdfast.workers.reconcile import reconcile
 
 Make = Callable[..., LocalRun]
 NOBODY = 65534
@@ -332,6 +338,45 @@ def test_cluster_without_slurmdbd_is_refused_by_the_preflight(
         assert slurm_client.recorded_jobs(name="any", since=time.time()) == []
         with pytest.raises(PreflightError, match="keeps no records of ended jobs"):
             preflight.check(spec, place)
+
+
+def test_another_cluster_with_the_same_root_never_counts_a_job_as_lost(
+    slurm: SlurmCluster,
+    make: Make,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = tmp_path_factory.mktemp("slurm")
+    with rival(slurm, "-p", "prod", "-N4", "--gpus-per-node=4"):
+        run = make()
+        attempt = run.submit()
+        submission = read_document(Submission, attempt.submission)
+        assert submission is not None
+        wait_until(lambda: slurm_client.show_job(submission.job_id), "the queued job", 30)
+        spec = ClusterSpec(nodes=1, accounting=False, name="other")
+        with SlurmCluster(place / "own", spec) as other, monkeypatch.context() as patch:
+            for name, value in other.env.items():
+                patch.setenv(name, value)
+            # Its first job has the id of the run's job, perhaps, and must not be cancelled.
+            while int(job := other.run("sbatch", "--parsable", "--wrap", "sleep 99").strip()) < int(
+                submission.job_id
+            ):
+                other.run("scancel", job)
+            request = read_document(Request, attempt.request)
+            assert request is not None
+            executor = executor_for("slurm")
+            for ask in (executor.status, executor.cancel, executor.withdraw, executor.is_pending):
+                with pytest.raises(SchedulerUnavailableError, match=r"'holdfast', but .* 'other'"):
+                    ask(request, submission)
+            for look in (executor.find, executor.live_jobs):
+                with pytest.raises(SchedulerUnavailableError, match="run the command on a host"):
+                    look(request)
+            assert not reconcile(run.paths, writer="cli").attempts[-1].state.is_terminal
+            assert other.run("squeue", "-h", "-j", job, "-o", "%T").strip()
+        line = slurm_client.show_job(submission.job_id)
+        assert line is not None
+        assert line.state == "PENDING"
+        executor.cancel(request, submission)
 
 
 def test_federation_is_refused_by_the_preflight(

@@ -62,6 +62,10 @@ class Executor(ABC):
         `SchedulerUnavailableError` if it is unknown whether it accepted the job.
         """
 
+    def cluster(self) -> str | None:
+        """Return the name of the cluster that this host submits to; None if unknown or none."""
+        return None
+
     @abstractmethod
     def find(self, request: Request) -> Submission | None:
         """Return the job that was submitted for `request`, found by its name, or None.

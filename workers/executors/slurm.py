@@ -147,7 +147,11 @@ class SlurmExecutor(Executor):
             ) from error
         return Submission(job_id=job.job_id, executor=self.kind, submitted_at=time.time())
 
+    def cluster(self) -> str | None:
+        return slurm_answers.cluster_name()
+
     def find(self, request: Request) -> Submission | None:
+        _require_cluster(request)
         jobs = slurm_client.queued_jobs(request.job_name) or slurm_client.recorded_jobs(
             name=request.job_name, since=request.created_at
         )
@@ -158,6 +162,7 @@ class SlurmExecutor(Executor):
         )
 
     def live_jobs(self, request: Request) -> tuple[Submission, ...]:
+        _require_cluster(request)
         live = [
             job.job_id
             for job in slurm_client.queued_jobs(request.job_name)
@@ -169,15 +174,18 @@ class SlurmExecutor(Executor):
         )
 
     def withdraw(self, request: Request, submission: Submission) -> None:
+        _require_cluster(request)
         # Slurm checks the state itself, so a job that starts at this moment is not cancelled.
         self._scancel("--state=PENDING", submission.job_id)
 
     def is_pending(self, request: Request, submission: Submission) -> bool:
+        _require_cluster(request)
         line = slurm_client.show_job(submission.job_id)
         is_mine = line is not None and line.name == request.job_name
         return is_mine and line is not None and bare_state(line.state) == "PENDING"
 
     def status(self, request: Request, submission: Submission | None) -> JobStatus:
+        _require_cluster(request)
         submission = submission or self.find(request)
         if submission is None:
             return self._absent(request.created_at, request.job_name)
@@ -198,6 +206,7 @@ class SlurmExecutor(Executor):
         return self._absent(submission.submitted_at, request.job_name)
 
     def cancel(self, request: Request, submission: Submission) -> None:
+        _require_cluster(request)
         with contextlib.suppress(SchedulerError):
             line = slurm_client.show_job(submission.job_id)
             if line is not None and line.name != request.job_name:
@@ -247,6 +256,7 @@ class SlurmExecutor(Executor):
 
     def held_after_end(self, request: Request, submission: Submission) -> dict[str, int]:
         try:
+            _require_cluster(request)
             line = slurm_client.show_job(submission.job_id)
         except SchedulerError:
             return {}
@@ -260,6 +270,19 @@ class SlurmExecutor(Executor):
         message = f"neither squeue nor sacct lists {name}"
         return JobStatus(
             state=AttemptState.LOST, detail=message, evidence=(message,), is_absent=True
+        )
+
+
+def _require_cluster(request: Request) -> None:
+    """Raise `SchedulerUnavailableError` if the job is on another cluster than this host asks.
+
+    Two clusters may share a root. One would not know the other's jobs, or have others of their ids.
+    """
+    asked = slurm_answers.cluster_name() if request.cluster else None
+    if asked is not None and asked != request.cluster:
+        raise SchedulerUnavailableError(
+            f"{request.job_name} was submitted to the Slurm cluster {request.cluster!r}, but this "
+            f"host's commands ask {asked!r}; run the command on a host of {request.cluster!r}"
         )
 
 

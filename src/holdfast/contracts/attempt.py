@@ -114,6 +114,9 @@ class Request(Document):
     executor: Name
     nodes: Annotated[int, Field(ge=0, le=NODES_MAX)]
     gpus_per_node: Annotated[int, Field(ge=0, le=GPUS_PER_NODE_MAX)]
+    cluster: Name | None = Field(
+        default=None, description="Slurm: name of the cluster. None in an old request"
+    )
     exclude: tuple[Name, ...] = ()
     command: tuple[Text, ...]
     working_directory: FilePath
