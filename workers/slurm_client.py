@@ -22,12 +22,6 @@ _COMMANDS: Final = "SLURM SLURMD SBATCH SRUN SALLOC SQUEUE SACCT SINFO SCONTROL 
 _DEFAULTS: Final = tuple(f"{name}_" for name in _COMMANDS.split())
 _KEPT: Final = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_SACK_KEY"})
 _FIELD = re.compile(r"(?:^| )([A-Za-z][A-Za-z0-9_/:]*)=")
-# `gpu`, `gpu:2`, `gpu:h100`, `gpu:2080ti:2`. A kind is not all digits. No count means one GPU.
-_GPUS = re.compile(
-    r"(?:^|,)(?:gres[/:])?gpu(?::([^:(,=]*[^0-9:(,=][^:(,=]*))?(?:[:=]([0-9]+))?(?=[(,]|$)"
-)
-# `(S:0-1)`, `(IDX:0,2-3)`: the location of the GPUs, which contains commas.
-_IN_BRACKETS = re.compile(r"\([^)]*\)")
 _NO_ACCOUNTING = ("accounting storage is disabled", "not running a supported accounting_storage")
 _NO_JOB = ("invalid job id", "no job", "not found")
 # The versions of Slurm on which the tests of this version of Holdfast ran.
@@ -350,18 +344,6 @@ def parse_minutes(text: str) -> float | None:
         numbers = [0] * (3 - len(numbers)) + numbers
     hours, minutes, seconds = numbers[:3]
     return (int(days or 0) * 24 + hours) * 60 + minutes + seconds / 60
-
-
-def gpus_of(gres: str, kind: str = "") -> int:
-    """Return the GPUs in a GRES such as `gpu:a100:4(S:0-1),shard:8`, only of `kind` if given."""
-    found = _GPUS.findall(_IN_BRACKETS.sub("", gres))
-    return sum(int(count or 1) for each, count in found if kind in {"", each})
-
-
-def gpu_kind(gres: str) -> str:
-    """Return the one GPU kind in a GRES string; '' if it names none or several."""
-    kinds = {kind for kind, _ in _GPUS.findall(_IN_BRACKETS.sub("", gres)) if kind}
-    return kinds.pop() if len(kinds) == 1 else ""
 
 
 def expand_hosts(node_list: str) -> tuple[str, ...]:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from holdfast.contracts.digests import canonical_json, command_digest, document_digest
-from holdfast.contracts.spec import Launch, Resources, RunSpec, split_gpus
+from holdfast.contracts.node_share import Share, share_of
+from holdfast.contracts.spec import Launch, Resources, RunSpec
 from holdfast.contracts.spec_checkpoint import Checkpointing
 
 
@@ -54,18 +55,19 @@ def test_invalid_intervals_are_refused(interval: Any) -> None:
 def test_gpus_are_split_into_whole_nodes(
     gpus: int, per_node: int, expected: tuple[int, int]
 ) -> None:
-    assert split_gpus(gpus, per_node) == expected
+    nodes, each = expected
+    assert share_of(gpus, per_node) == Share(nodes, each, each)
 
 
 @given(gpus=st.integers(1, 4096), per_node=st.integers(1, 16))
 def test_a_split_uses_all_gpus_or_is_refused(gpus: int, per_node: int) -> None:
     if gpus > per_node and gpus % per_node:
         with pytest.raises(ValueError, match="do not fill nodes"):
-            split_gpus(gpus, per_node)
+            share_of(gpus, per_node)
     else:
-        nodes, each = split_gpus(gpus, per_node)
+        nodes, each, ranks = share_of(gpus, per_node)
         assert nodes * each == gpus
-        assert 1 <= each <= per_node
+        assert 1 <= each == ranks <= per_node
 
 
 SLURM = {"executor": "slurm", "nodes": 2, "gpus_per_node": 4}

@@ -37,11 +37,11 @@ class NodeRuntime(StatusPort):
         self.context = context
         self.name = context.host
         self.status_table, self._status_handle = RankStatusTable.create(
-            context.request.gpus_per_node
+            context.request.ranks_per_node
         )
         super().__init__(self.status_table)
         self.flusher_supervisor = FlusherSupervisor(context)
-        first_rank = context.node * context.request.gpus_per_node
+        first_rank = context.node * context.request.ranks_per_node
         self._watch = RankWatch(self.status_table, first_rank, earlier_times(context))
         self.heartbeat = Heartbeat(context, self.status_table, self._watch)
         self._stacks = StackTaker()
@@ -89,7 +89,7 @@ class NodeRuntime(StatusPort):
         except SecretError as error:
             context = self.context
             self._refusal = RankFailure(
-                rank=context.node * context.request.gpus_per_node,
+                rank=context.node * context.request.ranks_per_node,
                 exit_code=1,
                 timestamp=time.time(),
                 traceback=f"{type(error).__name__}: {error}",
@@ -98,7 +98,7 @@ class NodeRuntime(StatusPort):
 
     def prepare(self, launch: int, address: str, port: int) -> None:
         self._discard_standby()
-        if has_memory_for(self.context.request.gpus_per_node):
+        if has_memory_for(self.context.request.ranks_per_node):
             try:
                 self._standby = WarmStandby(self.context, launch, address, port, self._handles())
             except SecretError as error:

@@ -146,7 +146,7 @@ class Torchrun:
 
         It counts as killed, and its peers cannot report more than that.
         """
-        dead = set(range(self._context.request.gpus_per_node)) - set(self.rank_pids())
+        dead = set(range(self._context.request.ranks_per_node)) - set(self.rank_pids())
         folders = [self._rank_folder(local) for local in dead]
         return any(
             not (folder / "error.json").exists()
@@ -201,8 +201,8 @@ class Torchrun:
                 failure = dataclasses.replace(failure, exit_code=1)
             found[local] = failure
         if not found:
-            first = self._context.node * self._context.request.gpus_per_node
-            for local in range(self._context.request.gpus_per_node):
+            first = self._context.node * self._context.request.ranks_per_node
+            for local in range(self._context.request.ranks_per_node):
                 failure = self._failure(first + local, local, 1, {"pid": "0"})
                 if failure.traceback:
                     found[local] = failure
@@ -237,10 +237,10 @@ class Torchrun:
 
     def _link_logs(self) -> None:
         """Link each rank's output under the name that `paths.rank_log` defines."""
-        if len(self._linked) == self._context.request.gpus_per_node:
+        if len(self._linked) == self._context.request.ranks_per_node:
             return
-        first = self._context.node * self._context.request.gpus_per_node
-        for local in range(self._context.request.gpus_per_node):
+        first = self._context.node * self._context.request.ranks_per_node
+        for local in range(self._context.request.ranks_per_node):
             folder = self._rank_folder(local)
             if local in self._linked or folder is None:
                 continue
@@ -289,7 +289,7 @@ def build_command(
         "-m",
         "torch.distributed.run",
         f"--nnodes={request.nodes}",
-        f"--nproc-per-node={request.gpus_per_node}",
+        f"--nproc-per-node={request.ranks_per_node}",
         f"--node-rank={node}",
         "--rdzv-backend=static",
         f"--rdzv-id={request.run_uid[:8]}.{request.attempt}.{launch}",
@@ -334,7 +334,8 @@ def build_environment(
         environment.NUMERICS: request.supervision.numerics.model_dump_json(),
         environment.FLUSH_TIMEOUT: str(request.supervision.flush_timeout_s),
     }
-    threads = str(request.resources.cpus_per_gpu or 1)
+    cpus = (request.resources.cpus_per_gpu or 0) * (request.gpus_per_node or request.ranks_per_node)
+    threads = str(max(1, cpus // max(1, request.ranks_per_node)))
     kept = {
         name: value
         for name, value in inherited.items()

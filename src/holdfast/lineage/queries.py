@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -15,6 +15,7 @@ from sqlalchemy import Connection, Engine, Select, func, or_, select
 from holdfast.contracts.goodput import Span, account, segments
 from holdfast.contracts.paths import CheckpointName
 from holdfast.contracts.prices import prices_of
+from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import Cause, RunState
 from holdfast.contracts.timeline import KINDS, Mark, launches_of
 from holdfast.lineage import reports, views
@@ -235,15 +236,25 @@ def _spans(
     records = [(one["attempt"], one["number"], one) for own in launches.values() for one in own]
     launch_spans = launches_of(marks, records)
     times = ("submitted_at", "started_at", "stop_requested_at", "ended_at")
-    fields = ("world_size", *times, "resumed_step", "last_step")
+    fields = (*times, "resumed_step", "last_step")
+    gpus_held = _gpus_held(run["spec"])
     return [
         Span(
+            gpus=gpus_held(attempt["world_size"] or 0),
             **{field: attempt[field] for field in fields},
             is_preempted=attempt["cause"] == Cause.PREEMPTION,
             launches=launch_spans.get(attempt["number"], ()),
         )
         for attempt in attempts
     ]
+
+
+def _gpus_held(spec: Any) -> Callable[[int], int]:
+    """Return the function from world sizes to GPUs; one to one if the spec cannot be read."""
+    try:
+        return RunSpec.read(spec).gpus_held
+    except ValueError:
+        return int
 
 
 def _edges_about(connection: Connection, run: Row) -> list[Row]:
