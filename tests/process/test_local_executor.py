@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -83,6 +84,22 @@ def test_two_ranks_train_on_a_node_without_gpus(tmp_path: Path) -> None:
     assert (view.outcome.world_size, view.gpus, view.last_step) == (2, 2, 5)
     assert [span.gpus for span in spans_of(run.history())] == [0]
     assert attempt.rank_log(0, 1, 1, "stdout").exists(), "the second rank has a log of its own"
+
+
+def test_ranks_meet_on_the_interface_of_the_spec(tmp_path: Path) -> None:
+    run = LocalRun(tmp_path, steps=3, launch={"network_interface": "lo"})
+    run.submit()
+    view = run.wait_for_end()
+    assert view.state is AttemptState.COMPLETED, view.evidence
+
+
+def test_node_without_the_interface_fails_as_a_user_error_that_names_it(tmp_path: Path) -> None:
+    run = LocalRun(tmp_path, steps=3, launch={"network_interface": "nosuch0"})
+    run.submit()
+    view = run.wait_for_end()
+    assert (view.state, view.cause) == (AttemptState.FAILED, Cause.USER_ERROR), view.evidence
+    assert f"node {socket.gethostname()}: launch.network_interface 'nosuch0'" in view.evidence[0]
+    assert "lo" in view.evidence[0].partition("it has ")[2].split(", ")
 
 
 def test_job_is_found_before_its_claim_and_not_submitted_twice(run: LocalRun) -> None:

@@ -24,6 +24,7 @@ from holdfast.contracts.secrets import hide, longest_first, references_in, resol
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.flight_recorder import recorder_environment
 from holdfast.workers.agent.gpus import CONTROL
+from holdfast.workers.agent.interface import addresses_of, interface_environment
 from holdfast.workers.agent.local_log import LocalLog
 from holdfast.workers.causes import RankFailure
 from holdfast.workers.evidence import last_traceback
@@ -66,10 +67,13 @@ class Torchrun:
     ) -> None:
         """Start torchrun. With a `standby_pipe` each rank loads its libraries and waits for a byte.
 
-        Raises `SecretError` before anything is started if a secret reference has no value here.
+        Raises `SecretError` before anything is started if a secret reference has no value here, and
+        `InterfaceError` if this node lacks the spec's network interface.
         """
         given = resolve_environment(context.request.environment, context.run)
         references = references_in(context.request.environment)
+        if interface := context.request.launch.network_interface:
+            addresses_of(interface, context.host)
         self._secrets = longest_first(given[name] for name in references)
         self._context = context
         self._launch = launch
@@ -334,6 +338,8 @@ def build_environment(
         environment.NUMERICS: request.supervision.numerics.model_dump_json(),
         environment.FLUSH_TIMEOUT: str(request.supervision.flush_timeout_s),
     }
+    interface = request.launch.network_interface
+    network = interface_environment(interface) if interface else {}
     cpus = (request.resources.cpus_per_gpu or 0) * (request.gpus_per_node or request.ranks_per_node)
     threads = str(max(1, cpus // max(1, request.ranks_per_node)))
     kept = {
@@ -341,7 +347,7 @@ def build_environment(
         for name, value in inherited.items()
         if not name.startswith(("TORCHELASTIC_", "HOLDFAST_")) or name == environment.S3_ENDPOINT
     }
-    return {"OMP_NUM_THREADS": threads, **kept, **given, **own}
+    return {"OMP_NUM_THREADS": threads, **kept, **network, **given, **own}
 
 
 def read_tail(path: Path, size_max: int) -> str:

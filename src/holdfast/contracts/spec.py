@@ -48,13 +48,21 @@ class Launch(SpecPart):
     node_setup: tuple[str, ...] = Field(
         default=(),
         description="shell lines that every node runs before the program, inside a container, "
-        "such as `export NCCL_SOCKET_IFNAME=ib0`. If one fails, the launch fails",
+        "such as `ulimit -l unlimited`. If one fails, the launch fails",
     )
     wrapper: tuple[str, ...] = Field(
         default=(),
         description='command that starts the job on each node, such as `["numactl", '
         '"--interleave=all"]` or `["apptainer", "exec", "--nv", "image.sif"]`. `python` and its '
         "arguments follow",
+    )
+    network_interface: (
+        Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@-]{0,14}$")] | None
+    ) = Field(
+        default=None,
+        description="network interface of each node for the traffic between nodes, such as "
+        "`ib0`. Agents and ranks meet at its addresses, and NCCL and gloo use it. None: the "
+        "address of the host name, and the choice of NCCL and gloo",
     )
     torchrun: tuple[str, ...] = Field(
         default=(),
