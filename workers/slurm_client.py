@@ -13,6 +13,7 @@ from functools import partial
 from typing import Final
 
 from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
+from holdfast.contracts.spec import Resources
 
 CALL_TIMEOUT_S: Final = 20.0
 # How often a command that a signal killed is repeated.
@@ -236,6 +237,18 @@ def partitions(timeout_s: float = CALL_TIMEOUT_S, ask: Ask | None = None) -> lis
     return [parse_fields(line) for line in out.splitlines() if line.startswith("PartitionName=")]
 
 
+def chosen_partitions(
+    resources: Resources, known: Sequence[Mapping[str, str]]
+) -> list[Mapping[str, str]]:
+    """Return the partitions of `known` that a job may run in: those named, or the default."""
+    named = resources.partition.split(",") if resources.partition else []
+    return [
+        fields
+        for fields in known
+        if fields.get("PartitionName") in named or (not named and fields.get("Default") == "YES")
+    ]
+
+
 def version(timeout_s: float = CALL_TIMEOUT_S) -> str:
     """Return the version of this host's Slurm commands, such as `22.05.8`; '' if unknown."""
     words = call(["scontrol", "--version"], timeout_s).split()
@@ -249,7 +262,7 @@ def is_tested(version: str) -> bool:
 
 def preemption_type(timeout_s: float = CALL_TIMEOUT_S) -> str:
     """Return how the site preempts, such as `preempt/partition_prio`, or '' if unknown."""
-    return _setting("PreemptType ", partial(call, timeout_s=timeout_s))
+    return settings(timeout_s).get("PreemptType", "")
 
 
 def list_qos(timeout_s: float = CALL_TIMEOUT_S) -> dict[str, tuple[str, str]]:
@@ -261,15 +274,15 @@ def list_qos(timeout_s: float = CALL_TIMEOUT_S) -> dict[str, tuple[str, str]]:
 
 def enforces_qos(ask: Ask = call) -> bool:
     """Return True if the controller enforces the limits of each QOS."""
-    enforced = _setting("AccountingStorageEnforce", ask)
+    enforced = settings(ask=ask).get("AccountingStorageEnforce", "")
     return not {"limits", "qos"}.isdisjoint(enforced.split(","))
 
 
-def _setting(name: str, ask: Ask) -> str:
-    """Return the controller's setting whose line starts with `name`, or ''."""
-    lines = ask(["scontrol", "show", "config"]).splitlines()
-    found = [line.partition("=")[2] for line in lines if line.startswith(name)]
-    return found[0].strip() if found else ""
+def settings(timeout_s: float = CALL_TIMEOUT_S, ask: Ask | None = None) -> dict[str, str]:
+    """Return the controller's settings by name, as `scontrol show config` prints them."""
+    out = (ask or partial(call, timeout_s=timeout_s))(["scontrol", "show", "config"])
+    pairs = (line.partition("=") for line in out.splitlines())
+    return {name.strip(): value.strip() for name, mark, value in pairs if mark}
 
 
 def qos_limits(name: str, ask: Ask = call) -> dict[str, str]:

@@ -9,6 +9,7 @@ from typing import Final
 
 from holdfast.contracts.node_share import gpu_kind, gpus_of
 from holdfast.contracts.spec import Resources
+from holdfast.workers.slurm_client import chosen_partitions
 
 # The marks that Slurm appends to a state: not responding, powering up, rebooting, planned etc.
 _STATE_MARKS: Final = "*~#!%$@^-+"
@@ -63,13 +64,7 @@ def _takes_whole_nodes(resources: Resources, partitions: Sequence[Mapping[str, s
     """Return True if the spec or all of its partitions make a job share no node."""
     if str(resources.extra.get("exclusive", False)) in {"True", ""}:
         return True
-    chosen = (resources.partition or "").split(",")
-    mine = [
-        fields
-        for fields in partitions
-        if fields.get("PartitionName") in chosen
-        or (not resources.partition and fields.get("Default") == "YES")
-    ]
+    mine = chosen_partitions(resources, partitions)
     return bool(mine) and all(fields.get("OverSubscribe") == "EXCLUSIVE" for fields in mine)
 
 

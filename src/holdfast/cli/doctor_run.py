@@ -31,6 +31,7 @@ def examine(run: str, gpus: int, checkpoint: str | None, root: str | None) -> di
     """
     from holdfast.flows import secrets
     from holdfast.workers.sizes import problem_with
+    from holdfast.workers.slurm_defaults import warnings_of_defaults
 
     paths = locate_run(run, root)
     spec = load_history(paths).spec
@@ -49,6 +50,7 @@ def examine(run: str, gpus: int, checkpoint: str | None, root: str | None) -> di
         "ranks": ranks,
         "counts": [size for size in sizes if problem_with(spec, size) is None],
         "secrets": secrets.report(paths, spec),
+        "warnings": warnings_of_defaults(spec),
         "bytes_per_rank": {part: shape[part] for part in PARTS},
     }
 
@@ -60,6 +62,8 @@ def render(facts: dict[str, Any]) -> None:
     say(f"{facts['checkpoint']} {fits} {facts['gpus']} GPUs")
     for line in facts["secrets"]:
         say(f"  {line}")
+    for line in facts["warnings"]:
+        say(f"  warning: {line}")
     if facts["problem"]:
         say(f"  {facts['problem']}")
         return
