@@ -103,6 +103,18 @@ def test_invalid_specs_are_refused(changes: dict[str, Any], message: str) -> Non
         make_spec(**changes)
 
 
+@pytest.mark.parametrize("key", ["container", "srun"])
+def test_arguments_of_srun_are_refused_on_the_local_executor(key: str) -> None:
+    launch = {key: ["--container-image=x"]}
+    with pytest.raises(
+        ValidationError, match=rf"launch\.{key} .*the local executor starts no srun"
+    ):
+        make_spec(launch=launch)
+    assert make_spec(launch=launch, resources=SLURM).launch.model_dump()[key]
+    recorded = {**make_spec().model_dump(mode="json"), "launch": launch}
+    assert RunSpec.read(recorded).launch.model_dump()[key], "a recorded run stays readable"
+
+
 def test_sizes_follow_from_resources_and_elastic() -> None:
     spec = make_spec(resources=SLURM, elastic={"on_preemption": [4], "choices": [8, 16]})
     assert (spec.gpus, spec.gpus_min, spec.gpus_max) == (8, 4, 16)

@@ -312,6 +312,18 @@ class RunSpec(SpecPart):
             self.share(low)
         return self
 
+    @model_validator(mode="after")
+    def _srun_has_a_job(self, info: ValidationInfo) -> RunSpec:
+        """Refuse arguments of srun where Holdfast starts none, except in a recorded spec."""
+        given = [key for key in ("container", "srun") if getattr(self.launch, key)]
+        if self.resources.executor == "local" and given and not is_recorded(info):
+            raise ValueError(
+                f"launch.{given[0]} {list(getattr(self.launch, given[0]))}: the local executor "
+                "starts no srun for these arguments; leave them out, set resources.executor = "
+                "'slurm', or name a container's command in launch.wrapper"
+            )
+        return self
+
     @property
     def gpus(self) -> int:
         """The size of the first attempt: its GPUs, or its ranks if it has none."""
