@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -93,7 +94,11 @@ def show_run(database: Database, run: str, *, now: float | None = None) -> views
             safe_step=_safe_step(attempts),
         )
     )
-    shown = [views.attempt_view(one, launches[one["number"]]) for one in attempts]
+    spec = _spec_of(row)
+    shown = [
+        views.attempt_view(one, launches[one["number"]], _size(spec, one["world_size"]))
+        for one in attempts
+    ]
     return views.run_view(row, shown, goodput)
 
 
@@ -237,10 +242,10 @@ def _spans(
     launch_spans = launches_of(marks, records)
     times = ("submitted_at", "started_at", "stop_requested_at", "ended_at")
     fields = (*times, "resumed_step", "last_step")
-    gpus_held = _gpus_held(run["spec"])
+    spec = _spec_of(run)
     return [
         Span(
-            gpus=gpus_held(attempt["world_size"] or 0),
+            gpus=spec.gpus_held(attempt["world_size"] or 0) if spec else attempt["world_size"],
             **{field: attempt[field] for field in fields},
             is_preempted=attempt["cause"] == Cause.PREEMPTION,
             launches=launch_spans.get(attempt["number"], ()),
@@ -249,12 +254,17 @@ def _spans(
     ]
 
 
-def _gpus_held(spec: Any) -> Callable[[int], int]:
-    """Return the function from world sizes to GPUs; one to one if the spec cannot be read."""
-    try:
-        return RunSpec.read(spec).gpus_held
-    except ValueError:
-        return int
+def _spec_of(run: Row) -> RunSpec | None:
+    """Return the run's spec; None if this version cannot read it."""
+    with contextlib.suppress(ValueError):
+        return RunSpec.read(run["spec"])
+    return None
+
+
+def _size(spec: RunSpec | None, world_size: int) -> int:
+    """Return the GPUs of an attempt of `world_size` ranks; one per rank if that is unknown."""
+    size = spec.size_of(world_size) if spec and world_size else None
+    return world_size if size is None else size
 
 
 def _edges_about(connection: Connection, run: Row) -> list[Row]:
