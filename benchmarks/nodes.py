@@ -175,7 +175,9 @@ def make_context(folder: Path, members: int) -> AgentContext:
     make_directory(run.attempt(1).directory)
     write_document(run.spec, record)
     request = build_request(record, spec, attempt=1, gpus=1, reason="first")
-    sized = request.model_copy(update={"nodes": members + 1, "gpus_per_node": RANKS})
+    sized = request.model_copy(
+        update={"nodes": members + 1, "gpus_per_node": RANKS, "nproc_per_node": RANKS}
+    )
     write_document(run.attempt(1).request, Request.model_validate(sized.model_dump()))
     return load_context(run.attempt(1).request)
 

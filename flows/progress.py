@@ -36,8 +36,8 @@ def describe_progress(history: RunHistory) -> Progress:
     step, phase, committed = newest_step(beats), _common_phase(beats), _committed_step(history)
     parts = [f"{name}: attempt {last.number} {last.state}"]
     # An attempt that was just created has no request yet.
-    if last.world_size:
-        parts.append(f"{last.world_size} GPUs")
+    if last.gpus:
+        parts.append(f"{last.gpus} GPUs")
     if step is not None:
         parts.append(f"step {step}")
     if phase:

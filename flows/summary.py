@@ -65,7 +65,7 @@ def _cells(attempt: AttemptView) -> tuple[str, ...]:
         str(attempt.number),
         attempt.state.value,
         attempt.cause.value if attempt.cause else "-",
-        str(attempt.world_size),
+        str(attempt.gpus),
         f"{_or_dash(attempt.first_step)}–{_or_dash(attempt.last_step)}",
         attempt.resumed_from or "-",
         attempt.job_id or "-",

@@ -289,7 +289,7 @@ class Supervisor:
             self._capacity = None
             return
         attempt = self.paths.attempt(last.number)
-        per_node = last.request.gpus_per_node if last.request else 0
+        per_node = last.request.gpus_on_node if last.request else 0
         held = {beat.host: per_node for beat in read_heartbeats(attempt)}
         executor = executor_for(spec.resources.executor)
         ask = partial(executor.capacity, spec.resources, held)

@@ -1,6 +1,6 @@
-"""Show whether a checkpoint fits a number of GPUs, and the memory that each GPU then needs.
+"""Show whether a checkpoint fits a number of ranks, and the memory that each then needs.
 
-    python -m holdfast.trainer.shape DIRECTORY --gpus N [--json]
+    python -m holdfast.trainer.shape DIRECTORY --ranks N [--json]
 
 This reads only the manifest and `.metadata`. It loads neither the program nor any tensor.
 `contracts.topology` decides which counts fit.
@@ -43,7 +43,7 @@ class Shape:
     device. `staging` is the node memory of the rank's two staging slots.
     """
 
-    gpus: int
+    ranks: int
     fits: bool
     problem: str | None
     counts: tuple[int, ...]
@@ -55,8 +55,8 @@ class Shape:
     staging: int
 
 
-def foresee(directory: Path, gpus: int) -> Shape:
-    """Return the shape of the checkpoint in `directory` on `gpus` ranks.
+def foresee(directory: Path, ranks: int) -> Shape:
+    """Return the shape of the checkpoint in `directory` on `ranks` ranks.
 
     Raises `DamagedCheckpointError` if the manifest or `.metadata` is damaged, and `CheckpointError`
     if the checkpoint was never committed.
@@ -67,15 +67,15 @@ def foresee(directory: Path, gpus: int) -> Shape:
             f"{directory}: has no manifest, so it was never committed; name a committed checkpoint"
         )
     now = degrees_of(manifest)
-    then = rescale(now, manifest, gpus)
-    problem = problem_with_mesh(manifest, gpus)
+    then = rescale(now, manifest, ranks)
+    problem = problem_with_mesh(manifest, ranks)
     then = then or now
     stages = [weigh(read_metadata(folder), now, then) for folder in stage_folders(directory)]
     largest = max(stages, key=lambda parts: sum(parts.values()))
     staging = max(parts["image"] for parts in stages)
     device = sum(largest[part] for part in ("parameters", "gradients", "optimizer", "other"))
     return Shape(
-        gpus=gpus,
+        ranks=ranks,
         fits=problem is None,
         problem=problem,
         counts=fitting_counts(manifest, now),
@@ -161,13 +161,13 @@ def main(argv: list[str] | None = None) -> int:
     """Return 0 if the checkpoint fits, 1 if not or if it is bad, 2 for wrong usage."""
     parser = argparse.ArgumentParser(prog="python -m holdfast.trainer.shape", description=__doc__)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--gpus", type=int, required=True)
+    parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(argv)
-    if given.gpus < 1:
-        parser.error(f"--gpus {given.gpus}: expected 1 or more")
+    if given.ranks < 1:
+        parser.error(f"--ranks {given.ranks}: expected 1 or more")
     try:
-        shape = foresee(given.directory, given.gpus)
+        shape = foresee(given.directory, given.ranks)
     except CheckpointError as error:
         print(f"holdfast: {error}", file=sys.stderr)
         return 1

@@ -347,7 +347,7 @@ def _journal_reserved(request: Request, journal: JournalWriter, exclude: Sequenc
     journal.append(
         EventKind.ATTEMPT_RESERVED,
         attempt=request.attempt,
-        gpus=request.world_size,
+        gpus=request.size,
         nodes=request.nodes,
         reason=request.reason,
         exclude=list(exclude),

@@ -22,6 +22,7 @@ from holdfast.workers.evidence import (
     last_message,
 )
 from holdfast.workers.executors.base import GONE, REBOOTED, JobStatus
+from holdfast.workers.slurm_client import is_refusal, may_pass
 
 _S = AttemptState
 EVIDENCE_MAX: Final = 20
@@ -71,6 +72,13 @@ _NOT_STARTED: Final = re.compile(
     r"^\S*: error: |No module named|execve\(\): .*(No such file|Permission denied)"
     r"|(command )?not found$|can't (open|find) |^ModuleNotFoundError|cannot execute",
     re.M,
+)
+_OF_SLURM: Final = re.compile(r"(srun|slurmstepd\S*): ")
+# Slurm's own lines that blame the job's options, program or container. Its other errors concern
+# nodes, the network and tasks that have ended.
+_REFUSED_BY_SLURM: Final = re.compile(
+    r"^srun: (unrecognized|invalid|ambiguous) option|^srun: option '"
+    r"|: (error|fatal): .*(--[a-z]|not a valid|plugin|multi_prog|execve\(\)|pyxis:)"
 )
 
 
@@ -288,7 +296,14 @@ def _of_launch(log: str, oom_kills: int) -> Ending:
 def _not_started(log: str) -> str:
     """Return the log line which says that the program could not be started, or ''."""
     lines = [line.strip() for line in log.splitlines()]
-    return next((line for line in reversed(lines) if _NOT_STARTED.search(line)), "")
+    return next((line for line in reversed(lines) if _says_not_started(line)), "")
+
+
+def _says_not_started(line: str) -> bool:
+    if not _OF_SLURM.match(line):
+        return _NOT_STARTED.search(line) is not None
+    is_final = _REFUSED_BY_SLURM.search(line) is not None or not may_pass(line)
+    return is_final and is_refusal(line)
 
 
 def _of_kernel(oom_kills: int) -> str:

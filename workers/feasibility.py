@@ -7,6 +7,7 @@ the memory needed.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from holdfast.contracts.errors import DamagedCheckpointError, NotFoundError
@@ -18,17 +19,21 @@ from holdfast.contracts.topology import has_mesh, problem_with_mesh
 
 @dataclass(frozen=True)
 class Feasibility:
-    """The GPU counts at which a run can continue; `newest` is None without a checkpoint."""
+    """The GPU counts at which a run can continue; `newest` is None without a checkpoint.
+
+    `ranks` returns the world size at a GPU count, see `RunSpec.ranks`.
+    """
 
     newest: Manifest | None
+    ranks: Callable[[int], int]
 
     @classmethod
     def of(cls, history: RunHistory) -> Feasibility:
         """Return the feasibility of a run now, from its branch's newest committed checkpoint."""
         try:
-            return cls(newest_of_branch(history.paths, history))
+            return cls(newest_of_branch(history.paths, history), history.spec.ranks)
         except NotFoundError:
-            return cls(None)
+            return cls(None, history.spec.ranks)
 
     def allows(self, gpus: int) -> bool:
         """Return False if it is known that `gpus` GPUs cannot hold the state."""
@@ -38,12 +43,17 @@ class Feasibility:
         """Return why `gpus` GPUs cannot hold the state, and which can; None if they can or may."""
         if self.newest is None:
             return None
-        problem = problem_with_mesh(self.newest, gpus)
+        try:
+            problem = problem_with_mesh(self.newest, self.ranks(gpus))
+        except ValueError as error:
+            return str(error)
         return f"its checkpoint {self.newest.name}: {problem}" if problem else None
 
     def doubt(self, gpus: int) -> str | None:
         """Return why it is unknown whether `gpus` GPUs can hold the state; None if it is known."""
-        if self.newest is None or has_mesh(self.newest) or gpus == self.newest.world_size:
+        if self.newest is None or has_mesh(self.newest):
+            return None
+        if self.ranks(gpus) == self.newest.world_size:
             return None
         return (
             f"its checkpoint {self.newest.name} does not record its mesh, so whether it fits "

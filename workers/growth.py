@@ -45,7 +45,7 @@ def observe_capacity(
         return None
     if last.state is not AttemptState.RUNNING:
         return None
-    larger = [size for size in allowed_sizes(spec) if last.world_size < size <= capacity]
+    larger = [size for size in allowed_sizes(spec) if last.gpus < size <= capacity]
     fitting = [size for size in larger if fits(size)]
     if not fitting:
         return None

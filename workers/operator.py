@@ -249,7 +249,7 @@ def _end_attempt(attempt: AttemptPaths, view: AttemptView, action: Action, by: s
 def _what_follows(history: RunHistory, action: Action, gpus: int | None) -> str:
     run = history.paths.name
     if action in {"resume", "relaunch"}:
-        before = history.last_attempt.world_size if history.last_attempt else history.spec.gpus
+        before = history.last_attempt.gpus if history.last_attempt else history.spec.gpus
         return f"run {run} continues at {gpus or before or history.spec.gpus} GPUs"
     return f"run {run} will not be relaunched ({action})"
 

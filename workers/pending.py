@@ -42,7 +42,7 @@ def take_back_overdue(history: RunHistory, *, now: float, writer: str) -> str:
         f"last because of {waits_for or 'no reason that the scheduler gave'}"
     )
     capacity = executor.capacity(spec.resources)
-    gpus = smaller_size(spec, last.world_size, capacity, Feasibility.of(history).allows)
+    gpus = smaller_size(spec, last.gpus, capacity, Feasibility.of(history).allows)
     action: operator.Action = "relaunch" if gpus else "pause"
     done = operator.request(
         history.paths, action, by=PENDING_TIMEOUT, gpus=gpus, writer=writer, reason=why

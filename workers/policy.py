@@ -121,7 +121,7 @@ def _decide_by_request(
     if action in {"stop", "cancel"}:
         return Decision(action="stop", reason=f"{action} by {by}{why}")
     last = history.last_asked
-    before = last.world_size if last is not None else 0
+    before = last.gpus if last is not None else 0
     gpus = int(request.get("gpus") or before or history.spec.gpus)
     if by == GROWER and capacity is not None:
         free = [size for size in allowed_sizes(history.spec) if size <= min(gpus, capacity)]
@@ -165,7 +165,7 @@ def _decide_after(
         )
     gpus, why = choose_gpus(
         history.spec,
-        current=last.world_size or history.spec.gpus,
+        current=last.gpus or history.spec.gpus,
         preemptions=_spent(history, Cause.PREEMPTION),
         after_preemption=cause is Cause.PREEMPTION,
         capacity=capacity,

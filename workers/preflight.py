@@ -15,9 +15,9 @@ from typing import Final
 from holdfast.contracts.durable import make_directory
 from holdfast.contracts.errors import PreflightError, SchedulerError, SchedulerUnavailableError
 from holdfast.contracts.filesystems import NODE_LOCAL, filesystem_of
+from holdfast.contracts.node_share import gpu_kind, gpus_of
 from holdfast.contracts.spec import Resources, RunSpec
 from holdfast.workers import slurm_client
-from holdfast.workers.request import NO_GRES
 
 PYTHON_TIMEOUT_S: Final = 20.0
 SLURM_COMMANDS: Final = ("sbatch", "squeue", "sacct", "scontrol", "scancel", "srun")
@@ -206,18 +206,19 @@ def _partition_problems(resources: Resources, partitions: list[dict[str, str]]) 
 
 def _gpu_problems(resources: Resources, nodes: list[dict[str, str]]) -> list[str]:
     wanted = resources.partition.split(",") if resources.partition else []
-    if resources.gres == NO_GRES:
+    if not resources.gpus_on_node:
         return []
     mine = [n for n in nodes if not wanted or set(wanted) & set(n.get("Partitions", "").split(","))]
-    kind = resources.gpu_type or slurm_client.gpu_kind(resources.gres or "")
-    most = max((slurm_client.gpus_of(n.get("Gres", ""), kind) for n in mine), default=0)
+    kind = resources.gpu_type or gpu_kind(resources.gres or "")
+    most = max((gpus_of(n.get("Gres", ""), kind) for n in mine), default=0)
     where = f"partition {resources.partition}" if resources.partition else "the cluster"
-    if resources.gpus_per_node > most:
+    if resources.gpus_on_node > most:
+        given = "gres" if resources.gres else "gpus_per_node"
         return [
             (
-                f"resources.gpus_per_node {resources.gpus_per_node}: no node of {where} has more "
+                f"resources.{given} {getattr(resources, given)}: no node of {where} has more "
                 f"than {most} {f'of kind {kind}' if kind else 'GPUs'}; on CPU nodes set "
-                f"resources.gres = '{NO_GRES}'"
+                "resources.gpus_per_node = 0 and resources.nproc_per_node = the number of ranks"
             )
         ]
     return []

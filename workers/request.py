@@ -9,7 +9,8 @@ from typing import Any, Final
 
 from holdfast.contracts.attempt import Provenance, Request, RunRecord
 from holdfast.contracts.digests import command_digest
-from holdfast.contracts.spec import Resources, RunSpec, split_gpus
+from holdfast.contracts.node_share import NO_GRES, Share
+from holdfast.contracts.spec import Resources, RunSpec
 from holdfast.contracts.spec_part import RECORDED
 from holdfast.contracts.spec_supervision import Supervision
 
@@ -20,7 +21,6 @@ WARNING_EARLY_S: Final = 90
 # The time until an agent handles signals; an earlier signal would end the job.
 AGENT_START_S: Final = 60
 LOCAL_TIMEOUT_MIN: Final = 10 * 365 * 24 * 60
-NO_GRES: Final = "none"
 UNKNOWN: Final = Provenance()
 
 
@@ -47,14 +47,14 @@ def build_request(
     job, None if unknown. Raises `ValueError` if `gpus` does not fill
     whole nodes of the spec.
     """
-    nodes, per_node = split_gpus(gpus, spec.resources.gpus_per_node)
+    share = spec.share(gpus)
     name = job_name(record.run, record.uid, attempt)
     directory = Path(record.root) / record.run
     working_directory = working_directory_of(record, spec)
     parameters = (
-        _slurm_parameters(spec, name, nodes, per_node, exclude)
+        _slurm_parameters(spec, name, share, exclude)
         if spec.resources.executor == "slurm"
-        else _local_parameters(spec, per_node)
+        else _local_parameters(spec, share)
     )
     facts = {
         "run_uid": record.uid,
@@ -63,9 +63,15 @@ def build_request(
         "attempt": attempt,
         "job_name": name,
         "executor": spec.resources.executor,
+<<<<<<< HEAD
         "nodes": nodes,
         "gpus_per_node": per_node,
         "cluster": cluster,
+=======
+        "nodes": share.nodes,
+        "gpus_per_node": share.gpus,
+        "nproc_per_node": share.ranks,
+>>>>>>> h-sites
         "exclude": tuple(exclude),
         "command": spec.command,
         "working_directory": working_directory,
@@ -93,12 +99,12 @@ def working_directory_of(record: RunRecord, spec: RunSpec) -> str:
     return spec.launch.working_directory
 
 
-def _local_parameters(spec: RunSpec, per_node: int) -> dict[str, Any]:
+def _local_parameters(spec: RunSpec, share: Share) -> dict[str, Any]:
     """Return submitit's parameters for the local executor; the agent enforces the time limit."""
     parameters: dict[str, Any] = {
         "timeout_min": LOCAL_TIMEOUT_MIN,
         "tasks_per_node": 1,
-        "gpus_per_node": per_node,
+        "gpus_per_node": share.gpus,
     }
     if spec.launch.setup:
         parameters["setup"] = list(spec.launch.setup)
@@ -106,7 +112,7 @@ def _local_parameters(spec: RunSpec, per_node: int) -> dict[str, Any]:
 
 
 def _slurm_parameters(
-    spec: RunSpec, name: str, nodes: int, per_node: int, exclude: Sequence[str]
+    spec: RunSpec, name: str, share: Share, exclude: Sequence[str]
 ) -> dict[str, Any]:
     """Return submitit's parameters for Slurm: one task per node, which is the agent.
 
@@ -114,7 +120,7 @@ def _slurm_parameters(
     """
     resources = spec.resources
     warning_s = warning_lead_s(spec.supervision, resources)
-    cpus = resources.cpus_per_gpu * per_node if resources.cpus_per_gpu else None
+    cpus = (resources.cpus_per_gpu or 0) * (share.gpus or share.ranks)
     # The spec does not accept these names in `resources.extra`.
     options: dict[str, Any] = {
         **resources.extra,
@@ -136,14 +142,14 @@ def _slurm_parameters(
         "qos": resources.qos,
         "constraint": resources.constraint,
         "exclude": ",".join(exclude) or None,
-        "cpus_per_task": cpus,
+        "cpus_per_task": cpus or None,
         "mem": _megabytes(resources.memory_gb_per_node),
         "setup": list(spec.launch.setup) or None,
-        **_gpu_parameter(resources, per_node),
+        **_gpu_parameter(resources, share.gpus),
     }
     return {
         "job_name": name,
-        "nodes": nodes,
+        "nodes": share.nodes,
         "ntasks_per_node": 1,
         "time": resources.time_limit_min,
         "signal_delay_s": warning_s,
@@ -167,13 +173,13 @@ def warning_lead_s(supervision: Supervision, resources: Resources) -> int:
     return 0 if limit_min is not None and 60 * limit_min < earliest_s else lead_s
 
 
-def _gpu_parameter(resources: Resources, per_node: int) -> dict[str, Any]:
+def _gpu_parameter(resources: Resources, gpus: int) -> dict[str, Any]:
     if resources.gres == NO_GRES:
         return {}
     if resources.gres:
         return {"gres": resources.gres}
     kind = resources.gpu_type
-    return {"gpus_per_node": f"{kind}:{per_node}" if kind else per_node}
+    return {"gpus_per_node": f"{kind}:{gpus}" if kind else gpus} if gpus else {}
 
 
 def _megabytes(gigabytes: float | None) -> str | None:

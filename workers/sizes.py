@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from holdfast.contracts.spec import RunSpec, split_gpus
+from holdfast.contracts.spec import RunSpec
 
 
 def problem_with(spec: RunSpec, gpus: int) -> str | None:
     """Return None if a relaunch may use `gpus` GPUs, otherwise why not and what is allowed."""
-    per_node = spec.resources.gpus_per_node
     if not spec.gpus_min <= gpus <= spec.gpus_max and not _is_single(spec):
         return (
             f"{gpus} GPUs lie outside elastic {spec.gpus_min} to {spec.gpus_max}; "
@@ -18,11 +17,12 @@ def problem_with(spec: RunSpec, gpus: int) -> str | None:
     if gpus < 1:
         return f"{gpus} GPUs: expected 1 or more"
     try:
-        nodes, _ = split_gpus(gpus, per_node)
+        nodes = spec.share(gpus).nodes
     except ValueError as error:
         return str(error)
     if spec.resources.executor == "local" and nodes > 1:
-        return f"{gpus} GPUs do not fit on one node of {per_node}; the local executor has one node"
+        most = spec.resources.size_per_node
+        return f"{gpus} GPUs do not fit on one node of {most}; the local executor has one node"
     if spec.elastic.choices and gpus not in spec.elastic.choices and gpus != spec.gpus:
         return f"{gpus} GPUs are not among elastic.choices; allowed: {_listing(spec)}"
     return None
@@ -32,8 +32,8 @@ def allowed_sizes(spec: RunSpec) -> tuple[int, ...]:
     """Return every GPU count that the spec allows for a relaunch, smallest first."""
     if spec.elastic.choices:
         return tuple(sorted(set(spec.elastic.choices)))
-    per_node, low, high = spec.resources.gpus_per_node, spec.gpus_min, spec.gpus_max
-    sizes = list(range(low, min(high, per_node) + 1))
+    per_node, low, high = spec.resources.size_per_node, spec.gpus_min, spec.gpus_max
+    sizes = [size for size in range(low, min(high, per_node) + 1) if spec.can_split(size)]
     first_whole = max(2 * per_node, -(-low // per_node) * per_node)
     sizes += range(first_whole, high + 1, per_node)
     return tuple(sizes) or (spec.gpus,)

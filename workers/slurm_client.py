@@ -13,6 +13,7 @@ from functools import partial
 from typing import Final
 
 from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
+from holdfast.contracts.spec import Resources
 
 CALL_TIMEOUT_S: Final = 20.0
 # How often a command that a signal killed is repeated.
@@ -22,12 +23,6 @@ _COMMANDS: Final = "SLURM SLURMD SBATCH SRUN SALLOC SQUEUE SACCT SINFO SCONTROL 
 _DEFAULTS: Final = tuple(f"{name}_" for name in _COMMANDS.split())
 _KEPT: Final = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_SACK_KEY"})
 _FIELD = re.compile(r"(?:^| )([A-Za-z][A-Za-z0-9_/:]*)=")
-# `gpu`, `gpu:2`, `gpu:h100`, `gpu:2080ti:2`. A kind is not all digits. No count means one GPU.
-_GPUS = re.compile(
-    r"(?:^|,)(?:gres[/:])?gpu(?::([^:(,=]*[^0-9:(,=][^:(,=]*))?(?:[:=]([0-9]+))?(?=[(,]|$)"
-)
-# `(S:0-1)`, `(IDX:0,2-3)`: the location of the GPUs, which contains commas.
-_IN_BRACKETS = re.compile(r"\([^)]*\)")
 _NO_ACCOUNTING = ("accounting storage is disabled", "not running a supported accounting_storage")
 _NO_JOB = ("invalid job id", "no job", "not found")
 # The versions of Slurm on which the tests of this version of Holdfast ran.
@@ -242,6 +237,18 @@ def partitions(timeout_s: float = CALL_TIMEOUT_S, ask: Ask | None = None) -> lis
     return [parse_fields(line) for line in out.splitlines() if line.startswith("PartitionName=")]
 
 
+def chosen_partitions(
+    resources: Resources, known: Sequence[Mapping[str, str]]
+) -> list[Mapping[str, str]]:
+    """Return the partitions of `known` that a job may run in: those named, or the default."""
+    named = resources.partition.split(",") if resources.partition else []
+    return [
+        fields
+        for fields in known
+        if fields.get("PartitionName") in named or (not named and fields.get("Default") == "YES")
+    ]
+
+
 def version(timeout_s: float = CALL_TIMEOUT_S) -> str:
     """Return the version of this host's Slurm commands, such as `22.05.8`; '' if unknown."""
     words = call(["scontrol", "--version"], timeout_s).split()
@@ -255,7 +262,11 @@ def is_tested(version: str) -> bool:
 
 def preemption_type(timeout_s: float = CALL_TIMEOUT_S) -> str:
     """Return how the site preempts, such as `preempt/partition_prio`, or '' if unknown."""
+<<<<<<< HEAD
     return setting("PreemptType ", partial(call, timeout_s=timeout_s))
+=======
+    return settings(timeout_s).get("PreemptType", "")
+>>>>>>> h-sites
 
 
 def list_qos(timeout_s: float = CALL_TIMEOUT_S) -> dict[str, tuple[str, str]]:
@@ -267,6 +278,7 @@ def list_qos(timeout_s: float = CALL_TIMEOUT_S) -> dict[str, tuple[str, str]]:
 
 def enforces_qos(ask: Ask = call) -> bool:
     """Return True if the controller enforces the limits of each QOS."""
+<<<<<<< HEAD
     enforced = setting("AccountingStorageEnforce", ask)
     return not {"limits", "qos"}.isdisjoint(enforced.split(","))
 
@@ -276,6 +288,17 @@ def setting(name: str, ask: Ask = call) -> str:
     lines = ask(["scontrol", "show", "config"]).splitlines()
     found = [line.partition("=")[2] for line in lines if line.startswith(name)]
     return found[0].strip() if found else ""
+=======
+    enforced = settings(ask=ask).get("AccountingStorageEnforce", "")
+    return not {"limits", "qos"}.isdisjoint(enforced.split(","))
+
+
+def settings(timeout_s: float = CALL_TIMEOUT_S, ask: Ask | None = None) -> dict[str, str]:
+    """Return the controller's settings by name, as `scontrol show config` prints them."""
+    out = (ask or partial(call, timeout_s=timeout_s))(["scontrol", "show", "config"])
+    pairs = (line.partition("=") for line in out.splitlines())
+    return {name.strip(): value.strip() for name, mark, value in pairs if mark}
+>>>>>>> h-sites
 
 
 def qos_limits(name: str, ask: Ask = call) -> dict[str, str]:
@@ -350,18 +373,6 @@ def parse_minutes(text: str) -> float | None:
         numbers = [0] * (3 - len(numbers)) + numbers
     hours, minutes, seconds = numbers[:3]
     return (int(days or 0) * 24 + hours) * 60 + minutes + seconds / 60
-
-
-def gpus_of(gres: str, kind: str = "") -> int:
-    """Return the GPUs in a GRES such as `gpu:a100:4(S:0-1),shard:8`, only of `kind` if given."""
-    found = _GPUS.findall(_IN_BRACKETS.sub("", gres))
-    return sum(int(count or 1) for each, count in found if kind in {"", each})
-
-
-def gpu_kind(gres: str) -> str:
-    """Return the one GPU kind in a GRES string; '' if it names none or several."""
-    kinds = {kind for kind, _ in _GPUS.findall(_IN_BRACKETS.sub("", gres)) if kind}
-    return kinds.pop() if len(kinds) == 1 else ""
 
 
 def expand_hosts(node_list: str) -> tuple[str, ...]:

@@ -240,7 +240,7 @@ def test_health_and_prometheus_metrics_are_returned(api: httpx.Client) -> None:
     assert api.get("/healthz").json()["ok"]
     figures = api.get("/metrics").text
     assert 'holdfast_runs{state="completed"} 1.0' in figures
-    assert 'holdfast_run_gpus{run="gpt-b"' in figures
+    assert 'holdfast_run_ranks{run="gpt-b"' in figures
     assert "Holdfast" in api.get("/").text
 
 

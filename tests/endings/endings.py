@@ -249,6 +249,12 @@ JOBS: Final[tuple[JobEnding, ...]] = (
         quote="is BOOT_FAIL",
         is_confirmed=False,
     ),
+    JobEnding(
+        name="slurm_option_refused",
+        cause=Cause.USER_ERROR,
+        quote="srun: unrecognized option '--no-such-option=3'",
+        is_confirmed=False,
+    ),
     JobEnding(name="slurm_module_missing", cause=Cause.USER_ERROR, quote="holdfast"),
 )
 EVERY: Final[tuple[Crash | JobEnding, ...]] = (*CRASHES, *JOBS)

@@ -203,6 +203,11 @@ def slurm_module_missing(start: Start, cluster: Any) -> LocalRun:
     return start(step=0, launch={"python": str(bare)})[0]
 
 
+@way
+def slurm_option_refused(start: Start, cluster: Any) -> LocalRun:
+    return start(step=0, launch={"srun": ["--no-such-option=3"]})[0]
+
+
 def _lose(start: Start, cluster: Any, node: int, **more: Any) -> LocalRun:
     run, attempt = start(**more)
     host = next(beat.host for beat in run.beats(attempt) if beat.node == node)

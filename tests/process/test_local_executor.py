@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from tests.process.local_runs import LocalRun, processes_of, wait_until
 from holdfast.contracts.attempt import Claim, Request, Submission, read_document
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.states import AttemptState, Cause
+from holdfast.contracts.timeline import spans_of
 from holdfast.workers import attempts
 from holdfast.workers.executors import executor_for
 from holdfast.workers.executors.local import CONTROLLER
@@ -70,6 +72,34 @@ def test_job_outlives_the_process_group_that_submitted_it(run: LocalRun) -> None
     assert run.history().attempts[0].state is AttemptState.RUNNING
     view = run.wait_for_end()
     assert view.state is AttemptState.COMPLETED
+
+
+def test_two_ranks_train_on_a_node_without_gpus(tmp_path: Path) -> None:
+    resources = {"gpus_per_node": 0, "nproc_per_node": 2}
+    run = LocalRun(tmp_path, resources=resources, steps=5)
+    attempt = run.submit()
+    view = run.wait_for_end()
+    assert view.state is AttemptState.COMPLETED, view.evidence
+    assert view.outcome is not None
+    assert (view.outcome.world_size, view.gpus, view.last_step) == (2, 2, 5)
+    assert [span.gpus for span in spans_of(run.history())] == [0]
+    assert attempt.rank_log(0, 1, 1, "stdout").exists(), "the second rank has a log of its own"
+
+
+def test_ranks_meet_on_the_interface_of_the_spec(tmp_path: Path) -> None:
+    run = LocalRun(tmp_path, steps=3, launch={"network_interface": "lo"})
+    run.submit()
+    view = run.wait_for_end()
+    assert view.state is AttemptState.COMPLETED, view.evidence
+
+
+def test_node_without_the_interface_fails_as_a_user_error_that_names_it(tmp_path: Path) -> None:
+    run = LocalRun(tmp_path, steps=3, launch={"network_interface": "nosuch0"})
+    run.submit()
+    view = run.wait_for_end()
+    assert (view.state, view.cause) == (AttemptState.FAILED, Cause.USER_ERROR), view.evidence
+    assert f"node {socket.gethostname()}: launch.network_interface 'nosuch0'" in view.evidence[0]
+    assert "lo" in view.evidence[0].partition("it has ")[2].split(", ")
 
 
 def test_job_is_found_before_its_claim_and_not_submitted_twice(run: LocalRun) -> None:

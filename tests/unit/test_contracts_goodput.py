@@ -26,7 +26,7 @@ def parts_of(found: dict[str, Any]) -> list[float]:
 
 
 def span(**fields: Any) -> Span:
-    return Span(**{"world_size": 4, **fields})
+    return Span(**{"gpus": 4, **fields})
 
 
 def test_the_goodput_of_one_attempt_without_faults() -> None:
@@ -68,7 +68,7 @@ def test_the_cost_of_preemptions() -> None:
         launches=(Launch(trained_from=10, trained_until=100, resumed_step=0, last_step=90),),
     )
     second = span(
-        world_size=2,
+        gpus=2,
         submitted_at=110,
         started_at=115,
         ended_at=200,
@@ -226,7 +226,7 @@ launches = st.builds(
 )
 spans = st.builds(
     Span,
-    world_size=st.integers(min_value=0, max_value=64),
+    gpus=st.integers(min_value=0, max_value=64),
     is_preempted=st.booleans(),
     submitted_at=times,
     started_at=times,

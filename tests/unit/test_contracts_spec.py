@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from holdfast.contracts.digests import canonical_json, command_digest, document_digest
-from holdfast.contracts.spec import Launch, Resources, RunSpec, split_gpus
+from holdfast.contracts.node_share import Share, share_of
+from holdfast.contracts.spec import Launch, Resources, RunSpec
 from holdfast.contracts.spec_checkpoint import Checkpointing
 
 
@@ -54,18 +55,19 @@ def test_invalid_intervals_are_refused(interval: Any) -> None:
 def test_gpus_are_split_into_whole_nodes(
     gpus: int, per_node: int, expected: tuple[int, int]
 ) -> None:
-    assert split_gpus(gpus, per_node) == expected
+    nodes, each = expected
+    assert share_of(gpus, per_node) == Share(nodes, each, each)
 
 
 @given(gpus=st.integers(1, 4096), per_node=st.integers(1, 16))
 def test_a_split_uses_all_gpus_or_is_refused(gpus: int, per_node: int) -> None:
     if gpus > per_node and gpus % per_node:
         with pytest.raises(ValueError, match="do not fill nodes"):
-            split_gpus(gpus, per_node)
+            share_of(gpus, per_node)
     else:
-        nodes, each = split_gpus(gpus, per_node)
+        nodes, each, ranks = share_of(gpus, per_node)
         assert nodes * each == gpus
-        assert 1 <= each <= per_node
+        assert 1 <= each == ranks <= per_node
 
 
 SLURM = {"executor": "slurm", "nodes": 2, "gpus_per_node": 4}
@@ -99,6 +101,18 @@ SLURM = {"executor": "slurm", "nodes": 2, "gpus_per_node": 4}
 def test_invalid_specs_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         make_spec(**changes)
+
+
+@pytest.mark.parametrize("key", ["container", "srun"])
+def test_arguments_of_srun_are_refused_on_the_local_executor(key: str) -> None:
+    launch = {key: ["--container-image=x"]}
+    with pytest.raises(
+        ValidationError, match=rf"launch\.{key} .*the local executor starts no srun"
+    ):
+        make_spec(launch=launch)
+    assert make_spec(launch=launch, resources=SLURM).launch.model_dump()[key]
+    recorded = {**make_spec().model_dump(mode="json"), "launch": launch}
+    assert RunSpec.read(recorded).launch.model_dump()[key], "a recorded run stays readable"
 
 
 def test_sizes_follow_from_resources_and_elastic() -> None:

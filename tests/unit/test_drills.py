@@ -354,7 +354,7 @@ CALIBRATION = Calibration(costs=COSTS, queued_s=1.0, relaunch_s=1.5, flow_s=3.0)
 def trained(*faults: tuple[str, Recovery]) -> Trained:
     """A run of 1000 steps: 50 s of training and 50 s of other time."""
     span = Span(
-        world_size=2,
+        gpus=2,
         submitted_at=0.0,
         started_at=0.0,
         ended_at=100.0,

@@ -76,7 +76,7 @@ def run(tmp_path: Path) -> RunFolder:
 def test_a_relaunch_at_a_count_that_does_not_fit_is_refused_and_not_journaled(
     run: RunFolder,
 ) -> None:
-    expected = r"3 GPUs cannot hold the mesh dp_shard 2 × tp 2 .* counts that can: 2, 4.*fork"
+    expected = r"3 ranks cannot hold the mesh dp_shard 2 × tp 2 .* rank counts that can: 2, 4.*fork"
     with pytest.raises(SpecError, match=expected):
         operator.request(run.paths, "relaunch", by="me", gpus=3)
     events = load_history(run.paths).events
@@ -100,7 +100,7 @@ def test_a_checkpoint_without_a_recorded_mesh_is_allowed_with_a_warning(run: Run
     assert found.problem(3) is None
     assert "does not record its mesh" in (found.doubt(3) or "")
     assert found.doubt(2) is None, "the same count as at the save"
-    assert Feasibility(saved_by(4, **TENSOR_PARALLEL)).doubt(3) is None
+    assert Feasibility(saved_by(4, **TENSOR_PARALLEL), int).doubt(3) is None
 
 
 def test_a_run_without_a_checkpoint_fits_everything(tmp_path: Path) -> None:
@@ -118,5 +118,5 @@ def test_a_run_without_a_checkpoint_fits_everything(tmp_path: Path) -> None:
 def test_the_flow_shrinks_to_a_count_that_fits(free: int | None, gpus: int) -> None:
     spec = spec_of(resources={"gpus_per_node": 4}, elastic={"min_gpus": 1, "max_gpus": 4})
     history = history_of(spec, attempt_of(spec, 1, Cause.PREEMPTION))
-    fits = Feasibility(saved_by(4, **TENSOR_PARALLEL)).allows
+    fits = Feasibility(saved_by(4, **TENSOR_PARALLEL), int).allows
     assert decide(history, free, now=NOW, fits=fits).gpus == gpus

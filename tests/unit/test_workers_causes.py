@@ -327,6 +327,54 @@ def test_the_output_of_a_failed_command_decides(said: str, cause: Cause) -> None
     assert "CalledProcessError" in ending.evidence[0]
 
 
+ENDED = JobStatus(state=AttemptState.FAILED, raw="FAILED", evidence=("Slurm: job 7 is FAILED",))
+TASK_ENDED = "srun: error: n1: task 0: Exited with exit code 1"
+SRUN_HELP = '\nTry "srun --help" for more information'
+
+
+# Most of these are srun's own words, version 22.05.
+@pytest.mark.parametrize(
+    ("log", "quote"),
+    [
+        ("srun: unrecognized option '--frobnicate=3'" + SRUN_HELP, "'--frobnicate=3'"),
+        ("srun: invalid option -- '9'" + SRUN_HELP, "invalid option -- '9'"),
+        ("srun: option '--no' is ambiguous; possibilities: '--nodes'" + SRUN_HELP, "ambiguous"),
+        ("srun: error: Invalid --mem specification", "Invalid --mem"),
+        ('srun: error: Invalid numeric value "abc" for --cpus-per-task.', "for --cpus-per-task"),
+        ("srun: fatal: Failed to parse --cpu-bind= values.", "--cpu-bind="),
+        ("srun: error: MPI: Unable to load any plugin", "MPI: Unable"),
+        ('srun: error: "a" is not a valid node count', "not a valid node count"),
+        ("srun: error: Unable to create step for job 7: Invalid generic resource", "create step"),
+        ("/usr/bin/python3: No module named holdfast\n" + TASK_ENDED, "No module named holdfast"),
+        ("slurmstepd-n2: error: execve(): /opt/python: No such file or directory", "/opt/python"),
+        ("slurmstepd: error: pyxis: child 9 failed with error code: 1", "pyxis"),
+    ],
+)
+def test_what_srun_refuses_is_a_user_error_in_its_own_words(log: str, quote: str) -> None:
+    ending = classify(outcome=None, status=ENDED, job_log=log)
+    assert (ending.state, ending.cause) == (AttemptState.FAILED, Cause.USER_ERROR)
+    assert quote in ending.evidence[0]
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        "",
+        "srun: error: n1: task 0: Killed",
+        TASK_ENDED,
+        "srun: error: Node failure on n2",
+        "srun: error: Task launch for StepId=7.0 failed on node n2: Communication shutdown failure",
+        "srun: error: Unable to create step for job 7: Job/step already completing or completed",
+        "srun: error: Unable to confirm allocation for job 7: Unable to contact slurm controller",
+        "srun: fatal: Could not establish a configuration source",
+        "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-01-01T00:00:00 ***",
+    ],
+)
+def test_other_errors_of_srun_do_not_blame_the_spec(log: str) -> None:
+    ending = classify(outcome=None, status=ENDED, job_log=log)
+    assert ending.cause is Cause.INFRASTRUCTURE
+
+
 def test_log_warnings_before_a_failure_are_not_evidence() -> None:
     said = "[W1121 socket.cpp:7] connect failed: Connection refused\nusage: t.py [-h]\n"
     assert find_cause(said) is None

@@ -177,7 +177,7 @@ def test_each_node_runs_its_setup_lines_before_torchrun(tmp_path: Path) -> None:
     ("option", "problem"),
     [
         ("--nnodes=2", "set resources.nodes"),
-        ("--nproc_per_node=2", "set resources.nodes"),
+        ("--nproc_per_node=2", "set resources.nproc_per_node"),
         ("--rdzv_back=c10d", "leave it out"),
         ("--standalone", "leave it out"),
         ("--max-restarts=3", "the agent restarts"),

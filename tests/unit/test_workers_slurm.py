@@ -12,6 +12,7 @@ from tests.histories import record_of, spec_of
 
 from holdfast.contracts.attempt import Request, Submission
 from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
+from holdfast.contracts.node_share import gpus_of
 from holdfast.contracts.paths import AttemptPaths
 from holdfast.contracts.spec import Resources
 from holdfast.contracts.states import AttemptState
@@ -19,8 +20,8 @@ from holdfast.workers import slurm_client
 from holdfast.workers.executors.slurm import SlurmExecutor
 from holdfast.workers.executors.slurm_capacity import (
     free_gpus,
+    gpus_that_fit,
     gpus_under_qos,
-    ranks_that_fit,
     satisfies,
     wanted_of,
 )
@@ -130,8 +131,8 @@ def test_time_limits_are_parsed_to_minutes(text: str, minutes: float | None) -> 
     ],
 )
 def test_the_gpus_of_a_gres_string_are_counted(text: str, gpus: int, of_kind: int) -> None:
-    assert slurm_client.gpus_of(text) == gpus
-    assert slurm_client.gpus_of(text, "h100") == of_kind
+    assert gpus_of(text) == gpus
+    assert gpus_of(text, "h100") == of_kind
 
 
 @pytest.mark.parametrize(
@@ -362,10 +363,10 @@ def test_a_missing_slurm_command_is_reported(monkeypatch: pytest.MonkeyPatch) ->
         ([], {"gpus_per_node": 2}, 0),
     ],
 )
-def test_the_number_of_ranks_that_fit_into_the_free_gpus(
+def test_the_number_of_gpus_that_fit_into_the_free_gpus(
     free: list[int], resources: dict[str, Any], ranks: int | None
 ) -> None:
-    assert ranks_that_fit(free, Resources(executor="slurm", **resources)) == ranks
+    assert gpus_that_fit(free, Resources(executor="slurm", **resources)) == ranks
 
 
 def test_hidden_partitions_are_queried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ PAGES: Final = {
     "/": "vit-l-ablation",
     f"/runs/{LIVE}": "Where the time went",
     f"/runs/{LIVE}/checkpoints": "keep.last 4: it is older",
-    f"/runs/{LIVE}/lineage": "preemption · 8 GPUs",
+    f"/runs/{LIVE}/lineage": "preemption · 8 ranks",
     f"/runs/{LIVE}/ranks": "Median step",
     f"/runs/{LIVE}/logs": "Following",
     f"/runs/{LIVE}/events": "a preemption is always forgiven",

@@ -116,7 +116,7 @@ describe("the lineage", () => {
     openPage("/runs/gpt/lineage", { "GET /runs/gpt/lineage": lineage([100, 200, 300]) });
     await screen.findByLabelText("checkpoint step 200, verified · pinned");
     expect(screen.getByLabelText("checkpoint step 100, durable")).toBeTruthy();
-    expect(screen.getByLabelText(/attempt 1, preemption · 8 GPUs/)).toBeTruthy();
+    expect(screen.getByLabelText(/attempt 1, preemption · 8 ranks/)).toBeTruthy();
     expect(screen.getByText(/5 nodes, 5 shown/)).toBeTruthy();
   });
 

@@ -9,7 +9,7 @@ const at = (minute: number) => `2026-01-01T10:${String(minute).padStart(2, "0")}
 
 const PREEMPTED = attempt({
   state: "preempted", cause: "preemption", evidence: ["scheduler: PREEMPTED"], job_id: "41",
-  world_size: 8, first_step: 1, last_step: 230, committed_step: 200, started_at: at(0),
+  world_size: 8, gpus: 8, first_step: 1, last_step: 230, committed_step: 200, started_at: at(0),
   ended_at: at(20),
 });
 const FAILED = attempt({

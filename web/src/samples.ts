@@ -7,7 +7,7 @@ export const ID = "gpt:step-00000200.a0001.l01";
 
 export const attempt = (fields: Partial<Attempt>): Attempt => ({
   number: 1, state: "running", cause: null, evidence: [], reason: "first", executor: null,
-  job_id: null, nodes: [], world_size: 2, command_digest: null, resumed_from: null,
+  job_id: null, nodes: [], world_size: 2, gpus: 2, command_digest: null, resumed_from: null,
   resumed_step: null, first_step: null, last_step: null, committed_step: null, steps: null,
   launches: [], submitted_at: null, started_at: null, stop_requested_at: null,
   stop_committed_at: null, ended_at: null, signal_to_commit_s: null, failed_rank: null,

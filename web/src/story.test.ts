@@ -25,7 +25,7 @@ describe("a request of an operator", () => {
     expect(endOf(paused, [asked("pause", 1)])).toBe("paused");
     expect(reasonOf(paused, [asked("pause", 1)])).toBe("paused by mia");
     expect(endOf(paused, [])).toBe("cancelled");
-    const attempts = [paused, attempt({ number: 2, world_size: 1, resumed_step: 7 })];
+    const attempts = [paused, attempt({ number: 2, gpus: 1, resumed_step: 7 })];
     expect(marksOf(run({ attempts, requests: [asked("relaunch", 1)] }))).toEqual(
       [{ x: 7, word: "relaunched → 1 GPU", tone: "note" }]);
   });

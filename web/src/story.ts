@@ -74,8 +74,8 @@ export function marksOf({ attempts, requests }: Asked): Mark[] {
     if (!before) return restarts;
     const ended = before.cause === "operator" ? endOf(before, requests)
       : before.cause ? plain(before.cause) : "relaunch";
-    const resized = before.world_size !== attempt.world_size
-      ? ` → ${gpus(attempt.world_size)}` : "";
+    const resized = before.gpus !== attempt.gpus
+      ? ` → ${gpus(attempt.gpus)}` : "";
     const x = attempt.resumed_step ?? attempt.first_step ?? 0;
     return [{ x, word: `${ended}${resized}`, tone: toneOf(before) }, ...restarts];
   });

@@ -96,7 +96,7 @@ class HangWatch:
         self._is_on = request.supervision.hangs
         self._silence_limits = SilenceLimits(request.supervision.silence_s)
         self._world_size = request.world_size
-        self._ranks_per_node = request.gpus_per_node
+        self._ranks_per_node = request.ranks_per_node
         self._attempt, self._journal = attempt, journal
         self._launch = 0
         self._open: _Suspicion | None = None

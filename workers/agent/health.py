@@ -16,7 +16,6 @@ from holdfast.contracts.plain_text import plain_line, plain_output
 from holdfast.contracts.redaction import redact_text
 from holdfast.contracts.secrets import plain_part
 from holdfast.workers.agent.context import AgentContext
-from holdfast.workers.request import NO_GRES
 
 READY: Final = "ready"
 TAIL_BYTES: Final = 4096
@@ -103,8 +102,7 @@ class HealthChecks:
         if check != READY:
             return ["bash", "-c", check]
         request = self._context.request
-        has_gpus = request.executor == "slurm" and request.resources.gres != NO_GRES
-        gpus = request.gpus_per_node if has_gpus else 0
+        gpus = request.gpus_on_node if request.executor == "slurm" else 0
         own = ["-m", "holdfast.workers.health", f"--gpus={gpus}"]
         return [sys.executable, *own, f"--shared={self._context.attempt.directory}"]
 

@@ -9,9 +9,11 @@ import traceback
 from pathlib import Path
 
 from holdfast.contracts.channel import ChannelHost
+from holdfast.contracts.errors import InterfaceError
 from holdfast.contracts.journal import JournalWriter
 from holdfast.workers.agent.claim import claim
 from holdfast.workers.agent.context import AgentContext, load_context
+from holdfast.workers.agent.interface import addresses_of
 from holdfast.workers.agent.lead import Lead
 from holdfast.workers.agent.member import run_member_agent
 from holdfast.workers.agent.outcome import build_outcome, failed_outcome, leave_outcome
@@ -55,7 +57,9 @@ def _lead(context: AgentContext, signals: SignalBox, journal: JournalWriter) -> 
     try:
         if context.nodes > 1:
             ports = context.request.supervision.port_range
-            host = ChannelHost(context.attempt.channel, context.nodes, ports=ports)
+            host = ChannelHost(
+                context.attempt.channel, context.nodes, ports=ports, addresses=_addresses(context)
+            )
         lead = Lead(context, signals, journal, runtime, host)
         lead.group.take_beat = runtime.heartbeat.take
         lead.group.take_flush = runtime.flusher_supervisor.give_hint
@@ -73,6 +77,18 @@ def _lead(context: AgentContext, signals: SignalBox, journal: JournalWriter) -> 
         if host is not None:
             host.close()
     return f"attempt {context.attempt.number}: {outcome.state}"
+
+
+def _addresses(context: AgentContext) -> list[str] | None:
+    """Return this node's addresses on the interface of the spec; None without one.
+
+    Each node reports an interface that it lacks when it starts the ranks. Until then, they meet at
+    the address of the host name.
+    """
+    interface = context.request.launch.network_interface
+    with contextlib.suppress(InterfaceError):
+        return addresses_of(interface, context.host) if interface else None
+    return None
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from holdfast.contracts.agreement import StatusPort
-from holdfast.contracts.errors import SecretError
+from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.rank_status import NOWHERE, RankStatusTable
 from holdfast.contracts.secrets import plain_part
@@ -37,11 +37,11 @@ class NodeRuntime(StatusPort):
         self.context = context
         self.name = context.host
         self.status_table, self._status_handle = RankStatusTable.create(
-            context.request.gpus_per_node
+            context.request.ranks_per_node
         )
         super().__init__(self.status_table)
         self.flusher_supervisor = FlusherSupervisor(context)
-        first_rank = context.node * context.request.gpus_per_node
+        first_rank = context.node * context.request.ranks_per_node
         self._watch = RankWatch(self.status_table, first_rank, earlier_times(context))
         self.heartbeat = Heartbeat(context, self.status_table, self._watch)
         self._stacks = StackTaker()
@@ -81,15 +81,15 @@ class NodeRuntime(StatusPort):
             self._launch(launch, address, port)
 
     def _launch(self, launch: int, address: str, port: int) -> None:
-        """Start torchrun. A secret without a value is reported like a failure of the ranks."""
+        """Start torchrun. What this node lacks for it is reported like a failure of the ranks."""
         try:
             self._torchrun = Torchrun(
                 self.context, launch, address=address, port=port, handles=self._handles()
             )
-        except SecretError as error:
+        except HoldfastError as error:
             context = self.context
             self._refusal = RankFailure(
-                rank=context.node * context.request.gpus_per_node,
+                rank=context.node * context.request.ranks_per_node,
                 exit_code=1,
                 timestamp=time.time(),
                 traceback=f"{type(error).__name__}: {error}",
@@ -98,10 +98,10 @@ class NodeRuntime(StatusPort):
 
     def prepare(self, launch: int, address: str, port: int) -> None:
         self._discard_standby()
-        if has_memory_for(self.context.request.gpus_per_node):
+        if has_memory_for(self.context.request.ranks_per_node):
             try:
                 self._standby = WarmStandby(self.context, launch, address, port, self._handles())
-            except SecretError as error:
+            except HoldfastError as error:
                 self.note(f"no warm standby: {error}")
         else:
             self.note("no warm standby: the node has too little memory for one")

@@ -24,6 +24,7 @@ from holdfast.contracts.secrets import hide, longest_first, references_in, resol
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.flight_recorder import recorder_environment
 from holdfast.workers.agent.gpus import CONTROL
+from holdfast.workers.agent.interface import addresses_of, interface_environment
 from holdfast.workers.agent.local_log import LocalLog
 from holdfast.workers.causes import RankFailure
 from holdfast.workers.evidence import last_traceback
@@ -66,10 +67,13 @@ class Torchrun:
     ) -> None:
         """Start torchrun. With a `standby_pipe` each rank loads its libraries and waits for a byte.
 
-        Raises `SecretError` before anything is started if a secret reference has no value here.
+        Raises `SecretError` before anything is started if a secret reference has no value here, and
+        `InterfaceError` if this node lacks the spec's network interface.
         """
         given = resolve_environment(context.request.environment, context.run)
         references = references_in(context.request.environment)
+        if interface := context.request.launch.network_interface:
+            addresses_of(interface, context.host)
         self._secrets = longest_first(given[name] for name in references)
         self._context = context
         self._launch = launch
@@ -146,7 +150,7 @@ class Torchrun:
 
         It counts as killed, and its peers cannot report more than that.
         """
-        dead = set(range(self._context.request.gpus_per_node)) - set(self.rank_pids())
+        dead = set(range(self._context.request.ranks_per_node)) - set(self.rank_pids())
         folders = [self._rank_folder(local) for local in dead]
         return any(
             not (folder / "error.json").exists()
@@ -201,8 +205,8 @@ class Torchrun:
                 failure = dataclasses.replace(failure, exit_code=1)
             found[local] = failure
         if not found:
-            first = self._context.node * self._context.request.gpus_per_node
-            for local in range(self._context.request.gpus_per_node):
+            first = self._context.node * self._context.request.ranks_per_node
+            for local in range(self._context.request.ranks_per_node):
                 failure = self._failure(first + local, local, 1, {"pid": "0"})
                 if failure.traceback:
                     found[local] = failure
@@ -237,10 +241,10 @@ class Torchrun:
 
     def _link_logs(self) -> None:
         """Link each rank's output under the name that `paths.rank_log` defines."""
-        if len(self._linked) == self._context.request.gpus_per_node:
+        if len(self._linked) == self._context.request.ranks_per_node:
             return
-        first = self._context.node * self._context.request.gpus_per_node
-        for local in range(self._context.request.gpus_per_node):
+        first = self._context.node * self._context.request.ranks_per_node
+        for local in range(self._context.request.ranks_per_node):
             folder = self._rank_folder(local)
             if local in self._linked or folder is None:
                 continue
@@ -289,7 +293,7 @@ def build_command(
         "-m",
         "torch.distributed.run",
         f"--nnodes={request.nodes}",
-        f"--nproc-per-node={request.gpus_per_node}",
+        f"--nproc-per-node={request.ranks_per_node}",
         f"--node-rank={node}",
         "--rdzv-backend=static",
         f"--rdzv-id={request.run_uid[:8]}.{request.attempt}.{launch}",
@@ -334,13 +338,16 @@ def build_environment(
         environment.NUMERICS: request.supervision.numerics.model_dump_json(),
         environment.FLUSH_TIMEOUT: str(request.supervision.flush_timeout_s),
     }
-    threads = str(request.resources.cpus_per_gpu or 1)
+    interface = request.launch.network_interface
+    network = interface_environment(interface) if interface else {}
+    cpus = (request.resources.cpus_per_gpu or 0) * (request.gpus_per_node or request.ranks_per_node)
+    threads = str(max(1, cpus // max(1, request.ranks_per_node)))
     kept = {
         name: value
         for name, value in inherited.items()
         if not name.startswith(("TORCHELASTIC_", "HOLDFAST_")) or name == environment.S3_ENDPOINT
     }
-    return {"OMP_NUM_THREADS": threads, **kept, **given, **own}
+    return {"OMP_NUM_THREADS": threads, **kept, **network, **given, **own}
 
 
 def read_tail(path: Path, size_max: int) -> str:

@@ -29,7 +29,7 @@ class WarmStandby:
         self, context: AgentContext, launch: int, address: str, port: int, handles: Handles
     ) -> None:
         self.launch, self.port = launch, port
-        self._ranks = context.request.gpus_per_node
+        self._ranks = context.request.ranks_per_node
         self._logs = log_directory(context, launch)
         self._standby_pipe, self._release_fd = os.pipe2(os.O_CLOEXEC)
         self._torchrun = Torchrun(

@@ -32,8 +32,8 @@ from holdfast.workers import slurm_answers, slurm_client
 from holdfast.workers.executors.base import Executor, JobStatus
 from holdfast.workers.executors.slurm_capacity import (
     free_gpus,
+    gpus_that_fit,
     gpus_under_qos,
-    ranks_that_fit,
     wanted_of,
 )
 from holdfast.workers.slurm_client import JobLine
@@ -241,8 +241,8 @@ class SlurmExecutor(Executor):
         except SchedulerError:
             return None
         free = [free_gpus(node, wanted, held.get(node.get("NodeName", ""), 0)) for node in nodes]
-        ranks = ranks_that_fit(free, resources)
-        return ranks if ranks is None or allowed is None else min(ranks, allowed)
+        fit = gpus_that_fit(free, resources)
+        return fit if fit is None or allowed is None else min(fit, allowed)
 
     def _gpus_under_qos(
         self, qos: str | None, held: Mapping[str, int], ask: slurm_client.Ask
@@ -262,7 +262,7 @@ class SlurmExecutor(Executor):
             return {}
         if line is None or line.name != request.job_name or bare_state(line.state) != "COMPLETING":
             return {}
-        return dict.fromkeys(slurm_client.expand_hosts(line.nodes), request.gpus_per_node)
+        return dict.fromkeys(slurm_client.expand_hosts(line.nodes), request.gpus_on_node)
 
     def _absent(self, since: float, name: str) -> JobStatus:
         if slurm_client.now() - since < ABSENCE_S:

@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from holdfast.contracts.node_share import gpu_kind, gpus_of
 from holdfast.contracts.spec import Resources
-from holdfast.workers.request import NO_GRES
-from holdfast.workers.slurm_client import gpu_kind, gpus_of
+from holdfast.workers.slurm_client import chosen_partitions
 
 # The marks that Slurm appends to a state: not responding, powering up, rebooting, planned etc.
 _STATE_MARKS: Final = "*~#!%$@^-+"
@@ -64,13 +64,7 @@ def _takes_whole_nodes(resources: Resources, partitions: Sequence[Mapping[str, s
     """Return True if the spec or all of its partitions make a job share no node."""
     if str(resources.extra.get("exclusive", False)) in {"True", ""}:
         return True
-    chosen = (resources.partition or "").split(",")
-    mine = [
-        fields
-        for fields in partitions
-        if fields.get("PartitionName") in chosen
-        or (not resources.partition and fields.get("Default") == "YES")
-    ]
+    mine = chosen_partitions(resources, partitions)
     return bool(mine) and all(fields.get("OverSubscribe") == "EXCLUSIVE" for fields in mine)
 
 
@@ -170,15 +164,15 @@ def _gpus_of_tres(tres: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def ranks_that_fit(free: Sequence[int], resources: Resources) -> int | None:
-    """Return how many ranks nodes with `free` GPUs can start now; None if GPUs do not limit them.
+def gpus_that_fit(free: Sequence[int], resources: Resources) -> int | None:
+    """Return the size of the largest job on nodes with `free` GPUs; None if GPUs do not limit it.
 
     A job on several nodes needs the spec's full count on each of them. A job on one node may use a
     part, unless the spec's GRES sets the count per node.
     """
-    if resources.gres == NO_GRES:
+    wanted = resources.gpus_on_node
+    if not wanted:
         return None
-    wanted = gpus_of(resources.gres) if resources.gres else resources.gpus_per_node
     whole = sum(1 for count in free if count >= wanted)
     if whole or resources.gres:
         return whole * resources.gpus_per_node

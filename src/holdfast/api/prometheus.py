@@ -19,7 +19,7 @@ Row = Mapping[str, Any]
 # The metrics of each live run: (name, help text, function that reads the value from its row).
 _RUN_METRICS: Final[tuple[tuple[str, str, Callable[[Row], float | None]], ...]] = (
     ("run_step", "last step that any rank finished", lambda row: row["step"]),
-    ("run_gpus", "GPUs of the newest attempt", lambda row: row["world_size"]),
+    ("run_ranks", "ranks of the newest attempt", lambda row: row["world_size"]),
     ("run_attempts", "attempts so far", lambda row: row["attempts"]),
     (
         "run_committed_timestamp_seconds",

@@ -23,28 +23,34 @@ PARTS: Final = {
 
 
 def examine(run: str, gpus: int, checkpoint: str | None, root: str | None) -> dict[str, Any]:
-    """Return whether `gpus` ranks can resume from the checkpoint, and the bytes each rank needs.
+    """Return whether `gpus` GPUs can resume from the checkpoint, and the bytes each rank needs.
 
-    Raises `NotFoundError` if the run has no committed checkpoint, `CheckpointError` if the
-    checkpoint is invalid, and `PreflightError` if the job's environment cannot be called.
+    `counts` in the answer are the GPU counts that the checkpoint and the spec allow. Raises
+    `NotFoundError` if the run has no committed checkpoint, `CheckpointError` if the checkpoint is
+    invalid, and `PreflightError` if the job's environment cannot be called.
     """
     from holdfast.flows import secrets
     from holdfast.workers.sizes import problem_with
+    from holdfast.workers.slurm_defaults import warnings_of_defaults
 
     paths = locate_run(run, root)
     spec = load_history(paths).spec
     directory = paths.checkpoint(_choose(paths, checkpoint, root))
     python = interpreter_of(paths, spec)
-    shape = ask_trainer(python, "shape", str(directory.absolute()), "--gpus", str(gpus))
+    ranks = spec.ranks(gpus) if spec.can_split(gpus) else gpus
+    shape = ask_trainer(python, "shape", str(directory.absolute()), "--ranks", str(ranks))
     problem = problem_with(spec, gpus) or shape.pop("problem")
+    sizes = [size for count in shape["counts"] if (size := spec.size_of(count)) is not None]
     return {
         "ok": problem is None,
         "run": paths.name,
         "gpus": gpus,
         "checkpoint": checkpoint_id(paths.name, directory.name),
         "problem": problem,
-        "counts": [n for n in shape["counts"] if problem_with(spec, n) is None],
+        "ranks": ranks,
+        "counts": [size for size in sizes if problem_with(spec, size) is None],
         "secrets": secrets.report(paths, spec),
+        "warnings": warnings_of_defaults(spec),
         "bytes_per_rank": {part: shape[part] for part in PARTS},
     }
 
@@ -56,6 +62,8 @@ def render(facts: dict[str, Any]) -> None:
     say(f"{facts['checkpoint']} {fits} {facts['gpus']} GPUs")
     for line in facts["secrets"]:
         say(f"  {line}")
+    for line in facts["warnings"]:
+        say(f"  warning: {line}")
     if facts["problem"]:
         say(f"  {facts['problem']}")
         return

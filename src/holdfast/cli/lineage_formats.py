@@ -54,7 +54,7 @@ def _label(node: Node) -> Sequence[str]:
     """Return the lines of a node's label: its id, and below it the facts about it."""
     facts = [str(node["state"])] if node.get("state") else []
     facts += [str(node["cause"])] if node.get("cause") else []
-    facts += [f"{node['world_size']} GPUs"] if node.get("world_size") else []
+    facts += [f"{node['world_size']} ranks"] if node.get("world_size") else []
     facts += ["pinned"] if node.get("pinned") else []
     facts += ["rolled back"] if node.get("rolled_back") else []
     return [node["id"], " · ".join(facts)] if facts else [node["id"]]

@@ -59,7 +59,7 @@ def _attempt_line(attempt: Node, other: list[Mapping[str, str]]) -> Text:
     match = _NUMBER.search(attempt["id"])
     size = attempt.get("world_size")
     parts = [f"attempt {int(match[1]) if match else '?'}"]
-    parts += [f"{size} GPUs"] if size else []
+    parts += [f"{size} ranks"] if size else []
     parts += [str(attempt.get("state", ""))]
     parts += [str(attempt["cause"])] if attempt.get("cause") else []
     origin = _ends(attempt["id"], other, "resumed_from")

@@ -174,7 +174,7 @@ def _attempt_cells(attempt: Mapping[str, Any]) -> tuple[object, ...]:
     steps = None
     if attempt["first_step"] is not None:
         steps = f"{attempt['first_step']}–{attempt['last_step'] or ''}"
-    columns = ("number", "state", "cause", "world_size")
+    columns = ("number", "state", "cause", "gpus")
     origin = attempt["resumed_from"], attempt["job_id"], time_text(attempt["started_at"])
     return (*(attempt[name] for name in columns), steps, *origin)
 

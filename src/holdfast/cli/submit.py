@@ -77,9 +77,11 @@ def submit(
         check_everything(run_spec, home)
     from holdfast.workers.grace import warnings_of
     from holdfast.workers.runs import attach_or_create, newest_generation
+    from holdfast.workers.slurm_defaults import warnings_of_defaults
 
     earlier = newest_generation(home, run_spec.name)
     warnings = [*secrets.require(run_spec, earlier), *warnings_of(run_spec, earlier)]
+    warnings += warnings_of_defaults(run_spec)
     paths, created = attach_or_create(run_spec, home, created_by=user_name())
     start_and_follow(
         paths,
@@ -105,6 +107,7 @@ def fork(
     from holdfast.flows.forks import fork_run
     from holdfast.flows.secrets import plain_secret_warnings
     from holdfast.workers.grace import warnings_of
+    from holdfast.workers.slurm_defaults import warnings_of_defaults
 
     parent, directory = locate_checkpoint(checkpoint, root)
     paths = fork_run(
@@ -117,6 +120,7 @@ def fork(
     )
     spec = load_history(paths).spec
     warnings = [*plain_secret_warnings(spec), *warnings_of(spec, parent)]
+    warnings += warnings_of_defaults(spec)
     start_and_follow(paths, warnings, created=True, wait=wait, as_json=as_json)
 
 

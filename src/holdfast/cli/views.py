@@ -209,7 +209,7 @@ def _render_runs(found: list[Mapping[str, Any]]) -> None:
         (*(row[name] for name in columns), time_text(row["created_at"]), row["root"])
         for row in found
     ]
-    print_table(("run", "state", "step", "attempts", "GPUs", "cause", "created", "root"), rows)
+    print_table(("run", "state", "step", "attempts", "ranks", "cause", "created", "root"), rows)
     for warning in (one for row in found for one in row["warnings"]):
         say(f"warning: {warning}")
 
@@ -227,7 +227,7 @@ def _render_checkpoints(found: list[Mapping[str, Any]]) -> None:
         )
         for row in found
     ]
-    headings = ("checkpoint", "step", "state", "kept because", "GPUs", "size", "blocked", "flush")
+    headings = ("checkpoint", "step", "state", "kept because", "ranks", "size", "blocked", "flush")
     print_table((*headings, "committed", "mirrored"), rows)
 
 

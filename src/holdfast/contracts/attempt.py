@@ -38,6 +38,7 @@ from holdfast.contracts.durable import create_bytes, to_json, write_bytes
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.filesystems import look_up
 from holdfast.contracts.mirrors import Tiers
+from holdfast.contracts.node_share import gpus_of
 from holdfast.contracts.paths import RUN_NAME, AttemptPaths, folder_of
 from holdfast.contracts.reading import read_bounded
 from holdfast.contracts.secrets import EnvironmentValue
@@ -114,8 +115,13 @@ class Request(Document):
     executor: Name
     nodes: Annotated[int, Field(ge=0, le=NODES_MAX)]
     gpus_per_node: Annotated[int, Field(ge=0, le=GPUS_PER_NODE_MAX)]
+<<<<<<< HEAD
     cluster: Name | None = Field(
         default=None, description="Slurm: name of the cluster. None in an old request"
+=======
+    nproc_per_node: Annotated[int, Field(ge=1, le=GPUS_PER_NODE_MAX)] | None = Field(
+        default=None, description="ranks per node. None in an old request: one per GPU"
+>>>>>>> h-sites
     )
     exclude: tuple[Name, ...] = ()
     command: tuple[Text, ...]
@@ -136,7 +142,21 @@ class Request(Document):
     @property
     def world_size(self) -> int:
         """The number of ranks of the attempt."""
-        return self.nodes * self.gpus_per_node
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.nproc_per_node or self.gpus_per_node
+
+    @property
+    def size(self) -> int:
+        """The GPUs of the attempt as `elastic` counts them: its ranks if it has no GPUs."""
+        return self.nodes * (self.gpus_per_node or self.ranks_per_node)
+
+    @property
+    def gpus_on_node(self) -> int:
+        """The GPUs that Slurm allocates on each node."""
+        return gpus_of(self.resources.gres) if self.resources.gres else self.gpus_per_node
 
     @property
     def tiers(self) -> Tiers:

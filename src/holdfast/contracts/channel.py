@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -101,8 +101,19 @@ class Peer:
 class ChannelHost:
     """Node 0's end: accepts the other nodes, and asks them all at once."""
 
-    def __init__(self, path: Path, nodes: int, *, ports: range | None = None) -> None:
-        """Listen on a port of `ports`, or on any. Raises `AgreementError` if all are in use."""
+    def __init__(
+        self,
+        path: Path,
+        nodes: int,
+        *,
+        ports: range | None = None,
+        addresses: Sequence[str] | None = None,
+    ) -> None:
+        """Listen on a port of `ports`, or on any. Raises `AgreementError` if all are in use.
+
+        `addresses` are those at which the other nodes try to reach this one, best first; None for
+        the host's name and its addresses.
+        """
         token, backlog = secrets.token_bytes(32), max(nodes, BACKLOG_MIN)
         listener = listen(ports, backlog)
         self.port = int(listener.getsockname()[1])
@@ -110,7 +121,8 @@ class ChannelHost:
         self.peers: dict[int, Peer] = {}
         self._take: TakeMessage | None = None
         self._early: deque[tuple[dict[str, Any], dict[str, Any]]] = deque()
-        document = {"addresses": own_addresses(), "port": self.port, "token": token.hex()}
+        reached_at = list(addresses or own_addresses())
+        document = {"addresses": reached_at, "port": self.port, "token": token.hex()}
         write_bytes(path, to_json(document), mode=0o600)
         self._switchboard = Switchboard(listener, backlog, token, self._admit, self._take_message)
         # A node may join within microseconds, and `_admit` needs all of the above.

@@ -19,6 +19,7 @@ HoldfastError
 │   └── SchedulerUnavailableError        the scheduler did not answer: the state is unknown
 ├── NoticeError (RuntimeError)           a cloud's metadata service gave no valid answer
 ├── SecretError (RuntimeError)           a reference to a secret has no value, or an invalid one
+├── InterfaceError (RuntimeError)        a node lacks the network interface that the spec names
 ├── NumericsError (ArithmeticError)      the loss is not finite, or far above earlier losses
 ├── LineageError (RuntimeError)          the database cannot be used
 │   └── DamagedIndexError                its SQLite file is damaged
@@ -178,6 +179,10 @@ class NoticeError(HoldfastError, RuntimeError):
 
 class SecretError(HoldfastError, RuntimeError):
     """A reference to a secret has no usable value. The message never contains the value."""
+
+
+class InterfaceError(HoldfastError, RuntimeError):
+    """A node cannot use the network interface that the spec names."""
 
 
 class NumericsError(HoldfastError, ArithmeticError):

@@ -82,9 +82,9 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """One attempt. Times are Unix seconds."""
+    """One attempt, and the GPUs that it held. Times are Unix seconds."""
 
-    world_size: int
+    gpus: int
     is_preempted: bool = False
     submitted_at: float | None = None
     started_at: float | None = None
@@ -187,7 +187,7 @@ def account(
     lost_s = sum(leg.lost_s for leg in legs)
     kept.parts["training"] -= lost_s
     kept.parts["lost"] += lost_s
-    gpu_s = sum(s.world_size * _held_s(p) for s, p in zip(spans, kept.by_span, strict=False))
+    gpu_s = sum(s.gpus * _held_s(p) for s, p in zip(spans, kept.by_span, strict=False))
     preempted_s = _preemption_gpu_s(spans, kept.by_span, legs)
     parts: dict[str, Any] = {f"{part}_s": max(0.0, s) for part, s in kept.parts.items()}
     return Goodput(
@@ -374,10 +374,10 @@ def _preemption_gpu_s(
     for number, span in enumerate(spans):
         if span.is_preempted:
             lost_s = sum(leg.lost_s for leg in legs if leg.span == number)
-            total_s += span.world_size * (by_span[number]["flushing"] + lost_s)
+            total_s += span.gpus * (by_span[number]["flushing"] + lost_s)
         if number and spans[number - 1].is_preempted:
             begun_s = by_span[number]["starting"] + by_span[number]["loading"]
-            total_s += span.world_size * begun_s
+            total_s += span.gpus * begun_s
     return total_s
 
 

@@ -64,6 +64,11 @@ class AttemptView:
         return self.request.world_size if self.request else 0
 
     @property
+    def gpus(self) -> int:
+        """The requested size, in GPUs as `elastic` counts them; 0 without a request."""
+        return self.request.size if self.request else 0
+
+    @property
     def was_submitted(self) -> bool:
         """False if the supervisor ended before it could submit the job."""
         is_trace = self.request is None and self.job_id is None

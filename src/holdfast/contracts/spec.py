@@ -6,12 +6,14 @@ is on disk (`history`). A supervisor compares the spec's digest to recognise its
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from holdfast.contracts.digests import document_digest
+from holdfast.contracts.node_share import Share, gpus_of, problem_with_sizes, share_of
 from holdfast.contracts.paths import RUN_NAME
 from holdfast.contracts.secrets import EnvironmentValue, SecretReference
 from holdfast.contracts.slurm_options import problem_with_option, problem_with_setup
@@ -46,13 +48,21 @@ class Launch(SpecPart):
     node_setup: tuple[str, ...] = Field(
         default=(),
         description="shell lines that every node runs before the program, inside a container, "
-        "such as `export NCCL_SOCKET_IFNAME=ib0`. If one fails, the launch fails",
+        "such as `ulimit -l unlimited`. If one fails, the launch fails",
     )
     wrapper: tuple[str, ...] = Field(
         default=(),
         description='command that starts the job on each node, such as `["numactl", '
         '"--interleave=all"]` or `["apptainer", "exec", "--nv", "image.sif"]`. `python` and its '
         "arguments follow",
+    )
+    network_interface: (
+        Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@-]{0,14}$")] | None
+    ) = Field(
+        default=None,
+        description="network interface of each node for the traffic between nodes, such as "
+        "`ib0`. Agents and ranks meet at its addresses, and NCCL and gloo use it. None: the "
+        "address of the host name, and the choice of NCCL and gloo",
     )
     torchrun: tuple[str, ...] = Field(
         default=(),
@@ -113,11 +123,20 @@ class Resources(SpecPart):
     nodes: Annotated[int, Field(ge=1, le=10_000)] = Field(
         default=1, description="number of nodes. The local executor has one"
     )
-    gpus_per_node: Annotated[int, Field(ge=1, le=64)] = Field(
-        default=1, description="ranks per node. On a machine without GPUs, these are CPU ranks"
+    gpus_per_node: Annotated[int, Field(ge=0, le=64)] = Field(
+        default=1,
+        description="GPUs per node, with one rank each unless `nproc_per_node` is given. The local "
+        "executor starts the ranks on the CPU if the machine has no GPUs. 0 requests no GPUs, and "
+        "needs `nproc_per_node`",
+    )
+    nproc_per_node: Annotated[int, Field(ge=1, le=1024)] | None = Field(
+        default=None,
+        description="ranks per node, torchrun's `--nproc-per-node`. None: one per GPU. With fewer "
+        "GPUs on a node, an attempt has proportionally fewer ranks",
     )
     cpus_per_gpu: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description="CPU cores per rank. None: Slurm's default"
+        default=None,
+        description="CPU cores per GPU, or per rank if `gpus_per_node` is 0. None: Slurm's default",
     )
     memory_gb_per_node: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="memory per node. None: Slurm's default"
@@ -155,6 +174,24 @@ class Resources(SpecPart):
         if problems and not is_recorded(info):
             raise ValueError("; ".join(problems))
         return value
+
+    @model_validator(mode="after")
+    def _gpus_and_ranks_agree(self) -> Resources:
+        if problem := problem_with_sizes(
+            self.gpus_per_node, self.nproc_per_node, self.gres, self.gpu_type
+        ):
+            raise ValueError(problem)
+        return self
+
+    @property
+    def size_per_node(self) -> int:
+        """The size of a whole node as `elastic` counts it: GPUs, or ranks if it has none."""
+        return self.gpus_per_node or self.nproc_per_node or 1
+
+    @property
+    def gpus_on_node(self) -> int:
+        """The GPUs that Slurm allocates on each whole node."""
+        return gpus_of(self.gres) if self.gres else self.gpus_per_node
 
 
 class Elastic(SpecPart):
@@ -266,21 +303,31 @@ class RunSpec(SpecPart):
             )
         if self.resources.executor == "local" and self.resources.nodes > 1:
             raise ValueError("the local executor has one node; set resources.nodes = 1")
-        if self.resources.gpu_type and self.resources.gres:
-            raise ValueError(
-                f"resources.gpu_type {self.resources.gpu_type!r} and resources.gres "
-                f"{self.resources.gres!r}: expected one of them; gres can name the type itself"
-            )
         for count in (self.gpus, *self.elastic.choices, *self.elastic.on_preemption):
             if not low <= count <= high:
                 raise ValueError(f"{count} GPUs lie outside elastic {low} to {high}")
-            split_gpus(count, self.resources.gpus_per_node)
+            self.share(count)
+        if low < self.resources.size_per_node:
+            # Below one node, the least count must have a whole number of ranks.
+            self.share(low)
+        return self
+
+    @model_validator(mode="after")
+    def _srun_has_a_job(self, info: ValidationInfo) -> RunSpec:
+        """Refuse arguments of srun where Holdfast starts none, except in a recorded spec."""
+        given = [key for key in ("container", "srun") if getattr(self.launch, key)]
+        if self.resources.executor == "local" and given and not is_recorded(info):
+            raise ValueError(
+                f"launch.{given[0]} {list(getattr(self.launch, given[0]))}: the local executor "
+                "starts no srun for these arguments; leave them out, set resources.executor = "
+                "'slurm', or name a container's command in launch.wrapper"
+            )
         return self
 
     @property
     def gpus(self) -> int:
-        """The number of GPUs (ranks) of the first attempt."""
-        return self.resources.nodes * self.resources.gpus_per_node
+        """The size of the first attempt: its GPUs, or its ranks if it has none."""
+        return self.resources.nodes * self.resources.size_per_node
 
     @property
     def gpus_min(self) -> int:
@@ -294,6 +341,40 @@ class RunSpec(SpecPart):
         largest = max((self.gpus, *self.elastic.choices, *self.elastic.on_preemption))
         return self.elastic.max_gpus or largest
 
+    def share(self, gpus: int) -> Share:
+        """Return the nodes of an attempt of size `gpus`, and the GPUs and ranks of each.
+
+        Raises `ValueError` when it does not fill whole nodes or has no whole number of ranks.
+        """
+        return share_of(gpus, self.resources.gpus_per_node, self.resources.nproc_per_node)
+
+    def can_split(self, gpus: int) -> bool:
+        """Return True if an attempt can have the size `gpus`."""
+        with contextlib.suppress(ValueError):
+            return bool(self.share(gpus))
+        return False
+
+    def ranks(self, gpus: int) -> int:
+        """Return the world size of an attempt of size `gpus`. Raises `ValueError` like `share`."""
+        share = self.share(gpus)
+        return share.nodes * share.ranks
+
+    def size_of(self, ranks: int) -> int | None:
+        """Return the size of an attempt of world size `ranks`; None if there is none."""
+        size, rest = divmod(ranks * self.resources.size_per_node, self._ranks_per_node)
+        return size if not rest and self.can_split(size) else None
+
+    def gpus_held(self, ranks: int) -> int:
+        """Return the GPUs that an attempt of world size `ranks` holds."""
+        resources = self.resources
+        if resources.gres:
+            return -(-ranks // self._ranks_per_node) * resources.gpus_on_node
+        return ranks * resources.gpus_per_node // self._ranks_per_node
+
+    @property
+    def _ranks_per_node(self) -> int:
+        return self.resources.nproc_per_node or self.resources.size_per_node
+
     @property
     def given(self) -> dict[str, Any]:
         """The keys that the user gave, without the defaults."""
@@ -303,19 +384,3 @@ class RunSpec(SpecPart):
     def digest(self) -> str:
         """SHA-256 of the whole spec, with the defaults of this version of Holdfast."""
         return document_digest(self.model_dump(mode="json"))
-
-
-def split_gpus(gpus: int, gpus_per_node: int) -> tuple[int, int]:
-    """Return (nodes, GPUs per node) for `gpus` on nodes that have `gpus_per_node` each.
-
-    Raises `ValueError` when the GPUs do not fill whole nodes.
-    """
-    if gpus <= gpus_per_node:
-        return 1, gpus
-    nodes, rest = divmod(gpus, gpus_per_node)
-    if rest:
-        raise ValueError(
-            f"{gpus} GPUs do not fill nodes of {gpus_per_node}: expected {gpus_per_node} or fewer, "
-            f"or a multiple of {gpus_per_node}"
-        )
-    return nodes, gpus_per_node

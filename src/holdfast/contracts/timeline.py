@@ -98,7 +98,9 @@ def spans_of(history: RunHistory) -> list[Span]:
     launches = launches_of(marks, records)
     return [
         Span(
-            world_size=view.world_size or (view.outcome.world_size if view.outcome else 0),
+            gpus=history.spec.gpus_held(
+                view.world_size or (view.outcome.world_size if view.outcome else 0)
+            ),
             is_preempted=view.cause is Cause.PREEMPTION,
             submitted_at=view.submitted_at,
             started_at=view.started_at,

@@ -1,7 +1,7 @@
-"""How a checkpoint's state was split over ranks, and which GPU counts fit the same split. Pure.
+"""How a checkpoint's state was split over ranks, and which rank counts fit the same split. Pure.
 
 The facts come from the manifest's `topology`. The mesh dimensions that split a model (tensor,
-expert, context, pipeline) keep their sizes. The data-parallel dimensions use the remaining GPUs.
+expert, context, pipeline) keep their sizes. The data-parallel dimensions use the remaining ranks.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def degrees_of(manifest: Manifest) -> Degrees:
     )
 
 
-def rescale(now: Degrees, manifest: Manifest, gpus: int) -> Degrees | None:
-    """Return the degrees on `gpus` ranks, or None if the fixed degrees do not divide `gpus`.
+def rescale(now: Degrees, manifest: Manifest, ranks: int) -> Degrees | None:
+    """Return the degrees on `ranks` ranks, or None if the fixed degrees do not divide `ranks`.
 
     If the mesh has a replicating dimension, the number of copies changes and the shards stay, as in
     hybrid sharding. Otherwise the number of shards changes.
@@ -67,9 +67,9 @@ def rescale(now: Degrees, manifest: Manifest, gpus: int) -> Degrees | None:
     shards = any(name in DATA and name not in REPLICATING for name in mesh)
     copies = any(name in REPLICATING for name in mesh) or not shards
     fixed = now.model * now.pipeline * (now.data if copies else 1)
-    if gpus < fixed or gpus % fixed:
+    if ranks < fixed or ranks % fixed:
         return None
-    left = gpus // fixed
+    left = ranks // fixed
     return Degrees(
         model=now.model,
         data=now.data if copies else left,
@@ -78,24 +78,24 @@ def rescale(now: Degrees, manifest: Manifest, gpus: int) -> Degrees | None:
     )
 
 
-def problem_with_mesh(manifest: Manifest, gpus: int) -> str | None:
-    """Return why `gpus` do not fit the checkpoint's mesh, with counts that fit, or None."""
+def problem_with_mesh(manifest: Manifest, ranks: int) -> str | None:
+    """Return why `ranks` do not fit the checkpoint's mesh, with counts that fit, or None."""
     now = degrees_of(manifest)
-    if gpus == manifest.world_size or rescale(now, manifest, gpus) is not None:
+    if ranks == manifest.world_size or rescale(now, manifest, ranks) is not None:
         return None
     parts = dict(_mesh_of(manifest))
     if now.pipeline > 1:
         parts[PIPELINE] = now.pipeline
     layout = " × ".join(f"{name} {size}" for name, size in parts.items())
-    counts = ", ".join(map(str, fitting_counts(manifest, now, around=gpus)))
+    counts = ", ".join(map(str, fitting_counts(manifest, now, around=ranks)))
     return (
-        f"{gpus} GPUs cannot hold the mesh {layout} that the checkpoint was saved with; counts "
-        f"that can: {counts}. A program with another mesh may still be able to load it"
+        f"{ranks} ranks cannot hold the mesh {layout} that the checkpoint was saved with; rank "
+        f"counts that can: {counts}. A program with another mesh may still be able to load it"
     )
 
 
 def fitting_counts(manifest: Manifest, now: Degrees, around: int | None = None) -> tuple[int, ...]:
-    """Return GPU counts that keep the fixed dimensions, nearest to `around` (the saved count)."""
+    """Return rank counts that keep the fixed dimensions, nearest to `around` (the saved count)."""
     middle = around or manifest.world_size
     candidates = [n for n in range(1, 4 * max(middle, now.ranks) + 1) if rescale(now, manifest, n)]
     nearest = sorted(candidates, key=lambda n: (abs(n - middle), n))[:COUNTS_SHOWN]

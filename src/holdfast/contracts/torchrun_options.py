@@ -13,7 +13,7 @@ _LOGS: Final = "leave it out: Holdfast writes the output to the run's folder, se
 _ENDINGS: Final = "leave it out: the agent restarts and ends the ranks"
 REFUSED: Final = {
     "nnodes": _SIZE,
-    "nproc-per-node": _SIZE,
+    "nproc-per-node": "set resources.nproc_per_node",
     "node-rank": _SIZE,
     "rdzv-backend": _MEETING,
     "rdzv-endpoint": _MEETING,

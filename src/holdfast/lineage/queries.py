@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import defaultdict
@@ -15,6 +16,7 @@ from sqlalchemy import Connection, Engine, Select, func, or_, select
 from holdfast.contracts.goodput import Span, account, segments
 from holdfast.contracts.paths import CheckpointName
 from holdfast.contracts.prices import prices_of
+from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import Cause, RunState
 from holdfast.contracts.timeline import KINDS, Mark, launches_of
 from holdfast.lineage import reports, views
@@ -92,7 +94,11 @@ def show_run(database: Database, run: str, *, now: float | None = None) -> views
             safe_step=_safe_step(attempts),
         )
     )
-    shown = [views.attempt_view(one, launches[one["number"]]) for one in attempts]
+    spec = _spec_of(row)
+    shown = [
+        views.attempt_view(one, launches[one["number"]], _size(spec, one["world_size"]))
+        for one in attempts
+    ]
     return views.run_view(row, shown, goodput)
 
 
@@ -235,15 +241,30 @@ def _spans(
     records = [(one["attempt"], one["number"], one) for own in launches.values() for one in own]
     launch_spans = launches_of(marks, records)
     times = ("submitted_at", "started_at", "stop_requested_at", "ended_at")
-    fields = ("world_size", *times, "resumed_step", "last_step")
+    fields = (*times, "resumed_step", "last_step")
+    spec = _spec_of(run)
     return [
         Span(
+            gpus=spec.gpus_held(attempt["world_size"] or 0) if spec else attempt["world_size"],
             **{field: attempt[field] for field in fields},
             is_preempted=attempt["cause"] == Cause.PREEMPTION,
             launches=launch_spans.get(attempt["number"], ()),
         )
         for attempt in attempts
     ]
+
+
+def _spec_of(run: Row) -> RunSpec | None:
+    """Return the run's spec; None if this version cannot read it."""
+    with contextlib.suppress(ValueError):
+        return RunSpec.read(run["spec"])
+    return None
+
+
+def _size(spec: RunSpec | None, world_size: int) -> int:
+    """Return the GPUs of an attempt of `world_size` ranks; one per rank if that is unknown."""
+    size = spec.size_of(world_size) if spec and world_size else None
+    return world_size if size is None else size
 
 
 def _edges_about(connection: Connection, run: Row) -> list[Row]:

@@ -76,7 +76,10 @@ class StorageRow(TypedDict):
 
 
 class AttemptView(TypedDict):
-    """One attempt; `last_step` is the last step that any rank finished, committed or not."""
+    """One attempt; `last_step` is the last step that any rank finished, committed or not.
+
+    `world_size` is its number of ranks, and `gpus` its size as `elastic` counts it.
+    """
 
     number: int
     state: str
@@ -87,6 +90,7 @@ class AttemptView(TypedDict):
     job_id: str | None
     nodes: list[str]
     world_size: int
+    gpus: int
     command_digest: str | None
     resumed_from: str | None
     resumed_step: int | None
@@ -277,12 +281,13 @@ def run_view(run: Row, attempts: list[AttemptView], goodput: dict[str, Any]) -> 
     return cast(RunView, _view(RunView, run, **own))
 
 
-def attempt_view(row: Row, launches: Iterable[Row]) -> AttemptView:
-    """Return the view of one attempt with its launches."""
+def attempt_view(row: Row, launches: Iterable[Row], gpus: int) -> AttemptView:
+    """Return the view of one attempt of `gpus` GPUs with its launches."""
     first, last = row["first_step"], row["last_step"]
     asked, committed = row["stop_requested_at"], row["stop_committed_at"]
     own = {
         "nodes": row["hosts"],
+        "gpus": gpus,
         "steps": None if first is None or last is None else max(0, last - first + 1),
         "launches": [_view(LaunchView, launch) for launch in launches],
         "signal_to_commit_s": None if asked is None or committed is None else committed - asked,

@@ -75,7 +75,7 @@ export interface AttemptNode {
   ranks: RankRow[];
 }
 
-/** One attempt; `last_step` is the last step that any rank finished, committed or not. */
+/** One attempt; `last_step` is the last step that any rank finished, committed or not. `world_size` is its number of ranks, and `gpus` its size as `elastic` counts it. */
 export interface AttemptView {
   number: number;
   state: string;
@@ -86,6 +86,7 @@ export interface AttemptView {
   job_id: string | null;
   nodes: string[];
   world_size: number;
+  gpus: number;
   command_digest: string | null;
   resumed_from: string | null;
   resumed_step: number | null;

@@ -56,7 +56,7 @@ function AncestorLine({ one, of: id }: { one: Ancestor; of: string }) {
         <Link to="/checkpoints/$id" params={{ id: one.id }}>{checkpointWords(one.id)}</Link>
       )}{" "}
       <span className="muted">
-        {one.run} · {one.world_size ?? "?"} GPUs · {plain(one.state)}
+        {one.run} · {one.world_size ?? "?"} ranks · {plain(one.state)}
       </span>
       {one.id === id ? null : (
         <>
@@ -133,7 +133,7 @@ function Body({ one, mayAct }: { one: CheckpointDetail; mayAct: boolean }) {
           ["Pinned", one.pinned ? <Pin one={one} /> : null],
           ["Trigger", one.saved_for ? plain(one.saved_for) : null],
           ["Attempt", `${one.attempt}, launch ${one.launch}`],
-          ["GPUs", count(one.world_size)],
+          ["Ranks", count(one.world_size)],
           ["Size", bytes(one.bytes)],
           ["Files", count(one.files)],
           ["Blocked training", span(one.blocked_s)],

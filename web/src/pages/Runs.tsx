@@ -23,7 +23,7 @@ function Name({ run }: { run: RunRow }) {
         {why || `by ${run.created_by}`}
       </div>
       <div className="second narrow-only">
-        {run.world_size ? `${run.world_size} GPUs · ` : ""}
+        {run.world_size ? `${run.world_size} ranks · ` : ""}
         {run.attempts} attempt{run.attempts === 1 ? "" : "s"}
         {run.goodput ? ` · goodput ${percent(run.goodput.ettr)}` : ""}
       </div>
@@ -52,7 +52,7 @@ const COLUMNS: ColumnDef<RunRow, unknown>[] = [
     cell: ({ row: { original: run } }) => (
       <Spark values={run.spark ?? []} label={`loss, now ${figure(run.spark?.at(-1))}`} />
     ) },
-  { id: "gpus", header: "GPUs", meta: { wide: true, number: true },
+  { id: "gpus", header: "Ranks", meta: { wide: true, number: true },
     accessorFn: (run) => run.world_size ?? 0,
     cell: ({ row: { original: run } }) => count(run.world_size) },
   { id: "attempts", header: "Attempts", accessorKey: "attempts",

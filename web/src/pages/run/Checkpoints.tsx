@@ -38,7 +38,7 @@ const COLUMNS: ColumnDef<Checkpoint, unknown>[] = [
   { id: "attempt", header: "Attempt", meta: { number: true, wide: true },
     accessorFn: (one) => one.attempt * 1000 + one.launch,
     cell: ({ row: { original: one } }) => `${one.attempt}.${one.launch}` },
-  { id: "world", header: "GPUs", accessorKey: "world_size", meta: { number: true, wide: true } },
+  { id: "world", header: "Ranks", accessorKey: "world_size", meta: { number: true, wide: true } },
   { id: "bytes", header: "Size", accessorKey: "bytes", meta: { number: true, wide: true },
     cell: ({ row: { original: one } }) => bytes(one.bytes) },
   { id: "blocked", header: "Blocked", accessorKey: "blocked_s",

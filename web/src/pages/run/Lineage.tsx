@@ -41,7 +41,7 @@ function subtitle(shown: Shown, run: string): string {
     shown.pinned ? "pinned" : null,
     shown.rolled_back ? "rolled back" : null,
     shown.cause ? plain(shown.cause) : null,
-    shown.world_size ? `${shown.world_size} GPU${shown.world_size === 1 ? "" : "s"}` : null,
+    shown.world_size ? `${shown.world_size} rank${shown.world_size === 1 ? "" : "s"}` : null,
     shown.kind === "export" ? "export" : null,
     shown.kind === "run" ? "run" : null,
     shown.kind === "run" && shown.state ? plain(shown.state) : null,
@@ -181,7 +181,7 @@ function Details({ id }: { id: string }) {
               facts={[
                 ["Retention", one.reason],
                 ["Attempt", `${one.attempt}.${one.launch}`],
-                ["GPUs", count(one.world_size)],
+                ["Ranks", count(one.world_size)],
                 ["Size", bytes(one.bytes)],
                 ["Deleted", one.deleted_at ? <Time at={one.deleted_at} /> : null],
               ]}

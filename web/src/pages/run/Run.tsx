@@ -35,7 +35,7 @@ function relaunchWords(run: Run): string {
 function actionsOf(run: Run): Action[] {
   const base = `/runs/${encodeURIComponent(run.run)}`;
   const live = isLive(run.state);
-  const size = run.attempts.at(-1)?.world_size;
+  const size = run.attempts.at(-1)?.gpus;
   const relaunch: Action = {
     word: "Relaunch",
     title: `Relaunch ${run.run}`,
@@ -98,7 +98,7 @@ function Head({ run }: { run: Run }) {
           ["Step", step === null ? "none yet"
             : run.steps_total ? `${count(step)} / ${count(run.steps_total)}` : count(step)],
           ["Time left", span(timeLeft(run))],
-          ["GPUs", count(last?.world_size)],
+          ["GPUs", count(last?.gpus)],
           ["Attempts", count(run.attempts.length)],
           ["Goodput", <>{percent(goodput.ettr)} <small>of {span(goodput.total_s)}</small></>],
           ["Steps redone", count(goodput.steps_lost)],

@@ -97,7 +97,7 @@ export function Timeline({ attempts, segments, checkpoints }: Props) {
         {rows.map(({ attempt, segments }, row) => (
           <g key={attempt.number} transform={`translate(0 ${TOP + row * ROW})`}>
             <text x={0} y={ROW / 2 + 4}>
-              #{attempt.number} · {attempt.world_size} GPU{attempt.world_size === 1 ? "" : "s"}
+              #{attempt.number} · {attempt.gpus} GPU{attempt.gpus === 1 ? "" : "s"}
             </text>
             {segments.map((one) => (
               <rect
@@ -206,7 +206,7 @@ function AttemptRow({ attempt, requests }: { attempt: Attempt; requests: Operato
         <td className="nowrap">
           #{attempt.number}
           <div className="second">
-            {attempt.world_size} GPU{attempt.world_size === 1 ? "" : "s"}
+            {attempt.gpus} GPU{attempt.gpus === 1 ? "" : "s"}
             {attempt.job_id ? <span className="wide-only"> · job {attempt.job_id}</span> : ""}
           </div>
         </td>
