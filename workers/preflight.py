@@ -163,7 +163,7 @@ def _slurm_problems(spec: RunSpec, root: Path) -> list[str]:
         partitions = slurm_client.partitions()
         nodes = slurm_client.show_nodes()
         federation = slurm_client.federation()
-        accounting = slurm_client.setting("AccountingStorageType")
+        accounting = slurm_client.settings().get("AccountingStorageType", "")
     except SchedulerError as error:
         return [f"Slurm: {error}"]
     problems = _partition_problems(spec.resources, partitions)

@@ -63,15 +63,10 @@ def build_request(
         "attempt": attempt,
         "job_name": name,
         "executor": spec.resources.executor,
-<<<<<<< HEAD
-        "nodes": nodes,
-        "gpus_per_node": per_node,
-        "cluster": cluster,
-=======
         "nodes": share.nodes,
         "gpus_per_node": share.gpus,
         "nproc_per_node": share.ranks,
->>>>>>> h-sites
+        "cluster": cluster,
         "exclude": tuple(exclude),
         "command": spec.command,
         "working_directory": working_directory,

@@ -105,7 +105,8 @@ def cluster_name() -> str | None:
 
 @lru_cache
 def _cluster_name(_: tuple[str | None, ...]) -> str:
-    return slurm_client.setting("ClusterName", partial(shared_call, age_s=CAPACITY_AGE_S))
+    ask = partial(shared_call, age_s=CAPACITY_AGE_S)
+    return slurm_client.settings(ask=ask).get("ClusterName", "")
 
 
 def _job(row: Sequence[str]) -> JobLine:

@@ -262,11 +262,7 @@ def is_tested(version: str) -> bool:
 
 def preemption_type(timeout_s: float = CALL_TIMEOUT_S) -> str:
     """Return how the site preempts, such as `preempt/partition_prio`, or '' if unknown."""
-<<<<<<< HEAD
-    return setting("PreemptType ", partial(call, timeout_s=timeout_s))
-=======
     return settings(timeout_s).get("PreemptType", "")
->>>>>>> h-sites
 
 
 def list_qos(timeout_s: float = CALL_TIMEOUT_S) -> dict[str, tuple[str, str]]:
@@ -278,17 +274,6 @@ def list_qos(timeout_s: float = CALL_TIMEOUT_S) -> dict[str, tuple[str, str]]:
 
 def enforces_qos(ask: Ask = call) -> bool:
     """Return True if the controller enforces the limits of each QOS."""
-<<<<<<< HEAD
-    enforced = setting("AccountingStorageEnforce", ask)
-    return not {"limits", "qos"}.isdisjoint(enforced.split(","))
-
-
-def setting(name: str, ask: Ask = call) -> str:
-    """Return the controller's setting whose line starts with `name`, or ''."""
-    lines = ask(["scontrol", "show", "config"]).splitlines()
-    found = [line.partition("=")[2] for line in lines if line.startswith(name)]
-    return found[0].strip() if found else ""
-=======
     enforced = settings(ask=ask).get("AccountingStorageEnforce", "")
     return not {"limits", "qos"}.isdisjoint(enforced.split(","))
 
@@ -298,7 +283,6 @@ def settings(timeout_s: float = CALL_TIMEOUT_S, ask: Ask | None = None) -> dict[
     out = (ask or partial(call, timeout_s=timeout_s))(["scontrol", "show", "config"])
     pairs = (line.partition("=") for line in out.splitlines())
     return {name.strip(): value.strip() for name, mark, value in pairs if mark}
->>>>>>> h-sites
 
 
 def qos_limits(name: str, ask: Ask = call) -> dict[str, str]:

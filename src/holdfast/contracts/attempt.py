@@ -115,13 +115,11 @@ class Request(Document):
     executor: Name
     nodes: Annotated[int, Field(ge=0, le=NODES_MAX)]
     gpus_per_node: Annotated[int, Field(ge=0, le=GPUS_PER_NODE_MAX)]
-<<<<<<< HEAD
     cluster: Name | None = Field(
         default=None, description="Slurm: name of the cluster. None in an old request"
-=======
+    )
     nproc_per_node: Annotated[int, Field(ge=1, le=GPUS_PER_NODE_MAX)] | None = Field(
         default=None, description="ranks per node. None in an old request: one per GPU"
->>>>>>> h-sites
     )
     exclude: tuple[Name, ...] = ()
     command: tuple[Text, ...]
