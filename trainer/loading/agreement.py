@@ -12,6 +12,7 @@ from holdfast.contracts.errors import (
     DamagedCheckpointError,
     HoldfastError,
     KeyMismatchError,
+    MirrorError,
 )
 from holdfast.trainer.collective import attempt
 from holdfast.trainer.loading.node import gather
@@ -20,7 +21,7 @@ T = TypeVar("T")
 W = TypeVar("W")
 PortableError = tuple[str, str, dict[str, Any]]
 _KINDS: Final[dict[str, Callable[..., CheckpointError]]] = {
-    kind.__name__: kind for kind in (DamagedCheckpointError, KeyMismatchError)
+    kind.__name__: kind for kind in (DamagedCheckpointError, KeyMismatchError, MirrorError)
 }
 
 
@@ -57,5 +58,5 @@ def portable(error: Exception | None) -> PortableError | None:
 
 def _details(error: Exception) -> dict[str, Any]:
     """Return the attributes of a checkpoint error besides its message."""
-    names = ("damaged", "missing", "extra", "reshaped")
+    names = ("damaged", "missing", "extra", "reshaped", "is_passing")
     return {name: getattr(error, name) for name in names if hasattr(error, name)}
