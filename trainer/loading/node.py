@@ -24,13 +24,14 @@ from holdfast.trainer.loading.plan import PIECE_BYTES
 WINDOW_BYTES_MAX: Final = 256 * 1024 * 1024
 SLOTS_MAX: Final = 8
 HALVES: Final = 2
+Home = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
 class Address:
     """The host of a rank, and the path of its window on that host."""
 
-    home: tuple[str, str, str]
+    home: Home
     place: str
 
 
@@ -40,7 +41,7 @@ def own_window() -> Iterator[Address]:
     handle = os.memfd_create("holdfast-window", os.MFD_CLOEXEC)
     try:
         os.ftruncate(handle, HALVES * SLOTS_MAX * PIECE_BYTES)
-        yield Address(_home(), f"/proc/{os.getpid()}/fd/{handle}")
+        yield Address(find_home(), f"/proc/{os.getpid()}/fd/{handle}")
     finally:
         os.close(handle)
 
@@ -128,7 +129,7 @@ def _map_all(places: Sequence[str], size: int) -> list[mmap.mmap]:
     return maps
 
 
-def _home() -> tuple[str, str, str]:
+def find_home() -> Home:
     """Return an id that is equal only for processes that share `/proc`."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     return boot, socket.gethostname(), os.readlink("/proc/self/ns/pid")

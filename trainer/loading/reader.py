@@ -35,7 +35,8 @@ from holdfast.trainer.loading.compare_keys import (
     raise_mismatch,
     shorten,
 )
-from holdfast.trainer.loading.node import Address, Node, gather, own_window
+from holdfast.trainer.loading.node import Address, Node, find_home, gather, own_window
+from holdfast.trainer.loading.node_table import mapped, published
 from holdfast.trainer.loading.plain_load import load_plain
 from holdfast.trainer.loading.read import read_wants
 from holdfast.trainer.loading.stock import check_share, load_as_stock, needs_stock
@@ -44,6 +45,8 @@ from holdfast.trainer.planning.collector import pause_collection
 from holdfast.trainer.planning.metadata import (
     Opened,
     open_checkpoint,
+    open_columns,
+    open_committed,
     open_lean,
     pick_entries,
 )
@@ -119,9 +122,36 @@ def open_together(
 ) -> Opened:
     """Open the checkpoint in `directory` with its manifest. All ranks of `group` call this.
 
-    If any rank finds an error, all ranks raise it: `DamagedCheckpointError` as `open_checkpoint`.
+    One rank of each node reads `.metadata` that Holdfast wrote, and shares the columns with the
+    others. If any rank finds an error, all ranks raise it: `DamagedCheckpointError` as
+    `open_checkpoint`.
     """
-    return agree(lambda: open_lean(directory, manifest), group, lambda _: None)[0]
+    homes = gather(group, find_home())
+    rank = dist.get_rank(group) if group is not None else 0
+    first, is_alone = homes.index(homes[rank]), homes.count(homes[rank]) == 1
+    with contextlib.ExitStack() as held:
+
+        def read() -> tuple[Opened | None, str]:
+            opened = open_columns(directory, manifest) if rank == first else None
+            if opened is None or is_alone:
+                return opened, ""
+            found = opened.metadata, opened.boxes
+            return opened, held.enter_context(published(found))
+
+        (opened, _), places = agree(read, group, lambda found: found[1])
+        if places[first]:
+            # The first rank uses the shared memory too, so that the node has one table.
+            opened = None
+
+        def take() -> Opened:
+            if places[first]:
+                with contextlib.suppress(OSError):
+                    metadata, boxes = mapped(places[first])
+                    return Opened(directory, manifest, metadata, boxes, is_lean=True)
+                return open_lean(directory, manifest)
+            return opened or open_committed(directory, manifest)
+
+        return agree(take, group, lambda _: None)[0]
 
 
 def open_any_together(directory: Path, group: dist.ProcessGroup | None) -> Opened:
