@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from tests.forked_ranks import run_ranks
 from tests.mirrors import make_checkpoint
+from tests.process.test_rank_tree import ranks as connected
 
 from holdfast.contracts.errors import DamagedCheckpointError, HoldfastError, MirrorError
 from holdfast.contracts.manifest import find_damage, find_problems, read_manifest
@@ -24,6 +26,7 @@ from holdfast.trainer.loading.shared_work import Meter, SharedWork
 from holdfast.trainer.mirror.fetch import read_remote
 from holdfast.trainer.mirror.store import open_store
 from holdfast.trainer.mirror.upload import Retries, commit, read_upload, send_files
+from holdfast.trainer.rank_tree import RankTree
 
 RANKS = 3
 SIZES = {"a": 3 << 20, "pp0/b": 9 << 20, "empty": 0, "c": 5 << 20}
@@ -121,6 +124,26 @@ def test_decision_that_hangs_ends_the_wait_of_all_ranks(tmp_path: Path) -> None:
             lead()
 
     run_parts(tmp_path, lambda _: None, lambda _: time.sleep(30), expect, stalled_s=1.0)
+
+
+def test_rank_that_dies_ends_the_wait_of_all_ranks_and_is_named(tmp_path: Path) -> None:
+    def part(_: Meter, dying: int) -> None:
+        if dying == own:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(30)
+
+    def act(tree: RankTree) -> None:
+        nonlocal own
+        own, ranks = tree.index, ControlGroup()
+        ranks.rank, ranks.world_size, ranks.group = tree.index, tree.size, tree
+        work, began = SharedWork(ranks, {"part": part}), time.monotonic()
+        with pytest.raises(HoldfastError, match="rank 1 has ended while others waited for it"):
+            work.lead(lambda: work.divide("part", 1))
+        assert time.monotonic() - began < 20
+
+    own = -1
+    with connected(tmp_path, RANKS, act):
+        pass
 
 
 def identity_of(rank: int, *, node: int = 0, local_rank: int = 0, local_ranks: int = 1) -> Identity:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar, cast
 
-import torch.distributed as dist
-
 from holdfast.contracts.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -15,7 +13,7 @@ from holdfast.contracts.errors import (
     MirrorError,
 )
 from holdfast.trainer.collective import attempt
-from holdfast.trainer.loading.node import gather
+from holdfast.trainer.rank_tree import RankTree
 
 T = TypeVar("T")
 W = TypeVar("W")
@@ -25,16 +23,14 @@ _KINDS: Final[dict[str, Callable[..., CheckpointError]]] = {
 }
 
 
-def agree(
-    act: Callable[[], T], group: dist.ProcessGroup | None, describe: Callable[[T], W]
-) -> tuple[T, list[W]]:
+def agree(act: Callable[[], T], tree: RankTree, describe: Callable[[T], W]) -> tuple[T, list[W]]:
     """Return the result of `act`, and every rank's `describe` of its result, by one collective.
 
     If `act` raised on any rank, all ranks raise the first error.
     """
     value, error = attempt(act)
     own = None if error is not None else describe(cast(T, value))
-    gathered = gather(group, (portable(error), own))
+    gathered = tree.gather_all((portable(error), own))
     raise_first(error, [one for one, _ in gathered])
     return cast(T, value), [cast(W, each) for _, each in gathered]
 
