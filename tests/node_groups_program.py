@@ -32,7 +32,7 @@ def load(directory: Path) -> None:
         save({"weight": expected}, checkpoint_id=directory, no_dist=True)
     dist.barrier()
     home = str(rank * NODES // RANKS)
-    node._home = lambda: (home, home, home)
+    node.find_home = lambda: (home, home, home)
     # Ranks of a program may have made different groups before: each of these is one rank's
     # own.
     for _ in range(rank):

@@ -1,27 +1,33 @@
-"""Small collectives between ranks at the start and at saves, over the session's own gloo group.
+"""Small messages between ranks at the start and at saves, over the session's own connections.
 
-The training group is never used. A collective between two of the program's collectives would
-deadlock as soon as one rank is late. An error on one rank is sent to all ranks, so that no rank
-waits for a rank that has raised.
+The program's process groups are never used. A collective between two of the program's collectives
+would deadlock as soon as one rank is late. An error on one rank is sent to all ranks, so that no
+rank waits for a rank that has raised.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, TypeVar
 
-import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.rank_status import RankStatusTable
 from holdfast.trainer.meeting import NodeMeeting
+from holdfast.trainer.rank_tree import TIMEOUT_S, RankTree
 
-TIMEOUT: Final = timedelta(minutes=30)
+TIMEOUT: Final = timedelta(seconds=TIMEOUT_S)
 
 T = TypeVar("T")
+Group = dist.ProcessGroup | RankTree | None
+# All ranks create their control groups in the same order, so this number is equal on all of them.
+_serials: Final = itertools.count()
 
 
 class ControlGroup:
@@ -32,76 +38,74 @@ class ControlGroup:
     """
 
     def __init__(self) -> None:
-        """Create the group. Every rank must call this at the same point."""
-        self.group: dist.ProcessGroup | None = None
+        """Connect the ranks. Every rank must call this at the same point."""
         self.rank, self.world_size = 0, 1
+        self.group = RankTree()
         if dist.is_available() and dist.is_initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-            self.group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+            store = PrefixStore(f"holdfast {next(_serials)}", _get_default_store())
+            self.group = RankTree.over_store(store, self.rank, self.world_size)
         self.stage_group = self.group
         self._meeting: NodeMeeting | None = None
 
     def meet_on(self, status_table: RankStatusTable, local_rank: int) -> None:
         """Use `status_table` to agree on numbers from now on, if it has a record of every rank."""
-        if self.group is not None and status_table.ranks == self.world_size:
+        if self.world_size > 1 and status_table.ranks == self.world_size:
             self._meeting = NodeMeeting(status_table, local_rank)
 
-    def join_stage(self, stages: Sequence[int]) -> None:
-        """Create the group of every stage. `stages` lists each rank's stage.
-
-        Every rank creates all groups, because torch counts them.
-        """
-        if self.group is None:
-            return
-        for stage in sorted(set(stages)):
-            members = [rank for rank, other in enumerate(stages) if other == stage]
-            made = dist.new_group(members, backend="gloo", timeout=TIMEOUT)
-            if self.rank in members:
-                self.stage_group = made
+    def join_stage(self, stage: int) -> None:
+        """Connect the ranks of each stage. Every rank calls this with its own."""
+        self.stage_group = self.group.split(stage) or self.group
 
     def close(self) -> None:
-        """Destroy the groups, once no collective is pending. No other reference may remain.
-
-        A group's threads release a collective's tensors after the waiting rank has continued. If
-        the interpreter ends first, such a thread ends the process with SIGABRT. Only the destructor
-        of the group joins its threads, and it runs when the last reference is dropped.
-        """
+        """Leave the other ranks in an orderly way. No message may be pending."""
         if self._meeting is not None:
             self._meeting.close()
-        groups = {id(group): group for group in (self.stage_group, self.group) if group}
-        self.group = self.stage_group = None
-        while groups:
-            # The program may already have destroyed all groups.
-            with contextlib.suppress(AssertionError, ValueError):
-                dist.destroy_process_group(groups.popitem()[1])
+        self.stage_group.close()
+        self.group.close()
 
     def share(self, compute: Callable[[], T]) -> T:
         """Run `compute` on rank 0 and return its result on every rank. Errors raise everywhere."""
         value, error = attempt(compute) if self.rank == 0 else (None, None)
-        box: list[Any] = [(value, _text_of(error))]
-        if self.group is not None:
-            dist.broadcast_object_list(box, src=0, group=self.group, device=torch.device("cpu"))
-        shared: T = _values([box[0] if self.rank else (value, "")], error)[0]
+        sent = self.group.broadcast((value, _text_of(error)))
+        shared: T = _values([sent if self.rank else (value, "")], error)[0]
         return shared
 
     def gather(self, compute: Callable[[], T]) -> list[T]:
         """Return the results of `compute` by rank. One rank's error is raised on every rank."""
         value, error = attempt(compute)
-        boxes: list[Any] = [None] * self.world_size
-        if self.group is not None:
-            dist.all_gather_object(boxes, (value, _text_of(error)), group=self.group)
-        boxes[self.rank] = (value, "")
-        return _values(boxes, error)
+        return _values(self.group.gather_all((value, _text_of(error))), error)
 
     def largest(self, values: Sequence[int]) -> list[int]:
         """Return the largest of each number over all ranks. Every rank passes equally many."""
-        if self.group is None:
-            return list(values)
+        numbers = [int(value) for value in values]
         if self._meeting is not None:
-            return self._meeting.largest([int(value) for value in values])
-        numbers = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.group)
-        return [int(number) for number in numbers.tolist()]
+            return self._meeting.largest(numbers)
+        return self.group.largest(numbers)
+
+
+@contextlib.contextmanager
+def tree_over(group: Group) -> Iterator[RankTree]:
+    """Return the tree of a group's ranks. One that is made for a process group is closed again.
+
+    All ranks of the group call this. Without a group, this process is the only rank.
+    """
+    if isinstance(group, RankTree):
+        yield group
+        return
+    tree = RankTree()
+    if group is not None and dist.get_world_size(group) > 1:
+        tree = RankTree.over_exchange(partial(_exchange, group), dist.get_rank(group), group.size())
+    try:
+        yield tree
+    finally:
+        tree.close()
+
+
+def _exchange(group: dist.ProcessGroup, value: Any) -> list[Any]:
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def attempt(act: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -139,98 +143,62 @@ class HierarchicalGroup:
     together, each with its `node`.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, node: int) -> None:
-        self._rank, self._size = 0, 1
-        if group is not None:
-            self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
-        self._nodes = self._gather_nodes(group, node)
-        self._group = group
+    def __init__(self, tree: RankTree, node: int) -> None:
+        self._whole = tree
+        self._nodes: list[int] = tree.gather_all(node)
         self._mates = [rank for rank, other in enumerate(self._nodes) if other == node]
-        self._firsts = sorted(self._nodes.index(other) for other in set(self._nodes))
+        self._node = tree.split(node) or RankTree()
+        self._first_ranks = tree.split(0 if self.is_first else None)
 
     @property
     def is_first(self) -> bool:
         """True on the rank that represents its node."""
-        return self._rank == self._mates[0]
+        return self._whole.index == self._mates[0]
 
     @property
     def is_root(self) -> bool:
-        return self._rank == 0
+        return self._whole.index == 0
 
     @property
     def mates(self) -> list[int]:
         """The group's ranks on this node."""
         return self._mates
 
+    def close(self) -> None:
+        """Leave in an orderly way."""
+        self._node.close()
+        if self._first_ranks is not None:
+            self._first_ranks.close()
+
     def gather_node(self, value: Any) -> list[Any]:
         """Return each value of the node's ranks on its first rank, and [] on others."""
-        return self._gather(value, self._mates)
+        return self._node.gather(value)
 
     def gather_firsts(self, value: Any) -> list[Any]:
         """Return all first ranks' values on the root, and [] elsewhere. First ranks only."""
-        return self._gather(value, self._firsts)
+        return self._firsts.gather(value)
 
     def scatter_firsts(self, values: Sequence[Any]) -> Any:
         """Return this node's entry of the root's `values`. First ranks only."""
-        return self._scatter(values, self._firsts)
+        return self._firsts.scatter(values)
 
     def scatter_node(self, values: Sequence[Any]) -> Any:
         """Return this rank's entry of the first rank's `values`, one for each rank of the node."""
-        return self._scatter(values, self._mates)
+        return self._node.scatter(values)
 
     def gather_all(self, value: Any) -> list[Any]:
         """Return every rank's value, by rank, on the root, and [] on others."""
-        mine = dict(zip(self._mates, self.gather_node(value), strict=False))
-        if not self.is_first:
-            return []
-        every = {rank: v for node in self.gather_firsts(mine) for rank, v in node.items()}
-        return [every[rank] for rank in sorted(every)]
+        return self._whole.gather(value)
 
     def scatter_all(self, values: Sequence[Any]) -> Any:
         """Return this rank's entry of the root's `values`."""
-        node: Sequence[Any] = []
-        if self.is_first:
-            by_node: dict[int, list[Any]] = {self._nodes[first]: [] for first in self._firsts}
-            for rank, value in enumerate(values):
-                by_node[self._nodes[rank]].append(value)
-            node = self.scatter_firsts(list(by_node.values()))
-        return self.scatter_node(node)
+        return self._whole.scatter(values)
 
     def agree(self, problem: str | None) -> list[str]:
-        """Return the problems of all ranks on every rank, ordered by node. Empty without any."""
-        found = [text for text in self.gather_node(problem) if text]
-        verdict: list[str] = []
-        if self.is_first:
-            problems = [text for node in self.gather_firsts(found) for text in node]
-            verdict = self.scatter_firsts([problems] * len(self._firsts))
-        agreed: list[str] = self.scatter_node([verdict] * len(self._mates))
-        return agreed
+        """Return the problems of all ranks on every rank, ordered by rank. Empty without any."""
+        return [text for text in self._whole.gather_all(problem) if text]
 
-    def _gather(self, value: Any, ranks: Sequence[int]) -> list[Any]:
-        """Send to the first of `ranks`, one after another, so that no extra group is needed."""
-        if self._rank == ranks[0]:
-            return [value, *(self._receive(rank) for rank in ranks[1:])]
-        self._send(value, ranks[0])
-        return []
-
-    def _scatter(self, values: Sequence[Any], ranks: Sequence[int]) -> Any:
-        if self._rank != ranks[0]:
-            return self._receive(ranks[0])
-        for rank, value in zip(ranks[1:], values[1:], strict=True):
-            self._send(value, rank)
-        return values[0]
-
-    def _send(self, value: Any, rank: int) -> None:
-        dist.send_object_list([value], group=self._group, group_dst=rank)
-
-    def _receive(self, rank: int) -> Any:
-        box: list[Any] = [None]
-        dist.recv_object_list(box, group=self._group, group_src=rank)
-        return box[0]
-
-    def _gather_nodes(self, group: dist.ProcessGroup | None, node: int) -> list[int]:
-        if group is None:
-            return [node]
-        every = [torch.zeros(1, dtype=torch.int64) for _ in range(self._size)]
-        dist.all_gather(every, torch.tensor([node], dtype=torch.int64), group=group)
-        return [int(other) for other in every]
+    @property
+    def _firsts(self) -> RankTree:
+        assert self._first_ranks is not None, "only the first rank of a node calls this"
+        return self._first_ranks

@@ -6,13 +6,13 @@ communication. The node's flusher does the rest while training continues.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import time
 from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 
@@ -20,7 +20,7 @@ from holdfast.contracts.environment import FLUSH_TIMEOUT_DEFAULT_S as SAVE_TIMEO
 from holdfast.contracts.errors import SaveError
 from holdfast.contracts.mirrors import Tiers
 from holdfast.contracts.paths import CheckpointName, RunPaths
-from holdfast.trainer.collective import HierarchicalGroup
+from holdfast.trainer.collective import Group, HierarchicalGroup, tree_over
 from holdfast.trainer.identity import Identity
 from holdfast.trainer.planning.custom import plan_custom
 from holdfast.trainer.planning.layout import Layout, local_part
@@ -37,10 +37,10 @@ from holdfast.trainer.staging.step_facts import StepFacts, make_table
 class CheckpointEngine:
     """One rank's saves.
 
-    `flusher` is the address file of the node's flusher, called by `prepare`. `group` is a gloo
-    group over all ranks, or None for a single process. `stage_group` is one over the ranks of this
-    pipeline stage, if `identity` has a stage. A custom `planner` makes all ranks plan every save.
-    Without one, or with stock DCP's default planner, the plan is kept.
+    `flusher` is the address file of the node's flusher, called by `prepare`. `group` connects all
+    ranks: a tree, a process group for CPU tensors, or None for a single process. `stage_group`
+    connects the ranks of this pipeline stage, if `identity` has a stage. A custom `planner` makes
+    all ranks plan every save. Without one, or with stock DCP's default planner, the plan is kept.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class CheckpointEngine:
         flusher: str,
         run: RunPaths,
         identity: Identity,
-        group: dist.ProcessGroup | None,
-        stage_group: dist.ProcessGroup | None = None,
+        group: Group,
+        stage_group: Group = None,
         planner: SavePlanner | None = None,
     ) -> None:
         self._run, self._identity, self._group = run, identity, group
@@ -62,6 +62,7 @@ class CheckpointEngine:
         self._layout: Layout | None = None
         self._stage: Stage | None = None
         self._saves = InFlight()
+        self._held = contextlib.ExitStack()
         self._mesh: dict[str, int] = {}
         self._tensor_bytes = 0
         self._compared: tuple[dict[str, Any], dict[str, Any]] | None = None
@@ -210,6 +211,7 @@ class CheckpointEngine:
         self._connection.close()
         self._group = self._stage_group = None
         self.__dict__.pop("_trees", None)
+        self._held.close()
 
     def _planned(self, state: dict[str, Any], timeout_s: float) -> tuple[Stage, Mapping[str, Any]]:
         """Return the plan's slots and the values to copy into them."""
@@ -251,10 +253,15 @@ class CheckpointEngine:
     @functools.cached_property
     def _trees(self) -> tuple[HierarchicalGroup, HierarchicalGroup]:
         """The hierarchical groups of all ranks and of this pipeline stage's ranks."""
-        who = self._identity
-        whole = HierarchicalGroup(self._group, who.node)
-        is_whole = who.stage is None
-        return whole, whole if is_whole else HierarchicalGroup(self._stage_group, who.node)
+        whole = self._open_tree(self._group)
+        is_whole = self._identity.stage is None
+        return whole, whole if is_whole else self._open_tree(self._stage_group)
+
+    def _open_tree(self, group: Group) -> HierarchicalGroup:
+        tree = self._held.enter_context(tree_over(group))
+        return self._held.enter_context(
+            contextlib.closing(HierarchicalGroup(tree, self._identity.node))
+        )
 
     def _open_stage(self, layout: Layout, values: Mapping[str, Any]) -> None:
         tree, _ = self._trees

@@ -101,7 +101,7 @@ def open_rank_context(
 def _open(directory: str | Path | None, ranks: ControlGroup) -> RankContext:
     env = os.environ
     wanted = int(env.get("WORLD_SIZE", "1"))
-    if wanted > 1 and ranks.group is None:
+    if wanted > 1 and ranks.world_size == 1:
         raise PreflightError(
             f"WORLD_SIZE is {wanted} but torch.distributed is not initialised; call "
             "torch.distributed.init_process_group() before Session(...)"

@@ -14,6 +14,7 @@ from holdfast.trainer.planning import ranks
 from holdfast.trainer.planning.layout import TRAIN_STATE_BYTES_MAX
 from holdfast.trainer.planning.memory_limit import group_room
 from holdfast.trainer.planning.ranks import check_memory
+from holdfast.trainer.rank_tree import RankTree
 from holdfast.trainer.staging.slots import SLOTS_PER_RANK
 
 GIB = 1 << 30
@@ -57,7 +58,7 @@ def test_slots_must_fit_the_limit_and_replaced_slots_count_as_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ranks, "group_room", lambda: 1000)
-    tree = HierarchicalGroup(None, 0)
+    tree = HierarchicalGroup(RankTree(), 0)
     check_memory(tree, 0, 1000 // SLOTS_PER_RANK, 0)
     with pytest.raises(Exception, match="staging slots"):
         check_memory(tree, 0, 1000, 0)

@@ -5,35 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar, cast
 
-import torch.distributed as dist
-
 from holdfast.contracts.errors import (
     CheckpointError,
     DamagedCheckpointError,
     HoldfastError,
     KeyMismatchError,
+    MirrorError,
 )
 from holdfast.trainer.collective import attempt
-from holdfast.trainer.loading.node import gather
+from holdfast.trainer.rank_tree import RankTree
 
 T = TypeVar("T")
 W = TypeVar("W")
 PortableError = tuple[str, str, dict[str, Any]]
 _KINDS: Final[dict[str, Callable[..., CheckpointError]]] = {
-    kind.__name__: kind for kind in (DamagedCheckpointError, KeyMismatchError)
+    kind.__name__: kind for kind in (DamagedCheckpointError, KeyMismatchError, MirrorError)
 }
 
 
-def agree(
-    act: Callable[[], T], group: dist.ProcessGroup | None, describe: Callable[[T], W]
-) -> tuple[T, list[W]]:
+def agree(act: Callable[[], T], tree: RankTree, describe: Callable[[T], W]) -> tuple[T, list[W]]:
     """Return the result of `act`, and every rank's `describe` of its result, by one collective.
 
     If `act` raised on any rank, all ranks raise the first error.
     """
     value, error = attempt(act)
     own = None if error is not None else describe(cast(T, value))
-    gathered = gather(group, (portable(error), own))
+    gathered = tree.gather_all((portable(error), own))
     raise_first(error, [one for one, _ in gathered])
     return cast(T, value), [cast(W, each) for _, each in gathered]
 
@@ -57,5 +54,5 @@ def portable(error: Exception | None) -> PortableError | None:
 
 def _details(error: Exception) -> dict[str, Any]:
     """Return the attributes of a checkpoint error besides its message."""
-    names = ("damaged", "missing", "extra", "reshaped")
+    names = ("damaged", "missing", "extra", "reshaped", "is_passing")
     return {name: getattr(error, name) for name in names if hasattr(error, name)}

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -81,8 +80,7 @@ def load_checkpoint(
             )
         ranks.gather(lambda: state.put_back(made[0]))
     finally:
-        if ranks.group is not None:
-            dist.destroy_process_group(ranks.group)
+        ranks.close()
     return report
 
 

@@ -16,21 +16,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import torch.distributed as dist
-
-from holdfast.trainer.collective import HierarchicalGroup
 from holdfast.trainer.loading.plan import PIECE_BYTES
+from holdfast.trainer.rank_tree import RankTree
 
 WINDOW_BYTES_MAX: Final = 256 * 1024 * 1024
 SLOTS_MAX: Final = 8
 HALVES: Final = 2
+Home = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
 class Address:
     """The host of a rank, and the path of its window on that host."""
 
-    home: tuple[str, str, str]
+    home: Home
     place: str
 
 
@@ -40,7 +39,7 @@ def own_window() -> Iterator[Address]:
     handle = os.memfd_create("holdfast-window", os.MFD_CLOEXEC)
     try:
         os.ftruncate(handle, HALVES * SLOTS_MAX * PIECE_BYTES)
-        yield Address(_home(), f"/proc/{os.getpid()}/fd/{handle}")
+        yield Address(find_home(), f"/proc/{os.getpid()}/fd/{handle}")
     finally:
         os.close(handle)
 
@@ -48,69 +47,46 @@ def own_window() -> Iterator[Address]:
 class Node:
     """The ranks that read together. This rank is number `rank` of `size`.
 
-    They communicate over `group` if it has no other ranks, else over `tree`, whose node they are.
-    Half of a window has `slots` pieces. `is_sharing` is False if some windows cannot be opened:
-    ranks in separate containers cannot open each other's.
+    They communicate over `tree`, which connects only them. Half of a window has `slots` pieces.
+    `is_sharing` is False if some windows cannot be opened: ranks in separate containers cannot open
+    each other's.
     """
 
-    def __init__(
-        self,
-        places: Sequence[str],
-        *,
-        rank: int = 0,
-        group: dist.ProcessGroup | None = None,
-        tree: HierarchicalGroup | None = None,
-    ) -> None:
-        self._group, self._tree = group, tree
-        self.rank = rank
-        self.size = len(places)
+    def __init__(self, places: Sequence[str], tree: RankTree) -> None:
+        self._tree = tree
+        self.rank, self.size = tree.index, len(places)
         each = WINDOW_BYTES_MAX // (HALVES * PIECE_BYTES * self.size)
         self.slots = max(1, min(SLOTS_MAX, each))
         self._maps = _map_all(places, HALVES * self.slots * PIECE_BYTES)
         self.is_sharing = len(self._maps) == self.size
 
     @classmethod
-    def join(cls, group: dist.ProcessGroup | None, addresses: Sequence[Address]) -> Node:
-        """Return the ranks of `group` on this rank's host. All ranks of `group` call this together.
-
-        This creates no process group. torch numbers a group by the rank's existing groups, and a
-        program may have created different groups on each rank.
-        """
-        rank = dist.get_rank(group) if group is not None else 0
-        here = [r for r, one in enumerate(addresses) if one.home == addresses[rank].home]
-        places = [addresses[r].place for r in here]
-        if group is None or len(here) == len(addresses):
-            return cls(places, rank=rank, group=group)
-        return cls(places, rank=here.index(rank), tree=HierarchicalGroup(group, node=here[0]))
+    @contextlib.contextmanager
+    def joined(cls, tree: RankTree, addresses: Sequence[Address]) -> Iterator[Node]:
+        """Return the ranks of `tree` on this rank's host. All its ranks call this together."""
+        own = addresses[tree.index].home
+        here = [rank for rank, one in enumerate(addresses) if one.home == own]
+        places = [addresses[rank].place for rank in here]
+        among = tree if len(here) == tree.size else tree.split(here[0])
+        assert among is not None
+        try:
+            yield cls(places, among)
+        finally:
+            if among is not tree:
+                among.close()
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, by rank."""
-        if self._tree is None:
-            return gather(self._group, value)
-        gathered = self._tree.gather_node(value)
-        values: list[Any] = self._tree.scatter_node([gathered] * self.size)
-        return values
+        return self._tree.gather_all(value)
 
     def barrier(self) -> None:
         """Return when all ranks of the node have called this."""
-        if self._tree is not None:
-            self.gather(None)
-        elif self._group is not None:
-            dist.barrier(group=self._group)
+        self._tree.gather_all(None)
 
     def slot(self, rank: int, half: int, slot: int) -> memoryview:
         """Return the memory of one piece in the window of `rank`."""
         start = (half * self.slots + slot) * PIECE_BYTES
         return memoryview(self._maps[rank])[start : start + PIECE_BYTES]
-
-
-def gather(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
-    """Return every rank's value, by rank. Without a group, only this rank's."""
-    if group is None:
-        return [value]
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered
 
 
 def _map_all(places: Sequence[str], size: int) -> list[mmap.mmap]:
@@ -128,7 +104,7 @@ def _map_all(places: Sequence[str], size: int) -> list[mmap.mmap]:
     return maps
 
 
-def _home() -> tuple[str, str, str]:
+def find_home() -> Home:
     """Return an id that is equal only for processes that share `/proc`."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     return boot, socket.gethostname(), os.readlink("/proc/self/ns/pid")

@@ -22,18 +22,28 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from holdfast.contracts.digests import RunningDigest, new_checksum, range_digest
-from holdfast.contracts.errors import ForeignFileError
+from holdfast.contracts.errors import CheckpointError, ForeignFileError
 from holdfast.contracts.manifest import FileEntry
 from holdfast.contracts.reading import open_regular
 from holdfast.contracts.retries import read_again
 from holdfast.trainer.loading.catalogue import Catalogue, Placed
 from holdfast.trainer.loading.node import HALVES, Node
 from holdfast.trainer.loading.past_cache import fill, fill_aligned, go_past_cache, huge_memory
-from holdfast.trainer.loading.plan import NOBODY, PIECE_BYTES, Counts, Unit, assign, clip, pieces
+from holdfast.trainer.loading.plan import (
+    NOBODY,
+    PIECE_BYTES,
+    Counts,
+    Series,
+    Unit,
+    assign,
+    clip,
+    pieces,
+)
 
 READERS: Final = 4
 PARTS_MAX: Final = 256
 PART_BYTES_MIN: Final = 4096
+_OUR_DEFECT: Final = "The plan is wrong, which is a defect of Holdfast: please report it"
 
 
 @dataclass
@@ -288,6 +298,7 @@ def scatter(parts: Placed, start: int, size: int, scratch: memoryview) -> list[m
             return None
         if series.source > at:
             views.append(scratch[at - start : series.source - start])
+        _require_inside(series, target.memory.size)
         views.append(target.memory.data[series.target : series.target + series.length])
         at = series.end
     if at < start + size:
@@ -296,9 +307,20 @@ def scatter(parts: Placed, start: int, size: int, scratch: memoryview) -> list[m
 
 
 def copy_out(parts: Placed, piece: memoryview, start: int) -> None:
-    """Copy `parts` from a piece of the file, which begins at byte `start`, into their targets."""
+    """Copy `parts` from a piece of the file, which begins at byte `start`, into their targets.
+
+    Raises `CheckpointError`, before anything of a part is copied, if it lies outside the piece or
+    its target.
+    """
     content = np.frombuffer(piece, np.uint8)
     for series, target in parts:
+        _require_inside(series, target.memory.size)
+        if series.source < start or series.end > start + len(content):
+            raise CheckpointError(
+                f"a load planned to copy the file's bytes {series.source} to {series.end} from a "
+                f"piece with bytes {start} to {start + len(content)}; expected a part of the "
+                f"piece. {_OUR_DEFECT}"
+            )
         source, memory = content[series.source - start :], target.memory[series.target :]
         if series.count == 1:
             memory[: series.length] = source[: series.length]
@@ -308,6 +330,20 @@ def copy_out(parts: Placed, piece: memoryview, start: int) -> None:
                 source, shape, (series.source_stride, 1)
             )
         target.took(series.bytes)
+
+
+def _require_inside(series: Series, memory_bytes: int) -> None:
+    """Raise `CheckpointError` if `series` would be written outside a memory of that size.
+
+    A copy with strides does not check this: it would overwrite other memory of the process.
+    """
+    last = series.target + (series.count - 1) * series.target_stride
+    low, high = min(series.target, last), max(series.target, last) + series.length
+    if low < 0 or high > memory_bytes:
+        raise CheckpointError(
+            f"a load planned to write bytes {low} to {high} of a memory of {memory_bytes} bytes; "
+            f"expected bytes inside it. {_OUR_DEFECT}"
+        )
 
 
 def _clip_all(parts: Placed, start: int, size: int) -> Placed:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.planner import LoadPlanner
@@ -22,7 +21,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from holdfast.contracts.digests import digest_of
 from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError
 from holdfast.contracts.manifest import Manifest
-from holdfast.trainer.collective import attempt
+from holdfast.trainer.collective import Group, attempt, tree_over
 from holdfast.trainer.loading.agreement import agree, portable, raise_first
 from holdfast.trainer.loading.catalogue import Catalogue, Placed, sort_by_unit
 from holdfast.trainer.loading.compare_keys import (
@@ -35,7 +34,8 @@ from holdfast.trainer.loading.compare_keys import (
     raise_mismatch,
     shorten,
 )
-from holdfast.trainer.loading.node import Address, Node, gather, own_window
+from holdfast.trainer.loading.node import Address, Node, find_home, own_window
+from holdfast.trainer.loading.node_table import mapped, published
 from holdfast.trainer.loading.plain_load import load_plain
 from holdfast.trainer.loading.read import read_wants
 from holdfast.trainer.loading.stock import check_share, load_as_stock, needs_stock
@@ -44,10 +44,13 @@ from holdfast.trainer.planning.collector import pause_collection
 from holdfast.trainer.planning.metadata import (
     Opened,
     open_checkpoint,
+    open_columns,
+    open_committed,
     open_lean,
     pick_entries,
 )
 from holdfast.trainer.planning.signature import flatten
+from holdfast.trainer.rank_tree import RankTree
 
 T = TypeVar("T")
 
@@ -114,26 +117,52 @@ class _Prepared:
         return replace(self.opened, metadata=pick_entries(self.opened.metadata, names))
 
 
-def open_together(
-    directory: Path, manifest: Manifest | None, group: dist.ProcessGroup | None
-) -> Opened:
+def open_together(directory: Path, manifest: Manifest | None, group: Group) -> Opened:
     """Open the checkpoint in `directory` with its manifest. All ranks of `group` call this.
 
-    If any rank finds an error, all ranks raise it: `DamagedCheckpointError` as `open_checkpoint`.
+    One rank of each node reads `.metadata` that Holdfast wrote, and shares the columns with the
+    others. If any rank finds an error, all ranks raise it: `DamagedCheckpointError` as
+    `open_checkpoint`.
     """
-    return agree(lambda: open_lean(directory, manifest), group, lambda _: None)[0]
+    with contextlib.ExitStack() as held:
+        tree = held.enter_context(tree_over(group))
+        homes, rank = tree.gather_all(find_home()), tree.index
+        first, is_alone = homes.index(homes[rank]), homes.count(homes[rank]) == 1
+
+        def read() -> tuple[Opened | None, str]:
+            opened = open_columns(directory, manifest) if rank == first else None
+            if opened is None or is_alone:
+                return opened, ""
+            found = opened.metadata, opened.boxes
+            return opened, held.enter_context(published(found))
+
+        (opened, _), places = agree(read, tree, lambda found: found[1])
+        if places[first]:
+            # The first rank uses the shared memory too, so that the node has one table.
+            opened = None
+
+        def take() -> Opened:
+            if places[first]:
+                with contextlib.suppress(OSError):
+                    metadata, boxes = mapped(places[first])
+                    return Opened(directory, manifest, metadata, boxes, is_lean=True)
+                return open_lean(directory, manifest)
+            return opened or open_committed(directory, manifest)
+
+        return agree(take, tree, lambda _: None)[0]
 
 
-def open_any_together(directory: Path, group: dist.ProcessGroup | None) -> Opened:
+def open_any_together(directory: Path, group: Group) -> Opened:
     """Open a Holdfast or stock DCP checkpoint; otherwise like `open_together`."""
-    return agree(lambda: open_checkpoint(directory), group, lambda _: None)[0]
+    with tree_over(group) as tree:
+        return agree(lambda: open_checkpoint(directory), tree, lambda _: None)[0]
 
 
 def load_state(
     checkpoint: Path | Opened,
     state: dict[str, Any],
     *,
-    group: dist.ProcessGroup | None,
+    group: Group,
     strict: bool = True,
     include: Collection[str] = (),
     exclude: Collection[str] = (),
@@ -162,20 +191,21 @@ def load_state(
         return _load_planned(directory, state, group, planner)
     with contextlib.ExitStack() as held:
         held.enter_context(pause_collection())
+        tree = held.enter_context(tree_over(group))
         ready, messages = agree(
             lambda: prepare(checkpoint, state, pick, held.enter_context(own_window())),
-            group,
+            tree,
             lambda ready: ready.message,
         )
-        found = _compare_together(ready, pick, messages, group)
+        found = _compare_together(ready, pick, messages, tree)
         raise_mismatch(str(directory), found, strict=pick.strict)
         if needs_stock(ready.opened.metadata):
-            _raise_damage(directory, gather(group, check_share(ready.opened, group)))
+            _raise_damage(directory, tree.gather_all(check_share(ready.opened, tree)))
             load_as_stock(ready.only_taken(), state, group, None)
             bytes_read = bytes_unique = 0
         else:
-            node = Node.join(group, [message.address for message in messages])
-            bytes_read, bytes_unique = _load_ranges(ready, state, node, group)
+            node = held.enter_context(Node.joined(tree, [one.address for one in messages]))
+            bytes_read, bytes_unique = _load_ranges(ready, state, node, tree)
     return LoadReport(
         restored=len(ready.taken),
         missing=found.missing,
@@ -189,13 +219,14 @@ def load_state(
 
 
 def _load_planned(
-    directory: Path, state: dict[str, Any], group: dist.ProcessGroup | None, planner: LoadPlanner
+    directory: Path, state: dict[str, Any], group: Group, planner: LoadPlanner
 ) -> LoadReport:
     """Load with the caller's planner. Only the planner knows which keys are wanted or missing."""
-    opened, _ = agree(lambda: open_checkpoint(directory), group, lambda _: None)
-    _raise_damage(directory, gather(group, check_share(opened, group)))
-    own = load_as_stock(opened, state, group, planner)
-    read = frozenset().union(*gather(group, own))
+    with tree_over(group) as tree:
+        opened, _ = agree(lambda: open_checkpoint(directory), tree, lambda _: None)
+        _raise_damage(directory, tree.gather_all(check_share(opened, tree)))
+        own = load_as_stock(opened, state, group, planner)
+        read = frozenset().union(*tree.gather_all(own))
     extra = opened.metadata.state_dict_metadata.keys() - read
     return LoadReport(restored=len(own), missing=(), extra=tuple(sorted(extra)))
 
@@ -238,12 +269,12 @@ def prepare(
 
 
 def _compare_together(
-    ready: _Prepared, pick: Selection, messages: Sequence[_Message], group: dist.ProcessGroup | None
+    ready: _Prepared, pick: Selection, messages: Sequence[_Message], tree: RankTree
 ) -> KeyComparison:
     """Return one verdict for all ranks. Keys are sent only if the ranks' key sets differ."""
     common = ready.common
     if len({message.common for message in messages}) > 1:
-        common = join(gather(group, common))
+        common = join(tree.gather_all(common))
     alone = join(message.alone for message in messages)
     saved_alone = _keys(ready.opened.metadata.state_dict_metadata, alone=True)
     extra = {key for key in saved_alone if pick.takes(key)}
@@ -257,15 +288,15 @@ def _keys(entries: Mapping[str, T], *, alone: bool) -> dict[str, T]:
 
 
 def _load_ranges(
-    ready: _Prepared, state: dict[str, Any], node: Node, group: dist.ProcessGroup | None
+    ready: _Prepared, state: dict[str, Any], node: Node, tree: RankTree
 ) -> tuple[int, int]:
     """Load every wanted byte. Return (bytes read, bytes wanted), summed over all ranks."""
-    read, unique, odd = _read_turn(ready, ready.wants, ready.by_unit, state, node, group)
+    read, unique, odd = _read_turn(ready, ready.wants, ready.by_unit, state, node, tree)
     if odd is not None:
         # Entries in an unexpected form are read completely, in a second turn of all ranks.
         again = collect_wholes(odd)
         by_unit = sort_by_unit(again, ready.catalogue)
-        read += _read_turn(ready, again, by_unit, state, node, group)[0]
+        read += _read_turn(ready, again, by_unit, state, node, tree)[0]
     return read, unique
 
 
@@ -275,7 +306,7 @@ def _read_turn(
     by_unit: Mapping[int, Placed],
     state: dict[str, Any],
     node: Node,
-    group: dist.ProcessGroup | None,
+    tree: RankTree,
 ) -> tuple[int, int, list[Piece] | None]:
     """Return (bytes read, bytes wanted) of all ranks, and this rank's pieces in another form.
 
@@ -289,7 +320,7 @@ def _read_turn(
     if error is None and not tally.problems:
         _, error = attempt(lambda: _finish(state, wants))
     counts = (tally.bytes_read, tally.bytes_unique, len(odd))
-    gathered = gather(group, (tally.problems, portable(error), counts))
+    gathered = tree.gather_all((tally.problems, portable(error), counts))
     _raise_damage(directory, [problems for problems, _, _ in gathered])
     raise_first(error, [one for _, one, _ in gathered])
     sums = (sum(each) for each in zip(*(c for _, _, c in gathered), strict=True))

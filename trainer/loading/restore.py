@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,10 +19,11 @@ from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.leases import reading
 from holdfast.contracts.manifest import Manifest
 from holdfast.contracts.mirrors import Tiers
-from holdfast.contracts.paths import MANIFEST, CheckpointName, checkpoint_id
+from holdfast.contracts.paths import MANIFEST, checkpoint_id
 from holdfast.contracts.retries import read_again
 from holdfast.trainer.collective import ControlGroup
 from holdfast.trainer.data.order import SkipWindow, joined, parse_skips
+from holdfast.trainer.loading.preparation import Preparation
 from holdfast.trainer.loading.reader import load_state, open_together
 from holdfast.trainer.loading.train_state import read_train_state
 from holdfast.trainer.metrics import Recorder
@@ -87,18 +89,22 @@ def resume(
     """
     passed: dict[str, str] = {}
     began = time.monotonic()
+    tiers = Tiers.from_environment(os.environ)
+    prepared = Preparation(context.identity, ranks, tiers)
     search = Search(
         run=context.run,
         run_uid=context.identity.run_uid,
-        tiers=Tiers.from_environment(os.environ),
+        tiers=tiers,
         nodes=context.identity.nodes,
         passed=passed,
         journal=recorder.event,
+        find=prepared.verify,
+        fetch=prepared.fetch,
     )
     for _ in range(FALLBACKS_MAX):
         # Rank 0's lease protects the checkpoint from deletion until all ranks have loaded it.
         with contextlib.ExitStack() as held:
-            choice = _choose_together(search, passed, held, context, ranks)
+            choice = prepared.lead(partial(_choose, search, passed, held))
             try:
                 found, restored, notes = _restore(choice, context, ranks, state)
             except DamagedCheckpointError as error:
@@ -220,29 +226,6 @@ def recorded_skips(events: Iterable[Event]) -> tuple[SkipWindow, ...]:
         if event.kind in {EventKind.ROLLED_BACK, EventKind.NUMERICS}
         for pair in event.data.get("skip") or ()
     )
-
-
-def _choose_together(
-    search: Search,
-    passed: dict[str, str],
-    held: contextlib.ExitStack,
-    context: RankContext,
-    ranks: ControlGroup,
-) -> _Choice:
-    """Return rank 0's choice on all ranks, after its files are on every node."""
-    choice = ranks.share(lambda: _choose(search, passed, held))
-    if search.tiers.local:
-        ranks.gather(lambda: _bring(search, context, choice))
-    return choice
-
-
-def _bring(search: Search, context: RankContext, choice: _Choice) -> None:
-    """Copy the files to a node with its own disk. Node 0 already has them."""
-    is_other = context.identity.node != 0 and context.identity.local_rank == 0
-    if is_other and choice.directory is not None:
-        name = CheckpointName.parse(Path(choice.directory).name)
-        if name is not None and choice.directory.startswith(search.tiers.local):
-            search.bring(name)
 
 
 def _choose(search: Search, passed: dict[str, str], held: contextlib.ExitStack) -> _Choice:

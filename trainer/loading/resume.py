@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,8 @@ from holdfast.contracts.history import excluded_checkpoints, load_events
 from holdfast.contracts.manifest import Manifest, find_damage, read_manifest
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.retries import read_again
+
+Find = Callable[[Path, Manifest], list[str]]
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,11 @@ class Choice:
 
 
 def choose(
-    run: RunPaths, *, verify: bool = False, passing_over: Mapping[str, str] | None = None
+    run: RunPaths,
+    *,
+    verify: bool = False,
+    passing_over: Mapping[str, str] | None = None,
+    find: Find = find_damage,
 ) -> Choice:
     """Return the newest checkpoint of the run's current branch that verifies. Deletes nothing.
 
@@ -47,7 +53,7 @@ def choose(
         before = len(skipped)
         following = next(candidates, None)
         must_read = verify or (following is None and origin is None)
-        damage = find_damage(directory, manifest) if must_read else []
+        damage = find(directory, manifest) if must_read else []
         if not damage:
             return Choice(directory, manifest, tuple(skipped[:before]))
         skipped.insert(before, f"{directory.name}: {_describe(damage)}")

@@ -6,9 +6,10 @@ a reader that accepts only plain values and tensors, so that no entry runs code 
 
 from __future__ import annotations
 
+import contextlib
 import io
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import IO, Any, Final
@@ -23,9 +24,11 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
 from torch.futures import Future
 
 from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError
-from holdfast.contracts.manifest import find_damage
+from holdfast.contracts.manifest import describe_problems, find_problems
+from holdfast.trainer.collective import TIMEOUT, Group
 from holdfast.trainer.loading.plain_load import repack
 from holdfast.trainer.planning.metadata import Opened
+from holdfast.trainer.rank_tree import RankTree
 
 # The limit for a number, a list of numbers, and the overhead of a zip.
 VALUE_BYTES_MAX: Final = 64 << 20
@@ -89,7 +92,7 @@ def needs_stock(metadata: Metadata) -> bool:
 def load_as_stock(
     opened: Opened,
     state: dict[str, Any],
-    group: dist.ProcessGroup | None,
+    group: Group,
     planner: LoadPlanner | None,
 ) -> frozenset[str]:
     """Load `state` in place with `torch.distributed.checkpoint.load`. Return the saved keys read.
@@ -99,15 +102,15 @@ def load_as_stock(
     """
     reader = HoldfastReader(opened.directory, opened.metadata)
     try:
-        with warnings.catch_warnings():
+        with process_group_of(group) as found, warnings.catch_warnings():
             # Stock DCP warns about a load without a process group, which is intended here.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             load_with_dcp(
                 state,
                 storage_reader=reader,
                 planner=planner or DefaultLoadPlanner(allow_partial_load=True),
-                process_group=group,
-                no_dist=group is None,
+                process_group=found,
+                no_dist=found is None,
             )
     except CheckpointException as error:
         reasons = "; ".join(f"rank {r}: {e[0]}" for r, e in sorted(error.failures.items()))
@@ -118,11 +121,26 @@ def load_as_stock(
     return reader.keys_read
 
 
-def check_share(opened: Opened, group: dist.ProcessGroup | None) -> list[str]:
+@contextlib.contextmanager
+def process_group_of(group: Group) -> Iterator[dist.ProcessGroup | None]:
+    """Return a process group of the same ranks. One that is made for a tree is destroyed again.
+
+    Only stock DCP needs one. In it, each rank is connected to all others.
+    """
+    if not isinstance(group, RankTree):
+        yield group
+        return
+    made = dist.new_group(backend="gloo", timeout=TIMEOUT) if group.size > 1 else None
+    try:
+        yield made
+    finally:
+        if made is not None:
+            dist.destroy_process_group(made)
+
+
+def check_share(opened: Opened, tree: RankTree) -> list[str]:
     """Return the damage in this rank's share of the files. Each rank checks other files."""
     if opened.manifest is None:
         return []
-    rank = dist.get_rank(group) if group is not None else 0
-    size = dist.get_world_size(group) if group is not None else 1
-    share = opened.manifest.model_copy(update={"files": opened.manifest.files[rank::size]})
-    return find_damage(opened.directory, share)
+    found = find_problems(opened.directory, opened.manifest, share=(tree.index, tree.size))
+    return describe_problems(opened.manifest, [found])

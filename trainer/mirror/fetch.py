@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,32 +102,69 @@ def fetch(store: Store, remote: Remote, directory: Path, *, url: str, retries: R
     directory then has no manifest and does not count as a checkpoint.
     """
     began = time.monotonic()
-    make_directory(directory)
-    write_bytes(directory / FETCHING, b"{}\n")
-    for parent in {(directory / e.path).parent for e in remote.manifest.files}:
-        make_directory(parent)
-
-    def bring(entry: FileEntry) -> int:
-        return retries.do(_bring, store, remote, entry, directory)
-
-    with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="fetch") as pool:
-        read_bytes = sum(pool.map(bring, remote.manifest.files))
-    for parent in {(directory / e.path).parent for e in remote.manifest.files}:
-        fsync_directory(parent)
-    seconds = round(time.monotonic() - began, 6)
-    size = remote.manifest.bytes
-    write_record(
-        directory, MirrorRecord(url=url, bytes=size, seconds=seconds, mirrored_at=time.time())
-    )
-    create_bytes(directory / MANIFEST, remote.content)
-    (directory / FETCHING).unlink(missing_ok=True)
+    begin_fetch(remote, directory)
+    read_bytes = fetch_files(store, remote, remote.manifest.files, directory, retries=retries)
+    finish_fetch(remote, directory, url=url, seconds=time.monotonic() - began)
     return read_bytes
 
 
-def _bring(store: Store, remote: Remote, entry: FileEntry, directory: Path) -> int:
+def begin_fetch(remote: Remote, directory: Path) -> None:
+    """Create the folders, and mark the directory as one that is being fetched."""
+    make_directory(directory)
+    write_bytes(directory / FETCHING, b"{}\n")
+    for parent in _parents(directory, remote.manifest.files):
+        make_directory(parent)
+
+
+def fetch_files(
+    store: Store,
+    remote: Remote,
+    files: Sequence[FileEntry],
+    directory: Path,
+    *,
+    retries: Retries,
+    progress: Callable[[int], None] | None = None,
+) -> int:
+    """Fetch `files`, which are some of the checkpoint's, and return the bytes read. They are
+    durable then. Several processes may fetch different files at the same time.
+
+    `progress` is called with the number of bytes of each piece. Raises as `fetch`.
+    """
+
+    def bring(entry: FileEntry) -> int:
+        return retries.do(_bring, store, remote, entry, directory, progress)
+
+    with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="fetch") as pool:
+        read_bytes = sum(pool.map(bring, files))
+    for parent in _parents(directory, files):
+        fsync_directory(parent)
+    return read_bytes
+
+
+def finish_fetch(remote: Remote, directory: Path, *, url: str, seconds: float) -> None:
+    """Make the directory a checkpoint once all its files are durable: write the manifest."""
+    size = remote.manifest.bytes
+    record = MirrorRecord(url=url, bytes=size, seconds=round(seconds, 6), mirrored_at=time.time())
+    write_record(directory, record)
+    create_bytes(directory / MANIFEST, remote.content)
+    (directory / FETCHING).unlink(missing_ok=True)
+
+
+def _parents(directory: Path, files: Iterable[FileEntry]) -> set[Path]:
+    return {(directory / entry.path).parent for entry in files}
+
+
+def _bring(
+    store: Store,
+    remote: Remote,
+    entry: FileEntry,
+    directory: Path,
+    progress: Callable[[int], None] | None,
+) -> int:
     """Fetch one file under a temporary name and rename it when every block is correct."""
     target = directory / entry.path
-    if _is_whole(target, entry):
+    took = progress or (lambda _count: None)
+    if _is_whole(target, entry, took):
         return 0
     temporary = target.with_name(f"{target.name}.tmp")
     check = EntryCheck(entry)
@@ -137,13 +174,14 @@ def _bring(store: Store, remote: Remote, entry: FileEntry, directory: Path) -> i
             left = memoryview(piece)
             while left:
                 left = left[os.write(stream.fileno(), left) :]
+            took(len(piece))
         check.finish()
         os.fsync(stream.fileno())
     os.replace(temporary, target)
     return entry.bytes
 
 
-def _is_whole(path: Path, entry: FileEntry) -> bool:
+def _is_whole(path: Path, entry: FileEntry, took: Callable[[int], None]) -> bool:
     """Return True if the file at `path` has exactly the committed bytes."""
     try:
         if path.stat().st_size != entry.bytes:
@@ -152,6 +190,7 @@ def _is_whole(path: Path, entry: FileEntry) -> bool:
         with open(path, "rb", buffering=0) as stream:
             while piece := stream.read(1 << 20):
                 check.update(piece)
+                took(len(piece))
         check.finish()
     except (OSError, DamagedCheckpointError):
         return False

@@ -1,8 +1,8 @@
 """Resume from the newest checkpoint of the run's folder and the mirror.
 
 A checkpoint that only the mirror has is fetched first: to the run's folder, or to each node's disk
-if there is a node-local tier. It is then loaded like any other. One process per folder fetches it
-while its peers wait.
+if there is a node-local tier. It is then loaded like any other. Rank 0 decides. All ranks verify
+and fetch, each a share: see `loading.preparation`.
 """
 
 from __future__ import annotations
@@ -20,24 +20,30 @@ from holdfast.contracts.durable import create_bytes
 from holdfast.contracts.errors import DamagedCheckpointError, MirrorError
 from holdfast.contracts.history import excluded_checkpoints, load_events
 from holdfast.contracts.journal import EventKind
-from holdfast.contracts.manifest import find_damage, read_manifest
+from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.mirrors import Tiers
 from holdfast.contracts.paths import FETCHING, MANIFEST, CheckpointName, RunPaths
 from holdfast.contracts.retries import read_again
-from holdfast.trainer.loading.resume import Choice, choose
-from holdfast.trainer.mirror.fetch import Remote, fetch, newest_remote, read_remote
-from holdfast.trainer.mirror.store import Store, open_store
+from holdfast.trainer.loading.resume import Choice, Find, choose
+from holdfast.trainer.mirror.fetch import Remote, newest_remote
+from holdfast.trainer.mirror.store import open_store
 from holdfast.trainer.mirror.upload import Retries
 
 # After so many damaged checkpoints in the mirror, the resume stops looking there.
 CANDIDATES_MAX: Final = 10
 
 Journal = Callable[..., None]
+Fetch = Callable[[Remote, Path, str], int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """A search of the mirror for a checkpoint that is newer than the one found here."""
+    """A search of the mirror for a checkpoint that is newer than the one found here.
+
+    `find` reads a checkpoint and returns a line for each damaged file. `fetch` copies a checkpoint
+    of the mirror at a URL into a directory, and returns the bytes that it read. It raises as
+    `mirror.fetch.fetch`. With a node-local tier, each node copies it to its own disk.
+    """
 
     run: RunPaths
     run_uid: str
@@ -45,6 +51,8 @@ class Search:
     nodes: int
     passed: Mapping[str, str]
     journal: Journal
+    find: Find
+    fetch: Fetch
 
     def choose(self) -> Choice:
         """Return the newest valid checkpoint of all tiers, after fetching it if necessary.
@@ -52,12 +60,15 @@ class Search:
         Raises as `newest` and `resume.choose` do.
         """
         if not self.tiers.mirror:
-            return choose(self.run, passing_over=self.passed)
+            return self._choose_here()
         if not self.tiers.local:
-            return self.newest(choose(self.run, passing_over=self.passed))
+            return self.newest(self._choose_here())
         found = self.newest(self._newest_on_node())
         # The run's folder then has manifests only, but a fork's first parent may be elsewhere.
-        return found if found.manifest else choose(self.run, passing_over=self.passed)
+        return found if found.manifest else self._choose_here()
+
+    def _choose_here(self) -> Choice:
+        return choose(self.run, passing_over=self.passed, find=self.find)
 
     def newest(self, here: Choice) -> Choice:
         """Return `here`, or a newer checkpoint of the mirror after fetching it.
@@ -96,20 +107,18 @@ class Search:
                 lines.append(f"{remote.name} in the mirror: {self.passed[str(directory)]}")
                 continue
             try:
-                self._bring(store, remote, directory, url, retries)
+                self._bring(remote, directory, url)
             except DamagedCheckpointError as error:
                 lines.append(f"{remote.name} in the mirror: {'; '.join(error.damaged)}")
                 continue
             return Choice(directory, remote.manifest, tuple(lines))
         return dataclasses.replace(here, skipped=tuple(lines))
 
-    def _bring(
-        self, store: Store, remote: Remote, directory: Path, url: str, retries: Retries
-    ) -> None:
+    def _bring(self, remote: Remote, directory: Path, url: str) -> None:
         if (directory / MANIFEST).exists() and not self.tiers.local:
             return
         began = time.monotonic()
-        read_bytes = fetch(store, remote, directory, url=url, retries=retries)
+        read_bytes = self.fetch(remote, directory, url)
         facts: dict[str, Any] = {"checkpoint": str(remote.name), "step": remote.manifest.step}
         seconds = round(time.monotonic() - began, 6)
         self.journal(
@@ -120,16 +129,6 @@ class Search:
             seconds=seconds,
             path=str(directory),
         )
-
-    def bring(self, name: CheckpointName) -> None:
-        """Fetch the checkpoint that node 0 chose to this node's own disk."""
-        url = self.tiers.location(self.run.name, self.run_uid)
-        retries = Retries()
-        store = retries.do(open_store, url)
-        remote = read_remote(store, name, self.run_uid, retries=retries)
-        if remote is None:
-            raise MirrorError(f"{url}: {name} is no longer in the mirror, but node 0 chose it")
-        self._bring(store, remote, self._destination(name), url, retries)
 
     def _newest_on_node(self) -> Choice:
         """Return the newest complete checkpoint on this node's disk, if the run has one node.
@@ -145,7 +144,7 @@ class Search:
                 continue
             with contextlib.suppress(DamagedCheckpointError, OSError):
                 manifest = read_again(partial(read_manifest, directory))
-                if manifest is not None and not find_damage(files, manifest):
+                if manifest is not None and not self.find(files, manifest):
                     create_bytes(files / MANIFEST, (directory / MANIFEST).read_bytes())
                     return Choice(files, manifest, ())
         return Choice(None, None, ())

@@ -135,12 +135,17 @@ def open_committed(directory: Path, manifest: Manifest | None) -> Opened:
 
 def open_lean(directory: Path, manifest: Manifest | None) -> Opened:
     """Do the same for a load that needs no objects: read what Holdfast wrote into columns."""
+    return open_columns(directory, manifest) or open_committed(directory, manifest)
+
+
+def open_columns(directory: Path, manifest: Manifest | None) -> Opened | None:
+    """Do the same for one `.metadata` of the form that Holdfast writes. None for other forms."""
     if _metadata_paths(directory, manifest) == [METADATA]:
         with contextlib.suppress(OtherForm):
             metadata, boxes = _read_with(directory, METADATA, manifest, read_columns)
             _check_paths(directory, boxes, manifest)
             return Opened(directory, manifest, metadata, boxes, is_lean=True)
-    return open_committed(directory, manifest)
+    return None
 
 
 def merge(parts: Mapping[str, Metadata]) -> Metadata:

@@ -58,7 +58,7 @@ def _join_stage(
     """Return the place within a stage. The ranks of each stage get their own group."""
     stages = ranks.gather(lambda: stage)
     members = [rank for rank, other in enumerate(stages) if other == stage]
-    ranks.join_stage(stages)
+    ranks.join_stage(stage)
     identity = replace(
         identity,
         stage=stage,
