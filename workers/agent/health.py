@@ -19,6 +19,9 @@ from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.request import NO_GRES
 
 READY: Final = "ready"
+ALLREDUCE: Final = "allreduce"
+# The check ends itself before its limit, to say what it waited for.
+ALLREDUCE_SHARE: Final = 0.8
 TAIL_BYTES: Final = 4096
 TAIL_LINES: Final = 5
 REASON_CHARACTERS_MAX: Final = 300
@@ -38,6 +41,21 @@ class HealthFinding:
         return asdict(self)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """The nodes that run the check `allreduce` together, and which of them this node is.
+
+    `file` is where the first one writes its address.
+    """
+
+    file: str
+    node: int
+    nodes: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
 class HealthChecks:
     """Runs checks one after another. Processes of a check end with it, or with this agent."""
 
@@ -45,10 +63,14 @@ class HealthChecks:
         self._context = context
         self._cancelled = threading.Event()
         self._thread: threading.Thread | None = None
+        self._meeting: Meeting | None = None
         self.finding: HealthFinding | None = None
 
-    def start(self, checks: Sequence[str], round_: int) -> None:
+    def start(
+        self, checks: Sequence[str], round_: int, meeting: dict[str, Any] | None = None
+    ) -> None:
         """Start a round of checks; `finding` has its result later."""
+        self._meeting = Meeting(**meeting) if meeting else None
         self.cancel()
         self.finding = None
         self._cancelled = threading.Event()
@@ -100,13 +122,21 @@ class HealthChecks:
         return _with_tail(f"the check ended with exit status {code}", tail) if code else ""
 
     def _command(self, check: str) -> list[str]:
-        if check != READY:
-            return ["bash", "-c", check]
         request = self._context.request
         has_gpus = request.executor == "slurm" and request.resources.gres != NO_GRES
         gpus = request.gpus_per_node if has_gpus else 0
-        own = ["-m", "holdfast.workers.health", f"--gpus={gpus}"]
-        return [sys.executable, *own, f"--shared={self._context.attempt.directory}"]
+        if check == READY:
+            own = ["-m", "holdfast.workers.health", f"--gpus={gpus}"]
+            return [sys.executable, *own, f"--shared={self._context.attempt.directory}"]
+        meeting = self._meeting
+        if check != ALLREDUCE or meeting is None:
+            return ["bash", "-c", check]
+        return [
+            *(sys.executable, "-m", "holdfast.trainer.health_allreduce"),
+            *(f"--file={meeting.file}", f"--node={meeting.node}", f"--nodes={meeting.nodes}"),
+            *(f"--processes={max(1, gpus)}", f"--ports={request.supervision.ports}"),
+            f"--timeout-s={request.health.timeout_s * ALLREDUCE_SHARE:g}",
+        ]
 
 
 def _read_until(
