@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import shlex
 import subprocess
 import sys
 import threading
@@ -19,9 +20,12 @@ from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.request import NO_GRES
 
 READY: Final = "ready"
+NVRX: Final = "nvrx"
 ALLREDUCE: Final = "allreduce"
-# The check ends itself before its limit, to say what it waited for.
-ALLREDUCE_SHARE: Final = 0.8
+# Options may follow these names.
+OWN_CHECKS: Final = (READY, NVRX)
+# These checks end themselves before their limit, to say what they waited for.
+LIMIT_SHARE: Final = 0.8
 TAIL_BYTES: Final = 4096
 TAIL_LINES: Final = 5
 REASON_CHARACTERS_MAX: Final = 300
@@ -70,8 +74,8 @@ class HealthChecks:
         self, checks: Sequence[str], round_: int, meeting: dict[str, Any] | None = None
     ) -> None:
         """Start a round of checks; `finding` has its result later."""
-        self._meeting = Meeting(**meeting) if meeting else None
         self.cancel()
+        self._meeting = Meeting(**meeting) if meeting else None
         self.finding = None
         self._cancelled = threading.Event()
         self._thread = threading.Thread(
@@ -109,7 +113,7 @@ class HealthChecks:
                 env={**os.environ, **plain_part(request.environment)},
                 start_new_session=True,
             )
-        except OSError as error:
+        except (OSError, ValueError) as error:
             return f"the check could not be started: {error}"
         with process:
             limit_s = request.health.timeout_s
@@ -122,21 +126,24 @@ class HealthChecks:
         return _with_tail(f"the check ended with exit status {code}", tail) if code else ""
 
     def _command(self, check: str) -> list[str]:
-        request = self._context.request
+        """Return the command of a check. Raises `ValueError` for unbalanced quotes."""
+        request, meeting = self._context.request, self._meeting
         has_gpus = request.executor == "slurm" and request.resources.gres != NO_GRES
         gpus = request.gpus_per_node if has_gpus else 0
-        if check == READY:
-            own = ["-m", "holdfast.workers.health", f"--gpus={gpus}"]
-            return [sys.executable, *own, f"--shared={self._context.attempt.directory}"]
-        meeting = self._meeting
-        if check != ALLREDUCE or meeting is None:
+        limit = f"--timeout-s={request.health.timeout_s * LIMIT_SHARE:g}"
+        name, *words = shlex.split(check) if check.startswith(OWN_CHECKS) else [check]
+        if check == ALLREDUCE and meeting is not None:
+            given = [f"--file={meeting.file}", f"--node={meeting.node}", f"--nodes={meeting.nodes}"]
+            given += [f"--processes={max(1, gpus)}", f"--ports={request.supervision.ports}", limit]
+            return [sys.executable, "-m", "holdfast.trainer.health_allreduce", *given]
+        if name == READY:
+            shared = f"--shared={self._context.attempt.directory}"
+            command = ["holdfast.workers.health", f"--gpus={gpus}", shared, *words]
+        elif name == NVRX:
+            command = ["holdfast.workers.health_nvrx", limit, *words]
+        else:
             return ["bash", "-c", check]
-        return [
-            *(sys.executable, "-m", "holdfast.trainer.health_allreduce"),
-            *(f"--file={meeting.file}", f"--node={meeting.node}", f"--nodes={meeting.nodes}"),
-            *(f"--processes={max(1, gpus)}", f"--ports={request.supervision.ports}"),
-            f"--timeout-s={request.health.timeout_s * ALLREDUCE_SHARE:g}",
-        ]
+        return [sys.executable, "-m", *command]
 
 
 def _read_until(

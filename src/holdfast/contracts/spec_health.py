@@ -19,8 +19,8 @@ class Health(SpecPart):
     before: Annotated[tuple[Check, ...], Field(max_length=CHECKS_MAX)] = Field(
         default=(),
         description="shell lines that every node runs once per attempt, before its first launch. "
-        "If one fails, the node is unhealthy. Holdfast has the checks `ready`, and `allreduce` for "
-        "pairs of nodes",
+        "If one fails, the node is unhealthy. Holdfast has the checks `ready`, `allreduce` and "
+        "`nvrx`",
     )
     after: Annotated[tuple[Check, ...], Field(max_length=CHECKS_MAX)] = Field(
         default=(),
