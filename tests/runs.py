@@ -108,7 +108,7 @@ class RunFolder:
         claim = Claim(
             job_id=f"{100 + number}",
             pid=4000 + number,
-            process_started_at=at,
+            process_start_s=1.0,
             boot_id="boot",
             host=host,
             claimed_at=at,

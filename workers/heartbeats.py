@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -230,7 +231,7 @@ class _Mark(Document):
 
 @dataclass
 class _Seen:
-    """The last heartbeat of a node, and when this process saw it (monotonic seconds)."""
+    """The last heartbeat of a node, and when this process saw it (counted monotonic seconds)."""
 
     mark: _Mark
     at: float
@@ -241,7 +242,8 @@ class HeartbeatWatch:
     """Finds silent nodes by changes of their heartbeats and this process's own clock.
 
     While nothing changes, a check costs a listing and two `stat` calls. Neither the nodes' clocks
-    nor the storage's clock matter.
+    nor the storage's clock matter. Of the time between two looks, only so much counts that a node
+    is never silent at the first look after this process, and perhaps the node, was suspended.
     """
 
     def __init__(self, paths: AttemptPaths, heartbeat_s: float) -> None:
@@ -249,10 +251,14 @@ class HeartbeatWatch:
         self._every_s = heartbeat_s
         self._stamp: tuple[object, ...] = ()
         self._seen: dict[str, _Seen] = {}
+        self._looked_at, self._asleep_s = math.inf, 0.0
 
     def look(self, now: float | None = None) -> tuple[list[str], list[str]]:
         """Return the nodes that fell silent and that returned. `now` is monotonic seconds."""
         now = time.monotonic() if now is None else now
+        counted_s = (BEATS_MISSED_MAX - 1) * self._every_s
+        self._asleep_s += max(0.0, now - self._looked_at - counted_s)
+        self._looked_at, now = now, now - self._asleep_s
         returned = self._take_changes(now)
         silent = [
             name

@@ -12,8 +12,10 @@ from typing import Final
 
 import psutil
 
-# psutil derives start times from the boot time, which shifts slightly when the clock is set.
-START_TOLERANCE_S: Final = 2.0
+# The unit of start times. The start after boot does not change when the clock is set. psutil adds
+# the boot time, which does.
+TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
+_START_FIELD: Final = 19
 TERM_WAIT_S: Final = 3.0
 KILL_WAIT_S: Final = 10.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -21,10 +23,10 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class ProcessName:
-    """A permanent name of one process: its id, its start (Unix seconds) and the machine's boot."""
+    """A permanent name of one process: its id, its start (seconds after boot) and the boot."""
 
     pid: int
-    started_at: float
+    start_s: float
     boot_id: str
 
 
@@ -39,9 +41,22 @@ def boot_id() -> str:
 def name_process(pid: int) -> ProcessName | None:
     """Return the permanent name of the process that now has id `pid`, or None if there is none."""
     try:
-        return ProcessName(pid, psutil.Process(pid).create_time(), boot_id())
-    except psutil.NoSuchProcess:
+        return ProcessName(pid, start_s(pid), boot_id())
+    except ProcessLookupError:
         return None
+
+
+def start_s(pid: int) -> float:
+    """Return when process `pid` started, in seconds after boot. Setting the clock keeps it.
+
+    Raises `ProcessLookupError` if there is no such process.
+    """
+    try:
+        status = Path(f"/proc/{pid}/stat").read_bytes()
+    except FileNotFoundError:
+        raise ProcessLookupError(f"no process {pid}") from None
+    # The name is in brackets and may contain anything. The fields after it do not.
+    return int(status.rpartition(b")")[2].split()[_START_FIELD]) / TICKS_PER_S
 
 
 def find_process(name: ProcessName) -> psutil.Process | None:
@@ -50,9 +65,9 @@ def find_process(name: ProcessName) -> psutil.Process | None:
         return None
     try:
         process = psutil.Process(name.pid)
-        same = abs(process.create_time() - name.started_at) <= START_TOLERANCE_S
+        same = abs(start_s(name.pid) - name.start_s) < 1 / TICKS_PER_S
         return process if same and process.status() != psutil.STATUS_ZOMBIE else None
-    except psutil.NoSuchProcess:
+    except (psutil.NoSuchProcess, ProcessLookupError):
         return None
 
 

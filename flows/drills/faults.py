@@ -21,7 +21,7 @@ from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.paths import CheckpointName
 from holdfast.flows.drills.fault_context import FaultContext
-from holdfast.flows.drills.kinds import FREE_S, HELD_S, Recovery
+from holdfast.flows.drills.kinds import FREE_S, HELD_S, SUSPENDED_S, Recovery
 from holdfast.flows.drills.place import place_of
 from holdfast.flows.drills.target_run import TargetRun
 from holdfast.workers.heartbeats import read_heartbeats
@@ -87,6 +87,20 @@ def lose_node(context: FaultContext) -> str:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
     return f"SIGKILL to all {len(tree)} processes of the attempt"
+
+
+def suspend_all(context: FaultContext) -> str:
+    """Suspend the attempt and its supervisor. Nothing is lost and nothing starts a second time."""
+    target = context.target
+    agent, controller, flow = target.agent(), target.controller(), target.flow()
+    above = [p for p in (flow, controller) if p is not None]
+    tree = {p.pid: p for p in [*above, agent, *descendants(agent)]}
+    with contextlib.ExitStack() as suspended:
+        for process in tree.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                suspended.enter_context(_suspended(process))
+        time.sleep(SUSPENDED_S)
+    return f"SIGSTOP to all {len(tree)} processes of the run, SIGCONT after {SUSPENDED_S:.0f} s"
 
 
 def kill_flow(context: FaultContext) -> str:
@@ -256,7 +270,7 @@ def _suspended(process: psutil.Process) -> Iterator[None]:
     try:
         yield
     finally:
-        process.resume()
+        _continue(process)
 
 
 def _newest_file(target: TargetRun) -> tuple[str, Path]:
@@ -290,6 +304,7 @@ FAULTS: Final[Mapping[str, Callable[[FaultContext], str]]] = {
     "kill-flusher": kill_flusher,
     "hang": hang_rank,
     "straggler": hold_up,
+    "suspended": suspend_all,
     "node-loss": lose_node,
     "corrupt-checkpoint": corrupt_checkpoint,
     "oom": refuse_memory,

@@ -16,6 +16,8 @@ from holdfast.contracts.states import Cause
 # How long a straggler is suspended and free in turn: far above the threshold for a slow rank.
 HELD_S: Final = 0.12
 FREE_S: Final = 0.04
+# How long an attempt is suspended: longer than the silence that means a hang in a drilled run.
+SUSPENDED_S: Final = 12.0
 
 
 class Recovery(StrEnum):
@@ -128,6 +130,12 @@ KINDS: Final = _kinds(
         recovery=Recovery.UNDISTURBED,
         reported_by=frozenset({EventKind.STRAGGLER}),
         steps=1000,
+    ),
+    Kind(
+        name="suspended",
+        summary=f"every process of the run is suspended for {SUSPENDED_S:.0f} s, as on a machine "
+        "that sleeps",
+        recovery=Recovery.UNDISTURBED,
     ),
     Kind(
         name="node-loss",

@@ -165,7 +165,7 @@ class TargetRun:
     def agent(self) -> psutil.Process:
         """Return the agent that claimed the newest attempt. Raises `ServiceError` if it is gone."""
         claim = read_claim(self.attempt)
-        name = claim and ProcessName(claim.pid, claim.process_started_at, claim.boot_id)
+        name = claim and ProcessName(claim.pid, claim.process_start_s, claim.boot_id)
         process = find_process(name) if name else None
         if process is None:
             raise ServiceError(f"{self.paths.name}: its agent is not a process of this machine")
@@ -202,7 +202,7 @@ class TargetRun:
         submission = read_document(Submission, self.attempt.submission)
         if submission is None:
             return None
-        started, boot = submission.process_started_at or 0.0, submission.boot_id or ""
+        started, boot = submission.process_start_s or 0.0, submission.boot_id or ""
         if submission.pid is not None:
             found = find_process(ProcessName(submission.pid, started, boot))
             if found is not None:

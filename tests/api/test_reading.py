@@ -274,6 +274,25 @@ def test_staged_committed_verified_and_mirrored_states_are_distinct(
     wait_for(lambda: node(staged).get("state") == "committed")
 
 
+def test_an_unhealthy_node_is_an_event_and_an_alert(api: httpx.Client, served: Served) -> None:
+    facts = {"attempt": 1, "host": "n7", "check": "ready", "detail": "GPU 3 has 2 memory errors"}
+    served.runs["gpt-b"].tell("node-0000", EventKind.NODE_UNHEALTHY, **facts)
+
+    def alerts() -> list[dict[str, Any]]:
+        told = get(api, "/runs/gpt-b")["noticed"]
+        return [one for one in told if one["kind"] == "node_unhealthy"]
+
+    wait_for(alerts)
+    (alert,) = alerts()
+    assert alert["text"] == "n7 is unhealthy: ready: GPU 3 has 2 memory errors"
+    events = get(api, "/runs/gpt-b/events", limit=500)["items"]
+    (event,) = [one for one in events if one["kind"] == "node_unhealthy"]
+    assert {name: event["data"][name] for name in ("host", "check", "detail")} == {
+        name: facts[name] for name in ("host", "check", "detail")
+    }
+    assert event["attempt"] == 1
+
+
 def test_responses_are_compressed_and_the_event_stream_is_not(api: httpx.Client) -> None:
     packed = {"Accept-Encoding": "gzip"}
     listed = api.get("/api/v1/runs/gpt/events", headers=packed)

@@ -87,7 +87,7 @@ def test_a_claim_and_a_journal_line_are_seen_at_once(hosts: Hosts) -> None:
         assert read_claim(there.attempt(1)) is None
         journal.append(EventKind.NOTE, attempt=1, text="two")
     claim = Claim(
-        job_id="7", pid=1, process_started_at=0, boot_id="", host="h", claimed_at=time.time()
+        job_id="7", pid=1, process_start_s=0, boot_id="", host="h", claimed_at=time.time()
     )
     assert create_document(here.attempt(1).claim, claim)
     assert [event.data["text"] for event in load_events(there)] == ["one", "two"]

@@ -171,7 +171,7 @@ def test_reused_pid_is_not_taken_for_the_job(run: LocalRun) -> None:
     submission = read_document(Submission, attempt.submission)
     assert submission is not None
     wait_until(lambda: not processes_of(run.paths), "the end of every process")
-    other = submission.model_copy(update={"pid": os.getpid(), "process_started_at": 1.0})
+    other = submission.model_copy(update={"pid": os.getpid(), "process_start_s": 1.0})
     executor = executor_for("local")
     assert executor.status(request_of(run), other).has_ended
     # If this cancelled the reused pid, it would kill the test process.

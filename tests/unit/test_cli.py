@@ -90,7 +90,7 @@ def ended_run(root: Path, home: Path) -> RunPaths:
     job = Submission(job_id="77", executor="local", submitted_at=now, pid=2**22 + 1)
     write_document(attempt.submission, job)
     claim = Claim(
-        job_id="77", pid=2**22 + 1, process_started_at=1.0, boot_id="x", host=host, claimed_at=now
+        job_id="77", pid=2**22 + 1, process_start_s=1.0, boot_id="x", host=host, claimed_at=now
     )
     write_document(attempt.claim, claim)
     outcome = Outcome(

@@ -73,3 +73,24 @@ def test_a_live_run_without_a_supervisor_is_reported_by_every_command(
     checks = {one["name"]: one for one in call("doctor", "--root", moved, "--json").json["checks"]}
     assert checks["supervisors"]["detail"].endswith("2 live runs: kept, lost")
     assert checks["supervisors"]["next_step"] == f"holdfast supervise --all --root '{moved}'"
+
+
+def test_show_reports_an_unhealthy_node_and_its_host(call: Call, root: Path) -> None:
+    folder = RunFolder(root, "alga", "u" * 32)
+    folder.submit(1, 2, time.time())
+    detail = "the all-reduce with n3 failed: the check took longer than 60 s: rank 8: timed out"
+    facts = {"attempt": 1, "host": "n7", "check": "allreduce", "detail": detail}
+    folder.tell("node-0000", EventKind.NODE_UNHEALTHY, **facts)
+    evidence = [f"n7 is unhealthy: allreduce: {detail}"]
+    ending = {"state": "node_failed", "cause": "node_failure", "evidence": evidence}
+    folder.tell(
+        "flow",
+        EventKind.ATTEMPT_ENDED,
+        **{"attempt": 1, **ending, "unhealthy_hosts": ["n7"], "ended_at": time.time()},
+    )
+    told = call("show", "alga", "--json").json
+    (alert,) = told["noticed"]
+    assert (alert["kind"], alert["attempt"], alert["text"]) == ("node_unhealthy", 1, evidence[0])
+    assert told["attempts"][0]["cause"] == "node_failure"
+    shown = " ".join(call("show", "alga").out.split())
+    assert evidence[0] in shown

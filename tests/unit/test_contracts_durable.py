@@ -128,7 +128,7 @@ def test_make_directory_syncs_the_parents_of_missing_folders(
     assert synced == [tmp_path, tmp_path / "a"]
 
 
-CLAIM = Claim(job_id="7", pid=1, process_started_at=2.5, boot_id="b", host="h", claimed_at=3.0)
+CLAIM = Claim(job_id="7", pid=1, process_start_s=2.5, boot_id="b", host="h", claimed_at=3.0)
 
 
 def test_a_document_is_read_back_and_created_once(tmp_path: Path) -> None:

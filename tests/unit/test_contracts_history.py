@@ -145,9 +145,7 @@ def reserve(run: RunPaths, number: int) -> None:
 
 
 def claim(run: RunPaths, number: int) -> None:
-    document = Claim(
-        job_id="7", pid=1, process_started_at=1.0, boot_id="b", host="n1", claimed_at=4.0
-    )
+    document = Claim(job_id="7", pid=1, process_start_s=1.0, boot_id="b", host="n1", claimed_at=4.0)
     write_document(run.attempt(number).claim, document)
 
 

@@ -198,7 +198,7 @@ def test_a_job_without_a_recorded_process_is_controlled_by_the_first_of_its_sess
         claim = Claim(
             job_id="9",
             pid=agent.pid,
-            process_started_at=agent.started_at,
+            process_start_s=agent.start_s,
             boot_id=agent.boot_id,
             host="here",
             claimed_at=0.0,
@@ -210,7 +210,7 @@ def test_a_job_without_a_recorded_process_is_controlled_by_the_first_of_its_sess
         found = target.controller()
         assert found is not None
         assert found.pid == first
-        write_document(attempt.claim, claim.model_copy(update={"process_started_at": 1.0}))
+        write_document(attempt.claim, claim.model_copy(update={"process_start_s": 1.0}))
         assert target.controller() is None
 
 

@@ -37,6 +37,7 @@ LIBRARIES = {
     "sqlalchemy": {"lineage", "migrations"},
     "alembic": {"lineage", "migrations"},
     "submitit": {"workers"},
+    "grpc": {"workers"},
 }
 CLOSED = {
     "contracts": {"holdfast", "pydantic", "xxhash"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -12,12 +13,15 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 from tests.histories import NOW, attempt_of, history_of, spec_of
+from tests.runs import RunFolder
 
 from holdfast.contracts.history import AttemptView
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.spec_health import CHECK_S_MAX, CHECKS_MAX, Health
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers import health
+from holdfast.workers.agent.context import load_context
+from holdfast.workers.agent.health import HealthChecks
 from holdfast.workers.causes import UnhealthyNode, unhealthy_ending
 from holdfast.workers.policy import EXCLUDE_S, decide, excluded_hosts
 
@@ -137,3 +141,47 @@ def test_ready_finds_a_full_disk_and_a_wrong_clock(
     monkeypatch.setattr(time, "time", lambda: wrong)
     assert health.main(["--free-gb=0", f"--shared={tmp_path}"]) == 1
     assert "clock differs by 600 s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("check", "command"),
+    [
+        ("ready", ["holdfast.workers.health", "--gpus=0", "--shared=ATTEMPT"]),
+        (
+            "ready --free-gb 5 --free-in '/a b'",
+            [
+                *("holdfast.workers.health", "--gpus=0", "--shared=ATTEMPT"),
+                *("--free-gb", "5", "--free-in", "/a b"),
+            ],
+        ),
+        (
+            "nvrx --optional /var/run/nvhcd.sock --group gpu",
+            [
+                *("holdfast.workers.health_nvrx", "--timeout-s=48"),
+                *("--optional", "/var/run/nvhcd.sock", "--group", "gpu"),
+            ],
+        ),
+        ("readylink -q", ["bash", "-c", "readylink -q"]),
+        ("nvidia-smi", ["bash", "-c", "nvidia-smi"]),
+    ],
+)
+def test_the_name_of_a_check_of_holdfast_may_have_options(
+    tmp_path: Path, check: str, command: list[str]
+) -> None:
+    attempt = RunFolder(tmp_path, "quick", "1" * 32).submit(1, 1, 0.0)
+    checks = HealthChecks(load_context(attempt.request))
+    expected = [word.replace("ATTEMPT", str(attempt.directory)) for word in command]
+    if command[0] != "bash":
+        expected = [sys.executable, "-m", *expected]
+    assert checks._command(check) == expected
+
+
+def test_a_check_with_an_open_quote_is_a_problem_of_the_check(tmp_path: Path) -> None:
+    attempt = RunFolder(tmp_path, "quick", "1" * 32).submit(1, 1, 0.0)
+    checks = HealthChecks(load_context(attempt.request))
+    checks.start(["nvrx '/a"], 1)
+    give_up = time.monotonic() + 30
+    while checks.finding is None and time.monotonic() < give_up:
+        time.sleep(0.02)
+    assert checks.finding is not None
+    assert "could not be started: No closing quotation" in checks.finding.problem

@@ -203,3 +203,13 @@ def test_time_in_which_the_agent_did_not_run_does_not_count(simulation: Simulati
     ended_s = simulation.run([WAITING, Rank()], 3700.0, pause=(10.0, 3600.0))
     assert ended_s is not None
     assert ended_s >= 3610.0 + 15.0
+
+
+def test_ranks_are_not_suspected_after_a_pause_of_all(simulation: Simulation) -> None:
+    """The machine slept for an hour. The ranks give signs of life a moment after the agent."""
+    node = FakeNode([WAITING, WAITING])
+    for silent_s in (0.2, 0.4, 3600.4, 3600.9, 0.1, 0.6):
+        simulation.now += max(LOOK_S, silent_s - node.silent_s)
+        node.silent_s = silent_s
+        assert not simulation.watch.look([node], {node.name: node.report()})
+    assert node.asked == []

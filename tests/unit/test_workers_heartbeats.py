@@ -106,6 +106,7 @@ def test_a_node_is_silent_when_its_heartbeat_does_not_change_at_any_clock_time(
     write_heartbeat(1, time=-5.0)
     assert watch.look(0.0) == ([], [])
     write_heartbeat(1, time=-5.0, monotonic_s=1.0)
+    assert watch.look(3.0) == ([], [])
     assert watch.look(6.0) == ([], [])
     assert watch.look(6.1) == (["node-0000"], [])
     assert watch.look(7.0) == ([], [])
@@ -420,3 +421,19 @@ def test_a_failing_or_missing_gpu_driver_only_loses_the_gpu_beats() -> None:
     assert broken.beats() == ()
     if not Path("/dev/nvidiactl").exists():
         assert watch_gpus() is None
+
+
+def test_nodes_are_not_silent_after_a_pause_of_the_watch(tmp_path: Path) -> None:
+    """All of them were suspended for an hour. The nodes' next heartbeats come a moment later."""
+    attempt = AttemptPaths(tmp_path / "attempts" / "0001")
+    writer = HeartbeatWriter(attempt)
+    watch = HeartbeatWatch(attempt, heartbeat_s=2.0)
+    writer.write([beat(monotonic_s=1.0).model_dump(mode="json")])
+    assert [watch.look(at) for at in (0.0, 2.0)] == [([], [])] * 2
+    assert watch.look(3602.0) == ([], [])
+    writer.write([beat(monotonic_s=3603.0).model_dump(mode="json")])
+    assert watch.look(3604.0) == ([], [])
+    # Without a heartbeat, the node is silent soon after the pause.
+    assert [watch.look(at) for at in (7200.0, 7202.0)] == [([], []), ([], [])]
+    assert watch.look(7203.0) == (["node-0000"], [])
+    writer.close()

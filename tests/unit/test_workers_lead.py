@@ -66,6 +66,9 @@ class FakeNode:
     def kill(self) -> None:
         self._killed = True
 
+    def check_health(self, checks: Any, round_: int, meeting: Any) -> None:
+        raise AssertionError("a run without checks asks for none")
+
     def prepare(self, launch: int, address: str, port: int) -> None:
         raise AssertionError("a launch as short as this prepares no standby")
 
@@ -167,6 +170,8 @@ class MemberAgent:
             node.answer(given["serial"], Proposal(given["state"]))
         elif kind == "drain":
             return {"done": node.drain(given["drain_s"])}
+        elif kind == "health":
+            node.check_health(given["checks"], given["round"], given["meeting"])
         elif kind in {"start", "kill", "announce", "prepare"}:
             getattr(node, kind)(**given)
         return {}

@@ -295,9 +295,7 @@ def test_an_abandoned_reservation_cannot_be_claimed(flow: Flow, run: RunPaths) -
     assert attempt is not None
     with JournalWriter(run.journal_of("flow")) as journal:
         attempts.abandon_reservation(attempt, journal)
-    own = Claim(
-        job_id="1", pid=1, process_started_at=0, boot_id="", host="h", claimed_at=time.time()
-    )
+    own = Claim(job_id="1", pid=1, process_start_s=0, boot_id="", host="h", claimed_at=time.time())
     assert not create_document(attempt.claim, own)
     assert read_claim(attempt) is None
 

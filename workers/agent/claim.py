@@ -24,7 +24,7 @@ def claim(context: AgentContext, journal: JournalWriter) -> bool:
     document = Claim(
         job_id=context.job_id,
         pid=own.pid,
-        process_started_at=own.started_at,
+        process_start_s=own.start_s,
         boot_id=own.boot_id,
         host=context.host,
         claimed_at=time.time(),

@@ -12,7 +12,7 @@ import contextlib
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -125,7 +125,7 @@ class HangWatch:
         if now - self._looked_at > PAUSE_S:
             self._awake_since = now
         self._looked_at = now
-        statuses = [status for node in nodes for status in reports[node.name].ranks]
+        statuses = self._statuses(nodes, reports, now - self._awake_since)
         if not self._is_on or len(statuses) < self._world_size:
             return False
         self._name_stragglers(statuses, now)
@@ -142,6 +142,14 @@ class HangWatch:
         elif now >= self._open.next_at:
             self._ask(self._open, nodes, statuses, now)
         return False
+
+    @staticmethod
+    def _statuses(
+        nodes: Sequence[WatchedNode], reports: Mapping[str, WatchedReport], awake_s: float
+    ) -> list[RankStatus]:
+        """Return the status of every rank. Silences count only while this process could run."""
+        found = [status for node in nodes for status in reports[node.name].ranks]
+        return [one if one.silent_s <= awake_s else replace(one, silent_s=awake_s) for one in found]
 
     # --- samples ----------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import shlex
 import subprocess
 import sys
 import threading
@@ -18,6 +19,12 @@ from holdfast.contracts.secrets import plain_part
 from holdfast.workers.agent.context import AgentContext
 
 READY: Final = "ready"
+NVRX: Final = "nvrx"
+ALLREDUCE: Final = "allreduce"
+# Options may follow these names.
+OWN_CHECKS: Final = (READY, NVRX)
+# These checks end themselves before their limit, to say what they waited for.
+LIMIT_SHARE: Final = 0.8
 TAIL_BYTES: Final = 4096
 TAIL_LINES: Final = 5
 REASON_CHARACTERS_MAX: Final = 300
@@ -37,6 +44,21 @@ class HealthFinding:
         return asdict(self)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """The nodes that run the check `allreduce` together, and which of them this node is.
+
+    `file` is where the first one writes its address.
+    """
+
+    file: str
+    node: int
+    nodes: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
 class HealthChecks:
     """Runs checks one after another. Processes of a check end with it, or with this agent."""
 
@@ -44,11 +66,15 @@ class HealthChecks:
         self._context = context
         self._cancelled = threading.Event()
         self._thread: threading.Thread | None = None
+        self._meeting: Meeting | None = None
         self.finding: HealthFinding | None = None
 
-    def start(self, checks: Sequence[str], round_: int) -> None:
+    def start(
+        self, checks: Sequence[str], round_: int, meeting: dict[str, Any] | None = None
+    ) -> None:
         """Start a round of checks; `finding` has its result later."""
         self.cancel()
+        self._meeting = Meeting(**meeting) if meeting else None
         self.finding = None
         self._cancelled = threading.Event()
         self._thread = threading.Thread(
@@ -86,7 +112,7 @@ class HealthChecks:
                 env={**os.environ, **plain_part(request.environment)},
                 start_new_session=True,
             )
-        except OSError as error:
+        except (OSError, ValueError) as error:
             return f"the check could not be started: {error}"
         with process:
             limit_s = request.health.timeout_s
@@ -99,12 +125,23 @@ class HealthChecks:
         return _with_tail(f"the check ended with exit status {code}", tail) if code else ""
 
     def _command(self, check: str) -> list[str]:
-        if check != READY:
-            return ["bash", "-c", check]
-        request = self._context.request
+        """Return the command of a check. Raises `ValueError` for unbalanced quotes."""
+        request, meeting = self._context.request, self._meeting
         gpus = request.gpus_on_node if request.executor == "slurm" else 0
-        own = ["-m", "holdfast.workers.health", f"--gpus={gpus}"]
-        return [sys.executable, *own, f"--shared={self._context.attempt.directory}"]
+        limit = f"--timeout-s={request.health.timeout_s * LIMIT_SHARE:g}"
+        name, *words = shlex.split(check) if check.startswith(OWN_CHECKS) else [check]
+        if check == ALLREDUCE and meeting is not None:
+            given = [f"--file={meeting.file}", f"--node={meeting.node}", f"--nodes={meeting.nodes}"]
+            given += [f"--processes={max(1, gpus)}", f"--ports={request.supervision.ports}", limit]
+            return [sys.executable, "-m", "holdfast.trainer.health_allreduce", *given]
+        if name == READY:
+            shared = f"--shared={self._context.attempt.directory}"
+            command = ["holdfast.workers.health", f"--gpus={gpus}", shared, *words]
+        elif name == NVRX:
+            command = ["holdfast.workers.health_nvrx", limit, *words]
+        else:
+            return ["bash", "-c", check]
+        return [sys.executable, "-m", *command]
 
 
 def _read_until(

@@ -54,8 +54,7 @@ class Lead:
         self._stops = StopWatch(context, lambda: runtime.step_s)
         self._listener = StopListener(context, signals, self._stops)
         self.group = NodeGroup(context, journal, self._listener, runtime)
-        health, number = context.request.health, context.attempt.number
-        self.health = HealthWatch(health, self.group, self._listener, journal, number)
+        self.health = HealthWatch(context, self.group, self._listener, journal)
         self._announced: StopRequest | None = None
         self._hangs = HangWatch(context.request, context.attempt, journal)
         self._agreement = StopAgreement(self.group, journal, context.attempt.number, self._note)

@@ -176,7 +176,7 @@ def _reply(runtime: NodeRuntime, reporter: Reporter, question: dict[str, Any]) -
     elif kind == "stacks":
         runtime.take_stacks(question["dump"], question["number"])
     elif kind == "health":
-        runtime.check_health(question["checks"], question["round"])
+        runtime.check_health(question["checks"], question["round"], question["meeting"])
     elif kind == "hint":
         runtime.flusher_supervisor.give_hint()
     elif kind == "kill":

@@ -127,8 +127,13 @@ class Node(NodePort, Protocol):
         """Start a warm standby for a later launch, if there is enough memory for it."""
         ...
 
-    def check_health(self, checks: Sequence[str], round_: int) -> object:
-        """Start the health checks; a later report contains the result of this round."""
+    def check_health(
+        self, checks: Sequence[str], round_: int, meeting: dict[str, Any] | None = None
+    ) -> object:
+        """Start the health checks; a later report contains the result of this round.
+
+        `meeting` says with which nodes this one runs the check `allreduce`.
+        """
         ...
 
     def report(self) -> NodeReport | Future[NodeReport]:

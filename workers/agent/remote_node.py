@@ -37,8 +37,12 @@ class RemoteNode:
     def prepare(self, launch: int, address: str, port: int) -> Future[None]:
         return self._peer.ask("prepare", _nothing, launch=launch, address=address, port=port)
 
-    def check_health(self, checks: Sequence[str], round_: int) -> Future[None]:
-        return self._peer.ask("health", _nothing, checks=list(checks), round=round_)
+    def check_health(
+        self, checks: Sequence[str], round_: int, meeting: dict[str, Any] | None = None
+    ) -> Future[None]:
+        return self._peer.ask(
+            "health", _nothing, checks=list(checks), round=round_, meeting=meeting
+        )
 
     def report(self) -> Future[NodeReport]:
         return self._peer.ask("report", self.take_report)

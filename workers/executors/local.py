@@ -28,6 +28,7 @@ from holdfast.workers.processes import (
     end_processes,
     find_process,
     is_alive,
+    name_process,
 )
 
 LAUNCH_TIMEOUT_S: Final = 120.0
@@ -87,15 +88,16 @@ class LocalExecutor(Executor):
                 job_id=claim.job_id, executor=self.kind, submitted_at=claim.claimed_at
             )
         process = _find_job(paths)
-        if process is None:
+        name = name_process(process.pid) if process else None
+        if process is None or name is None:
             return None
         return Submission(
             job_id=str(process.pid),
             executor=self.kind,
             submitted_at=process.create_time(),
             pid=process.pid,
-            process_started_at=process.create_time(),
-            boot_id=boot_id(),
+            process_start_s=name.start_s,
+            boot_id=name.boot_id,
         )
 
     def status(self, request: Request, submission: Submission | None) -> JobStatus:
@@ -162,10 +164,10 @@ def _check_host(host: str | None, paths: AttemptPaths) -> None:
 def _names(submission: Submission | None, claim: Claim | None) -> list[ProcessName]:
     names = []
     if submission is not None and submission.pid is not None:
-        started = submission.process_started_at or 0.0
+        started = submission.process_start_s or 0.0
         names.append(ProcessName(submission.pid, started, submission.boot_id or ""))
     if claim is not None:
-        names.append(ProcessName(claim.pid, claim.process_started_at, claim.boot_id))
+        names.append(ProcessName(claim.pid, claim.process_start_s, claim.boot_id))
     return names
 
 

@@ -43,7 +43,7 @@ def launch(request_path: Path) -> dict[str, object]:
     return {
         "job_id": job.job_id,
         "pid": int(job.job_id),
-        "process_started_at": name.started_at if name else 0.0,
+        "process_start_s": name.start_s if name else 0.0,
         "boot_id": name.boot_id if name else "",
         "host": socket.gethostname(),
     }

@@ -171,7 +171,9 @@ class Submission(Document):
     pid: Number | None = Field(
         default=None, description="local executor: process id of the job's session leader"
     )
-    process_started_at: Moment | None = None
+    process_start_s: Seconds | None = Field(
+        default=None, description="local executor: when that process started, seconds after boot"
+    )
     boot_id: Name | None = None
     host: Name | None = Field(default=None, description="local executor: host that runs the job")
 
@@ -213,7 +215,7 @@ class Claim(Document):
 
     job_id: Name
     pid: Number
-    process_started_at: Moment
+    process_start_s: Seconds = Field(description="start of the process, seconds after boot")
     boot_id: Name
     host: Name
     claimed_at: Moment
@@ -369,7 +371,7 @@ def close_claim(paths: AttemptPaths) -> bool:
     closed = Claim(
         job_id="",
         pid=0,
-        process_started_at=0.0,
+        process_start_s=0.0,
         boot_id="",
         host=socket.gethostname(),
         claimed_at=time.time(),

@@ -114,6 +114,8 @@ class AttemptPaths:
     rank_journal = _Entry("journal/rank0.jsonl")
     heartbeats = _Entry("heartbeats")
     dumps = _Entry("dumps")
+    # Where nodes that test each other find each other, while they do.
+    health = _Entry("health")
     logs = _Entry("logs")
 
     @property

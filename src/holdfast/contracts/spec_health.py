@@ -19,7 +19,8 @@ class Health(SpecPart):
     before: Annotated[tuple[Check, ...], Field(max_length=CHECKS_MAX)] = Field(
         default=(),
         description="shell lines that every node runs once per attempt, before its first launch. "
-        "If one fails, the node is unhealthy. `ready` is the check that Holdfast has",
+        "If one fails, the node is unhealthy. Holdfast has the checks `ready`, `allreduce` and "
+        "`nvrx`",
     )
     after: Annotated[tuple[Check, ...], Field(max_length=CHECKS_MAX)] = Field(
         default=(),

@@ -16,7 +16,7 @@ from holdfast.contracts.goodput import Goodput, Launch, account
 from holdfast.contracts.history import RunHistory
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.timeline import spans_of
-from holdfast.flows.drills.kinds import FREE_S, HELD_S, KINDS, Loss, Recovery
+from holdfast.flows.drills.kinds import FREE_S, HELD_S, KINDS, SUSPENDED_S, Loss, Recovery
 from holdfast.workers.agent.hangs import STRAGGLER_WINDOW_S
 from holdfast.workers.agent.stragglers import TIMES_MIN
 from holdfast_bench.drills.prediction import Costs, Fault, Stall, predict_ettr
@@ -33,6 +33,7 @@ DETECTION_S: Final = {"hang": SILENCE_S["train"], "corrupt-checkpoint": 0.0}
 # A step may end while its rank is held up, and another one before the next time.
 STALLS_S: Final = {
     "straggler": TIMES_MIN * STRAGGLER_WINDOW_S * (1 - 2 * STEP_S / (HELD_S + FREE_S)),
+    "suspended": SUSPENDED_S,
 }
 ANNOUNCED: Final = frozenset({"sigterm", "sigusr2", "spot-notice", "kill-flow"})
 INTERVALS: Final = {

@@ -173,8 +173,8 @@ def _ettr_lines(ettr: Ettr) -> list[str]:
         f"{ettr.measured / ettr.predicted:.3f}. "
         "The prediction comes from [the formula](goodput.md#the-prediction). Its inputs are a "
         "run without faults before the drill, the list of the drill's faults and the settings of "
-        "its runs. No input was measured under a fault. A straggler counts as a stall; other "
-        "faults that do not interrupt training do not count."
+        "its runs. No input was measured under a fault. A straggler and a suspension count as "
+        "stalls; other faults that do not interrupt training do not count."
     )
     return [
         "## Effective training time",

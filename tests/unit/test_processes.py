@@ -1,0 +1,46 @@
+"""Permanent names of processes: neither a reused id nor a set clock confuses them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from holdfast.workers.processes import ProcessName, find_process, is_alive, name_process, start_s
+
+
+@pytest.mark.parametrize("step_s", [-600, 600, 3])
+def test_a_process_keeps_its_name_when_the_clock_is_set(
+    monkeypatch: pytest.MonkeyPatch, step_s: int
+) -> None:
+    """Linux computes the boot time, from which psutil derives start times, by the clock."""
+    name = name_process(os.getpid())
+    assert name is not None
+    real = psutil.boot_time() + step_s
+    before = psutil.Process().create_time()
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: real)
+    after = psutil.Process().create_time()
+    assert after - before == pytest.approx(step_s, abs=1)
+    assert is_alive(name)
+    assert name_process(os.getpid()) == name
+
+
+def test_another_process_with_the_same_id_has_another_name() -> None:
+    name = name_process(os.getpid())
+    assert name is not None
+    assert find_process(ProcessName(name.pid, name.start_s - 0.01, name.boot_id)) is None
+    assert find_process(ProcessName(name.pid, name.start_s, "another boot")) is None
+
+
+def test_an_ended_process_has_no_name() -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    name = name_process(child.pid)
+    child.wait(60)
+    assert name is not None
+    assert not is_alive(name)
+    assert name_process(child.pid) is None
+    with pytest.raises(ProcessLookupError):
+        start_s(child.pid)
