@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 from holdfast.contracts.agreement import StatusPort
@@ -27,6 +28,7 @@ from holdfast.workers.agent.stacks import StackTaker, Target
 from holdfast.workers.agent.torchrun import Handles, Torchrun
 from holdfast.workers.agent.warm_standby import WarmStandby, has_memory_for
 from holdfast.workers.causes import RankFailure
+from holdfast.workers.root_probe import check_folder
 
 
 class NodeRuntime(StatusPort):
@@ -47,6 +49,7 @@ class NodeRuntime(StatusPort):
         self._stacks = StackTaker()
         self._health = HealthChecks(context)
         self.check_health = self._health.start
+        self.check_root = partial(check_folder, context.attempt.directory)
         supervision = context.request.supervision
         self._notices = NoticeWatch(
             supervision.notices,
