@@ -1,7 +1,7 @@
 """What Holdfast needs of the file system of a root, tried in a folder that is removed again.
 
 `find_problems` is for one host. `SharedProbe` and `compare` are for several: node 0 leaves files
-and holds a lock, and every other node checks that it sees them.
+and holds a lock, and every other node checks that it sees them. Then some nodes `race` for names.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import fcntl
 import os
 import secrets
 import shutil
+import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -37,8 +38,13 @@ _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _TOKEN: Final = "token"
 _LINES: Final = "lines"
 _APPEND: Final = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-# What every member may lack because of the file system, rather than of one node's mount.
-OF_ALL_HOSTS: Final = frozenset({"locks between hosts", "exclusive names between hosts"})
+# What every other node lacks if locks do not reach the server.
+LOCKS: Final = "locks between hosts"
+# What a file system lacks if two nodes create the same name at the same moment.
+NAMES: Final = "exclusive names between hosts"
+# The most races, and the most nodes in them. File systems that fail do so in one of five races.
+RACES: Final = 30
+RACERS: Final = 4
 
 
 @dataclass(frozen=True)
@@ -271,7 +277,7 @@ def compare(folder: Path, token: str) -> list[RootProblem]:
         if not _becomes_true(lambda: _holds(folder / _TOKEN, token.encode())):
             text = "what node 0 has just written is not there, so another folder is mounted here"
             return [RootProblem("the same files", text)]
-        return [*_problems_with_lines(folder / _LINES, token), *_problems_with_names(folder)]
+        return _problems_with_lines(folder / _LINES, token)
     except OSError as error:
         detail = error.strerror or str(error)
         return [RootProblem("the same files", f"files of node 0 cannot be read ({detail})")]
@@ -289,15 +295,35 @@ def _problems_with_lines(path: Path, token: str) -> list[RootProblem]:
                 "supervisors; mount it with locks that hold between hosts (NFS: without nolock and "
                 "local_lock, Lustre: flock, SeaweedFS: -dlm)"
             )
-            found.append(RootProblem("locks between hosts", text))
+            found.append(RootProblem(LOCKS, text))
     return found
 
 
-def _problems_with_names(folder: Path) -> list[RootProblem]:
-    if not create_bytes(folder / _TOKEN, b"another"):
+def race(folder: Path, number: int) -> bool:
+    """Create the name `number` exclusively, while other hosts do the same; return if it succeeded.
+
+    `folder` is that of the `SharedProbe`. Numbers begin with 0.
+    """
+    own = folder / f"racer-{socket.gethostname()}-{os.getpid()}"
+    try:
+        if number == 0:
+            own.touch()
+        os.link(own, folder / f"name-{number}")
+    except OSError:
+        return False
+    return True
+
+
+def judge_races(winners: Sequence[int]) -> list[RootProblem]:
+    """Return the problem if several hosts got one name. `winners` has the count of each race."""
+    twice = sum(count > 1 for count in winners)
+    if not twice:
         return []
-    text = "a name that node 0 has created exclusively was created here again"
-    return [RootProblem("exclusive names between hosts", text)]
+    text = (
+        f"two nodes created the same name at the same moment, {twice} times of {len(winners)}, so "
+        "a run could be trained twice and a commit be lost"
+    )
+    return [RootProblem(NAMES, text)]
 
 
 def _holds(path: Path, content: bytes) -> bool:

@@ -20,7 +20,7 @@ from holdfast.workers.agent.outcome import build_outcome
 from holdfast.workers.agent.root_check import root_ending
 from holdfast.workers.agent.runtime import NodeRuntime
 from holdfast.workers.agent.signals import SignalBox
-from holdfast.workers.root_probe import RootProblem
+from holdfast.workers.root_probe import RACES, RootProblem
 
 
 @pytest.mark.timeout(60)
@@ -53,6 +53,7 @@ def test_a_node_that_cannot_use_the_root_is_excluded_before_a_launch(tmp_path: P
         ("hard links", (1, 2), Cause.NODE_FAILURE, ("n1", "n2")),
         ("locks between hosts", (1, 2), Cause.USER_ERROR, ()),
         ("locks between hosts", (2,), Cause.NODE_FAILURE, ("n2",)),
+        ("exclusive names between hosts", (0,), Cause.USER_ERROR, ()),
         ("the same files", (1,), Cause.NODE_FAILURE, ("n1",)),
     ],
 )
@@ -97,3 +98,22 @@ def test_a_host_that_does_not_join_is_named_and_excluded(tmp_path: Path, joined:
     for member in members:
         member.close()
     host.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_root_where_two_nodes_create_the_same_name_stops_the_run(tmp_path: Path) -> None:
+    attempt = RunFolder(tmp_path, "quick", "1" * 32).submit(1, 1, 0.0)
+    context = dataclasses.replace(load_context(attempt.request), nodes=2)
+    here, there = (FakeNode(name, {}) for name in ("n0", "n1"))
+    here.wins_races = there.wins_races = True
+    with (
+        played(attempt.channel, [there]) as (host, _),
+        JournalWriter(attempt.node_journal(0)) as journal,
+    ):
+        lead = Lead(context, SignalBox(), journal, cast(NodeRuntime, here), host)
+        lead.run()
+        outcome = build_outcome(lead)
+        lead.close()
+    assert (outcome.cause, outcome.unhealthy_hosts) == (Cause.USER_ERROR, ())
+    assert "lacks exclusive names between hosts" in outcome.evidence[0]
+    assert f"{RACES} times of {RACES}" in outcome.evidence[1]

@@ -6,13 +6,22 @@ import errno
 import fcntl
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from holdfast.workers import root_probe
-from holdfast.workers.root_probe import SharedProbe, check_folder, compare, find_problems
+from holdfast.workers.root_probe import (
+    RACES,
+    SharedProbe,
+    check_folder,
+    compare,
+    find_problems,
+    judge_races,
+    race,
+)
 
 
 def refuse(*_: Any, **__: Any) -> Any:
@@ -134,3 +143,12 @@ def test_another_folder_at_the_same_path_is_found(
     (problem,) = compare(shared.folder, "another")
     assert problem.lacks == "the same files"
     shared.close()
+
+
+def test_of_two_processes_one_gets_each_name(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        winners = [sum(pool.map(race, [tmp_path] * 2, [number] * 2)) for number in range(RACES)]
+    assert winners == [1] * RACES
+    assert judge_races(winners) == []
+    (problem,) = judge_races([1, 2, 1])
+    assert "1 times of 3" in problem.text

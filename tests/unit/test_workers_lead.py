@@ -47,10 +47,14 @@ class FakeNode:
     def __init__(self, name: str, ends: dict[int, int]) -> None:
         self.name, self._ends = name, ends
         self.problems: list[RootProblem] = []
+        self.wins_races = False
         self._launch, self._looks, self._killed = 0, 0, False
 
     def check_root(self, shared: str, token: str) -> list[RootProblem]:
         return self.problems
+
+    def race(self, shared: str, number: int) -> bool:
+        return self.wins_races
 
     def start(self, launch: int, address: str, port: int) -> None:
         self._launch, self._looks, self._killed = launch, 0, False
@@ -153,6 +157,8 @@ class MemberAgent:
                 question = self.member.receive(0.05)
                 if question is None:
                     continue
+                if question["kind"] == "race":
+                    self.silent_after += 1
                 if self.silent_after <= 0:
                     self.answers_again.wait(WAIT_S)
                 self.silent_after -= 1
@@ -162,6 +168,8 @@ class MemberAgent:
         node = self._node
         if kind == "root":
             return {"problems": [one.to_json() for one in node.check_root(**given)]}
+        if kind == "race":
+            return {"won": node.race(**given)}
         if kind == "report":
             return node.report().to_json()
         if kind == "crash_report":

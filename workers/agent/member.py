@@ -178,6 +178,8 @@ def _reply(runtime: NodeRuntime, reporter: Reporter, question: dict[str, Any]) -
     elif kind == "root":
         problems = runtime.check_root(question["shared"], question["token"])
         return {"problems": [one.to_json() for one in problems]}
+    elif kind == "race":
+        return {"won": runtime.race(question["shared"], question["number"])}
     elif kind == "health":
         runtime.check_health(question["checks"], question["round"])
     elif kind == "hint":

@@ -134,6 +134,10 @@ class Node(NodePort, Protocol):
         """Return what the node cannot do in the attempt's folder, see `root_check.check_folder`."""
         ...
 
+    def race(self, shared: str, number: int) -> bool | Future[bool]:
+        """Create a name exclusively while other nodes do the same, see `root_probe.race`."""
+        ...
+
     def check_health(self, checks: Sequence[str], round_: int) -> object:
         """Start the health checks; a later report contains the result of this round."""
         ...

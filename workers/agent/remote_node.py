@@ -45,6 +45,11 @@ class RemoteNode:
             "root", _root_problems, timeout_s=ROOT_TIMEOUT_S, shared=shared, token=token
         )
 
+    def race(self, shared: str, number: int) -> Future[bool]:
+        return self._peer.ask(
+            "race", lambda answer: bool(answer["won"]), shared=shared, number=number
+        )
+
     def check_health(self, checks: Sequence[str], round_: int) -> Future[None]:
         return self._peer.ask("health", _nothing, checks=list(checks), round=round_)
 

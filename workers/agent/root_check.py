@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Final
 
 from holdfast.contracts.errors import MissingNodesError
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.states import Cause
 from holdfast.workers.agent.context import AgentContext
+from holdfast.workers.agent.node import Node
 from holdfast.workers.agent.node_group import NodeGroup
 from holdfast.workers.causes import EVIDENCE_MAX, LINE_CHARACTERS_MAX, STATE_OF_CAUSE, Ending
-from holdfast.workers.root_probe import ADVICE, OF_ALL_HOSTS, RootProblem, SharedProbe
+from holdfast.workers.root_probe import (
+    ADVICE,
+    LOCKS,
+    NAMES,
+    RACERS,
+    RACES,
+    RootProblem,
+    SharedProbe,
+    describe,
+    judge_races,
+)
 
 CHECK: Final = "root"
 
@@ -56,17 +69,35 @@ class RootCheck:
 
     def _ask_all(self) -> list[tuple[str, RootProblem]]:
         """Return the problems of all nodes, each with its host."""
-        directory = self._context.attempt.directory
         with contextlib.ExitStack() as stack:
             shared = None
             if len(self._group.nodes) > 1:
                 # If this fails, node 0's own check says why.
                 with contextlib.suppress(OSError):
-                    shared = SharedProbe(directory)
+                    shared = SharedProbe(self._context.attempt.directory)
                     stack.callback(shared.close)
             name, token = (shared.folder.name, shared.token) if shared else ("", "")
             answers = self._group.ask_all(lambda node: node.check_root(name, token))
-        return [(node.name, problem) for node, problems in answers for problem in problems]
+            found = [(node.name, problem) for node, problems in answers for problem in problems]
+            if found or not shared:
+                return found
+            return [(self._context.host, problem) for problem in self._race(name)]
+
+    def _race(self, shared: str) -> list[RootProblem]:
+        """Have some nodes create the same names at the same moment; return the problem, if any."""
+        racers = {node.name for node in self._group.nodes[:RACERS]}
+        winners = []
+        for number in range(RACES):
+            answers = self._group.ask_all(
+                partial(_race, racers=racers, shared=shared, number=number)
+            )
+            winners.append(sum(has_won for _, has_won in answers))
+        here = describe(self._context.attempt.directory)
+        return [RootProblem(one.lacks, f"{here}: {one.text}") for one in judge_races(winners)]
+
+
+def _race(node: Node, racers: Collection[str], shared: str, number: int) -> bool | Future[bool]:
+    return node.name in racers and node.race(shared, number)
 
 
 def root_ending(
@@ -74,13 +105,13 @@ def root_ending(
 ) -> tuple[Ending, tuple[str, ...]]:
     """Return how an attempt of `nodes` nodes ends because of its root, and the hosts to exclude.
 
-    If all of several nodes lack the same, or no other node sees a lock or a name of node 0, the
-    file system is wrong and not a node.
+    The file system is wrong, and not a node, if all of several nodes lack the same, if no other
+    node sees the lock of node 0, or if two nodes created the same name.
     """
     evidence = [f"{host} cannot use the root {one.text}" for host, one in found[:EVIDENCE_MAX]]
     counts = Counter(one.lacks for _, one in found)
-    least = {True: nodes - 1, False: max(2, nodes)}
-    if lacks := [name for name, count in counts.items() if count >= least[name in OF_ALL_HOSTS]]:
+    enough = {LOCKS: nodes - 1, NAMES: 1}
+    if lacks := [name for name in counts if counts[name] >= enough.get(name, max(2, nodes))]:
         what = f"no node can use the root, which lacks {', '.join(lacks)}; {ADVICE}"
         return _ending(Cause.USER_ERROR, [what, *evidence]), ()
     hosts = tuple(dict.fromkeys(host for host, _ in found))

@@ -28,7 +28,7 @@ from holdfast.workers.agent.stacks import StackTaker, Target
 from holdfast.workers.agent.torchrun import Handles, Torchrun
 from holdfast.workers.agent.warm_standby import WarmStandby, has_memory_for
 from holdfast.workers.causes import RankFailure
-from holdfast.workers.root_probe import check_folder
+from holdfast.workers.root_probe import check_folder, race
 
 
 class NodeRuntime(StatusPort):
@@ -69,6 +69,9 @@ class NodeRuntime(StatusPort):
     def step_s(self) -> float:
         """The duration in seconds of the slowest local rank's last step."""
         return max((record.step_time_s for record in self.status_table.records()), default=0.0)
+
+    def race(self, shared: str, number: int) -> bool:
+        return race(self.context.attempt.directory / shared, number)
 
     def start(self, launch: int, address: str, port: int) -> None:
         self.flusher_supervisor.forget(launch - 1)
