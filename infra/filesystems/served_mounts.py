@@ -12,6 +12,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -29,6 +30,7 @@ DIES_WITH_PARENT: Final = ("setpriv", "--pdeathsig", "KILL")
 PORTS: Final = range(24_000, 31_000)
 SEAWEED_PORTS: Final = ("filer", "master", "volume")
 WEED: Final = "weed"
+FORWARDED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 # The caches and the order of the client's layers are those that `gluster volume create` gives.
 GLUSTER_CACHES: Final = ("write-behind", "open-behind", "quick-read", "md-cache")
 
@@ -271,14 +273,20 @@ def _free_ports(count: int) -> list[int]:
     raise ServedMountError(f"fewer than {count} free ports in {PORTS}")
 
 
-def main(words: list[str]) -> None:
-    """Mount in this namespace, and continue as the command of `words`."""
+def main(words: list[str]) -> int:
+    """Mount in this namespace and run the command of `words`; return its exit status.
+
+    The client is no child of the command, because agents end every process below them.
+    """
     folder, point, host, *command = words
     # This namespace began with the mounts of the one outside.
     _unmount(Path(point))
     Served(Path(folder)).mount(Path(point), host)
-    os.execvp(command[0], command)
+    process = subprocess.Popen([*DIES_WITH_PARENT, *command])
+    for number in FORWARDED:
+        signal.signal(number, lambda given, _: process.send_signal(given))
+    return process.wait()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -37,6 +37,7 @@ from holdfast.lineage.reindex import reindex
 from holdfast.workers.checkpoints import committed_checkpoints
 from holdfast.workers.executors.base import JobStatus
 from holdfast.workers.executors.slurm import SlurmExecutor
+from holdfast.workers.root_probe import find_problems
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -107,6 +108,7 @@ def hosts(
         for name in ("submit", "status", "cancel"):
             monkeypatch.setattr(SlurmExecutor, name, replaced_by(getattr(made, name)))
         monkeypatch.setattr(SlurmExecutor, "find", lambda *_: None)
+        monkeypatch.setattr(SlurmExecutor, "live_jobs", lambda *_: ())
         yield made
         for agents in made.agents.values():
             for agent in agents:
@@ -194,6 +196,8 @@ def check_nothing_lost(view: AttemptView, state: AttemptState, cause: Cause) -> 
 @pytest.mark.parametrize("hosts", ["seaweedfs"], indirect=True)
 def test_a_root_that_two_nodes_cannot_share_is_refused_before_a_launch(hosts: Hosts) -> None:
     with hosts.shared.mounted(hosts.root.parent, "login"):
+        # Locks fail until the servers have found each other.
+        wait_until(lambda: not find_problems(hosts.root.parent), "locks", 60)
         run = run_on(hosts)
         run.submit()
         view = run.wait_for_end()
