@@ -24,6 +24,7 @@ from holdfast.workers.agent.node import CrashReport, NodeReport
 from holdfast.workers.agent.silence import RankStatus
 from holdfast.workers.causes import RankFailure
 from holdfast.workers.heartbeats import NodeBeat, RankBeat, interval_s
+from holdfast.workers.root_probe import RootProblem
 
 RANKS: Final = 8
 LATENCY_S: Final = 0.0002
@@ -139,6 +140,10 @@ class PlayedNode:
             return {"step": self.step}, 0.0
         if kind == "propose":
             return {"accepted": True}, 0.0
+        if kind == "root":
+            return {"problems": []}, 0.0
+        if kind == "race":
+            return {"won": False}, 0.0
         if kind == "announce":
             self.is_stopping = True
         if kind == "answer" and given["state"] == Proposal.GO:
@@ -268,6 +273,12 @@ class HereNode(PlayedNode):
 
     def start(self, launch: int, address: str, port: int) -> None:
         time.sleep(self.do("start", {"launch": launch})[1])
+
+    def race(self, shared: str, number: int) -> bool:
+        return True
+
+    def check_root(self, shared: str, token: str) -> list[RootProblem]:
+        return []
 
     def kill(self) -> None:
         time.sleep(KILL_S)

@@ -19,6 +19,8 @@ class FlowLock:
     def __enter__(self) -> FlowLock:
         # Close on exec, because a job started from here would otherwise keep the lock.
         self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        # Some network file systems show a new file to other hosts only once it is synced.
+        os.fsync(self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +15,7 @@ from holdfast.contracts.filesystems import NODE_LOCAL, filesystem_of
 from holdfast.contracts.node_share import gpu_kind, gpus_of
 from holdfast.contracts.spec import Resources, RunSpec
 from holdfast.workers import slurm_client
+from holdfast.workers.root_probe import ADVICE, describe, find_problems
 
 PYTHON_TIMEOUT_S: Final = 20.0
 SLURM_COMMANDS: Final = ("sbatch", "squeue", "sacct", "scontrol", "scancel", "srun")
@@ -40,13 +38,10 @@ def check(spec: RunSpec, root: Path) -> None:
 
 
 def _root_problems(root: Path) -> list[str]:
-    """Check that a file can be created under `root`; only this also tests quotas and ACLs."""
+    """Try what the root's file system can do, on this host; agents do the same on the nodes."""
     try:
         make_directory(root)
-        with tempfile.NamedTemporaryFile(dir=root, prefix=".preflight.") as file:
-            file.write(b"\0")
-            file.flush()
-            os.fsync(file.fileno())
+        found = find_problems(root)
     except OSError as error:
         return [
             (
@@ -54,43 +49,21 @@ def _root_problems(root: Path) -> list[str]:
                 "directory with --root or HOLDFAST_ROOT"
             )
         ]
-    return _lock_and_link_problems(root)
+    problems = [f"root {describe(root)}: {one.text}; {ADVICE}" for one in found]
+    return problems + _lock_option_problems(root)
 
 
-def _lock_and_link_problems(root: Path) -> list[str]:
-    """Check that the file system can keep two processes from doing the same work.
-
-    Exclusive creation needs hard links. One supervisor per run needs locks that hold between
-    hosts. FUSE file systems and Lustre without `-o flock` lack one of the two.
-    """
-    problems = []
-    advice = "give another directory with --root or HOLDFAST_ROOT"
-    with tempfile.TemporaryDirectory(dir=root, prefix=".preflight.") as place:
-        first, second = Path(place, "first"), Path(place, "second")
-        first.touch()
-        try:
-            os.link(first, second)
-        except OSError as error:
-            problems.append(
-                f"root {root}: the file system has no hard links ({error.strerror}), which commits "
-                f"and claims need; {advice}"
+def _lock_option_problems(root: Path) -> list[str]:
+    """Check that locks hold between hosts, as far as mount options show it."""
+    if local := filesystem_of(root).local_lock_option:
+        return [
+            (
+                f"root {root}: it is mounted with {local}, so locks hold on one host only and a "
+                "run could have two supervisors; mount it without that option, or give another "
+                "directory with --root or HOLDFAST_ROOT"
             )
-        with open(first, "rb") as stream:
-            try:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                problems.append(
-                    f"root {root}: the file system has no file locks ({error.strerror}), so a run "
-                    "could have two supervisors; mount it with locks (Lustre: -o flock), or "
-                    f"{advice}"
-                )
-    mounted = filesystem_of(root)
-    if local := mounted.local_lock_option:
-        problems.append(
-            f"root {root}: it is mounted with {local}, so locks hold on one host only and a run "
-            f"could have two supervisors; mount it without that option, or {advice}"
-        )
-    return problems
+        ]
+    return []
 
 
 def _program_problems(spec: RunSpec) -> list[str]:

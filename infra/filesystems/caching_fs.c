@@ -14,7 +14,8 @@
  * selects all of them.
  *
  * If the environment names a file in CACHING_FS_COUNTS, it gets two 64-bit numbers: how many
- * operations on metadata and on data have reached this file system.
+ * operations on metadata and on data have reached this file system. With CACHING_FS_LOCKS=local, a
+ * file lock holds in this mount only, as on file systems without locks between hosts.
  */
 #define FUSE_USE_VERSION 35
 #define _GNU_SOURCE
@@ -333,7 +334,7 @@ static void *fs_init(struct fuse_conn_info *connection, struct fuse_config *conf
     return NULL;
 }
 
-static const struct fuse_operations OPERATIONS = {
+static struct fuse_operations operations = {
     .init = fs_init,
     .getattr = fs_getattr,
     .readlink = fs_readlink,
@@ -382,8 +383,11 @@ int main(int count, char *words[])
         if (shared != MAP_FAILED)
             counts = shared;
     }
+    const char *locks = getenv("CACHING_FS_LOCKS");
+    if (locks && !strcmp(locks, "local"))
+        operations.flock = NULL;
     umask(0);
     /* FUSE parses the program's name, the mount point and the options. */
     words[2] = words[0];
-    return fuse_main(count - 2, words + 2, &OPERATIONS, NULL);
+    return fuse_main(count - 2, words + 2, &operations, NULL);
 }

@@ -23,6 +23,7 @@ PROGRAM: Final = Path(__file__).parents[2] / ".setup" / "caching_fs"
 COMPILE_TIMEOUT_S: Final = 120
 MOUNT_WAIT_S: Final = 15.0
 COUNTS: Final = "CACHING_FS_COUNTS"
+LOCKS: Final = "CACHING_FS_LOCKS"
 # Runs a command after a mount in a mount namespace of its own. The mount ends with the namespace.
 THEN: Final = 'set -e; "$1" "$2" "$3" "$4" -o "$5"; shift 5; exec "$@"'
 
@@ -54,14 +55,22 @@ def mount_command(source: Path, control: Path, point: Path, seconds: float) -> l
 
 
 def in_own_mount(
-    source: Path, control: Path, point: Path, seconds: float, counts: Path | None = None
+    source: Path,
+    control: Path,
+    point: Path,
+    seconds: float,
+    counts: Path | None = None,
+    *,
+    locks: str = "",
 ) -> list[str]:
     """Return the words before a command that sees `point` through a mount of its own.
 
-    The file `counts` gets the number of operations on this mount, see `read_counts`.
+    The file `counts` gets the number of operations on this mount, see `read_counts`. With `locks`
+    "local", file locks hold in this mount only.
     """
-    isolate = ["unshare", "--mount", "--propagation=private"]
-    isolate = [*(["env", f"{COUNTS}={counts}"] if counts else []), *isolate]
+    given = {COUNTS: counts, LOCKS: locks}
+    environment = [f"{name}={value}" for name, value in given.items() if value]
+    isolate = ["env", *environment, "unshare", "--mount", "--propagation=private"]
     words = [str(compile_program()), str(source), str(control), str(point), _options(seconds)]
     return [*isolate, "sh", "-c", THEN, "sh", *words]
 
@@ -80,11 +89,17 @@ def read_counts(counts: Path) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def mounted(source: Path, control: Path, point: Path, seconds: float) -> Iterator[Path]:
-    """Mount `source` at `point` while the block runs. Raises `CachingMountError`."""
+def mounted(
+    source: Path, control: Path, point: Path, seconds: float, *, locks: str = ""
+) -> Iterator[Path]:
+    """Mount `source` at `point` while the block runs. Raises `CachingMountError`.
+
+    With `locks` "local", file locks hold in this mount only.
+    """
     if not control.exists():
         set_fault(control)
-    _call(mount_command(source, control, point, seconds))
+    prefix = ["env", f"{LOCKS}={locks}"] if locks else []
+    _call([*prefix, *mount_command(source, control, point, seconds)])
     try:
         yield point
     finally:

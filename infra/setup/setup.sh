@@ -22,7 +22,7 @@ readonly CLUSTER_PACKAGES=(
     munged:munge mariadbd:mariadb-server initdb:postgresql
     gcc:gcc strace:strace node:nodejs npm:npm chromium:chromium
     fusermount3:fuse3 pkg-config:pkg-config /usr/include/fuse3/fuse.h:libfuse3-dev
-    debootstrap:debootstrap
+    debootstrap:debootstrap glusterfsd:glusterfs-server
 )
 
 say() { printf 'setup: %s\n' "$*" >&2; }

@@ -37,6 +37,7 @@ from holdfast.trainer.flusher.commit import PeerState, commit_alone, commit_toge
 from holdfast.trainer.flusher.salvage import agree
 from holdfast.workers import preflight
 from holdfast.workers.heartbeats import HeartbeatWriter, heartbeat_stamp, read_heartbeats
+from holdfast.workers.root_probe import SharedProbe, check_folder
 
 CACHE_S = 60.0
 # Far less than a cache lasts, and far more than a machine that is busy needs.
@@ -178,3 +179,27 @@ def test_preflight_finds_a_root_without_hard_links(hosts: Hosts, tmp_path: Path)
     set_fault(hosts.control, error="ENOLINK")
     with pytest.raises(PreflightError, match="the file system has no hard links"):
         preflight.check(spec, hosts.first / "root")
+
+
+def test_locks_that_hold_on_one_host_only_are_found_between_two(tmp_path: Path) -> None:
+    source, first, second = (tmp_path / name for name in ("server", "first", "second"))
+    for folder in (source, first, second):
+        folder.mkdir()
+    control = tmp_path / "fault"
+    with (
+        mounted(source, control, first, CACHE_S, locks="local"),
+        mounted(source, control, second, CACHE_S, locks="local"),
+    ):
+        assert check_folder(first) == []
+        shared = SharedProbe(first)
+        (problem,) = check_folder(second, shared.folder.name, shared.token)
+        shared.close()
+    assert problem.lacks == "locks between hosts"
+    assert problem.text.startswith(f"{second} (fuse.caching_fs): a file that node 0 has locked")
+
+
+def test_two_hosts_that_see_each_other_have_no_problems(hosts: Hosts) -> None:
+    shared = SharedProbe(hosts.first)
+    assert check_folder(hosts.second, shared.folder.name, shared.token) == []
+    shared.close()
+    assert os.listdir(hosts.first) == []

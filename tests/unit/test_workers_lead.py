@@ -32,6 +32,7 @@ from holdfast.workers.agent.outcome import build_outcome, judge_ending
 from holdfast.workers.agent.remote_node import RemoteNode
 from holdfast.workers.agent.runtime import NodeRuntime
 from holdfast.workers.agent.signals import SignalBox
+from holdfast.workers.root_probe import RootProblem
 
 STEPS_GAINED = 7
 LOOKS = 3
@@ -45,7 +46,15 @@ class FakeNode:
 
     def __init__(self, name: str, ends: dict[int, int]) -> None:
         self.name, self._ends = name, ends
+        self.problems: list[RootProblem] = []
+        self.wins_races = False
         self._launch, self._looks, self._killed = 0, 0, False
+
+    def check_root(self, shared: str, token: str) -> list[RootProblem]:
+        return self.problems
+
+    def race(self, shared: str, number: int) -> bool:
+        return self.wins_races
 
     def start(self, launch: int, address: str, port: int) -> None:
         self._launch, self._looks, self._killed = launch, 0, False
@@ -151,6 +160,8 @@ class MemberAgent:
                 question = self.member.receive(0.05)
                 if question is None:
                     continue
+                if question["kind"] == "race":
+                    self.silent_after += 1
                 if self.silent_after <= 0:
                     self.answers_again.wait(WAIT_S)
                 self.silent_after -= 1
@@ -158,6 +169,10 @@ class MemberAgent:
 
     def _answer(self, kind: str, given: dict[str, Any]) -> dict[str, Any]:
         node = self._node
+        if kind == "root":
+            return {"problems": [one.to_json() for one in node.check_root(**given)]}
+        if kind == "race":
+            return {"won": node.race(**given)}
         if kind == "report":
             return node.report().to_json()
         if kind == "crash_report":

@@ -14,13 +14,17 @@ from holdfast.contracts import steady
 from holdfast.contracts.attempt import Request, read_document
 from holdfast.contracts.errors import AgreementError, NotFoundError
 from holdfast.contracts.paths import AttemptPaths, RunPaths
+from holdfast.workers.slurm_client import expand_hosts
 
 LAUNCHES_MAX: Final = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentContext:
-    """One agent's place in the attempt. `started_at` is Unix seconds."""
+    """One agent's place in the attempt. `started_at` is Unix seconds.
+
+    `hosts` are the names of all nodes in order, or empty if the scheduler does not say.
+    """
 
     request: Request
     run: RunPaths
@@ -30,6 +34,7 @@ class AgentContext:
     job_id: str
     host: str
     started_at: float
+    hosts: tuple[str, ...] = ()
 
     @property
     def is_lead(self) -> bool:
@@ -60,6 +65,7 @@ def load_context(request_path: Path, environ: Mapping[str, str] | None = None) -
         or str(os.getpid()),
         host=(variables.get("SLURMD_NODENAME") if on_slurm else None) or socket.gethostname(),
         started_at=steady.now(),
+        hosts=expand_hosts(variables.get("SLURM_STEP_NODELIST", "")) if on_slurm else (),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Final
 from holdfast.contracts import steady
 from holdfast.contracts.attempt import LaunchRecord, Outcome
 from holdfast.contracts.channel import ChannelHost
+from holdfast.contracts.errors import MissingNodesError
 from holdfast.contracts.history import goes_on_after_numerics, stopped_for_numerics
 from holdfast.contracts.journal import Event, EventKind, JournalWriter, read_journal
 from holdfast.contracts.states import Cause
@@ -19,6 +20,7 @@ from holdfast.workers.agent.health_watch import HealthWatch
 from holdfast.workers.agent.listener import StopListener
 from holdfast.workers.agent.node import CrashReport
 from holdfast.workers.agent.node_group import NodeGroup
+from holdfast.workers.agent.root_check import RootCheck
 from holdfast.workers.agent.runtime import NodeRuntime
 from holdfast.workers.agent.signals import SignalBox
 from holdfast.workers.agent.standby_plan import StandbyPlan
@@ -55,6 +57,7 @@ class Lead:
         self._listener = StopListener(context, signals, self._stops)
         self.group = NodeGroup(context, journal, self._listener, runtime)
         self.health = HealthWatch(context, self.group, self._listener, journal)
+        self.root = RootCheck(context, self.group, journal)
         self._announced: StopRequest | None = None
         self._hangs = HangWatch(context.request, context.attempt, journal)
         self._agreement = StopAgreement(self.group, journal, context.attempt.number, self._note)
@@ -68,10 +71,10 @@ class Lead:
     def run(self) -> None:
         """Start launches until training ends, is stopped, or another launch is not worthwhile.
 
-        Raises `AgreementError` if a node does not join.
+        Raises `AgreementError` if nodes do not join, unless it is known which hosts they are.
         """
-        if self._host is not None:
-            self.group.gather(self._host)
+        if not self._gather() or self.stop_request is not None or not self.root.passes():
+            return
         if self.stop_request is not None or not self.health.passes("before"):
             return
         for restarts in range(LAUNCHES_MAX):
@@ -85,6 +88,17 @@ class Lead:
                 break
         self._listener.end()
         self._await_mirror()
+
+    def _gather(self) -> bool:
+        """Wait for the other nodes; return False if some of them end the attempt."""
+        try:
+            if self._host is not None:
+                self.group.gather(self._host)
+        except MissingNodesError as error:
+            if self.root.blame(error):
+                return False
+            raise
+        return True
 
     def acknowledge(self, outcome: Outcome) -> None:
         """Tell clouds that announced an end that they may proceed, if no step could be lost."""

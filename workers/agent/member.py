@@ -175,6 +175,11 @@ def _reply(runtime: NodeRuntime, reporter: Reporter, question: dict[str, Any]) -
         return reporter.answer()
     elif kind == "stacks":
         runtime.take_stacks(question["dump"], question["number"])
+    elif kind == "root":
+        problems = runtime.check_root(question["shared"], question["token"])
+        return {"problems": [one.to_json() for one in problems]}
+    elif kind == "race":
+        return {"won": runtime.race(question["shared"], question["number"])}
     elif kind == "health":
         runtime.check_health(question["checks"], question["round"], question["meeting"])
     elif kind == "hint":

@@ -14,6 +14,7 @@ from holdfast.workers.agent.notices.notice import Notice
 from holdfast.workers.agent.silence import RankStatus
 from holdfast.workers.agent.stacks import StackSample
 from holdfast.workers.causes import Ending, RankFailure, classify_crash
+from holdfast.workers.root_probe import RootProblem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +126,16 @@ class Node(NodePort, Protocol):
 
     def prepare(self, launch: int, address: str, port: int) -> object:
         """Start a warm standby for a later launch, if there is enough memory for it."""
+        ...
+
+    def check_root(
+        self, shared: str, token: str
+    ) -> Sequence[RootProblem] | Future[Sequence[RootProblem]]:
+        """Return what the node cannot do in the attempt's folder, see `root_check.check_folder`."""
+        ...
+
+    def race(self, shared: str, number: int) -> bool | Future[bool]:
+        """Create a name exclusively while other nodes do the same, see `root_probe.race`."""
         ...
 
     def check_health(

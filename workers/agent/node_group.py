@@ -88,12 +88,14 @@ class NodeGroup:
     def gather(self, host: ChannelHost) -> None:
         """Wait for the other nodes, unless a stop is requested meanwhile.
 
-        Raises `AgreementError` if a node does not join.
+        Raises `MissingNodesError` if a node does not join.
         """
         host.subscribe(self._hear)
         timeout_s = self._context.request.supervision.join_timeout_s
-        host.wait_for_peers(timeout_s, is_over=lambda: self._listener.stop_request is not None)
-        self._remotes = [RemoteNode(peer, self._keep) for _, peer in sorted(host.peers.items())]
+        try:
+            host.wait_for_peers(timeout_s, is_over=lambda: self._listener.stop_request is not None)
+        finally:
+            self._remotes = [RemoteNode(peer, self._keep) for _, peer in sorted(host.peers.items())]
 
     def forget_reports(self) -> None:
         """Forget the reports of the previous launch, also those that are on their way.

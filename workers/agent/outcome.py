@@ -48,7 +48,7 @@ def build_outcome(lead: Lead) -> Outcome:
         traceback=first.text or None if first else None,
         failed_rank=first.rank if first else None,
         failed_host=first.host or None if first else None,
-        unhealthy_hosts=lead.health.hosts,
+        unhealthy_hosts=(*lead.root.hosts, *lead.health.hosts),
         launches=launches if last else (),
     )
 
@@ -56,8 +56,8 @@ def build_outcome(lead: Lead) -> Outcome:
 def judge_ending(lead: Lead) -> tuple[Ending, RankFailure | None]:
     """Return the attempt's ending, and the rank that failed first, if one did."""
     last, stop_request = lead.last, lead.stop_request
-    if lead.health.ending is not None:
-        return lead.health.ending, None
+    if refused := lead.root.ending or lead.health.ending:
+        return refused, None
     if stop_request is not None and last is not None and last.ending in {"crashed", "hung"}:
         lost = (
             f"nodes {', '.join(lead.group.lost)} were lost while stopping"

@@ -10,8 +10,11 @@ from holdfast.contracts.channel import CALL_TIMEOUT_S, Peer
 from holdfast.contracts.rank_status import Proposal
 from holdfast.workers.agent.node import CrashReport, NodeReport
 from holdfast.workers.agent.torchrun import KILL_WAIT_S
+from holdfast.workers.root_probe import RootProblem
 
 FINISH_TIMEOUT_S: Final = 30.0
+# A file system that is busy may take this long for a few files.
+ROOT_TIMEOUT_S: Final = 120.0
 
 
 class RemoteNode:
@@ -36,6 +39,16 @@ class RemoteNode:
 
     def prepare(self, launch: int, address: str, port: int) -> Future[None]:
         return self._peer.ask("prepare", _nothing, launch=launch, address=address, port=port)
+
+    def check_root(self, shared: str, token: str) -> Future[Sequence[RootProblem]]:
+        return self._peer.ask(
+            "root", _root_problems, timeout_s=ROOT_TIMEOUT_S, shared=shared, token=token
+        )
+
+    def race(self, shared: str, number: int) -> Future[bool]:
+        return self._peer.ask(
+            "race", lambda answer: bool(answer["won"]), shared=shared, number=number
+        )
 
     def check_health(
         self, checks: Sequence[str], round_: int, meeting: dict[str, Any] | None = None
@@ -96,6 +109,10 @@ class RemoteNode:
 
     def answer(self, serial: int, state: Proposal) -> Future[object]:
         return self._peer.answer(serial, state)
+
+
+def _root_problems(answer: dict[str, Any]) -> Sequence[RootProblem]:
+    return [RootProblem(str(one["lacks"]), str(one["text"])) for one in answer["problems"]]
 
 
 def _nothing(_: dict[str, Any]) -> None:

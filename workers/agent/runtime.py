@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 from holdfast.contracts.agreement import StatusPort
@@ -27,6 +28,7 @@ from holdfast.workers.agent.stacks import StackTaker, Target
 from holdfast.workers.agent.torchrun import Handles, Torchrun
 from holdfast.workers.agent.warm_standby import WarmStandby, has_memory_for
 from holdfast.workers.causes import RankFailure
+from holdfast.workers.root_probe import check_folder, race
 
 
 class NodeRuntime(StatusPort):
@@ -47,6 +49,7 @@ class NodeRuntime(StatusPort):
         self._stacks = StackTaker()
         self._health = HealthChecks(context)
         self.check_health = self._health.start
+        self.check_root = partial(check_folder, context.attempt.directory)
         supervision = context.request.supervision
         self._notices = NoticeWatch(
             supervision.notices,
@@ -66,6 +69,9 @@ class NodeRuntime(StatusPort):
     def step_s(self) -> float:
         """The duration in seconds of the slowest local rank's last step."""
         return max((record.step_time_s for record in self.status_table.records()), default=0.0)
+
+    def race(self, shared: str, number: int) -> bool:
+        return race(self.context.attempt.directory / shared, number)
 
     def start(self, launch: int, address: str, port: int) -> None:
         self.flusher_supervisor.forget(launch - 1)

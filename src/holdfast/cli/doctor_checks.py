@@ -8,7 +8,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.filesystems import NODE_LOCAL, filesystem_of
 from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import list_runs
+from holdfast.workers.root_probe import ADVICE, describe, find_problems
 
 Level = Literal["ok", "warn", "fail"]
 COMMAND_S_MAX: Final = 60.0
@@ -93,18 +93,20 @@ def check_torch() -> Finding:
 
 
 def check_root(root: Path) -> Finding:
-    """Check that the root is writable and not in memory."""
+    """Check what the root's file system can do, and that it is not in memory."""
     try:
         make_directory(root)
-        with tempfile.NamedTemporaryFile(dir=root, prefix=".doctor."):
-            kind = filesystem_of(root).kind
+        problems = find_problems(root)
     except OSError as error:
         step = "give a writable directory with --root or HOLDFAST_ROOT"
         return Finding("root", "fail", f"{root}: {error.strerror or error}", step)
+    if problems:
+        return Finding("root", "fail", f"{describe(root)}: {problems[0].text}", ADVICE)
+    kind = filesystem_of(root).kind
     if kind in NODE_LOCAL:
         step = "set HOLDFAST_ROOT to durable storage that all nodes share"
         return Finding("root", "warn", f"{root} is in memory ({kind})", step)
-    return Finding("root", "ok", f"{root} ({kind or 'unknown file system'})")
+    return Finding("root", "ok", describe(root))
 
 
 def check_space(root: Path) -> Finding:

@@ -30,7 +30,7 @@ from holdfast.contracts.connections import (
     Switchboard,
 )
 from holdfast.contracts.durable import to_json, write_bytes
-from holdfast.contracts.errors import AgreementError
+from holdfast.contracts.errors import AgreementError, MissingNodesError
 from holdfast.contracts.filesystems import is_there
 from holdfast.contracts.handshake import Proof, listen, own_addresses, read_address
 from holdfast.contracts.lines import Line
@@ -133,16 +133,17 @@ class ChannelHost:
     ) -> None:
         """Wait until every other node has joined, or until `is_over()` is true.
 
-        Raises `AgreementError` with the missing nodes.
+        Raises `MissingNodesError`.
         """
         timeout = Timeout(timeout_s)
         while len(self.peers) < self.nodes - 1 and not is_over():
             if timeout.is_over:
                 missing = sorted(set(range(1, self.nodes)) - set(self.peers))
-                raise AgreementError(
+                raise MissingNodesError(
                     f"nodes {missing} did not join within {timeout_s:.0f} s; expected all "
                     f"{self.nodes}. Check that every node sees the run's root and can reach port "
-                    f"{self.port} of node 0"
+                    f"{self.port} of node 0",
+                    missing,
                 )
             time.sleep(POLL_S)
 

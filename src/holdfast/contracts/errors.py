@@ -27,6 +27,7 @@ HoldfastError
 ├── ServiceError (RuntimeError)          Prefect cannot be reached, or refused a request
 ├── SessionError (RuntimeError)          a program uses its Session in a wrong way
 └── AgreementError (RuntimeError)        the ranks did not agree on a step in time
+    └── MissingNodesError                nodes of an attempt did not join node 0
 
 Each message states what was given, what was expected and what to do next.
 """
@@ -34,7 +35,7 @@ Each message states what was given, what was expected and what to do next.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Final
 
 
@@ -211,3 +212,11 @@ class SessionError(HoldfastError, RuntimeError):
 
 class AgreementError(HoldfastError, RuntimeError):
     """The ranks did not agree on a step, or did not answer, within the time limit."""
+
+
+class MissingNodesError(AgreementError):
+    """Some nodes of an attempt did not join node 0. `missing` has their numbers."""
+
+    def __init__(self, message: str, missing: Collection[int]) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
