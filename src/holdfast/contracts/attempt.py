@@ -115,12 +115,9 @@ class Request(Document):
     executor: Name
     nodes: Annotated[int, Field(ge=0, le=NODES_MAX)]
     gpus_per_node: Annotated[int, Field(ge=0, le=GPUS_PER_NODE_MAX)]
-    cluster: Name | None = Field(
-        default=None, description="Slurm: name of the cluster. None in an old request"
-    )
-    nproc_per_node: Annotated[int, Field(ge=1, le=GPUS_PER_NODE_MAX)] | None = Field(
-        default=None, description="ranks per node. None in an old request: one per GPU"
-    )
+    # None in an old request: the cluster is unknown, and there is one rank per GPU.
+    cluster: Name | None = None
+    nproc_per_node: Annotated[int, Field(ge=1, le=GPUS_PER_NODE_MAX)] | None = None
     exclude: tuple[Name, ...] = ()
     command: tuple[Text, ...]
     working_directory: FilePath
@@ -168,14 +165,11 @@ class Submission(Document):
     job_id: Name
     executor: Name
     submitted_at: Moment
-    pid: Number | None = Field(
-        default=None, description="local executor: process id of the job's session leader"
-    )
-    process_start_s: Seconds | None = Field(
-        default=None, description="local executor: when that process started, seconds after boot"
-    )
+    # Local executor: the leader of the job's session, when it started (seconds after boot), where.
+    pid: Number | None = None
+    process_start_s: Seconds | None = None
     boot_id: Name | None = None
-    host: Name | None = Field(default=None, description="local executor: host that runs the job")
+    host: Name | None = None
 
 
 class SubmissionTry(Document):
