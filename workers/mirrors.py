@@ -42,7 +42,7 @@ def location_of(paths: RunPaths) -> str | None:
         return None
     check_identity(paths, record)
     with reading_run(paths.directory):
-        mirror = RunSpec.model_validate(record.spec).checkpoint.mirror
+        mirror = RunSpec.read(record.spec).checkpoint.mirror
     if not mirror:
         return None
     if not paths.is_mine():

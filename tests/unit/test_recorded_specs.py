@@ -28,6 +28,7 @@ from holdfast.flows.supervise import Supervisor, submit_next
 from holdfast.lineage.index import Index
 from holdfast.workers import executors, operator, runs
 from holdfast.workers.executors.slurm import SlurmExecutor
+from holdfast.workers.mirrors import location_of
 from holdfast.workers.request import build_request
 
 pytestmark = pytest.mark.usefixtures("home")
@@ -105,6 +106,19 @@ def end_attempt(paths: RunPaths, number: int) -> None:
         journal.append(
             EventKind.ATTEMPT_ENDED, attempt=number, state=state, cause="preemption", ended_at=1.0
         )
+
+
+@pytest.mark.parametrize("change", [older, newer])
+@pytest.mark.usefixtures("scheduler")
+def test_the_mirror_of_a_recorded_run_is_found(
+    change: Callable[[dict[str, Any]], None], tmp_path: Path
+) -> None:
+    def mirrored(document: dict[str, Any]) -> None:
+        change(document)
+        document["checkpoint"]["mirror"] = "file:///mirror"
+
+    paths = make_run(tmp_path / "runs", mirrored)
+    assert str(location_of(paths)).startswith("file:///mirror/")
 
 
 @pytest.mark.parametrize("change", [older, newer])
