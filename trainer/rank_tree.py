@@ -43,7 +43,7 @@ class KeyStore(Protocol):
 class RankTree:
     """The connections of one rank, which is number `index` of `size`.
 
-    All ranks of a tree call the same methods in the same order. Every method raises `AgreementError`
+    All ranks of a tree call the same methods in the same order. A method raises `AgreementError`
     on all ranks if one of them has ended, or has not come within `TIMEOUT_S` seconds. The tree
     cannot be used after that. Only one thread uses a tree.
     """
