@@ -21,7 +21,7 @@ from typing import Any, Final, Protocol
 
 import psutil
 
-from holdfast.contracts.errors import HoldfastError
+from holdfast.contracts.errors import AgreementError
 from holdfast.contracts.handshake import listen, own_addresses
 from holdfast.trainer.tree_link import Link, dial, greet
 
@@ -43,7 +43,7 @@ class KeyStore(Protocol):
 class RankTree:
     """The connections of one rank, which is number `index` of `size`.
 
-    All ranks of a tree call the same methods in the same order. Every method raises `HoldfastError`
+    All ranks of a tree call the same methods in the same order. A method raises `AgreementError`
     on all ranks if one of them has ended, or has not come within `TIMEOUT_S` seconds. The tree
     cannot be used after that. Only one thread uses a tree.
     """
@@ -235,7 +235,7 @@ class RankTree:
 
     def _check(self) -> None:
         if self._problem:
-            raise HoldfastError(self._problem)
+            raise AgreementError(self._problem)
 
     def _fail(self, problem: str) -> None:
         """Pass the problem on to all neighbours, and raise it."""
@@ -244,7 +244,7 @@ class RankTree:
         for link in self._links.values():
             link.fail(self._problem)
         self._links.clear()
-        raise HoldfastError(self._problem)
+        raise AgreementError(self._problem)
 
     # --- the start ----------------------------------------------------------------------------
 
@@ -258,7 +258,7 @@ class RankTree:
             hello = {"tree": title, "from": self.index, "to": self._parent}
             found = dial(addresses, port, self._token, hello, give_up)
             if found is None:
-                raise HoldfastError(
+                raise AgreementError(
                     f"rank {self._ranks[self.index]} cannot reach {self._name(self._parent)} at "
                     f"port {port} of {', '.join(addresses)}; expected an open connection between "
                     f"the nodes of the job. If they have several networks, set {INTERFACES}"

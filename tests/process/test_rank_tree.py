@@ -207,12 +207,12 @@ class Intruder:
         self._plain = Folder.get
 
     def __enter__(self) -> Intruder:
-        waits = self._directory / "intruded"
+        waits, plain = self._directory / "intruded", self._plain
 
-        def get(store: Folder, key: str) -> bytes:
+        def get(self: Folder, key: str) -> bytes:
             while key == "address 0" and not waits.exists():
                 time.sleep(0.005)
-            return self._plain(store, key)
+            return plain(self, key)
 
         Folder.get = get  # type: ignore[method-assign]
         return self

@@ -127,21 +127,22 @@ def test_decision_that_hangs_ends_the_wait_of_all_ranks(tmp_path: Path) -> None:
 
 
 def test_rank_that_dies_ends_the_wait_of_all_ranks_and_is_named(tmp_path: Path) -> None:
+    own: list[int] = []
+
     def part(_: Meter, dying: int) -> None:
-        if dying == own:
+        if own == [dying]:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(30)
 
     def act(tree: RankTree) -> None:
-        nonlocal own
-        own, ranks = tree.index, ControlGroup()
+        own.append(tree.index)
+        ranks = ControlGroup()
         ranks.rank, ranks.world_size, ranks.group = tree.index, tree.size, tree
         work, began = SharedWork(ranks, {"part": part}), time.monotonic()
         with pytest.raises(HoldfastError, match="rank 1 has ended while others waited for it"):
             work.lead(lambda: work.divide("part", 1))
         assert time.monotonic() - began < 20
 
-    own = -1
     with connected(tmp_path, RANKS, act):
         pass
 

@@ -16,7 +16,7 @@ from enum import IntEnum
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from holdfast.contracts.errors import DamagedCheckpointError, HoldfastError
+from holdfast.contracts.errors import AgreementError, DamagedCheckpointError, HoldfastError
 from holdfast.trainer.collective import TIMEOUT, ControlGroup, attempt
 from holdfast.trainer.loading.agreement import PortableError, portable, raise_first
 
@@ -119,7 +119,7 @@ class SharedWork:
     def lead(self, decide: Callable[[], T]) -> T:
         """Run `decide` on rank 0, and return its result on every rank. Every rank calls this.
 
-        Raises the error of `decide` on every rank. Raises `HoldfastError` on every rank if nothing
+        Raises the error of `decide` on every rank. Raises `AgreementError` on every rank if nothing
         moves any more.
         """
         leader = _Job(decide, self._changed) if self._ranks.rank == 0 else None
@@ -186,11 +186,11 @@ class SharedWork:
         _, error = attempt(lambda: raise_first(part.error, damage if any(damage) else errors))
         self._answers.put(error or [value for value, _ in outcomes])
 
-    def _stalled(self, lines: list[_Line]) -> HoldfastError:
+    def _stalled(self, lines: list[_Line]) -> AgreementError:
         """Return the error for work that does not progress. It names the ranks."""
         # Between two parts, all wait for the decision of rank 0.
         waiting = [str(rank) for rank, one in enumerate(lines) if not one.is_done] or ["0"]
-        return HoldfastError(
+        return AgreementError(
             f"ranks that prepare the resume have read nothing for {self._stalled_s:.0f} s: "
             f"{', '.join(waiting)}; expected progress. The storage or the mirror may hang: look at "
             "these ranks' stacks and at the logs of their nodes, then start again"
