@@ -176,7 +176,9 @@ def test_a_run_is_preempted_loses_a_node_and_completes(hosts: Hosts) -> None:
         assert last.last_step == STEPS
         steps = [one.step for one in committed_checkpoints(run.paths)]
         assert steps[-1] == STEPS
-        assert run.events(EventKind.SAVE_FAILED) == []
+        # A step of which the lost node had written nothing cannot be committed.
+        failed = run.events(EventKind.SAVE_FAILED)
+        assert {event.data["attempt"] for event in failed} <= {second.number}
         with open_database() as database:
             ingest_run(database, run.paths)
             live = dump(database)
