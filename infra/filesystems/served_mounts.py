@@ -236,7 +236,7 @@ def _wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes],
         if process.poll() is not None or time.monotonic() > give_up:
             process.kill()
             tail = log.read_text(errors="replace")[-2000:]
-            raise ServedMountError(f"{process.args} did not start:\n{tail}")
+            raise ServedMountError(f"{process.args!r} did not start:\n{tail}")
         time.sleep(POLL_S)
 
 
