@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from holdfast.contracts.manifest import Manifest, find_damage, read_manifest
+from holdfast.contracts.damage import find_damage
+from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.paths import AttemptPaths
 from holdfast.trainer.staging.slots import DATA_OFFSET, Slot, SlotState
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from holdfast.contracts.damage import find_damage
 from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.contracts.history import (
     RunHistory,
@@ -22,7 +23,7 @@ from holdfast.contracts.history import (
 from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.keep_rules import kept_by_rules, why_not_kept
 from holdfast.contracts.leases import readers
-from holdfast.contracts.manifest import Manifest, find_damage, read_manifest
+from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.mirrors import read_record
 from holdfast.contracts.paths import MANIFEST, RunPaths
 from holdfast.contracts.spec_checkpoint import Keep

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.attempt import RunRecord, read_document
+from holdfast.contracts.damage import find_damage
 from holdfast.contracts.errors import DamagedCheckpointError, MirrorError, NotFoundError
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.leases import reading
-from holdfast.contracts.manifest import Manifest, find_damage, read_manifest
+from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.mirrors import read_record
 from holdfast.contracts.paths import CheckpointName, RunPaths
 from holdfast.workers import mirrors

@@ -15,10 +15,11 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from holdfast.contracts.attempt import Submission, read_claim, read_document
+from holdfast.contracts.damage import find_damage
 from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.contracts.history import AttemptView, excluded_checkpoints, load_events
 from holdfast.contracts.journal import Event, EventKind
-from holdfast.contracts.manifest import find_damage, read_manifest
+from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows.drills.place import place_of

@@ -12,7 +12,8 @@ from typing import Any, Final
 from tests.faults.shim import Shim
 from tests.flusher_supervisor import FakeRank, SlotHolder, wait_until
 
-from holdfast.contracts.manifest import find_damage, read_manifest
+from holdfast.contracts.damage import find_damage
+from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.paths import CheckpointName, RunPaths
 from holdfast.trainer.loading.resume import choose
 from holdfast.trainer.staging.slots import Slot, SlotState

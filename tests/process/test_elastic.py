@@ -16,7 +16,8 @@ from tests.elastic_layouts import layouts_of
 from tests.flusher_supervisor import SlotHolder
 from tests.rank_programs import run_program
 
-from holdfast.contracts.manifest import find_damage, read_manifest
+from holdfast.contracts.damage import find_damage
+from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.paths import RunPaths
 
 PHASE_S = 250.0

@@ -19,8 +19,9 @@ from tests.pipeline_program import HalfPlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
 
+from holdfast.contracts.damage import find_damage
 from holdfast.contracts.errors import DamagedCheckpointError, KeyMismatchError, SaveError
-from holdfast.contracts.manifest import find_damage, read_manifest
+from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.paths import RunPaths
 from holdfast.trainer.engine import CheckpointEngine
 from holdfast.trainer.identity import Identity

@@ -14,7 +14,8 @@ from tests.flusher_supervisor import FakeRank, SlotHolder, wait_for, wait_until
 from tests.slot_tables import make_table
 from tests.storage import small_storage
 
-from holdfast.contracts.manifest import find_damage, read_manifest
+from holdfast.contracts.damage import find_damage
+from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.paths import CheckpointName, RunPaths
 from holdfast.trainer.flusher.space_guard import MARGIN_BYTES_MAX, Need, SpaceGuard, find_shortage
 from holdfast.trainer.flusher_supervisor import FlusherSupervisor

@@ -17,7 +17,8 @@ import pytest
 from tests.flusher_supervisor import FakeRank, SlotHolder, fork, kill_process, wait_for, wait_until
 
 from holdfast.contracts import wire
-from holdfast.contracts.manifest import find_damage, read_manifest
+from holdfast.contracts.damage import find_damage
+from holdfast.contracts.manifest import read_manifest
 from holdfast.trainer.staging.slots import DATA_OFFSET, SlotState
 
 NAME = "step-00000007.a0001.l01"

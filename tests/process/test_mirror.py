@@ -13,8 +13,9 @@ import pytest
 from tests.mirrors import PART_BYTES, SIZES, UID, WAIT_S, fork_server, make_checkpoint, push, start
 from tests.object_store import BUCKET, ObjectStore, Proxy, ProxyFault
 
+from holdfast.contracts.damage import find_damage
 from holdfast.contracts.errors import DamagedCheckpointError, MirrorError
-from holdfast.contracts.manifest import find_damage, read_manifest
+from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.mirrors import checkpoint_key
 from holdfast.contracts.paths import CheckpointName
 from holdfast.trainer.mirror import command as mirror

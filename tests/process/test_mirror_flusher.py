@@ -10,9 +10,10 @@ from tests.flusher_supervisor import FakeRank, SlotHolder, wait_for, wait_until
 from tests.object_store import ACCESS_KEY, BUCKET, ObjectStore, Proxy, ProxyFault
 from tests.process.local_runs import LocalRun
 
+from holdfast.contracts.damage import find_damage
 from holdfast.contracts.history import load_events
 from holdfast.contracts.journal import EventKind
-from holdfast.contracts.manifest import find_damage, read_manifest
+from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.mirrors import Tiers, checkpoint_folder, read_record
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.states import AttemptState

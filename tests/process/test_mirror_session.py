@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from holdfast.contracts.damage import find_damage
 from holdfast.contracts.environment import CHECKPOINT_LOCAL, CHECKPOINT_MIRROR
 from holdfast.contracts.history import load_events
 from holdfast.contracts.journal import EventKind
-from holdfast.contracts.manifest import find_damage, read_manifest
+from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.mirrors import read_record
 from holdfast.contracts.paths import RunPaths
 

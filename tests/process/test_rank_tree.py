@@ -59,6 +59,7 @@ def ranks(directory: Path, size: int, act: Callable[[RankTree], None]) -> Iterat
             act(RankTree.over_store(Folder(directory), rank, size))
             status = 0
         except BaseException:
+            # The child ends here in any case. Its status is checked.
             traceback.print_exc()
         finally:
             sys.stderr.flush()

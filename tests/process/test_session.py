@@ -16,8 +16,9 @@ import psutil
 import pytest
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from holdfast.contracts.damage import find_damage
 from holdfast.contracts.journal import Event, EventKind, read_journal
-from holdfast.contracts.manifest import find_damage, read_manifest
+from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.paths import CheckpointName, RunPaths
 
 PROGRAM = Path(__file__).with_name("session_program.py")

@@ -15,8 +15,9 @@ from tests.forked_ranks import run_ranks
 from tests.mirrors import make_checkpoint
 from tests.process.test_rank_tree import ranks as connected
 
+from holdfast.contracts.damage import find_damage, find_problems
 from holdfast.contracts.errors import DamagedCheckpointError, HoldfastError, MirrorError
-from holdfast.contracts.manifest import find_damage, find_problems, read_manifest
+from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.mirrors import Tiers
 from holdfast.contracts.paths import CheckpointName
 from holdfast.trainer.collective import ControlGroup

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from tests.flusher_supervisor import FakeRank, SlotHolder, wait_for, wait_until
 
-from holdfast.contracts.manifest import find_damage, read_manifest
+from holdfast.contracts.damage import find_damage
+from holdfast.contracts.manifest import read_manifest
 from holdfast.trainer.staging.slots import DATA_OFFSET, SlotState
 
 

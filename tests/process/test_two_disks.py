@@ -16,10 +16,11 @@ from tests.process.test_session import ends_of
 from tests.process.test_session_agent import WAIT_S, end, start_nodes
 from tests.storage import small_storage
 
+from holdfast.contracts.damage import find_damage
 from holdfast.contracts.environment import CHECKPOINT_INTERVAL
 from holdfast.contracts.history import load_events
 from holdfast.contracts.journal import Event, EventKind
-from holdfast.contracts.manifest import find_damage, read_manifest
+from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.mirrors import Tiers, checkpoint_folder, read_record
 from holdfast.contracts.paths import RunPaths
 

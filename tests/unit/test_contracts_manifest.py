@@ -12,6 +12,7 @@ import pytest
 from pydantic import ValidationError
 from tests.runs import file_checksum
 
+from holdfast.contracts.damage import find_damage
 from holdfast.contracts.digests import (
     BLOCK_BYTES,
     BLOCKS_MAX,
@@ -21,7 +22,7 @@ from holdfast.contracts.digests import (
 )
 from holdfast.contracts.durable import to_json
 from holdfast.contracts.errors import DamagedCheckpointError
-from holdfast.contracts.manifest import FileEntry, Manifest, find_damage, read_manifest
+from holdfast.contracts.manifest import FileEntry, Manifest, read_manifest
 from holdfast.contracts.paths import MANIFEST, CheckpointName
 
 CONTENTS = {".metadata": b"m" * 100, "__0_0.distcp": bytes(range(256)) * 64, "pp0/a.json": b"{}"}

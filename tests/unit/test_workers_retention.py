@@ -18,12 +18,13 @@ import pytest
 from tests.runs import T0, RunFolder
 from tests.storage import small_storage
 
+from holdfast.contracts.damage import find_damage
 from holdfast.contracts.durable import make_directory
 from holdfast.contracts.errors import NotFoundError, SpecError
 from holdfast.contracts.history import load_history, pinned_checkpoints
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.leases import reading
-from holdfast.contracts.manifest import find_damage, read_manifest
+from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.paths import MANIFEST, RunPaths
 from holdfast.contracts.spec_checkpoint import Keep
 from holdfast.contracts.states import AttemptState, Cause

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 
+from holdfast.contracts.damage import find_damage
 from holdfast.contracts.durable import fsync_directory, make_directory
 from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError
-from holdfast.contracts.manifest import find_damage
 from holdfast.trainer.export.usable import OPTIMIZER, make_objects, make_optimizer, owned_by
 from holdfast.trainer.export.whole import Entry, Source, batches, require_tensors, weights_of
 from holdfast.trainer.loading.compare_keys import is_of_one_rank

@@ -12,13 +12,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
-from holdfast.contracts.manifest import (
-    FileEntry,
-    Manifest,
-    Problems,
-    describe_problems,
-    find_problems,
-)
+from holdfast.contracts.damage import Problems, describe_problems, find_problems
+from holdfast.contracts.manifest import FileEntry, Manifest
 from holdfast.contracts.mirrors import Tiers
 from holdfast.trainer.collective import ControlGroup
 from holdfast.trainer.identity import Identity

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.contracts.attempt import RunRecord, read_document
+from holdfast.contracts.damage import find_damage
 from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.contracts.history import excluded_checkpoints, load_events
-from holdfast.contracts.manifest import Manifest, find_damage, read_manifest
+from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.retries import read_again
 

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
 from torch.futures import Future
 
+from holdfast.contracts.damage import describe_problems, find_problems
 from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError
-from holdfast.contracts.manifest import describe_problems, find_problems
 from holdfast.trainer.collective import TIMEOUT, Group
 from holdfast.trainer.loading.plain_load import repack
 from holdfast.trainer.planning.metadata import Opened

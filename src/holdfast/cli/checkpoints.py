@@ -13,8 +13,9 @@ from holdfast.cli.arguments import RunArgument
 from holdfast.cli.exit_status import REFUSED
 from holdfast.cli.index import locate_checkpoint, locate_run, look_at, plain_path, user_name
 from holdfast.cli.output import AsJson, RootOption, answer, bytes_text, print_table, say, warn
+from holdfast.contracts.damage import find_damage
 from holdfast.contracts.errors import ForeignFileError, SpecError
-from holdfast.contracts.manifest import Manifest, find_damage
+from holdfast.contracts.manifest import Manifest
 from holdfast.contracts.paths import checkpoint_id
 
 CheckpointArgument = Annotated[

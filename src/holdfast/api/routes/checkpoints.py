@@ -25,8 +25,9 @@ from holdfast.api.schemas import (
 )
 from holdfast.api.services import Services, services_of
 from holdfast.api.watch import WRITER
+from holdfast.contracts.damage import find_damage
 from holdfast.contracts.errors import DamagedCheckpointError, SpecError
-from holdfast.contracts.manifest import Manifest, find_damage, read_manifest
+from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.mirrors import read_record
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.spec import Cost
