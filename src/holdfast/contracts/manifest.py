@@ -49,7 +49,6 @@ from holdfast.contracts.reading import read_bounded
 FORMAT: Final = 1
 # The manifest of 10,000 ranks with a file of 256 blocks each has 84 MB.
 MANIFEST_BYTES_MAX: Final = 1 << 28
-READERS_MAX: Final = 4
 DIGEST_SEARCH_BYTES: Final = 200
 _DIGEST = re.compile(rb',\s*"digest": "([^"]*)"\s*}\s*$')
 
