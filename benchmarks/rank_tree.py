@@ -105,7 +105,8 @@ def fork(rank: int, directory: Path, options: argparse.Namespace) -> int:
     try:
         measure(rank, directory, options)
         status = 0
-    except BaseException as error:  # The child ends here, with its reason on standard error.
+    except BaseException as error:
+        # A forked rank ends here in any case.
         print(f"rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     finally:
         # The parent ends this process, so its id stays valid.

@@ -203,7 +203,7 @@ class RankTree:
         self._check()
         awaited, limit_s = self._links[number], TIMEOUT_S
         if self.index and number == self._parent:
-            # The rank that waits for the late rank itself gives up first, and names it.
+            # The rank that waits for the late one directly gives up first, and names it.
             limit_s *= 2
         give_up = time.monotonic() + limit_s
         while not awaited.messages:

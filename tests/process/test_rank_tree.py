@@ -58,7 +58,8 @@ def ranks(directory: Path, size: int, act: Callable[[RankTree], None]) -> Iterat
         try:
             act(RankTree.over_store(Folder(directory), rank, size))
             status = 0
-        except BaseException:  # The child ends here, with its reason on standard error.
+        except BaseException:
+            # The child ends here in any case. Its status is checked.
             traceback.print_exc()
         finally:
             sys.stderr.flush()

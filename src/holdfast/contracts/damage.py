@@ -1,4 +1,4 @@
-"""Whether the files of a checkpoint are as its manifest says, for one process or in shares."""
+"""Comparison of a checkpoint's files with its manifest, as a whole or in shares."""
 
 from __future__ import annotations
 
