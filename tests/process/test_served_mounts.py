@@ -20,7 +20,7 @@ import pytest
 # Appended, so that no module of ours can shadow an installed one.
 sys.path.append(str(Path(__file__).parents[2] / "infra" / "filesystems"))
 
-from served_mounts import Served, served, why_not
+from served_mounts import Served, served
 from tests.faults.saves import name_of
 from tests.faults.test_lost_node import part_of
 from tests.process.local_runs import wait_until
@@ -57,8 +57,6 @@ class ServedHosts(Hosts):
 
 
 def two_hosts(kind: str, folder: Path) -> Iterator[ServedHosts]:
-    if reason := why_not(kind):
-        pytest.skip(reason)
     first, second = folder / "first", folder / "second"
     first.mkdir()
     second.mkdir()

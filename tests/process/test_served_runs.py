@@ -21,7 +21,7 @@ import pytest
 # Appended, so that no module of ours can shadow an installed one.
 sys.path.append(str(Path(__file__).parents[2] / "infra" / "filesystems"))
 
-from served_mounts import Served, served, why_not
+from served_mounts import Served, served
 from tests.process.local_runs import LocalRun, processes_of, wait_until
 from tests.process.test_lineage_ingest import dump
 
@@ -98,8 +98,6 @@ class Hosts:
 def hosts(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Hosts]:
-    if reason := why_not(request.param):
-        pytest.skip(reason)
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
     point = tmp_path / "shared"
     point.mkdir()
