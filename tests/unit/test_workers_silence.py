@@ -331,6 +331,34 @@ def test_local_variables_change_the_digest_and_are_never_written() -> None:
     assert read_py_spy(0, 77, spied(424242, helper_line=2, active=True))[0].digest != first.digest
 
 
+def polling(*inside: tuple[str, str, int], step: int = 7) -> bytes:
+    """py-spy's output of a rank whose program waits for its peers, at a place in that loop."""
+    outside = (("Loop.boundary", "/h/holdfast/trainer/loop.py", 99), ("train", "/p/t.py", 3))
+    frames = [
+        {"name": name, "filename": file, "line": line, "locals": found}
+        for (name, file, line), found in [
+            *((one, [{"name": "poll", "addr": hash(one), "repr": None}]) for one in inside),
+            (outside[0], []),
+            (outside[1], [{"name": "step", "addr": 1, "repr": str(step)}]),
+        ]
+    ]
+    thread = {"os_thread_id": 77, "thread_name": "Main", "active": False, "frames": frames}
+    return json.dumps([thread]).encode()
+
+
+def test_the_place_in_a_loop_that_polls_for_peers_is_no_sign_of_life() -> None:
+    meeting = "/h/holdfast/trainer/meeting.py"
+    largest = ("NodeMeeting.largest", meeting, 58)
+    asleep, _ = read_py_spy(0, 77, polling(largest))
+    looking, text = read_py_spy(0, 77, polling(("NodeMeeting._find_ended", meeting, 82), largest))
+    reading, _ = read_py_spy(0, 77, polling(("said", "/h/rank_status.py", 5), largest))
+    assert asleep.digest == looking.digest == reading.digest
+    assert read_py_spy(0, 77, polling(largest, step=8))[0].digest != asleep.digest
+    assert all(one.waits for one in (asleep, looking, reading))
+    assert {one.place for one in (asleep, looking)} == {"Loop.boundary (trainer/loop.py:99)"}
+    assert "NodeMeeting._find_ended" in text
+
+
 @pytest.mark.parametrize("words", [b"", b"[]", b"{}", b"Error: no such process"])
 def test_output_that_is_not_from_py_spy_is_refused(words: bytes) -> None:
     with pytest.raises((ValueError, LookupError)):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from operator import attrgetter
+from typing import Any, Final, TypeVar
 
 TOP_FRAMES: Final = 3
 GROUPS_MAX: Final = 8
@@ -18,6 +19,13 @@ _FAULT_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in
 # them, and waits for a GPU that runs them.
 _WAIT_FILES: Final = ("torch/distributed/", "torch/autograd/graph.py", "torch/cuda/streams.py")
 _WAIT_CALLS: Final = ("torch/cuda/__init__.py:synchronize",)
+# Here a rank looks again and again whether its peers have come. Where in that loop it is found
+# shows nothing.
+_POLL_FILES: Final = tuple(
+    f"holdfast/trainer/{name}.py" for name in ("meeting", "rank_tree", "tree_link")
+)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,8 @@ class Frame:
     @property
     def is_wait(self) -> bool:
         inside = any(part in self.file for part in _WAIT_FILES)
-        return inside or any(f"{self.file}:{self.name}".endswith(call) for call in _WAIT_CALLS)
+        called = any(f"{self.file}:{self.name}".endswith(call) for call in _WAIT_CALLS)
+        return inside or called or self.file.endswith(_POLL_FILES)
 
     def __str__(self) -> str:
         return f"{self.name} ({'/'.join(self.file.split('/')[-2:])}:{self.line})"
@@ -98,7 +107,10 @@ def read_faulthandler(rank: int, output: str) -> tuple[RankStack, str]:
         if match:
             number = int(match["line"]) if match["line"].isdigit() else 0
             frames.append(Frame(match["name"], match["file"], number))
-    digest = hashlib.sha256(output[starts[-1] :].encode()).hexdigest()
+    traces = "".join(
+        f"{frame.file}:{frame.line}:{frame.name}\n" for frame in _outside_polls(frames)
+    )
+    digest = hashlib.sha256(traces.encode()).hexdigest()
     return _summary(rank, frames, digest, "faulthandler"), output
 
 
@@ -160,7 +172,8 @@ def _ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _summary(rank: int, frames: Sequence[Frame], digest: str, source: str) -> RankStack:
-    own = next((f for f in frames if "/torch/" not in f.file and not f.file.startswith("<")), None)
+    outside = _outside_polls(frames)
+    own = next((f for f in outside if "/torch/" not in f.file and not f.file.startswith("<")), None)
     # Only the frames below the program's innermost one show what it waits for.
     inner = frames[: frames.index(own)] if own else frames
     return RankStack(
@@ -173,6 +186,14 @@ def _summary(rank: int, frames: Sequence[Frame], digest: str, source: str) -> Ra
     )
 
 
+def _outside_polls(
+    frames: Sequence[T], file_of: Callable[[T], str] = attrgetter("file")
+) -> Sequence[T]:
+    """Return the frames, innermost first, outside a loop in which the rank polls for its peers."""
+    polls = [number for number, one in enumerate(frames, 1) if file_of(one).endswith(_POLL_FILES)]
+    return frames[polls[-1] :] if polls else frames
+
+
 def _frames(thread: Mapping[str, Any]) -> list[Frame]:
     return [
         Frame(str(f["name"]), str(f["filename"]), int(f["line"] or 0)) for f in thread["frames"]
@@ -181,7 +202,7 @@ def _frames(thread: Mapping[str, Any]) -> list[Frame]:
 
 def _traces(thread: Mapping[str, Any], *, with_locals: bool) -> list[Any]:
     traces = []
-    for frame in thread["frames"]:
+    for frame in _outside_polls(thread["frames"], lambda frame: str(frame["filename"])):
         found = frame.get("locals") or [] if with_locals else []
         values = [(v["name"], v["addr"], v.get("repr")) for v in found]
         traces.append((frame["name"], frame["filename"], frame["line"], values))
