@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from holdfast.contracts.durable import to_json, write_bytes
 from holdfast.contracts.filesystems import is_there
-from holdfast.contracts.handshake import listen, own_addresses, read_address
+from holdfast.contracts.handshake import listen, own_addresses, parse_ports, read_address
 
 ROUNDS: Final = 4
 # 16 MiB of float32. Below 2**24, sums of whole numbers are exact.
@@ -65,17 +65,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--timeout-s", type=float, default=60.0, help="time for all rounds")
     given = parser.parse_args(arguments)
     ends_at = time.monotonic() + given.timeout_s
-    ports = None
-    if given.ports != "any":
-        first, last = map(int, given.ports.split("-"))
-        ports = range(first, last + 1)
     ranks = [
         Rank(
             file=given.file,
             rank=given.node * given.processes + local,
             local=local,
             world_size=given.nodes * given.processes,
-            ports=ports,
+            ports=parse_ports(given.ports),
             ends_at=ends_at,
         )
         for local in range(given.processes)

@@ -51,6 +51,14 @@ class Proof:
             raise PermissionError("the other end does not know the attempt's token")
 
 
+def parse_ports(text: str) -> range | None:
+    """Return the ports of `FIRST-LAST`, as in `supervision.ports`; None for `any`."""
+    if text == "any":
+        return None
+    first, last = map(int, text.split("-"))
+    return range(first, last + 1)
+
+
 def listen(ports: range | None, backlog: int) -> socket.socket:
     """Return a listening socket, for IPv6 and IPv4 if possible, on a port of `ports` or any.
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
+from holdfast.contracts.handshake import parse_ports
 from holdfast.contracts.spec_part import SpecPart
 from holdfast.contracts.states import Cause
 
@@ -130,16 +131,12 @@ class Supervision(SpecPart):
     @field_validator("ports")
     @classmethod
     def _are_ports(cls, value: str) -> str:
-        if value != "any":
-            first, last = map(int, value.split("-"))
-            if not 1 <= first <= last <= 65535:
-                raise ValueError(f"ports {value!r}: expected FIRST-LAST between 1 and 65535")
+        ports = parse_ports(value)
+        if ports is not None and not 1 <= ports.start < ports.stop <= 65536:
+            raise ValueError(f"ports {value!r}: expected FIRST-LAST between 1 and 65535")
         return value
 
     @property
     def port_range(self) -> range | None:
         """The ports that nodes may use to reach each other; None for any."""
-        if self.ports == "any":
-            return None
-        first, last = map(int, self.ports.split("-"))
-        return range(first, last + 1)
+        return parse_ports(self.ports)
