@@ -293,7 +293,7 @@ def _problems_with_lines(path: Path, token: str) -> list[RootProblem]:
             text = (
                 "a file that node 0 has locked can be locked here too, so a run could have two "
                 "supervisors; mount it with locks that hold between hosts (NFS: without nolock and "
-                "local_lock, Lustre: flock, SeaweedFS: -dlm)"
+                "local_lock, Lustre: flock)"
             )
             found.append(RootProblem(LOCKS, text))
     return found
