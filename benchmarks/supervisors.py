@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -113,11 +114,11 @@ def measure(folder: Path, runs: int, seconds: float) -> dict[str, Any]:
     gc.freeze()
     processes: list[int] = []
     try:
-        processes.append(in_child(lambda: play_heartbeats(made)))
+        processes.append(in_child(partial(play_heartbeats, made)))
         alone = start_alone(made[0])
         processes.append(alone.pid)
         for paths in made[1:]:
-            processes.append(in_child(lambda paths=paths: supervise(paths)))  # type: ignore[misc]
+            processes.append(in_child(partial(supervise, paths)))
         time.sleep(START_S)
         supervisors = [psutil.Process(pid) for pid in processes[1:]]
         before, spent, began = count_calls(cluster), cpu_of(supervisors), time.monotonic()

@@ -147,26 +147,38 @@ def on_both(
     return results, time.monotonic() - began
 
 
-def test_two_hosts_commit_a_step_together_at_once(hosts: Hosts) -> None:
+def commit_on_both(hosts: Hosts) -> tuple[dict[int, object], float]:
+    """Commit a step of two parts, one from each host; return the checkpoint's ids and seconds."""
+
     def commit(run: RunPaths, node: int) -> object:
         directory = run.checkpoint(name_of(1))
         assert read_manifest(directory) is None
         peers = PeerState(abandoned=lambda: None)
         return commit_together(run, directory, part_of(node, 2), peers).id
 
-    results, seconds = on_both(hosts, commit)
+    return on_both(hosts, commit)
+
+
+def test_two_hosts_commit_a_step_together_at_once(hosts: Hosts) -> None:
+    results, seconds = commit_on_both(hosts)
     assert len(set(results.values())) == 1
     assert len(results) == 2
     assert seconds < AT_ONCE_S
 
 
-def test_two_hosts_agree_on_a_snapshot_at_once(hosts: Hosts) -> None:
+def agree_on_both(hosts: Hosts) -> tuple[dict[int, object], float]:
+    """Agree on the newest step that both hosts have; return each host's answer, and seconds."""
+
     def choose(run: RunPaths, node: int) -> object:
         make = partial(make_table, nodes=2, checkpoint=name_of(1))
         table = make(node=node, run_directory=str(run.directory))
         return agree(table, [6 + node, 7 + node], abandoned=lambda: None)
 
-    results, seconds = on_both(hosts, choose)
+    return on_both(hosts, choose)
+
+
+def test_two_hosts_agree_on_a_snapshot_at_once(hosts: Hosts) -> None:
+    results, seconds = agree_on_both(hosts)
     assert results == {0: 7, 1: 7}
     assert seconds < AT_ONCE_S
 

@@ -15,31 +15,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from benchmarks.rank_tree import Folder
 
 from holdfast.contracts.errors import HoldfastError
 from holdfast.trainer import rank_tree
 from holdfast.trainer.rank_tree import FAN_OUT, RankTree
 
 WAIT_S = 60.0
-
-
-class Folder:
-    """A store whose keys are files."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def set(self, key: str, value: str) -> None:
-        new = self._directory / f"{key}.{os.getpid()}"
-        new.write_text(value)
-        new.rename(self._directory / key)
-
-    def get(self, key: str) -> bytes:
-        give_up = time.monotonic() + WAIT_S
-        while not (self._directory / key).exists():
-            assert time.monotonic() < give_up, key
-            time.sleep(0.005)
-        return (self._directory / key).read_bytes()
 
 
 @contextlib.contextmanager

@@ -22,20 +22,15 @@ sys.path.append(str(Path(__file__).parents[2] / "infra" / "filesystems"))
 
 from served_mounts import Served, served
 from tests.faults.saves import name_of
-from tests.faults.test_lost_node import part_of
 from tests.process.local_runs import wait_until
-from tests.process.test_caching_mounts import AT_ONCE_S, Hosts, on_both
-from tests.slot_tables import make_table
+from tests.process.test_caching_mounts import AT_ONCE_S, Hosts, agree_on_both, commit_on_both
 
 from holdfast.contracts.durable import make_directory
 from holdfast.contracts.filesystems import filesystem_of, is_listed, is_there
 from holdfast.contracts.history import load_events
 from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.supervision import is_supervised
-from holdfast.trainer.flusher.commit import PeerState, commit_together
-from holdfast.trainer.flusher.salvage import agree
 from holdfast.workers.heartbeats import HeartbeatWriter, read_heartbeats
 from holdfast.workers.root_probe import RACES, SharedProbe, check_folder, judge_races, race
 
@@ -145,6 +140,7 @@ def test_lines_and_heartbeats_of_a_writer_that_goes_on_are_seen(runs: Hosts) -> 
             writer.write([{**beat, "agent_pid": 1, "monotonic_s": float(number)}])
             wait_until(partial(shows, there, number), "the line and the heartbeat", AT_ONCE_S)
     writer.close()
+    assert [event.data["text"] for event in load_events(there)] == list("01234")
 
 
 def test_two_hosts_share_a_journal(runs: Hosts) -> None:
@@ -162,25 +158,14 @@ def test_two_hosts_share_a_journal(runs: Hosts) -> None:
 
 
 def test_two_hosts_commit_a_step_together(runs: Hosts) -> None:
-    def commit(run: RunPaths, node: int) -> object:
-        directory = run.checkpoint(name_of(1))
-        assert read_manifest(directory) is None
-        peers = PeerState(abandoned=lambda: None)
-        return commit_together(run, directory, part_of(node, 2), peers).id
-
-    results, seconds = on_both(runs, commit)
+    results, seconds = commit_on_both(runs)
     assert len(set(results.values())) == 1
     assert len(results) == 2
     assert seconds < AT_ONCE_S
 
 
 def test_two_hosts_agree_on_a_snapshot(runs: Hosts) -> None:
-    def choose(run: RunPaths, node: int) -> object:
-        make = partial(make_table, nodes=2, checkpoint=name_of(1))
-        table = make(node=node, run_directory=str(run.directory))
-        return agree(table, [6 + node, 7 + node], abandoned=lambda: None)
-
-    results, seconds = on_both(runs, choose)
+    results, seconds = agree_on_both(runs)
     assert results == {0: 7, 1: 7}
     assert seconds < AT_ONCE_S
 
