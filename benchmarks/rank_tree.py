@@ -143,8 +143,10 @@ def measure(rank: int, directory: Path, options: argparse.Namespace) -> None:
         facts[name] = statistics.median(timed(tree, move) for _ in range(options.rounds))
     if rank == 0:
         store.set("facts", json.dumps(facts))
+    if rank == options.ranks - 1:
+        time.sleep(LOSS_WAIT_S)
     try:
-        tree.gather_all(time.sleep(LOSS_WAIT_S) if rank == options.ranks - 1 else None)
+        tree.gather_all(None)
     except HoldfastError:
         store.set(f"lost {rank}", str(time.monotonic()))
 
