@@ -277,7 +277,7 @@ class HereNode(PlayedNode):
     def race(self, shared: str, number: int) -> bool:
         return True
 
-    def check_root(self, shared: str, token: str) -> list[RootProblem]:
+    def check_root(self, place: str, shared: str, token: str) -> list[RootProblem]:
         return []
 
     def kill(self) -> None:

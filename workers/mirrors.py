@@ -18,7 +18,7 @@ from holdfast.contracts.errors import MirrorError, reading_run
 from holdfast.contracts.history import check_identity
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.mirrors import Tiers
-from holdfast.contracts.paths import CheckpointName, RunPaths
+from holdfast.contracts.paths import CheckpointName, RunPaths, base_of, real_folder
 from holdfast.contracts.spec import RunSpec
 from holdfast.workers.trainer_call import NEUTRAL_FOLDER
 
@@ -99,7 +99,7 @@ def delete_copies(paths: RunPaths, *, writer: str) -> list[str]:
         _record_failure(paths, text, writer)
         return []
     for name in names:
-        write_bytes(paths.tombstones / f"{name}{DONE_SUFFIX}", b"", below=paths.directory)
+        _mark(paths, f"{name}{DONE_SUFFIX}")
     return names
 
 
@@ -115,9 +115,15 @@ def _deleted_here(paths: RunPaths) -> list[str]:
 
 
 def _record_failure(paths: RunPaths, text: str, writer: str) -> None:
-    write_bytes(paths.tombstones / FAILED_NAME, b"", below=paths.directory)
+    _mark(paths, FAILED_NAME)
     with JournalWriter(paths.journal_of(writer)) as journal:
         journal.append(EventKind.NOTE, text=text)
+
+
+def _mark(paths: RunPaths, name: str) -> None:
+    """Create an empty file beside the tombstones."""
+    folder = real_folder(paths.tombstones)
+    write_bytes(folder / name, b"", below=base_of(folder))
 
 
 def _has_failed_lately(paths: RunPaths) -> bool:

@@ -6,6 +6,8 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -15,7 +17,7 @@ from holdfast.contracts.filesystems import NODE_LOCAL, filesystem_of
 from holdfast.contracts.node_share import gpu_kind, gpus_of
 from holdfast.contracts.spec import Resources, RunSpec
 from holdfast.workers import slurm_client
-from holdfast.workers.root_probe import ADVICE, describe, find_problems
+from holdfast.workers.root_probe import describe, find_problems
 
 PYTHON_TIMEOUT_S: Final = 20.0
 SLURM_COMMANDS: Final = ("sbatch", "squeue", "sacct", "scontrol", "scancel", "srun")
@@ -25,11 +27,28 @@ _FIND_MODULES = (
 )
 
 
+@dataclass(frozen=True)
+class _Place:
+    """A folder that the run writes to, what it is, and how to give another one."""
+
+    folder: Path
+    name: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.folder}"
+
+    def give(self, what: str) -> str:
+        return f"give {self.remedy.format(what)}"
+
+
 def check(spec: RunSpec, root: Path) -> None:
     """Raise `PreflightError` with everything that this run would lack; queue nothing."""
-    problems = [*_root_problems(root), *_program_problems(spec)]
+    places = _places(spec, root)
+    problems = [one for place in places for one in _place_problems(place)]
+    problems += _program_problems(spec)
     if spec.resources.executor == "slurm":
-        problems += _slurm_problems(spec, root)
+        problems += _slurm_problems(spec, places)
     if problems:
         listing = "\n".join(f"  - {problem}" for problem in problems)
         raise PreflightError(
@@ -37,30 +56,38 @@ def check(spec: RunSpec, root: Path) -> None:
         )
 
 
-def _root_problems(root: Path) -> list[str]:
-    """Try what the root's file system can do, on this host; agents do the same on the nodes."""
+def _places(spec: RunSpec, root: Path) -> list[_Place]:
+    places = [_Place(root, "root", "a {} with --root or HOLDFAST_ROOT")]
+    if spec.checkpoint.directory:
+        key = "checkpoint.directory"
+        places.append(_Place(Path(spec.checkpoint.directory), key, f"a {{}} as {key}"))
+    return places
+
+
+def _place_problems(place: _Place) -> list[str]:
+    """Try what the place's file system can do, on this host; agents do the same on the nodes."""
     try:
-        make_directory(root)
-        found = find_problems(root)
+        make_directory(place.folder)
+        found = find_problems(place.folder)
     except OSError as error:
-        return [
-            (
-                f"root {root}: cannot write there ({error.strerror or error}); give a writable "
-                "directory with --root or HOLDFAST_ROOT"
-            )
-        ]
-    problems = [f"root {describe(root)}: {one.text}; {ADVICE}" for one in found]
-    return problems + _lock_option_problems(root)
+        problem = f"cannot write there ({error.strerror or error})"
+        return [f"{place}: {problem}; {place.give('writable directory')}"]
+    described, advice = describe(place.folder), place.give("directory on other storage")
+    problems = [
+        f"{place.name} {described}: {one.text}; {advice}, or mount it with what is missing"
+        for one in found
+    ]
+    return problems + _lock_option_problems(place)
 
 
-def _lock_option_problems(root: Path) -> list[str]:
+def _lock_option_problems(place: _Place) -> list[str]:
     """Check that locks hold between hosts, as far as mount options show it."""
-    if local := filesystem_of(root).local_lock_option:
+    if local := filesystem_of(place.folder).local_lock_option:
         return [
             (
-                f"root {root}: it is mounted with {local}, so locks hold on one host only and a "
-                "run could have two supervisors; mount it without that option, or give another "
-                "directory with --root or HOLDFAST_ROOT"
+                f"{place}: it is mounted with {local}, so locks hold on one host only and a run "
+                "could have two supervisors; mount it without that option, or "
+                f"{place.give('directory on other storage')}"
             )
         ]
     return []
@@ -123,7 +150,7 @@ def _module_problems(python: str, modules: list[str], directory: Path) -> list[s
     ]
 
 
-def _slurm_problems(spec: RunSpec, root: Path) -> list[str]:
+def _slurm_problems(spec: RunSpec, places: Sequence[_Place]) -> list[str]:
     absent = [name for name in SLURM_COMMANDS if shutil.which(name) is None]
     if absent:
         return [
@@ -153,7 +180,7 @@ def _slurm_problems(spec: RunSpec, root: Path) -> list[str]:
         )
     problems += _gpu_problems(spec.resources, nodes)
     problems += _account_problems(spec.resources)
-    return problems + _sharing_problems(root, nodes)
+    return problems + [one for place in places for one in _sharing_problems(place, nodes)]
 
 
 def _partition_problems(resources: Resources, partitions: list[dict[str, str]]) -> list[str]:
@@ -220,22 +247,22 @@ def _account_problems(resources: Resources) -> list[str]:
     return problems
 
 
-def _sharing_problems(root: Path, nodes: list[dict[str, str]]) -> list[str]:
-    """Check that the cluster's nodes can see `root`, as far as its file system type shows."""
+def _sharing_problems(place: _Place, nodes: list[dict[str, str]]) -> list[str]:
+    """Check that the cluster's nodes can see the place, as far as its file system type shows."""
     own = {socket.gethostname(), socket.gethostname().split(".")[0]}
     elsewhere = sorted(
         n.get("NodeName", "?") for n in nodes if n.get("NodeHostName", "") not in own
     )
     if not elsewhere:
         return []
-    mounted = filesystem_of(root)
+    mounted = filesystem_of(place.folder)
     if mounted.may_be_shared:
         return []
     kind = mounted.kind
     location = "is in memory" if kind in NODE_LOCAL else f"is a local file system ({kind or '?'})"
     return [
         (
-            f"root {root} {location}, so node {elsewhere[0]} would not see it; give a directory "
-            "that all nodes share with --root or HOLDFAST_ROOT"
+            f"{place} {location}, so node {elsewhere[0]} would not see it; "
+            f"{place.give('directory on storage that all nodes share')}"
         )
     ]

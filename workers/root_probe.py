@@ -23,6 +23,7 @@ from typing import Any, Final
 from holdfast.contracts.durable import create_bytes, fsync_directory
 from holdfast.contracts.file_locks import wait_for_lock
 from holdfast.contracts.filesystems import fetch_attributes, filesystem_of, is_there, send_flag
+from holdfast.contracts.paths import real_folder
 from holdfast.contracts.reading import is_mine
 
 PREFIX: Final = ".probe."
@@ -81,7 +82,7 @@ def find_problems(folder: Path) -> list[RootProblem]:
 
 
 def check_folder(folder: Path, shared: str = "", token: str = "") -> list[RootProblem]:
-    """Return what this node cannot do in the attempt's folder.
+    """Return what this node cannot do in a folder of the run.
 
     `shared` is the name of node 0's `SharedProbe` there, and `token` its content. Without it, only
     this node is checked.
@@ -89,7 +90,7 @@ def check_folder(folder: Path, shared: str = "", token: str = "") -> list[RootPr
     problems = _find_lasting_problems(folder)
     if shared:
         problems += compare(folder / shared, token)
-    here = describe(folder)
+    here = describe(real_folder(folder))
     return [RootProblem(one.lacks, f"{here}: {one.text}") for one in problems]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import re
@@ -22,7 +23,14 @@ from holdfast.contracts.errors import (
     SpecError,
 )
 from holdfast.contracts.history import load_history
-from holdfast.contracts.paths import RUN_NAME, RunPaths, has_spec, list_runs
+from holdfast.contracts.paths import (
+    OF_RUN,
+    RUN_NAME,
+    RunPaths,
+    has_spec,
+    list_runs,
+    real_folder,
+)
 from holdfast.contracts.reading import is_mine
 from holdfast.contracts.roots import ensure_root_id
 from holdfast.contracts.spec import RunSpec
@@ -73,13 +81,16 @@ def create_run(
                 f"{paths.directory}: a run of this name exists already; give another name"
             ) from None
     fsync_directory(root)
+    uid = uuid.uuid4().hex
+    if spec.checkpoint.directory:
+        _link_checkpoints(paths, Path(spec.checkpoint.directory) / f"{paths.name}.{uid}")
     for directory in (paths.journal, paths.attempts, paths.checkpoints, paths.tombstones):
         make_directory(directory)
     keep_reserve(paths)
     if spec.launch.code == "snapshot":
         _copy_code(Path(spec.launch.working_directory), paths.code)
     record = RunRecord(
-        uid=uuid.uuid4().hex,
+        uid=uid,
         run=paths.name,
         name=spec.name,
         root=str(root),
@@ -98,6 +109,26 @@ def create_run(
             "run the same command again to attach to it"
         )
     return paths
+
+
+def _link_checkpoints(paths: RunPaths, target: Path) -> None:
+    """Put the run's checkpoints and tombstones into `target`, and links in their places.
+
+    Both are on the same storage, because a deletion renames a manifest to a tombstone. An earlier
+    process that did not finish may have left links, which then count.
+    """
+    try:
+        paths.checkpoints.symlink_to(target / paths.checkpoints.name)
+    except FileExistsError:
+        target = real_folder(paths.checkpoints).parent
+    for folder in (paths.checkpoints, paths.tombstones):
+        make_directory(target / folder.name)
+    with contextlib.suppress(FileExistsError):
+        paths.tombstones.symlink_to(target / paths.tombstones.name)
+    with contextlib.suppress(FileExistsError):
+        (target / OF_RUN).symlink_to(paths.directory.absolute())
+    fsync_directory(target)
+    fsync_directory(paths.directory)
 
 
 def keep_reserve(paths: RunPaths) -> None:

@@ -50,7 +50,7 @@ class FakeNode:
         self.wins_races = False
         self._launch, self._looks, self._killed = 0, 0, False
 
-    def check_root(self, shared: str, token: str) -> list[RootProblem]:
+    def check_root(self, place: str, shared: str, token: str) -> list[RootProblem]:
         return self.problems
 
     def race(self, shared: str, number: int) -> bool:

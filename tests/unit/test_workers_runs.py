@@ -475,5 +475,6 @@ def test_preflight_refuses_file_locks_that_work_on_one_host_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, options: str, local: str
 ) -> None:
     monkeypatch.setattr(preflight, "filesystem_of", lambda _: FileSystem(kind, options))
-    problems = preflight._root_problems(tmp_path)
+    (root,) = preflight._places(spec_of(), tmp_path)
+    problems = preflight._place_problems(root)
     assert [local in problem for problem in problems] == [True] * bool(local)

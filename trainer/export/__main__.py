@@ -20,7 +20,7 @@ import torch
 
 from holdfast.contracts.errors import CheckpointError, NotFoundError
 from holdfast.contracts.leases import reading
-from holdfast.contracts.paths import CheckpointName
+from holdfast.contracts.paths import CheckpointName, plain_checkpoint
 from holdfast.trainer.export.forms import FORMS, appearing, bytes_in
 from holdfast.trainer.export.whole import open_source
 from holdfast.trainer.loading.checkpoint import check_committed
@@ -33,7 +33,7 @@ SHARD_BYTES: Final = 5 * 10**9
 
 def export(given: argparse.Namespace) -> dict[str, Any]:
     """Write the export and return its facts. Raises `CheckpointError` if it is not possible."""
-    directory, output = given.directory.resolve(), Path(given.output)
+    directory, output = plain_checkpoint(given.directory), Path(given.output)
     with appearing(output) as place, ExitStack() as held:
         if CheckpointName.parse(directory.name) is not None:
             held.enter_context(reading(directory))

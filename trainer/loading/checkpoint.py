@@ -13,7 +13,13 @@ from torch.optim import Optimizer
 from holdfast.contracts.errors import NotFoundError
 from holdfast.contracts.filesystems import is_there
 from holdfast.contracts.leases import reading
-from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths, default_root
+from holdfast.contracts.paths import (
+    MANIFEST,
+    CheckpointName,
+    RunPaths,
+    default_root,
+    plain_checkpoint,
+)
 from holdfast.trainer.collective import ControlGroup
 from holdfast.trainer.loading.compare_keys import Selection
 from holdfast.trainer.loading.reader import LoadReport, load_state, open_any_together
@@ -141,8 +147,9 @@ def find_directory(checkpoint: str | Path) -> Path:
     """Return the directory of a checkpoint's path or id. Raises `NotFoundError` without one."""
     path = Path(checkpoint).expanduser()
     if path.is_dir():
-        # Resolve a link such as `latest`, whose name differs from the manifest's.
-        return path.resolve()
+        # The name of a link such as `latest` differs from the manifest's.
+        plain = plain_checkpoint(path)
+        return plain if CheckpointName.parse(plain.name) else path.resolve()
     run, _, name = str(checkpoint).rpartition(":")
     if run and CheckpointName.parse(name):
         path = RunPaths(default_root() / run).checkpoint(name)

@@ -176,7 +176,7 @@ def _reply(runtime: NodeRuntime, reporter: Reporter, question: dict[str, Any]) -
     elif kind == "stacks":
         runtime.take_stacks(question["dump"], question["number"])
     elif kind == "root":
-        problems = runtime.check_root(question["shared"], question["token"])
+        problems = runtime.check_root(question["place"], question["shared"], question["token"])
         return {"problems": [one.to_json() for one in problems]}
     elif kind == "race":
         return {"won": runtime.race(question["shared"], question["number"])}

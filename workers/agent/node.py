@@ -129,13 +129,19 @@ class Node(NodePort, Protocol):
         ...
 
     def check_root(
-        self, shared: str, token: str
+        self, place: str, shared: str, token: str
     ) -> Sequence[RootProblem] | Future[Sequence[RootProblem]]:
-        """Return what the node cannot do in the attempt's folder, see `root_check.check_folder`."""
+        """Return what the node cannot do in a folder of the run, see `root_probe.check_folder`.
+
+        `place` is the folder's path in the run's folder.
+        """
         ...
 
     def race(self, shared: str, number: int) -> bool | Future[bool]:
-        """Create a name exclusively while other nodes do the same, see `root_probe.race`."""
+        """Create a name exclusively while other nodes do the same, see `root_probe.race`.
+
+        `shared` is the path of the probe's folder in the run's folder.
+        """
         ...
 
     def check_health(

@@ -40,9 +40,14 @@ class RemoteNode:
     def prepare(self, launch: int, address: str, port: int) -> Future[None]:
         return self._peer.ask("prepare", _nothing, launch=launch, address=address, port=port)
 
-    def check_root(self, shared: str, token: str) -> Future[Sequence[RootProblem]]:
+    def check_root(self, place: str, shared: str, token: str) -> Future[Sequence[RootProblem]]:
         return self._peer.ask(
-            "root", _root_problems, timeout_s=ROOT_TIMEOUT_S, shared=shared, token=token
+            "root",
+            _root_problems,
+            timeout_s=ROOT_TIMEOUT_S,
+            place=place,
+            shared=shared,
+            token=token,
         )
 
     def race(self, shared: str, number: int) -> Future[bool]:

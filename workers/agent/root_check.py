@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 from holdfast.contracts.errors import MissingNodesError
 from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.paths import real_folder
 from holdfast.contracts.states import Cause
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.node import Node
@@ -40,8 +42,15 @@ class RootCheck:
         self._context, self._group, self._journal = context, group, journal
 
     def passes(self) -> bool:
-        """Check the root on all nodes at once; return False if training must not start."""
-        found = self._ask_all()
+        """Check the root on all nodes at once; return False if training must not start.
+
+        The run's checkpoints may be on other storage, which is checked too.
+        """
+        run = self._context.run
+        folders = [self._context.attempt.directory]
+        if real_folder(run.checkpoints) != run.checkpoints:
+            folders.append(run.checkpoints)
+        found = [one for folder in folders for one in self._ask_all(folder)]
         for host, problem in found:
             self._journal.append(
                 EventKind.NODE_UNHEALTHY,
@@ -67,23 +76,26 @@ class RootCheck:
         self.ending = _ending(Cause.NODE_FAILURE, [f"{which}: {error}"])
         return True
 
-    def _ask_all(self) -> list[tuple[str, RootProblem]]:
-        """Return the problems of all nodes, each with its host."""
+    def _ask_all(self, folder: Path) -> list[tuple[str, RootProblem]]:
+        """Return the problems of all nodes with a folder of the run, each with its host."""
+        place = str(folder.relative_to(self._context.run.directory))
         with contextlib.ExitStack() as stack:
             shared = None
             if len(self._group.nodes) > 1:
                 # If this fails, node 0's own check says why.
                 with contextlib.suppress(OSError):
-                    shared = SharedProbe(self._context.attempt.directory)
+                    shared = SharedProbe(folder)
                     stack.callback(shared.close)
             name, token = (shared.folder.name, shared.token) if shared else ("", "")
-            answers = self._group.ask_all(lambda node: node.check_root(name, token))
+            answers = self._group.ask_all(lambda node: node.check_root(place, name, token))
             found = [(node.name, problem) for node, problems in answers for problem in problems]
             if found or not shared:
                 return found
-            return [(self._context.host, problem) for problem in self._race(name)]
+            return [
+                (self._context.host, problem) for problem in self._race(folder, f"{place}/{name}")
+            ]
 
-    def _race(self, shared: str) -> list[RootProblem]:
+    def _race(self, folder: Path, shared: str) -> list[RootProblem]:
         """Have some nodes create the same names at the same moment; return the problem, if any."""
         racers = {node.name for node in self._group.nodes[:RACERS]}
         winners = []
@@ -92,7 +104,7 @@ class RootCheck:
                 partial(_race, racers=racers, shared=shared, number=number)
             )
             winners.append(sum(has_won for _, has_won in answers))
-        here = describe(self._context.attempt.directory)
+        here = describe(real_folder(folder))
         return [RootProblem(one.lacks, f"{here}: {one.text}") for one in judge_races(winners)]
 
 

@@ -7,7 +7,6 @@ import math
 import os
 import time
 from collections.abc import Collection, Sequence
-from functools import partial
 from typing import Any
 
 from holdfast.contracts.agreement import StatusPort
@@ -28,7 +27,7 @@ from holdfast.workers.agent.stacks import StackTaker, Target
 from holdfast.workers.agent.torchrun import Handles, Torchrun
 from holdfast.workers.agent.warm_standby import WarmStandby, has_memory_for
 from holdfast.workers.causes import RankFailure
-from holdfast.workers.root_probe import check_folder, race
+from holdfast.workers.root_probe import RootProblem, check_folder, race
 
 
 class NodeRuntime(StatusPort):
@@ -49,7 +48,6 @@ class NodeRuntime(StatusPort):
         self._stacks = StackTaker()
         self._health = HealthChecks(context)
         self.check_health = self._health.start
-        self.check_root = partial(check_folder, context.attempt.directory)
         supervision = context.request.supervision
         self._notices = NoticeWatch(
             supervision.notices,
@@ -70,8 +68,11 @@ class NodeRuntime(StatusPort):
         """The duration in seconds of the slowest local rank's last step."""
         return max((record.step_time_s for record in self.status_table.records()), default=0.0)
 
+    def check_root(self, place: str, shared: str, token: str) -> list[RootProblem]:
+        return check_folder(self.context.run.directory / place, shared, token)
+
     def race(self, shared: str, number: int) -> bool:
-        return race(self.context.attempt.directory / shared, number)
+        return race(self.context.run.directory / shared, number)
 
     def start(self, launch: int, address: str, port: int) -> None:
         self.flusher_supervisor.forget(launch - 1)

@@ -20,7 +20,7 @@ from holdfast.api.problems import LOG
 from holdfast.api.store import Store
 from holdfast.contracts.errors import LineageError
 from holdfast.contracts.journal import Event, read_journal
-from holdfast.contracts.paths import RunPaths, has_spec
+from holdfast.contracts.paths import RunPaths, has_spec, real_folder
 from holdfast.contracts.plain_text import plain_line
 from holdfast.contracts.redaction import redact
 from holdfast.lineage import views
@@ -291,7 +291,8 @@ def take_stamp(paths: RunPaths) -> Stamp:
     """
     if not has_spec(paths.directory):
         return ()
-    seen = [paths.spec, paths.attempts, paths.checkpoints, paths.tombstones]
+    kept = map(real_folder, (paths.checkpoints, paths.tombstones))
+    seen = [paths.spec, paths.attempts, *kept]
     folders = [paths.journal]
     newest = _newest_attempt(paths)
     if newest is not None:

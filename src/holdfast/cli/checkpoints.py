@@ -11,12 +11,12 @@ import typer
 
 from holdfast.cli.arguments import RunArgument
 from holdfast.cli.exit_status import REFUSED
-from holdfast.cli.index import locate_checkpoint, locate_run, look_at, plain_path, user_name
+from holdfast.cli.index import locate_checkpoint, locate_run, look_at, user_name
 from holdfast.cli.output import AsJson, RootOption, answer, bytes_text, print_table, say, warn
 from holdfast.contracts.damage import find_damage
 from holdfast.contracts.errors import ForeignFileError, SpecError
 from holdfast.contracts.manifest import Manifest
-from holdfast.contracts.paths import checkpoint_id
+from holdfast.contracts.paths import checkpoint_id, plain_checkpoint
 
 CheckpointArgument = Annotated[
     str, typer.Argument(metavar="CHECKPOINT", help="The checkpoint's id (run:step-…) or path.")
@@ -120,7 +120,7 @@ def directory_of(checkpoint: str, root: str | None) -> Path:
     The directory may be a copy outside of any run. Raises `NotFoundError` if it does not exist,
     with the reason if that is known.
     """
-    path = plain_path(checkpoint)
+    path = plain_checkpoint(checkpoint)
     if path.is_dir():
         return path
     from holdfast.workers.verification import directory_to_verify

@@ -25,12 +25,12 @@ from holdfast.contracts.errors import (
 )
 from holdfast.contracts.history import RunHistory, load_history
 from holdfast.contracts.paths import (
-    LATEST,
     CheckpointName,
     RunPaths,
     default_root,
     has_spec,
     list_runs,
+    plain_checkpoint,
     precedence,
 )
 from holdfast.contracts.reading import read_bounded
@@ -156,7 +156,7 @@ def locate_checkpoint(text: str, root: str | None) -> tuple[RunPaths, str]:
     run, colon, name = text.rpartition(":")
     if colon and "/" not in name and CheckpointName.parse(name):
         return locate_run(run, root), name
-    path = plain_path(text)
+    path = plain_checkpoint(text)
     paths = RunPaths(path.parent.parent)
     if CheckpointName.parse(path.name) and has_spec(paths.directory):
         return paths, path.name
@@ -164,19 +164,6 @@ def locate_checkpoint(text: str, root: str | None) -> tuple[RunPaths, str]:
         f"{text!r}: not a checkpoint. Expected an id <run>:<step-…>, as `holdfast checkpoints "
         "RUN` lists them, or the path of its directory."
     )
-
-
-def plain_path(text: str) -> Path:
-    """Return `text` as an absolute path, with a link `latest` replaced by its target.
-
-    No other link is followed: a link in another user's folder could lead to an unrelated run.
-    """
-    path = Path(os.path.abspath(Path(text).expanduser()))
-    if path.name == LATEST:
-        with contextlib.suppress(OSError):
-            target = os.readlink(path)
-            return path.with_name(target) if CheckpointName.parse(target) else path
-    return path
 
 
 def refresh(paths: RunPaths, database: Database) -> RunHistory:

@@ -34,7 +34,11 @@ def make_directory(directory: Path) -> None:
         missing.append(current)
         current = current.parent
     for path in reversed(missing):
-        path.mkdir(exist_ok=True)
+        try:
+            path.mkdir(exist_ok=True)
+        except FileExistsError as error:
+            text = "a file, or a link to a folder that does not exist"
+            raise FileExistsError(error.errno, text, str(path)) from error
         fsync_directory(path.parent)
 
 

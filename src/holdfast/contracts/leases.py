@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Final
 
 from holdfast.contracts.errors import ForeignFileError
-from holdfast.contracts.paths import READING, lease_path, list_leases
+from holdfast.contracts.paths import READING, base_of, lease_path, list_leases, real_folder
 from holdfast.contracts.reading import open_beneath
 
 LEASE_S: Final = 600.0
@@ -44,9 +44,10 @@ def reading(directory: Path) -> Iterator[bool]:
     """
     lease = lease_path(directory.absolute(), _holder())
     try:
-        # Through a link in the place of `checkpoints`, the lease would be written elsewhere.
-        below = lease.parent.parent
-        os.close(open_beneath(lease, os.O_WRONLY | os.O_CREAT | os.O_EXCL, below=below))
+        # Through another link in the place of `checkpoints`, the lease would be written elsewhere.
+        folder = real_folder(lease.parent)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        os.close(open_beneath(folder / lease.name, flags, below=base_of(folder)))
     except (OSError, ForeignFileError):
         yield False
         return
@@ -89,9 +90,10 @@ def storage_time(folder: Path) -> float:
 
     This is the clock of this host if no file can be created there.
     """
+    folder = real_folder(folder)
     probe = folder / f".clock-{_holder()}"
     try:
-        handle = open_beneath(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, below=folder.parent)
+        handle = open_beneath(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, below=base_of(folder))
     except (OSError, ForeignFileError):
         return time.time()
     try:

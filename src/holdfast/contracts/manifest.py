@@ -43,7 +43,7 @@ from holdfast.contracts.digests import (
 from holdfast.contracts.durable import to_json
 from holdfast.contracts.errors import DamagedCheckpointError, ForeignFileError
 from holdfast.contracts.filesystems import is_there
-from holdfast.contracts.paths import MANIFEST, CheckpointName
+from holdfast.contracts.paths import MANIFEST, CheckpointName, base_of, real_folder
 from holdfast.contracts.reading import read_bounded
 
 FORMAT: Final = 1
@@ -271,9 +271,9 @@ def read_manifest(directory: Path) -> Manifest | None:
 def read_tombstone(path: Path) -> Manifest | None:
     """Return the manifest of a deleted checkpoint; None if it cannot be read or is invalid."""
     try:
-        return Manifest.model_validate_json(
-            read_bounded(path, MANIFEST_BYTES_MAX, below=path.parent.parent)
-        )
+        folder = real_folder(path.parent)
+        content = read_bounded(folder / path.name, MANIFEST_BYTES_MAX, below=base_of(folder))
+        return Manifest.model_validate_json(content)
     except (ValidationError, OSError, ForeignFileError):
         return None
 

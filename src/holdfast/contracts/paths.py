@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.contracts.reading import held_folder, is_mine
+from holdfast.contracts.reading import HELD, held_folder, is_mine
 
 ROOT_ID = ".holdfast-root"
 MANIFEST = "manifest.json"
@@ -20,6 +20,8 @@ READING = ".reading-"
 REMOVING = ".removing"
 MIRRORED = "mirrored.json"
 FETCHING = "fetching.json"
+# In a run's part of `checkpoint.directory`: a link to the run's folder.
+OF_RUN = "run"
 
 # Each number has exactly one spelling, so `step-000000007` is not accepted for `step-00000007`.
 # The digits are limited to what database columns can store.
@@ -280,6 +282,29 @@ def hold(paths: RunPaths) -> Iterator[HeldRun]:
         yield HeldRun(paths.directory, *held)
 
 
+def real_folder(folder: Path) -> Path:
+    """Return a run's folder `checkpoints` or `tombstones`, or the folder that its link leads to.
+
+    A link of this user or root counts, and in another user's run one whose target belongs to the
+    run's owner, as `checkpoint.directory` makes it. For any other link, this returns the link.
+    """
+    if folder.parent == HELD:
+        return folder
+    try:
+        target = folder.parent / os.readlink(folder)
+        if is_mine(folder):
+            return target
+        owners = {folder.parent.stat().st_uid, folder.lstat().st_uid, target.lstat().st_uid}
+    except OSError:
+        return folder
+    return target if len(owners) == 1 else folder
+
+
+def base_of(folder: Path) -> Path:
+    """Return the folder under which no link is followed to a file in a `real_folder`."""
+    return folder if folder.parent == HELD else folder.parent
+
+
 def _hold(folder: Path, paths: RunPaths) -> contextlib.AbstractContextManager[Path]:
     is_own = folder.is_symlink() and is_mine(folder)
     target = folder.resolve() if is_own else folder
@@ -305,6 +330,23 @@ def precedence(paths: RunPaths) -> tuple[bool, int]:
     return not is_mine(paths.directory), paths.spec.lstat().st_ctime_ns
 
 
+def plain_checkpoint(path: Path | str) -> Path:
+    """Return the path by which a run names its checkpoint: absolute, and without `latest`.
+
+    A path in a run's `checkpoint.directory` becomes the one in the run's folder. No other link is
+    followed, because a link in another user's folder could lead to an unrelated run.
+    """
+    plain = Path(os.path.abspath(Path(path).expanduser()))
+    with contextlib.suppress(OSError):
+        if plain.name == LATEST and CheckpointName.parse(target := os.readlink(plain)):
+            plain = plain.with_name(target)
+    with contextlib.suppress(OSError):
+        own = RunPaths(plain.parent.parent / OF_RUN).checkpoints
+        if own.samefile(plain.parent):
+            return Path(os.readlink(plain.parent.parent / OF_RUN), own.name, plain.name)
+    return plain
+
+
 def list_runs(root: Path) -> list[RunPaths]:
     """Return the runs in `root`, by name: the folders with a `spec.json` visible to this user."""
     if not root.is_dir():
@@ -326,11 +368,13 @@ def has_spec(directory: Path) -> bool:
 def _names(directory: Path, pattern: re.Pattern[str]) -> list[str]:
     """Return the names of the folders in `directory` that match `pattern`, without links.
 
-    `directory` itself may be a link, such as one to another disk, if it belongs to this user.
+    `directory` itself may be a link that counts, see `real_folder`.
     """
-    if not directory.is_dir() or (directory.is_symlink() and not is_mine(directory)):
+    real = real_folder(directory)
+    is_link = real.parent != HELD and real.is_symlink()
+    if is_link or not real.is_dir():
         return []
-    with os.scandir(directory) as entries:
+    with os.scandir(real) as entries:
         return [
             entry.name
             for entry in entries

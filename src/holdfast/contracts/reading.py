@@ -27,6 +27,8 @@ TRIES_MAX: Final = 16
 # For files that are only locked.
 LOCK_FLAGS: Final = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY
 _READ: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+# Where the kernel shows the folders that this process holds open.
+HELD: Final = Path("/proc/self/fd")
 _FOLDER: Final = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 # The number of openat2 is the same on every architecture. libc has no function for it.
 _OPENAT2: Final = 437
@@ -129,7 +131,7 @@ def held_folder(folder: Path, *, below: Path) -> Iterator[Path]:
     """
     handle = open_beneath(folder, _FOLDER, below=below)
     try:
-        yield Path(f"/proc/self/fd/{handle}")
+        yield HELD / str(handle)
     finally:
         os.close(handle)
 

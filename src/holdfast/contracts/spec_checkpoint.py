@@ -89,6 +89,12 @@ class Checkpointing(SpecPart):
         "If the next step does not fit, Holdfast first deletes what the keep rules "
         "allow. If it still does not fit, the save fails",
     )
+    directory: str | None = Field(
+        default=None,
+        description="absolute path of a directory that all nodes share, for checkpoints on other "
+        "storage than the root. A run's are in `DIRECTORY/<run>.<id>/checkpoints`, and "
+        "a link in the run's folder leads there",
+    )
     mirror: str | None = Field(
         default=None,
         description='URL that every checkpoint is copied to: `"s3://bucket/prefix"` or '
@@ -141,6 +147,13 @@ class Checkpointing(SpecPart):
     def _mirror_is_a_location(cls, value: str | None) -> str | None:
         if value is not None and (problem := problem_with_mirror(value)):
             raise ValueError(problem)
+        return value
+
+    @field_validator("directory")
+    @classmethod
+    def _directory_is_absolute(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith("/"):
+            raise ValueError(f"{value!r}: expected an absolute path, the same on all nodes")
         return value
 
     @model_validator(mode="after")

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from sqlalchemy import Connection, Select, and_, or_, select
 
 from holdfast.contracts.errors import NotFoundError
-from holdfast.contracts.paths import CheckpointName, RunPaths
+from holdfast.contracts.paths import CheckpointName, RunPaths, plain_checkpoint
 from holdfast.contracts.roots import read_root_id
 from holdfast.contracts.states import RunState
 from holdfast.lineage.database import Database
@@ -119,8 +119,8 @@ def checkpoint_row(connection: Connection, identity: str) -> tuple[Row, Row]:
     """Return the rows (run, checkpoint) of an id or a directory. Raises `NotFoundError`."""
     run_name, _, name = identity.rpartition(":")
     if "/" in identity and not CheckpointName.parse(name):
-        directory = Path(identity).expanduser().resolve()
-        run_name, name = str(directory.parent.parent), directory.name
+        directory = plain_checkpoint(identity)
+        run_name, name = str(directory.parent.parent.resolve()), directory.name
     if not run_name or not CheckpointName.parse(name):
         raise NotFoundError(
             f"{identity} is not a checkpoint id; expected <run>:step-NNNNNNNN.aNNNN.lNN, as "
