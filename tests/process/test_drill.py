@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -13,6 +14,12 @@ from typing import Any
 import psutil
 import pytest
 
+# Appended, so that no module of ours can shadow an installed one.
+sys.path.append(str(Path(__file__).parents[2] / "infra" / "filesystems"))
+
+from caching_mount import mounted
+from served_mounts import served
+
 from holdfast.flows.drills.kinds import select_kinds
 from holdfast.flows.drills.results import DrillResult
 from holdfast.workers.checkpoints import committed_checkpoints
@@ -21,17 +28,22 @@ from holdfast_bench.drills.campaign import Plan, drill_throw_away
 from holdfast_bench.drills.context import TestbedContext
 
 KINDS = ("sigterm", "kill-rank", "kill-agent", "kill-flow", "kill-flusher", "disk-full")
+# A full disk needs a small file system of its own.
+MOUNT_KINDS = tuple(kind for kind in KINDS if kind != "disk-full")
+CACHE_S = 60.0
 SLOW_FAULTS = 200
 SLOW_S = 4 * 3600.0
 
 
-def drill(folder: Path, *arguments: str, timeout_s: float = 1500.0) -> dict[str, Any]:
+def drill(
+    folder: Path, *arguments: str, home: Path | None = None, timeout_s: float = 1500.0
+) -> dict[str, Any]:
     """Run a drill and return its JSON result; it must report that every invariant held."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("HOLDFAST_", "PREFECT_"))}
     command = [str(Path(sys.executable).with_name("holdfast")), "drill", "--json"]
     done = subprocess.run(
         [*command, "--directory", str(folder), *arguments],
-        env={**clean, "HOLDFAST_HOME": str(folder / "home")},
+        env={**clean, "HOLDFAST_HOME": str(home or folder / "home")},
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -94,6 +106,28 @@ def test_nan_drill_follows_each_on_nan_policy(
     came = {fault["recovery"]: fault["steps_lost"] for fault in answer["faults"]}
     assert set(came) == {"new attempt", "in place", "undisturbed"}
     assert came["in place"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1600)
+@pytest.mark.parametrize("kind", ["glusterfs", "caching_fs"])
+def test_drill_on_another_file_system_breaks_no_invariant(tmp_path: Path, kind: str) -> None:
+    point = tmp_path / "mounted"
+    point.mkdir()
+    with contextlib.ExitStack() as stack:
+        if kind == "glusterfs":
+            shared = stack.enter_context(served(kind, tmp_path / "served"))
+            stack.enter_context(shared.mounted(point, "login"))
+        else:
+            source = tmp_path / "source"
+            source.mkdir()
+            stack.enter_context(mounted(source, tmp_path / "fault", point, CACHE_S))
+        answer = drill(
+            point,
+            *("--count", str(len(MOUNT_KINDS)), "--kinds", ",".join(MOUNT_KINDS)),
+            home=tmp_path / "home",
+        )
+    assert [fault["ok"] for fault in answer["faults"]] == [True] * len(MOUNT_KINDS)
 
 
 @pytest.mark.slow
