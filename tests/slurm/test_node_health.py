@@ -53,8 +53,8 @@ def test_pairs_of_nodes_find_the_node_whose_network_fails(
     """The node that is node 2 of the first attempt has a wrong network interface from then on."""
     marker = tmp_path / "bad"
     setup = (
-        f'if [ "$SLURM_PROCID" = 2 ] && [ ! -e {marker} ]; then echo "$SLURMD_NODENAME" > {marker}; '
-        f'fi; if grep -qx "$SLURMD_NODENAME" {marker} 2>/dev/null; then '
+        f'if [ "$SLURM_PROCID" = 2 ] && [ ! -e {marker} ]; then '
+        f'echo "$SLURMD_NODENAME" > {marker}; fi; if grep -qx "$SLURMD_NODENAME" {marker} 2>/dev/null; then '
         "export GLOO_SOCKET_IFNAME=nosuch0; fi"
     )
     run = LocalRun(
