@@ -215,7 +215,8 @@ def start_alone(paths: RunPaths) -> subprocess.Popen[bytes]:
 
 
 def supervise(paths: RunPaths) -> None:
-    carry(paths, logging.getLogger("holdfast.benchmark"))
+    with Index() as index:
+        carry(paths, logging.getLogger("holdfast.benchmark"), index)
 
 
 def in_child(work: Callable[[], None]) -> int:

@@ -20,11 +20,11 @@ from holdfast.lineage.index import Index
 from holdfast.workers import runs
 
 
-def carry(paths: RunPaths, log: logging.Logger) -> RunHistory:
+def carry(paths: RunPaths, log: logging.Logger, index: Index) -> RunHistory:
     """Supervise the run until it has ended, log its summary, and return its last history."""
     redactor = Redactor()
     redacted = redactor.log(log)
-    with redactor.errors(), Index() as index:
+    with redactor.errors():
         history = Supervisor(
             paths=paths, index=index, log=log, submit=submit_next, redactor=redactor
         ).run()

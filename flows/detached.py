@@ -34,9 +34,11 @@ def main(arguments: list[str]) -> int:
 def supervise(directory: Path) -> int:
     """Supervise the run until its end; return the exit status."""
     from holdfast.flows.carry import carry
+    from holdfast.lineage.index import Index
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    history = carry(RunPaths(directory), logging.getLogger("holdfast"))
+    with Index() as index:
+        history = carry(RunPaths(directory), logging.getLogger("holdfast"), index)
     return 0 if history.state is RunState.COMPLETED else 1
 
 

@@ -14,6 +14,7 @@ from holdfast.contracts.errors import NotFoundError
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.supervision import is_supervised
 from holdfast.flows import secrets
+from holdfast.flows.handover import hand_over
 from holdfast.workers.runs import require_own
 
 LOG_TAIL_BYTES: Final = 4096
@@ -21,13 +22,17 @@ LOG_TAIL_BYTES: Final = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """A started supervisor: `flow_run` of Prefect's deployment, or `process` on this machine."""
+    """A supervisor: `flow_run` of Prefect's deployment, `process` on this machine, or a `service`.
+
+    `service` says where the user's supervisor service runs, which takes up the run in a moment.
+    """
 
     flow_run: str | None = None
     url: str | None = None
     warning: str | None = None
     process: subprocess.Popen[bytes] | None = None
     log: Path | None = None
+    service: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the facts for `--json`."""
@@ -36,6 +41,7 @@ class Started:
             "url": self.url,
             "pid": self.process.pid if self.process else None,
             "log": str(self.log) if self.log else None,
+            "service": self.service,
         }
 
 
@@ -51,11 +57,13 @@ def has_service() -> bool:
 def start_flow(paths: RunPaths, *, preflight: bool = True) -> Started:
     """Start a supervisor for the run at `paths`, with the spec that it was created with.
 
-    Without `preflight`, Prefect's flow runs no checks before it submits. A local supervisor never
-    runs them.
+    Without `preflight`, Prefect's flow runs no checks before it submits. Other supervisors never
+    run them.
     Raises `ServiceError` if a Prefect API is configured and cannot be used.
     """
     if not has_service():
+        if where := hand_over(paths):
+            return Started(service=where, log=paths.flow_log)
         return start_here(paths)
     from holdfast.flows.deployments import submit_to_prefect
 

@@ -52,16 +52,15 @@ def test_pairs_of_nodes_find_the_node_whose_network_fails(
 ) -> None:
     """The node that is node 2 of the first attempt has a wrong network interface from then on."""
     marker = tmp_path / "bad"
-    setup = (
-        f'if [ "$SLURM_PROCID" = 2 ] && [ ! -e {marker} ]; then '
-        f'echo "$SLURMD_NODENAME" > {marker}; fi; if grep -qx "$SLURMD_NODENAME" {marker} 2>/dev/null; then '
-        "export GLOO_SOCKET_IFNAME=nosuch0; fi"
-    )
+    setup = [
+        f'[ "$SLURM_PROCID" != 2 ] || [ -e {marker} ] || echo "$SLURMD_NODENAME" > {marker}',
+        f'! grep -qx "$SLURMD_NODENAME" {marker} 2>/dev/null || export GLOO_SOCKET_IFNAME=nosuch0',
+    ]
     run = LocalRun(
         tmp_path / "root",
         resources={"executor": "slurm", "nodes": 4, "gpus_per_node": 1, "partition": "spot"},
         elastic={"min_gpus": 3, "max_gpus": 4},
-        launch={"node_setup": [setup]},
+        launch={"node_setup": setup},
         health={"before": ["allreduce"], "timeout_s": 120},
         steps=12,
         grace_s=8.0,

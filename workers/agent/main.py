@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 import sys
 import traceback
 from pathlib import Path
 
 from holdfast.contracts.channel import ChannelHost
+from holdfast.contracts.descriptors import raise_descriptor_limit
 from holdfast.contracts.errors import InterfaceError
 from holdfast.contracts.journal import JournalWriter
 from holdfast.workers.agent.claim import claim
@@ -28,7 +28,8 @@ def run_agent(request_path: str) -> str:
     """
     signals = SignalBox()
     signals.install()
-    _raise_descriptor_limit()
+    # Node 0 needs a descriptor for each other node.
+    raise_descriptor_limit()
     context = load_context(Path(request_path))
     if not context.is_lead:
         return run_member_agent(context, signals)
@@ -41,13 +42,6 @@ def run_agent(request_path: str) -> str:
             # Whatever the error, write an outcome, so that the attempt's cause is known.
             leave_outcome(context, failed_outcome(context, traceback.format_exc()), journal)
             raise
-
-
-def _raise_descriptor_limit() -> None:
-    """Raise the limit of file descriptors: node 0 needs one for each other node."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _lead(context: AgentContext, signals: SignalBox, journal: JournalWriter) -> str:

@@ -191,6 +191,8 @@ def _render_submitted(facts: dict[str, Any]) -> None:
     say(f"{verb} run {facts['run']} at {facts['directory']}")
     if facts["url"]:
         say(f"flow run: {facts['url']}")
+    elif facts["service"]:
+        say(f"supervisor: {facts['service']}, log {facts['log']}")
     elif facts["log"]:
         say(f"supervisor: process {facts['pid']}, log {facts['log']}")
     say(f"watch it with `holdfast show {facts['run']}`")

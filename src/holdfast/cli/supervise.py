@@ -1,9 +1,11 @@
-"""`holdfast supervise`: start supervisors for runs that have lost theirs."""
+"""`holdfast supervise`: start supervisors for runs that have lost theirs, or be one for all."""
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
+import signal
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,14 +36,27 @@ def supervise(
     every: Annotated[
         bool, typer.Option("--all", help="All your live runs under the root.")
     ] = False,
+    stay: Annotated[
+        bool,
+        typer.Option(
+            help="Stay, and supervise all your runs under the root in this process, also those "
+            "submitted later."
+        ),
+    ] = False,
     root: RootOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Start a supervisor for a live run that has none. A run that has one is not changed.
 
-    Call `holdfast supervise --all` from cron or a systemd timer. Runs then survive a login node
-    that kills processes or restarts.
+    With --stay, one process supervises all your runs: those of now, those whose supervisor ends,
+    and those that you submit later. Run it as a service of systemd, and runs survive a restart of
+    the host. SIGTERM ends it, and the jobs continue.
     """
+    if stay:
+        if runs or every:
+            raise SpecError("supervise: expected --stay without RUNs and without --all")
+        _serve(choose_root(root))
+        return
     if bool(runs) == every:
         raise SpecError("supervise: expected RUNs, or --all for every live run under the root")
     chosen = locate_runs(runs, root) if runs else _mine(list_runs(choose_root(root)))
@@ -67,6 +82,28 @@ def command(root: Path, *arguments: str) -> str:
     """Return the command line of `holdfast supervise` for runs under `root`."""
     named = () if root == default_root() else ("--root", str(root))
     return shlex.join(["holdfast", "supervise", *arguments, *named])
+
+
+def _serve(root: Path) -> None:
+    """Supervise all runs under `root` until a signal ends this process."""
+    from holdfast.contracts.descriptors import raise_descriptor_limit
+    from holdfast.flows.service import SupervisorService
+    from holdfast.flows.start import has_service
+    from holdfast.lineage.index import Index
+
+    if has_service():
+        raise SpecError(
+            "supervise --stay: PREFECT_API_URL is set, so Prefect's flows supervise the runs. "
+            "Unset it, or start a worker with `prefect worker start`"
+        )
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    raise_descriptor_limit()
+    with Index() as index:
+        service = SupervisorService(root, index, logging.getLogger("holdfast"))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: service.stop.set())
+        warn(f"holdfast: supervising your runs under {root}")
+        service.run()
 
 
 def _mine(found: list[RunPaths]) -> list[RunPaths]:
