@@ -10,6 +10,8 @@ the heartbeats of all nodes. A tenth of the jobs is pending, and a tenth of the 
 `slurm_per_minute` counts Slurm's commands of all supervisors together. `cores` is their share of
 one core together. `uss_mb` is the memory per supervisor that no other process shares. Supervisors
 are forked here, so one that starts by itself needs more: `alone_uss_mb`, measured with the first.
+With `--service`, one `holdfast supervise --stay` supervises all runs. `uss_mb` is then its memory
+divided by the runs, and `alone_uss_mb` all of it.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from holdfast.contracts.attempt import Request, read_document
 from holdfast.contracts.journal import JournalWriter
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.supervision import is_supervised
 from holdfast.flows.carry import carry
 from holdfast.flows.supervise import submit_next
 from holdfast.lineage.index import Index
@@ -90,10 +93,11 @@ def main() -> None:
     )
     parser.add_argument("--runs", type=int, default=500)
     parser.add_argument("--seconds", type=float, default=180.0)
+    parser.add_argument("--service", action="store_true", help="one process for all runs")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="holdfast-supervisors-") as folder:
-        facts = measure(Path(folder), options.runs, options.seconds)
+        facts = measure(Path(folder), options.runs, options.seconds, service=options.service)
     if options.json:
         print(json.dumps(facts))
         return
@@ -101,8 +105,11 @@ def main() -> None:
         print(f"{name:>18} {value}")
 
 
-def measure(folder: Path, runs: int, seconds: float) -> dict[str, Any]:
-    """Start a supervisor for each of `runs` runs, and return what they cost over `seconds`."""
+def measure(folder: Path, runs: int, seconds: float, *, service: bool) -> dict[str, Any]:
+    """Start a supervisor for each of `runs` runs, and return what they cost over `seconds`.
+
+    With `service`, start one process for all of them.
+    """
     cluster = folder / "cluster"
     play_cluster(cluster, runs)
     os.environ["PATH"] = f"{cluster}:{os.environ['PATH']}"
@@ -115,10 +122,12 @@ def measure(folder: Path, runs: int, seconds: float) -> dict[str, Any]:
     processes: list[int] = []
     try:
         processes.append(in_child(partial(play_heartbeats, made)))
-        alone = start_alone(made[0])
-        processes.append(alone.pid)
-        for paths in made[1:]:
-            processes.append(in_child(partial(supervise, paths)))
+        if service:
+            processes.append(start_service(folder / "root").pid)
+        else:
+            processes.append(start_alone(made[0]).pid)
+            for paths in made[1:]:
+                processes.append(in_child(partial(supervise, paths)))
         time.sleep(START_S)
         supervisors = [psutil.Process(pid) for pid in processes[1:]]
         before, spent, began = count_calls(cluster), cpu_of(supervisors), time.monotonic()
@@ -129,12 +138,12 @@ def measure(folder: Path, runs: int, seconds: float) -> dict[str, Any]:
         others = cluster / "others"
         return {
             "runs": runs,
-            "supervisors": sum(one.status() != psutil.STATUS_ZOMBIE for one in supervisors),
+            "supervised": sum(is_supervised(paths.flow_lock) for paths in made),
             "seconds": round(elapsed, 1),
             "slurm_per_minute": round(60 * calls.total() / elapsed, 2),
             "by_command": {name: round(60 * n / elapsed, 2) for name, n in calls.items()},
             "cores": round((cpu_of(supervisors) - spent) / elapsed, 3),
-            "uss_mb": round(statistics.median(memory[1:] or memory), 1),
+            "uss_mb": round(memory[0] / runs if service else statistics.median(memory[1:]), 1),
             "alone_uss_mb": round(memory[0], 1),
             "unanswered": others.read_text().splitlines() if others.exists() else [],
         }
@@ -212,6 +221,14 @@ def start_alone(paths: RunPaths) -> subprocess.Popen[bytes]:
     """Start a supervisor as `holdfast submit` does without a Prefect API."""
     command = [sys.executable, "-m", "holdfast.flows.detached", str(paths.directory)]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def start_service(root: Path) -> subprocess.Popen[bytes]:
+    """Start one supervisor for all runs under `root`."""
+    command = [str(Path(sys.executable).with_name("holdfast")), "supervise", "--stay"]
+    return subprocess.Popen(
+        [*command, "--root", str(root)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
 
 
 def supervise(paths: RunPaths) -> None:
