@@ -17,13 +17,16 @@ from slurm_cluster import SlurmCluster
 from tests.agent_ranks import ranks_of, waiting_ranks
 from tests.metadata_server import AzureService, serving
 from tests.process.local_runs import LocalRun, wait_until
+from typer.testing import CliRunner
 
+from holdfast.cli.main import app
 from holdfast.contracts.attempt import Submission, read_document
 from holdfast.contracts.errors import PreflightError, SchedulerUnavailableError
 from holdfast.contracts.history import AttemptView
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause
+from holdfast.flows.parameters import load_spec
 from holdfast.workers import operator, preflight, slurm_client
 from holdfast.workers.checkpoints import committed_checkpoints
 from holdfast.workers.executors import executor_for
@@ -269,3 +272,16 @@ def _node_of(port: int) -> int | None:
 def _request(view: AttemptView) -> Any:
     assert view.request is not None
     return view.request
+
+
+def test_init_writes_a_spec_that_this_cluster_accepts(slurm: SlurmCluster, tmp_path: Path) -> None:
+    place = tmp_path / "mine"
+    done = CliRunner().invoke(app, ["init", str(place), "--partition", "spot"])
+    assert done.exit_code == 0, done.output
+    spec = load_spec(str(place / "run.toml"), ())
+    assert (spec.resources.partition, spec.resources.gpus_per_node) == ("spot", 4)
+    assert "preempts by REQUEUE" in (place / "run.toml").read_text()
+    preflight.check(spec, tmp_path / "root")
+    done = CliRunner().invoke(app, ["init", str(tmp_path / "other"), "--partition", "none"])
+    assert done.exit_code != 0
+    assert not (tmp_path / "other").exists()

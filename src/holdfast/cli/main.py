@@ -22,6 +22,7 @@ from holdfast.cli import (
     drill,
     events,
     export,
+    init,
     logs,
     operate,
     serve,
@@ -42,7 +43,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for module in (
-    *(submit, supervise, wait, views, show, events, logs, operate, checkpoints, export, serve),
+    *(
+        init,
+        submit,
+        supervise,
+        wait,
+        views,
+        show,
+        events,
+        logs,
+        operate,
+        checkpoints,
+        export,
+        serve,
+    ),
     *(database, deploy, doctor, bench, drill),
 ):
     module.register(app)
