@@ -18,6 +18,7 @@ from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.contracts.timeline import spans_of
 from holdfast.workers import attempts
+from holdfast.workers.attempt_costs import measured_costs
 from holdfast.workers.executors import executor_for
 from holdfast.workers.executors.local import CONTROLLER
 from holdfast.workers.request import build_request
@@ -84,6 +85,9 @@ def test_two_ranks_train_on_a_node_without_gpus(tmp_path: Path) -> None:
     assert (view.outcome.world_size, view.gpus, view.last_step) == (2, 2, 5)
     assert [span.gpus for span in spans_of(run.history())] == [0]
     assert attempt.rank_log(0, 1, 1, "stdout").exists(), "the second rank has a log of its own"
+    costs = measured_costs(run.history())
+    assert 0.02 <= costs.step_s < 20.0
+    assert 0.0 < costs.start_s < (view.ended_at or 0.0) - run.history().record.created_at
 
 
 def test_ranks_meet_on_the_interface_of_the_spec(tmp_path: Path) -> None:

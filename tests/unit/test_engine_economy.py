@@ -8,16 +8,17 @@ import pytest
 
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.journal import Event, EventKind
-from holdfast.trainer.pacing.cadence import Cadence, Interval
-from holdfast.trainer.pacing.economy import (
+from holdfast.contracts.save_interval import (
     INTERVAL_MAX_S,
     INTERVAL_MIN_S,
     PRIOR_NODE_S,
-    StepMeter,
+    Failures,
     choose_interval,
     mean_failure_s,
 )
-from holdfast.trainer.pacing.failures import Failures, observe_failures
+from holdfast.trainer.pacing.cadence import Cadence, Interval
+from holdfast.trainer.pacing.failures import observe_failures
+from holdfast.trainer.pacing.step_meter import StepMeter
 from holdfast.trainer.staging.snapshots import EVERY_MAX, SnapshotRhythm, choose_every
 
 HOUR_S = 3600.0

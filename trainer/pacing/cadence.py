@@ -4,8 +4,8 @@ Ranks meet only at *agreed steps*, which every rank knows beforehand. An interva
 these its multiples. For seconds, rank 0's clock decides: at an agreed step, rank 0 chooses whether
 to save now and which step is the next agreed one. This uses the one small collective that a save
 needs anyway. Normal steps in between cost a comparison. `auto` uses seconds, which rank 0 corrects
-as it measures the cost of saves (`economy`). To learn the duration of steps, the first meetings
-come early and then at growing distances.
+as it measures the cost of saves. To learn the duration of steps, the first meetings come early and
+then at growing distances.
 """
 
 from __future__ import annotations

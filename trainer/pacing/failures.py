@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from holdfast.contracts.journal import Event, EventKind
+from holdfast.contracts.save_interval import Failures
 from holdfast.contracts.states import Cause
 
 # These causes come with a warning, so a last checkpoint is saved and nothing is lost.
 ANNOUNCED = frozenset({Cause.PREEMPTION, Cause.TIME_LIMIT, Cause.OPERATOR})
-
-
-@dataclass(frozen=True)
-class Failures:
-    """`count` failures without a warning in `trained_s` seconds of ended launches."""
-
-    count: int
-    trained_s: float
 
 
 def observe_failures(events: Iterable[Event], current: tuple[int, int]) -> Failures:

@@ -10,10 +10,11 @@ import time
 
 from holdfast.contracts.history import load_events
 from holdfast.contracts.journal import EventKind
+from holdfast.contracts.save_interval import Choice, Failures, choose_interval
 from holdfast.trainer.metrics import Recorder
 from holdfast.trainer.pacing.cadence import Cadence, Interval
-from holdfast.trainer.pacing.economy import Choice, StepMeter, choose_interval
-from holdfast.trainer.pacing.failures import Failures, observe_failures
+from holdfast.trainer.pacing.failures import observe_failures
+from holdfast.trainer.pacing.step_meter import StepMeter
 from holdfast.trainer.rank_context import RankContext
 from holdfast.trainer.saver import Saver
 from holdfast.trainer.staging.snapshots import OVERHEAD_MAX, SnapshotRhythm

@@ -27,6 +27,7 @@ from holdfast.cli import (
     operate,
     serve,
     show,
+    simulate,
     submit,
     supervise,
     views,
@@ -43,21 +44,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for module in (
-    *(
-        init,
-        submit,
-        supervise,
-        wait,
-        views,
-        show,
-        events,
-        logs,
-        operate,
-        checkpoints,
-        export,
-        serve,
-    ),
-    *(database, deploy, doctor, bench, drill),
+    *(init, simulate, submit, supervise, wait, views, show, events, logs, operate, checkpoints),
+    *(export, serve, database, deploy, doctor, bench, drill),
 ):
     module.register(app)
 

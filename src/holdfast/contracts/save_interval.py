@@ -11,8 +11,6 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from holdfast.trainer.pacing.failures import Failures
-
 OVERHEAD_MAX: Final = 0.03
 # The assumed hours between failures of one node until the run has seen one. Large published
 # training runs report about this value.
@@ -22,6 +20,14 @@ INTERVAL_MIN_S: Final = 10.0
 INTERVAL_MAX_S: Final = 3600.0
 # A smaller relative change of the interval is not reported.
 NOTICEABLE: Final = 0.25
+
+
+@dataclass(frozen=True)
+class Failures:
+    """`count` failures without a warning in `trained_s` seconds of ended launches."""
+
+    count: int
+    trained_s: float
 
 
 @dataclass(frozen=True)
@@ -71,40 +77,3 @@ def choose_interval(seen: Failures, nodes: int, *, cost_s: float, flush_s: float
     if interval_s > longest_s:
         interval_s, bound = longest_s, "the maximum interval"
     return Choice(interval_s, mean_s, seen.count, cost_s, flush_s, bound)
-
-
-class StepMeter:
-    """Measures the duration of steps, separately for steps during a flush. Constant memory."""
-
-    def __init__(self, now: float) -> None:
-        self._entered_at = now
-        self._steps = [0, 0]
-        self._seconds = [0.0, 0.0]
-
-    def leave(self, now: float, *, is_flushing: bool) -> None:
-        """Record that a step is complete."""
-        self._steps[is_flushing] += 1
-        self._seconds[is_flushing] += now - self._entered_at
-        self._entered_at = now
-
-    def enter(self, now: float) -> None:
-        """Record that the next step begins. Work since `leave` belongs to no step."""
-        self._entered_at = now
-
-    @property
-    def step_s(self) -> float:
-        """The mean seconds of a step since the last `restart`, or 0 without steps."""
-        steps = sum(self._steps)
-        return sum(self._seconds) / steps if steps else 0.0
-
-    @property
-    def slowed_s(self) -> float:
-        """The seconds that flushes added to steps, or 0 until both kinds were measured."""
-        if not all(self._steps):
-            return 0.0
-        quiet_s = self._seconds[False] / self._steps[False]
-        return max(0.0, self._seconds[True] - self._steps[True] * quiet_s)
-
-    def restart(self) -> None:
-        """Start to count again, because the pace may have changed."""
-        self._steps, self._seconds = [0, 0], [0.0, 0.0]

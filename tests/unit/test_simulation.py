@@ -1,0 +1,244 @@
+"""`holdfast simulate`: played runs against sums by hand, and every wrong input."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cli_calls import Call
+
+from holdfast.contracts.errors import SpecError
+from holdfast.contracts.goodput import PARTS
+from holdfast.contracts.spec import RunSpec
+from holdfast.workers.attempt_costs import Costs, Saves
+from holdfast.workers.simulation import Simulated, simulate
+from holdfast.workers.traces import Trace, read_trace
+
+# No failures, and whole numbers.
+COSTS = Costs(
+    step_s=2.0,
+    start_s=20.0,
+    load_s=10.0,
+    blocked_s=4.0,
+    flush_s=30.0,
+    notice_s=120.0,
+    mean_failure_s=math.inf,
+)
+GAP_S = 100.0
+
+
+def spec_of(**parts: Any) -> RunSpec:
+    resources = {"executor": "slurm", "nodes": 2, "gpus_per_node": 8}
+    checkpoint = {"interval": "100s"}
+    fields = {"resources": resources, "checkpoint": checkpoint, **parts}
+    return RunSpec.model_validate({"name": "r", "command": ["t.py"], **fields})
+
+
+def play(spec: RunSpec, steps: int, gpus: list[int], costs: Costs = COSTS) -> Simulated:
+    return simulate(spec, steps, costs, Trace(tuple(gpus), GAP_S))
+
+
+def check_parts(done: Simulated) -> None:
+    kept = done.goodput
+    assert sum(getattr(kept, f"{part}_s") for part in PARTS) == pytest.approx(kept.total_s)
+    assert kept.total_s == pytest.approx(done.ends_s)
+
+
+def test_run_without_preemptions_takes_the_sum_of_its_costs() -> None:
+    done = play(spec_of(), 500, [16])
+    # 1000 s of steps, a save after every 100 s but the last, a start and the last flush.
+    assert done.ends_s == 20.0 + 1000.0 + 9 * 4.0 + 30.0
+    assert (done.is_complete, done.reason, done.steps) == (True, "completed", 500)
+    assert (done.goodput.training_s, done.goodput.blocked_s) == (1000.0, 36.0)
+    check_parts(done)
+
+
+def test_preemption_with_enough_notice_loses_no_step() -> None:
+    # The GPUs are gone from 400 s to 600 s.
+    done = play(spec_of(), 300, [16, 16, 16, 16, 0, 0, 16, 16, 16, 16])
+    first, second = done.spans
+    assert first.launches[0].trained_until == 400.0
+    # 380 s after the start, three saves had blocked for 4 s each, so 184 steps were done.
+    assert (first.last_step, second.resumed_step) == (184, 184)
+    assert first.ended_at == 430.0
+    # The next attempt is in the queue until the GPUs are back.
+    assert second.started_at == 600.0
+    assert done.goodput.steps_lost == 0
+    assert done.preemptions == 1
+    check_parts(done)
+
+
+def test_preemption_without_enough_notice_loses_the_steps_since_the_last_durable_save() -> None:
+    costs = dataclasses.replace(COSTS, notice_s=10.0)
+    done = play(spec_of(), 300, [16, 16, 16, 16, 0, 0, 16, 16, 16, 16], costs)
+    # Saves are staged at 120, 224 and 328 s, and the last of them is durable at 358 s.
+    assert done.spans[1].resumed_step == 150
+    assert done.spans[0].last_step == 184
+    assert done.goodput.steps_lost == 34
+    assert done.is_complete
+    check_parts(done)
+
+
+def test_run_continues_at_the_size_that_is_free_and_grows_again() -> None:
+    trace = [16] * 5 + [8] * 5 + [16] * 90
+    elastic = {"min_gpus": 8, "max_gpus": 16}
+    small = play(spec_of(elastic=elastic), 2000, trace)
+    assert [span.gpus for span in small.spans] == [16, 8]
+    grow = {**elastic, "grow": True, "grow_after_s": 500.0}
+    grown = play(spec_of(elastic=grow), 2000, trace)
+    assert [span.gpus for span in grown.spans] == [16, 8, 16]
+    # They are free from 1000 s on.
+    assert grown.spans[1].launches[0].trained_until == 1500.0
+    assert grown.goodput.steps_lost == 0
+    assert grown.ends_s < small.ends_s
+    check_parts(grown)
+
+
+def test_failures_follow_the_budgets_of_the_spec() -> None:
+    costs = dataclasses.replace(COSTS, mean_failure_s=400.0)
+    few = play(spec_of(supervision={"budgets": {"node_failure": 1}}), 5000, [16], costs)
+    assert not few.is_complete
+    assert few.reason.startswith("node_failure (2 times, 1 allowed)")
+    assert few.failures == 2
+    many = play(spec_of(supervision={"budgets": {"node_failure": 999}}), 5000, [16], costs)
+    assert many.is_complete
+    assert many.goodput.steps_lost > 0
+    assert many.goodput.hung_s == 0
+    check_parts(many)
+    again = play(spec_of(supervision={"budgets": {"node_failure": 999}}), 5000, [16], costs)
+    assert again == many, "the same seed gives the same failures"
+
+
+def test_time_limit_ends_attempts_without_a_loss() -> None:
+    resources = {"executor": "slurm", "nodes": 2, "gpus_per_node": 8, "time_limit_min": 10}
+    done = play(spec_of(resources=resources), 500, [16])
+    assert len(done.spans) == 2
+    assert done.spans[0].ended_at == 600.0
+    assert (done.goodput.steps_lost, done.is_complete) == (0, True)
+
+
+def test_auto_interval_is_that_of_a_real_run() -> None:
+    costs = dataclasses.replace(COSTS, mean_failure_s=None)
+    done = play(spec_of(checkpoint={"interval": "auto"}), 2000, [16], costs)
+    # 6000 hours for a node, two nodes, and a save that blocks 4 s: half an hour and more, so the
+    # run of 4000 s has one save besides the last.
+    assert len(done.spans[0].launches[0].held) == 1
+
+
+def test_cost_and_what_on_demand_alone_would_cost() -> None:
+    prices = {"gpu_hour": 1.0, "on_demand_per_gpu_hour": 3.0}
+    done = play(spec_of(cost=prices), 500, [16])
+    assert done.goodput.cost == pytest.approx(16 * 1086 / 3600)
+    assert done.on_demand_alone == pytest.approx(16 * 1050 / 3600 * 3)
+    assert done.as_json()["cost"] == done.goodput.cost
+
+
+def test_trace_that_never_has_enough_is_refused() -> None:
+    with pytest.raises(SpecError, match="has 8 GPUs at most, and the run needs 16"):
+        play(spec_of(), 10, [8, 0, 8])
+
+
+@pytest.mark.parametrize("at", [0.0, 99.0, 100.0, 103.9, 104.0, 204.0, 238.0, 1040.0, 1234.5])
+def test_saves_agree_with_their_periods(at: float) -> None:
+    saves = Saves(100.0, COSTS, 0.0)
+    held_s = sum(end - begin for begin, end in saves.held(at))
+    assert saves.trained_s(at) == pytest.approx(at - held_s)
+    assert saves.durable_s(at) <= saves.trained_s(at)
+    assert saves.reached(saves.trained_s(at)) <= at + 1e-9
+
+
+def test_trace_repeats_and_finds_its_changes(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"metadata": {"gap_seconds": 100}, "data": [2, 0, 1]}))
+    trace = read_trace(path, 8)
+    assert [trace.free(at) for at in (0, 99, 100, 250, 300, 400)] == [16, 16, 0, 8, 16, 0]
+    assert trace.first(150.0, 8, has=True) == 200.0
+    assert trace.first(150.0, 16, has=True) == 300.0
+    assert trace.first(310.0, 16, has=False) == 400.0
+    assert trace.first(0.0, 24, has=True) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "Expecting value"),
+        ("[]", "expected JSON with metadata.gap_seconds"),
+        ('{"metadata": {"gap_seconds": 0}, "data": [1]}', "gap_seconds is 0"),
+        ('{"metadata": {"gap_seconds": 60}, "data": []}', "data is empty"),
+        ('{"metadata": {"gap_seconds": 60}, "data": [1, null, 1]}', "data[1] is None; a gap"),
+        ('{"metadata": {"gap_seconds": 60}, "data": [1, -1]}', "data[1] is -1"),
+    ],
+)
+def test_wrong_traces_are_refused(tmp_path: Path, text: str, problem: str) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(text)
+    with pytest.raises(SpecError) as caught:
+        read_trace(path, 8)
+    assert problem in str(caught.value)
+
+
+SPEC = """
+name = "big"
+command = ["train.py"]
+[config]
+steps = 2000
+[resources]
+executor = "slurm"
+nodes = 4
+gpus_per_node = 8
+"""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    (tmp_path / "big.toml").write_text(SPEC)
+    document = {"metadata": {"gap_seconds": 300}, "data": [4, 4, 4, 2, 4, 4]}
+    (tmp_path / "trace.json").write_text(json.dumps(document))
+    return str(tmp_path / "big.toml"), str(tmp_path / "trace.json")
+
+
+def test_command_compares_sizes_and_intervals(
+    call: Call, files: tuple[str, str], tmp_path: Path
+) -> None:
+    spec, trace = files
+    words = ["simulate", spec, "--trace", trace, "--cost", "step_s=1", "--gpus", "16,32"]
+    words += ["--interval", "5m,100", "--plot", str(tmp_path / "plot.svg")]
+    found = call(*words, "--json").json
+    sizes = [(row["gpus"], row["interval"]) for row in found["rows"]]
+    assert sizes == [(16, "5m"), (16, 100), (32, "5m"), (32, 100)]
+    assert found["steps"] == 2000
+    assert found["trace_s"] == 1800
+    small, _, large, _ = found["rows"]
+    assert small["preemptions"] == 0
+    assert large["preemptions"] > 0
+    assert (tmp_path / "plot.svg").read_text().lstrip().startswith("<?xml")
+    table = call(*words).out
+    assert "ends after" in table
+    assert "the trace lasts 30 min" in table
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ([], "give --cost step_s=SECONDS"),
+        (["--cost", "step_s"], "expected KEY=SECONDS"),
+        (["--cost", "step=1"], "expected KEY=SECONDS"),
+        (["--cost", "step_s=0"], "must be above 0"),
+        (["--cost", "step_s=1", "--cost", "flush_s=-1"], "expected KEY=SECONDS"),
+        (["--cost", "step_s=1", "--gpus", "12"], "expected multiples of the 8 GPUs"),
+        (["--cost", "step_s=1", "--interval", "soon"], "'soon'"),
+        (["--cost", "step_s=1", "--set", "config.steps=0"], "give --steps"),
+        (["--costs-of", "none"], "none"),
+    ],
+)
+def test_wrong_options_are_refused(
+    call: Call, files: tuple[str, str], words: list[str], problem: str
+) -> None:
+    spec, trace = files
+    done = call("simulate", spec, "--trace", trace, *words)
+    assert done.status != 0
+    assert problem in done.err

@@ -1,0 +1,56 @@
+"""Traces of free GPUs over time, such as those of a cloud's spot instances."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from holdfast.contracts.errors import SpecError
+from holdfast.contracts.reading import read_bounded
+
+
+class Trace:
+    """The number of free GPUs every `gap_s` seconds. After its end it begins again."""
+
+    def __init__(self, gpus: tuple[int, ...], gap_s: float) -> None:
+        self.gpus, self.gap_s = gpus, gap_s
+        self.length_s = len(gpus) * gap_s
+
+    def free(self, at: float) -> int:
+        return self.gpus[int(at // self.gap_s) % len(self.gpus)]
+
+    def first(self, since: float, gpus: int, *, has: bool) -> float:
+        """Return the first time from `since` at which `gpus` are free, or are not; else infinity.
+
+        The trace is followed for one length, because then it repeats.
+        """
+        tick = int(since // self.gap_s)
+        for later in range(len(self.gpus) + 1):
+            if (self.gpus[(tick + later) % len(self.gpus)] >= gpus) == has:
+                return max(since, (tick + later) * self.gap_s)
+        return math.inf
+
+
+def read_trace(path: Path, gpus_per_instance: int) -> Trace:
+    """Read a trace in the format of the public `spot-traces`; see `docs/simulate.md`.
+
+    Raises `SpecError` for anything else.
+    """
+    try:
+        document = json.loads(read_bounded(path))
+        gap_s, counts = float(document["metadata"]["gap_seconds"]), document["data"]
+        wrong = [n for n, one in enumerate(counts) if type(one) is not int or one < 0]
+        if wrong or not counts:
+            what = f"data[{wrong[0]}] is {counts[wrong[0]]!r}" if wrong else "data is empty"
+            raise ValueError(f"{what}; a gap in the trace must be filled")
+        if not 0 < gap_s < math.inf:
+            raise ValueError(f"metadata.gap_seconds is {gap_s}")
+    except OSError as error:
+        raise SpecError(f"--trace {path}: {error.strerror}") from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise SpecError(
+            f"--trace {path}: {error}; expected JSON with metadata.gap_seconds above 0 and data, "
+            "the number of available instances at each time"
+        ) from error
+    return Trace(tuple(count * gpus_per_instance for count in counts), gap_s)
