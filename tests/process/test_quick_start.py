@@ -161,7 +161,7 @@ def continue_on_two_ranks(tour: QuickStart, wanted: list[str]) -> None:
 
 def look_at_the_lineage(tour: QuickStart, wanted: list[str]) -> None:
     lineage, fork, of_fork, cancel = wanted
-    assert "attempt 2 · 2 GPUs" in tour.run(lineage)
+    assert "attempt 2 · 2 ranks" in tour.run(lineage)
     assert "created run tour-fork" in tour.run(fork)
     assert "step-00000300.a0001.l01" in tour.run(of_fork)
     tour.run(cancel)

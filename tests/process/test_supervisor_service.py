@@ -83,7 +83,7 @@ def services(tmp_path: Path) -> Services:
 
 
 def write_spec(folder: Path, name: str, steps: int, sleep_s: float) -> Path:
-    path = folder / f"{name}.json"
+    path = folder / f"{name}.yaml"
     spec = {
         "name": name,
         "command": [PROGRAM.name, json.dumps({"steps": steps, "sleep_s": sleep_s})],
