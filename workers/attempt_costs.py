@@ -48,7 +48,9 @@ def measured_costs(history: RunHistory) -> Costs:
     launches = [launch for span in spans for launch in span.launches]
     steps = sum((one.last_step or 0) - (one.resumed_step or 0) for one in launches)
     if steps <= 0 or size_s <= 0:
-        raise SpecError(f"{history.paths.name}: it has trained no step yet; give --cost step_s=SECONDS")
+        raise SpecError(
+            f"{history.paths.name}: it has trained no step yet; give --cost step_s=SECONDS"
+        )
     saves = sum(len(one.held) for one in launches)
     return Costs(
         step_s=size_s / history.spec.gpus / steps,
