@@ -471,9 +471,9 @@ def test_a_signal_to_another_node_reaches_node_0_at_once(tmp_path: Path) -> None
 
 def test_an_agent_raises_its_descriptor_limit_to_the_maximum() -> None:
     code = (
-        "import resource as r; from holdfast.workers.agent.main import _raise_descriptor_limit;"
+        "import resource as r; from holdfast.workers.agent.main import raise_descriptor_limit;"
         "most = r.getrlimit(r.RLIMIT_NOFILE)[1]; r.setrlimit(r.RLIMIT_NOFILE, (64, most));"
-        "_raise_descriptor_limit(); print(r.getrlimit(r.RLIMIT_NOFILE) == (most, most))"
+        "raise_descriptor_limit(); print(r.getrlimit(r.RLIMIT_NOFILE) == (most, most))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "True\n", done.stderr
