@@ -141,7 +141,11 @@ class Supervisor:
             while time.monotonic() < ends_at:
                 wait_s = self._turn(lock, journal)
                 if wait_s is None:
-                    return self._finish()
+                    history = self._finish()
+                    if not (self.is_acting and history.state.is_live):
+                        return history
+                    # A request came meanwhile, and its command saw that the run has a supervisor.
+                    wait_s = SOON_S
                 time.sleep(wait_s)
         raise ServiceError(
             f"{self.paths.name} has not ended within {SUPERVISION_S_MAX:.0f} s, the limit of one "

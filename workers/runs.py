@@ -120,6 +120,8 @@ def _link_checkpoints(paths: RunPaths, target: Path) -> None:
     try:
         paths.checkpoints.symlink_to(target / paths.checkpoints.name)
     except FileExistsError:
+        if not paths.checkpoints.is_symlink():
+            return
         target = real_folder(paths.checkpoints).parent
     for folder in (paths.checkpoints, paths.tombstones):
         make_directory(target / folder.name)

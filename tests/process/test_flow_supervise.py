@@ -20,6 +20,7 @@ from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause, RunState
 from holdfast.contracts.supervision import is_supervised
 from holdfast.flows.flow_lock import FlowLock
+from holdfast.flows.ingestion import Ingestion
 from holdfast.flows.supervise import Supervisor, submit_next
 from holdfast.lineage import queries
 from holdfast.lineage.engine import URL_VARIABLE
@@ -84,6 +85,31 @@ def test_supervisor_runs_a_job_to_its_end_and_indexes_it(tmp_path: Path, index: 
     again = Supervisor(paths=paths, index=index, log=LOG, submit=submit_next).run()
     assert len(again.attempts) == 1
     assert kinds(paths).count(EventKind.RUN_ENDED) == 1
+
+
+def test_request_during_the_last_ingest_is_followed(
+    tmp_path: Path, index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relaunch finds that the run has a supervisor, which is about to end, and starts none."""
+    marker = tmp_path / "once"
+    program = f"import os; os.path.exists({str(marker)!r}) or exit(1)\n"
+    paths = make_run(tmp_path, program)
+    finish = Ingestion.finish
+
+    def finish_late(ingestion: Ingestion) -> None:
+        if not marker.exists():
+            marker.touch()
+            assert is_supervised(paths.flow_lock)
+            operator.request(paths, "relaunch", by="tester")
+        finish(ingestion)
+
+    monkeypatch.setattr(Ingestion, "finish", finish_late)
+    history = Supervisor(paths=paths, index=index, log=LOG, submit=submit_next).run()
+    assert [view.state for view in history.attempts] == [
+        AttemptState.FAILED,
+        AttemptState.COMPLETED,
+    ]
+    assert history.state is RunState.COMPLETED
 
 
 def test_database_outage_does_not_stop_supervision(
