@@ -65,7 +65,8 @@ def find_process(name: ProcessName) -> psutil.Process | None:
         return None
     try:
         process = psutil.Process(name.pid)
-        same = abs(start_s(name.pid) - name.start_s) < 1 / TICKS_PER_S
+        # Half a tick, because the difference of two floats can be a little less than one tick.
+        same = abs(start_s(name.pid) - name.start_s) < 0.5 / TICKS_PER_S
         return process if same and process.status() != psutil.STATUS_ZOMBIE else None
     except (psutil.NoSuchProcess, ProcessLookupError):
         return None

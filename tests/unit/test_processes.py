@@ -9,7 +9,15 @@ import sys
 import psutil
 import pytest
 
-from holdfast.workers.processes import ProcessName, find_process, is_alive, name_process, start_s
+from holdfast.workers import processes
+from holdfast.workers.processes import (
+    TICKS_PER_S,
+    ProcessName,
+    find_process,
+    is_alive,
+    name_process,
+    start_s,
+)
 
 
 @pytest.mark.parametrize("step_s", [-600, 600, 3])
@@ -28,11 +36,16 @@ def test_a_process_keeps_its_name_when_the_clock_is_set(
     assert name_process(os.getpid()) == name
 
 
-def test_another_process_with_the_same_id_has_another_name() -> None:
+def test_another_process_with_the_same_id_has_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
     name = name_process(os.getpid())
     assert name is not None
-    assert find_process(ProcessName(name.pid, name.start_s - 0.01, name.boot_id)) is None
     assert find_process(ProcessName(name.pid, name.start_s, "another boot")) is None
+    for tick in range(1, 2000):
+        starts_s = tick / TICKS_PER_S
+        monkeypatch.setattr(processes, "start_s", lambda _, starts_s=starts_s: starts_s)
+        before = ProcessName(name.pid, (tick - 1) / TICKS_PER_S, name.boot_id)
+        assert find_process(before) is None, f"it started one tick later, after {tick} ticks"
+        assert find_process(ProcessName(name.pid, starts_s, name.boot_id)) is not None
 
 
 def test_an_ended_process_has_no_name() -> None:
