@@ -341,9 +341,10 @@ def plain_checkpoint(path: Path | str) -> Path:
         if plain.name == LATEST and CheckpointName.parse(target := os.readlink(plain)):
             plain = plain.with_name(target)
     with contextlib.suppress(OSError):
-        own = RunPaths(plain.parent.parent / OF_RUN).checkpoints
+        base = plain.parent.parent
+        own = RunPaths(base / os.readlink(base / OF_RUN)).checkpoints
         if own.samefile(plain.parent):
-            return Path(os.readlink(plain.parent.parent / OF_RUN), own.name, plain.name)
+            return own / plain.name
     return plain
 
 
