@@ -112,14 +112,15 @@ class SupervisorService:
         if self._next_look.get(name, 0.0) > now:
             return
         try:
-            if not paths.is_mine() or not load_history(paths).state.is_live:
+            is_mine = paths.is_mine()
+            if is_mine and is_supervised(paths.flow_lock):
+                return
+            if not is_mine or not load_history(paths).state.is_live:
                 self._next_look[name] = now + ENDED_S
                 return
         except (HoldfastError, OSError) as error:
             self._log.warning("%s: %s", name, error)
             self._next_look[name] = now + FAILED_S
-            return
-        if is_supervised(paths.flow_lock):
             return
         self._log.info("supervising %s", name)
         self._threads[name] = threading.Thread(

@@ -87,6 +87,10 @@ class _FlowWatch:
                 return None
             log = self._started.log
             return f"exit status {process.returncode}\n{log_tail(log) if log else ''}"
+        if self._started.service is not None:
+            # It takes up the run within a second.
+            is_watched = is_supervised(self._paths.flow_lock)
+            return None if is_watched else f"the supervisor, {self._started.service}, has ended"
         if self._started.flow_run is None or process is not None:
             return None
         return self._flow_run_ended()
