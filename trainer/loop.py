@@ -20,6 +20,7 @@ from holdfast.contracts.agreement import consider
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.rank_status import Phase, Proposal, RankRecord
+from holdfast.contracts.reporting import report
 from holdfast.trainer.collective import ControlGroup
 from holdfast.trainer.data.position import Position
 from holdfast.trainer.metrics import Recorder
@@ -207,7 +208,7 @@ class Loop:
             return
         text = f"random numbers ({', '.join(generators)}) {DRAWN}"
         if self._ranks.rank == 0:
-            print(f"holdfast: {text}", flush=True)
+            report(f"holdfast: {text}")
         self._recorder.event(EventKind.NOTE, text=text)
 
     def _is_save_due(self, step: int) -> bool:

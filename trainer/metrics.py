@@ -10,7 +10,6 @@ import json
 import math
 import os
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -24,6 +23,7 @@ from holdfast.contracts.filesystems import send_flag
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.paths import folder_of
 from holdfast.contracts.reading import open_beneath
+from holdfast.contracts.reporting import report
 from holdfast.trainer.rank_context import RankContext
 
 FLUSH_S: Final = 1.0
@@ -121,7 +121,7 @@ class Recorder:
     def _report_once(self, problem: str) -> None:
         """Report the first write error only. Training continues without the line."""
         if not self._has_reported:
-            print(f"holdfast: cannot write {problem}", file=sys.stderr, flush=True)
+            report(f"holdfast: cannot write {problem}", is_error=True)
         self._has_reported = True
 
 

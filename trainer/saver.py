@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from enum import IntEnum
@@ -17,6 +16,7 @@ from holdfast.contracts.journal import EventKind
 from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.paths import checkpoint_id
 from holdfast.contracts.rank_status import NOWHERE, Phase, RankRecord
+from holdfast.contracts.reporting import report
 from holdfast.trainer.collective import ControlGroup, attempt, problem_of
 from holdfast.trainer.engine import CheckpointEngine
 from holdfast.trainer.metrics import Recorder
@@ -351,9 +351,7 @@ class Saver:
             self._failed[result.step] = problem
             self._recorder.event(EventKind.SAVE_FAILED, **facts, error=problem)
             if self._ranks.rank == 0:
-                # A full disk may refuse this line too. Training continues.
-                with contextlib.suppress(OSError):
-                    print(f"holdfast: {result.checkpoint} was not saved: {problem}", flush=True)
+                report(f"holdfast: {result.checkpoint} was not saved: {problem}")
             return
         self._parent = checkpoint_id(self._context.run.name, result.checkpoint)
         directory = self._context.run.checkpoint(result.checkpoint)

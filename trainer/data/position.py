@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from holdfast.contracts.errors import SpecError
+from holdfast.contracts.reporting import report
 from holdfast.trainer.data.order import Batch, DataOrder, SkipWindow, joined
 from holdfast.trainer.data.sampler import ElasticDistributedSampler, ElasticSampler
 
@@ -134,12 +135,11 @@ class Position:
             self._given_before = step
         elif step == self._given_before and self.rank == 0:
             self._given_before = 0
-            print(
+            report(
                 f"holdfast: the samples of step {step} were asked for before the loop and again "
                 "within the step. If the program fetches each batch ahead, call "
                 "session.batch(..., ahead=1) within the loop. Otherwise a resume may train on "
                 "other batches than an uninterrupted run",
-                flush=True,
             )
         return order.rank_ids(step, self.rank, self.world_size).view(Batch)
 
@@ -193,11 +193,10 @@ class Position:
         if order is None or self.open_epoch is not None or not 0 < step == self._restored[0]:
             return
         if order.epoch(step + 1) > order.epoch(step) and self.rank == 0:
-            print(
+            report(
                 f"holdfast: step {step} was the last of epoch {order.epoch(step)}, and this resume "
                 "does not know whether the end of that epoch (evaluation, scheduler.step()) has "
                 "run. Loop over session.epochs(n), which runs the end again if needed",
-                flush=True,
             )
 
     def _compare_with_former(self, order: DataOrder) -> None:
@@ -205,8 +204,7 @@ class Position:
         former = {key: self._former.get(key, value) for key, value in now.items()}
         changed = [f"{key} {former[key]} → {now[key]}" for key in now if former[key] != now[key]]
         if changed and self.rank == 0:
-            print(
+            report(
                 f"holdfast: the data order changed after step {self.completed}: "
                 f"{', '.join(changed)}; samples may repeat or be skipped",
-                flush=True,
             )

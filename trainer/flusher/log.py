@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
+from holdfast.contracts.reporting import report
 
 
 def log(text: str) -> None:
     """Write a line to the log."""
-    print(f"holdfast flusher: {text}", file=sys.stderr, flush=True)
+    report(f"holdfast flusher: {text}", is_error=True)

@@ -20,6 +20,7 @@ from holdfast.contracts.leases import reading
 from holdfast.contracts.manifest import Manifest
 from holdfast.contracts.mirrors import Tiers
 from holdfast.contracts.paths import MANIFEST, checkpoint_id
+from holdfast.contracts.reporting import report
 from holdfast.contracts.retries import read_again
 from holdfast.trainer.collective import ControlGroup
 from holdfast.trainer.data.order import SkipWindow, joined, parse_skips
@@ -133,7 +134,7 @@ def _report(
     recorder: Recorder,
 ) -> None:
     """Print and journal what was restored."""
-    print(describe(context.run.name, found, restored, skipped, notes), flush=True)
+    report(describe(context.run.name, found, restored, skipped, notes))
     recorder.event(
         EventKind.RESUMED,
         checkpoint=found.checkpoint,

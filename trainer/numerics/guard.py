@@ -24,6 +24,7 @@ from holdfast.contracts.history import excluded_checkpoints, load_events
 from holdfast.contracts.journal import AUTOMATIC, Event, EventKind, JournalWriter
 from holdfast.contracts.paths import MANIFEST, CheckpointName
 from holdfast.contracts.rank_status import RankRecord
+from holdfast.contracts.reporting import report
 from holdfast.contracts.spec_supervision import Numerics
 from holdfast.trainer.collective import ControlGroup
 from holdfast.trainer.data.position import Position
@@ -156,7 +157,7 @@ class LossGuard:
                 )
             # This line comes last, because the agent starts a new launch when it sees it.
             journal.append(EventKind.NUMERICS, **numbers, **facts, **more)
-        print(f"holdfast: {given.reason}", flush=True)
+        report(f"holdfast: {given.reason}")
         return given
 
     def _known(self, events: tuple[Event, ...]) -> Known:

@@ -109,7 +109,9 @@ def main(command: list[str]) -> int:
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     code = watch(child)
     if not kill_all_below(os.getpid()):
-        print("guard: some processes could not be killed", file=sys.stderr, flush=True)
+        # The exit code counts even if a full disk refuses the line.
+        with contextlib.suppress(OSError):
+            print("guard: some processes could not be killed", file=sys.stderr, flush=True)
     return code
 
 
