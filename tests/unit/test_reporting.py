@@ -31,7 +31,8 @@ def test_rank_0_journals_again_after_a_full_disk_refused_a_line_and_the_report_o
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its thread ended before, and the run was silent about each failed save after that."""
-    write, refused = JournalWriter._write, []
+    write = JournalWriter._write
+    refused: list[EventKind] = []
 
     def write_half(self: JournalWriter, kind: EventKind, data: dict[str, Any]) -> Any:
         if not refused:
