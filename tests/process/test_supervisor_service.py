@@ -128,7 +128,9 @@ def test_service_supervises_submitted_runs_and_survives_its_own_death(
                 assert facts["pid"] is None
             wait_until(lambda: has_ended(short), "the end of the short run", 90)
             assert load_history(short).state == "completed"
-            assert "short completed" in short.flow_log.read_text()
+            wait_until(
+                lambda: "short completed" in short.flow_log.read_text(), "its log's last line"
+            )
             wait_until(lambda: load_history(long).attempts, "the attempt")
             assert supervisors(long) == [first.pid]
             assert "already" in services.call("supervise", "--stay", status=5).stderr

@@ -22,6 +22,7 @@ from typing import Any, Final
 from holdfast.contracts import environment
 from holdfast.contracts.attempt import Request, Submission, read_document
 from holdfast.contracts.errors import HoldfastError, ServiceError
+from holdfast.contracts.filesystems import filesystem_of
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.spec_supervision import NumericsAction
@@ -62,6 +63,8 @@ class Testbed:
 
     folder: Path
     root: Path
+    # Holdfast's home, which contains the index.
+    home: Path
     number: int = 0
     on_nan: NumericsAction = "stop"
     reference: Reference = field(default_factory=dict)
@@ -69,11 +72,6 @@ class Testbed:
     _prefect: PrefectServer | None = None
     _flow: subprocess.Popen[bytes] | None = None
     _runs: list[RunPaths] = field(default_factory=list)
-
-    @property
-    def home(self) -> Path:
-        """Holdfast's home, which contains the index."""
-        return self.folder / "home"
 
     @property
     def environment(self) -> dict[str, str]:
@@ -246,9 +244,15 @@ def throw_away(folder: Path, *, with_small_disk: bool, number: int = 0) -> Itera
     """Yield a testbed in `folder`, and stop it after the block. Its files remain."""
     root = folder / "runs"
     root.mkdir()
-    with small_disk(root) if with_small_disk else contextlib.nullcontext():
-        testbed = Testbed(folder=folder, root=root, number=number)
-        testbed.home.mkdir()
+    with contextlib.ExitStack() as stack:
+        home = folder / "home"
+        if filesystem_of(folder).is_network:
+            # SQLite needs a local disk.
+            home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="holdfast-home-")))
+        if with_small_disk:
+            stack.enter_context(small_disk(root))
+        testbed = Testbed(folder=folder, root=root, home=home, number=number)
+        home.mkdir(exist_ok=True)
         try:
             yield testbed
         finally:
