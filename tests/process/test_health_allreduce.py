@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -64,11 +65,16 @@ def test_a_partner_that_hangs_or_dies_fails_the_check(start: Start, tmp_path: Pa
         (tmp_path / "meeting.json").unlink(missing_ok=True)
         partner = start(1)
         wait_until(partial(_children_of, partner.pid), "the partner's process")
-        for pid in [partner.pid, *_children_of(partner.pid)]:
+        children = _children_of(partner.pid)
+        for pid in [partner.pid, *children]:
             os.kill(pid, number)
         one = start(0, "--timeout-s=3")
         began = time.monotonic()
         output, _ = one.communicate(timeout=WAIT_S)
+        for pid in children:
+            # A suspended child would outlive its parent.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         assert one.returncode == 1, output
         assert "the all-reduce failed" in output
         assert time.monotonic() - began < WAIT_S / 2
