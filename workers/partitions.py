@@ -33,7 +33,7 @@ class PartitionFacts:
         if self.minutes_max is not None:
             words.append(f"at most {self.minutes_max:.0f} min")
         if self.preempt_mode:
-            words.append(f"preempts by {self.preempt_mode}")
+            words.append(f"jobs are preempted by {self.preempt_mode}")
         return f"{self.name} ({', '.join(words)})"
 
 

@@ -114,8 +114,8 @@ class _Run:
         loads_from = began + self.costs.start_s
         trained_from = loads_from + (self.costs.load_s if self.committed else 0.0)
         self._add_view(gpus, reason, submitted_at, began)
-        stops_at, cause = self._stop(began, trained_from, gpus, step_s)
         saves = Saves(self._interval_s(gpus, step_s), self.costs, trained_from)
+        stops_at, cause = self._stop(began, saves, gpus, step_s)
         resumed = self.committed
         trained_s = saves.trained_s(stops_at)
         last = min(self.steps, resumed + int(trained_s / step_s + 1e-9))
@@ -151,11 +151,9 @@ class _Run:
         return True
 
     def _stop(
-        self, began: float, trained_from: float, gpus: int, step_s: float
+        self, began: float, saves: Saves, gpus: int, step_s: float
     ) -> tuple[float, Cause | None]:
         """Return when training stops, and why; no cause if it is complete."""
-        interval_s = self._interval_s(gpus, step_s)
-        saves = Saves(interval_s, self.costs, trained_from)
         found: list[tuple[float, Cause | None]] = [
             (saves.reached((self.steps - self.committed) * step_s), None),
             (self.trace.first(began, gpus, has=False), Cause.PREEMPTION),

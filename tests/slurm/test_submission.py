@@ -280,7 +280,7 @@ def test_init_writes_a_spec_that_this_cluster_accepts(slurm: SlurmCluster, tmp_p
     assert done.exit_code == 0, done.output
     spec = load_spec(str(place / "run.toml"), ())
     assert (spec.resources.partition, spec.resources.gpus_per_node) == ("spot", 4)
-    assert "preempts by REQUEUE" in (place / "run.toml").read_text()
+    assert "jobs are preempted by REQUEUE" in (place / "run.toml").read_text()
     preflight.check(spec, tmp_path / "root")
     done = CliRunner().invoke(app, ["init", str(tmp_path / "other"), "--partition", "none"])
     assert done.exit_code != 0

@@ -28,7 +28,9 @@ NODES = [
 def test_partitions_are_described_by_their_nodes() -> None:
     prod, spot, cpu = read_partitions(PARTITIONS, NODES)
     assert str(prod) == "prod (1 node, 8 h100 GPUs each)"
-    assert str(spot) == "spot (2 nodes, 8 h100 GPUs each, at most 240 min, preempts by REQUEUE)"
+    assert str(spot) == (
+        "spot (2 nodes, 8 h100 GPUs each, at most 240 min, jobs are preempted by REQUEUE)"
+    )
     assert str(cpu) == "cpu (1 node, no GPUs, at most 1440 min)"
     assert choose_partition([cpu, spot, prod]) == spot, "the first with most GPUs"
     default, *_ = read_partitions([{**PARTITIONS[2], "Default": "YES"}], NODES)
@@ -37,11 +39,11 @@ def test_partitions_are_described_by_their_nodes() -> None:
 
 
 def test_files_of_a_new_project_are_valid_and_never_overwritten(call: Call, tmp_path: Path) -> None:
-    place = tmp_path / "my first: run"
+    place = tmp_path / "my first: run.v2"
     done = call("init", str(place), "--executor", "local", "--json")
     assert done.json["files"] == ["run.toml", "train.py", "prefect.yaml"]
     spec = RunSpec.model_validate(tomllib.loads((place / "run.toml").read_text()))
-    assert (spec.name, spec.command) == ("my-first-run", ("train.py",))
+    assert (spec.name, spec.command) == ("my-first-run-v2", ("train.py",))
     compile((place / "train.py").read_text(), "train.py", "exec")
     (deployment,) = yaml.safe_load((place / "prefect.yaml").read_text())["deployments"]
     assert deployment["parameters"]["spec"] == str(place / "run.toml")
@@ -58,6 +60,7 @@ def test_files_of_a_new_project_are_valid_and_never_overwritten(call: Call, tmp_
         (["--executor", "kubernetes"], "expected slurm or local"),
         (["--executor", "local", "--partition", "spot"], "the local executor has none"),
         (["--name", "../x"], "expected letters"),
+        (["--name", "v1.2"], "expected letters"),
     ],
 )
 def test_wrong_options_write_nothing(

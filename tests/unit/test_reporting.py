@@ -20,6 +20,8 @@ def test_lines_that_a_full_disk_refuses_are_no_errors(monkeypatch: pytest.Monkey
     with open("/dev/full", "w") as full, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", full)
         patch.setattr(sys, "stderr", full)
+        with pytest.raises(OSError, match="No space"):
+            print("refused", flush=True)
         report("lost")
         report("lost too", is_error=True)
         log("the flusher's line")

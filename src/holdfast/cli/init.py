@@ -14,13 +14,13 @@ import typer
 from holdfast.cli.output import AsJson, answer, say
 from holdfast.contracts.durable import create_bytes
 from holdfast.contracts.errors import NotFoundError, SchedulerError, SpecError
-from holdfast.contracts.paths import RUN_NAME, default_root
+from holdfast.contracts.paths import SPEC_NAME, default_root
 
 SPEC: Final = "run.toml"
 PROGRAM: Final = "train.py"
 DEPLOYMENTS: Final = "prefect.yaml"
 TIME_LIMIT_MIN: Final = 1440
-_UNUSUAL: Final = re.compile(r"[^A-Za-z0-9._-]+")
+_UNUSUAL: Final = re.compile(r"[^A-Za-z0-9_-]+")
 
 SPEC_TEXT: Final = """\
 # The spec of a run. `holdfast submit {spec}` starts it. The documentation lists all keys.
@@ -125,9 +125,9 @@ def init(
 ) -> None:
     """Write a spec, a program and a prefect.yaml to start from. No file is overwritten."""
     place = folder.expanduser().absolute()
-    chosen = name or _UNUSUAL.sub("-", place.name).strip("-.")
-    if not RUN_NAME.fullmatch(chosen):
-        raise SpecError(f"--name {chosen!r}: expected letters, digits, '.', '_' and '-'")
+    chosen = name or _UNUSUAL.sub("-", place.name).strip("-_")
+    if not SPEC_NAME.fullmatch(chosen):
+        raise SpecError(f"--name {chosen!r}: expected letters, digits, '-' and '_'")
     files = {
         SPEC: _spec_text(chosen, executor, partition),
         PROGRAM: PROGRAM_TEXT,
@@ -135,12 +135,12 @@ def init(
             name=chosen, spec=json.dumps(str(place / SPEC)), root=json.dumps(str(default_root()))
         ),
     }
-    place.mkdir(parents=True, exist_ok=True)
     if there := [each for each in files if (place / each).exists()]:
         raise SpecError(
             f"{place}: {' and '.join(there)} exist already and are not overwritten; give another "
             "folder"
         )
+    place.mkdir(parents=True, exist_ok=True)
     for each, text in files.items():
         create_bytes(place / each, text.encode())
     facts = {"name": chosen, "folder": str(place), "files": list(files)}
@@ -177,6 +177,8 @@ def _slurm_text(partition: str | None) -> tuple[str, int]:
     named = [one for one in known if one.name == partition]
     found = choose_partition(named if partition else known)
     listed = ", ".join(map(str, known))
+    if not known:
+        raise NotFoundError("the cluster has no partitions; give --executor local")
     if found is None:
         raise NotFoundError(f"--partition {partition}: no such partition; there are {listed}")
     limit = found.minutes_max

@@ -80,7 +80,7 @@ def simulate(
     seen = read_trace(trace, instance_gpus or base.resources.size_per_node)
     count = _steps(base, steps)
     rows, first = [], None
-    for chosen in _scenarios(spec, overrides or (), gpus, interval):
+    for chosen in _scenarios(base, spec, overrides or (), gpus, interval):
         # Costs are those at the given spec's size.
         scaled = replace(costs, step_s=costs.step_s * base.gpus / chosen.gpus)
         done = play(chosen, count, scaled, seen, seed=seed)
@@ -126,11 +126,12 @@ def _steps(spec: RunSpec, steps: int | None) -> int:
     return found
 
 
-def _scenarios(spec: str, overrides: Sequence[str], gpus: str, interval: str) -> list[RunSpec]:
+def _scenarios(
+    base: RunSpec, spec: str, overrides: Sequence[str], gpus: str, interval: str
+) -> list[RunSpec]:
     """Return the spec in every combination of the given sizes and intervals."""
     from holdfast.flows.parameters import load_spec
 
-    base = load_spec(spec, overrides)
     per_node = base.resources.size_per_node
     sizes = [_size(word, per_node) for word in gpus.split(",") if word.strip()]
     changes = product(

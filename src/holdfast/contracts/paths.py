@@ -32,6 +32,8 @@ _CHECKPOINT = re.compile(
 _ATTEMPT = re.compile(r"[0-9]{4}|[1-9][0-9]{4,8}")
 _REMOVING = re.compile(rf".*{re.escape(REMOVING)}")
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+# A name in a spec. The name of a run's folder can end in .r2, .r3, …
+SPEC_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 
 
 def holdfast_home() -> Path:

@@ -14,7 +14,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from holdfast.contracts.digests import document_digest
 from holdfast.contracts.node_share import Share, gpus_of, problem_with_sizes, share_of
-from holdfast.contracts.paths import RUN_NAME
+from holdfast.contracts.paths import SPEC_NAME
 from holdfast.contracts.secrets import EnvironmentValue, SecretReference
 from holdfast.contracts.slurm_options import problem_with_option, problem_with_setup
 from holdfast.contracts.spec_checkpoint import Checkpointing
@@ -276,7 +276,7 @@ class RunSpec(SpecPart):
     @field_validator("name")
     @classmethod
     def _name_is_a_file_name(cls, value: str) -> str:
-        if not RUN_NAME.fullmatch(value) or "." in value:
+        if not SPEC_NAME.fullmatch(value):
             raise ValueError(
                 f"{value[:120]!r}: expected up to 100 letters, digits, '-' and '_', starting "
                 "with a letter or digit"
