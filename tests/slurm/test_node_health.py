@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
 from slurm_cluster import SlurmCluster
 from tests.process.local_runs import LocalRun, processes_of, wait_until
 
@@ -38,6 +39,42 @@ def test_an_unhealthy_node_is_excluded_and_the_run_completes_on_others(
         again = run.submit(exclude=decision.exclude)
         view = run.wait_for_end()
         assert (view.state, view.cause) == (AttemptState.COMPLETED, None), view.evidence
+        assert bad not in run.outcome(again).hosts
+    finally:
+        run.end_all()
+    wait_until(lambda: not processes_of(run.paths), "the end of all", 60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_pairs_of_nodes_find_the_node_whose_network_fails(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    """The node that is node 2 of the first attempt has a wrong network interface from then on."""
+    marker = tmp_path / "bad"
+    setup = [
+        f'[ "$SLURM_PROCID" != 2 ] || [ -e {marker} ] || echo "$SLURMD_NODENAME" > {marker}',
+        f'! grep -qx "$SLURMD_NODENAME" {marker} 2>/dev/null || export GLOO_SOCKET_IFNAME=nosuch0',
+    ]
+    run = LocalRun(
+        tmp_path / "root",
+        resources={"executor": "slurm", "nodes": 4, "gpus_per_node": 1, "partition": "spot"},
+        elastic={"min_gpus": 3, "max_gpus": 4},
+        launch={"node_setup": setup},
+        health={"before": ["allreduce"], "timeout_s": 120},
+        steps=12,
+        grace_s=8.0,
+    )
+    try:
+        run.submit()
+        view = run.wait_for_end()
+        bad = marker.read_text().strip()
+        assert (view.state, view.cause) == (AttemptState.NODE_FAILED, Cause.NODE_FAILURE)
+        assert view.facts["unhealthy_hosts"] == [bad], view.evidence
+        assert run.events(EventKind.LAUNCH_STARTED) == []
+        again = run.submit(gpus=3, exclude=(bad,))
+        view = run.wait_for_end()
+        assert (view.state, view.world_size) == (AttemptState.COMPLETED, 3), view.evidence
         assert bad not in run.outcome(again).hosts
     finally:
         run.end_all()

@@ -16,12 +16,13 @@ from tests.histories import NOW, attempt_of, history_of, spec_of
 from tests.runs import RunFolder
 
 from holdfast.contracts.history import AttemptView
+from holdfast.contracts.paths import AttemptPaths
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.spec_health import CHECK_S_MAX, CHECKS_MAX, Health
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers import health
 from holdfast.workers.agent.context import load_context
-from holdfast.workers.agent.health import HealthChecks
+from holdfast.workers.agent.health import HealthChecks, HealthFinding
 from holdfast.workers.causes import UnhealthyNode, unhealthy_ending
 from holdfast.workers.policy import EXCLUDE_S, decide, excluded_hosts
 
@@ -176,12 +177,30 @@ def test_the_name_of_a_check_of_holdfast_may_have_options(
     assert checks._command(check) == expected
 
 
-def test_a_check_with_an_open_quote_is_a_problem_of_the_check(tmp_path: Path) -> None:
-    attempt = RunFolder(tmp_path, "quick", "1" * 32).submit(1, 1, 0.0)
+def finding_of(attempt: AttemptPaths, check: str) -> HealthFinding:
     checks = HealthChecks(load_context(attempt.request))
-    checks.start(["nvrx '/a"], 1)
+    checks.start([check], 1)
     give_up = time.monotonic() + 30
     while checks.finding is None and time.monotonic() < give_up:
         time.sleep(0.02)
     assert checks.finding is not None
-    assert "could not be started: No closing quotation" in checks.finding.problem
+    return checks.finding
+
+
+def test_a_check_with_an_open_quote_is_a_problem_of_the_check(tmp_path: Path) -> None:
+    attempt = RunFolder(tmp_path, "quick", "1" * 32).submit(1, 1, 0.0)
+    problem = finding_of(attempt, "nvrx '/a").problem
+    assert "could not be started: No closing quotation" in problem
+
+
+def test_checks_see_what_the_program_will_see(tmp_path: Path) -> None:
+    """Before, a check ran without `node_setup` and on another network interface than the ranks."""
+    launch = {"node_setup": ["export FABRIC='two words'"], "network_interface": "ib7"}
+    folder = RunFolder(tmp_path, "quick", "1" * 32, {"launch": launch})
+    attempt = folder.submit(1, 1, 0.0)
+    check = '[ "$FABRIC $GLOO_SOCKET_IFNAME" = "two words ib7" ]'
+    assert finding_of(attempt, check).problem == ""
+    failing = {"node_setup": ["echo no fabric", "false"]}
+    folder = RunFolder(tmp_path, "other", "2" * 32, {"launch": failing})
+    problem = finding_of(folder.submit(1, 1, 0.0), "true").problem
+    assert problem == "the check ended with exit status 1: no fabric"

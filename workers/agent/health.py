@@ -16,7 +16,8 @@ from typing import Any, Final
 from holdfast.contracts.plain_text import plain_line, plain_output
 from holdfast.contracts.redaction import redact_text
 from holdfast.contracts.secrets import plain_part
-from holdfast.workers.agent.context import AgentContext
+from holdfast.workers.agent.context import AgentContext, after_setup
+from holdfast.workers.agent.interface import interface_environment
 
 READY: Final = "ready"
 NVRX: Final = "nvrx"
@@ -102,14 +103,17 @@ class HealthChecks:
     def _problem_with(self, check: str, cancelled: threading.Event) -> str:
         """Run one check; return why the node is unhealthy, or ''."""
         request = self._context.request
+        network = interface_environment(request.launch.network_interface)
+        guard = [sys.executable, "-m", "holdfast.workers.agent.guard"]
+        setup = after_setup(request.launch.node_setup)
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "holdfast.workers.agent.guard", *self._command(check)],
+                [*guard, *setup, *self._command(check)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 cwd=request.working_directory,
-                env={**os.environ, **plain_part(request.environment)},
+                env={**os.environ, **network, **plain_part(request.environment)},
                 start_new_session=True,
             )
         except (OSError, ValueError) as error:

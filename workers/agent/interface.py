@@ -42,7 +42,9 @@ def addresses_of(interface: str, host: str) -> list[str]:
     return found
 
 
-def interface_environment(interface: str) -> dict[str, str]:
-    """Return the variables by which NCCL and gloo use exactly `interface`."""
+def interface_environment(interface: str | None) -> dict[str, str]:
+    """Return the variables by which NCCL and gloo use exactly `interface`; none for None."""
+    if interface is None:
+        return {}
     # For NCCL, a name without `=` stands for all interfaces that begin with it.
     return {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}

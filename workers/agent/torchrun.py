@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from holdfast.contracts import environment
 from holdfast.contracts.attempt import Request
 from holdfast.contracts.durable import make_directory
 from holdfast.contracts.secrets import hide, longest_first, references_in, resolve_environment
-from holdfast.workers.agent.context import AgentContext
+from holdfast.workers.agent.context import AgentContext, after_setup
 from holdfast.workers.agent.flight_recorder import recorder_environment
 from holdfast.workers.agent.gpus import CONTROL
 from holdfast.workers.agent.interface import addresses_of, interface_environment
@@ -288,7 +288,7 @@ def build_command(
     module = ["-m", STANDBY] if is_ahead else []
     program = [*module, *request.command]
     return [
-        *_after_setup(request.launch.node_setup),
+        *after_setup(request.launch.node_setup),
         sys.executable,
         "-m",
         "torch.distributed.run",
@@ -307,11 +307,6 @@ def build_command(
         *request.launch.torchrun,
         *(["--module", *program[1:]] if program[0] == "-m" else program),
     ]
-
-
-def _after_setup(lines: Sequence[str]) -> list[str]:
-    """Return the words that run shell lines and then the command after these words."""
-    return ["bash", "-c", "\n".join(["set -e", *lines, 'exec "$@"']), "bash"] if lines else []
 
 
 def build_environment(
@@ -338,8 +333,7 @@ def build_environment(
         environment.NUMERICS: request.supervision.numerics.model_dump_json(),
         environment.FLUSH_TIMEOUT: str(request.supervision.flush_timeout_s),
     }
-    interface = request.launch.network_interface
-    network = interface_environment(interface) if interface else {}
+    network = interface_environment(request.launch.network_interface)
     cpus = (request.resources.cpus_per_gpu or 0) * (request.gpus_per_node or request.ranks_per_node)
     threads = str(max(1, cpus // max(1, request.ranks_per_node)))
     kept = {
