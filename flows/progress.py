@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import dataclass
+from typing import Final
 
 from holdfast.contracts.history import AttemptView, RunHistory
 from holdfast.contracts.journal import EventKind
+from holdfast.flows.redactor import Log
 from holdfast.workers.heartbeats import NodeBeat, newest_step, read_heartbeats
+
+PROGRESS_S: Final = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +50,25 @@ def describe_progress(history: RunHistory) -> Progress:
     if committed is not None:
         parts.append(f"committed {committed}")
     return Progress(text=", ".join(parts), key=(*key, phase))
+
+
+class ProgressLog:
+    """Logs a run's progress if more is recorded or `PROGRESS_S` have passed.
+
+    Only then are the heartbeats read, which takes a while with thousands of ranks.
+    """
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._shown: tuple[object, ...] | None = None
+        self._shown_at = 0.0
+
+    def show(self, history: RunHistory) -> None:
+        """Log the progress, if it is time."""
+        recorded, now = recorded_progress(history), time.monotonic()
+        if recorded != self._shown or now - self._shown_at >= PROGRESS_S:
+            self._log.info("%s", describe_progress(history).text)
+            self._shown, self._shown_at = recorded, now
 
 
 def _common_phase(beats: list[NodeBeat]) -> str:

@@ -33,6 +33,11 @@ class Redactor:
         """Return `text` without the secrets."""
         return redact_text(text, self._values)
 
+    def facts(self, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the data of a journal line without the secrets."""
+        found: dict[str, Any] = redact(dict(facts), self._values)
+        return found
+
     def log(self, log: Log) -> RedactedLog:
         """Return a log that forwards its lines to `log` without the secrets."""
         return RedactedLog(log, self)

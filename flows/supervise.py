@@ -11,7 +11,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, Protocol
@@ -33,10 +33,12 @@ from holdfast.contracts.journal import GROWER, EventKind, JournalWriter
 from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows import secrets
+from holdfast.flows.deliveries import Deliveries
 from holdfast.flows.flow_lock import FlowLock
 from holdfast.flows.ingestion import Ingestion
 from holdfast.flows.node_watch import NodeWatch
-from holdfast.flows.progress import describe_progress, recorded_progress
+from holdfast.flows.outbox import Service
+from holdfast.flows.progress import ProgressLog
 from holdfast.flows.redactor import Log, Redactor
 from holdfast.lineage.index import Index
 from holdfast.workers import deletion, operator
@@ -62,7 +64,6 @@ from holdfast.workers.reconcile import complete_goodput, reconcile
 from holdfast.workers.runs import keep_reserve, require_own, why_not_submitted
 
 SUPERVISION_S_MAX: Final = 366 * 24 * 3600.0
-PROGRESS_S: Final = 30.0
 PRUNE_S: Final = 60.0
 SOON_S: Final = 1.0
 FAILING_S_MAX: Final = 24 * 3600.0
@@ -103,8 +104,8 @@ class Supervisor:
     submit: Submit
     flow_run: str = ""
     redactor: Redactor = field(default_factory=Redactor)
+    services: Mapping[str, Service] = field(default_factory=dict)
     is_acting: bool = False
-    _progress: tuple[object, float] = (None, 0.0)
     _warned: set[str] = field(default_factory=set)
     _absences: Absences = field(default_factory=Absences)
     _failing_since: float | None = None
@@ -114,10 +115,14 @@ class Supervisor:
     _capacity: CapacityObservation | None = None
     _nodes: NodeWatch = field(default_factory=NodeWatch)
     _history: HistoryReader = field(init=False)
+    _progress: ProgressLog = field(init=False)
+    _deliveries: Deliveries = field(init=False)
 
     def __post_init__(self) -> None:
         self.log = self.redactor.log(self.log)
         self._history = HistoryReader(self.paths)
+        self._progress = ProgressLog(self.log)
+        self._deliveries = Deliveries(self.paths, self.services, self.log)
         self._ingestion = Ingestion(
             self.index,
             self.paths,
@@ -178,6 +183,8 @@ class Supervisor:
         self._failing_since = None
         self._warned.discard("storage")
         self._ingestion.ask(history)
+        if self.is_acting:
+            self._deliveries.offer(history)
         return wait_s
 
     def _take_up(self, journal: JournalWriter) -> None:
@@ -220,7 +227,7 @@ class Supervisor:
         self._warn_once(
             "follow", "another supervisor acts on %s; following the run", self.paths.name
         )
-        self._log_progress(history)
+        self._progress.show(history)
         return history.spec.supervision.poll_s if history.state.is_live else None
 
     def _act(self, history: RunHistory, journal: JournalWriter) -> float | None:
@@ -254,7 +261,7 @@ class Supervisor:
             self.log.warning("%s", message)
         if message := take_back_overdue(history, now=time.time(), writer=JOURNAL):
             self.log.warning("%s", message)
-        self._log_progress(history)
+        self._progress.show(history)
         self._grow(history)
 
     def _submit_again(
@@ -369,18 +376,10 @@ class Supervisor:
 
     def _finish(self) -> RunHistory:
         self._ingestion.finish()
+        if self.is_acting:
+            self._deliveries.finish(load_history(self.paths))
         secrets.forget(self.paths)
         return load_history(self.paths)
-
-    def _log_progress(self, history: RunHistory) -> None:
-        """Log the run's progress if more is recorded or `PROGRESS_S` have passed.
-
-        Only then are the heartbeats read, which takes a while with thousands of ranks.
-        """
-        recorded, now = recorded_progress(history), time.monotonic()
-        if recorded != self._progress[0] or now - self._progress[1] >= PROGRESS_S:
-            self.log.info("%s", describe_progress(history).text)
-            self._progress = (recorded, now)
 
     def _warn_once(self, topic: str, text: str, *values: object) -> None:
         if topic not in self._warned:

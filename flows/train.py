@@ -13,16 +13,18 @@ from typing import Any
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
+from prefect.runtime import deployment as current_deployment
 from prefect.runtime import flow_run as current_flow_run
 from prefect.states import Cancelled
 
 from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.errors import RunFailedError
-from holdfast.contracts.history import RunHistory
+from holdfast.contracts.history import RunHistory, load_history
 from holdfast.contracts.paths import AttemptPaths, RunPaths, default_root
 from holdfast.contracts.states import RunState
 from holdfast.flows.cancellation import cancel_on_signal, cancel_run_of_flow
 from holdfast.flows.carry import given_spec, is_under_way, take_up
+from holdfast.flows.prefect_events import PREFECT, PrefectEvents
 from holdfast.flows.redactor import Log, Redactor
 from holdfast.flows.secrets import require
 from holdfast.flows.summary import end_reason, summarize, table_of_attempts
@@ -88,10 +90,20 @@ def train(
             submit=submit_attempt,
             flow_run=str(current_flow_run.id or ""),
             redactor=redactor,
+            services={PREFECT: _events(paths, redactor)},
         )
         with cancel_on_signal(paths, supervisor, log):
             history = supervisor.run()
     return conclude(history, log, redactor)
+
+
+def _events(paths: RunPaths, redactor: Redactor) -> PrefectEvents:
+    return PrefectEvents(
+        load_history(paths).record,
+        redactor,
+        flow_run=str(current_flow_run.id or ""),
+        deployment=str(current_deployment.id or ""),
+    )
 
 
 def conclude(history: RunHistory, log: Log, redactor: Redactor) -> dict[str, Any] | State[Any]:

@@ -10,9 +10,7 @@ from tests.runs import RunFolder
 
 from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import AttemptPaths
-from holdfast.flows import progress, supervise
-from holdfast.flows.supervise import Supervisor, submit_next
-from holdfast.lineage.index import Index
+from holdfast.flows import progress
 from holdfast.workers.heartbeats import NodeBeat, read_heartbeats
 
 pytestmark = pytest.mark.usefixtures("home")
@@ -31,16 +29,16 @@ def test_heartbeats_are_read_only_for_a_line_that_is_logged(
 
     monkeypatch.setattr(progress, "read_heartbeats", read)
     log = logging.getLogger(__name__)
-    supervisor = Supervisor(paths=folder.paths, index=Index(), log=log, submit=submit_next)
+    shown = progress.ProgressLog(log)
     caplog.set_level(logging.INFO)
     for _ in range(3):
-        supervisor._log_progress(load_history(folder.paths))
+        shown.show(load_history(folder.paths))
     assert (reads, len(caplog.messages)) == ([1], 1)
     folder.commit(10, 1)
     for _ in range(3):
-        supervisor._log_progress(load_history(folder.paths))
+        shown.show(load_history(folder.paths))
     assert (reads, len(caplog.messages)) == ([1, 1], 2), "a commit is logged at once"
     assert caplog.messages[-1].endswith("committed 10")
-    monkeypatch.setattr(supervise, "PROGRESS_S", 0.0)
-    supervisor._log_progress(load_history(folder.paths))
+    monkeypatch.setattr(progress, "PROGRESS_S", 0.0)
+    shown.show(load_history(folder.paths))
     assert (reads, len(caplog.messages)) == ([1, 1, 1], 3), "the time is up"

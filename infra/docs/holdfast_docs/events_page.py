@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from holdfast.contracts.event_facts import needed_facts
+from holdfast.contracts.journal import EventKind
+from holdfast.flows.event_names import NAMES, PREFIX
 from holdfast_docs.event_book import EVENTS, EventEntry
 from holdfast_docs.markdown import code, section, sentence, table
 
@@ -10,16 +12,26 @@ from holdfast_docs.markdown import code, section, sentence, table
 def render() -> str:
     """A list of all kinds of events, then a section with the fields of each."""
     rows = [
-        (f"[{code(kind)}](#{anchor(kind)})", entry.writer, sentence(entry.meaning))
+        (
+            f"[{code(kind)}](#{anchor(kind)})",
+            entry.writer,
+            sentence(entry.meaning),
+            _prefect_name(kind),
+        )
         for kind, entry in EVENTS.items()
     ]
-    parts = [table(("event", "written by", "meaning"), rows)]
+    parts = [table(("event", "written by", "meaning", "in Prefect"), rows)]
     return "\n".join([*parts, *(_section(kind, entry) for kind, entry in EVENTS.items())])
 
 
 def anchor(kind: str) -> str:
     """The name of an event's section, as a target of links."""
     return f"event-{kind.replace('_', '-')}"
+
+
+def _prefect_name(kind: EventKind) -> str:
+    """The Prefect event for a line: `holdfast.…`, or nothing."""
+    return code(f"{PREFIX}.{NAMES[kind]}") if kind in NAMES else "–"
 
 
 def _section(kind: str, entry: EventEntry) -> str:

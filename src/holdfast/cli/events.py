@@ -38,6 +38,9 @@ def events(
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Print new events until the run has ended.")
     ] = False,
+    publish: Annotated[
+        bool, typer.Option("--publish", help="First send to Prefect the events it does not have.")
+    ] = False,
     root: RootOption = None,
     as_json: AsJson = False,
 ) -> None:
@@ -46,6 +49,10 @@ def events(
     With --json, print a list; with --json and --follow, print one JSON object per line.
     """
     paths = locate_run(run, root)
+    if publish:
+        from holdfast.flows.prefect_events import publish as send
+
+        send(paths)
     secrets = secrets_in(paths)
     chosen = _Chosen(set(kinds or ()), since)
     found = chosen.new_of(paths)

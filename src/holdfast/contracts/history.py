@@ -225,9 +225,14 @@ def read_events(journals: Iterable[Path]) -> tuple[Event, ...]:
     return tuple(event for path in journals for event in KEPT.read(path))
 
 
+def order_of(event: Event) -> tuple[float, str, int, int]:
+    """Return a sort key: time, writer and number."""
+    return event.time, event.writer, event.opening, event.sequence
+
+
 def order_events(events: Iterable[Event]) -> tuple[Event, ...]:
     """Return events by time, writer and number."""
-    return tuple(sorted(events, key=lambda e: (e.time, e.writer, e.opening, e.sequence)))
+    return tuple(sorted(events, key=order_of))
 
 
 def load_history(paths: RunPaths, events: Sequence[Event] | None = None) -> RunHistory:

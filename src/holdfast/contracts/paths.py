@@ -183,6 +183,8 @@ class RunPaths:
     attempts = _Entry("attempts")
     # Copies from the mirror of checkpoints whose directories in the run are damaged.
     fetched = _Entry("fetched")
+    # How far the journals are delivered to other services.
+    deliveries = _Entry("deliveries")
     # The default folder of exported checkpoints.
     exports = _Entry("exports")
 

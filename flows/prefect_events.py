@@ -1,0 +1,176 @@
+"""Journal lines as events of Prefect, for its event feed and its automations.
+
+An event's id is computed from its line, so the server knows a line that comes twice. The server
+answers before it stores an event, so it is asked later which events it has stored.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any, Final
+from uuid import UUID
+
+from prefect.exceptions import PrefectHTTPStatusError
+
+from holdfast.contracts.attempt import RunRecord
+from holdfast.contracts.errors import ServiceError
+from holdfast.contracts.history import load_history
+from holdfast.contracts.journal import Event
+from holdfast.contracts.paths import RunPaths
+from holdfast.flows.deliveries import FINISH_S_MAX, Deliveries
+from holdfast.flows.deployments import open_client
+from holdfast.flows.event_names import ATTEMPT, CHECKPOINT, PREFIX, event_name, subject
+from holdfast.flows.outbox import Line, RefusedLineError
+from holdfast.flows.redactor import Redactor
+from holdfast.workers.runs import require_own
+
+LOG: Final = logging.getLogger("holdfast")
+# The name of the file that says how far events are delivered.
+PREFECT: Final = "prefect"
+# An event of more than 1.5 MB is refused. Tracebacks and evidence are cut.
+TEXT_CHARACTERS_MAX: Final = 4000
+ITEMS_MAX: Final = 64
+ID: Final = "prefect.resource.id"
+NAME: Final = "prefect.resource.name"
+ROLE: Final = "prefect.resource.role"
+# Facts that automations compare, as labels of the event's resource.
+LABELS: Final = ("state", "cause", "action", "host", "step")
+# Statuses that say that the server or the caller's login is at fault, not the event.
+TRANSIENT: Final = frozenset({401, 403, 404, 408, 425, 429})
+
+Labels = dict[str, str]
+
+
+class PrefectEvents:
+    """The events of one run. `flow_run` and `deployment` are the ids of those that supervise it."""
+
+    def __init__(
+        self, record: RunRecord, redactor: Redactor, *, flow_run: str = "", deployment: str = ""
+    ) -> None:
+        self._record, self._redactor = record, redactor
+        supervisors = (("flow-run", flow_run), ("deployment", deployment))
+        self._related = [
+            {ID: f"prefect.{role}.{id_}", ROLE: role} for role, id_ in supervisors if id_
+        ]
+
+    def wants(self, event: Event) -> bool:
+        """Return whether Prefect gets lines such as this one."""
+        return bool(event_name(event))
+
+    def send(self, lines: Sequence[Line]) -> None:
+        """Send lines. Raises `ServiceError`, and `RefusedLineError` for an invalid one."""
+        with open_client() as client, _refusals():
+            client.request("POST", "/events", json=[self._event(line) for line in lines])
+
+    def stored(self, lines: Sequence[Line]) -> set[UUID]:
+        """Return which lines the server has stored. Raises `ServiceError`."""
+        times = [line.at for line in lines]
+        # By default, the server leaves out events that are later than its own clock.
+        occurred = {"since": _moment(min(times) - 1.0), "until": _moment(max(times) + 1.0)}
+        asked = {"id": {"id": [str(line.id) for line in lines]}, "occurred": occurred}
+        body = {"filter": asked, "limit": len(lines)}
+        with open_client() as client:
+            found = client.request("POST", "/events/filter", json=body).json()
+        return {UUID(one["id"]) for one in found["events"]}
+
+    def _event(self, line: Line) -> dict[str, Any]:
+        """Return the JSON of an event."""
+        event = line.event
+        facts = self._redactor.facts(event.data)
+        run = self._run()
+        attempt = self._attempt(facts)
+        checkpoint = self._checkpoint(facts)
+        main = {ATTEMPT: attempt, CHECKPOINT: checkpoint}.get(subject(event)) or run
+        labels = {
+            f"{PREFIX}.{key}": str(facts[key])
+            for key in LABELS
+            if isinstance(facts.get(key), str | int | float)
+        }
+        roles = (("run", run), (ATTEMPT, attempt), (CHECKPOINT, checkpoint))
+        related = [{**one, ROLE: role} for role, one in roles if one and one is not main]
+        return {
+            "id": str(line.id),
+            "occurred": _moment(line.at),
+            "event": event_name(event),
+            "resource": {**main, **labels},
+            "related": [*related, *self._related],
+            "payload": {**_shortened(facts), "time": event.time, "writer": event.writer},
+        }
+
+    def _run(self) -> Labels:
+        found = self._record
+        return {
+            ID: f"{PREFIX}.run.{found.uid}",
+            NAME: found.run,
+            f"{PREFIX}.name": found.name,
+            f"{PREFIX}.root": found.root,
+        }
+
+    def _attempt(self, facts: Mapping[str, Any]) -> Labels | None:
+        number = facts.get("attempt") or facts.get("after_attempt")
+        if not number:
+            return None
+        found = self._record
+        return {
+            ID: f"{PREFIX}.attempt.{found.uid}.{number}",
+            NAME: f"{found.run} attempt {number}",
+        }
+
+    def _checkpoint(self, facts: Mapping[str, Any]) -> Labels | None:
+        name = facts.get("checkpoint") or facts.get("to")
+        if not name:
+            return None
+        found = self._record
+        return {ID: f"{PREFIX}.checkpoint.{found.uid}.{name}", NAME: f"{found.run}:{name}"}
+
+
+def publish(paths: RunPaths) -> None:
+    """Send the run's events that Prefect does not have, such as those of a later `verify`.
+
+    A supervisor does this all the time. Raises `ServiceError` if Prefect does not store them, and
+    `SpecError` for another user's run.
+    """
+    require_own(paths)
+    history, redactor = load_history(paths), Redactor()
+    redactor.learn(history.record.spec, paths)
+    events = PrefectEvents(history.record, redactor)
+    with open_client():
+        # Says at once why the server cannot be used.
+        pass
+    if not Deliveries(paths, {PREFECT: events}, redactor.log(LOG)).finish(history):
+        raise ServiceError(
+            f"{paths.name}: Prefect did not store all events within {FINISH_S_MAX:.0f} s, or "
+            "another process is sending them; try again later"
+        )
+
+
+def _moment(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def _shortened(value: Any) -> Any:
+    """Return a JSON value with long texts and lists cut."""
+    if isinstance(value, str):
+        is_long = len(value) > TEXT_CHARACTERS_MAX
+        return f"…{value[-TEXT_CHARACTERS_MAX:]}" if is_long else value
+    if isinstance(value, Mapping):
+        return {key: _shortened(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_shortened(one) for one in value[:ITEMS_MAX]]
+    return value
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Turn the refusal of an event into `RefusedLineError`. Other errors can go away."""
+    try:
+        yield
+    except PrefectHTTPStatusError as error:
+        status = error.response.status_code
+        if 400 <= status < 500 and status not in TRANSIENT:
+            text = error.response.text[:500]
+            raise RefusedLineError(f"Prefect refused an event: {text}") from error
+        raise ServiceError(f"Prefect does not accept events: {error}") from error
