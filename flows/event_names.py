@@ -37,6 +37,7 @@ NAMES: Final[Mapping[EventKind, str]] = {
     EventKind.NODE_LOST: "attempt.node-lost",
     EventKind.NODE_SILENT: "attempt.node-silent",
     EventKind.NODE_UNHEALTHY: "attempt.node-unhealthy",
+    EventKind.LIMIT_PASSED: "run.*",
     EventKind.NUMERICS: "attempt.bad-loss",
     EventKind.ROLLED_BACK: "attempt.rolled-back",
     EventKind.NOTICE: "preemption.noticed",
@@ -63,9 +64,11 @@ def event_name(event: Event) -> str:
     if kind is EventKind.SIGNAL and facts.get("cause") == Cause.PREEMPTION:
         name = NAMES[EventKind.NOTICE]
     elif kind is EventKind.VERIFIED:
-        name = name.replace("*", "verified" if facts["ok"] else "damaged")
+        name = name.replace("*", "verified" if facts.get("ok") else "damaged")
+    elif kind is EventKind.LIMIT_PASSED:
+        name = name.replace("*", "limit-passed" if facts["passed"] else "within-limit")
     elif "*" in name:
-        name = name.replace("*", str(facts["state"]).replace("_", "-"))
+        name = name.replace("*", str(facts.get("state", "ended")).replace("_", "-"))
     return f"{PREFIX}.{name}"
 
 

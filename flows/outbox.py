@@ -27,7 +27,7 @@ from holdfast.contracts.journal import Event
 from holdfast.flows.flow_lock import FlowLock
 
 POLL_S: Final = 1.0
-BATCH_MAX: Final = 50
+ASKED_MAX: Final = 50
 # A service stores lines some seconds after it has accepted them.
 ASK_AFTER_S: Final = 8.0
 ASK_AGAIN_S: Final = 5.0
@@ -58,7 +58,15 @@ class Line:
 
 
 class Service(Protocol):
-    """Where lines go. The methods raise `ServiceError` or `OSError` if it cannot be used."""
+    """Where lines go. The methods raise `ServiceError` or `OSError` if it cannot be used.
+
+    It takes `batch_max` lines at once. If `is_prompt`, it has stored them when `send` returns.
+    """
+
+    @property
+    def batch_max(self) -> int: ...
+    @property
+    def is_prompt(self) -> bool: ...
 
     def wants(self, event: Event) -> bool:
         """Return whether the service gets lines such as this one."""
@@ -182,7 +190,8 @@ class Outbox:
             else:
                 self._has_failed, self._back_off_s = False, 0.0
         self._pass_over()
-        if self._is_changed and (now >= self._save_at or (is_closing and not self._entries)):
+        is_urgent = self._service.is_prompt or (is_closing and not self._entries)
+        if self._is_changed and (now >= self._save_at or is_urgent):
             self._save()
             self._save_at = now + SAVE_S
 
@@ -222,7 +231,8 @@ class Outbox:
             self._entries.append(entry)
 
     def _send(self, now: float) -> None:
-        while batch := [entry for entry in self._entries if not entry.is_sent][:BATCH_MAX]:
+        most = self._service.batch_max
+        while batch := [entry for entry in self._entries if not entry.is_sent][:most]:
             try:
                 self._service.send([entry.line for entry in batch])
             except RefusedLineError as error:
@@ -246,6 +256,7 @@ class Outbox:
     def _mark_sent(self, batch: Iterable[_Entry], now: float) -> None:
         for entry in batch:
             entry.is_sent = True
+            entry.is_stored |= self._service.is_prompt
             entry.ask_at, entry.resend_at = now + ASK_AFTER_S, now + RESEND_AFTER_S
 
     def _ask(self, now: float) -> None:
@@ -253,7 +264,7 @@ class Outbox:
         open_ = [entry for entry in self._entries if entry.is_sent and not entry.is_stored]
         if not open_ or (now < open_[0].ask_at and self._closes_at is None):
             return
-        asked = open_[:BATCH_MAX]
+        asked = open_[:ASKED_MAX]
         stored = self._service.stored([entry.line for entry in asked])
         for entry in asked:
             entry.is_stored = entry.line.id in stored

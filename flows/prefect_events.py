@@ -47,6 +47,9 @@ Labels = dict[str, str]
 class PrefectEvents:
     """The events of one run. `flow_run` and `deployment` are the ids of those that supervise it."""
 
+    batch_max = 50
+    is_prompt = False
+
     def __init__(
         self, record: RunRecord, redactor: Redactor, *, flow_run: str = "", deployment: str = ""
     ) -> None:
@@ -140,7 +143,7 @@ def publish(paths: RunPaths) -> None:
     with open_client():
         # Says at once why the server cannot be used.
         pass
-    if not Deliveries(paths, {PREFECT: events}, redactor.log(LOG)).finish(history):
+    if not Deliveries(paths, {PREFECT: events}, redactor.log(LOG), None).finish(history):
         raise ServiceError(
             f"{paths.name}: Prefect did not store all events within {FINISH_S_MAX:.0f} s, or "
             "another process is sending them; try again later"

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.flows.addresses import check_address
+
 from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.errors import PreflightError, SecretError, ServiceError
 from holdfast.contracts.history import load_history
@@ -26,6 +28,7 @@ from holdfast.contracts.secrets import (
     check_value,
     describe,
     forget_record,
+    place_of_target,
     read_record,
     read_secret_file,
     references_in,
@@ -47,15 +50,25 @@ class ReferenceCheck:
         return describe(self.name, self.reference, self.problem or "has a value here")
 
 
+def all_references(spec: RunSpec) -> dict[str, SecretReference]:
+    """Return the references of a spec: variables by name, targets by `place_of_target`."""
+    targets = {place_of_target(name): one for name, one in spec.alerts.targets.items()}
+    return {**references_in(spec.environment), **targets}
+
+
 def examine(spec: RunSpec, known: Mapping[str, str] | None = None) -> list[ReferenceCheck]:
     """Look up the value of every reference. `known` are the values recorded before."""
     found = []
     is_local = spec.resources.executor == "local"
-    for name, reference in references_in(spec.environment).items():
-        is_final = reference.kind != FROM_FILE or is_local
+    for name, reference in all_references(spec).items():
+        is_target = name not in spec.environment
+        # Nodes do not read the addresses of targets.
+        is_final = reference.kind != FROM_FILE or is_local or is_target
         problem = ""
         try:
-            _look_up(reference)
+            value = _look_up(reference)
+            if is_target:
+                check_address(value)
         except SecretError as error:
             problem = "" if known and name in known else str(error)
         found.append(ReferenceCheck(name, reference, problem, is_final))
@@ -104,7 +117,7 @@ def recorded(paths: RunPaths, spec: RunSpec) -> dict[str, str]:
     try:
         if not paths.is_mine():
             return {}
-        return read_record(paths, references_in(spec.environment))
+        return read_record(paths, all_references(spec))
     except (SecretError, OSError):
         return {}
 
@@ -129,7 +142,7 @@ def record(paths: RunPaths, *, refresh: bool) -> None:
     spec = RunSpec.read(found.spec)
     references = {
         name: reference
-        for name, reference in references_in(spec.environment).items()
+        for name, reference in all_references(spec).items()
         if reference.kind != FROM_FILE
     }
     if not references:

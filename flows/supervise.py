@@ -36,6 +36,7 @@ from holdfast.flows import secrets
 from holdfast.flows.deliveries import Deliveries
 from holdfast.flows.flow_lock import FlowLock
 from holdfast.flows.ingestion import Ingestion
+from holdfast.flows.limits import LimitWatch
 from holdfast.flows.node_watch import NodeWatch
 from holdfast.flows.outbox import Service
 from holdfast.flows.progress import ProgressLog
@@ -116,13 +117,14 @@ class Supervisor:
     _nodes: NodeWatch = field(default_factory=NodeWatch)
     _history: HistoryReader = field(init=False)
     _progress: ProgressLog = field(init=False)
+    _limits: LimitWatch = field(init=False)
     _deliveries: Deliveries = field(init=False)
 
     def __post_init__(self) -> None:
         self.log = self.redactor.log(self.log)
         self._history = HistoryReader(self.paths)
-        self._progress = ProgressLog(self.log)
-        self._deliveries = Deliveries(self.paths, self.services, self.log)
+        self._progress, self._limits = ProgressLog(self.log), LimitWatch(self.log)
+        self._deliveries = Deliveries(self.paths, self.services, self.log, self.redactor)
         self._ingestion = Ingestion(
             self.index,
             self.paths,
@@ -262,6 +264,7 @@ class Supervisor:
         if message := take_back_overdue(history, now=time.time(), writer=JOURNAL):
             self.log.warning("%s", message)
         self._progress.show(history)
+        self._limits.look(history, journal)
         self._grow(history)
 
     def _submit_again(

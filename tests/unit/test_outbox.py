@@ -29,6 +29,9 @@ UID = "5" * 32
 class PlayedService:
     """A server that stores what it accepted when `store` is called, unless it is down."""
 
+    batch_max = 50
+    is_prompt = False
+
     def __init__(self) -> None:
         self.accepted: list[Line] = []
         self.kept: list[Line] = []
@@ -115,7 +118,7 @@ def test_outage_delays_lines_and_loses_none(folder: RunFolder) -> None:
     for step in range(1, 6):
         commit(folder, step)
         delivery.turn()
-    assert delivery.problems == ["failed: down"], "one outage is told once"
+    assert delivery.problems == ["failed: down"], "one warning for an outage"
     service.is_down = False
     delivery.turn(BACK_OFF_S_MAX)
     service.store()

@@ -10,7 +10,7 @@ export const KINDS = [
   "launch_ended", "signal", "notice", "stop_agreed", "stop_failed", "resumed", "staged",
   "committed", "save_failed", "mirrored", "mirror_failed", "fetched", "verified", "node_lost",
   "goodput", "hang_suspected", "hang_confirmed", "straggler", "node_silent",
-  "node_unhealthy", "audit", "note",
+  "node_unhealthy", "limit_passed", "audit", "note",
 ] as const;
 
 const WORDS_MAX = 280;

@@ -125,6 +125,7 @@ FIELDS: Final[Mapping[str, Field]] = {
     "on_demand_cost": Field(NUMBER, "price of the other GPU time without preemptions"),
     "outcome": Field(STRING, "`done`, or why it was refused or failed"),
     "own_s": Field(NUMBER, "seconds of the rank's own work in a step"),
+    "passed": Field(BOOLEAN, "true when the limit was passed"),
     "path": Field(STRING, "path of the files"),
     "peers_s": Field(NUMBER, "the same, as the median of the other ranks"),
     "pid": Field(INTEGER, "process id"),
@@ -166,6 +167,7 @@ FIELDS: Final[Mapping[str, Field]] = {
     "training_s": Field(NUMBER, "seconds of training that counts"),
     "unhealthy_hosts": Field(STRINGS, "hosts whose health checks failed"),
     "url": Field(STRING, "location in the mirror"),
+    "value": Field(NUMBER, "the measured value, in the unit of the limit"),
     "waited_s": Field(NUMBER, "seconds until all nodes agreed"),
     "window": Field(NUMBERS, "losses that the limit is computed from, oldest first"),
     "world_size": Field(INTEGER, "number of ranks"),
@@ -344,6 +346,12 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
     ),
     Kind.NODE_UNHEALTHY: EventEntry(
         "a health check failed on a node", "agent", ("attempt", "host", "check", "detail")
+    ),
+    Kind.LIMIT_PASSED: EventEntry(
+        "a limit of `alerts` was passed, or the run is within it again",
+        "supervisor",
+        ("attempt", "limit", "passed", "value", "text"),
+        {"limit": Field(STRING, "key of `alerts`, such as `ettr_min`")},
     ),
     Kind.AUDIT: EventEntry(
         "a user acted through the server. Fields of the action itself follow",

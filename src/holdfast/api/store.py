@@ -105,7 +105,7 @@ class Store:
             spec = record.spec if record else self.show_run(ref.uid)["spec"]
             if len(self._secrets) >= SECRETS_MAX:
                 self._secrets.clear()
-            environment = {"environment": spec.get("environment")}
+            environment = {key: spec.get(key) for key in ("environment", "alerts")}
             self._secrets[ref.uid] = secrets_of(spec), environment
         plain, environment = self._secrets[ref.uid]
         return longest_first({*plain, *referred_secrets(environment, ref.paths)})

@@ -17,6 +17,7 @@ KINDS: Final = (
     EventKind.STRAGGLER,
     EventKind.NODE_SILENT,
     EventKind.NODE_UNHEALTHY,
+    EventKind.LIMIT_PASSED,
     EventKind.NUMERICS,
     EventKind.LAUNCH_STARTED,
     EventKind.LAUNCH_ENDED,
@@ -26,7 +27,8 @@ KINDS: Final = (
 def noticed(events: Iterable[Event]) -> list[dict[str, Any]]:
     """Return the newest `SHOWN_MAX` alerts, oldest first.
 
-    Alerts are hangs, slow ranks, silent or unhealthy nodes, bad losses and restarts in place.
+    Alerts are hangs, slow ranks, silent or unhealthy nodes, bad losses, restarts in place and
+    limits of the spec that were passed.
     Repeated silences of the same ranks count as one alert, the last one.
 
     Each has `kind`, `attempt`, `at` (Unix seconds), `text` and `dumps` (paths in the run's folder).
@@ -98,6 +100,31 @@ def _alert_text(event: Event) -> str:
         return f"{state}: {', '.join(facts['nodes'])}"
     if event.kind is EventKind.NODE_UNHEALTHY:
         return f"{facts['host']} is unhealthy: {facts['check']}: {facts.get('detail', '')}"
+    if event.kind is EventKind.LIMIT_PASSED:
+        return str(facts["text"])
     if event.kind is EventKind.NUMERICS:
         return f"{facts['action']}: {facts['reason']}"
     return ""
+
+
+def text_of(event: Event) -> str:
+    """Return a sentence for people about a journal line, as in a notification."""
+    facts = event.data
+    where = f"attempt {facts['attempt']}: " if facts.get("attempt") else ""
+    if event.kind is EventKind.RUN_ENDED:
+        return f"the run {facts.get('state')}: {facts.get('reason', '')}"
+    if event.kind is EventKind.ATTEMPT_ENDED:
+        step, saved = facts.get("last_step"), facts.get("committed_step")
+        return f"{where}{facts['state']} after step {step}; step {saved} is committed"
+    if event.kind is EventKind.NODE_LOST:
+        return f"{where}node {facts['host']} was lost: {facts.get('detail', '')}"
+    if event.kind is EventKind.VERIFIED:
+        return f"{facts.get('checkpoint')} is damaged: {', '.join(facts.get('damaged', ()))}"
+    if event.kind in {EventKind.SAVE_FAILED, EventKind.MIRROR_FAILED}:
+        what = "saved" if event.kind is EventKind.SAVE_FAILED else "copied to the mirror"
+        return f"{where}{facts.get('checkpoint')} was not {what}: {facts.get('error', '')}"
+    if event.kind is EventKind.DECISION:
+        return f"{facts['action']}: {facts.get('reason', '')}"
+    if event.kind is EventKind.ROLLED_BACK:
+        return f"{where}back to {facts.get('to')}: {facts.get('reason', '')}"
+    return f"{where}{_alert_text(event)}"

@@ -51,6 +51,7 @@ _NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
     "node_silent": ("silent", "nodes"),
     "node_unhealthy": ("host", "check"),
     "numerics": ("action", "reason"),
+    "limit_passed": ("limit", "passed", "text"),
 }
 
 

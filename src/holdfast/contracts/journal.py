@@ -94,6 +94,7 @@ class EventKind(StrEnum):
     STRAGGLER = "straggler"
     NODE_SILENT = "node_silent"
     NODE_UNHEALTHY = "node_unhealthy"
+    LIMIT_PASSED = "limit_passed"
     AUDIT = "audit"
     NOTE = "note"
 

@@ -88,12 +88,25 @@ def parse_value(given: Any) -> str | SecretReference:
     return SecretReference(kind, source)
 
 
+def parse_reference(given: Any) -> SecretReference:
+    """Return a reference. Raises `ValueError`, with a message that never contains the value."""
+    if isinstance(given, str):
+        raise ValueError(f"given a string; expected a reference to a secret: {FORMS}")
+    found = parse_value(given)
+    assert isinstance(found, SecretReference)
+    return found
+
+
 def _to_json(value: str | SecretReference) -> str | dict[str, str]:
     return value if isinstance(value, str) else value.to_json()
 
 
 EnvironmentValue = Annotated[
     str | SecretReference, PlainValidator(parse_value), PlainSerializer(_to_json)
+]
+
+OnlyReference = Annotated[
+    SecretReference, PlainValidator(parse_reference), PlainSerializer(_to_json)
 ]
 
 
@@ -191,7 +204,8 @@ def resolve(
 
 def describe(name: str, reference: SecretReference, error: object) -> str:
     """Return one line about a reference without a value, in a form that redaction does not hide."""
-    return f"environment.{name} ({reference}): {error}"
+    place = name if "." in name else f"environment.{name}"
+    return f"{place} ({reference}): {error}"
 
 
 def read_record(paths: RunPaths, references: Mapping[str, SecretReference]) -> dict[str, str]:
@@ -299,18 +313,31 @@ def hide(text: str, values: Iterable[str]) -> str:
     return text
 
 
+def place_of_target(name: str) -> str:
+    """Return the name under which the address of an alert's target is recorded."""
+    return f"alerts.targets.{name}"
+
+
+def _recorded_references(spec: Mapping[str, Any]) -> dict[str, SecretReference]:
+    """Return the references in a recorded spec, which may have other values in their places."""
+    alerts = spec.get("alerts")
+    targets = alerts.get("targets") if isinstance(alerts, Mapping) else None
+    found: dict[str, SecretReference] = {}
+    for given, place in ((spec.get("environment"), str), (targets, place_of_target)):
+        for name, value in given.items() if isinstance(given, Mapping) else ():
+            with contextlib.suppress(ValueError):
+                reference = parse_value(value)
+                if isinstance(reference, SecretReference):
+                    found[place(str(name))] = reference
+    return found
+
+
 def referred_secrets(spec: Mapping[str, Any], paths: RunPaths) -> list[str]:
     """Return the values of a run's references that can be read here.
 
     Returns none for another user's run, which could name this user's files and variables.
     """
-    environment = spec.get("environment")
-    references: dict[str, SecretReference] = {}
-    for name, given in environment.items() if isinstance(environment, Mapping) else ():
-        with contextlib.suppress(ValueError):
-            value = parse_value(given)
-            if isinstance(value, SecretReference):
-                references[str(name)] = value
+    references = _recorded_references(spec)
     try:
         if not references or not paths.is_mine():
             return []

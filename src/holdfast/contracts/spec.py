@@ -17,6 +17,7 @@ from holdfast.contracts.node_share import Share, gpus_of, problem_with_sizes, sh
 from holdfast.contracts.paths import SPEC_NAME
 from holdfast.contracts.secrets import EnvironmentValue, SecretReference
 from holdfast.contracts.slurm_options import problem_with_option, problem_with_setup
+from holdfast.contracts.spec_alerts import Alerts
 from holdfast.contracts.spec_checkpoint import Checkpointing
 from holdfast.contracts.spec_health import Health
 from holdfast.contracts.spec_part import SpecPart, is_recorded
@@ -272,6 +273,7 @@ class RunSpec(SpecPart):
     supervision: Supervision = Supervision()
     health: Health = Health()
     cost: Cost = Cost()
+    alerts: Alerts = Alerts()
 
     @field_validator("name")
     @classmethod
