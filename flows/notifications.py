@@ -39,7 +39,7 @@ STATES: Final[Mapping[str, Topic]] = {RunState.FAILED: "failed", RunState.COMPLE
 
 
 def topic_of(event: Event) -> Topic | None:
-    """Return the topic of a journal line, or None if nobody is told of it."""
+    """Return the topic of a journal line, or None for a line without one."""
     facts = event.data
     if event.kind is EventKind.RUN_ENDED:
         return STATES.get(str(facts.get("state")))

@@ -1,4 +1,4 @@
-"""`alerts` of a run spec: limits that people want to know about, and who is told."""
+"""`alerts` of a run spec: limits that people want to know about, and targets of notifications."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TargetName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")]
 
 
 class Alerts(SpecPart):
-    """When people are told of something, and where."""
+    """Notifications of a run: their targets, their topics, and limits."""
 
     targets: Annotated[dict[TargetName, OnlyReference], Field(max_length=TARGETS_MAX)] = Field(
         default_factory=dict,
