@@ -144,17 +144,17 @@ def test_lines_and_heartbeats_of_a_writer_that_goes_on_are_seen(runs: Hosts) -> 
 
 
 def test_two_hosts_share_a_journal(runs: Hosts) -> None:
-    """Operators on two hosts append to the journal `cli`, each while the other has it open."""
-    here, there = (RunPaths(folder / "run") for folder in (runs.first, runs.second))
-    make_directory(here.journal)
-    with JournalWriter(here.journal_of("cli")) as journal:
-        journal.append(EventKind.NOTE, text="first")
-    with JournalWriter(there.journal_of("cli")) as journal:
-        journal.append(EventKind.NOTE, text="second")
-    with JournalWriter(here.journal_of("cli")) as journal:
-        journal.append(EventKind.NOTE, text="third")
-    for run in (here, there):
-        assert [event.data["text"] for event in load_events(run)] == ["first", "second", "third"]
+    """Operators on two hosts append to the journal `cli` within a moment, many times."""
+    for number in range(TIMES):
+        here, there = (RunPaths(folder / f"{number}") for folder in (runs.first, runs.second))
+        make_directory(here.journal)
+        for run, text in ((here, "first"), (there, "second"), (here, "third")):
+            with JournalWriter(run.journal_of("cli")) as journal:
+                journal.append(EventKind.NOTE, text=text)
+        for run in (here, there):
+            events = load_events(run)
+            assert [event.data["text"] for event in events] == ["first", "second", "third"]
+            assert [(event.opening, event.sequence) for event in events] == [(1, 0), (2, 0), (3, 0)]
 
 
 def test_two_hosts_commit_a_step_together(runs: Hosts) -> None:

@@ -46,6 +46,7 @@ _BASIC_STATS: Final = 0x7FF
 _STATX_BYTES: Final = 256
 # What this process knows of the devices of folders, by their numbers.
 _SHARED_DEVICES: Final[dict[int, bool]] = {}
+_GLUSTER_DEVICES: Final[dict[int, bool]] = {}
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,15 @@ def is_there(path: Path) -> bool:
     return os.path.lexists(path)
 
 
+def _is_on_gluster(handle: int) -> bool:
+    """Return whether an open file is on GlusterFS, by its device."""
+    device = os.fstat(handle).st_dev
+    if device not in _GLUSTER_DEVICES:
+        kind = filesystem_of(Path(f"/proc/self/fd/{handle}")).kind
+        _GLUSTER_DEVICES[device] = kind.removeprefix(FUSE) == "glusterfs"
+    return _GLUSTER_DEVICES[device]
+
+
 def _is_on_shared_device(folder: Path) -> bool:
     """Return whether several hosts may see `folder`, by its device; False if it does not exist."""
     try:
@@ -149,7 +159,14 @@ def look_up(path: Path) -> None:
 
 
 def fetch_attributes(file: int | Path) -> None:
-    """Make the next `stat` of a path or an open file return what the server knows (best effort)."""
+    """Make the next `stat` of a path or an open file return what the server knows (best effort).
+
+    On GlusterFS, the attributes of a path may still be a second old.
+    """
+    if isinstance(file, int) and _is_on_gluster(file):
+        # Its client has a cache of its own below the kernel's. The answer to `fsync` renews it.
+        with contextlib.suppress(OSError):
+            os.fsync(file)
     if (statx := _statx()) is None:
         return
     handle, name = (file, b"") if isinstance(file, int) else (_WORKING_DIRECTORY, os.fsencode(file))
