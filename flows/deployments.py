@@ -24,7 +24,7 @@ from holdfast.contracts.errors import ServiceError
 FLOW: Final = "train"
 DEPLOYMENT: Final = "holdfast"
 POOL: Final = "holdfast"
-POOL_TYPE: Final = "process"
+POOL_TYPES: Final = ("process", "holdfast")
 API_S_MAX: Final = 10.0
 # A server whose SQLite is busy responds with 503: the client retries after 2, 4 and 8 seconds.
 RETRIES_MAX: Final = 3
@@ -112,24 +112,33 @@ def read_secret_block(name: str) -> Any:
         return block.data.get("value")
 
 
-def deploy(pool: str = POOL) -> str:
+def deploy(pool: str = POOL, pool_type: str = "") -> str:
     """Create the work pool, if it is missing, and the deployment; return the deployment's name.
 
-    A second call updates the deployment. Raises `ServiceError`.
+    A second call updates the deployment. `pool_type` is one of `POOL_TYPES`; empty: that of the
+    pool, or `process` for a new one. Raises `ServiceError`, also for a pool of another type.
     """
     from prefect.deployments.runner import RunnerDeployment
     from prefect.types.entrypoint import EntrypointType
-    from prefect.workers.process import ProcessWorker
+    from prefect.workers.base import BaseWorker
 
     from holdfast.flows.train import train
 
     with open_client() as client:
         try:
-            client.read_work_pool(pool)
+            found = client.read_work_pool(pool).type
         except ObjectNotFound:
-            template = ProcessWorker.get_default_base_job_template()
+            found = pool_type or POOL_TYPES[0]
+            worker = BaseWorker.get_worker_class_from_type(found)
+            assert worker is not None, "both types are registered where Holdfast is installed"
+            template = worker.get_default_base_job_template()
             client.create_work_pool(
-                WorkPoolCreate(name=pool, type=POOL_TYPE, base_job_template=template)
+                WorkPoolCreate(name=pool, type=found, base_job_template=template)
+            )
+        if pool_type not in {"", found}:
+            raise ServiceError(
+                f"work pool {pool} has the type {found}, not {pool_type}; give the name of another "
+                "pool with --pool, or delete this one with `prefect work-pool delete`"
             )
     # A module entry point runs the installed package. A file would add its folder to `sys.path`.
     deployment = train.to_deployment(

@@ -167,6 +167,8 @@ class RunPaths:
     # A file that reserves disk space. A request that finds the disk full deletes it.
     reserve = _Entry("reserve")
     flow_lock = _Entry("flow.lock")
+    # Held by the Prefect worker that starts the run's flow again.
+    worker_lock = _Entry("worker.lock")
     # The lock for checking for a pending request and writing a new one.
     operator_lock = _Entry("operator.lock")
     # A folder that only the run's user can read.

@@ -1,0 +1,386 @@
+"""The Prefect worker type `holdfast`: it runs flows in places that outlive the worker.
+
+A flow that dies while its training run lives is started again under the same flow run. So is the
+flow of a host that was lost: its run's lock is free, which the kernel or the file server ensures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final, Literal
+from uuid import UUID
+
+import anyio
+import anyio.abc
+from anyio.to_thread import run_sync
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+    WorkPoolFilter,
+    WorkPoolFilterName,
+)
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.exceptions import InfrastructureNotFound, ObjectNotFound
+from prefect.states import Cancelled, Crashed, Pending
+from prefect.workers.base import (
+    BaseJobConfiguration,
+    BaseVariables,
+    BaseWorker,
+    BaseWorkerResult,
+)
+from pydantic import Field
+
+from holdfast.contracts.errors import HoldfastError, SchedulerUnavailableError
+from holdfast.contracts.history import load_history
+from holdfast.contracts.paths import RunPaths, default_root, holdfast_home
+from holdfast.contracts.supervision import is_supervised
+from holdfast.flows.cancellation import cancel_run, find_supervised
+from holdfast.flows.flow_lock import FlowLock
+from holdfast.workers.flow_places import (
+    FlowPlace,
+    Places,
+    end,
+    is_running,
+    start_process,
+    submit_job,
+)
+
+LOOK_S: Final = 2.0
+# How often the flows of other workers are looked at.
+ZOMBIES_S: Final = 3.0
+ZOMBIES_MAX: Final = 200
+# A flow's lock must be free for so many looks in a row.
+LOOKS: Final = 2
+# Before a flow is started again. The delay doubles while it lives for less than `SHORT_S`.
+RESTART_S: Final = 0.5
+RESTART_S_MAX: Final = 60.0
+SHORT_S: Final = 60.0
+
+
+class HoldfastConfiguration(BaseJobConfiguration):
+    """What one flow run's place is made of."""
+
+    place: Literal["process", "slurm"] = Field(default="process")
+    partition: str | None = Field(default=None)
+    account: str | None = Field(default=None)
+    qos: str | None = Field(default=None)
+    time_limit_min: int = Field(default=10_080)
+    memory_mb: int = Field(default=1024)
+    sbatch: str | None = Field(default=None)
+    working_dir: str | None = Field(default=None)
+
+    @property
+    def options(self) -> list[str]:
+        """The options of sbatch."""
+        given = {"partition": self.partition, "account": self.account, "qos": self.qos}
+        chosen = [f"--{name}={value}" for name, value in given.items() if value]
+        limits = [f"--time={self.time_limit_min}", f"--mem={self.memory_mb}M"]
+        return [*chosen, *limits, *shlex.split(self.sbatch or "")]
+
+
+class HoldfastVariables(BaseVariables):
+    """The variables of a work pool, with their descriptions in Prefect's UI."""
+
+    place: Literal["process", "slurm"] = Field(
+        default="process",
+        description="Where flows run: processes on the worker's host, or a Slurm job for each.",
+    )
+    partition: str | None = Field(
+        default=None, description="Partition of the flows' Slurm jobs. One that is not preempted."
+    )
+    account: str | None = Field(default=None, description="Slurm account of these jobs.")
+    qos: str | None = Field(default=None, description="Slurm QOS of these jobs.")
+    time_limit_min: int = Field(
+        default=10_080,
+        gt=0,
+        description="Time limit of these jobs in minutes. The worker then submits the next one.",
+    )
+    memory_mb: int = Field(default=1024, gt=0, description="Memory of these jobs in MB.")
+    sbatch: str | None = Field(default=None, description="Further options of sbatch.")
+    working_dir: str | None = Field(
+        default=None, description="Working directory of flows. Default: the worker's."
+    )
+
+
+class HoldfastResult(BaseWorkerResult):
+    """The end of a flow run's place."""
+
+
+class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, HoldfastResult]):
+    """Runs flows, attends to those of former workers, and starts lost ones again."""
+
+    type = "holdfast"
+    job_configuration = HoldfastConfiguration
+    job_configuration_variables = HoldfastVariables
+    _display_name = "Holdfast"
+    _description = (
+        "Run the supervisors of training runs as processes or as small Slurm jobs that outlive the "
+        "worker, and start lost ones again."
+    )
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._places = Places(holdfast_home() / "flows")
+        self._attended: set[str] = set()
+        self._claimed: set[str] = set()
+        self._found: dict[str, RunPaths] = {}
+        self._free_looks: dict[str, int] = {}
+
+    async def setup(self) -> None:
+        """Take up the flows that a former worker of this host started."""
+        await super().setup()
+        group = self._runs_task_group
+        assert group is not None, "the base class has made it"
+        for place in await run_sync(self._places.all):
+            group.start_soon(self._attend_again, place)
+        group.start_soon(self._watch_others)
+
+    async def teardown(self, *exc_info: Any) -> None:
+        """Stop attending to flows, which go on."""
+        if self._runs_task_group is not None:
+            self._runs_task_group.cancel_scope.cancel()
+        await super().teardown(*exc_info)
+
+    async def run(
+        self,
+        flow_run: FlowRun,
+        configuration: HoldfastConfiguration,
+        task_status: anyio.abc.TaskStatus[Any] | None = None,
+    ) -> HoldfastResult:
+        """Run a flow to its final state, in one place after the other if it dies."""
+        number = str(flow_run.id)
+        with FlowLock(self._places.lock_path(number)) as lock:
+            lock.try_take()
+            place, child = await run_sync(self._start, flow_run, configuration)
+            if task_status is not None:
+                task_status.started(str(place))
+            await self._attend(flow_run, place, child)
+        return HoldfastResult(identifier=str(place), status_code=0)
+
+    async def kill_infrastructure(
+        self,
+        infrastructure_pid: str,
+        configuration: HoldfastConfiguration,
+        grace_seconds: int = 30,
+    ) -> None:
+        """End the place of a flow run that has not begun. Raises `InfrastructureNotFound`."""
+        places = await run_sync(self._places.all)
+        mine = [place for place in places if str(place) == infrastructure_pid]
+        if not mine:
+            raise InfrastructureNotFound(f"{infrastructure_pid} is not of this host")
+        await run_sync(end, mine[0])
+
+    def _start(
+        self, flow_run: FlowRun, configuration: HoldfastConfiguration
+    ) -> tuple[FlowPlace, subprocess.Popen[bytes] | None]:
+        number = str(flow_run.id)
+        command = [sys.executable, "-m", "prefect.engine"]
+        given = {key: value for key, value in configuration.env.items() if value is not None}
+        environment = {**os.environ, **given}
+        log, child = self._places.log_path(number), None
+        if configuration.place == "slurm":
+            place = submit_job(number, command, environment, log, configuration.options)
+        else:
+            place, child = start_process(
+                number, command, environment, log, configuration.working_dir
+            )
+        self._places.write(place)
+        return place, child
+
+    async def _attend_again(self, place: FlowPlace) -> None:
+        """Attend to the flow of a former worker, unless another worker does."""
+        with FlowLock(self._places.lock_path(place.flow_run)) as lock:
+            if not lock.try_take():
+                return
+            try:
+                flow_run = await self.client.read_flow_run(UUID(place.flow_run))
+            except ObjectNotFound:
+                await run_sync(self._places.forget, place.flow_run)
+                return
+            self._logger.info("found flow run '%s' again at %s", flow_run.name, place)
+            await self._attend(flow_run, place)
+
+    async def _attend(
+        self,
+        flow_run: FlowRun,
+        place: FlowPlace | None,
+        child: subprocess.Popen[bytes] | None = None,
+    ) -> None:
+        """Watch a flow until it has a final state. Start it again if it dies and its run lives.
+
+        Without a place, the flow was lost with another host. The lock in the run's folder keeps
+        two workers from starting it again.
+        """
+        number = str(flow_run.id)
+        self._attended.add(number)
+        delay_s = RESTART_S
+        try:
+            with contextlib.ExitStack() as locks:
+                begun_at = anyio.current_time()
+                await self._wait_for_end(flow_run, place, child)
+                while await self._after_end(flow_run):
+                    if not await run_sync(self._claim, flow_run, locks):
+                        return
+                    lived_s = anyio.current_time() - begun_at
+                    delay_s = RESTART_S if lived_s > SHORT_S else min(2 * delay_s, RESTART_S_MAX)
+                    await anyio.sleep(delay_s)
+                    begun_at = anyio.current_time()
+                    place, child = await self._start_again(flow_run)
+                    await self._wait_for_end(flow_run, place, child)
+        finally:
+            self._attended.discard(number)
+        state = await self._state(flow_run)
+        await run_sync(self._places.forget, number, state.is_crashed() or state.is_failed())
+
+    def _claim(self, flow_run: FlowRun, locks: contextlib.ExitStack) -> bool:
+        """Take the lock of the flow run's training run until the flow run has ended."""
+        number = str(flow_run.id)
+        paths = self._find_run(flow_run)
+        if paths is None or number in self._claimed:
+            return paths is not None
+        lock = locks.enter_context(FlowLock(paths.worker_lock))
+        if not lock.try_take() or is_supervised(paths.flow_lock):
+            return False
+        self._claimed.add(number)
+        locks.callback(self._claimed.discard, number)
+        return True
+
+    async def _wait_for_end(
+        self, flow_run: FlowRun, place: FlowPlace | None, child: subprocess.Popen[bytes] | None
+    ) -> None:
+        """Wait until the place is gone. If Prefect cancels the flow run, cancel its training run.
+
+        The flow then follows the run to its last checkpoint, and ends as cancelled by itself.
+        """
+        has_asked = False
+        while place is not None and await run_sync(self._is_there, place, child):
+            if not has_asked and (await self._state(flow_run)).is_cancelling():
+                has_asked = True
+                if not await run_sync(self._cancel, flow_run):
+                    await run_sync(end, place)
+            await anyio.sleep(LOOK_S)
+
+    def _cancel(self, flow_run: FlowRun) -> bool:
+        """Ask the run of a flow run to end; return False if the flow run has none."""
+        paths = self._find_run(flow_run)
+        if paths is not None:
+            self._logger.info("%s", cancel_run(paths))
+        return paths is not None
+
+    def _is_there(self, place: FlowPlace, child: subprocess.Popen[bytes] | None) -> bool:
+        if child is not None and child.poll() is not None:
+            return False
+        try:
+            return is_running(place)
+        except SchedulerUnavailableError:
+            return True
+
+    async def _after_end(self, flow_run: FlowRun) -> bool:
+        """Give a flow run whose place is gone its state; return whether to start it again."""
+        state = await self._state(flow_run)
+        if state.is_final():
+            return False
+        if state.is_cancelling():
+            await run_sync(self._cancel, flow_run)
+            await self._set_state(flow_run, Cancelled(message="cancelled by its worker"))
+            return False
+        if await run_sync(self._has_live_run, flow_run):
+            return True
+        log = self._places.log_path(str(flow_run.id))
+        await self._set_state(flow_run, Crashed(message=f"the flow ended early; see {log}"))
+        return False
+
+    async def _start_again(
+        self, flow_run: FlowRun
+    ) -> tuple[FlowPlace, subprocess.Popen[bytes] | None]:
+        self._logger.warning("flow run '%s' was lost and is started again", flow_run.name)
+        configuration = await self.job_configuration.resolve_for_flow_run(
+            flow_run,
+            client=self.client,
+            work_pool=self.work_pool.model_copy(deep=True),
+            worker_name=self.name,
+            worker_id=self.backend_id,
+        )
+        # A scheduled run would be taken by any worker of the pool.
+        await self._set_state(flow_run, Pending(message="its process was lost"))
+        place, child = await run_sync(self._start, flow_run, configuration)
+        await self.client.update_flow_run(flow_run.id, infrastructure_pid=str(place))
+        return place, child
+
+    async def _watch_others(self) -> None:
+        """Look for flows of lost hosts, and take them over."""
+        while True:
+            try:
+                await self._look_at_others()
+            # A server that is down, or a root that hangs, is asked again.
+            except Exception as error:
+                self._logger.warning("flows of other workers were not looked at: %s", error)
+            await anyio.sleep(ZOMBIES_S)
+
+    async def _look_at_others(self) -> None:
+        running = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.RUNNING]))
+        pool = WorkPoolFilter(name=WorkPoolFilterName(any_=[self._work_pool_name]))
+        found = await self.client.read_flow_runs(
+            flow_run_filter=FlowRunFilter(state=running), work_pool_filter=pool, limit=ZOMBIES_MAX
+        )
+        others = [one for one in found if str(one.id) not in self._attended]
+        looks = {}
+        for flow_run in others:
+            number = str(flow_run.id)
+            if not await run_sync(self._is_lost, flow_run):
+                continue
+            looks[number] = self._free_looks.get(number, 0) + 1
+            if looks[number] >= LOOKS:
+                group = self._runs_task_group
+                assert group is not None, "this is one of its tasks"
+                self._attended.add(number)
+                group.start_soon(self._attend, flow_run, None)
+        self._free_looks = looks
+
+    def _is_lost(self, flow_run: FlowRun) -> bool:
+        """Return whether the flow run's training run lives and has no supervisor."""
+        paths = self._find_run(flow_run)
+        if paths is None or is_supervised(paths.flow_lock):
+            return False
+        return self._has_live_run(flow_run)
+
+    def _find_run(self, flow_run: FlowRun) -> RunPaths | None:
+        """Return the run that the flow run supervises or supervised last, or None."""
+        number = str(flow_run.id)
+        if number not in self._found:
+            given = flow_run.parameters.get("root")
+            root = Path(given).expanduser().absolute() if given else default_root()
+            paths = find_supervised(root, number)
+            if paths is None:
+                return None
+            self._found[number] = paths
+        return self._found[number]
+
+    def _has_live_run(self, flow_run: FlowRun) -> bool:
+        paths = self._find_run(flow_run)
+        try:
+            return paths is not None and load_history(paths).state.is_live
+        except (HoldfastError, OSError):
+            return False
+
+    async def _state(self, flow_run: FlowRun) -> State[Any]:
+        """Return the flow run's state. Waits for a server that is down."""
+        while True:
+            try:
+                found = (await self.client.read_flow_run(flow_run.id)).state
+                return found or Pending()
+            except ObjectNotFound:
+                return Cancelled(message="the flow run was deleted")
+            # A server that is down is asked again, whatever its client raises.
+            except Exception as error:
+                self._logger.warning("flow run '%s': %s", flow_run.name, error)
+            await anyio.sleep(LOOK_S)
+
+    async def _set_state(self, flow_run: FlowRun, state: State[Any]) -> None:
+        await self.client.set_flow_run_state(flow_run.id, state, force=True)

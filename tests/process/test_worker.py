@@ -1,0 +1,129 @@
+"""The Prefect worker type `holdfast`: flows outlive it, and lost flows are started again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from examples.demo_service import POOL, PrefectService
+from tests.flow_runs import FlowRuns, step_of, submissions, supervisions, wait_for, wait_for_end
+
+from holdfast.contracts.paths import RunPaths
+from holdfast.workers.flow_places import Places
+from holdfast.workers.processes import find_process
+
+# From the death of a supervisor until the next one has taken up the run.
+RESUMED_S_MAX = 15.0
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[PrefectService]:
+    """A server with a pool of the type `holdfast`. The test starts workers, and kills them."""
+    environment = {key: value for key, value in os.environ.items() if key != "PREFECT_API_URL"}
+    environment.pop("HOLDFAST_DATABASE_URL", None)
+    environment |= {
+        "HOLDFAST_HOME": str(tmp_path / "home"),
+        "HOLDFAST_ROOT": str(tmp_path / "runs"),
+    }
+    made = PrefectService(tmp_path, environment)
+    with made.serving():
+        made.command("holdfast", "deploy", "--type", "holdfast")
+        yield made
+
+
+@pytest.fixture
+def runs(service: PrefectService, tmp_path: Path) -> Iterator[FlowRuns]:
+    made = FlowRuns(service, tmp_path)
+    yield made
+    # First the supervisors, which would relaunch the run.
+    for place in Places(tmp_path / "home" / "flows").all():
+        if (process := find_process(place.process)) is not None:
+            process.kill()
+    made.end_all()
+
+
+@contextlib.contextmanager
+def worker(service: PrefectService) -> Iterator[subprocess.Popen[bytes]]:
+    start = ("prefect", "worker", "start", "--pool", POOL, "--type", "holdfast")
+    log = service.folder / "worker.log"
+    seen = log.stat().st_size if log.exists() else 0
+    with service.background("worker", start) as process:
+        wait_for("the worker", lambda: b"started!" in log.read_bytes()[seen:])
+        yield process
+
+
+def kill(pid: int) -> float:
+    """Kill a process; return the time at which it was gone."""
+    process = psutil.Process(pid)
+    process.kill()
+    with contextlib.suppress(psutil.TimeoutExpired):
+        # The flow is a child of a worker, which reaps it.
+        process.wait(5)
+    return time.monotonic()
+
+
+def wait_for_supervisor(paths: RunPaths, number: int, since: float) -> int:
+    """Wait for the run's `number`-th supervisor; return its process id."""
+    wait_for(f"supervisor {number}", lambda: len(supervisions(paths)) == number)
+    took_s = time.monotonic() - since
+    print(f"supervisor {number} after {took_s:.1f} s")
+    assert took_s <= RESUMED_S_MAX
+    return int(supervisions(paths)[-1]["pid"])
+
+
+@pytest.mark.timeout(600)
+def test_flow_is_resumed_whatever_dies(runs: FlowRuns, service: PrefectService) -> None:
+    with contextlib.ExitStack() as workers:
+        first = workers.enter_context(worker(service))
+        paths = runs.deploy_run(runs.write_spec("kept", {"steps": 20000, "sleep_s": 0.1}))
+        wait_for("step 5", lambda: step_of(paths) >= 5)
+        (taken,) = supervisions(paths)
+
+        killed_at = kill(taken["pid"])
+        flow = wait_for_supervisor(paths, 2, killed_at)
+
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        assert psutil.pid_exists(flow), "the flow outlives its worker"
+        second = workers.enter_context(worker(service))
+        wait_for(
+            "the flow's new worker",
+            lambda: b"found flow run" in (service.folder / "worker.log").read_bytes(),
+        )
+        killed_at = kill(flow)
+        flow = wait_for_supervisor(paths, 3, killed_at)
+
+        # As if the host of the worker and of its flow were lost: another one has no records.
+        second.send_signal(signal.SIGKILL)
+        second.wait()
+        kill(flow)
+        shutil.rmtree(service.folder / "home" / "flows")
+        workers.enter_context(worker(service))
+        flow = wait_for_supervisor(paths, 4, time.monotonic())
+
+        flow_run = taken["flow_run"]
+        assert {one["flow_run"] for one in supervisions(paths)} == {flow_run}
+        assert submissions(paths) == 1, "training went on all the time"
+        assert runs.ask(f"flow_runs/{flow_run}")["infrastructure_pid"].endswith(f":{flow}")
+        service.command("prefect", "flow-run", "cancel", flow_run)
+        wait_for_end(paths, "cancelled")
+        wait_for("Prefect's state", lambda: runs.flow_state(flow_run) == "CANCELLED")
+        assert "was lost" in (service.folder / "worker.log").read_text()
+        wait_for("no records", lambda: not list((service.folder / "home" / "flows").iterdir()))
+
+
+def test_flow_that_cannot_start_is_reported(runs: FlowRuns, service: PrefectService) -> None:
+    with worker(service):
+        deployment = runs.ask("deployments/name/train/holdfast")["id"]
+        made = runs.ask(
+            f"deployments/{deployment}/create_flow_run", parameters={"spec": "/no/such/spec.toml"}
+        )
+        wait_for("Prefect's state", lambda: runs.flow_state(made["id"]) == "FAILED")
