@@ -35,7 +35,7 @@ from holdfast.contracts.history import load_history
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.spec import RunSpec
-from holdfast.flows.supervise import submit_next
+from holdfast.flows.submission import submit_next
 from holdfast.workers.executors import executor_for
 from holdfast.workers.processes import descendants
 from holdfast.workers.runs import create_run

@@ -42,7 +42,7 @@ from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.supervision import is_supervised
 from holdfast.flows.carry import carry
-from holdfast.flows.supervise import submit_next
+from holdfast.flows.submission import submit_next
 from holdfast.lineage.index import Index
 from holdfast.workers.agent.claim import claim
 from holdfast.workers.agent.context import AgentContext

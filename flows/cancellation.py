@@ -25,7 +25,7 @@ from holdfast.contracts.history import load_events, load_history
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.paths import RunPaths, default_root, list_runs
 from holdfast.flows.redactor import Log
-from holdfast.flows.supervise import JOURNAL
+from holdfast.flows.submission import JOURNAL
 from holdfast.workers import operator
 
 ASK_S_MAX: Final = 8.0

@@ -14,8 +14,9 @@ from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.spec import RunSpec
 from holdfast.flows.parameters import load_spec
 from holdfast.flows.redactor import Redactor
+from holdfast.flows.submission import submit_next
 from holdfast.flows.summary import end_reason, table_of_attempts
-from holdfast.flows.supervise import Supervisor, submit_next
+from holdfast.flows.supervise import Supervisor
 from holdfast.lineage.index import Index
 from holdfast.workers import runs
 

@@ -11,10 +11,10 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from holdfast.contracts.attempt import SubmissionTry, read_document
 from holdfast.contracts.errors import (
@@ -41,6 +41,7 @@ from holdfast.flows.node_watch import NodeWatch
 from holdfast.flows.outbox import Service
 from holdfast.flows.progress import ProgressLog
 from holdfast.flows.redactor import Log, Redactor
+from holdfast.flows.submission import JOURNAL, Submit
 from holdfast.lineage.index import Index
 from holdfast.workers import deletion, operator
 from holdfast.workers.attempts import (
@@ -53,13 +54,13 @@ from holdfast.workers.attempts import (
     has_no_job,
     is_unsubmitted,
     resume_submission,
-    submit_attempt,
 )
 from holdfast.workers.executors import executor_for
 from holdfast.workers.feasibility import Feasibility
 from holdfast.workers.growth import CapacityObservation, find_growth
 from holdfast.workers.heartbeats import read_heartbeats
 from holdfast.workers.pending import take_back_overdue
+from holdfast.workers.places import ReturnWatch, move_on
 from holdfast.workers.policy import Decision, decide, wait_after_refusal
 from holdfast.workers.reconcile import complete_goodput, reconcile
 from holdfast.workers.runs import keep_reserve, require_own, why_not_submitted
@@ -69,30 +70,6 @@ PRUNE_S: Final = 60.0
 SOON_S: Final = 1.0
 FAILING_S_MAX: Final = 24 * 3600.0
 FAILURE_WAIT_S: Final = 10.0
-JOURNAL: Final = "flow"
-
-
-class Submit(Protocol):
-    """Submits the next attempt of the run at `paths`. The flow uses a Prefect task."""
-
-    def __call__(
-        self, paths: RunPaths, *, gpus: int, reason: str, exclude: Sequence[str]
-    ) -> AttemptPaths: ...
-
-
-def submit_next(paths: RunPaths, *, gpus: int, reason: str, exclude: Sequence[str]) -> AttemptPaths:
-    """Submit the next attempt from the run's state on disk, and journal it."""
-    history = load_history(paths)
-    with JournalWriter(paths.journal_of(JOURNAL)) as journal:
-        return submit_attempt(
-            paths,
-            history.spec,
-            history.record,
-            gpus=gpus,
-            reason=reason,
-            exclude=exclude,
-            journal=journal,
-        )
 
 
 @dataclass
@@ -115,6 +92,7 @@ class Supervisor:
     _prune_again_at: float = 0.0
     _capacity: CapacityObservation | None = None
     _nodes: NodeWatch = field(default_factory=NodeWatch)
+    _return: ReturnWatch = field(default_factory=ReturnWatch)
     _history: HistoryReader = field(init=False)
     _progress: ProgressLog = field(init=False)
     _limits: LimitWatch = field(init=False)
@@ -261,7 +239,12 @@ class Supervisor:
             self.log.warning("%s", message)
         for message in self._nodes.look(attempt, history.spec.supervision.heartbeat_s, journal):
             self.log.warning("%s", message)
-        if message := take_back_overdue(history, now=time.time(), writer=JOURNAL):
+        now = time.time()
+        if message := (
+            move_on(history, now=now, writer=JOURNAL)
+            or self._return.look(history, now=now, writer=JOURNAL)
+            or take_back_overdue(history, now=now, writer=JOURNAL)
+        ):
             self.log.warning("%s", message)
         self._progress.show(history)
         self._limits.look(history, journal)
@@ -335,7 +318,11 @@ class Supervisor:
         if decision.action == "wait" or due_s > 0:
             return min(poll_s, due_s) if due_s > 0 else poll_s
         self.submit(
-            self.paths, gpus=decision.gpus, reason=decision.reason, exclude=decision.exclude
+            self.paths,
+            gpus=decision.gpus,
+            reason=decision.reason,
+            exclude=decision.exclude,
+            place=decision.place,
         )
         return min(poll_s, SOON_S)
 
@@ -360,6 +347,8 @@ class Supervisor:
             "exclude": list(decision.exclude),
             "reason": decision.reason,
         }
+        if history.spec.resources.fallbacks:
+            facts["place"] = decision.place
         before = history.last_decision or {}
         if any(before.get(key) != value for key, value in facts.items()):
             last = history.last_asked.number if history.last_asked else 0

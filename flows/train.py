@@ -27,8 +27,9 @@ from holdfast.flows.carry import given_spec, is_under_way, take_up
 from holdfast.flows.prefect_events import PREFECT, PrefectEvents
 from holdfast.flows.redactor import Log, Redactor
 from holdfast.flows.secrets import require
+from holdfast.flows.submission import submit_next
 from holdfast.flows.summary import end_reason, summarize, table_of_attempts
-from holdfast.flows.supervise import Supervisor, submit_next
+from holdfast.flows.supervise import Supervisor
 from holdfast.lineage.index import Index
 from holdfast.workers.preflight import check
 from holdfast.workers.runs import newest_generation
@@ -43,7 +44,7 @@ from holdfast.workers.runs import newest_generation
     persist_result=False,
 )
 def submit_attempt(
-    paths: RunPaths, *, gpus: int, reason: str, exclude: Sequence[str]
+    paths: RunPaths, *, gpus: int, reason: str, exclude: Sequence[str], place: int = 0
 ) -> AttemptPaths:
     """Submit one attempt. It is a task so that Prefect's UI shows it; Prefect never retries it."""
     redactor = Redactor()
@@ -51,7 +52,7 @@ def submit_attempt(
     if record is not None:
         redactor.learn(record.spec, paths)
     with redactor.errors():
-        return submit_next(paths, gpus=gpus, reason=reason, exclude=exclude)
+        return submit_next(paths, gpus=gpus, reason=reason, exclude=exclude, place=place)
 
 
 @flow(name="train", retries=0, on_cancellation=[cancel_run_of_flow], persist_result=False)

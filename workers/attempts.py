@@ -66,6 +66,7 @@ def submit_attempt(
     gpus: int,
     reason: str,
     exclude: Sequence[str] = (),
+    place: int = 0,
     journal: JournalWriter,
 ) -> AttemptPaths:
     """Reserve the next attempt and submit it on `gpus` GPUs.
@@ -90,6 +91,7 @@ def submit_attempt(
             gpus=gpus,
             reason=reason,
             exclude=exclude,
+            place=place,
             created_at=time.time(),
             cluster=executor_for(spec.resources.executor).cluster(),
             provenance=take_provenance(spec, Path(working_directory_of(record, spec))),
@@ -351,6 +353,7 @@ def _journal_reserved(request: Request, journal: JournalWriter, exclude: Sequenc
         nodes=request.nodes,
         reason=request.reason,
         exclude=list(exclude),
+        place=request.place,
     )
 
 

@@ -9,7 +9,8 @@ from typing import Final
 from holdfast.contracts.errors import SchedulerError
 from holdfast.contracts.history import load_events
 from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.spec import Resources, RunSpec
+from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.spec_resources import Resources
 from holdfast.workers import slurm_client
 from holdfast.workers.flush_forecast import FlushForecast, forecast_flush, grace_warnings
 

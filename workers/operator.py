@@ -63,6 +63,7 @@ def request(
     writer: str = "cli",
     alone: bool = False,
     reason: str = "",
+    place: int | None = None,
 ) -> str:
     """Request that a run be stopped, paused, resumed, cancelled or relaunched; return what happens.
 
@@ -70,10 +71,13 @@ def request(
     queued one is cancelled. Repeating a request is harmless. Raises `SpecError` for a request that
     does not fit the run's state and `NotFoundError` if there is no run. With `alone`, raises
     `RequestConflictError` while another recent request is pending. `reason` explains the request.
+    `place` is where a relaunch continues, see `Decision`.
     """
     while True:
         try:
-            return _request(paths, action, by=by, gpus=gpus, writer=writer, alone=alone, why=reason)
+            return _request(
+                paths, action, by=by, gpus=gpus, writer=writer, alone=alone, why=reason, place=place
+            )
         except OSError as error:
             if error.errno not in FULL:
                 raise
@@ -100,6 +104,7 @@ def _request(
     writer: str,
     alone: bool,
     why: str,
+    place: int | None,
 ) -> str:
     with _operator_lock(paths):
         history = load_history(paths)
@@ -107,7 +112,9 @@ def _request(
             _refuse_second(history, time.time())
         _check(history, action, gpus)
         last = history.last_attempt
-        reason = {"reason": why} if why else dict[str, Any]()
+        reason: dict[str, Any] = {"reason": why} if why else {}
+        if place is not None:
+            reason["place"] = place
         with JournalWriter(paths.journal_of(writer)) as journal:
             journal.append(
                 EventKind.OPERATOR_REQUEST,

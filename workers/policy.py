@@ -16,12 +16,13 @@ from holdfast.contracts.history import (
     goes_on_after_numerics,
     takes_up_completed,
 )
-from holdfast.contracts.journal import AUTOMATIC, GROWER
+from holdfast.contracts.journal import AUTOMATIC, FALLBACKS, GROWER
 from holdfast.contracts.paths import CheckpointName
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.causes import Ending
 from holdfast.workers.evidence import names_hardware
 from holdfast.workers.fingerprints import failed_host, fingerprint, same_failure_elsewhere
+from holdfast.workers.places import place_after
 from holdfast.workers.sizes import allowed_sizes, choose_gpus
 
 Action = Literal["relaunch", "restart", "wait", "stop"]
@@ -67,13 +68,17 @@ _RESTARTABLE: Final = frozenset({Cause.INFRASTRUCTURE, Cause.UNKNOWN, Cause.HANG
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What to do next, and why. `delay_s` is the number of seconds to wait before it."""
+    """What to do next, and why. `delay_s` is the number of seconds to wait before it.
+
+    `place` is 0 for the first choice of `resources`, and n for the n-th fallback.
+    """
 
     action: Action
     reason: str
     gpus: int = 0
     exclude: tuple[str, ...] = ()
     delay_s: float = 0.0
+    place: int = 0
 
 
 def fits_any(_gpus: int) -> bool:
@@ -126,7 +131,9 @@ def _decide_by_request(
     if by == GROWER and capacity is not None:
         free = [size for size in allowed_sizes(history.spec) if size <= min(gpus, capacity)]
         gpus = max(filter(fits, free), default=before or gpus)
-    return Decision(action="relaunch", gpus=gpus, reason=f"{action} at {gpus} GPUs by {by}{why}")
+    place = int(request.get("place") or 0) if by == FALLBACKS else place_after(history, capacity)
+    reason = f"{action} at {gpus} GPUs by {by}{why}"
+    return Decision(action="relaunch", gpus=gpus, reason=reason, place=place)
 
 
 def _decide_after(
@@ -175,6 +182,7 @@ def _decide_after(
         action="relaunch",
         gpus=gpus,
         exclude=excluded_hosts(history.attempts, now),
+        place=place_after(history, capacity),
         delay_s=_delay_s(history, last, spent, capacity),
         reason=f"after {cause} of attempt {last.number}: {gpus} GPUs ({why})",
     )

@@ -15,7 +15,8 @@ from holdfast.contracts.durable import make_directory
 from holdfast.contracts.errors import PreflightError, SchedulerError, SchedulerUnavailableError
 from holdfast.contracts.filesystems import NODE_LOCAL, filesystem_of
 from holdfast.contracts.node_share import gpu_kind, gpus_of
-from holdfast.contracts.spec import Resources, RunSpec
+from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.spec_resources import Resources
 from holdfast.workers import slurm_client
 from holdfast.workers.root_probe import describe, find_problems
 
@@ -166,7 +167,7 @@ def _slurm_problems(spec: RunSpec, places: Sequence[_Place]) -> list[str]:
         accounting = slurm_client.settings().get("AccountingStorageType", "")
     except SchedulerError as error:
         return [f"Slurm: {error}"]
-    problems = _partition_problems(spec.resources, partitions)
+    problems = []
     if federation:
         problems.append(
             f"Slurm: this cluster is in the federation {federation!r}, so another cluster may run "
@@ -178,8 +179,13 @@ def _slurm_problems(spec: RunSpec, places: Sequence[_Place]) -> list[str]:
             f"{accounting}), so nobody could tell a job that ended unseen from one that never "
             "started; ask its operators to run slurmdbd"
         )
-    problems += _gpu_problems(spec.resources, nodes)
-    problems += _account_problems(spec.resources)
+    for number in range(len(spec.resources.fallbacks) + 1):
+        chosen = spec.resources.at(number)
+        found = _partition_problems(chosen, partitions)
+        found += _gpu_problems(chosen, nodes)
+        found += _account_problems(chosen)
+        which = f"fallback {number} of resources.fallbacks: " if number else ""
+        problems += [f"{which}{problem}" for problem in found]
     return problems + [one for place in places for one in _sharing_problems(place, nodes)]
 
 

@@ -10,8 +10,9 @@ from typing import Any, Final
 from holdfast.contracts.attempt import Provenance, Request, RunRecord
 from holdfast.contracts.digests import command_digest
 from holdfast.contracts.node_share import NO_GRES, Share
-from holdfast.contracts.spec import Resources, RunSpec
+from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.spec_part import RECORDED
+from holdfast.contracts.spec_resources import Resources
 from holdfast.contracts.spec_supervision import Supervision
 
 # The agent plans its own stop, so Slurm's warning is requested this much earlier.
@@ -39,14 +40,16 @@ def build_request(
     exclude: Sequence[str] = (),
     created_at: float = 0.0,
     cluster: str | None = None,
+    place: int = 0,
     provenance: Provenance = UNKNOWN,
 ) -> Request:
     """Return the request for attempt number `attempt` of a run on `gpus` GPUs.
 
     `created_at` is Unix seconds, or 0 for a dry run. `cluster` is the Slurm cluster that gets the
-    job, None if unknown. Raises `ValueError` if `gpus` does not fill
-    whole nodes of the spec.
+    job, None if unknown. `place` is n for the n-th fallback, else 0. Raises `ValueError` if `gpus`
+    does not fill whole nodes of the spec.
     """
+    spec = spec.model_copy(update={"resources": spec.resources.at(place)})
     share = spec.share(gpus)
     name = job_name(record.run, record.uid, attempt)
     directory = Path(record.root) / record.run
@@ -68,6 +71,7 @@ def build_request(
         "nproc_per_node": share.ranks,
         "cluster": cluster,
         "exclude": tuple(exclude),
+        "place": place,
         "command": spec.command,
         "working_directory": working_directory,
         "environment": spec.environment,

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Final
 
 from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
-from holdfast.contracts.spec import Resources
+from holdfast.contracts.spec_resources import Resources
 
 CALL_TIMEOUT_S: Final = 20.0
 # How often a command that a signal killed is repeated.

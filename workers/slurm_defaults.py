@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from holdfast.contracts.errors import SchedulerError
-from holdfast.contracts.spec import Resources, RunSpec
+from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.spec_resources import Resources
 from holdfast.workers import slurm_client
 
 ANSWER_TIMEOUT_S: Final = 5.0

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 from holdfast.contracts.paths import RunPaths
-from holdfast.flows.supervise import Supervisor, submit_next
+from holdfast.flows.submission import submit_next
+from holdfast.flows.supervise import Supervisor
 from holdfast.lineage.index import Index
 
 # The jobs that it submits must not load the shim.

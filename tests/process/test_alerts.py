@@ -18,7 +18,8 @@ from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import RunState
 from holdfast.flows import secrets
 from holdfast.flows.parameters import load_spec
-from holdfast.flows.supervise import Supervisor, submit_next
+from holdfast.flows.submission import submit_next
+from holdfast.flows.supervise import Supervisor
 from holdfast.lineage.index import Index
 from holdfast.workers.runs import create_run
 

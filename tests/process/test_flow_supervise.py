@@ -21,7 +21,8 @@ from holdfast.contracts.states import AttemptState, Cause, RunState
 from holdfast.contracts.supervision import is_supervised
 from holdfast.flows.flow_lock import FlowLock
 from holdfast.flows.ingestion import Ingestion
-from holdfast.flows.supervise import Supervisor, submit_next
+from holdfast.flows.submission import submit_next
+from holdfast.flows.supervise import Supervisor
 from holdfast.lineage import queries
 from holdfast.lineage.engine import URL_VARIABLE
 from holdfast.lineage.index import Index

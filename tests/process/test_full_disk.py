@@ -15,7 +15,7 @@ from holdfast.contracts.errors import HoldfastError, SpecError
 from holdfast.contracts.history import load_history
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.states import AttemptState, RunState
-from holdfast.flows.supervise import submit_next
+from holdfast.flows.submission import submit_next
 from holdfast.workers import deletion, operator, runs
 from holdfast.workers.checkpoints import committed_checkpoints
 

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from holdfast.cli.main import app
 from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.spec import Elastic, Resources, RunSpec
+from holdfast.contracts.spec import Elastic, RunSpec
+from holdfast.contracts.spec_resources import Resources
 from holdfast.workers.runs import create_run
 
 PROGRAM = Path(__file__).with_name("shape_program.py")

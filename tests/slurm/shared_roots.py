@@ -58,7 +58,7 @@ class SupervisedRun:
             Supervisor(paths=self.run.paths, index=index, log=log, submit=self._submit).run()
 
     def _submit(
-        self, paths: RunPaths, *, gpus: int, reason: str, exclude: Sequence[str]
+        self, paths: RunPaths, *, gpus: int, reason: str, exclude: Sequence[str], place: int
     ) -> AttemptPaths:
         return self.run.submit(gpus)
 

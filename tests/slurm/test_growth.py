@@ -38,7 +38,9 @@ def test_run_grows_from_two_gpus_to_four_when_another_job_ends(
         sleep_s=0.05,
     )
 
-    def submit(paths: RunPaths, *, gpus: int, reason: str, exclude: Sequence[str]) -> AttemptPaths:
+    def submit(
+        paths: RunPaths, *, gpus: int, reason: str, exclude: Sequence[str], place: int
+    ) -> AttemptPaths:
         return run.submit(gpus)
 
     first = run.submit(2)

@@ -17,7 +17,8 @@ from tests.process.local_runs import LocalRun, wait_until
 from holdfast.contracts.attempt import read_claim
 from holdfast.contracts.history import load_history
 from holdfast.contracts.states import AttemptState, RunState
-from holdfast.flows.supervise import Supervisor, submit_next
+from holdfast.flows.submission import submit_next
+from holdfast.flows.supervise import Supervisor
 from holdfast.lineage.index import Index
 from holdfast.workers import operator, slurm_client
 from holdfast.workers.executors.slurm import SlurmExecutor

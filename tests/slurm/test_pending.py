@@ -35,7 +35,9 @@ def test_an_overdue_job_is_taken_back_for_a_smaller_one_and_then_the_run_pauses(
 ) -> None:
     run = _run(tmp_path, elastic={"choices": [1, 2]})
 
-    def submit(paths: RunPaths, *, gpus: int, reason: str, exclude: Sequence[str]) -> AttemptPaths:
+    def submit(
+        paths: RunPaths, *, gpus: int, reason: str, exclude: Sequence[str], place: int
+    ) -> AttemptPaths:
         return run.submit(gpus)
 
     run.submit(2)

@@ -15,8 +15,9 @@ from pydantic import ValidationError
 
 from holdfast.contracts.digests import canonical_json, command_digest, document_digest
 from holdfast.contracts.node_share import Share, share_of
-from holdfast.contracts.spec import Launch, Resources, RunSpec
+from holdfast.contracts.spec import Launch, RunSpec
 from holdfast.contracts.spec_checkpoint import Checkpointing
+from holdfast.contracts.spec_resources import Resources
 
 
 def make_spec(**changes: Any) -> RunSpec:

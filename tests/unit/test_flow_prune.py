@@ -11,7 +11,8 @@ from tests.runs import RunFolder
 
 from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import RunPaths
-from holdfast.flows.supervise import Supervisor, submit_next
+from holdfast.flows.submission import submit_next
+from holdfast.flows.supervise import Supervisor
 from holdfast.lineage.index import Index
 from holdfast.workers import deletion
 from holdfast.workers.checkpoints import committed_checkpoints

@@ -65,7 +65,9 @@ def failed(tmp_path: Path, home: Path) -> RunFolder:
     return folder
 
 
-def _refuse(paths: RunPaths, *, gpus: int, reason: str, exclude: Sequence[str]) -> AttemptPaths:
+def _refuse(
+    paths: RunPaths, *, gpus: int, reason: str, exclude: Sequence[str], place: int
+) -> AttemptPaths:
     raise SchedulerError(f"{paths.name}: {gpus} {reason} {exclude}")
 
 

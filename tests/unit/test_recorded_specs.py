@@ -24,7 +24,8 @@ from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import AttemptState, RunState
 from holdfast.flows import carry
-from holdfast.flows.supervise import Supervisor, submit_next
+from holdfast.flows.submission import submit_next
+from holdfast.flows.supervise import Supervisor
 from holdfast.lineage.index import Index
 from holdfast.workers import executors, operator, runs
 from holdfast.workers.executors.slurm import SlurmExecutor

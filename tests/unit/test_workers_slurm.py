@@ -14,7 +14,7 @@ from holdfast.contracts.attempt import Request, Submission
 from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
 from holdfast.contracts.node_share import gpus_of
 from holdfast.contracts.paths import AttemptPaths
-from holdfast.contracts.spec import Resources
+from holdfast.contracts.spec_resources import Resources
 from holdfast.contracts.states import AttemptState
 from holdfast.workers import slurm_client
 from holdfast.workers.executors.slurm import SlurmExecutor

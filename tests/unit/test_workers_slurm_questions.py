@@ -12,7 +12,7 @@ import pytest
 from tests.histories import spec_of
 
 from holdfast.contracts.errors import PreflightError
-from holdfast.contracts.spec import Resources
+from holdfast.contracts.spec_resources import Resources
 from holdfast.workers import preflight
 from holdfast.workers.executors.slurm import SlurmExecutor
 

@@ -9,7 +9,7 @@ from typing import Final
 
 from holdfast.contracts.attempt import Request, Submission
 from holdfast.contracts.paths import AttemptPaths
-from holdfast.contracts.spec import Resources
+from holdfast.contracts.spec_resources import Resources
 from holdfast.contracts.states import AttemptState
 
 # The local executor's states in place of a scheduler's: the processes are gone although the machine

@@ -18,7 +18,7 @@ from holdfast.contracts.attempt import Claim, Request, Submission, read_claim
 from holdfast.contracts.durable import make_directory
 from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
 from holdfast.contracts.paths import AttemptPaths, RunPaths
-from holdfast.contracts.spec import Resources
+from holdfast.contracts.spec_resources import Resources
 from holdfast.contracts.states import AttemptState
 from holdfast.workers.executors.base import GONE, REBOOTED, Executor, JobStatus
 from holdfast.workers.processes import (

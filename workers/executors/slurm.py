@@ -25,7 +25,7 @@ from holdfast.contracts.errors import (
 )
 from holdfast.contracts.paths import AttemptPaths
 from holdfast.contracts.slurm_options import LOSES_JOB, problem_with_option, problem_with_setup
-from holdfast.contracts.spec import Resources
+from holdfast.contracts.spec_resources import Resources
 from holdfast.contracts.spec_values import problem_with_value
 from holdfast.contracts.states import AttemptState
 from holdfast.workers import slurm_answers, slurm_client

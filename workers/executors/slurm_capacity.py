@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from holdfast.contracts.node_share import gpu_kind, gpus_of
-from holdfast.contracts.spec import Resources
+from holdfast.contracts.spec_resources import Resources
 from holdfast.workers.slurm_client import chosen_partitions
 
 # The marks that Slurm appends to a state: not responding, powering up, rebooting, planned etc.
@@ -31,7 +31,8 @@ _GPU_TRES: Final = re.compile(r"(?:^|,)gres/gpu=([0-9]+)")
 class Wanted:
     """What our job needs of a node. `reserved` is None without a reservation.
 
-    With `whole`, the job shares no node with other jobs.
+    With `whole`, the job shares no node with other jobs. If `is_closed`, no partition of the job
+    starts jobs now.
     """
 
     partitions: frozenset[str] = frozenset()
@@ -39,6 +40,7 @@ class Wanted:
     constraint: str = ""
     reserved: frozenset[str] | None = None
     whole: bool = False
+    is_closed: bool = False
 
 
 def wanted_of(
@@ -51,8 +53,11 @@ def wanted_of(
     `reserved` are the nodes of the spec's reservation. `partitions` are all partitions as Slurm
     shows them.
     """
+    named = frozenset((resources.partition or "").split(",")) - {""}
+    closed = {one.get("PartitionName") for one in partitions if one.get("State", "UP") != "UP"}
     return Wanted(
-        partitions=frozenset((resources.partition or "").split(",")) - {""},
+        partitions=named - closed,
+        is_closed=bool(named) and named <= closed,
         gpu_kind=resources.gpu_type or gpu_kind(resources.gres or ""),
         constraint=resources.constraint or "",
         reserved=None if reserved is None else frozenset(reserved),
@@ -84,7 +89,7 @@ def free_gpus(node: Mapping[str, str], wanted: Wanted, held: int = 0) -> int:
 
 def _is_usable(node: Mapping[str, str], wanted: Wanted) -> bool:
     states = {state.strip(_STATE_MARKS) for state in node.get("State", "").upper().split("+")}
-    if states & _UNUSABLE:
+    if wanted.is_closed or states & _UNUSABLE:
         return False
     if wanted.reserved is None:
         if states & _KEPT:

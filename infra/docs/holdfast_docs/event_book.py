@@ -131,6 +131,7 @@ FIELDS: Final[Mapping[str, Field]] = {
     "pid": Field(INTEGER, "process id"),
     "preemption_cost": Field(NUMBER, "price of `preemption_gpu_hours`"),
     "preemption_gpu_hours": Field(NUMBER, "GPU hours that preemptions cost"),
+    "place": Field(INTEGER, "0 for the first choice, n for the n-th of `resources.fallbacks`"),
     "problem": Field(STRING, "what is wrong with the loss"),
     "promised": Field(BOOLEAN, "true when the text is what the program loops over"),
     "queued_s": Field(NUMBER, "seconds in the scheduler's queue"),
@@ -188,7 +189,7 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
     Kind.ATTEMPT_RESERVED: EventEntry(
         "the supervisor reserved the number of an attempt",
         "supervisor",
-        ("attempt", "gpus", "nodes", "reason", "exclude"),
+        ("attempt", "gpus", "nodes", "reason", "exclude", "place"),
     ),
     Kind.ATTEMPT_SUBMITTED: EventEntry(
         "the scheduler accepted the job of an attempt", "supervisor", ("attempt", "job_id")
@@ -209,13 +210,13 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
     Kind.DECISION: EventEntry(
         "the supervisor decided what comes next: relaunch, wait or stop",
         "supervisor",
-        ("action", "after_attempt", "gpus", "exclude", "delay_s", "reason"),
+        ("action", "after_attempt", "gpus", "exclude", "place", "delay_s", "reason"),
     ),
     Kind.OPERATOR_REQUEST: EventEntry(
         "an operator asked for a stop, pause, resume, cancel or relaunch, or Holdfast did: "
-        "`by` is then `elastic.grow` or `supervision.pending_timeout_min`",
+        "`by` is then `elastic.grow`, `resources.fallbacks` or `supervision.pending_timeout_min`",
         "command, server or supervisor",
-        ("action", "by", "after_attempt", "gpus", "of_completed", "reason"),
+        ("action", "by", "after_attempt", "gpus", "of_completed", "reason", "place"),
     ),
     Kind.RUN_ENDED: EventEntry("the run ended", "supervisor", ("state", "after_attempt", "reason")),
     Kind.PINNED: EventEntry(

@@ -42,10 +42,11 @@ from holdfast.contracts.node_share import gpus_of
 from holdfast.contracts.paths import RUN_NAME, AttemptPaths, folder_of
 from holdfast.contracts.reading import read_bounded
 from holdfast.contracts.secrets import EnvironmentValue
-from holdfast.contracts.spec import Launch, Resources
+from holdfast.contracts.spec import Launch
 from holdfast.contracts.spec_checkpoint import Checkpointing
 from holdfast.contracts.spec_health import Health
 from holdfast.contracts.spec_part import RECORDED
+from holdfast.contracts.spec_resources import Resources
 from holdfast.contracts.spec_supervision import Supervision
 from holdfast.contracts.states import AttemptState, Cause
 
@@ -119,6 +120,9 @@ class Request(Document):
     cluster: Name | None = None
     nproc_per_node: Annotated[int, Field(ge=1, le=GPUS_PER_NODE_MAX)] | None = None
     exclude: tuple[Name, ...] = ()
+    place: Annotated[int, Field(ge=0, le=64)] = Field(
+        default=0, description="0 for the first choice, n for the n-th of `resources.fallbacks`"
+    )
     command: tuple[Text, ...]
     working_directory: FilePath
     environment: dict[Name, EnvironmentValue]

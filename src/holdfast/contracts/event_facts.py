@@ -17,7 +17,7 @@ _WHOLE: Final = frozenset(
     {
         *("attempt", "launch", "step", "first_step", "last_step", "committed_step"),
         *("newest_step", "world_size", "gpus", "after_attempt", "node", "rank", "count", "pid"),
-        *("rounds", "exit_code", "bytes"),
+        *("rounds", "exit_code", "bytes", "place"),
     }
 )
 _TEXT: Final = frozenset(

@@ -50,8 +50,10 @@ _APPEND: Final = os.O_RDWR | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY
 # The requester when the grow policy, and not a person, relaunches a run.
 GROWER: Final = "elastic.grow"
 PENDING_TIMEOUT: Final = "supervision.pending_timeout_min"
+# The requester when a run changes its place.
+FALLBACKS: Final = "resources.fallbacks"
 # Requests by these names are Holdfast's own, so they reset no budget of the run.
-AUTOMATIC: Final = frozenset({GROWER, PENDING_TIMEOUT})
+AUTOMATIC: Final = frozenset({GROWER, PENDING_TIMEOUT, FALLBACKS})
 
 
 class EventKind(StrEnum):

@@ -13,14 +13,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from holdfast.contracts.digests import document_digest
-from holdfast.contracts.node_share import Share, gpus_of, problem_with_sizes, share_of
+from holdfast.contracts.node_share import Share, share_of
 from holdfast.contracts.paths import SPEC_NAME
 from holdfast.contracts.secrets import EnvironmentValue, SecretReference
-from holdfast.contracts.slurm_options import problem_with_option, problem_with_setup
+from holdfast.contracts.slurm_options import problem_with_setup
 from holdfast.contracts.spec_alerts import Alerts
 from holdfast.contracts.spec_checkpoint import Checkpointing
 from holdfast.contracts.spec_health import Health
 from holdfast.contracts.spec_part import SpecPart, is_recorded
+from holdfast.contracts.spec_resources import Resources
 from holdfast.contracts.spec_supervision import Supervision
 from holdfast.contracts.torchrun_options import problem_with_torchrun
 
@@ -113,86 +114,6 @@ class Launch(SpecPart):
         if problems and not is_recorded(info):
             raise ValueError("; ".join(problems))
         return value
-
-
-class Resources(SpecPart):
-    """The resources of the first attempt."""
-
-    executor: Literal["local", "slurm"] = Field(
-        default="local", description="`local` runs on this machine, `slurm` submits to Slurm"
-    )
-    nodes: Annotated[int, Field(ge=1, le=10_000)] = Field(
-        default=1, description="number of nodes. The local executor has one"
-    )
-    gpus_per_node: Annotated[int, Field(ge=0, le=64)] = Field(
-        default=1,
-        description="GPUs per node, with one rank each unless `nproc_per_node` is given. The local "
-        "executor starts the ranks on the CPU if the machine has no GPUs. 0 requests no GPUs, and "
-        "needs `nproc_per_node`",
-    )
-    nproc_per_node: Annotated[int, Field(ge=1, le=1024)] | None = Field(
-        default=None,
-        description="ranks per node, torchrun's `--nproc-per-node`. None: one per GPU. With fewer "
-        "GPUs on a node, an attempt has proportionally fewer ranks",
-    )
-    cpus_per_gpu: Annotated[int, Field(ge=1)] | None = Field(
-        default=None,
-        description="CPU cores per GPU, or per rank if `gpus_per_node` is 0. None: Slurm's default",
-    )
-    memory_gb_per_node: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="memory per node. None: Slurm's default"
-    )
-    partition: str | None = Field(
-        default=None, description="Slurm partition. None: Slurm's default"
-    )
-    account: str | None = Field(default=None, description="Slurm account. None: Slurm's default")
-    qos: str | None = Field(default=None, description="Slurm QOS. None: Slurm's default")
-    constraint: str | None = Field(default=None, description="node features that Slurm requires")
-    time_limit_min: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description="time limit of one attempt. None: that of the partition"
-    )
-    gpu_type: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_.-]*$")] | None = Field(
-        default=None,
-        description="type of GPU, as Slurm names it in its GRES, such as `h100`. None: any",
-    )
-    gres: str | None = Field(
-        default=None,
-        description="GRES of each node instead of `gpu:<gpus_per_node>`. `none` requests no GRES",
-    )
-    extra: dict[str, str | int | bool] = Field(
-        default_factory=dict,
-        description="further sbatch options by their long names, such as `reservation` or "
-        "`nodelist`. Options that Holdfast sets itself are refused, with the key to "
-        "use instead",
-    )
-
-    @field_validator("extra")
-    @classmethod
-    def _options_are_not_holdfasts(
-        cls, value: dict[str, str | int | bool], info: ValidationInfo
-    ) -> dict[str, str | int | bool]:
-        problems = [problem for name in value if (problem := problem_with_option(name))]
-        if problems and not is_recorded(info):
-            raise ValueError("; ".join(problems))
-        return value
-
-    @model_validator(mode="after")
-    def _gpus_and_ranks_agree(self) -> Resources:
-        if problem := problem_with_sizes(
-            self.gpus_per_node, self.nproc_per_node, self.gres, self.gpu_type
-        ):
-            raise ValueError(problem)
-        return self
-
-    @property
-    def size_per_node(self) -> int:
-        """The size of a whole node as `elastic` counts it: GPUs, or ranks if it has none."""
-        return self.gpus_per_node or self.nproc_per_node or 1
-
-    @property
-    def gpus_on_node(self) -> int:
-        """The GPUs that Slurm allocates on each whole node."""
-        return gpus_of(self.gres) if self.gres else self.gpus_per_node
 
 
 class Elastic(SpecPart):

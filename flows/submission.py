@@ -1,0 +1,39 @@
+"""The submission of a run's next attempt, from its state on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+from holdfast.contracts.history import load_history
+from holdfast.contracts.journal import JournalWriter
+from holdfast.contracts.paths import AttemptPaths, RunPaths
+from holdfast.workers.attempts import submit_attempt
+
+JOURNAL: Final = "flow"
+
+
+class Submit(Protocol):
+    """Submits the next attempt of the run at `paths`. The flow uses a Prefect task."""
+
+    def __call__(
+        self, paths: RunPaths, *, gpus: int, reason: str, exclude: Sequence[str], place: int
+    ) -> AttemptPaths: ...
+
+
+def submit_next(
+    paths: RunPaths, *, gpus: int, reason: str, exclude: Sequence[str], place: int = 0
+) -> AttemptPaths:
+    """Submit the next attempt from the run's state on disk, and journal it."""
+    history = load_history(paths)
+    with JournalWriter(paths.journal_of(JOURNAL)) as journal:
+        return submit_attempt(
+            paths,
+            history.spec,
+            history.record,
+            gpus=gpus,
+            reason=reason,
+            exclude=exclude,
+            place=place,
+            journal=journal,
+        )

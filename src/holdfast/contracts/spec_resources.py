@@ -1,0 +1,150 @@
+"""`resources` of a run spec: what the job of an attempt asks for, and where."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from holdfast.contracts.node_share import gpus_of, problem_with_sizes
+from holdfast.contracts.slurm_options import problem_with_option
+from holdfast.contracts.spec_part import SpecPart, is_recorded
+
+_GPU_TYPE = r"^[A-Za-z][A-Za-z0-9_.-]*$"
+
+
+class Fallback(SpecPart):
+    """Another choice of where attempts run. Keys without a value are those of `resources`."""
+
+    partition: str | None = Field(default=None, description="Slurm partition of this choice")
+    account: str | None = Field(default=None, description="Slurm account of this choice")
+    qos: str | None = Field(default=None, description="Slurm QOS of this choice")
+    gpu_type: Annotated[str, Field(pattern=_GPU_TYPE)] | None = Field(
+        default=None, description="type of GPU of this choice"
+    )
+    after_min: Annotated[float, Field(gt=0)] = Field(
+        default=30.0,
+        description="minutes that a job may wait in the choice before, until the run takes this "
+        "one. If Slurm expects a longer wait, the run takes it at once",
+    )
+    gpu_hour: Annotated[float, Field(ge=0)] | None = Field(
+        default=None, description="price of one GPU hour here. None: `cost.gpu_hour`"
+    )
+
+    @model_validator(mode="after")
+    def _differs(self) -> Fallback:
+        if not any((self.partition, self.account, self.qos, self.gpu_type)):
+            raise ValueError("expected at least one of partition, account, qos and gpu_type")
+        return self
+
+
+class Resources(SpecPart):
+    """The resources of the first attempt."""
+
+    executor: Literal["local", "slurm"] = Field(
+        default="local", description="`local` runs on this machine, `slurm` submits to Slurm"
+    )
+    nodes: Annotated[int, Field(ge=1, le=10_000)] = Field(
+        default=1, description="number of nodes. The local executor has one"
+    )
+    gpus_per_node: Annotated[int, Field(ge=0, le=64)] = Field(
+        default=1,
+        description="GPUs per node, with one rank each unless `nproc_per_node` is given. The local "
+        "executor starts the ranks on the CPU if the machine has no GPUs. 0 requests no GPUs, and "
+        "needs `nproc_per_node`",
+    )
+    nproc_per_node: Annotated[int, Field(ge=1, le=1024)] | None = Field(
+        default=None,
+        description="ranks per node, torchrun's `--nproc-per-node`. None: one per GPU. With fewer "
+        "GPUs on a node, an attempt has proportionally fewer ranks",
+    )
+    cpus_per_gpu: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="CPU cores per GPU, or per rank if `gpus_per_node` is 0. None: Slurm's default",
+    )
+    memory_gb_per_node: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="memory per node. None: Slurm's default"
+    )
+    partition: str | None = Field(
+        default=None, description="Slurm partition. None: Slurm's default"
+    )
+    account: str | None = Field(default=None, description="Slurm account. None: Slurm's default")
+    qos: str | None = Field(default=None, description="Slurm QOS. None: Slurm's default")
+    constraint: str | None = Field(default=None, description="node features that Slurm requires")
+    time_limit_min: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="time limit of one attempt. None: that of the partition"
+    )
+    gpu_type: Annotated[str, Field(pattern=_GPU_TYPE)] | None = Field(
+        default=None,
+        description="type of GPU, as Slurm names it in its GRES, such as `h100`. None: any",
+    )
+    gres: str | None = Field(
+        default=None,
+        description="GRES of each node instead of `gpu:<gpus_per_node>`. `none` requests no GRES",
+    )
+    extra: dict[str, str | int | bool] = Field(
+        default_factory=dict,
+        description="further sbatch options by their long names, such as `reservation` or "
+        "`nodelist`. Options that Holdfast sets itself are refused, with the key to "
+        "use instead",
+    )
+
+    fallbacks: Annotated[tuple[Fallback, ...], Field(max_length=8)] = Field(
+        default=(),
+        description="where the run goes if its job waits for too long, in order, such as spot "
+        "capacity elsewhere and then capacity on demand",
+    )
+    return_after_min: Annotated[float, Field(gt=0)] = Field(
+        default=10.0,
+        description="minutes for which the first choice must have enough free GPUs before a run "
+        "leaves a fallback. It saves, stops and continues there",
+    )
+
+    @field_validator("extra")
+    @classmethod
+    def _options_are_not_holdfasts(
+        cls, value: dict[str, str | int | bool], info: ValidationInfo
+    ) -> dict[str, str | int | bool]:
+        problems = [problem for name in value if (problem := problem_with_option(name))]
+        if problems and not is_recorded(info):
+            raise ValueError("; ".join(problems))
+        return value
+
+    @model_validator(mode="after")
+    def _gpus_and_ranks_agree(self) -> Resources:
+        if problem := problem_with_sizes(
+            self.gpus_per_node, self.nproc_per_node, self.gres, self.gpu_type
+        ):
+            raise ValueError(problem)
+        return self
+
+    @model_validator(mode="after")
+    def _fallbacks_need_slurm(self, info: ValidationInfo) -> Resources:
+        if self.fallbacks and self.executor != "slurm" and not is_recorded(info):
+            raise ValueError(
+                "fallbacks: only the executor `slurm` has other places; leave them out"
+            )
+        return self
+
+    def at(self, place: int) -> Resources:
+        """Return the resources of a place: 0 is the first choice, and n the n-th fallback."""
+        if not 0 < place <= len(self.fallbacks):
+            return self
+        found = self.fallbacks[place - 1]
+        given = {
+            "partition": found.partition,
+            "account": found.account,
+            "qos": found.qos,
+            "gpu_type": found.gpu_type,
+        }
+        return self.model_copy(update={key: value for key, value in given.items() if value})
+
+    @property
+    def size_per_node(self) -> int:
+        """The size of a whole node as `elastic` counts it: GPUs, or ranks if it has none."""
+        return self.gpus_per_node or self.nproc_per_node or 1
+
+    @property
+    def gpus_on_node(self) -> int:
+        """The GPUs that Slurm allocates on each whole node."""
+        return gpus_of(self.gres) if self.gres else self.gpus_per_node
