@@ -83,6 +83,20 @@ def test_the_cost_of_preemptions() -> None:
     assert found["on_demand_cost"] == pytest.approx(3 * ((4 * 110 + 2 * 85) / 3600 - wasted))
 
 
+def test_each_attempt_costs_what_its_place_costs() -> None:
+    spot = span(submitted_at=0, started_at=0, ended_at=3600)
+    waited = span(submitted_at=3600, ended_at=3700)
+    on_demand = span(gpus=2, gpu_hour=5.0, submitted_at=3700, started_at=3700, ended_at=7300)
+    prices = Prices(gpu_hour=1.0, on_demand_per_gpu_hour=5.0)
+    found = account([spot, waited, on_demand], created_at=0, until=7300, prices=prices)
+    assert found["gpu_hours"] == pytest.approx(4 + 2)
+    assert found["cost"] == pytest.approx(4 * 1.0 + 2 * 5.0)
+    assert found["on_demand_cost"] == pytest.approx(6 * 5.0)
+    alone = account([waited, on_demand], created_at=0, until=7300)
+    assert alone["cost"] == pytest.approx(2 * 5.0), "the attempt that never ran needs no price"
+    assert account([spot, on_demand], created_at=0, until=7300)["cost"] is None
+
+
 def test_a_hang_does_not_count_as_training() -> None:
     launches = (
         Launch(started_at=5, trained_from=10, hangs_from=50, trained_until=80, ended_at=82),

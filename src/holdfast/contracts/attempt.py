@@ -120,9 +120,7 @@ class Request(Document):
     cluster: Name | None = None
     nproc_per_node: Annotated[int, Field(ge=1, le=GPUS_PER_NODE_MAX)] | None = None
     exclude: tuple[Name, ...] = ()
-    place: Annotated[int, Field(ge=0, le=64)] = Field(
-        default=0, description="0 for the first choice, n for the n-th of `resources.fallbacks`"
-    )
+    place: Annotated[int, Field(ge=0)] = 0  # n for the n-th of `resources.fallbacks`
     command: tuple[Text, ...]
     working_directory: FilePath
     environment: dict[Name, EnvironmentValue]
@@ -380,9 +378,7 @@ def close_claim(paths: AttemptPaths) -> bool:
 
 def job_of(submission: Submission | None, claim: Claim | None) -> Submission | None:
     """Return the job that runs the attempt: the claiming job, else the submitted one."""
-    if claim is None or (submission is not None and submission.job_id == claim.job_id):
-        return submission
-    if submission is None or submission.executor == "local":
+    if claim is None or submission is None or submission.executor == "local":
         return submission
     return submission.model_copy(update={"job_id": claim.job_id})
 

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from holdfast.contracts.prices import Prices, costs_of
+from holdfast.contracts.prices import Held, Prices, costs_of
 
 SECONDS_PER_HOUR: Final = 3600.0
 PARTS: Final = (
@@ -82,9 +82,13 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """One attempt, and the GPUs that it held. Times are Unix seconds."""
+    """One attempt, and the GPUs that it held. Times are Unix seconds.
+
+    `gpu_hour` is the price of a GPU hour where it ran; None for the run's own.
+    """
 
     gpus: int
+    gpu_hour: float | None = None
     is_preempted: bool = False
     submitted_at: float | None = None
     started_at: float | None = None
@@ -187,17 +191,21 @@ def account(
     lost_s = sum(leg.lost_s for leg in legs)
     kept.parts["training"] -= lost_s
     kept.parts["lost"] += lost_s
-    gpu_s = sum(s.gpus * _held_s(p) for s, p in zip(spans, kept.by_span, strict=False))
-    preempted_s = _preemption_gpu_s(spans, kept.by_span, legs)
+    held = [
+        Held(span.gpus * _held_s(own) / SECONDS_PER_HOUR, lost / SECONDS_PER_HOUR, span.gpu_hour)
+        for span, own, lost in zip(
+            spans, kept.by_span, _preemption_gpu_s(spans, kept.by_span, legs), strict=False
+        )
+    ]
     parts: dict[str, Any] = {f"{part}_s": max(0.0, s) for part, s in kept.parts.items()}
     return Goodput(
         total_s=total_s,
         **parts,
         ettr=min(1.0, parts["training_s"] / total_s) if total_s else 0.0,
         steps_lost=sum(leg.steps_lost for leg in legs),
-        gpu_hours=gpu_s / SECONDS_PER_HOUR,
-        preemption_gpu_hours=preempted_s / SECONDS_PER_HOUR,
-        **costs_of(gpu_s / SECONDS_PER_HOUR, preempted_s / SECONDS_PER_HOUR, prices or Prices()),
+        gpu_hours=sum(one.hours for one in held),
+        preemption_gpu_hours=sum(one.preempted_hours for one in held),
+        **costs_of(held, prices or Prices()),
     )
 
 
@@ -368,17 +376,18 @@ def _held_s(parts: Mapping[str, float]) -> float:
 
 def _preemption_gpu_s(
     spans: Sequence[Span], by_span: Sequence[Mapping[str, float]], legs: Sequence[_Leg]
-) -> float:
-    """Return the GPU seconds that preemptions cost, see `Goodput`."""
-    total_s = 0.0
-    for number, span in enumerate(spans):
+) -> list[float]:
+    """Return the GPU seconds of each attempt that preemptions cost, see `Goodput`."""
+    found = []
+    for number, (span, own) in enumerate(zip(spans, by_span, strict=False)):
+        seconds = 0.0
         if span.is_preempted:
             lost_s = sum(leg.lost_s for leg in legs if leg.span == number)
-            total_s += span.gpus * (by_span[number]["flushing"] + lost_s)
+            seconds += own["flushing"] + lost_s
         if number and spans[number - 1].is_preempted:
-            begun_s = by_span[number]["starting"] + by_span[number]["loading"]
-            total_s += span.gpus * begun_s
-    return total_s
+            seconds += own["starting"] + own["loading"]
+        found.append(span.gpus * seconds)
+    return found
 
 
 def _first(*times: float | None) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,15 +22,32 @@ def prices_of(spec: Mapping[str, Any]) -> Prices:
     return Prices(**{key: cost[key] for key in Prices.__dataclass_fields__ if key in cost})
 
 
-def costs_of(hours: float, preempted_hours: float, prices: Prices) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Held:
+    """GPU hours of an attempt, and those of them that preemptions cost.
+
+    `gpu_hour` is the price where the attempt ran; None for that of the run.
+    """
+
+    hours: float
+    preempted_hours: float
+    gpu_hour: float | None = None
+
+
+def costs_of(held: Sequence[Held], prices: Prices) -> dict[str, Any]:
     """Return the cost fields of `goodput.Goodput` for GPU hours; None for unknown prices."""
-    paid, steady = prices.gpu_hour, prices.on_demand_per_gpu_hour
-    cost = None if paid is None else hours * paid
-    on_demand = None if steady is None else max(0.0, hours - preempted_hours) * steady
+    held, steady = [one for one in held if one.hours], prices.on_demand_per_gpu_hour
+    paid = [prices.gpu_hour if one.gpu_hour is None else one.gpu_hour for one in held]
+    known = [price for price in paid if price is not None]
+    is_known = len(known) == len(held) and (bool(held) or prices.gpu_hour is not None)
+    cost = sum(one.hours * price for one, price in zip(held, known, strict=False))
+    lost = sum(one.preempted_hours * price for one, price in zip(held, known, strict=False))
+    useful = max(0.0, sum(one.hours - one.preempted_hours for one in held))
+    on_demand = None if steady is None else useful * steady
     return {
-        "cost": cost,
-        "preemption_cost": None if paid is None else preempted_hours * paid,
+        "cost": cost if is_known else None,
+        "preemption_cost": lost if is_known else None,
         "on_demand_cost": on_demand,
-        "saved": None if cost is None or on_demand is None else on_demand - cost,
-        "currency": None if paid is None and steady is None else prices.currency,
+        "saved": on_demand - cost if is_known and on_demand is not None else None,
+        "currency": None if not is_known and steady is None else prices.currency,
     }

@@ -139,6 +139,10 @@ class Resources(SpecPart):
         }
         return self.model_copy(update={key: value for key, value in given.items() if value})
 
+    def gpu_hour_at(self, place: int) -> float | None:
+        """Return the price of a GPU hour at a place; None if the place has none of its own."""
+        return self.fallbacks[place - 1].gpu_hour if 0 < place <= len(self.fallbacks) else None
+
     @property
     def size_per_node(self) -> int:
         """The size of a whole node as `elastic` counts it: GPUs, or ranks if it has none."""

@@ -101,6 +101,7 @@ def spans_of(history: RunHistory) -> list[Span]:
             gpus=history.spec.gpus_held(
                 view.world_size or (view.outcome.world_size if view.outcome else 0)
             ),
+            gpu_hour=history.spec.resources.gpu_hour_at(view.request.place if view.request else 0),
             is_preempted=view.cause is Cause.PREEMPTION,
             submitted_at=view.submitted_at,
             started_at=view.started_at,

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 from sqlalchemy import Connection, Engine, Select, func, or_, select
 
 from holdfast.contracts.goodput import Span, account, segments
+from holdfast.contracts.journal import EventKind
 from holdfast.contracts.paths import CheckpointName
 from holdfast.contracts.prices import prices_of
 from holdfast.contracts.spec import RunSpec
@@ -243,15 +244,27 @@ def _spans(
     times = ("submitted_at", "started_at", "stop_requested_at", "ended_at")
     fields = (*times, "resumed_step", "last_step")
     spec = _spec_of(run)
+    places = _places(connection, run) if spec and spec.resources.fallbacks else {}
     return [
         Span(
             gpus=spec.gpus_held(attempt["world_size"] or 0) if spec else attempt["world_size"],
             **{field: attempt[field] for field in fields},
+            gpu_hour=spec.resources.gpu_hour_at(places.get(attempt["number"], 0)) if spec else None,
             is_preempted=attempt["cause"] == Cause.PREEMPTION,
             launches=launch_spans.get(attempt["number"], ()),
         )
         for attempt in attempts
     ]
+
+
+def _places(connection: Connection, run: Row) -> dict[int, int]:
+    """Return the place of each attempt, see `Resources.at`."""
+    query = (
+        select(EVENTS.c.attempt, EVENTS.c.data)
+        .where(EVENTS.c.run_uid == run["uid"])
+        .where(EVENTS.c.kind == EventKind.ATTEMPT_RESERVED, EVENTS.c.attempt.is_not(None))
+    )
+    return {number: facts.get("place") or 0 for number, facts in connection.execute(query)}
 
 
 def _spec_of(run: Row) -> RunSpec | None:
