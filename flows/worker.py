@@ -26,6 +26,7 @@ from prefect.client.schemas.filters import (
     WorkPoolFilterName,
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import InfrastructureNotFound, ObjectNotFound
 from prefect.states import Cancelled, Crashed, Pending
 from prefect.workers.base import (
@@ -129,6 +130,8 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
         self._places = Places(holdfast_home() / "flows")
         self._attended: set[str] = set()
         self._claimed: set[str] = set()
+        # Crashed flow runs without a live run, which are not looked at again.
+        self._over: set[str] = set()
         self._found: dict[str, RunPaths] = {}
         self._free_looks: dict[str, int] = {}
 
@@ -284,7 +287,8 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
     async def _after_end(self, flow_run: FlowRun) -> bool:
         """Give a flow run whose place is gone its state; return whether to start it again."""
         state = await self._state(flow_run)
-        if state.is_final():
+        # A flow that gets SIGTERM, as when its host shuts down, says itself that it crashed.
+        if state.is_final() and not state.is_crashed():
             return False
         if state.is_cancelling():
             await run_sync(self._cancel, flow_run)
@@ -292,6 +296,8 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
             return False
         if await run_sync(self._has_live_run, flow_run):
             return True
+        if state.is_final():
+            return False
         log = self._places.log_path(str(flow_run.id))
         await self._set_state(flow_run, Crashed(message=f"the flow ended early; see {log}"))
         return False
@@ -324,16 +330,21 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
             await anyio.sleep(ZOMBIES_S)
 
     async def _look_at_others(self) -> None:
-        running = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.RUNNING]))
+        states = FlowRunFilterStateType(any_=[StateType.RUNNING, StateType.CRASHED])
         pool = WorkPoolFilter(name=WorkPoolFilterName(any_=[self._work_pool_name]))
         found = await self.client.read_flow_runs(
-            flow_run_filter=FlowRunFilter(state=running), work_pool_filter=pool, limit=ZOMBIES_MAX
+            flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=states)),
+            work_pool_filter=pool,
+            sort=FlowRunSort.START_TIME_DESC,
+            limit=ZOMBIES_MAX,
         )
-        others = [one for one in found if str(one.id) not in self._attended]
+        others = [one for one in found if str(one.id) not in self._attended | self._over]
         looks = {}
         for flow_run in others:
             number = str(flow_run.id)
             if not await run_sync(self._is_lost, flow_run):
+                if flow_run.state is not None and flow_run.state.is_final():
+                    self._over.add(number)
                 continue
             looks[number] = self._free_looks.get(number, 0) + 1
             if looks[number] >= LOOKS:

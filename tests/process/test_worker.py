@@ -90,6 +90,10 @@ def test_flow_is_resumed_whatever_dies(runs: FlowRuns, service: PrefectService) 
         killed_at = kill(taken["pid"])
         flow = wait_for_supervisor(paths, 2, killed_at)
 
+        # As when its host shuts down. The flow then reports that it crashed.
+        os.kill(flow, signal.SIGTERM)
+        flow = wait_for_supervisor(paths, 3, time.monotonic())
+
         first.send_signal(signal.SIGKILL)
         first.wait()
         assert psutil.pid_exists(flow), "the flow outlives its worker"
@@ -99,7 +103,7 @@ def test_flow_is_resumed_whatever_dies(runs: FlowRuns, service: PrefectService) 
             lambda: b"found flow run" in (service.folder / "worker.log").read_bytes(),
         )
         killed_at = kill(flow)
-        flow = wait_for_supervisor(paths, 3, killed_at)
+        flow = wait_for_supervisor(paths, 4, killed_at)
 
         # As if the host of the worker and of its flow were lost: another one has no records.
         second.send_signal(signal.SIGKILL)
@@ -107,7 +111,7 @@ def test_flow_is_resumed_whatever_dies(runs: FlowRuns, service: PrefectService) 
         kill(flow)
         shutil.rmtree(service.folder / "home" / "flows")
         workers.enter_context(worker(service))
-        flow = wait_for_supervisor(paths, 4, time.monotonic())
+        flow = wait_for_supervisor(paths, 5, time.monotonic())
 
         flow_run = taken["flow_run"]
         assert {one["flow_run"] for one in supervisions(paths)} == {flow_run}

@@ -59,9 +59,9 @@ def test_pairs_of_nodes_find_the_node_whose_network_fails(
     run = LocalRun(
         tmp_path / "root",
         resources={"executor": "slurm", "nodes": 4, "gpus_per_node": 1, "partition": "spot"},
-        elastic={"min_gpus": 3, "max_gpus": 4},
+        elastic={"min_gpus": 2, "max_gpus": 4},
         launch={"node_setup": setup},
-        health={"before": ["allreduce"], "timeout_s": 120},
+        health={"before": ["allreduce"], "timeout_s": 50},
         steps=12,
         grace_s=8.0,
     )
@@ -72,9 +72,9 @@ def test_pairs_of_nodes_find_the_node_whose_network_fails(
         assert (view.state, view.cause) == (AttemptState.NODE_FAILED, Cause.NODE_FAILURE)
         assert view.facts["unhealthy_hosts"] == [bad], view.evidence
         assert run.events(EventKind.LAUNCH_STARTED) == []
-        again = run.submit(gpus=3, exclude=(bad,))
+        again = run.submit(gpus=2, exclude=(bad,))
         view = run.wait_for_end()
-        assert (view.state, view.world_size) == (AttemptState.COMPLETED, 3), view.evidence
+        assert (view.state, view.world_size) == (AttemptState.COMPLETED, 2), view.evidence
         assert bad not in run.outcome(again).hosts
     finally:
         run.end_all()
