@@ -66,6 +66,7 @@ def received(event: dict[str, Any]) -> float:
     return datetime.fromisoformat(event["received"]).timestamp()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_journal_line_becomes_one_event_over_kills_of_server_and_flow(
     runs: FlowRuns, service: PrefectService

@@ -39,6 +39,7 @@ def flow_jobs(slurm: SlurmCluster) -> list[str]:
     return slurm.run("squeue", "-h", f"--name={JOB_NAME}", "--states=RUNNING", "-o", "%i").split()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_flow_that_is_a_slurm_job_is_submitted_again(
     slurm: SlurmCluster, service: PrefectService, tmp_path: Path
