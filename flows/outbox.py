@@ -122,6 +122,7 @@ class Outbox:
         self._look, self._failed, self._refused = look, failed, refused
         self._entries: deque[_Entry] = deque()
         self._offered: Sequence[Event] = ()
+        self._sizes: tuple[int, int] | None = None
         self._wake = threading.Event()
         self._closes_at: float | None = None
         self._thread: threading.Thread | None = None
@@ -213,8 +214,13 @@ class Outbox:
 
     def _collect(self, now: float, *, is_inherited: bool) -> None:
         """Queue the lines that are new, oldest first."""
+        offered, looked = self._offered, tuple(self._look())
+        if (sizes := (len(offered), len(looked))) == self._sizes:
+            # Journals only grow, so nothing is new.
+            return
+        self._sizes = sizes
         new: dict[UUID, tuple[str, Event]] = {}
-        for event in (*self._offered, *self._look()):
+        for event in (*offered, *looked):
             stream = f"{event.data.get('attempt', 0)}/{event.writer}"
             is_new = (event.opening, event.sequence) > self._taken.get(stream, (0, -1))
             if is_new and self._service.wants(event):

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 from uuid import UUID
 
 import anyio
@@ -30,12 +30,9 @@ from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import InfrastructureNotFound, ObjectNotFound
 from prefect.states import Cancelled, Crashed, Pending
 from prefect.workers.base import (
-    BaseJobConfiguration,
-    BaseVariables,
     BaseWorker,
     BaseWorkerResult,
 )
-from pydantic import Field
 
 from holdfast.contracts.errors import HoldfastError, SchedulerUnavailableError
 from holdfast.contracts.history import load_history
@@ -43,6 +40,7 @@ from holdfast.contracts.paths import RunPaths, default_root, holdfast_home
 from holdfast.contracts.supervision import is_supervised
 from holdfast.flows.cancellation import cancel_run, find_supervised
 from holdfast.flows.flow_lock import FlowLock
+from holdfast.flows.worker_pool import HoldfastConfiguration, HoldfastVariables
 from holdfast.workers.flow_places import (
     FlowPlace,
     Places,
@@ -56,57 +54,15 @@ LOOK_S: Final = 2.0
 # How often the flows of other workers are looked at.
 ZOMBIES_S: Final = 3.0
 ZOMBIES_MAX: Final = 200
+# A run whose flow crashed longer ago is left to people.
+CRASHED_S_MAX: Final = 24 * 3600.0
+SEARCH_S: Final = 30.0
 # A flow's lock must be free for so many looks in a row.
 LOOKS: Final = 2
 # Before a flow is started again. The delay doubles while it lives for less than `SHORT_S`.
 RESTART_S: Final = 0.5
 RESTART_S_MAX: Final = 60.0
 SHORT_S: Final = 60.0
-
-
-class HoldfastConfiguration(BaseJobConfiguration):
-    """What one flow run's place is made of."""
-
-    place: Literal["process", "slurm"] = Field(default="process")
-    partition: str | None = Field(default=None)
-    account: str | None = Field(default=None)
-    qos: str | None = Field(default=None)
-    time_limit_min: int = Field(default=10_080)
-    memory_mb: int = Field(default=1024)
-    sbatch: str | None = Field(default=None)
-    working_dir: str | None = Field(default=None)
-
-    @property
-    def options(self) -> list[str]:
-        """The options of sbatch."""
-        given = {"partition": self.partition, "account": self.account, "qos": self.qos}
-        chosen = [f"--{name}={value}" for name, value in given.items() if value]
-        limits = [f"--time={self.time_limit_min}", f"--mem={self.memory_mb}M"]
-        return [*chosen, *limits, *shlex.split(self.sbatch or "")]
-
-
-class HoldfastVariables(BaseVariables):
-    """The variables of a work pool, with their descriptions in Prefect's UI."""
-
-    place: Literal["process", "slurm"] = Field(
-        default="process",
-        description="Where flows run: processes on the worker's host, or a Slurm job for each.",
-    )
-    partition: str | None = Field(
-        default=None, description="Partition of the flows' Slurm jobs. One that is not preempted."
-    )
-    account: str | None = Field(default=None, description="Slurm account of these jobs.")
-    qos: str | None = Field(default=None, description="Slurm QOS of these jobs.")
-    time_limit_min: int = Field(
-        default=10_080,
-        gt=0,
-        description="Time limit of these jobs in minutes. The worker then submits the next one.",
-    )
-    memory_mb: int = Field(default=1024, gt=0, description="Memory of these jobs in MB.")
-    sbatch: str | None = Field(default=None, description="Further options of sbatch.")
-    working_dir: str | None = Field(
-        default=None, description="Working directory of flows. Default: the worker's."
-    )
 
 
 class HoldfastResult(BaseWorkerResult):
@@ -134,6 +90,8 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
         self._over: set[str] = set()
         self._found: dict[str, RunPaths] = {}
         self._free_looks: dict[str, int] = {}
+        # When a flow run without a known run is searched for again, by the monotonic clock.
+        self._search_at: dict[str, float] = {}
 
     async def setup(self) -> None:
         """Take up the flows that a former worker of this host started."""
@@ -217,27 +175,36 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
     ) -> None:
         """Watch a flow until it has a final state. Start it again if it dies and its run lives.
 
-        Without a place, the flow was lost with another host. The lock in the run's folder keeps
-        two workers from starting it again.
+        Without a place, the flow was lost with another host. After an error, such as that of a
+        server that is down, `_watch_others` finds a lost flow again.
         """
         number = str(flow_run.id)
         self._attended.add(number)
-        delay_s = RESTART_S
         try:
-            with contextlib.ExitStack() as locks:
-                begun_at = anyio.current_time()
-                await self._wait_for_end(flow_run, place, child)
-                while await self._after_end(flow_run):
-                    if not await run_sync(self._claim, flow_run, locks):
-                        return
-                    lived_s = anyio.current_time() - begun_at
-                    delay_s = RESTART_S if lived_s > SHORT_S else min(2 * delay_s, RESTART_S_MAX)
-                    await anyio.sleep(delay_s)
-                    begun_at = anyio.current_time()
-                    place, child = await self._start_again(flow_run)
-                    await self._wait_for_end(flow_run, place, child)
+            await self._attend_to_end(flow_run, place, child)
+        # An error would end the worker, with everything that it attends to.
+        except Exception:
+            self._logger.exception("flow run '%s' cannot be attended to", flow_run.name)
         finally:
             self._attended.discard(number)
+
+    async def _attend_to_end(
+        self, flow_run: FlowRun, place: FlowPlace | None, child: subprocess.Popen[bytes] | None
+    ) -> None:
+        """Do the work of `_attend`. The lock in the run's folder keeps other workers from it."""
+        number, delay_s = str(flow_run.id), RESTART_S
+        with contextlib.ExitStack() as locks:
+            begun_at = anyio.current_time()
+            await self._wait_for_end(flow_run, place, child)
+            while await self._after_end(flow_run):
+                if not await run_sync(self._claim, flow_run, locks):
+                    return
+                lived_s = anyio.current_time() - begun_at
+                delay_s = RESTART_S if lived_s > SHORT_S else min(2 * delay_s, RESTART_S_MAX)
+                await anyio.sleep(delay_s)
+                begun_at = anyio.current_time()
+                place, child = await self._start_again(flow_run)
+                await self._wait_for_end(flow_run, place, child)
         state = await self._state(flow_run)
         await run_sync(self._places.forget, number, state.is_crashed() or state.is_failed())
 
@@ -356,10 +323,21 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
 
     def _is_lost(self, flow_run: FlowRun) -> bool:
         """Return whether the flow run's training run lives and has no supervisor."""
-        paths = self._find_run(flow_run)
-        if paths is None or is_supervised(paths.flow_lock):
+        state = flow_run.state
+        if state is not None and state.is_crashed():
+            if time.time() - state.timestamp.timestamp() > CRASHED_S_MAX:
+                return False
+            # Another flow run may have taken up the run since.
+            self._found.pop(str(flow_run.id), None)
+        number, now = str(flow_run.id), time.monotonic()
+        if now < self._search_at.get(number, 0.0):
             return False
-        return self._has_live_run(flow_run)
+        paths = self._find_run(flow_run)
+        if paths is None:
+            # It has not begun yet, or is of another flow. The search reads all runs.
+            self._search_at[number] = now + SEARCH_S
+            return False
+        return not is_supervised(paths.flow_lock) and self._has_live_run(flow_run)
 
     def _find_run(self, flow_run: FlowRun) -> RunPaths | None:
         """Return the run that the flow run supervises or supervised last, or None."""

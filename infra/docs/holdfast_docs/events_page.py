@@ -12,15 +12,10 @@ from holdfast_docs.markdown import code, section, sentence, table
 def render() -> str:
     """A list of all kinds of events, then a section with the fields of each."""
     rows = [
-        (
-            f"[{code(kind)}](#{anchor(kind)})",
-            entry.writer,
-            sentence(entry.meaning),
-            _prefect_name(kind),
-        )
+        (f"[{code(kind)}](#{anchor(kind)})", entry.writer, sentence(entry.meaning))
         for kind, entry in EVENTS.items()
     ]
-    parts = [table(("event", "written by", "meaning", "in Prefect"), rows)]
+    parts = [table(("event", "written by", "meaning"), rows)]
     return "\n".join([*parts, *(_section(kind, entry) for kind, entry in EVENTS.items())])
 
 
@@ -30,11 +25,11 @@ def anchor(kind: str) -> str:
 
 
 def _prefect_name(kind: EventKind) -> str:
-    """The Prefect event for a line: `holdfast.…`, or nothing."""
-    return code(f"{PREFIX}.{NAMES[kind]}") if kind in NAMES else "–"
+    """A sentence with the name of the Prefect event for a line; empty without one."""
+    return f" In Prefect: {code(f'{PREFIX}.{NAMES[kind]}')}." if kind in NAMES else ""
 
 
-def _section(kind: str, entry: EventEntry) -> str:
+def _section(kind: EventKind, entry: EventEntry) -> str:
     needed = needed_facts(kind)
     rows = [
         (code(name), one.type, "yes" if name in needed else "no", sentence(one.meaning))
@@ -43,7 +38,7 @@ def _section(kind: str, entry: EventEntry) -> str:
     return section(
         2,
         code(kind),
-        f"{sentence(entry.meaning)} Written by the {entry.writer}.",
+        f"{sentence(entry.meaning)} Written by the {entry.writer}.{_prefect_name(kind)}",
         table(("field", "type", "always there", "meaning"), rows),
         anchor=anchor(kind),
     )
