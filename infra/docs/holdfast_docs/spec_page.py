@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
@@ -49,6 +49,8 @@ def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[Key]:
         else:
             own = _resolved(schema["properties"][name], schema.get("$defs", {}))
             yield Key(f"{prefix}{name}", own, field.is_required())
+            for item in filter(None, map(_part, get_args(field.annotation))):
+                yield from keys_of(item, f"{prefix}{name}[].")
 
 
 def _part(annotation: object) -> type[BaseModel] | None:
