@@ -43,6 +43,10 @@ def _stacks_file() -> int:
     process.
     """
     descriptor = os.memfd_create("holdfast-stacks", os.MFD_CLOEXEC)
+    # The interpreter removes the handler when it ends. Without this, a late question for the stacks
+    # would then kill the process, and hide why it ends.
+    with contextlib.suppress(ValueError):
+        signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
     faulthandler.register(STACKS_SIGNAL, file=descriptor, all_threads=True, chain=False)
     return descriptor
 
