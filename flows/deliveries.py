@@ -58,11 +58,7 @@ class Deliveries:
             if not box.close(max(0.0, ends_at - time.monotonic()))
         ]
         for name in left:
-            self._log.warning(
-                "%s did not get all events; `holdfast events %s --publish` sends the rest",
-                name,
-                self._paths.name,
-            )
+            self._log.warning("%s did not get all lines; %s", name, self._services[name].advice)
         return not left
 
     def _open(self, name: str, service: Service, uid: str) -> Outbox:

@@ -8,7 +8,6 @@ from typing import Final
 from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.states import Cause
 
-RUN: Final = "run"
 ATTEMPT: Final = "attempt"
 CHECKPOINT: Final = "checkpoint"
 PREEMPTION: Final = "preemption"

@@ -1,4 +1,7 @@
-"""The lock that a run's supervisor holds. The kernel releases it when the supervisor dies."""
+"""The lock of a supervisor, and of other processes of which one may act at a time.
+
+The kernel releases it when the process dies.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from holdfast.contracts.file_locks import wait_for_lock
 
 
 class FlowLock:
-    """An exclusive `flock` on a run's `flow.lock`, taken without waiting."""
+    """An exclusive `flock` on a file such as a run's `flow.lock`, taken without waiting."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

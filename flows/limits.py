@@ -6,17 +6,15 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-from holdfast.contracts.goodput import Goodput, account
 from holdfast.contracts.history import RunHistory
 from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.prices import prices_of
 from holdfast.contracts.states import AttemptState
-from holdfast.contracts.timeline import safe_step_of, spans_of
+from holdfast.contracts.timeline import goodput_of
 from holdfast.flows.redactor import Log
 
 # The account of a run with a thousand attempts takes a while.
 LOOK_S: Final = 30.0
-# Before, the start of the first attempt is most of the run's time.
+# Earlier, the start of the first attempt is most of the run's time.
 ETTR_AFTER_S: Final = 3600.0
 GPU_HOURS_SHARE: Final = 0.9
 
@@ -59,7 +57,7 @@ class LimitWatch:
 
 
 def new_findings(history: RunHistory, now: float) -> list[Finding]:
-    """Return the limits that were passed or kept to since the journal last said so."""
+    """Return the limits whose state differs from what the journal says."""
     said = {
         event.data["limit"]: event.data["passed"]
         for event in history.events
@@ -72,7 +70,7 @@ def findings(history: RunHistory, now: float) -> list[Finding]:
     """Return a finding for each limit of the spec that can be judged at `now` (Unix seconds)."""
     given, found = history.spec.alerts, []
     if given.ettr_min is not None or given.gpu_hours_max is not None:
-        goodput = _goodput(history, now)
+        goodput = goodput_of(history, until=now)
         if given.ettr_min is not None and goodput.total_s >= ETTR_AFTER_S:
             text = f"productive share of the time (ETTR): {goodput.ettr:.1%}"
             passed = goodput.ettr < given.ettr_min
@@ -89,16 +87,6 @@ def findings(history: RunHistory, now: float) -> list[Finding]:
         passed = minutes > given.checkpoint_age_max_min
         found.append(Finding("checkpoint_age_max_min", passed, minutes, text))
     return found
-
-
-def _goodput(history: RunHistory, now: float) -> Goodput:
-    return account(
-        spans_of(history),
-        created_at=history.record.created_at,
-        until=now,
-        prices=prices_of(history.record.spec),
-        safe_step=safe_step_of(history),
-    )
 
 
 def _checkpoint_age_s(history: RunHistory, now: float) -> float | None:

@@ -56,6 +56,7 @@ class Notifier:
     # A target gets one message after the other, so that none is repeated because of another.
     batch_max = 1
     is_prompt = True
+    advice = "check the address of the target"
 
     def __init__(
         self, history: RunHistory, target: str, reference: SecretReference, redactor: Redactor

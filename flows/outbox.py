@@ -61,12 +61,15 @@ class Service(Protocol):
     """Where lines go. The methods raise `ServiceError` or `OSError` if it cannot be used.
 
     It takes `batch_max` lines at once. If `is_prompt`, it has stored them when `send` returns.
+    `advice` says what to do about lines that it did not get before the run's supervisor ended.
     """
 
     @property
     def batch_max(self) -> int: ...
     @property
     def is_prompt(self) -> bool: ...
+    @property
+    def advice(self) -> str: ...
 
     def wants(self, event: Event) -> bool:
         """Return whether the service gets lines such as this one."""
@@ -135,7 +138,8 @@ class Outbox:
     def offer(self, events: Sequence[Event]) -> None:
         """Give all lines of the run. Returns at once; a thread delivers those that are new."""
         self._offered = events
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
+            self._closes_at = None
             self._thread = threading.Thread(target=self._work, name="holdfast-outbox", daemon=True)
             self._thread.start()
         self._wake.set()

@@ -49,6 +49,7 @@ class PrefectEvents:
 
     batch_max = 50
     is_prompt = False
+    advice = "`holdfast events RUN --publish` sends the others"
 
     def __init__(
         self, record: RunRecord, redactor: Redactor, *, flow_run: str = "", deployment: str = ""

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.flows.addresses import check_address
-
 from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.errors import PreflightError, SecretError, ServiceError
 from holdfast.contracts.history import load_history
@@ -35,6 +33,7 @@ from holdfast.contracts.secrets import (
     write_record,
 )
 from holdfast.contracts.spec import RunSpec
+from holdfast.flows.addresses import check_address
 
 
 @dataclass(frozen=True)

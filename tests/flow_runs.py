@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 import urllib.error
 import urllib.request
@@ -31,6 +32,13 @@ SERVICE_UNAVAILABLE: Final = 503
 EVENTS_TOLD: Final = 12
 LINES_TOLD: Final = 5
 LINE: Final = 300
+
+
+def service_environment(folder: Path) -> dict[str, str]:
+    """The environment of a Prefect server whose runs, home and index are in `folder`."""
+    foreign = {"PREFECT_API_URL", "HOLDFAST_DATABASE_URL"}
+    own = {"HOLDFAST_HOME": str(folder / "home"), "HOLDFAST_ROOT": str(folder / "runs")}
+    return {key: value for key, value in os.environ.items() if key not in foreign} | own
 
 
 class FlowRuns:

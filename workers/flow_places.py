@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -134,7 +135,7 @@ def submit_job(
 
     Raises `SchedulerError`.
     """
-    script = "#!/bin/sh\nexec " + " ".join(_quoted(word) for word in command) + "\n"
+    script = f"#!/bin/sh\nexec {shlex.join(command)}\n"
     words = ["sbatch", "--parsable", f"--job-name={JOB_NAME}", "--no-requeue", "--nodes=1"]
     words += ["--ntasks=1", "--export=ALL", f"--output={log}", "--open-mode=append", *options]
     # sbatch prefers its own variables to these options.
@@ -177,7 +178,3 @@ def end(place: FlowPlace) -> None:
         slurm_client.call(["scancel", "--full", "--signal=TERM", place.job_id])
     elif is_alive(place.process):
         os.kill(place.pid, signal.SIGTERM)
-
-
-def _quoted(word: str) -> str:
-    return "'" + word.replace("'", "'\\''") + "'"

@@ -36,15 +36,13 @@ from holdfast.contracts.errors import (
 )
 from holdfast.contracts.file_locks import wait_for_lock
 from holdfast.contracts.filesystems import delay_s, is_there, revalidate
-from holdfast.contracts.goodput import account
 from holdfast.contracts.history import AttemptView, RunHistory, load_events, load_history
 from holdfast.contracts.journal import Event, EventKind, JournalWriter
 from holdfast.contracts.paths import AttemptPaths, RunPaths, folder_of
-from holdfast.contracts.prices import prices_of
 from holdfast.contracts.reading import LOCK_FLAGS, open_beneath, read_tail
 from holdfast.contracts.secrets import forget_record
 from holdfast.contracts.states import ATTEMPT_MOVES, AttemptState
-from holdfast.contracts.timeline import safe_step_of, spans_of
+from holdfast.contracts.timeline import goodput_of
 from holdfast.workers.attempts import cancel_leftovers
 from holdfast.workers.causes import classify, is_certain
 from holdfast.workers.checkpoints import newest_committed
@@ -138,14 +136,9 @@ def complete_goodput(paths: RunPaths, journal: JournalWriter) -> None:
 def _journal_goodput(paths: RunPaths, number: int, journal: JournalWriter) -> None:
     """Journal the goodput of the run up to the end of attempt `number`."""
     history = load_history(paths)
-    spans = spans_of(history)[: [view.number for view in history.attempts].index(number) + 1]
-    created_at = history.record.created_at
-    goodput = account(
-        spans,
-        created_at=created_at,
-        until=spans[-1].ended_at or time.time(),
-        prices=prices_of(history.record.spec),
-        safe_step=safe_step_of(history),
+    count = [view.number for view in history.attempts].index(number) + 1
+    goodput = goodput_of(
+        history, until=history.attempts[count - 1].ended_at or time.time(), attempts=count
     )
     journal.append(EventKind.GOODPUT, attempt=number, **asdict(goodput))
 

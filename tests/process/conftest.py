@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from examples.demo_service import PrefectService
+from tests.flow_runs import service_environment
 from tests.object_store import ObjectStore, Proxy, object_store
+
+from holdfast.lineage.index import Index
 
 
 @pytest.fixture(scope="module")
 def prefect_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectService]:
     """A real Prefect server with the deployment and a process worker, for the tests of a module."""
     folder: Path = tmp_path_factory.mktemp("prefect")
-    environment = {key: value for key, value in os.environ.items() if key != "PREFECT_API_URL"}
-    environment.pop("HOLDFAST_DATABASE_URL", None)
-    environment |= {"HOLDFAST_HOME": str(folder / "home"), "HOLDFAST_ROOT": str(folder / "runs")}
-    service = PrefectService(folder, environment)
+    service = PrefectService(folder, service_environment(folder))
     with service.serving():
         service.command("holdfast", "deploy")
         with service.working():
             yield service
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
+    """A separate SQLite index."""
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("HOLDFAST_DATABASE_URL", raising=False)
+    with Index() as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +23,6 @@ from holdfast.lineage.index import Index
 from holdfast.workers.runs import create_run
 
 LOG = logging.getLogger("holdfast.test")
-
-
-@pytest.fixture
-def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
-    """A separate SQLite index."""
-    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("HOLDFAST_DATABASE_URL", raising=False)
-    with Index() as made:
-        yield made
 
 
 def spec_of(folder: Path, program: str, alerts: dict[str, Any]) -> RunSpec:

@@ -6,7 +6,7 @@ import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +33,6 @@ from holdfast.workers.runs import create_run
 
 WAIT_S = 180.0
 LOG = logging.getLogger("holdfast.test")
-
-
-@pytest.fixture
-def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
-    """A separate SQLite index."""
-    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("HOLDFAST_DATABASE_URL", raising=False)
-    with Index() as made:
-        yield made
 
 
 def make_run(folder: Path, program: str, **more: Any) -> RunPaths:

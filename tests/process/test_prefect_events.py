@@ -13,7 +13,14 @@ from typing import Any
 import psutil
 import pytest
 from examples.demo_service import PrefectService
-from tests.flow_runs import FlowRuns, step_of, supervisions, wait_for, wait_for_end
+from tests.flow_runs import (
+    FlowRuns,
+    service_environment,
+    step_of,
+    supervisions,
+    wait_for,
+    wait_for_end,
+)
 
 from holdfast.contracts.history import load_events, load_history
 from holdfast.contracts.journal import EventKind
@@ -28,13 +35,7 @@ LATENCY_S_MAX = 2.0
 @pytest.fixture
 def service(tmp_path: Path) -> PrefectService:
     """A service that ends with SIGKILL, as when its host is lost."""
-    environment = {key: value for key, value in os.environ.items() if key != "PREFECT_API_URL"}
-    environment.pop("HOLDFAST_DATABASE_URL", None)
-    environment |= {
-        "HOLDFAST_HOME": str(tmp_path / "home"),
-        "HOLDFAST_ROOT": str(tmp_path / "runs"),
-    }
-    return PrefectService(tmp_path, environment, end_s=0.0)
+    return PrefectService(tmp_path, service_environment(tmp_path), end_s=0.0)
 
 
 @pytest.fixture

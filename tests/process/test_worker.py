@@ -14,7 +14,15 @@ from pathlib import Path
 import psutil
 import pytest
 from examples.demo_service import POOL, PrefectService
-from tests.flow_runs import FlowRuns, step_of, submissions, supervisions, wait_for, wait_for_end
+from tests.flow_runs import (
+    FlowRuns,
+    service_environment,
+    step_of,
+    submissions,
+    supervisions,
+    wait_for,
+    wait_for_end,
+)
 
 from holdfast.contracts.paths import RunPaths
 from holdfast.workers.flow_places import Places
@@ -27,13 +35,7 @@ RESUMED_S_MAX = 15.0
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[PrefectService]:
     """A server with a pool of the type `holdfast`. The test starts workers, and kills them."""
-    environment = {key: value for key, value in os.environ.items() if key != "PREFECT_API_URL"}
-    environment.pop("HOLDFAST_DATABASE_URL", None)
-    environment |= {
-        "HOLDFAST_HOME": str(tmp_path / "home"),
-        "HOLDFAST_ROOT": str(tmp_path / "runs"),
-    }
-    made = PrefectService(tmp_path, environment)
+    made = PrefectService(tmp_path, service_environment(tmp_path))
     with made.serving():
         made.command("holdfast", "deploy", "--type", "holdfast")
         yield made
@@ -131,3 +133,7 @@ def test_flow_that_cannot_start_is_reported(runs: FlowRuns, service: PrefectServ
             f"deployments/{deployment}/create_flow_run", parameters={"spec": "/no/such/spec.toml"}
         )
         wait_for("Prefect's state", lambda: runs.flow_state(made["id"]) == "FAILED")
+        flows = service.folder / "home" / "flows"
+        wait_for("the end of its record", lambda: not (flows / f"{made['id']}.json").exists())
+        assert "/no/such/spec.toml" in (flows / f"{made['id']}.log").read_text()
+        assert "/no/such/spec.toml" in runs.ask(f"flow_runs/{made['id']}")["state"]["message"]

@@ -14,6 +14,7 @@ sys.path.append(str(Path(__file__).parents[2] / "infra" / "slurm"))
 from examples.demo_service import PrefectService
 from slurm_cluster import SlurmCluster, check_prerequisites
 from slurm_config import ClusterSpec
+from tests.flow_runs import service_environment
 from tests.process.local_runs import LocalRun, processes_of, wait_until
 
 Make = Callable[..., LocalRun]
@@ -54,10 +55,7 @@ def slurm_service(
 ) -> Iterator[PrefectService]:
     """A real Prefect server, deployment and process worker whose flows submit to the cluster."""
     folder: Path = tmp_path_factory.mktemp("prefect")
-    environment = {key: value for key, value in os.environ.items() if key != "PREFECT_API_URL"}
-    environment.pop("HOLDFAST_DATABASE_URL", None)
-    environment |= {"HOLDFAST_HOME": str(folder / "home"), "HOLDFAST_ROOT": str(folder / "runs")}
-    service = PrefectService(folder, {**environment, **slurm.env})
+    service = PrefectService(folder, {**service_environment(folder), **slurm.env})
     with service.serving():
         service.command("holdfast", "deploy")
         with service.working():

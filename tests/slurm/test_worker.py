@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from examples.demo_service import POOL, PrefectService
 from slurm_cluster import SlurmCluster
-from tests.flow_runs import FlowRuns, step_of, submissions, supervisions, wait_for, wait_for_end
+from tests.flow_runs import (
+    FlowRuns,
+    service_environment,
+    step_of,
+    submissions,
+    supervisions,
+    wait_for,
+    wait_for_end,
+)
 
 from holdfast.contracts.paths import RunPaths
 from holdfast.workers.flow_places import JOB_NAME
@@ -20,13 +27,7 @@ JOB = {"place": "slurm", "partition": "prod", "time_limit_min": 10, "memory_mb":
 @pytest.fixture
 def service(slurm: SlurmCluster, tmp_path: Path) -> Iterator[PrefectService]:
     """A server, and a worker of the type `holdfast`."""
-    environment = {key: value for key, value in os.environ.items() if key != "PREFECT_API_URL"}
-    environment.pop("HOLDFAST_DATABASE_URL", None)
-    environment |= {
-        "HOLDFAST_HOME": str(tmp_path / "home"),
-        "HOLDFAST_ROOT": str(tmp_path / "runs"),
-    }
-    made = PrefectService(tmp_path, {**environment, **slurm.env})
+    made = PrefectService(tmp_path, {**service_environment(tmp_path), **slurm.env})
     with made.serving():
         made.command("holdfast", "deploy", "--type", "holdfast")
         start = ("prefect", "worker", "start", "--pool", POOL, "--type", "holdfast")

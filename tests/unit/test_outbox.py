@@ -31,6 +31,7 @@ class PlayedService:
 
     batch_max = 50
     is_prompt = False
+    advice = ""
 
     def __init__(self) -> None:
         self.accepted: list[Line] = []

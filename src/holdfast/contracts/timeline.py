@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from holdfast.contracts.goodput import Launch, Span
+from holdfast.contracts.goodput import Goodput, Launch, Span, account
 from holdfast.contracts.history import RunHistory
 from holdfast.contracts.journal import EventKind
+from holdfast.contracts.prices import prices_of
 from holdfast.contracts.states import Cause
 
 KINDS: Final = (
@@ -120,6 +121,23 @@ def safe_step_of(history: RunHistory) -> int:
     steps += [view.outcome.committed_step for view in history.attempts if view.outcome]
     steps += [e.data.get("step") for e in history.events if e.kind is EventKind.COMMITTED]
     return max((step for value in steps if (step := _whole(value)) is not None), default=0)
+
+
+def goodput_of(
+    history: RunHistory, *, until: float, attempts: int | None = None, safe_step: int = 0
+) -> Goodput:
+    """Return the account of a run's time until `until` (Unix seconds), from disk.
+
+    Only the first `attempts` attempts count, or all. `safe_step` is a step that is known to be
+    committed, in addition to those in the history.
+    """
+    return account(
+        spans_of(history)[:attempts],
+        created_at=history.record.created_at,
+        until=until,
+        prices=prices_of(history.record.spec),
+        safe_step=max(safe_step, safe_step_of(history)),
+    )
 
 
 def _update(launch: Launch, mark: Mark) -> Launch:

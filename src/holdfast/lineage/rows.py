@@ -9,13 +9,11 @@ from typing import Final
 from holdfast.contracts.attempt import Provenance
 from holdfast.contracts.bounds import TIME_MAX
 from holdfast.contracts.digests import document_digest
-from holdfast.contracts.goodput import account
 from holdfast.contracts.history import AttemptView, RunHistory
 from holdfast.contracts.journal import Event, EventKind
-from holdfast.contracts.prices import prices_of
 from holdfast.contracts.roots import ensure_root_id
 from holdfast.contracts.states import RunState
-from holdfast.contracts.timeline import safe_step_of, spans_of
+from holdfast.contracts.timeline import goodput_of
 from holdfast.lineage.checkpoint_rows import checkpoint_rows
 from holdfast.lineage.disk import FoundCheckpoint, JournalLines, Row
 from holdfast.lineage.node_rows import node_rows
@@ -118,13 +116,8 @@ def _run_row(
     ended_at = attempts[-1]["ended_at"] if attempts else None
     ended_at = None if state.is_live else ended_at or (ended.time if ended else None)
     updated_at = newest_time(history, attempts, checkpoints)
-    goodput = account(
-        spans_of(history),
-        created_at=record.created_at,
-        until=ended_at or updated_at,
-        prices=prices_of(record.spec),
-        safe_step=max([safe_step_of(history), *(c["step"] for c in checkpoints if c["checksum"])]),
-    )
+    verified = [c["step"] for c in checkpoints if c["checksum"]]
+    goodput = goodput_of(history, until=ended_at or updated_at, safe_step=max(verified, default=0))
     return {
         "uid": record.uid,
         "run": history.paths.name,
