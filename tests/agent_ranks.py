@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from holdfast.contracts.damage import find_damage
+from holdfast.contracts.journal import EventKind
 from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.paths import AttemptPaths
 from holdfast.trainer.staging.slots import DATA_OFFSET, Slot, SlotState
@@ -92,14 +93,16 @@ def flusher_of(agent: int) -> int:
 
 
 def ranks_of(run: LocalRun, attempt: AttemptPaths, launch: int) -> dict[int, list[int]]:
-    """The pids of live ranks by node, once the launch trains."""
+    """The pids of live ranks by node, once the launch has used all its slots."""
 
     size = run.spec.resources
 
     def look() -> dict[int, list[int]] | None:
+        # A launch that resumed shows the step of its checkpoint before it has any slot.
+        resumed = run.events(EventKind.RESUMED)[launch - 1 :]
         beats = [b for b in run.beats(attempt) if b.launch == launch]
-        steps = [rank.step for beat in beats for rank in beat.ranks]
-        trains = len(steps) == size.nodes * size.gpus_per_node and min(steps) > STEPS_SEEN
+        made = [rank.step - e.data["step"] for e in resumed[:1] for b in beats for rank in b.ranks]
+        trains = len(made) == size.nodes * size.gpus_per_node and min(made) > STEPS_SEEN
         return {b.node: [rank.pid for rank in b.ranks] for b in beats} if trains else None
 
     return wait_until(look, f"the ranks of launch {launch}")
