@@ -13,7 +13,6 @@ from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import WorkerStatus
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
@@ -23,8 +22,6 @@ from holdfast.contracts.errors import ServiceError
 
 FLOW: Final = "train"
 DEPLOYMENT: Final = "holdfast"
-POOL: Final = "holdfast"
-POOL_TYPES: Final = ("process", "holdfast")
 API_S_MAX: Final = 10.0
 # A server whose SQLite is busy responds with 503: the client retries after 2, 4 and 8 seconds.
 RETRIES_MAX: Final = 3
@@ -84,6 +81,20 @@ def submit_to_prefect(parameters: dict[str, Any], *, name: str | None = None) ->
         )
 
 
+def resume_flow_run(flow_run: str) -> FlowRunStarted | None:
+    """Resume a suspended flow run; return None for one in another state. Raises `ServiceError`."""
+    with open_client() as client:
+        try:
+            found = client.read_flow_run(UUID(flow_run))
+        except ObjectNotFound:
+            return None
+        state = found.state
+        if state is None or not state.is_paused() or not state.state_details.pause_reschedule:
+            return None
+        client.resume_flow_run(found.id)
+        return FlowRunStarted(id=flow_run, name=found.name, url=url_for(found), warning=None)
+
+
 def check_service() -> ServiceReport:
     """Check the service without submitting. Raises `ServiceError` if a submission would fail."""
     with open_client() as client:
@@ -112,47 +123,6 @@ def read_secret_block(name: str) -> Any:
         return block.data.get("value")
 
 
-def deploy(pool: str = POOL, pool_type: str = "") -> str:
-    """Create the work pool, if it is missing, and the deployment; return the deployment's name.
-
-    A second call updates the deployment. `pool_type` is one of `POOL_TYPES`; empty: that of the
-    pool, or `process` for a new one. Raises `ServiceError`, also for a pool of another type.
-    """
-    from prefect.deployments.runner import RunnerDeployment
-    from prefect.types.entrypoint import EntrypointType
-    from prefect.workers.base import BaseWorker
-
-    from holdfast.flows.train import train
-
-    with open_client() as client:
-        try:
-            found = client.read_work_pool(pool).type
-        except ObjectNotFound:
-            found = pool_type or POOL_TYPES[0]
-            worker = BaseWorker.get_worker_class_from_type(found)
-            assert worker is not None, "both types are registered where Holdfast is installed"
-            template = worker.get_default_base_job_template()
-            client.create_work_pool(
-                WorkPoolCreate(name=pool, type=found, base_job_template=template)
-            )
-        if pool_type not in {"", found}:
-            raise ServiceError(
-                f"work pool {pool} has the type {found}, not {pool_type}; give the name of another "
-                "pool with --pool, or delete this one with `prefect work-pool delete`"
-            )
-    # A module entry point runs the installed package. A file would add its folder to `sys.path`.
-    deployment = train.to_deployment(
-        name=DEPLOYMENT,
-        work_pool_name=pool,
-        entrypoint_type=EntrypointType.MODULE_PATH,
-        description="Runs one training job to its end, over preemptions and failures.",
-    )
-    assert isinstance(deployment, RunnerDeployment), "called outside of any event loop"
-    with _translate_errors():
-        deployment.apply()
-    return f"{FLOW}/{DEPLOYMENT}"
-
-
 @contextmanager
 def open_client() -> Iterator[SyncPrefectClient]:
     """Yield a client after a health check of the API. Its errors become `ServiceError`."""
@@ -163,7 +133,7 @@ def open_client() -> Iterator[SyncPrefectClient]:
         )
     with (
         temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
-        _translate_errors(),
+        translate_errors(),
         get_client(sync_client=True, httpx_settings={"timeout": API_S_MAX}) as client,
     ):
         failure = client.api_healthcheck()
@@ -193,7 +163,7 @@ def _live_workers(client: SyncPrefectClient, pool: str) -> int:
 
 
 @contextmanager
-def _translate_errors() -> Iterator[None]:
+def translate_errors() -> Iterator[None]:
     """Turn the client's errors into a `ServiceError` with the URL and Prefect's message."""
     try:
         yield

@@ -37,7 +37,7 @@ ID: Final = "prefect.resource.id"
 NAME: Final = "prefect.resource.name"
 ROLE: Final = "prefect.resource.role"
 # Facts that automations compare, as labels of the event's resource.
-LABELS: Final = ("state", "cause", "action", "host", "step")
+LABELS: Final = ("state", "cause", "action", "host", "step", "limit")
 # Statuses that say that the server or the caller's login is at fault, not the event.
 TRANSIENT: Final = frozenset({401, 403, 404, 408, 425, 429})
 

@@ -9,9 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from pydantic import ValidationError
+
 from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.errors import NotFoundError
+from holdfast.contracts.history import load_events
+from holdfast.contracts.journal import EventKind
 from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.supervision import is_supervised
 from holdfast.flows import secrets
 from holdfast.flows.handover import hand_over
@@ -57,6 +62,7 @@ def has_service() -> bool:
 def start_flow(paths: RunPaths, *, preflight: bool = True) -> Started:
     """Start a supervisor for the run at `paths`, with the spec that it was created with.
 
+    A flow run that was suspended, because the run was paused, is resumed instead.
     Without `preflight`, Prefect's flow runs no checks before it submits. Other supervisors never
     run them.
     Raises `ServiceError` if a Prefect API is configured and cannot be used.
@@ -65,11 +71,30 @@ def start_flow(paths: RunPaths, *, preflight: bool = True) -> Started:
         if where := hand_over(paths):
             return Started(service=where, log=paths.flow_log)
         return start_here(paths)
+    if (again := resume_if_suspended(paths)) is not None:
+        return again
     from holdfast.flows.deployments import submit_to_prefect
 
     parameters = {**flow_parameters(paths), **({} if preflight else {"preflight": False})}
     flow_run = submit_to_prefect(parameters, name=paths.name)
     return Started(flow_run=flow_run.id, url=flow_run.url, warning=flow_run.warning)
+
+
+def resume_if_suspended(paths: RunPaths) -> Started | None:
+    """Resume the flow run that supervised the run last, if it is suspended; else return None.
+
+    Raises `ServiceError` if a Prefect API is configured and cannot be used.
+    """
+    taken = [e.data for e in load_events(paths) if e.kind is EventKind.SUPERVISED]
+    before = str(taken[-1].get("flow_run") or "") if taken else ""
+    if not before or not has_service():
+        return None
+    from holdfast.flows.deployments import resume_flow_run
+
+    again = resume_flow_run(before)
+    if again is None:
+        return None
+    return Started(flow_run=again.id, url=again.url, warning=again.warning)
 
 
 def start_if_alone(paths: RunPaths, *, preflight: bool = True, refresh: bool = False) -> Started:
@@ -88,11 +113,20 @@ def start_if_alone(paths: RunPaths, *, preflight: bool = True, refresh: bool = F
 
 
 def flow_parameters(paths: RunPaths) -> dict[str, Any]:
-    """Return the parameters of the flow `train` for an existing run."""
+    """Return the parameters of the flow `train` for an existing run.
+
+    They contain the spec, for people, unless Prefect would refuse it: a recorded spec may have
+    keys of another version.
+    """
     record = read_document(RunRecord, paths.spec)
     if record is None:
         raise NotFoundError(f"{paths.directory}: no run here (no spec.json)")
-    return {"spec": record.spec, "root": str(paths.directory.parent), "run": paths.name}
+    given = {"root": str(paths.directory.parent), "run": paths.name}
+    try:
+        RunSpec.model_validate(record.spec)
+    except ValidationError:
+        return given
+    return {"spec": record.spec, **given}
 
 
 def start_here(paths: RunPaths) -> Started:

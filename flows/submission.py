@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from holdfast.contracts.history import load_history
+from holdfast.contracts.history import RunHistory, load_history
 from holdfast.contracts.journal import JournalWriter
 from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.workers.attempts import submit_attempt
 
 JOURNAL: Final = "flow"
+
+
+class Companion(Protocol):
+    """Another view of the run, such as a flow run of Prefect."""
+
+    def look(self, history: RunHistory) -> bool:
+        """Take a newer history; return whether to leave the run, which is paused. Never waits."""
 
 
 class Submit(Protocol):

@@ -52,7 +52,7 @@ def end_reason(history: RunHistory) -> str:
 
 def table_of_attempts(history: RunHistory) -> list[str]:
     """Return the attempts as the lines of a table, with a heading."""
-    rows = [HEADINGS, *(_cells(attempt) for attempt in history.attempts)]
+    rows = [HEADINGS, *(cells(attempt) for attempt in history.attempts)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -60,7 +60,8 @@ def table_of_attempts(history: RunHistory) -> list[str]:
     ]
 
 
-def _cells(attempt: AttemptView) -> tuple[str, ...]:
+def cells(attempt: AttemptView) -> tuple[str, ...]:
+    """Return an attempt in the columns of `HEADINGS`."""
     return (
         str(attempt.number),
         attempt.state.value,

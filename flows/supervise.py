@@ -41,7 +41,7 @@ from holdfast.flows.node_watch import NodeWatch
 from holdfast.flows.outbox import Service
 from holdfast.flows.progress import ProgressLog
 from holdfast.flows.redactor import Log, Redactor
-from holdfast.flows.submission import JOURNAL, Submit
+from holdfast.flows.submission import JOURNAL, Companion, Submit
 from holdfast.lineage.index import Index
 from holdfast.workers import deletion, operator
 from holdfast.workers.attempts import (
@@ -60,7 +60,7 @@ from holdfast.workers.feasibility import Feasibility
 from holdfast.workers.growth import CapacityObservation, find_growth
 from holdfast.workers.heartbeats import read_heartbeats
 from holdfast.workers.pending import take_back_overdue
-from holdfast.workers.places import ReturnWatch, move_on
+from holdfast.workers.places import ReturnWatch, move_on, return_when_free
 from holdfast.workers.policy import Decision, decide, wait_after_refusal
 from holdfast.workers.reconcile import complete_goodput, reconcile
 from holdfast.workers.runs import keep_reserve, require_own, why_not_submitted
@@ -83,7 +83,9 @@ class Supervisor:
     flow_run: str = ""
     redactor: Redactor = field(default_factory=Redactor)
     services: Mapping[str, Service] = field(default_factory=dict)
+    companion: Companion | None = None
     is_acting: bool = False
+    _is_leaving: bool = False
     _warned: set[str] = field(default_factory=set)
     _absences: Absences = field(default_factory=Absences)
     _failing_since: float | None = None
@@ -115,7 +117,8 @@ class Supervisor:
     def run(self) -> RunHistory:
         """Supervise the run, or follow its supervisor, until it has ended; return its history.
 
-        Raises `SpecError` for another user's run, `ServiceError` after `SUPERVISION_S_MAX` seconds.
+        A `companion` may end this earlier, while the run is paused. Raises `SpecError` for another
+        user's run, `ServiceError` after `SUPERVISION_S_MAX` seconds.
         """
         require_own(self.paths)
         ends_at = time.monotonic() + SUPERVISION_S_MAX
@@ -127,7 +130,7 @@ class Supervisor:
                 wait_s = self._turn(lock, journal)
                 if wait_s is None:
                     history = self._finish()
-                    if not (self.is_acting and history.state.is_live):
+                    if self._is_leaving or not (self.is_acting and history.state.is_live):
                         return history
                     # A request came meanwhile, and its command saw that the run has a supervisor.
                     wait_s = SOON_S
@@ -165,6 +168,9 @@ class Supervisor:
         self._ingestion.ask(history)
         if self.is_acting:
             self._deliveries.offer(history)
+        if self.companion is not None and self.companion.look(history):
+            self._is_leaving = True
+            return None
         return wait_s
 
     def _take_up(self, journal: JournalWriter) -> None:
@@ -242,7 +248,7 @@ class Supervisor:
         now = time.time()
         if message := (
             move_on(history, now=now, writer=JOURNAL)
-            or self._return.look(history, now=now, writer=JOURNAL)
+            or return_when_free(self._return, history, now=now, writer=JOURNAL)
             or take_back_overdue(history, now=now, writer=JOURNAL)
         ):
             self.log.warning("%s", message)
@@ -370,7 +376,8 @@ class Supervisor:
         self._ingestion.finish()
         if self.is_acting:
             self._deliveries.finish(load_history(self.paths))
-        secrets.forget(self.paths)
+        if not self._is_leaving:
+            secrets.forget(self.paths)
         return load_history(self.paths)
 
     def _warn_once(self, topic: str, text: str, *values: object) -> None:

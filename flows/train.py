@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.runtime import deployment as current_deployment
@@ -18,21 +17,26 @@ from prefect.runtime import flow_run as current_flow_run
 from prefect.states import Cancelled
 
 from holdfast.contracts.attempt import RunRecord, read_document
-from holdfast.contracts.errors import RunFailedError
-from holdfast.contracts.history import RunHistory, load_history
+from holdfast.contracts.errors import RunFailedError, SpecError
+from holdfast.contracts.history import RunHistory, load_events, load_history
+from holdfast.contracts.journal import EventKind
 from holdfast.contracts.paths import AttemptPaths, RunPaths, default_root
 from holdfast.contracts.states import RunState
 from holdfast.flows.cancellation import cancel_on_signal, cancel_run_of_flow
 from holdfast.flows.carry import given_spec, is_under_way, take_up
+from holdfast.flows.deployments import api_url
+from holdfast.flows.flow_run_link import FlowRunLink, take_up_requests
 from holdfast.flows.prefect_events import PREFECT, PrefectEvents
 from holdfast.flows.redactor import Log, Redactor
 from holdfast.flows.secrets import require
+from holdfast.flows.spec_form import SpecParameter
 from holdfast.flows.submission import submit_next
 from holdfast.flows.summary import end_reason, summarize, table_of_attempts
 from holdfast.flows.supervise import Supervisor
 from holdfast.lineage.index import Index
+from holdfast.workers import runs
 from holdfast.workers.preflight import check
-from holdfast.workers.runs import newest_generation
+from prefect import flow, get_run_logger, task
 
 
 @task(
@@ -57,7 +61,7 @@ def submit_attempt(
 
 @flow(name="train", retries=0, on_cancellation=[cancel_run_of_flow], persist_result=False)
 def train(
-    spec: dict[str, Any] | str,
+    spec: SpecParameter = None,
     overrides: list[str] | None = None,
     root: str | None = None,
     run: str | None = None,
@@ -65,37 +69,85 @@ def train(
 ) -> dict[str, Any] | State[Any]:
     """Supervise a run until its end and return its summary.
 
-    `spec` is a run spec or the absolute path of one. `overrides` are `a.b.c=value`. `root` is the
-    folder that contains the runs. `run` is the name of an existing run's folder, to resume its
-    supervision. Without `preflight`, no checks run before the first attempt is queued.
-    Raises `RunFailedError` if the run failed. A cancelled run returns the state Cancelled.
+    Raises `RunFailedError` if the run failed, and `SpecError` for a wrong spec. A cancelled run
+    returns the state Cancelled.
+
+    Args:
+        spec: What to run: a run spec, or the absolute path of one. Not needed with `run`.
+        overrides: Keys of the spec to change, such as `resources.nodes=2`.
+        root: The folder that contains the runs. By default that of the worker's environment.
+        run: The folder name of an existing run, to resume its supervision.
+        preflight: Whether checks run before the first attempt is queued.
     """
     redactor = Redactor()
     log = redactor.log(get_run_logger())
-    home = Path(root).expanduser().absolute() if root else default_root()
+    home = home_of(root)
     with redactor.errors(), Index() as index:
+        if spec is None:
+            if run is None or overrides:
+                raise SpecError("spec: nothing given; expected a run spec, the path of one, or run")
+            return supervise_here(runs.find_run(home, run), index, redactor)
         run_spec = given_spec(spec, overrides or (), home, run)
         redactor.learn(run_spec.given)
+        if (again := _own_run(home, run_spec.name)) is not None:
+            return supervise_here(again, index, redactor)
         if not is_under_way(home, run_spec, run):
             index.open()
             if preflight:
                 check(run_spec, home)
-            known = newest_generation(home, run_spec.name) if run is None else RunPaths(home / run)
-            for warning in require(run_spec, known):
+            known = runs.newest_generation(home, run_spec.name) if run is None else None
+            for warning in require(run_spec, known if run is None else RunPaths(home / run)):
                 log.warning("%s", warning)
-        paths = take_up(run_spec, home, run)
-        supervisor = Supervisor(
-            paths=paths,
-            index=index,
-            log=log,
-            submit=submit_attempt,
-            flow_run=str(current_flow_run.id or ""),
-            redactor=redactor,
-            services={PREFECT: _events(paths, redactor)},
-        )
-        with cancel_on_signal(paths, supervisor, log):
-            history = supervisor.run()
-    return conclude(history, log, redactor)
+        return supervise_here(take_up(run_spec, home, run), index, redactor)
+
+
+def _own_run(root: Path, name: str) -> RunPaths | None:
+    """Return the run that this flow run supervised before it was started again, or None."""
+    paths = runs.newest_generation(root, name)
+    if paths is None or int(current_flow_run.run_count or 0) < 2:
+        return None
+    taken = [e.data for e in load_events(paths) if e.kind is EventKind.SUPERVISED]
+    is_own = bool(taken) and taken[-1].get("flow_run") == str(current_flow_run.id)
+    return paths if is_own else None
+
+
+def home_of(root: str | None) -> Path:
+    """Return the folder of the runs that the parameter `root` names."""
+    return Path(root).expanduser().absolute() if root else default_root()
+
+
+def supervise_here(
+    paths: RunPaths, index: Index, redactor: Redactor
+) -> dict[str, Any] | State[Any]:
+    """Supervise the run in the current flow run, as `train` does, and return the same."""
+    log, flow_run = redactor.log(get_run_logger()), str(current_flow_run.id or "")
+    link = None
+    if flow_run and api_url():
+        link = FlowRunLink(paths, flow_run, log, redactor)
+        if int(current_flow_run.run_count or 0) > 1:
+            take_up_requests(paths, flow_run, log)
+    try:
+        while True:
+            supervisor = Supervisor(
+                paths=paths,
+                index=index,
+                log=log,
+                submit=submit_attempt,
+                flow_run=flow_run,
+                redactor=redactor,
+                services={PREFECT: _events(paths, redactor)},
+                companion=link,
+            )
+            with cancel_on_signal(paths, supervisor, log):
+                history = supervisor.run()
+            # A request that came before the lock was free found a supervisor, and started none.
+            if link is None or not load_history(paths).state.is_live:
+                return conclude(history, log, redactor)
+            if load_history(paths).state is RunState.PAUSED:
+                link.suspend()
+    finally:
+        if link is not None:
+            link.close()
 
 
 def _events(paths: RunPaths, redactor: Redactor) -> PrefectEvents:

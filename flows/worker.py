@@ -257,6 +257,9 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
         # A flow that gets SIGTERM, as when its host shuts down, says itself that it crashed.
         if state.is_final() and not state.is_crashed():
             return False
+        # A suspended flow run starts again when Prefect schedules it.
+        if state.is_paused() or state.is_scheduled():
+            return False
         if state.is_cancelling():
             await run_sync(self._cancel, flow_run)
             await self._set_state(flow_run, Cancelled(message="cancelled by its worker"))

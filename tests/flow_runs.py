@@ -88,18 +88,19 @@ class FlowRuns:
         self.made.append(paths)
         return paths
 
-    def ask(self, path: str, **body: Any) -> Any:
-        """Call a path of the Prefect server's API; a POST if there is a body."""
+    def ask(self, path: str, *items: Any, **body: Any) -> Any:
+        """Call a path of the Prefect server's API; a POST if there is a list or a body."""
+        sent = list(items) or body
         request = urllib.request.Request(
             f"{self.service.api}/{path}",
-            data=json.dumps(body).encode() if body else None,
+            data=json.dumps(sent).encode() if sent else None,
             headers={"Content-Type": "application/json"},
         )
         ends_at = time.monotonic() + ANSWER_S
         while True:
             try:
                 with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
-                    return json.load(answer)
+                    return json.loads(answer.read() or b"null")
             except urllib.error.HTTPError as error:
                 # If its database is busy, the server returns 503; Prefect's client retries too.
                 if error.code != SERVICE_UNAVAILABLE or time.monotonic() > ends_at:

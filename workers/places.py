@@ -8,6 +8,8 @@ the attempt saves and ends first, so a run never holds two allocations.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from holdfast.contracts.attempt import Submission, read_claim, read_document
 from holdfast.contracts.history import AttemptView, RunHistory
@@ -15,6 +17,7 @@ from holdfast.contracts.journal import FALLBACKS
 from holdfast.contracts.states import AttemptState
 from holdfast.workers import operator
 from holdfast.workers.executors import executor_for
+from holdfast.workers.growth import AskCapacity
 
 # Slurm's forecasts of a job that was just submitted are not worth much.
 FORECAST_AFTER_S = 60.0
@@ -77,10 +80,10 @@ class ReturnWatch:
 
     free_since: float | None = None
 
-    def look(self, history: RunHistory, *, now: float, writer: str) -> str:
-        """Have the attempt save and continue at the first choice if it is time.
+    def look(self, history: RunHistory, ask: AskCapacity, *, now: float) -> str:
+        """Return why the attempt should save and continue at the first choice now, or ''.
 
-        Returns what follows, or ''. Raises `SchedulerError`.
+        `ask` returns the free GPUs there.
         """
         last, resources = history.last_attempt, history.spec.resources
         is_away = last is not None and last.state is AttemptState.RUNNING and place_of(last) > 0
@@ -89,26 +92,43 @@ class ReturnWatch:
             return ""
         delay_s = 60 * resources.return_after_min
         is_due = self.free_since is not None and now - self.free_since >= delay_s
-        free = executor_for(resources.executor).capacity(resources, is_urgent=is_due)
+        free = ask(is_urgent=is_due)
         if free is None or free < last.gpus:
             self.free_since = None
             return ""
-        self.free_since = self.free_since or now
+        self.free_since = now if self.free_since is None else self.free_since
         has_trained = last.started_at is not None and now - last.started_at >= delay_s
         if not has_trained or now - self.free_since < delay_s:
             return ""
         self.free_since = None
-        why = f"the first choice has {free} free GPUs for {delay_s / 60:.3g} min"
-        return _request(history, last, 0, why, writer)
+        return f"the first choice has {free} free GPUs for {delay_s / 60:.3g} min"
+
+
+def return_when_free(watch: ReturnWatch, history: RunHistory, *, now: float, writer: str) -> str:
+    """Have a running attempt save and continue at the first choice if it is time.
+
+    Returns what follows, or ''. Raises `SchedulerError` if the scheduler does not answer.
+    """
+    last, resources = history.last_attempt, history.spec.resources
+    executor = executor_for(resources.executor)
+    why = watch.look(history, partial(executor.capacity, resources), now=now)
+    return _request(history, last, 0, why, writer) if last is not None and why else ""
+
+
+def relaunch_request(last: AttemptView, place: int, why: str) -> dict[str, Any]:
+    """Return the facts of the journal line that asks for an attempt at another place."""
+    return {
+        "action": "relaunch",
+        "by": FALLBACKS,
+        "gpus": last.gpus,
+        "after_attempt": last.number,
+        "place": place,
+        "reason": why,
+    }
 
 
 def _request(history: RunHistory, last: AttemptView, place: int, why: str, writer: str) -> str:
-    done = operator.request(
-        *(history.paths, "relaunch"),
-        by=FALLBACKS,
-        gpus=last.gpus,
-        place=place,
-        writer=writer,
-        reason=why,
-    )
+    facts = relaunch_request(last, place, why)
+    del facts["after_attempt"]
+    done = operator.request(history.paths, writer=writer, **facts)
     return f"{why}: {done}"

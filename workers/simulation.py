@@ -2,13 +2,14 @@
 
 Each attempt is played from the costs of its parts. What follows an attempt is decided by `policy`,
 the `auto` interval comes from `save_interval`, and the account from `goodput`, as for a real run.
-Restarts in place, snapshots and pending timeouts are not played.
+Restarts in place, snapshots, pending timeouts and Slurm's forecasts are not played.
 """
 
 from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,17 +17,20 @@ from typing import Any, Final
 
 from holdfast.contracts.attempt import RunRecord
 from holdfast.contracts.errors import SpecError
-from holdfast.contracts.goodput import Goodput, Launch, Span, account
+from holdfast.contracts.goodput import Goodput, account
 from holdfast.contracts.history import AttemptView, RunHistory
 from holdfast.contracts.journal import GROWER, Event, EventKind
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.prices import Prices
 from holdfast.contracts.save_interval import PRIOR_NODE_S, Failures, choose_interval
+from holdfast.contracts.spans import Launch, Span
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause
+from holdfast.contracts.stretches import Stretch, stretches_of
 from holdfast.workers.attempt_costs import Costs, Saves
 from holdfast.workers.causes import STATE_OF_CAUSE
 from holdfast.workers.growth import find_growth, grow_delay
+from holdfast.workers.places import ReturnWatch, place_of, reason_to_move, relaunch_request
 from holdfast.workers.policy import decide, fits_any
 from holdfast.workers.request import build_request
 from holdfast.workers.traces import Trace
@@ -34,13 +38,16 @@ from holdfast.workers.traces import Trace
 # A run that takes longer does not end.
 END_S_MAX: Final = 10 * 366 * 24 * 3600.0
 ATTEMPTS_MAX: Final = 20_000
+# More than any run has.
+GPUS_ALWAYS: Final = 2**31
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
     """The outcome. Times are seconds from the submission. `reason` says why the run ended.
 
-    `spans` are the attempts. `on_demand_alone` is the price of the same steps without preemptions.
+    `spans` are the attempts, and `stretches` those in a row at one place. `on_demand_alone` is the
+    price of the same steps without preemptions.
     """
 
     is_complete: bool
@@ -52,6 +59,7 @@ class Simulated:
     goodput: Goodput
     on_demand_alone: float | None
     spans: tuple[Span, ...]
+    stretches: tuple[Stretch, ...]
 
     def as_json(self) -> dict[str, Any]:
         """Return the values for `--json`, without the attempts."""
@@ -63,6 +71,7 @@ class Simulated:
             "attempts": len(self.spans),
             "steps_lost": self.goodput.steps_lost,
             "on_demand_alone": self.on_demand_alone,
+            "stretches": [one.as_json() for one in self.stretches],
             **parts,
         }
 
@@ -74,7 +83,7 @@ class _Run:
     spec: RunSpec
     steps: int
     costs: Costs
-    trace: Trace
+    traces: tuple[Trace, ...]
     chance: random.Random
     now: float = 0.0
     committed: int = 0
@@ -104,16 +113,20 @@ class _Run:
             events=tuple(self.events),
         )
 
-    def play(self, gpus: int, reason: str) -> bool:
+    def play(self, gpus: int, place: int, reason: str) -> bool:
         """Play one attempt from its submission; return False if it never gets its GPUs."""
         submitted_at = self.now
-        began = self.trace.first(submitted_at + self.costs.queue_s, gpus, has=True)
+        began = self.traces[place].first(submitted_at + self.costs.queue_s, gpus, has=True)
+        moves_at = self._moves_at(place)
+        if began > moves_at:
+            self._play_wait(gpus, place, reason, moves_at)
+            return True
         if math.isinf(began):
             return False
         step_s = self.costs.step_s * self.spec.gpus / gpus
         loads_from = began + self.costs.start_s
         trained_from = loads_from + (self.costs.load_s if self.committed else 0.0)
-        self._add_view(gpus, reason, submitted_at, began)
+        self._add_view(gpus, place, reason, AttemptState.RUNNING, began)
         saves = Saves(self._interval_s(gpus, step_s), self.costs, trained_from)
         stops_at, cause = self._stop(began, saves, gpus, step_s)
         resumed = self.committed
@@ -133,22 +146,36 @@ class _Run:
             last_step=last if has_trained else None,
             held=tuple(saves.held(stops_at)),
         )
-        self._end_view(cause, ended_at, launch)
-        self.spans.append(
-            Span(
-                gpus=gpus,
-                is_preempted=cause is Cause.PREEMPTION,
-                submitted_at=submitted_at,
-                started_at=began,
-                stop_requested_at=stops_at,
-                ended_at=ended_at,
-                resumed_step=resumed,
-                last_step=launch.last_step,
-                launches=(launch,),
+        self._end_attempt(cause, ended_at, place, (launch,))
+        return True
+
+    def _moves_at(self, place: int) -> float:
+        """Return when a job that was submitted now and waits goes to the next place."""
+        fallbacks = self.spec.resources.fallbacks
+        if place >= len(fallbacks):
+            return math.inf
+        return self.now + 60 * fallbacks[place].after_min
+
+    def _play_wait(self, gpus: int, place: int, reason: str, until: float) -> None:
+        """Play an attempt that waits for too long and is taken back for the next place."""
+        self._add_view(gpus, place, reason, AttemptState.PENDING, None)
+        self._ask_for_place(place + 1, reason_to_move(self.history, now=until), until)
+        self._end_attempt(Cause.OPERATOR, until, place, ())
+
+    def _ask_for_place(self, place: int, why: str, at: float) -> None:
+        self._request(relaunch_request(self.views[-1], place, why), at)
+
+    def _request(self, facts: dict[str, Any], at: float) -> None:
+        self.events.append(
+            Event(
+                writer="flow",
+                opening=1,
+                sequence=len(self.events),
+                time=at,
+                kind=EventKind.OPERATOR_REQUEST,
+                data=facts,
             )
         )
-        self.now = ended_at
-        return True
 
     def _stop(
         self, began: float, saves: Saves, gpus: int, step_s: float
@@ -156,7 +183,7 @@ class _Run:
         """Return when training stops, and why; no cause if it is complete."""
         found: list[tuple[float, Cause | None]] = [
             (saves.reached((self.steps - self.committed) * step_s), None),
-            (self.trace.first(began, gpus, has=False), Cause.PREEMPTION),
+            (self._trace.first(began, gpus, has=False), Cause.PREEMPTION),
             (began + self._time_to_failure(gpus), Cause.NODE_FAILURE),
         ]
         if self.spec.resources.time_limit_min is not None:
@@ -164,20 +191,35 @@ class _Run:
             found.append((began + max(0.0, limit_s - self.costs.flush_s), Cause.TIME_LIMIT))
         stop = min(found, key=lambda one: one[0])
         grows_at, size = self._growth(began, stop[0])
+        returns_at, why = self._return(began, min(grows_at, stop[0]))
+        if why:
+            self._ask_for_place(0, why, returns_at)
+            return returns_at, Cause.OPERATOR
         if not size:
             return stop
-        data = {"action": "relaunch", "by": GROWER, "gpus": size, "after_attempt": len(self.views)}
-        self.events.append(
-            Event(
-                writer="flow",
-                opening=1,
-                sequence=len(self.events),
-                time=grows_at,
-                kind=EventKind.OPERATOR_REQUEST,
-                data=data,
-            )
-        )
+        after = len(self.views)
+        facts = {"action": "relaunch", "by": GROWER, "gpus": size, "after_attempt": after}
+        self._request(facts, grows_at)
         return grows_at, Cause.OPERATOR
+
+    def _return(self, began: float, until: float) -> tuple[float, str]:
+        """Return when the running attempt returns to the first choice, and why; '' if not."""
+        if place_of(self.views[-1]) == 0:
+            return until, ""
+        history, now, watch = self.history, began, ReturnWatch()
+        delay_s = 60 * self.spec.resources.return_after_min
+        while now < until:
+            if why := watch.look(history, partial(self._capacity, now), now=now):
+                return now, why
+            due = math.inf if watch.free_since is None else max(watch.free_since, began) + delay_s
+            now = self._next_look(now, due)
+        return until, ""
+
+    def _next_look(self, now: float, due: float) -> float:
+        """Return the next time at which the free GPUs of the first choice may differ."""
+        gap_s = self.traces[0].gap_s
+        tick = (now // gap_s + 1) * gap_s
+        return due if now < due < tick else tick
 
     def _growth(self, began: float, until: float) -> tuple[float, int]:
         """Return when the running attempt stops to continue with more GPUs, and with how many."""
@@ -191,13 +233,17 @@ class _Run:
             )
             if size:
                 return now, size
-            tick = (now // self.trace.gap_s + 1) * self.trace.gap_s
             due = math.inf if seen is None else max(seen.since, began) + delay_s
-            now = due if now < due < tick else tick
+            now = self._next_look(now, due)
         return until, 0
 
     def _capacity(self, at: float, *, is_urgent: bool) -> int:
-        return self.trace.free(at)
+        return self.traces[0].free(at)
+
+    @property
+    def _trace(self) -> Trace:
+        """The free GPUs at the place of the newest attempt."""
+        return self.traces[place_of(self.views[-1])]
 
     def _end(
         self,
@@ -241,37 +287,74 @@ class _Run:
             mean_s = PRIOR_NODE_S / self.spec.share(gpus).nodes
         return self.chance.expovariate(1.0 / mean_s) if math.isfinite(mean_s) else math.inf
 
-    def _add_view(self, gpus: int, reason: str, submitted_at: float, began: float) -> None:
+    def _add_view(
+        self, gpus: int, place: int, reason: str, state: AttemptState, began: float | None
+    ) -> None:
+        """Add an attempt that was submitted now."""
         number = len(self.views) + 1
-        request = build_request(self._record, self.spec, attempt=number, gpus=gpus, reason=reason)
+        request = build_request(
+            self._record, self.spec, attempt=number, gpus=gpus, reason=reason, place=place
+        )
         self.views.append(
             AttemptView(
                 number=number,
-                state=AttemptState.RUNNING,
+                state=state,
                 request=request,
                 job_id=str(number),
-                submitted_at=submitted_at,
+                submitted_at=self.now,
                 started_at=began,
             )
         )
 
-    def _end_view(self, cause: Cause | None, ended_at: float, launch: Launch) -> None:
+    def _end_attempt(
+        self, cause: Cause | None, ended_at: float, place: int, launches: tuple[Launch, ...]
+    ) -> None:
+        view = self.views[-1]
+        launch = launches[-1] if launches else Launch()
         self.views[-1] = replace(
-            self.views[-1],
+            view,
             state=AttemptState.COMPLETED if cause is None else STATE_OF_CAUSE[cause],
             cause=cause,
             facts={"committed_step": self.committed},
             last_step=launch.last_step,
             ended_at=ended_at,
         )
+        self.spans.append(
+            Span(
+                gpus=view.gpus,
+                place=place,
+                gpu_hour=self.spec.resources.gpu_hour_at(place),
+                is_preempted=cause is Cause.PREEMPTION,
+                submitted_at=view.submitted_at,
+                started_at=view.started_at,
+                stop_requested_at=launch.trained_until,
+                ended_at=ended_at,
+                resumed_step=launch.resumed_step,
+                last_step=launch.last_step,
+                launches=launches,
+            )
+        )
+        self.now = ended_at
 
 
-def simulate(spec: RunSpec, steps: int, costs: Costs, trace: Trace, *, seed: int = 0) -> Simulated:
+def simulate(
+    spec: RunSpec,
+    steps: int,
+    costs: Costs,
+    trace: Trace,
+    *,
+    fallbacks: Sequence[Trace | None] = (),
+    seed: int = 0,
+) -> Simulated:
     """Play a run of `steps` steps until it ends. The same `seed` gives the same failures.
 
-    Raises `SpecError` if the trace never has enough GPUs for the run.
+    `fallbacks` are the traces of the spec's fallbacks in order. One without a trace always has
+    enough GPUs. Raises `SpecError` if no place of the run ever has enough GPUs for it.
     """
-    run = _Run(spec, steps, costs, trace, random.Random(seed))
+    places = [*fallbacks, *[None] * len(spec.resources.fallbacks)][: len(spec.resources.fallbacks)]
+    always = Trace((GPUS_ALWAYS,), trace.gap_s)
+    traces = (trace, *(one or always for one in places))
+    run = _Run(spec, steps, costs, traces, random.Random(seed))
     while True:
         decision = decide(run.history, trace.free(run.now), now=run.now)
         if decision.action != "relaunch":
@@ -280,25 +363,28 @@ def simulate(spec: RunSpec, steps: int, costs: Costs, trace: Trace, *, seed: int
         if run.now > END_S_MAX or len(run.views) >= ATTEMPTS_MAX:
             decision = replace(decision, reason=f"not complete after {len(run.views)} attempts")
             break
-        if not run.play(decision.gpus, decision.reason):
+        if not run.play(decision.gpus, decision.place, decision.reason):
             raise SpecError(
-                f"the trace has {max(trace.gpus)} GPUs at most, and the run needs {decision.gpus}; "
-                "give a smaller size, or lower elastic.min_gpus"
+                f"the trace has {max(traces[decision.place].gpus)} GPUs at most, and the run needs "
+                f"{decision.gpus}; give a smaller size, or lower elastic.min_gpus"
             )
-    prices = Prices(**spec.cost.model_dump())
-    last = run.views[-1].state is AttemptState.COMPLETED
+    return _outcome(run, decision.reason)
+
+
+def _outcome(run: _Run, reason: str) -> Simulated:
+    prices = Prices(**run.spec.cost.model_dump())
+    until: Any = {"created_at": 0.0, "until": run.now, "prices": prices, "safe_step": run.committed}
     return Simulated(
-        is_complete=last,
-        reason=decision.reason,
+        is_complete=run.views[-1].state is AttemptState.COMPLETED,
+        reason=reason,
         steps=run.committed,
         ends_s=run.now,
         preemptions=sum(span.is_preempted for span in run.spans),
         failures=sum(view.cause is Cause.NODE_FAILURE for view in run.views),
-        goodput=account(
-            run.spans, created_at=0.0, until=run.now, prices=prices, safe_step=run.committed
-        ),
-        on_demand_alone=_alone(spec, steps, costs, prices),
+        goodput=account(run.spans, **until),
+        on_demand_alone=_alone(run.spec, run.steps, run.costs, prices),
         spans=tuple(run.spans),
+        stretches=tuple(stretches_of(run.spans, run.spec.resources, **until)),
     )
 
 

@@ -19,11 +19,11 @@ import pytest
 from tests.api.conftest import WAIT_S, Served, wait_for
 
 from holdfast.api.routes import live
-from holdfast.cli.lineage_formats import dot, mermaid
 from holdfast.contracts.durable import make_directory
 from holdfast.contracts.journal import EventKind
 from holdfast.flows.flow_lock import FlowLock
 from holdfast.lineage import queries
+from holdfast.lineage.formats import dot, mermaid
 
 CHECKPOINT = "gpt:step-00000200.a0003.l01"
 

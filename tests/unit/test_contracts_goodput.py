@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.contracts import goodput
-from holdfast.contracts.goodput import PARTS, Launch, Span
+from holdfast.contracts.goodput import PARTS
 from holdfast.contracts.prices import Prices
+from holdfast.contracts.spans import Launch, Span
 from holdfast.contracts.timeline import KINDS, Mark, launches_of
 
 

@@ -18,9 +18,10 @@ from tests.runs import DIGEST, RunFolder, build_sample_runs
 
 from holdfast.contracts.attempt import Claim, Submission, write_document
 from holdfast.contracts.errors import ServiceError, SpecError
-from holdfast.contracts.goodput import Launch, Span, account
+from holdfast.contracts.goodput import account
 from holdfast.contracts.history import load_events, load_history
 from holdfast.contracts.journal import Event, EventKind, JournalWriter
+from holdfast.contracts.spans import Launch, Span
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows.drills import faults as live_faults
 from holdfast.flows.drills import invariants

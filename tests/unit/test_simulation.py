@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ from tests.cli_calls import Call
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.goodput import PARTS
 from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.spec_resources import Resources
 from holdfast.workers.attempt_costs import Costs, Saves
+from holdfast.workers.cluster_history import read_history
 from holdfast.workers.simulation import Simulated, simulate
 from holdfast.workers.traces import Trace, read_trace
 
@@ -137,6 +141,53 @@ def test_cost_and_what_on_demand_alone_would_cost() -> None:
     assert done.as_json()["cost"] == done.goodput.cost
 
 
+def with_fallbacks(*fallbacks: dict[str, Any]) -> RunSpec:
+    resources = {"executor": "slurm", "nodes": 2, "gpus_per_node": 8, "partition": "spot"}
+    resources |= {"fallbacks": list(fallbacks), "return_after_min": 5}
+    return spec_of(resources=resources, cost={"gpu_hour": 1.0, "on_demand_per_gpu_hour": 3.0})
+
+
+def test_run_moves_to_its_fallback_and_returns_to_spot() -> None:
+    spec = with_fallbacks({"partition": "prod", "after_min": 10, "gpu_hour": 3.0})
+    done = play(spec, 3000, [16] * 10 + [0] * 30 + [16] * 60)
+    spot, waits, away, back = done.spans
+    assert [span.place for span in done.spans] == [0, 0, 1, 0]
+    # The GPUs are gone from 1000 s to 4000 s.
+    assert (spot.stop_requested_at, spot.ended_at) == (1000.0, 1030.0)
+    assert waits.started_at is None
+    assert waits.submitted_at is not None
+    assert waits.ended_at == away.submitted_at == away.started_at == waits.submitted_at + 600.0
+    # They are free again for 5 min, then the run saves first.
+    assert (away.stop_requested_at, away.ended_at) == (4300.0, 4330.0)
+    assert back.started_at == 4330.0
+    assert (done.goodput.steps_lost, done.is_complete) == (0, True)
+    assert [(one.name, one.first, one.last) for one in done.stretches] == [
+        ("spot", 1, 2),
+        ("prod", 3, 3),
+        ("spot", 4, 4),
+    ]
+    hours = [1030.0, 4330.0 - (1036.0 + 600.0), done.ends_s - 4330.0]
+    costs = [16 * s / 3600 * price for s, price in zip(hours, (1.0, 3.0, 1.0), strict=True)]
+    assert [one.costs["cost"] for one in done.stretches] == pytest.approx(costs)
+    for key, total in (
+        ("cost", done.goodput.cost),
+        ("on_demand_cost", done.goodput.on_demand_cost),
+    ):
+        assert sum(one.costs[key] for one in done.stretches) == pytest.approx(total)
+    check_parts(done)
+
+
+def test_a_fallback_with_a_trace_of_its_own_waits_for_it() -> None:
+    spec = with_fallbacks({"partition": "other", "after_min": 10}, {"qos": "high", "after_min": 20})
+    none, free = Trace((0,), GAP_S), Trace((16,), GAP_S)
+    done = simulate(spec, 100, COSTS, none, fallbacks=[none, free])
+    assert [span.place for span in done.spans] == [0, 1, 2]
+    assert done.spans[-1].started_at == 600.0 + 1200.0
+    assert [one.name for one in done.stretches] == ["spot", "other", "QOS high"]
+    with pytest.raises(SpecError, match="has 0 GPUs at most"):
+        simulate(spec, 100, COSTS, none, fallbacks=[none, none])
+
+
 def test_trace_that_never_has_enough_is_refused() -> None:
     with pytest.raises(SpecError, match="has 8 GPUs at most, and the run needs 16"):
         play(spec_of(), 10, [8, 0, 8])
@@ -179,6 +230,52 @@ def test_wrong_traces_are_refused(tmp_path: Path, text: str, problem: str) -> No
     with pytest.raises(SpecError) as caught:
         read_trace(path, 8)
     assert problem in str(caught.value)
+
+
+NODES = """
+NodeName=n1 Gres=gpu:a100:4 State=IDLE Partitions=spot,all
+NodeName=n2 Gres=gpu:a100:4 State=IDLE Partitions=spot
+NodeName=n3 Gres=gpu:h100:8 State=IDLE Partitions=prod
+"""
+# Times are those of the machine's time zone, as Slurm prints them.
+NOW = 1_700_000_000.0
+
+
+def slurm_time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).isoformat()
+
+
+def test_history_of_a_cluster_becomes_a_trace() -> None:
+    began = NOW - 3600.0
+    jobs = [
+        (began, began + 600, "cpu=8,gres/gpu=4,gres/gpu:a100=4", "n1"),
+        (began + 600, None, "gres/gpu=4", "n[2-3]"),
+        (None, None, "gres/gpu=8", "None assigned"),
+        (began, began + 900, "cpu=2", "n2"),
+    ]
+    times = [("Unknown" if at is None else slurm_time(at) for at in job[:2]) for job in jobs]
+    lines = ["|".join((*when, *job[2:])) for when, job in zip(times, jobs, strict=True)]
+    down = f"n1|{slurm_time(began + 1200)}|{slurm_time(began + 1500)}\n|{slurm_time(began)}|Unknown"
+    asked = []
+
+    def answer(words: Sequence[str]) -> str:
+        asked.append(words)
+        if words[0] == "sacct":
+            return "\n".join(lines)
+        if words[0] == "sacctmgr":
+            return down
+        if "config" in words:
+            return "AccountingStorageTRES   = cpu,gres/gpu"
+        return NODES if "node" in words else "PartitionName=spot Default=NO\nPartitionName=prod"
+
+    resources = Resources(executor="slurm", partition="spot")
+    trace = read_history(resources, 1 / 24, now=NOW, ask=answer)
+    # Of 8 GPUs, 4 of n1 are in use for 10 min, then 2 of n2; n1 is down for 5 min.
+    assert trace.gpus == (4, 4, 6, 6, 2, 6, 6, 6, 6, 6, 6, 6)
+    assert trace.gap_s == 300.0
+    assert next(words for words in asked if words[0] == "sacct")[-3].startswith("-E")
+    with pytest.raises(SpecError, match="no node with GPUs of the spec"):
+        read_history(Resources(executor="slurm", partition="none"), 1.0, now=NOW, ask=answer)
 
 
 SPEC = """
@@ -233,6 +330,8 @@ def test_command_compares_sizes_and_intervals(
         (["--cost", "step_s=1", "--interval", "soon"], "'soon'"),
         (["--cost", "step_s=1", "--set", "config.steps=0"], "give --steps"),
         (["--costs-of", "none"], "none"),
+        (["--cost", "step_s=1", "--history-days", "3"], "and not both"),
+        (["--cost", "step_s=1", "--fallback-trace", "x.json"], "the spec has 0"),
     ],
 )
 def test_wrong_options_are_refused(

@@ -50,6 +50,12 @@ VARIABLES: Final = (
         "SQLite in `$HOLDFAST_HOME/holdfast.db`",
     ),
     Variable(
+        "HOLDFAST_PAGE_URL",
+        Setter.PERSON,
+        "address of `holdfast serve`, for links to the page in Prefect's artifacts",
+        "no links",
+    ),
+    Variable(
         environment.S3_ENDPOINT,
         Setter.PERSON,
         "address of an object store other than Amazon's, for `checkpoint.mirror`",

@@ -1,4 +1,4 @@
-"""`holdfast deploy`: the deployment `train/holdfast` and its work pool."""
+"""`holdfast deploy`: Prefect's deployments, their work pool, and automations."""
 
 from __future__ import annotations
 
@@ -27,19 +27,46 @@ def deploy(
             help="The pool's type: process, or holdfast, whose flows outlive the worker.",
         ),
     ] = None,
+    automations: Annotated[
+        bool,
+        typer.Option(
+            "--automations", help="Also create automations, such as one for crashed flows."
+        ),
+    ] = False,
+    notify: Annotated[
+        str,
+        typer.Option(
+            "--notify",
+            metavar="TYPE/NAME",
+            help="The notification block that alerts use, such as slack-webhook/team. Creates "
+            "automations too.",
+        ),
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Create or update Prefect's deployment and its work pool."""
-    from holdfast.flows.deployments import POOL_TYPES, api_url
-    from holdfast.flows.deployments import deploy as create
+    """Create or update Prefect's deployments and their work pool."""
+    from holdfast.flows.automations import create_automations
+    from holdfast.flows.deploying import POOL_TYPES
+    from holdfast.flows.deploying import deploy as create
+    from holdfast.flows.deployments import api_url
 
     if kind not in {None, *POOL_TYPES}:
         raise SpecError(f"--type {kind!r}: expected {' or '.join(POOL_TYPES)}")
-    name = create(pool, kind or "")
-    facts = {"deployment": name, "pool": pool, "url": api_url()}
+    names = create(pool, kind or "")
+    created = create_automations(notify) if automations or notify else []
+    facts = {
+        "deployment": names[0],
+        "deployments": names,
+        "pool": pool,
+        "url": api_url(),
+        "automations": created,
+    }
     answer(facts, as_json, _render)
 
 
 def _render(facts: dict[str, Any]) -> None:
-    say(f"deployment {facts['deployment']} on pool {facts['pool']} at {facts['url']}")
+    for name in facts["deployments"]:
+        say(f"deployment {name} on pool {facts['pool']} at {facts['url']}")
+    for name in facts["automations"]:
+        say(f"automation {name}")
     say(f"start a worker: prefect worker start --pool {facts['pool']}")

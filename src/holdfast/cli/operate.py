@@ -10,9 +10,10 @@ import typer
 from holdfast.cli.arguments import RunsArgument, locate_runs
 from holdfast.cli.index import look_at, user_name
 from holdfast.cli.output import AsJson, RootOption, answer, print_error, say, warn
-from holdfast.contracts.errors import HoldfastError
+from holdfast.contracts.errors import HoldfastError, ServiceError
 from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.states import RunState
 
 if TYPE_CHECKING:
     from holdfast.workers.operator import Action
@@ -43,9 +44,22 @@ def stop(runs: RunsArgument, root: RootOption = None, as_json: AsJson = False) -
     _ask(runs, "stop", root, as_json)
 
 
-def pause(runs: RunsArgument, root: RootOption = None, as_json: AsJson = False) -> None:
+def pause(
+    runs: RunsArgument,
+    until_capacity: Annotated[
+        bool,
+        typer.Option(
+            "--until-capacity",
+            help="Let Prefect's deployment `resume/holdfast` continue it once its GPUs are free.",
+        ),
+    ] = False,
+    root: RootOption = None,
+    as_json: AsJson = False,
+) -> None:
     """Release a run's GPUs after a last checkpoint. `resume` continues it."""
-    _ask(runs, "pause", root, as_json)
+    from holdfast.workers.until_capacity import UNTIL_CAPACITY
+
+    _ask(runs, "pause", root, as_json, reason=UNTIL_CAPACITY if until_capacity else "")
 
 
 def resume(runs: RunsArgument, root: RootOption = None, as_json: AsJson = False) -> None:
@@ -59,7 +73,12 @@ def cancel(runs: RunsArgument, root: RootOption = None, as_json: AsJson = False)
 
 
 def _ask(
-    names: Sequence[str], action: Action, root: str | None, as_json: bool, gpus: int | None = None
+    names: Sequence[str],
+    action: Action,
+    root: str | None,
+    as_json: bool,
+    gpus: int | None = None,
+    reason: str = "",
 ) -> None:
     """Make the request to every run, and print the results.
 
@@ -68,7 +87,7 @@ def _ask(
     found, facts, status = locate_runs(names, root), [], 0
     for paths in found:
         try:
-            facts.append(_ask_run(paths, action, gpus))
+            facts.append(_ask_run(paths, action, gpus, reason))
         except HoldfastError as error:
             if len(found) == 1:
                 raise
@@ -83,21 +102,21 @@ def _render(facts: Sequence[Mapping[str, Any]]) -> None:
         say(one["message"])
 
 
-def _ask_run(paths: RunPaths, action: Action, gpus: int | None) -> dict[str, Any]:
+def _ask_run(paths: RunPaths, action: Action, gpus: int | None, reason: str) -> dict[str, Any]:
     """Record the request, start a supervisor if the run needs one, and return the facts."""
     from holdfast.workers import operator
     from holdfast.workers.feasibility import Feasibility
 
-    look_at(paths)
+    before = look_at(paths).state
     if action in GOES_ON:
         from holdfast.flows.secrets import require_again
 
         # Checked before the request is recorded: the run would otherwise wait forever.
         require_again(paths)
-    message = operator.request(paths, action, by=user_name(), gpus=gpus)
+    message = operator.request(paths, action, by=user_name(), gpus=gpus, reason=reason)
     if gpus is not None and (doubt := Feasibility.of(load_history(paths)).doubt(gpus)):
         warn(f"holdfast: {doubt}")
-    started = _start_if_needed(paths, action)
+    started = _start_if_needed(paths, action, before)
     return {
         "run": paths.name,
         "action": action,
@@ -108,11 +127,21 @@ def _ask_run(paths: RunPaths, action: Action, gpus: int | None) -> dict[str, Any
     }
 
 
-def _start_if_needed(paths: RunPaths, action: Action) -> dict[str, Any]:
-    """Start a supervisor for a request to continue, unless the run has one; return the facts."""
-    from holdfast.flows.start import Started, start_if_alone
+def _start_if_needed(paths: RunPaths, action: Action, before: RunState) -> dict[str, Any]:
+    """Start a supervisor for a request to continue, unless the run has one; return the facts.
 
-    started = start_if_alone(paths, refresh=True) if action in GOES_ON else Started()
+    The suspended flow run of a paused run is resumed in any case, so that it ends too.
+    """
+    from holdfast.flows.start import Started, resume_if_suspended, start_if_alone
+
+    started = Started()
+    if action in GOES_ON:
+        started = start_if_alone(paths, refresh=True)
+    elif before is RunState.PAUSED:
+        try:
+            started = resume_if_suspended(paths) or started
+        except ServiceError as error:
+            warn(f"holdfast: Prefect still shows the run as paused: {error}")
     if started.warning:
         warn(f"holdfast: {started.warning}")
     return started.as_json()

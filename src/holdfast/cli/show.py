@@ -22,6 +22,7 @@ from holdfast.cli.output import (
     seconds_text,
     time_text,
 )
+from holdfast.cli.stretches import print_stretches
 from holdfast.cli.supervise import supervisor_warning
 from holdfast.cli.views import refreshed_directory
 from holdfast.contracts.alerts import FAILED_SAVES_MAX, failed_saves, noticed
@@ -147,6 +148,8 @@ def _render_run(run: Mapping[str, Any]) -> None:
             **_cost_facts(good),
         }
     )
+    if len(run["stretches"]) > 1:
+        print_stretches(run["stretches"])
     headings = ("attempt", "state", "cause", "GPUs", "steps", "resumed from", "job", "started")
     print_table(headings, [_attempt_cells(attempt) for attempt in run["attempts"]])
     for one in run["noticed"]:

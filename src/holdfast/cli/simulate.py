@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import product
@@ -13,6 +14,7 @@ import typer
 
 from holdfast.cli.index import locate_run
 from holdfast.cli.output import AsJson, RootOption, answer, print_table, say, seconds_text
+from holdfast.cli.stretches import print_stretches
 from holdfast.cli.submit import Overrides
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.history import load_history
@@ -25,6 +27,23 @@ if TYPE_CHECKING:
 
 SCENARIOS_MAX: Final = 200
 
+HistoryDays = Annotated[
+    float | None,
+    typer.Option(
+        min=0.01,
+        max=3660,
+        help="Instead of --trace: this cluster's free GPUs of so many days, from sacct.",
+    ),
+]
+FallbackTraces = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="FILE",
+        help="The trace of the next of resources.fallbacks. Repeatable. Without one, a fallback "
+        "always has free GPUs.",
+    ),
+]
+
 
 def register(app: typer.Typer) -> None:
     """Add the command of this module to `app`."""
@@ -34,8 +53,11 @@ def register(app: typer.Typer) -> None:
 def simulate(
     spec: Annotated[str, typer.Argument(help="The spec: a TOML or YAML file.")],
     trace: Annotated[
-        Path, typer.Option(help="The trace: JSON with the available instances at each time.")
-    ],
+        Path | None,
+        typer.Option(help="The trace: JSON with the available instances at each time."),
+    ] = None,
+    history_days: HistoryDays = None,
+    fallback_trace: FallbackTraces = None,
     overrides: Overrides = None,
     steps: Annotated[
         int | None, typer.Option(min=1, help="The steps of the run. Default: from `config`.")
@@ -73,23 +95,50 @@ def simulate(
     """
     from holdfast.flows.parameters import load_spec
     from holdfast.workers.simulation import simulate as play
-    from holdfast.workers.traces import read_trace
 
     base = load_spec(spec, overrides or ())
     costs = _costs(costs_of, root, cost or ())
-    seen = read_trace(trace, instance_gpus or base.resources.size_per_node)
+    seen, *others = _traces(base, trace, history_days, fallback_trace or (), instance_gpus)
     count = _steps(base, steps)
     rows, first = [], None
     for chosen in _scenarios(base, spec, overrides or (), gpus, interval):
         # Costs are those at the given spec's size.
         scaled = replace(costs, step_s=costs.step_s * base.gpus / chosen.gpus)
-        done = play(chosen, count, scaled, seen, seed=seed)
+        done = play(chosen, count, scaled, seen, fallbacks=others, seed=seed)
         first = first or done
         rows.append({"gpus": chosen.gpus, "interval": chosen.checkpoint.interval, **done.as_json()})
     if plot is not None and first is not None:
         _draw(first, seen, plot)
     facts = {"trace_s": seen.length_s, "steps": count, "costs": vars(costs), "rows": rows}
     answer(facts, as_json, _render)
+
+
+def _traces(
+    spec: RunSpec,
+    trace: Path | None,
+    days: float | None,
+    others: Sequence[Path],
+    instance_gpus: int | None,
+) -> list[Trace]:
+    """Return the traces of the first choice and of fallbacks. Raises `SpecError`."""
+    from holdfast.workers.traces import read_trace
+
+    fallbacks = spec.resources.fallbacks
+    if len(others) > len(fallbacks):
+        raise SpecError(
+            f"--fallback-trace was given {len(others)} times, and the spec has {len(fallbacks)} "
+            "resources.fallbacks"
+        )
+    if days is None and trace is not None:
+        size = instance_gpus or spec.resources.size_per_node
+        return [read_trace(path, size) for path in (trace, *others)]
+    if days is None or trace is not None or others:
+        raise SpecError("expected --trace FILE or --history-days DAYS, and not both")
+    from holdfast.workers.cluster_history import read_history
+
+    now = time.time()
+    places = range(len(fallbacks) + 1)
+    return [read_history(spec.resources.at(place), days, now=now) for place in places]
 
 
 def _costs(costs_of: str | None, root: str | None, words: Sequence[str]) -> Costs:
@@ -202,6 +251,10 @@ def _render(facts: dict[str, Any]) -> None:
             for row in facts["rows"]
         ],
     )
+    for row in facts["rows"]:
+        if len(row["stretches"]) > 1:
+            say(f"{row['gpus']} GPUs, interval {row['interval']}, by place:")
+            print_stretches(row["stretches"])
     say(f"the trace lasts {seconds_text(facts['trace_s'])} and repeats")
 
 

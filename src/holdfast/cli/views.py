@@ -187,7 +187,7 @@ def lineage(
     if form is None or form is Form.JSON:
         answer(graph, as_json or form is Form.JSON, render_lineage)
         return
-    from holdfast.cli.lineage_formats import dot, mermaid
+    from holdfast.lineage.formats import dot, mermaid
 
     graph = plain_values(graph)
     typer.echo(mermaid(graph) if form is Form.MERMAID else dot(graph), nl=False)

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from holdfast.contracts.prices import Held, Prices, costs_of
+from holdfast.contracts.spans import Launch, Span
 
 SECONDS_PER_HOUR: Final = 3600.0
 PARTS: Final = (
@@ -59,44 +60,6 @@ class Goodput:
     on_demand_cost: float | None
     saved: float | None
     currency: str | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """One launch of torchrun. Times are Unix seconds; None means unknown.
-
-    Ranks restore their state from `loads_from` to `trained_from`. They train until `hangs_from` or
-    `trained_until`. `held` are the periods in which saves blocked training.
-    """
-
-    started_at: float | None = None
-    loads_from: float | None = None
-    trained_from: float | None = None
-    hangs_from: float | None = None
-    trained_until: float | None = None
-    ended_at: float | None = None
-    resumed_step: int | None = None
-    last_step: int | None = None
-    held: tuple[tuple[float, float], ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """One attempt, and the GPUs that it held. Times are Unix seconds.
-
-    `gpu_hour` is the price of a GPU hour where it ran; None for the run's own.
-    """
-
-    gpus: int
-    gpu_hour: float | None = None
-    is_preempted: bool = False
-    submitted_at: float | None = None
-    started_at: float | None = None
-    stop_requested_at: float | None = None
-    ended_at: float | None = None
-    resumed_step: int | None = None
-    last_step: int | None = None
-    launches: tuple[Launch, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -191,12 +154,7 @@ def account(
     lost_s = sum(leg.lost_s for leg in legs)
     kept.parts["training"] -= lost_s
     kept.parts["lost"] += lost_s
-    held = [
-        Held(span.gpus * _held_s(own) / SECONDS_PER_HOUR, lost / SECONDS_PER_HOUR, span.gpu_hour)
-        for span, own, lost in zip(
-            spans, kept.by_span, _preemption_gpu_s(spans, kept.by_span, legs), strict=False
-        )
-    ]
+    held = _held(spans, kept, legs)
     parts: dict[str, Any] = {f"{part}_s": max(0.0, s) for part, s in kept.parts.items()}
     return Goodput(
         total_s=total_s,
@@ -207,6 +165,14 @@ def account(
         preemption_gpu_hours=sum(one.preempted_hours for one in held),
         **costs_of(held, prices or Prices()),
     )
+
+
+def held_by_attempt(
+    spans: Sequence[Span], *, created_at: float, until: float, safe_step: int | None = None
+) -> list[Held]:
+    """Return the GPU hours of each attempt, which `account` adds up."""
+    kept, legs = _fold(spans, created_at, until, safe_step=safe_step)
+    return _held(spans, kept, legs)
 
 
 def segments(
@@ -367,6 +333,14 @@ def _find_lost(legs: Sequence[_Leg], safe_step: int | None) -> None:
         steps = (leg.last_step or 0) - (leg.resumed_step or 0)
         if leg.steps_lost and steps > 0:
             leg.lost_s = leg.trained_s * min(1.0, leg.steps_lost / steps)
+
+
+def _held(spans: Sequence[Span], kept: _Account, legs: Sequence[_Leg]) -> list[Held]:
+    preempted = _preemption_gpu_s(spans, kept.by_span, legs)
+    return [
+        Held(span.gpus * _held_s(own) / SECONDS_PER_HOUR, lost / SECONDS_PER_HOUR, span.gpu_hour)
+        for span, own, lost in zip(spans, kept.by_span, preempted, strict=False)
+    ]
 
 
 def _held_s(parts: Mapping[str, float]) -> float:

@@ -11,10 +11,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from holdfast.contracts.goodput import Goodput, Launch, Span, account
+from holdfast.contracts.goodput import Goodput, account
 from holdfast.contracts.history import RunHistory
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.prices import prices_of
+from holdfast.contracts.spans import Launch, Span
 from holdfast.contracts.states import Cause
 
 KINDS: Final = (
@@ -102,7 +103,8 @@ def spans_of(history: RunHistory) -> list[Span]:
             gpus=history.spec.gpus_held(
                 view.world_size or (view.outcome.world_size if view.outcome else 0)
             ),
-            gpu_hour=history.spec.resources.gpu_hour_at(view.request.place if view.request else 0),
+            place=(place := view.request.place if view.request else 0),
+            gpu_hour=history.spec.resources.gpu_hour_at(place),
             is_preempted=view.cause is Cause.PREEMPTION,
             submitted_at=view.submitted_at,
             started_at=view.started_at,

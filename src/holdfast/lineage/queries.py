@@ -8,17 +8,19 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Final
+from typing import Any, Final, cast
 from weakref import WeakKeyDictionary
 
 from sqlalchemy import Connection, Engine, Select, func, or_, select
 
-from holdfast.contracts.goodput import Span, account, segments
+from holdfast.contracts.goodput import account, segments
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.paths import CheckpointName
 from holdfast.contracts.prices import prices_of
+from holdfast.contracts.spans import Span
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import Cause, RunState
+from holdfast.contracts.stretches import stretches_of
 from holdfast.contracts.timeline import KINDS, Mark, launches_of
 from holdfast.lineage import reports, views
 from holdfast.lineage.ancestry import ancestry, descent
@@ -85,22 +87,24 @@ def show_run(database: Database, run: str, *, now: float | None = None) -> views
         launches = _launches(connection, row)
         is_live = RunState(row["state"]).is_live
         goodput = None if is_live else row["goodput"]
-        spans = [] if goodput else _known_spans(connection, row, attempts, launches)
-    goodput = goodput or asdict(
-        account(
-            spans,
-            created_at=row["created_at"],
-            until=(None if is_live else row["ended_at"]) or now or time.time(),
-            prices=prices_of(row["spec"]),
-            safe_step=_safe_step(attempts),
-        )
-    )
-    spec = _spec_of(row)
+        spec = _spec_of(row)
+        has_places = spec is not None and bool(spec.resources.fallbacks)
+        is_counted = goodput and not has_places
+        spans = [] if is_counted else _known_spans(connection, row, attempts, launches)
+    times = {
+        "created_at": row["created_at"],
+        "until": (None if is_live else row["ended_at"]) or now or time.time(),
+        "prices": prices_of(row["spec"]),
+        "safe_step": _safe_step(attempts),
+    }
+    goodput = goodput or asdict(account(spans, **times))
+    stretches = stretches_of(spans, spec.resources, **times) if spec and has_places else []
     shown = [
         views.attempt_view(one, launches[one["number"]], _size(spec, one["world_size"]))
         for one in attempts
     ]
-    return views.run_view(row, shown, goodput)
+    places = [cast(views.StretchView, one.as_json()) for one in stretches]
+    return views.run_view(row, shown, goodput, places)
 
 
 def timeline(database: Database, run: str, *, now: float) -> list[reports.Segment]:
@@ -249,7 +253,8 @@ def _spans(
         Span(
             gpus=spec.gpus_held(attempt["world_size"] or 0) if spec else attempt["world_size"],
             **{field: attempt[field] for field in fields},
-            gpu_hour=spec.resources.gpu_hour_at(places.get(attempt["number"], 0)) if spec else None,
+            place=(place := places.get(attempt["number"], 0)),
+            gpu_hour=spec.resources.gpu_hour_at(place) if spec else None,
             is_preempted=attempt["cause"] == Cause.PREEMPTION,
             launches=launch_spans.get(attempt["number"], ()),
         )

@@ -129,6 +129,25 @@ class LaunchView(TypedDict):
     exit_code: int | None
 
 
+class StretchView(TypedDict):
+    """The time and cost of attempts in a row at one place of `resources`: `contracts.stretches`."""
+
+    place: int
+    name: str
+    first: int
+    last: int
+    began_at: float
+    ended_at: float
+    ettr: float
+    steps_lost: int
+    gpu_hours: float
+    cost: float | None
+    preemption_cost: float | None
+    on_demand_cost: float | None
+    saved: float | None
+    currency: str | None
+
+
 class RunView(TypedDict):
     """The output of `holdfast show RUN --json`."""
 
@@ -144,6 +163,7 @@ class RunView(TypedDict):
     command_digest: str | None
     step: int | None
     goodput: dict[str, Any]  # contracts.goodput.Goodput
+    stretches: list[StretchView]  # of a run with fallbacks, else empty
     attempts: list[AttemptView]
     forked_from: str | None
     flow_run: str | None
@@ -275,9 +295,15 @@ def storage_row(run: Row, prunable: Sequence[Row]) -> StorageRow:
     return cast(StorageRow, _view(StorageRow, run, would_prune=names, would_prune_bytes=size))
 
 
-def run_view(run: Row, attempts: list[AttemptView], goodput: dict[str, Any]) -> RunView:
+def run_view(
+    run: Row,
+    attempts: list[AttemptView],
+    goodput: dict[str, Any],
+    stretches: list[StretchView],
+) -> RunView:
     """Return the view of one run."""
-    own = {"path": run["directory"], "goodput": goodput, "attempts": attempts}
+    own = {"goodput": goodput, "stretches": stretches, "attempts": attempts}
+    own["path"] = run["directory"]
     return cast(RunView, _view(RunView, run, **own))
 
 

@@ -505,6 +505,7 @@ export interface RunDetail {
   command_digest: string | null;
   step: number | null;
   goodput: Record<string, unknown>;
+  stretches: StretchView[];
   attempts: AttemptView[];
   forked_from: string | null;
   flow_run: string | null;
@@ -617,6 +618,24 @@ export interface StorageTotals {
   damaged_bytes: number;
   deleted: number;
   deleted_bytes: number;
+}
+
+/** The time and cost of attempts in a row at one place of `resources`: `contracts.stretches`. */
+export interface StretchView {
+  place: number;
+  name: string;
+  first: number;
+  last: number;
+  began_at: number;
+  ended_at: number;
+  ettr: number;
+  steps_lost: number;
+  gpu_hours: number;
+  cost: number | null;
+  preemption_cost: number | null;
+  on_demand_cost: number | null;
+  saved: number | null;
+  currency: string | null;
 }
 
 /** The supervisor of a live run. `is_alive` is false if no process holds the run's lock, and null while a supervisor may still be starting. `host` and `pid` are those of the newest supervisor. If `is_remote` is true, that host is another one, and its lock may not be visible from this server. */

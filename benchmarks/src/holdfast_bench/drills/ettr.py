@@ -12,9 +12,10 @@ from statistics import fmean
 from typing import Any, Final
 
 from holdfast.contracts.errors import ServiceError
-from holdfast.contracts.goodput import Goodput, Launch, account
+from holdfast.contracts.goodput import Goodput, account
 from holdfast.contracts.history import RunHistory
 from holdfast.contracts.journal import EventKind
+from holdfast.contracts.spans import Launch
 from holdfast.contracts.timeline import spans_of
 from holdfast.flows.drills.kinds import FREE_S, HELD_S, KINDS, SUSPENDED_S, Loss, Recovery
 from holdfast.workers.agent.hangs import STRAGGLER_WINDOW_S

@@ -7,7 +7,7 @@ import type { Run } from "../../api/types";
 import { Chart } from "../../parts/Chart";
 import { GoodputBar, PartLegend } from "../../parts/bars";
 import { Copy, Empty, Loaded, Time } from "../../parts/basics";
-import { attemptOf, count, figure, isoOf } from "../../format";
+import { attemptOf, count, figure, isoOf, money, percent, span } from "../../format";
 import { plain } from "../../states";
 import { isCurrent, marksOf, noticesOf, unsupervised } from "../../story";
 import { Attempts, Timeline } from "./Timeline";
@@ -121,6 +121,44 @@ function AttemptsSection({ run }: { run: Run }) {
   );
 }
 
+/** What the run's time at each place of its resources cost. */
+function Places({ stretches }: { stretches: Run["stretches"] }) {
+  const hasPrices = stretches.some((one) => one.cost !== null);
+  return (
+    <section className="section">
+      <h2>Where it ran</h2>
+      <table>
+        <thead>
+          <tr>
+            <th>Place</th>
+            <th>Attempts</th>
+            <th className="number wide-only">Time</th>
+            <th className="number">ETTR</th>
+            <th className="number wide-only">GPU hours</th>
+            {hasPrices ? <th className="number">Cost</th> : null}
+            {hasPrices ? <th className="number wide-only">On demand</th> : null}
+          </tr>
+        </thead>
+        <tbody>
+          {stretches.map((one) => (
+            <tr key={one.first}>
+              <td>{one.name}</td>
+              <td>{one.first === one.last ? one.first : `${one.first}–${one.last}`}</td>
+              <td className="number wide-only">{span(one.ended_at - one.began_at)}</td>
+              <td className="number">{percent(one.ettr)}</td>
+              <td className="number wide-only">{one.gpu_hours.toFixed(1)}</td>
+              {hasPrices ? <td className="number">{money(one.cost, one.currency)}</td> : null}
+              {hasPrices ? (
+                <td className="number wide-only">{money(one.on_demand_cost, one.currency)}</td>
+              ) : null}
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </section>
+  );
+}
+
 export function Overview() {
   const { run: name } = useParams({ from: "/runs/$run" });
   const query = useRun(name);
@@ -135,6 +173,7 @@ export function Overview() {
             <GoodputBar parts={run.goodput} />
             <PartLegend parts={run.goodput} />
           </section>
+          {run.stretches.length > 1 ? <Places stretches={run.stretches} /> : null}
           <section className="section">
             <h2>Curves over all attempts</h2>
             <Curves run={run} />

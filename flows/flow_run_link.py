@@ -1,0 +1,186 @@
+"""The link between a run and the Prefect flow run that supervises it, in both directions.
+
+The flow run's state says what the run does, and its artifacts show the run. A pause that someone
+asks of Prefect becomes a request to pause the run. A thread does all of this, so that a Prefect
+server that is down delays nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+from uuid import UUID
+
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
+from prefect.client.schemas.objects import State, StateType
+from prefect.exceptions import Pause
+from prefect.states import Running, Suspended
+
+from holdfast.contracts.errors import HoldfastError
+from holdfast.contracts.history import RunHistory, load_history
+from holdfast.contracts.journal import EventKind
+from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.states import RunState
+from holdfast.flows.cancellation import BY
+from holdfast.flows.deployments import open_client
+from holdfast.flows.progress import recorded_progress
+from holdfast.flows.redactor import Log, Redactor
+from holdfast.flows.run_report import Artifact, artifacts, state_name
+from holdfast.flows.submission import JOURNAL
+from holdfast.workers import operator
+
+LOOK_S: Final = 3.0
+ARTIFACTS_S: Final = 30.0
+END_S_MAX: Final = 20.0
+RESUMING, RETRYING = "Resuming", "AwaitingRetry"
+AGAIN: Final = frozenset({RESUMING, RETRYING})
+
+
+class FlowRunLink:
+    """Links the run at `paths` and the flow run with the id `flow_run`, until it is closed."""
+
+    def __init__(self, paths: RunPaths, flow_run: str, log: Log, redactor: Redactor) -> None:
+        self._paths, self._id, self._log, self._redactor = paths, UUID(flow_run), log, redactor
+        self._history: RunHistory | None = None
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._shown: tuple[object, ...] = ()
+        self._shown_for_s = 0.0
+        self._artifacts: dict[str, UUID] = {}
+        self._is_paused_there = False
+        self._has_failed = False
+        # Whether the flow run is suspended, so that Prefect starts another process to resume it.
+        self.is_suspended = False
+
+    def look(self, history: RunHistory) -> bool:
+        """Take a newer history. Returns whether this process should end, although the run is live.
+
+        That is when the run is paused and Prefect can resume it with a new process.
+        """
+        self._history = history
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, daemon=True)
+            self._thread.start()
+        return history.state is RunState.PAUSED and self.is_suspended
+
+    def close(self) -> None:
+        """Show the run once more, and stop."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(END_S_MAX)
+
+    def suspend(self) -> None:
+        """End the flow's process, and leave the flow run as suspended. Raises `Pause`."""
+        raise Pause("the run is paused", state=Suspended())
+
+    def _work(self) -> None:
+        while not self._ended.wait(LOOK_S):
+            self._try(self._synchronize)
+        self._try(self._show)
+
+    def _try(self, work: Callable[[], object]) -> None:
+        """Call `work`. Errors are logged once until it succeeds again."""
+        try:
+            work()
+            self._has_failed = False
+        # Whatever the error, it must not end the thread: the next look tries again.
+        except Exception as error:
+            if not self._has_failed:
+                self._log.warning("Prefect does not show the run for now: %s", error)
+            self._has_failed = True
+
+    def _synchronize(self) -> None:
+        history = self._history
+        assert history is not None, "the thread starts with a history"
+        with open_client() as client:
+            found = client.read_flow_run(self._id)
+            state = found.state
+            if state is None or state.is_final() or state.is_cancelling():
+                return
+            if state.type is StateType.PAUSED:
+                self._follow_pause(history, state)
+            elif history.state is RunState.PAUSED and not self._is_paused_there:
+                self._pause_there(client, bool(found.deployment_id))
+            elif history.state is RunState.PAUSED:
+                self._is_paused_there = False
+                self._request("resume")
+            else:
+                self._is_paused_there = self.is_suspended = False
+                self._name(client, state, state_name(history))
+            self._show_in(client, history)
+
+    def _follow_pause(self, history: RunHistory, state: State[Any]) -> None:
+        """Pause the run, because someone has paused its flow run."""
+        self._is_paused_there = True
+        self.is_suspended = bool(state.state_details.pause_reschedule)
+        asked = history.pending_request
+        if history.state is not RunState.PAUSED and not (asked and asked["action"] == "pause"):
+            self._request("pause")
+
+    def _pause_there(self, client: SyncPrefectClient, has_deployment: bool) -> None:
+        """Suspend the flow run, because the run is paused. Without a deployment, name it so."""
+        if not has_deployment:
+            self._name(client, None, state_name(self._history or load_history(self._paths)))
+            return
+        client.set_flow_run_state(self._id, Suspended(message="The run is paused"))
+        self._is_paused_there = self.is_suspended = True
+
+    def _request(self, action: operator.Action) -> None:
+        try:
+            self._log.info("%s", operator.request(self._paths, action, by=BY, writer=JOURNAL))
+        except HoldfastError as error:
+            self._log.warning("Prefect's request to %s the run is refused: %s", action, error)
+
+    def _name(self, client: SyncPrefectClient, state: State[Any] | None, name: str) -> None:
+        if state is not None and (state.type is not StateType.RUNNING or state.name == name):
+            return
+        client.set_flow_run_state(self._id, Running(name=name))
+
+    def _show(self) -> None:
+        with open_client() as client:
+            self._show_in(client, load_history(self._paths), is_last=True)
+
+    def _show_in(
+        self, client: SyncPrefectClient, history: RunHistory, *, is_last: bool = False
+    ) -> None:
+        """Create or update the artifacts, if the run has changed or `ARTIFACTS_S` have passed."""
+        self._shown_for_s += LOOK_S
+        progress = recorded_progress(history)
+        if not is_last and progress == self._shown and self._shown_for_s < ARTIFACTS_S:
+            return
+        for end, artifact in artifacts(history):
+            self._write(client, f"holdfast-{history.record.uid[:12]}-{end}", artifact)
+        self._shown, self._shown_for_s = progress, 0.0
+
+    def _write(self, client: SyncPrefectClient, key: str, artifact: Artifact) -> None:
+        text = self._redactor.text
+        data = text(artifact.data) if isinstance(artifact.data, str) else artifact.data
+        facts = {"data": data, "description": text(artifact.description)}
+        if key in self._artifacts:
+            client.update_artifact(self._artifacts[key], ArtifactUpdate(**facts))
+            return
+        asked = ArtifactCreate(key=key, type=artifact.kind, flow_run_id=self._id, **facts)
+        self._artifacts[key] = client.create_artifact(asked).id
+
+
+def take_up_requests(paths: RunPaths, flow_run: str, log: Log) -> None:
+    """Do what Prefect means when it starts a flow run again: resume the run, or retry it.
+
+    A flow run that was resumed resumes its paused run. A flow run that was retried relaunches its
+    run, if that has failed or was cancelled. Raises `ServiceError`.
+    """
+    history = load_history(paths)
+    taken = [e.data for e in history.events if e.kind is EventKind.SUPERVISED]
+    if not taken or taken[-1].get("flow_run") != flow_run:
+        return
+    with open_client() as client:
+        states = client.read_flow_run_states(UUID(flow_run))
+    marks = [one for one in states if one.type is StateType.PAUSED or one.name in AGAIN]
+    newest = max(marks, key=lambda one: one.timestamp, default=None)
+    name = newest.name if newest is not None else None
+    if name == RESUMING and history.state is RunState.PAUSED:
+        log.info("%s", operator.request(paths, "resume", by=BY, writer=JOURNAL))
+    elif name == RETRYING and history.state in {RunState.FAILED, RunState.CANCELLED}:
+        log.info("%s", operator.request(paths, "relaunch", by=BY, writer=JOURNAL))

@@ -1,0 +1,233 @@
+"""Prefect flows of operators: what the commands of the same names do, by schedule or automation.
+
+Each works on the runs on disk, and can be started again after any crash.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+from prefect import flow, get_run_logger
+from prefect.client.schemas.objects import State
+from prefect.exceptions import TerminationSignal
+from prefect.runtime import flow_run as current_flow_run
+
+from holdfast.contracts.errors import DamagedCheckpointError, RunFailedError, SpecError
+from holdfast.contracts.history import load_history
+from holdfast.contracts.paths import RunPaths, list_runs
+from holdfast.contracts.states import RunState
+from holdfast.contracts.supervision import is_supervised
+from holdfast.flows import secrets
+from holdfast.flows.cancellation import BY, cancel_run_of_flow, find_supervised, is_cancelling
+from holdfast.flows.redactor import Redactor
+from holdfast.flows.spec_form import SpecParameter
+from holdfast.flows.start import start_if_alone
+from holdfast.flows.submission import JOURNAL
+from holdfast.flows.sweep import Sweep, members_of
+from holdfast.flows.train import home_of, supervise_here
+from holdfast.lineage.index import Index
+from holdfast.workers import exports, operator, pruning, verification
+from holdfast.workers.checkpoints import newest_of_run
+from holdfast.workers.runs import find_run, require_own
+from holdfast.workers.until_capacity import ready_runs
+
+NEWEST: Final = "newest"
+
+Answer = dict[str, Any] | State[Any]
+
+
+@flow(name="relaunch", on_cancellation=[cancel_run_of_flow], persist_result=False)
+def relaunch(run: str, gpus: int | None = None, root: str | None = None) -> Answer:
+    """Continue a run in a new attempt, and supervise it. A live run saves a checkpoint first.
+
+    Args:
+        run: The run's folder name, or its name in the spec.
+        gpus: GPUs of the next attempt. By default as many as before.
+        root: The folder that contains the runs. By default that of the worker's environment.
+    """
+    paths = find_run(home_of(root), run)
+    secrets.require_again(paths)
+    message = operator.request(paths, "relaunch", by=BY, gpus=gpus, writer=JOURNAL)
+    get_run_logger().info("%s", message)
+    return _supervise(paths)
+
+
+@flow(name="supervise", on_cancellation=[cancel_run_of_flow], persist_result=False)
+def supervise(
+    run: str | None = None, flow_run: str | None = None, root: str | None = None
+) -> Answer:
+    """Take up a run that has lost its supervisor. A run that has ended is left as it is.
+
+    Args:
+        run: The run's folder name, or its name in the spec.
+        flow_run: Instead of `run`, the id of the flow run that supervised it.
+        root: The folder that contains the runs. By default that of the worker's environment.
+    """
+    log, home = get_run_logger(), home_of(root)
+    if (run is None) == (flow_run is None):
+        raise SpecError(f"run={run}, flow_run={flow_run}: expected one of the two")
+    paths = find_run(home, run) if run else find_supervised(home, flow_run or "")
+    if paths is None:
+        log.info("flow run %s supervised no run under %s", flow_run, home)
+        return {"run": None, "state": None}
+    history = load_history(paths)
+    if not history.state.is_live or is_supervised(paths.flow_lock):
+        why = "has a supervisor" if history.state.is_live else f"has ended: {history.state}"
+        log.info("%s %s", paths.name, why)
+        return {"run": paths.name, "state": history.state.value}
+    return _supervise(paths)
+
+
+@flow(name="verify", persist_result=False)
+def verify(run: str, checkpoint: str = NEWEST, root: str | None = None) -> dict[str, Any]:
+    """Read every byte of a checkpoint and compare it with the manifest. Damage fails the flow.
+
+    Args:
+        run: The run's folder name, or its name in the spec.
+        checkpoint: The checkpoint's name, such as `step-00000100.a0001.l01`, or `newest`.
+        root: The folder that contains the runs. By default that of the worker's environment.
+    """
+    paths = find_run(home_of(root), run)
+    directory = verification.directory_to_verify(paths, _checkpoint(paths, checkpoint))
+    facts = verification.verify(directory)
+    verification.record(directory, facts, by=BY, writer=JOURNAL)
+    if not facts["ok"]:
+        raise DamagedCheckpointError(
+            f"{facts['checkpoint']}: {'; '.join(facts['damaged'])}", facts["damaged"]
+        )
+    get_run_logger().info("%s: %d files, whole", facts["checkpoint"], facts["files"])
+    return facts
+
+
+@flow(name="prune", persist_result=False)
+def prune(run: str | None = None, root: str | None = None, dry_run: bool = False) -> dict[str, Any]:
+    """Delete checkpoints that no keep rule, pin or use keeps. Their manifests remain.
+
+    Args:
+        run: The run's folder name, or its name in the spec. By default all runs of this user.
+        root: The folder that contains the runs. By default that of the worker's environment.
+        dry_run: Whether only to say what would be deleted.
+    """
+    log, home = get_run_logger(), home_of(root)
+    found = [find_run(home, run)] if run else [one for one in list_runs(home) if one.is_mine()]
+    facts = []
+    for paths in found:
+        facts.append(pruning.prune(paths, by=BY, writer=JOURNAL, dry_run=dry_run))
+        for one in facts[-1]["deleted"]:
+            log.info("%s:%s: %s", paths.name, one["checkpoint"], one["reason"])
+    return {"runs": facts, "bytes_deleted": sum(one["bytes_deleted"] for one in facts)}
+
+
+@flow(name="export", persist_result=False)
+def export(
+    run: str,
+    output: str,
+    to: exports.Form = exports.Form.SAFETENSORS,
+    checkpoint: str = NEWEST,
+    root: str | None = None,
+) -> dict[str, Any]:
+    """Write a checkpoint for programs without Holdfast.
+
+    Args:
+        run: The run's folder name, or its name in the spec.
+        output: The absolute path to write. It must not exist.
+        to: The format. torch and safetensors write a file, others a folder.
+        checkpoint: The checkpoint's name, such as `step-00000100.a0001.l01`, or `newest`.
+        root: The folder that contains the runs. By default that of the worker's environment.
+    """
+    paths = find_run(home_of(root), run)
+    name = _checkpoint(paths, checkpoint)
+    directory = verification.directory_to_verify(paths, name)
+    return exports.export(directory, exports.Form(to), Path(output), writer=JOURNAL)
+
+
+@flow(name="drill", persist_result=False)
+def drill(
+    run: str, count: int = 6, seed: int = 0, kinds: list[str] | None = None, root: str | None = None
+) -> dict[str, Any]:
+    """Inject faults into a run that is training, and check the invariants after each.
+
+    Args:
+        run: The run's folder name, or its name in the spec.
+        count: The number of faults.
+        seed: The seed for the order and times of the faults.
+        kinds: The kinds of faults. By default all that are possible on a live run.
+        root: The folder that contains the runs. By default that of the worker's environment.
+    """
+    from holdfast.flows.drills.kinds import select_kinds
+    from holdfast.flows.drills.runner import drill_live
+
+    log = get_run_logger()
+    paths = find_run(home_of(root), run)
+    require_own(paths)
+    chosen = select_kinds(kinds or [], is_live=True, missing=())
+    result = drill_live(paths, chosen, count, seed, tell=lambda text: log.info("%s", text))
+    if result.broken:
+        raise RunFailedError("; ".join(f"{one.invariant}: {one.detail}" for one in result.broken))
+    return result.as_json()
+
+
+@flow(name="resume", persist_result=False)
+def resume(run: str | None = None, root: str | None = None) -> dict[str, Any]:
+    """Continue paused runs, and start a supervisor for one that has none.
+
+    Args:
+        run: The run's folder name, or its name in the spec. By default all runs that were paused
+            until capacity returns, oldest first, as far as they fit on free GPUs.
+        root: The folder that contains the runs. By default that of the worker's environment.
+    """
+    log, home = get_run_logger(), home_of(root)
+    chosen = [find_run(home, run)] if run else ready_runs(home)
+    for paths in chosen:
+        secrets.require_again(paths)
+        log.info("%s", operator.request(paths, "resume", by=BY, writer=JOURNAL))
+        start_if_alone(paths)
+    return {"resumed": [paths.name for paths in chosen]}
+
+
+@flow(name="sweep", persist_result=False)
+def sweep(
+    spec: SpecParameter, variants: dict[str, list[str]], gpus: int, root: str | None = None
+) -> dict[str, Any]:
+    """Run variants of a spec, as many at a time as a quota of GPUs allows.
+
+    Each run has a flow run of its own. A sweep that is started again goes on with its runs.
+
+    Args:
+        spec: What all runs have in common: a run spec, or the absolute path of one.
+        variants: For each run, the end of its name and the keys of the spec to change, such as
+            `{"small": ["environment.LR=0.1"]}`.
+        gpus: The most GPUs that the runs may hold together.
+        root: The folder that contains the runs. By default that of the worker's environment.
+    """
+    if spec is None:
+        raise SpecError("spec: nothing given; expected a run spec or the path of one")
+    redactor = Redactor()
+    log = redactor.log(get_run_logger())
+    with redactor.errors():
+        members = members_of(spec, variants, gpus)
+        for member in members:
+            redactor.learn(member.spec.given)
+        many = Sweep(members, home_of(root), gpus, log)
+        try:
+            done = many.run()
+        except TerminationSignal:
+            if is_cancelling(str(current_flow_run.id or "")):
+                many.cancel()
+            raise
+    failed = [one["run"] for one in done["runs"] if one["state"] != RunState.COMPLETED]
+    if failed:
+        raise RunFailedError(f"not completed: {', '.join(failed)}; `holdfast show` says why")
+    return done
+
+
+def _supervise(paths: RunPaths) -> Answer:
+    redactor = Redactor()
+    with redactor.errors(), Index() as index:
+        return supervise_here(paths, index, redactor)
+
+
+def _checkpoint(paths: RunPaths, name: str) -> str:
+    """Return the name of the checkpoint. Raises `NotFoundError` if `newest` finds none."""
+    return name if name != NEWEST else newest_of_run(paths).name

@@ -1,0 +1,42 @@
+"""The type of a flow's parameter `spec`, from which Prefect draws a form and validates input.
+
+A flow gets what was given, unchanged: a run spec must be read with its overrides, and a recorded
+spec by other rules. Prefect's server validates by the schema of `RunSpec` before anything runs.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema
+
+from holdfast.contracts.spec import RunSpec
+
+SpecPath = Annotated[
+    str,
+    Field(
+        title="Path of a spec",
+        description="absolute path of a TOML or YAML file, where the flow runs",
+        pattern=r"^[/~].*\.(toml|ya?ml)$",
+    ),
+]
+
+
+class _Form:
+    """Accepts any value; its schema is that of a run spec, or of the path of one."""
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.any_schema()
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        form = TypeAdapter(RunSpec | SpecPath | None).core_schema
+        return handler(form)
+
+
+SpecParameter = Annotated[dict[str, Any] | str | None, _Form()]

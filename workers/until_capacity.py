@@ -1,0 +1,52 @@
+"""Runs that are paused until capacity returns: which of them can continue now."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from holdfast.contracts.errors import HoldfastError
+from holdfast.contracts.history import RunHistory, load_history
+from holdfast.contracts.journal import EventKind
+from holdfast.contracts.paths import RunPaths, list_runs
+from holdfast.contracts.states import RunState
+from holdfast.workers.executors import executor_for
+
+# The reason of such a request to pause, in the journal and in `holdfast show`.
+UNTIL_CAPACITY: Final = "until capacity returns"
+
+
+def ready_runs(root: Path) -> list[RunPaths]:
+    """Return this user's waiting runs under `root` that fit on free GPUs, oldest request first.
+
+    A run that cannot be read is skipped. Raises `SchedulerError` if free GPUs cannot be counted.
+    """
+    waiting = []
+    for paths in list_runs(root):
+        try:
+            history = load_history(paths)
+        except (HoldfastError, OSError):
+            continue
+        asked = history.pending_request or {}
+        is_waiting = asked.get("reason") == UNTIL_CAPACITY and paths.is_mine()
+        if history.state is RunState.PAUSED and is_waiting:
+            waiting.append((_asked_at(history), paths.name, history))
+    ready, taken = [], 0
+    for _, _, history in sorted(waiting, key=lambda one: one[:2]):
+        resources, gpus = history.spec.resources, _gpus(history)
+        free = executor_for(resources.executor).capacity(resources)
+        # Runs may want the same GPUs, so those that were given to one count for all others.
+        if free is None or free - taken >= gpus:
+            ready.append(history.paths)
+            taken += gpus
+    return ready
+
+
+def _gpus(history: RunHistory) -> int:
+    """Return the GPUs that the run continues with."""
+    last = history.last_attempt
+    return (last.gpus if last else 0) or history.spec.gpus
+
+
+def _asked_at(history: RunHistory) -> float:
+    return max(e.time for e in history.events if e.kind is EventKind.OPERATOR_REQUEST)
