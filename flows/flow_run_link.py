@@ -7,6 +7,7 @@ server that is down delays nothing.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any, Final
@@ -34,8 +35,6 @@ from holdfast.workers import operator
 LOOK_S: Final = 3.0
 ARTIFACTS_S: Final = 30.0
 END_S_MAX: Final = 20.0
-RESUMING, RETRYING = "Resuming", "AwaitingRetry"
-AGAIN: Final = frozenset({RESUMING, RETRYING})
 
 
 class FlowRunLink:
@@ -44,12 +43,14 @@ class FlowRunLink:
     def __init__(self, paths: RunPaths, flow_run: str, log: Log, redactor: Redactor) -> None:
         self._paths, self._id, self._log, self._redactor = paths, UUID(flow_run), log, redactor
         self._history: RunHistory | None = None
-        self._ended = threading.Event()
+        self._ended, self._changed = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._shown: tuple[object, ...] = ()
         self._shown_for_s = 0.0
         self._artifacts: dict[str, UUID] = {}
         self._is_paused_there = False
+        # Whether this link suspended the flow run, and not a person.
+        self._is_own_pause = False
         self._has_failed = False
         # Whether the flow run is suspended, so that Prefect starts another process to resume it.
         self.is_suspended = False
@@ -59,7 +60,9 @@ class FlowRunLink:
 
         That is when the run is paused and Prefect can resume it with a new process.
         """
-        self._history = history
+        before, self._history = self._history, history
+        if before is not None and state_name(before) != state_name(history):
+            self._changed.set()
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, daemon=True)
             self._thread.start()
@@ -68,16 +71,25 @@ class FlowRunLink:
     def close(self) -> None:
         """Show the run once more, and stop."""
         self._ended.set()
+        self._changed.set()
         if self._thread is not None:
             self._thread.join(END_S_MAX)
 
-    def suspend(self) -> None:
-        """End the flow's process, and leave the flow run as suspended. Raises `Pause`."""
+    def leave(self) -> None:
+        """End the process of a suspended flow run. Raises `Pause`, and `ServiceError`.
+
+        If the run continues meanwhile, Prefect starts another process.
+        """
+        if load_history(self._paths).state is not RunState.PAUSED:
+            with open_client() as client:
+                client.resume_flow_run(self._id)
         raise Pause("the run is paused", state=Suspended())
 
     def _work(self) -> None:
-        while not self._ended.wait(LOOK_S):
+        while not self._ended.is_set():
             self._try(self._synchronize)
+            self._changed.wait(LOOK_S)
+            self._changed.clear()
         self._try(self._show)
 
     def _try(self, work: Callable[[], object]) -> None:
@@ -99,7 +111,10 @@ class FlowRunLink:
             state = found.state
             if state is None or state.is_final() or state.is_cancelling():
                 return
-            if state.type is StateType.PAUSED:
+            if state.type is StateType.PAUSED and self._is_own_pause:
+                if history.state is not RunState.PAUSED:
+                    client.resume_flow_run(self._id)
+            elif state.type is StateType.PAUSED:
                 self._follow_pause(history, state)
             elif history.state is RunState.PAUSED and not self._is_paused_there:
                 self._pause_there(client, bool(found.deployment_id))
@@ -107,7 +122,7 @@ class FlowRunLink:
                 self._is_paused_there = False
                 self._request("resume")
             else:
-                self._is_paused_there = self.is_suspended = False
+                self._is_paused_there = self._is_own_pause = self.is_suspended = False
                 self._name(client, state, state_name(history))
             self._show_in(client, history)
 
@@ -125,7 +140,7 @@ class FlowRunLink:
             self._name(client, None, state_name(self._history or load_history(self._paths)))
             return
         client.set_flow_run_state(self._id, Suspended(message="The run is paused"))
-        self._is_paused_there = self.is_suspended = True
+        self._is_paused_there = self._is_own_pause = self.is_suspended = True
 
     def _request(self, action: operator.Action) -> None:
         try:
@@ -176,11 +191,14 @@ def take_up_requests(paths: RunPaths, flow_run: str, log: Log) -> None:
     if not taken or taken[-1].get("flow_run") != flow_run:
         return
     with open_client() as client:
-        states = client.read_flow_run_states(UUID(flow_run))
-    marks = [one for one in states if one.type is StateType.PAUSED or one.name in AGAIN]
-    newest = max(marks, key=lambda one: one.timestamp, default=None)
-    name = newest.name if newest is not None else None
-    if name == RESUMING and history.state is RunState.PAUSED:
+        states = sorted(client.read_flow_run_states(UUID(flow_run)), key=lambda one: one.timestamp)
+    before = None
+    for one, following in itertools.pairwise(states):
+        if following.is_scheduled():
+            before = one
+    if before is None:
+        return
+    if before.is_paused() and history.state is RunState.PAUSED:
         log.info("%s", operator.request(paths, "resume", by=BY, writer=JOURNAL))
-    elif name == RETRYING and history.state in {RunState.FAILED, RunState.CANCELLED}:
+    elif before.is_final() and history.state in {RunState.FAILED, RunState.CANCELLED}:
         log.info("%s", operator.request(paths, "relaunch", by=BY, writer=JOURNAL))

@@ -12,8 +12,8 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from holdfast.contracts.attempt import RunRecord, read_document
-from holdfast.contracts.errors import NotFoundError
-from holdfast.contracts.history import load_events
+from holdfast.contracts.errors import NotFoundError, ServiceError
+from holdfast.contracts.history import load_events, load_history
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.spec import RunSpec
@@ -78,6 +78,22 @@ def start_flow(paths: RunPaths, *, preflight: bool = True) -> Started:
     parameters = {**flow_parameters(paths), **({} if preflight else {"preflight": False})}
     flow_run = submit_to_prefect(parameters, name=paths.name)
     return Started(flow_run=flow_run.id, url=flow_run.url, warning=flow_run.warning)
+
+
+def start_after(paths: RunPaths, *, goes_on: bool, refresh: bool = False) -> Started:
+    """Start what a request to a run needs.
+
+    A run that goes on needs a supervisor. A paused run that was cancelled or stopped has ended, and
+    its suspended flow run is resumed, so that it ends too. Raises the errors of `start_if_alone`.
+    """
+    if goes_on:
+        return start_if_alone(paths, refresh=refresh)
+    if load_history(paths).state.is_live:
+        return Started()
+    try:
+        return resume_if_suspended(paths) or Started()
+    except ServiceError as error:
+        return Started(warning=f"Prefect still shows the run as paused: {error}")
 
 
 def resume_if_suspended(paths: RunPaths) -> Started | None:

@@ -85,7 +85,7 @@ class Supervisor:
     services: Mapping[str, Service] = field(default_factory=dict)
     companion: Companion | None = None
     is_acting: bool = False
-    _is_leaving: bool = False
+    is_leaving: bool = False
     _warned: set[str] = field(default_factory=set)
     _absences: Absences = field(default_factory=Absences)
     _failing_since: float | None = None
@@ -130,7 +130,7 @@ class Supervisor:
                 wait_s = self._turn(lock, journal)
                 if wait_s is None:
                     history = self._finish()
-                    if self._is_leaving or not (self.is_acting and history.state.is_live):
+                    if self.is_leaving or not (self.is_acting and history.state.is_live):
                         return history
                     # A request came meanwhile, and its command saw that the run has a supervisor.
                     wait_s = SOON_S
@@ -169,7 +169,7 @@ class Supervisor:
         if self.is_acting:
             self._deliveries.offer(history)
         if self.companion is not None and self.companion.look(history):
-            self._is_leaving = True
+            self.is_leaving = True
             return None
         return wait_s
 
@@ -376,7 +376,7 @@ class Supervisor:
         self._ingestion.finish()
         if self.is_acting:
             self._deliveries.finish(load_history(self.paths))
-        if not self._is_leaving:
+        if not self.is_leaving:
             secrets.forget(self.paths)
         return load_history(self.paths)
 

@@ -104,7 +104,7 @@ def train(
 def _own_run(root: Path, name: str) -> RunPaths | None:
     """Return the run that this flow run supervised before it was started again, or None."""
     paths = runs.newest_generation(root, name)
-    if paths is None or int(current_flow_run.run_count or 0) < 2:
+    if paths is None or not current_flow_run.id:
         return None
     taken = [e.data for e in load_events(paths) if e.kind is EventKind.SUPERVISED]
     is_own = bool(taken) and taken[-1].get("flow_run") == str(current_flow_run.id)
@@ -124,30 +124,26 @@ def supervise_here(
     link = None
     if flow_run and api_url():
         link = FlowRunLink(paths, flow_run, log, redactor)
-        if int(current_flow_run.run_count or 0) > 1:
-            take_up_requests(paths, flow_run, log)
+        take_up_requests(paths, flow_run, log)
+    supervisor = Supervisor(
+        paths=paths,
+        index=index,
+        log=log,
+        submit=submit_attempt,
+        flow_run=flow_run,
+        redactor=redactor,
+        services={PREFECT: _events(paths, redactor)},
+        companion=link,
+    )
     try:
-        while True:
-            supervisor = Supervisor(
-                paths=paths,
-                index=index,
-                log=log,
-                submit=submit_attempt,
-                flow_run=flow_run,
-                redactor=redactor,
-                services={PREFECT: _events(paths, redactor)},
-                companion=link,
-            )
-            with cancel_on_signal(paths, supervisor, log):
-                history = supervisor.run()
-            # A request that came before the lock was free found a supervisor, and started none.
-            if link is None or not load_history(paths).state.is_live:
-                return conclude(history, log, redactor)
-            if load_history(paths).state is RunState.PAUSED:
-                link.suspend()
+        with cancel_on_signal(paths, supervisor, log):
+            history = supervisor.run()
+        if link is not None and supervisor.is_leaving:
+            link.leave()
     finally:
         if link is not None:
             link.close()
+    return conclude(history, log, redactor)
 
 
 def _events(paths: RunPaths, redactor: Redactor) -> PrefectEvents:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import time
@@ -91,10 +92,13 @@ class FlowRuns:
     def ask(self, path: str, *items: Any, **body: Any) -> Any:
         """Call a path of the Prefect server's API; a POST if there is a list or a body."""
         sent = list(items) or body
+        headers = {"Content-Type": "application/json"}
+        if login := self.service.environment.get("PREFECT_API_AUTH_STRING"):
+            headers["Authorization"] = f"Basic {base64.b64encode(login.encode()).decode()}"
         request = urllib.request.Request(
             f"{self.service.api}/{path}",
             data=json.dumps(sent).encode() if sent else None,
-            headers={"Content-Type": "application/json"},
+            headers=headers,
         )
         ends_at = time.monotonic() + ANSWER_S
         while True:

@@ -22,8 +22,11 @@ readonly CLUSTER_PACKAGES=(
     munged:munge mariadbd:mariadb-server initdb:postgresql
     gcc:gcc strace:strace node:nodejs npm:npm chromium:chromium
     fusermount3:fuse3 pkg-config:pkg-config /usr/include/fuse3/fuse.h:libfuse3-dev
-    debootstrap:debootstrap glusterfsd:glusterfs-server
+    debootstrap:debootstrap glusterfsd:glusterfs-server redis-server:redis-server
 )
+# Their checkers read files in infra. They are unpacked into .setup/checkers, because installing
+# them would start services.
+readonly CHECKERS=(prometheus caddy cloud-init)
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 
@@ -138,6 +141,21 @@ add_newer_slurm() {
     fi
 }
 
+add_checkers() {
+    local folder=.setup/checkers package
+    [[ ! -d $folder ]] || return 0
+    command -v apt-get >/dev/null || return 0
+    mkdir -p "$folder.new/packages"
+    for package in "${CHECKERS[@]}"; do
+        if ! (cd "$folder.new/packages" && apt-get download -qq "$package" 2>>../../apt.log) ||
+            ! dpkg-deb -x "$folder.new/packages/$package"_*.deb "$folder.new"; then
+            say "$package could not be unpacked (see .setup/apt.log): a test of infra will fail"
+        fi
+    done
+    rm -r "$folder.new/packages"
+    mv "$folder.new" "$folder"
+}
+
 page_stamp() {
     find web -type d \( -name node_modules -o -name dist \) -prune -o -type f -print0 |
         LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | cut -c1-32
@@ -182,6 +200,7 @@ main() {
     if [[ "${1:-}" == --cluster ]]; then
         add_cluster_packages
         add_newer_slurm
+        add_checkers
     fi
     if [[ "${1:-}" == --page ]]; then
         has_node || die "make page needs Node $NODE_MIN or newer with npm" \

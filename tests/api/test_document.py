@@ -28,7 +28,7 @@ CHECKS = [not_a_server_error, response_schema_conformance]
 @pytest.fixture(scope="module")
 def tried(home: Path, sample_runs: dict[str, RunFolder]) -> Iterator[Served]:
     """A server that starts no flows: the tests relaunch runs hundreds of times."""
-    with serving(home, sample_runs, start=lambda _: {}) as one:
+    with serving(home, sample_runs, start=lambda *_: {}) as one:
         yield one
 
 

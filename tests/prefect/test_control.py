@@ -73,8 +73,7 @@ def test_pause_and_resume_in_prefect_commit_free_and_go_on(
     second = load_history(paths).attempts[1]
     assert second.facts["committed_step"] == second.last_step
     # A retry takes the run up where it stands.
-    again = {"type": "SCHEDULED", "name": "AwaitingRetry"}
-    runs.ask(f"flow_runs/{flow_run}/set_state", state=again, force=True)
+    service.command("prefect", "flow-run", "retry", flow_run)
     wait_for("the third attempt's steps", lambda: step_of(paths, 3) > (second.last_step or 0))
     runs.hurry()
     wait_for_end(paths)
@@ -109,7 +108,7 @@ def test_pause_resume_and_cancel_of_the_command_are_shown_by_prefect(runs: FlowR
 
 
 def test_prefect_shows_preemptions_failures_and_artifacts(runs: FlowRuns) -> None:
-    paths, flow_run = begin(runs, "shown", config={"steps": 6000}, supervision={"backoff_s": 8.0})
+    paths, flow_run = begin(runs, "shown", config={"steps": 6000})
     os.kill(claim_of(paths).pid, signal.SIGTERM)
     names: list[str] = []
     ends_at = time.monotonic() + 90
@@ -118,7 +117,8 @@ def test_prefect_shows_preemptions_failures_and_artifacts(runs: FlowRuns) -> Non
     ):
         names.append(shown(runs, flow_run))
         time.sleep(0.5)
-    assert {"Running", "Preempted"} <= set(names), set(names)
+    assert "Running" in names
+    assert {"Flushing", "Preempted", "AwaitingCapacity"} & set(names), set(names)
 
     def artifacts() -> dict[str, Any]:
         chosen = {"flow_run_id": {"any_": [flow_run]}}
@@ -146,7 +146,9 @@ def _rows(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_failing_rank_is_in_the_flow_runs_log_and_a_retry_relaunches(runs: FlowRuns) -> None:
+def test_a_failing_rank_is_in_the_flow_runs_log_and_a_retry_relaunches(
+    runs: FlowRuns, service: PrefectService
+) -> None:
     spec = runs.write_spec(
         "fails", {"steps": 60, "sleep_s": 0.0, "fail_at": 30}, supervision={"budgets": {}}
     )
@@ -157,7 +159,6 @@ def test_a_failing_rank_is_in_the_flow_runs_log_and_a_retry_relaunches(runs: Flo
     lines = runs.ask("logs/filter", logs={"flow_run_id": {"any_": [flow_run]}}, limit=200)
     assert any("a bad batch at step 30" in one["message"] for one in lines)
     attempts = len(paths.list_attempts())
-    again = {"type": "SCHEDULED", "name": "AwaitingRetry"}
-    runs.ask(f"flow_runs/{flow_run}/set_state", state=again, force=True)
+    service.command("prefect", "flow-run", "retry", flow_run)
     wait_for("another attempt", lambda: len(paths.list_attempts()) > attempts)
     wait_to_show(runs, flow_run, "Failed")

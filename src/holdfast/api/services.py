@@ -19,8 +19,9 @@ from holdfast.api.tokens import TokenStore
 from holdfast.api.watch import Watch
 from holdfast.contracts.paths import RunPaths
 
-# Starts a flow for a run that continues, unless it has one; returns facts about the new flow.
-Start = Callable[[RunPaths], Mapping[str, Any]]
+# Starts what a request to a run needs; the second argument says whether the run continues. Returns
+# facts about the supervisor.
+Start = Callable[[RunPaths, bool], Mapping[str, Any]]
 # Raises if a run could not continue. It is called before the request is recorded.
 Check = Callable[[RunPaths], None]
 # (parent run, checkpoint's directory, new name, overrides, by) -> facts about the new run.

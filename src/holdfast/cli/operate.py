@@ -10,10 +10,9 @@ import typer
 from holdfast.cli.arguments import RunsArgument, locate_runs
 from holdfast.cli.index import look_at, user_name
 from holdfast.cli.output import AsJson, RootOption, answer, print_error, say, warn
-from holdfast.contracts.errors import HoldfastError, ServiceError
+from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.states import RunState
 
 if TYPE_CHECKING:
     from holdfast.workers.operator import Action
@@ -104,10 +103,11 @@ def _render(facts: Sequence[Mapping[str, Any]]) -> None:
 
 def _ask_run(paths: RunPaths, action: Action, gpus: int | None, reason: str) -> dict[str, Any]:
     """Record the request, start a supervisor if the run needs one, and return the facts."""
+    from holdfast.flows.start import start_after
     from holdfast.workers import operator
     from holdfast.workers.feasibility import Feasibility
 
-    before = look_at(paths).state
+    look_at(paths)
     if action in GOES_ON:
         from holdfast.flows.secrets import require_again
 
@@ -116,32 +116,14 @@ def _ask_run(paths: RunPaths, action: Action, gpus: int | None, reason: str) -> 
     message = operator.request(paths, action, by=user_name(), gpus=gpus, reason=reason)
     if gpus is not None and (doubt := Feasibility.of(load_history(paths)).doubt(gpus)):
         warn(f"holdfast: {doubt}")
-    started = _start_if_needed(paths, action, before)
+    started = start_after(paths, goes_on=action in GOES_ON, refresh=True)
+    if started.warning:
+        warn(f"holdfast: {started.warning}")
     return {
         "run": paths.name,
         "action": action,
         "gpus": gpus,
         "message": message,
         "state": load_history(paths).state.value,
-        **started,
+        **started.as_json(),
     }
-
-
-def _start_if_needed(paths: RunPaths, action: Action, before: RunState) -> dict[str, Any]:
-    """Start a supervisor for a request to continue, unless the run has one; return the facts.
-
-    The suspended flow run of a paused run is resumed in any case, so that it ends too.
-    """
-    from holdfast.flows.start import Started, resume_if_suspended, start_if_alone
-
-    started = Started()
-    if action in GOES_ON:
-        started = start_if_alone(paths, refresh=True)
-    elif before is RunState.PAUSED:
-        try:
-            started = resume_if_suspended(paths) or started
-        except ServiceError as error:
-            warn(f"holdfast: Prefect still shows the run as paused: {error}")
-    if started.warning:
-        warn(f"holdfast: {started.warning}")
-    return started.as_json()

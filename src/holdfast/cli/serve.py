@@ -138,11 +138,11 @@ def revoke_token(
     answer(_facts(token), as_json, lambda facts: say(f"revoked {facts['name']}"))
 
 
-def start_run(paths: RunPaths) -> Mapping[str, Any]:
-    """Start a supervisor for a run unless it has one; return the facts for JSON."""
-    from holdfast.flows.start import start_if_alone
+def start_run(paths: RunPaths, goes_on: bool = True) -> Mapping[str, Any]:
+    """Start what a request to a run needs, see `start_after`; return the facts for JSON."""
+    from holdfast.flows.start import start_after
 
-    return start_if_alone(paths).as_json()
+    return start_after(paths, goes_on=goes_on).as_json()
 
 
 def check_secrets(paths: RunPaths) -> None:

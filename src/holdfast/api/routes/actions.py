@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter, Request
 
 from holdfast.api.access import AS_READER, Caller, Operator
@@ -80,7 +78,6 @@ def _ask(
     services = services_of(request)
     paths = services.store.folder_of(run)
     reconcile(paths, writer=WRITER)
-    started: dict[str, Any] = {}
     continues = action in {"relaunch", "resume"}
     with audited(paths, action, caller, gpus=gpus, force=body.force):
         if continues:
@@ -88,8 +85,7 @@ def _ask(
         message = operator.request(
             paths, action, by=caller.name, gpus=gpus, writer=WRITER, alone=not body.force
         )
-        if continues:
-            started = dict(services.start(paths))
+        started = dict(services.start(paths, continues))
     services.watch.touch(paths)
     state = str(load_history(paths).state)
     return ActionDone.model_validate(

@@ -1,0 +1,24 @@
+# Holdfast for a team's services: the commands, the page, Prefect's server and workers. No torch.
+# Build it in the root of a checkout, after `make page`:
+#   docker build -f infra/images/server.Dockerfile -t holdfast-server .
+FROM python:3.11-slim-bookworm AS wheel
+COPY . /src
+# The wheel contains the page, which `make page` has built.
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels /src
+
+FROM python:3.11-slim-bookworm
+# Slurm's commands and MUNGE, so that workers can submit jobs. The cluster's own packages must have
+# the version of its controller: replace these where it differs.
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends slurm-client=22.05.* munge=0.5.* tini=0.19.* \
+    && rm -rf /var/lib/apt/lists/*
+COPY --from=wheel /wheels /wheels
+RUN pip install --no-cache-dir "$(ls /wheels/holdfast-*.whl)[server,redis]" && rm -rf /wheels
+# Jobs run as this account, so its number must be that of the account on the cluster.
+ARG UID=1500
+RUN useradd --uid "$UID" --create-home holdfast
+USER $UID
+WORKDIR /home/holdfast
+# Workers start flows that outlive them, whose endings somebody must collect.
+ENTRYPOINT ["tini", "--"]
+CMD ["holdfast", "--help"]
