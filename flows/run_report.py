@@ -78,7 +78,9 @@ def artifacts(history: RunHistory) -> Iterator[tuple[str, Artifact]]:
 def _progress(history: RunHistory) -> tuple[int, int, str]:
     """Return the newest step, the number of steps (0: unknown), and both in words."""
     last = history.last_attempt
-    step = (last.last_step or last.first_step or 0) if last else 0
+    # A new attempt has no step until its ranks train.
+    known = (view.last_step for view in reversed(history.attempts))
+    step = next((one for one in known if one is not None), 0)
     pace_s = 0.0
     if last is not None and not last.state.is_terminal:
         beats = read_heartbeats(history.paths.attempt(last.number))

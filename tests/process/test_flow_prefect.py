@@ -215,6 +215,8 @@ def test_run_continues_without_prefect_and_index_and_both_catch_up(
         "HOLDFAST_HOME": str(tmp_path / "home"),
         "HOLDFAST_ROOT": str(tmp_path / "runs"),
         "HOLDFAST_DATABASE_URL": f"sqlite:///{database}",
+        # Otherwise Prefect tries for four minutes to report the end of the flow.
+        "PREFECT_CLIENT_MAX_RETRIES": "2",
     }
     service = PrefectService(tmp_path, environment)
     runs = FlowRuns(service, tmp_path)
