@@ -12,6 +12,7 @@ from prefect.workers.base import BaseWorker
 
 from holdfast.contracts.errors import ServiceError
 from holdfast.flows import operations
+from holdfast.flows.blocks import register_blocks
 from holdfast.flows.deployments import DEPLOYMENT, open_client, translate_errors
 from holdfast.flows.train import train
 from prefect import Flow
@@ -34,13 +35,14 @@ HEARTBEAT_S: Final = 30
 
 
 def deploy(pool: str = POOL, pool_type: str = "") -> list[str]:
-    """Create the work pool, if it is missing, and the deployments; return their names.
+    """Create the types of blocks, the work pool and the deployments; return the latter's names.
 
     A second call updates the deployments; their schedules stay. `pool_type` is one of
     `POOL_TYPES`; empty: that of the pool, or `process` for a new one. Raises `ServiceError`, also
     for a pool of another type.
     """
     with open_client() as client:
+        register_blocks()
         try:
             found = client.read_work_pool(pool).type
         except ObjectNotFound:

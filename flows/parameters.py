@@ -1,4 +1,4 @@
-"""Build a `RunSpec` from a file or a table, and overrides. This module does not use Prefect.
+"""Build a `RunSpec` from a file or a table, and overrides. Prefect is asked only for `blocks`.
 
 One `SpecError` reports all problems together: unknown keys, wrong values and invalid overrides.
 """
@@ -36,7 +36,7 @@ def load_spec(
 
     `source` is a TOML or YAML file, or a table. The working directory becomes absolute. A relative
     one starts at the file's folder or, for a table, at `base` (by default, the current directory).
-    Raises `SpecError` with every problem.
+    Raises `SpecError` with every problem, and `ServiceError` if a block of Prefect cannot be read.
     """
     if isinstance(source, Mapping):
         table, origin = copy.deepcopy(dict(source)), "the spec"
@@ -47,6 +47,10 @@ def load_spec(
         folder = path.parent
     problems = _apply(table, overrides)
     problems += drop_unknown_keys(table, RunSpec)
+    if table.get("blocks") and not problems:
+        from holdfast.flows.blocks import with_blocks
+
+        table = with_blocks(table)
     spec = None
     try:
         spec = RunSpec.model_validate(table)

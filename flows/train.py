@@ -22,6 +22,7 @@ from holdfast.contracts.history import RunHistory, load_events, load_history
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.paths import AttemptPaths, RunPaths, default_root
 from holdfast.contracts.states import RunState
+from holdfast.flows.blocks import root_of
 from holdfast.flows.cancellation import cancel_on_signal, cancel_run_of_flow
 from holdfast.flows.carry import given_spec, is_under_way, take_up
 from holdfast.flows.deployments import api_url
@@ -88,6 +89,8 @@ def train(
                 raise SpecError("spec: nothing given; expected a run spec, the path of one, or run")
             return supervise_here(runs.find_run(home, run), index, redactor)
         run_spec = given_spec(spec, overrides or (), home, run)
+        if root is None and run is None:
+            home = root_of(run_spec.blocks.storage) or home
         redactor.learn(run_spec.given)
         if (again := _own_run(home, run_spec.name)) is not None:
             return supervise_here(again, index, redactor)

@@ -63,7 +63,8 @@ def submit(
     from holdfast.flows import secrets
     from holdfast.flows.parameters import load_spec
 
-    run_spec, home = load_spec(spec, overrides or ()), choose_root(root)
+    run_spec = load_spec(spec, overrides or ())
+    home = root_for(run_spec, root)
     for warning in secrets.plain_secret_warnings(run_spec):
         warn(f"holdfast: {warning}")
     if dry_run:
@@ -122,6 +123,16 @@ def fork(
     warnings = [*plain_secret_warnings(spec), *warnings_of(spec, parent)]
     warnings += warnings_of_defaults(spec)
     start_and_follow(paths, warnings, created=True, wait=wait, as_json=as_json)
+
+
+def root_for(spec: RunSpec, root: str | None) -> Path:
+    """Return the folder of runs: `root`, that of the spec's storage block, or the default."""
+    if root is None and spec.blocks.storage:
+        from holdfast.flows.blocks import root_of
+
+        if (found := root_of(spec.blocks.storage)) is not None:
+            return found
+    return choose_root(root)
 
 
 def first_request(spec: RunSpec, root: Path) -> Request:

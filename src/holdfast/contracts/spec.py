@@ -160,6 +160,21 @@ class Cost(SpecPart):
     currency: str = Field(default="USD", description="currency of both prices")
 
 
+class Blocks(SpecPart):
+    """Blocks of Prefect, by name. Their values are the defaults of the spec's other parts."""
+
+    cluster: str | None = Field(
+        default=None,
+        description="block of the type `holdfast-cluster`, with defaults of `resources` and "
+        "`launch.setup`",
+    )
+    storage: str | None = Field(
+        default=None,
+        description="block of the type `holdfast-storage`, with the folder of the runs and "
+        "defaults of `checkpoint.directory` and `checkpoint.mirror`",
+    )
+
+
 class RunSpec(SpecPart):
     """One training job, from its first step to its last.
 
@@ -195,6 +210,7 @@ class RunSpec(SpecPart):
     health: Health = Health()
     cost: Cost = Cost()
     alerts: Alerts = Alerts()
+    blocks: Blocks = Blocks()
 
     @field_validator("name")
     @classmethod

@@ -1,0 +1,51 @@
+"""Blocks of Prefect that a spec names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from examples.demo_service import PrefectService
+from tests.flow_runs import FlowRuns, wait_for_end
+
+from holdfast.contracts.attempt import RunRecord, read_document
+from holdfast.contracts.paths import RunPaths
+
+
+def create_block(runs: FlowRuns, slug: str, name: str, **data: Any) -> None:
+    """Create a block as Prefect's UI does. Its type exists since `holdfast deploy`."""
+    kind = runs.ask(f"block_types/slug/{slug}")["id"]
+    (schema, *_) = runs.ask(
+        "block_schemas/filter", block_schemas={"block_type_id": {"any_": [kind]}}
+    )
+    body = {"name": name, "data": data, "block_type_id": kind, "block_schema_id": schema["id"]}
+    runs.ask("block_documents/", **body)
+
+
+def test_a_spec_takes_its_defaults_and_its_root_from_blocks(
+    runs: FlowRuns, service: PrefectService, tmp_path: Path
+) -> None:
+    root, kept = tmp_path / "elsewhere", tmp_path / "kept"
+    kept.mkdir()
+    cluster = {"executor": "local", "gpus_per_node": 1, "setup": ["export FROM_BLOCK=1"]}
+    create_block(runs, "holdfast-cluster", "here", **cluster)
+    create_block(runs, "holdfast-storage", "scratch", root=str(root), directory=str(kept))
+    blocks = {"cluster": "here", "storage": "scratch"}
+    path = runs.write_spec("blocks", {"steps": 20, "sleep_s": 0.0}, blocks=blocks)
+    spec = json.loads(path.read_text())
+    refused = runs.holdfast("submit", str(path), "--set", "blocks.cluster=there", check=False)
+    assert "no block holdfast-cluster/there" in refused["error"]["message"]
+    assert "it has: here" in refused["error"]["message"]
+    assert not root.exists()
+    runs.holdfast("submit", str(path))
+    paths = RunPaths(root / "blocks")
+    runs.made.append(paths)
+    wait_for_end(paths)
+    record = read_document(RunRecord, paths.spec)
+    assert record is not None
+    # The spec's own values have precedence over the block's.
+    assert record.spec["resources"]["gpus_per_node"] == spec["resources"]["gpus_per_node"] == 2
+    assert record.spec["launch"]["setup"] == ["export FROM_BLOCK=1"]
+    assert record.spec["checkpoint"]["directory"] == str(kept)
+    assert any(kept.rglob("manifest.json"))
