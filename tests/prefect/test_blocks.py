@@ -34,9 +34,11 @@ def test_a_spec_takes_its_defaults_and_its_root_from_blocks(
     blocks = {"cluster": "here", "storage": "scratch"}
     path = runs.write_spec("blocks", {"steps": 20, "sleep_s": 0.0}, blocks=blocks)
     spec = json.loads(path.read_text())
-    refused = runs.holdfast("submit", str(path), "--set", "blocks.cluster=there", check=False)
-    assert "no block holdfast-cluster/there" in refused["error"]["message"]
-    assert "it has: here" in refused["error"]["message"]
+    wrong = ["holdfast", "submit", str(path), "--set", "blocks.cluster=there"]
+    refused = service.command(*wrong, check=False)
+    assert refused.returncode != 0
+    assert "no block holdfast-cluster/there" in refused.stderr
+    assert "it has: here" in refused.stderr
     assert not root.exists()
     runs.holdfast("submit", str(path))
     paths = RunPaths(root / "blocks")

@@ -44,6 +44,20 @@ describe("the attempts of a run", () => {
     expect(rowsOf("Attempts")[0]).toMatch(/GPUs · job 41paused.*paused by mia/);
   });
 
+  it("in several places have a row for each stretch, with its cost", async () => {
+    const spot = {
+      place: 0, name: "spot", first: 1, last: 2, began_at: 0, ended_at: 3600, ettr: 0.5,
+      steps_lost: 0, gpu_hours: 8, cost: 8, preemption_cost: 1, on_demand_cost: 24, saved: 16,
+      currency: "USD",
+    };
+    const prod = { ...spot, place: 1, name: "prod", first: 3, last: 3, cost: 24, ettr: 0.95 };
+    openPage("/runs/gpt", { "GET /runs/gpt": run({ stretches: [spot, prod] }) });
+    await screen.findByText("Where it ran");
+    const [first, second] = rowsOf("Where it ran");
+    expect(first).toBe("spot1–21 h50.0 %8.08.00 USD24.00 USD");
+    expect(second).toMatch(/^prod3/);
+  });
+
   it("are drawn over time, with what each did and its checkpoints", async () => {
     openPage("/runs/gpt", {
       "GET /runs/gpt": run({ attempts: [PREEMPTED, FAILED] }),

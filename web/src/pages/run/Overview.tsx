@@ -127,34 +127,36 @@ function Places({ stretches }: { stretches: Run["stretches"] }) {
   return (
     <section className="section">
       <h2>Where it ran</h2>
-      <table>
-        <thead>
-          <tr>
-            <th>Place</th>
-            <th>Attempts</th>
-            <th className="number wide-only">Time</th>
-            <th className="number">ETTR</th>
-            <th className="number wide-only">GPU hours</th>
-            {hasPrices ? <th className="number">Cost</th> : null}
-            {hasPrices ? <th className="number wide-only">On demand</th> : null}
-          </tr>
-        </thead>
-        <tbody>
-          {stretches.map((one) => (
-            <tr key={one.first}>
-              <td>{one.name}</td>
-              <td>{one.first === one.last ? one.first : `${one.first}–${one.last}`}</td>
-              <td className="number wide-only">{span(one.ended_at - one.began_at)}</td>
-              <td className="number">{percent(one.ettr)}</td>
-              <td className="number wide-only">{one.gpu_hours.toFixed(1)}</td>
-              {hasPrices ? <td className="number">{money(one.cost, one.currency)}</td> : null}
-              {hasPrices ? (
-                <td className="number wide-only">{money(one.on_demand_cost, one.currency)}</td>
-              ) : null}
+      <div className="table-wrap" tabIndex={0} role="region" aria-label="Where it ran">
+        <table>
+          <thead>
+            <tr>
+              <th>Place</th>
+              <th>Attempts</th>
+              <th className="number wide-only">Time</th>
+              <th className="number">ETTR</th>
+              <th className="number wide-only">GPU hours</th>
+              {hasPrices ? <th className="number">Cost</th> : null}
+              {hasPrices ? <th className="number wide-only">On demand</th> : null}
             </tr>
-          ))}
-        </tbody>
-      </table>
+          </thead>
+          <tbody>
+            {stretches.map((one) => (
+              <tr key={one.first}>
+                <td>{one.name}</td>
+                <td>{one.first === one.last ? one.first : `${one.first}–${one.last}`}</td>
+                <td className="number wide-only">{span(one.ended_at - one.began_at)}</td>
+                <td className="number">{percent(one.ettr)}</td>
+                <td className="number wide-only">{one.gpu_hours.toFixed(1)}</td>
+                {hasPrices ? <td className="number">{money(one.cost, one.currency)}</td> : null}
+                {hasPrices ? (
+                  <td className="number wide-only">{money(one.on_demand_cost, one.currency)}</td>
+                ) : null}
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
     </section>
   );
 }
