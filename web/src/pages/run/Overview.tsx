@@ -134,7 +134,7 @@ function Places({ stretches }: { stretches: Run["stretches"] }) {
               <th>Place</th>
               <th>Attempts</th>
               <th className="number wide-only">Time</th>
-              <th className="number">ETTR</th>
+              <th className="number">Goodput</th>
               <th className="number wide-only">GPU hours</th>
               {hasPrices ? <th className="number">Cost</th> : null}
               {hasPrices ? <th className="number wide-only">On demand</th> : null}
