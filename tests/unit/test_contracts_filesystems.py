@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,29 @@ def test_the_file_system_of_a_path_is_its_innermost_mount(
     assert filesystems.filesystem_of(tmp_path).kind == "ext4"
     found = filesystems.filesystem_of(inner / "not there" / "yet")
     assert (found.kind, found.delay_s) == ("nfs4", 120.0 + CACHE_MARGIN_S)
+
+
+def test_a_device_number_that_another_file_system_gets_is_looked_up_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an unmount, the kernel gives the number to the next mount, as with autofs."""
+    table = tmp_path / "mountinfo"
+    line = f"36 22 0:31 / {tmp_path} rw - %s source rw\n"
+    monkeypatch.setattr(filesystems, "MOUNTS", table)
+    renewed: list[int] = []
+    monkeypatch.setattr(os, "fsync", renewed.append)
+    now = time.monotonic()
+    with open(tmp_path / "journal", "wb") as journal:
+        for seconds, kind, is_renewed in (
+            (100.0, "fuse.other", False),
+            (102.0, "fuse.glusterfs", True),
+            (104.0, "ext4", False),
+        ):
+            table.write_text(line % kind)
+            monkeypatch.setattr(time, "monotonic", lambda at=now + seconds: at)
+            filesystems.fetch_attributes(journal.fileno())
+            assert bool(renewed) is is_renewed
+            renewed.clear()
 
 
 @pytest.mark.parametrize(

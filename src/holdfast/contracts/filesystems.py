@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
 import os
 import re
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,9 +46,10 @@ _EMPTY_PATH: Final = 0x1000
 _FORCE_SYNC: Final = 0x2000
 _BASIC_STATS: Final = 0x7FF
 _STATX_BYTES: Final = 256
-# What this process knows of the devices of folders, by their numbers.
-_SHARED_DEVICES: Final[dict[int, bool]] = {}
-_GLUSTER_DEVICES: Final[dict[int, bool]] = {}
+# By the number of a device: when this process looked (monotonic seconds), and its file system. The
+# kernel gives the number of an unmounted file system to the next one, so a look is soon too old.
+_KNOWN: Final[dict[int, tuple[float, FileSystem]]] = {}
+KNOWN_S: Final = 1.0
 
 
 @dataclass(frozen=True)
@@ -118,22 +121,26 @@ def is_there(path: Path) -> bool:
 
 def _is_on_gluster(handle: int) -> bool:
     """Return whether an open file is on GlusterFS, by its device."""
-    device = os.fstat(handle).st_dev
-    if device not in _GLUSTER_DEVICES:
-        kind = filesystem_of(Path(f"/proc/self/fd/{handle}")).kind
-        _GLUSTER_DEVICES[device] = kind.removeprefix(FUSE) == "glusterfs"
-    return _GLUSTER_DEVICES[device]
+    found = _known(os.fstat(handle).st_dev, Path(f"/proc/self/fd/{handle}"))
+    return found.kind.removeprefix(FUSE) == "glusterfs"
 
 
 def _is_on_shared_device(folder: Path) -> bool:
     """Return whether several hosts may see `folder`, by its device; False if it does not exist."""
     try:
-        device = folder.stat().st_dev
+        return _known(folder.stat().st_dev, folder).may_be_shared
     except OSError:
         return False
-    if device not in _SHARED_DEVICES:
-        _SHARED_DEVICES[device] = filesystem_of(folder).may_be_shared
-    return _SHARED_DEVICES[device]
+
+
+def _known(device: int, path: Path) -> FileSystem:
+    """Return the file system of `path` on `device`, as it was at most `KNOWN_S` seconds ago."""
+    looked_at, found = _KNOWN.get(device, (-math.inf, None))
+    now = time.monotonic()
+    if found is None or now - looked_at >= KNOWN_S:
+        found = filesystem_of(path)
+        _KNOWN[device] = now, found
+    return found
 
 
 def is_listed(path: Path) -> bool:
