@@ -142,18 +142,37 @@ add_newer_slurm() {
 }
 
 add_checkers() {
-    local folder=.setup/checkers package
-    [[ ! -d $folder ]] || return 0
-    command -v apt-get >/dev/null || return 0
+    local folder=.setup/checkers
+    if [[ -d $folder ]] || ! command -v apt-get >/dev/null; then
+        return 0
+    fi
+    rm -rf "$folder.new"
     mkdir -p "$folder.new/packages"
-    for package in "${CHECKERS[@]}"; do
-        if ! (cd "$folder.new/packages" && apt-get download -qq "$package" 2>>../../apt.log) ||
-            ! dpkg-deb -x "$folder.new/packages/$package"_*.deb "$folder.new"; then
-            say "$package could not be unpacked (see .setup/apt.log): a test of infra will fail"
-        fi
-    done
+    if ! unpack_checkers "$folder.new"; then
+        say "${CHECKERS[*]} could not be unpacked (see .setup/apt.log): tests of infra will fail"
+        return 0
+    fi
     rm -r "$folder.new/packages"
     mv "$folder.new" "$folder"
+}
+
+unpack_checkers() {
+    local package log="$PWD/.setup/apt.log"
+    (
+        cd "$1/packages" || exit 1
+        # Without package lists, the names are unknown.
+        apt-get download -qq "${CHECKERS[@]}" >>"$log" 2>&1 ||
+            { update_package_lists && apt-get download -qq "${CHECKERS[@]}" >>"$log" 2>&1; }
+    ) || return 1
+    for package in "$1"/packages/*.deb; do
+        dpkg-deb -x "$package" "$1" || return 1
+    done
+}
+
+update_package_lists() {
+    local sudo=()
+    [[ $EUID -eq 0 ]] || sudo=(sudo -n)
+    "${sudo[@]}" apt-get update -qq -o "DPkg::Lock::Timeout=$APT_WAIT_S"
 }
 
 page_stamp() {
