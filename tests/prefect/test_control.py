@@ -158,8 +158,12 @@ def test_a_failing_rank_is_in_the_flow_runs_log_and_a_retry_relaunches(
     wait_for_end(paths, "failed")
     flow_run = supervisions(paths)[-1]["flow_run"]
     wait_to_show(runs, flow_run, "Failed")
-    lines = runs.ask("logs/filter", logs={"flow_run_id": {"any_": [flow_run]}}, limit=200)
-    assert any("a bad batch at step 30" in one["message"] for one in lines)
+
+    def has_traceback() -> bool:
+        lines = runs.ask("logs/filter", logs={"flow_run_id": {"any_": [flow_run]}}, limit=200)
+        return any("a bad batch at step 30" in one["message"] for one in lines)
+
+    wait_for("the traceback in the log of the flow run", has_traceback, 60)
     attempts = len(paths.list_attempts())
     service.command("prefect", "flow-run", "retry", flow_run)
     wait_for("another attempt", lambda: len(paths.list_attempts()) > attempts)
