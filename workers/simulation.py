@@ -356,7 +356,9 @@ def simulate(
     traces = (trace, *(one or always for one in places))
     run = _Run(spec, steps, costs, traces, random.Random(seed))
     while True:
-        decision = decide(run.history, trace.free(run.now), now=run.now)
+        # The local executor does not know how many GPUs are free.
+        free = trace.free(run.now) if spec.resources.executor == "slurm" else None
+        decision = decide(run.history, free, now=run.now)
         if decision.action != "relaunch":
             break
         run.now += decision.delay_s

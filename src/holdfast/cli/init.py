@@ -97,8 +97,12 @@ deployments:
     parameters:
       spec: {spec}
       root: {root}
+    # The automations of `holdfast deploy --automations` are for flow runs with this tag.
+    tags: [holdfast]
     work_pool:
       name: holdfast
+      job_variables:
+        env: {{PREFECT_FLOWS_HEARTBEAT_FREQUENCY: "30"}}
 """
 
 
