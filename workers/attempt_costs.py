@@ -10,19 +10,22 @@ from dataclasses import dataclass
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.goodput import segments
 from holdfast.contracts.history import RunHistory
-from holdfast.contracts.timeline import spans_of
+from holdfast.contracts.journal import EventKind
+from holdfast.contracts.timeline import goodput_of, spans_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
     """The seconds that the parts of an attempt take.
 
-    `step_s` is a step at the spec's own size; at another size it changes inversely. `notice_s` is
-    the time between a preemption's notice and the end of the job. Without `mean_failure_s`, the
-    mean time between failures without a notice, a node fails as often as large runs report.
+    `step_s` is a step at the spec's own size; at another size it changes inversely. `relaunch_s` is
+    the time from a decision to relaunch until the attempt is queued. `notice_s` is the time between
+    a preemption's notice and the end of the job. Without `mean_failure_s`, the mean time between
+    failures without a notice, a node fails as often as large runs report.
     """
 
     step_s: float
+    relaunch_s: float = 0.0
     queue_s: float = 0.0
     start_s: float = 60.0
     load_s: float = 30.0
@@ -52,8 +55,16 @@ def measured_costs(history: RunHistory) -> Costs:
             f"{history.paths.name}: it has trained no step yet; give --cost step_s=SECONDS"
         )
     saves = sum(len(one.held) for one in launches)
+    # The time between attempts, without what the policy waited on purpose.
+    delays_s = sum(
+        float(event.data.get("delay_s") or 0.0)
+        for event in history.events
+        if event.kind is EventKind.DECISION and event.data.get("action") == "relaunch"
+    )
+    stopped_s = goodput_of(history, until=until).stopped_s
     return Costs(
         step_s=size_s / history.spec.gpus / steps,
+        relaunch_s=max(0.0, stopped_s - delays_s) / len(spans),
         queue_s=parts["queued"] / len(spans),
         start_s=parts["starting"] / len(launches),
         load_s=parts["loading"] / max(1, sum(one.loads_from is not None for one in launches)),

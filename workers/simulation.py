@@ -361,7 +361,7 @@ def simulate(
         decision = decide(run.history, free, now=run.now)
         if decision.action != "relaunch":
             break
-        run.now += decision.delay_s
+        run.now += decision.delay_s + costs.relaunch_s
         if run.now > END_S_MAX or len(run.views) >= ATTEMPTS_MAX:
             decision = replace(decision, reason=f"not complete after {len(run.views)} attempts")
             break

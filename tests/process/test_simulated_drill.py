@@ -34,7 +34,7 @@ LOG = logging.getLogger("holdfast.test")
 @pytest.mark.timeout(900)
 def test_a_simulation_ends_when_the_real_run_did(tmp_path: Path, index: Index) -> None:
     run = LocalRun(
-        tmp_path / "root", checkpoint={"interval": 50, "snapshots": 0}, steps=STEPS, sleep_s=0.1
+        tmp_path / "root", checkpoint={"interval": 50, "snapshots": "off"}, steps=STEPS, sleep_s=0.1
     )
     supervisor = Supervisor(paths=run.paths, index=index, log=LOG, submit=submit_next)
     thread = threading.Thread(target=supervisor.run, daemon=True)

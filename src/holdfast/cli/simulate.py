@@ -75,8 +75,8 @@ def simulate(
         list[str] | None,
         typer.Option(
             metavar="KEY=SECONDS",
-            help="A cost: step_s, queue_s, start_s, load_s, blocked_s, flush_s, notice_s or "
-            "mean_failure_s. Repeatable.",
+            help="A cost: step_s, relaunch_s, queue_s, start_s, load_s, blocked_s, flush_s, "
+            "notice_s or mean_failure_s. Repeatable.",
         ),
     ] = None,
     instance_gpus: Annotated[
