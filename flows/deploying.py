@@ -21,6 +21,7 @@ POOL: Final = "holdfast"
 POOL_TYPES: Final = ("process", "holdfast")
 FLOWS: Final[tuple[Flow[Any, Any], ...]] = (
     train,
+    operations.submit,
     operations.relaunch,
     operations.supervise,
     operations.resume,

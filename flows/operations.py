@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
 from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run as current_flow_run
@@ -21,20 +20,34 @@ from holdfast.contracts.supervision import is_supervised
 from holdfast.flows import secrets
 from holdfast.flows.cancellation import BY, cancel_run_of_flow, find_supervised, is_cancelling
 from holdfast.flows.redactor import Redactor
-from holdfast.flows.spec_form import SpecParameter
+from holdfast.flows.spec_form import SpecParameter, SpecTable
 from holdfast.flows.start import start_if_alone
 from holdfast.flows.submission import JOURNAL
 from holdfast.flows.sweep import Sweep, members_of
-from holdfast.flows.train import home_of, supervise_here
+from holdfast.flows.train import home_of, supervise_here, train
 from holdfast.lineage.index import Index
 from holdfast.workers import exports, operator, pruning, verification
 from holdfast.workers.checkpoints import newest_of_run
 from holdfast.workers.runs import find_run, require_own
 from holdfast.workers.until_capacity import ready_runs
+from prefect import flow, get_run_logger
 
 NEWEST: Final = "newest"
 
 Answer = dict[str, Any] | State[Any]
+
+
+@flow(name="submit", on_cancellation=[cancel_run_of_flow], persist_result=False)
+def submit(spec: SpecTable, root: str | None = None, preflight: bool = True) -> Answer:
+    """Start a run from a form, and supervise it until its end, as `train` does.
+
+    Args:
+        spec: What to run, and within which limits.
+        root: The folder that contains the runs. By default that of the worker's environment.
+        preflight: Whether checks run before the first attempt is queued.
+    """
+    answer: Answer = train.fn(spec=spec, root=root, preflight=preflight)
+    return answer
 
 
 @flow(name="relaunch", on_cancellation=[cancel_run_of_flow], persist_result=False)

@@ -25,7 +25,10 @@ SpecPath = Annotated[
 
 
 class _Form:
-    """Accepts any value; its schema is that of a run spec, or of the path of one."""
+    """Accepts any value; its schema is that of `kind`."""
+
+    def __init__(self, kind: Any) -> None:
+        self._kind = kind
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
@@ -35,8 +38,10 @@ class _Form:
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        form = TypeAdapter(RunSpec | SpecPath | None).core_schema
-        return handler(form)
+        return handler(TypeAdapter(self._kind).core_schema)
 
 
-SpecParameter = Annotated[dict[str, Any] | str | None, _Form()]
+# A run spec, the path of one, or nothing. Of a choice, Prefect's UI cannot mark the wrong key.
+SpecParameter = Annotated[dict[str, Any] | str | None, _Form(RunSpec | SpecPath | None)]
+# A run spec, whose wrong keys Prefect's UI marks.
+SpecTable = Annotated[dict[str, Any], _Form(RunSpec)]
