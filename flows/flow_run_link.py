@@ -194,7 +194,8 @@ def take_up_requests(paths: RunPaths, flow_run: str, log: Log) -> None:
         states = sorted(client.read_flow_run_states(UUID(flow_run)), key=lambda one: one.timestamp)
     before = None
     for one, following in itertools.pairwise(states):
-        if following.is_scheduled():
+        # A flow run that waits for its worker is scheduled twice: the second time, as late.
+        if following.is_scheduled() and not one.is_scheduled():
             before = one
     if before is None:
         return
