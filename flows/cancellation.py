@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 from uuid import UUID
 
-from prefect import Flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import TerminationSignal
@@ -27,6 +26,7 @@ from holdfast.contracts.paths import RunPaths, default_root, list_runs
 from holdfast.flows.redactor import Log
 from holdfast.flows.submission import JOURNAL
 from holdfast.workers import operator
+from prefect import Flow
 
 ASK_S_MAX: Final = 8.0
 BY: Final = "prefect"
@@ -110,8 +110,10 @@ def cancel_run_of_flow(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any
 
 def find_supervised(root: Path, flow_run: str) -> RunPaths | None:
     """Return the run under `root` whose last supervisor was this flow run, or None."""
-    for paths in list_runs(root):
-        taken = [e for e in load_events(paths) if e.kind is EventKind.SUPERVISED]
-        if taken and taken[-1].data.get("flow_run") == flow_run:
-            return paths
-    return None
+    return next((one for one in list_runs(root) if last_supervisor(one) == flow_run), None)
+
+
+def last_supervisor(paths: RunPaths) -> str:
+    """Return the flow run that supervised the run last; '' if that was no flow run."""
+    taken = [e.data for e in load_events(paths) if e.kind is EventKind.SUPERVISED]
+    return str(taken[-1].get("flow_run") or "") if taken else ""

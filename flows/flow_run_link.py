@@ -21,10 +21,9 @@ from prefect.states import Running, Suspended
 
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.history import RunHistory, load_history
-from holdfast.contracts.journal import EventKind
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.states import RunState
-from holdfast.flows.cancellation import BY
+from holdfast.flows.cancellation import BY, last_supervisor
 from holdfast.flows.deployments import open_client
 from holdfast.flows.progress import recorded_progress
 from holdfast.flows.redactor import Log, Redactor
@@ -187,8 +186,7 @@ def take_up_requests(paths: RunPaths, flow_run: str, log: Log) -> None:
     run, if that has failed or was cancelled. Raises `ServiceError`.
     """
     history = load_history(paths)
-    taken = [e.data for e in history.events if e.kind is EventKind.SUPERVISED]
-    if not taken or taken[-1].get("flow_run") != flow_run:
+    if last_supervisor(paths) != flow_run:
         return
     with open_client() as client:
         states = sorted(client.read_flow_run_states(UUID(flow_run)), key=lambda one: one.timestamp)

@@ -18,7 +18,13 @@ from holdfast.contracts.paths import RunPaths, list_runs
 from holdfast.contracts.states import RunState
 from holdfast.contracts.supervision import is_supervised
 from holdfast.flows import secrets
-from holdfast.flows.cancellation import BY, cancel_run_of_flow, find_supervised, is_cancelling
+from holdfast.flows.cancellation import (
+    BY,
+    cancel_run_of_flow,
+    find_supervised,
+    is_cancelling,
+    last_supervisor,
+)
 from holdfast.flows.redactor import Redactor
 from holdfast.flows.spec_form import SpecParameter, SpecTable
 from holdfast.flows.start import start_if_alone
@@ -61,8 +67,10 @@ def relaunch(run: str, gpus: int | None = None, root: str | None = None) -> Answ
     """
     paths = find_run(home_of(root), run)
     secrets.require_again(paths)
-    message = operator.request(paths, "relaunch", by=BY, gpus=gpus, writer=JOURNAL)
-    get_run_logger().info("%s", message)
+    # A flow run that is started again, such as after a pause, has asked already.
+    if last_supervisor(paths) != str(current_flow_run.id):
+        message = operator.request(paths, "relaunch", by=BY, gpus=gpus, writer=JOURNAL)
+        get_run_logger().info("%s", message)
     return _supervise(paths)
 
 
@@ -80,6 +88,9 @@ def supervise(
     log, home = get_run_logger(), home_of(root)
     if (run is None) == (flow_run is None):
         raise SpecError(f"run={run}, flow_run={flow_run}: expected one of the two")
+    # A flow run that is started again, such as after a pause, goes on with its own run.
+    if (own := find_supervised(home, str(current_flow_run.id))) is not None:
+        return _supervise(own)
     paths = find_run(home, run) if run else find_supervised(home, flow_run or "")
     if paths is None:
         log.info("flow run %s supervised no run under %s", flow_run, home)

@@ -13,8 +13,7 @@ from pydantic import ValidationError
 
 from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.errors import NotFoundError, ServiceError
-from holdfast.contracts.history import load_events, load_history
-from holdfast.contracts.journal import EventKind
+from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.supervision import is_supervised
@@ -101,11 +100,14 @@ def resume_if_suspended(paths: RunPaths) -> Started | None:
 
     Raises `ServiceError` if a Prefect API is configured and cannot be used.
     """
-    taken = [e.data for e in load_events(paths) if e.kind is EventKind.SUPERVISED]
-    before = str(taken[-1].get("flow_run") or "") if taken else ""
-    if not before or not has_service():
+    if not has_service():
         return None
+    from holdfast.flows.cancellation import last_supervisor
     from holdfast.flows.deployments import resume_flow_run
+
+    before = last_supervisor(paths)
+    if not before:
+        return None
 
     again = resume_flow_run(before)
     if again is None:

@@ -18,12 +18,11 @@ from prefect.states import Cancelled
 
 from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.errors import RunFailedError, SpecError
-from holdfast.contracts.history import RunHistory, load_events, load_history
-from holdfast.contracts.journal import EventKind
+from holdfast.contracts.history import RunHistory, load_history
 from holdfast.contracts.paths import AttemptPaths, RunPaths, default_root
 from holdfast.contracts.states import RunState
 from holdfast.flows.blocks import root_of
-from holdfast.flows.cancellation import cancel_on_signal, cancel_run_of_flow
+from holdfast.flows.cancellation import cancel_on_signal, cancel_run_of_flow, last_supervisor
 from holdfast.flows.carry import given_spec, is_under_way, take_up
 from holdfast.flows.deployments import api_url
 from holdfast.flows.flow_run_link import FlowRunLink, take_up_requests
@@ -109,9 +108,7 @@ def _own_run(root: Path, name: str) -> RunPaths | None:
     paths = runs.newest_generation(root, name)
     if paths is None or not current_flow_run.id:
         return None
-    taken = [e.data for e in load_events(paths) if e.kind is EventKind.SUPERVISED]
-    is_own = bool(taken) and taken[-1].get("flow_run") == str(current_flow_run.id)
-    return paths if is_own else None
+    return paths if last_supervisor(paths) == str(current_flow_run.id) else None
 
 
 def home_of(root: str | None) -> Path:
