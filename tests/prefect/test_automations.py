@@ -136,6 +136,7 @@ def test_each_alert_is_sent_by_its_event(
     assert len(webhook.got) == len([one for one in shipped() if is_alert(one)])
 
 
+@pytest.mark.slow
 def test_a_crashed_flow_is_replaced_and_paused_runs_go_on_when_capacity_returns(
     runs: FlowRuns, automated: list[str]
 ) -> None:

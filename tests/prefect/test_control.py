@@ -91,6 +91,7 @@ def _is_alive(paths: RunPaths) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_pause_resume_and_cancel_of_the_command_are_shown_by_prefect(runs: FlowRuns) -> None:
     paths, flow_run = begin(runs, "here")
     runs.holdfast("pause", "here")
@@ -108,6 +109,7 @@ def test_pause_resume_and_cancel_of_the_command_are_shown_by_prefect(runs: FlowR
     assert state_of(paths) == "cancelled"
 
 
+@pytest.mark.slow
 def test_prefect_shows_preemptions_failures_and_artifacts(runs: FlowRuns) -> None:
     paths, flow_run = begin(runs, "shown", config={"steps": 6000})
     os.kill(claim_of(paths).pid, signal.SIGTERM)

@@ -161,6 +161,7 @@ def test_a_damaged_checkpoint_and_an_unknown_run_fail_the_flow(
     assert any("did you mean short?" in one for one in messages)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_sweep_completes_all_runs_and_never_holds_more_than_its_quota(
     runs: FlowRuns, service: PrefectService
