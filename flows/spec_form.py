@@ -19,7 +19,8 @@ SpecPath = Annotated[
     Field(
         title="Path of a spec",
         description="absolute path of a TOML or YAML file, where the flow runs",
-        pattern=r"^[/~].*\.(toml|ya?ml)$",
+        # Prefect prints schemas as markup of rich, in which `[/` closes a tag.
+        pattern=r"^(/|~).*\.(toml|ya?ml)$",
     ),
 ]
 
