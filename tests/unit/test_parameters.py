@@ -94,7 +94,7 @@ MISTAKES: list[tuple[dict[str, Any], list[str], str]] = [
         "resources.gpus_per_nod: unknown key; did you mean resources.gpus_per_node?",
     ),
     ({"partition": "a"}, [], "partition: unknown key; did you mean resources.partition?"),
-    ({"zzz": 1}, [], "zzz: unknown key; known keys: alerts, checkpoint, command, config"),
+    ({"zzz": 1}, [], "zzz: unknown key; known keys: alerts, blocks, checkpoint, command"),
     ({"checkpoint": {"keep": {"lats": 3}}}, [], "did you mean checkpoint.keep.last?"),
     ({"resources": {"nodes": 0}}, [], "resources.nodes: given 0; expected greater than or equal"),
     ({"resources": {"executor": "slurn"}}, [], "expected 'local' or 'slurm' (did you mean slurm?)"),
