@@ -13,13 +13,11 @@ from typing import Any, Final
 import yaml
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.events.schemas.automations import AutomationCore
-from prefect.exceptions import ObjectNotFound
 
-from holdfast.contracts.errors import ServiceError
-from holdfast.flows.deployments import api_url, open_client
+from holdfast.contracts.errors import SpecError
+from holdfast.flows.deployments import open_client, read_block, read_deployment
 
 FOLDER: Final = "templates/automations"
-NOTIFICATION: Final = "notification"
 _DEPLOYMENT: Final = "deployment_id"
 _BLOCK: Final = "block_document_id"
 
@@ -40,11 +38,12 @@ def create_automations(notification: str = "") -> list[str]:
     """Create the automations or update those of the same names; return their names.
 
     `notification` is a notification block, as `type/name`. Without it, alerts are left out. Raises
-    `ServiceError` if Prefect has no such block, lacks a deployment, or cannot be used.
+    `SpecError` for another form, and `ServiceError` if Prefect has no such block, lacks a
+    deployment, or cannot be used.
     """
     done = []
     with open_client() as client:
-        block = _block_id(client, notification) if notification else ""
+        block = str(read_block(client, *_parts(notification)).id) if notification else ""
         wanted = [one for one in shipped() if block or not is_alert(one)]
         ready = [_with_ids(client, one, block) for one in wanted]
         for automation in ready:
@@ -54,7 +53,7 @@ def create_automations(notification: str = "") -> list[str]:
 
 
 def _write(client: SyncPrefectClient, automation: AutomationCore) -> None:
-    """Create the automation, or update the one of its name, which keeps its being on or off."""
+    """Create the automation, or update the one of its name. One that is off stays off."""
     for found in client.read_automations_by_name(automation.name):
         changed = automation.model_copy(update={"enabled": found.enabled})
         client.update_automation(found.id, changed)
@@ -62,34 +61,20 @@ def _write(client: SyncPrefectClient, automation: AutomationCore) -> None:
     client.create_automation(automation)
 
 
+def _parts(notification: str) -> tuple[str, str]:
+    """Return the type and the name of `type/name`. Raises `SpecError` for anything else."""
+    kind, _, name = notification.partition("/")
+    if not kind or not name:
+        raise SpecError(f"--notify {notification}: expected TYPE/NAME, such as slack-webhook/team")
+    return kind, name
+
+
 def _with_ids(client: SyncPrefectClient, automation: dict[str, Any], block: str) -> dict[str, Any]:
     """Return the automation with ids in the place of names."""
     found = copy.deepcopy(automation)
     for action in found["actions"]:
         if _DEPLOYMENT in action:
-            action[_DEPLOYMENT] = _deployment_id(client, action[_DEPLOYMENT])
+            action[_DEPLOYMENT] = str(read_deployment(client, action[_DEPLOYMENT]).id)
         if _BLOCK in action:
             action[_BLOCK] = block
     return found
-
-
-def _deployment_id(client: SyncPrefectClient, name: str) -> str:
-    try:
-        return str(client.read_deployment_by_name(name).id)
-    except ObjectNotFound as error:
-        raise ServiceError(
-            f"Prefect has no deployment {name} at {api_url()}; `holdfast deploy` creates it"
-        ) from error
-
-
-def _block_id(client: SyncPrefectClient, text: str) -> str:
-    kind, _, name = text.partition("/")
-    try:
-        return str(client.read_block_document_by_name(name, kind, include_secrets=False).id)
-    except ObjectNotFound as error:
-        there = client.read_block_documents(offset=0, limit=50)
-        names = sorted(f"{one.block_type.slug}/{one.name}" for one in there if one.block_type)
-        raise ServiceError(
-            f"--notify {text}: Prefect has no such block at {api_url()}; expected type/name, such "
-            f"as slack-webhook/team. It has: {', '.join(names) or 'no blocks'}"
-        ) from error

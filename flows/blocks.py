@@ -11,13 +11,9 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from prefect.blocks.core import Block
-from prefect.exceptions import ObjectNotFound
 from pydantic import Field
 
-from holdfast.contracts.errors import ServiceError
-from holdfast.flows.deployments import api_url, open_client
-
-BLOCKS_SHOWN: Final = 50
+from holdfast.flows.deployments import open_client, read_block
 
 
 class HoldfastCluster(Block):
@@ -96,16 +92,6 @@ def _values(kind: type[Block], name: object) -> dict[str, Any]:
     """Return the values that a block gives; none without a name."""
     if not isinstance(name, str) or not name:
         return {}
-    slug = str(kind._block_type_slug)
     with open_client() as client:
-        try:
-            found = client.read_block_document_by_name(name, slug, include_secrets=False)
-        except ObjectNotFound as error:
-            there = client.read_block_documents(offset=0, limit=BLOCKS_SHOWN)
-            same = (one for one in there if one.block_type and one.block_type.slug == slug)
-            known = [str(one.name) for one in same]
-            raise ServiceError(
-                f"blocks: Prefect has no block {slug}/{name} at {api_url()}; it has: "
-                f"{', '.join(sorted(known)) or 'none of this type'}"
-            ) from error
+        found = read_block(client, str(kind._block_type_slug), name)
     return {key: value for key, value in found.data.items() if value is not None}

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 from uuid import UUID
 
+from prefect import Flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import TerminationSignal
@@ -26,7 +27,6 @@ from holdfast.contracts.paths import RunPaths, default_root, list_runs
 from holdfast.flows.redactor import Log
 from holdfast.flows.submission import JOURNAL
 from holdfast.workers import operator
-from prefect import Flow
 
 ASK_S_MAX: Final = 8.0
 BY: Final = "prefect"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from prefect import Flow
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.deployments.runner import RunnerDeployment
 from prefect.exceptions import ObjectNotFound
@@ -15,7 +16,6 @@ from holdfast.flows import operations
 from holdfast.flows.blocks import register_blocks
 from holdfast.flows.deployments import DEPLOYMENT, open_client, translate_errors
 from holdfast.flows.train import train
-from prefect import Flow
 
 POOL: Final = "holdfast"
 POOL_TYPES: Final = ("process", "holdfast")
@@ -36,7 +36,7 @@ HEARTBEAT_S: Final = 30
 
 
 def deploy(pool: str = POOL, pool_type: str = "") -> list[str]:
-    """Create the types of blocks, the work pool and the deployments; return the latter's names.
+    """Create the types of blocks, the work pool and the deployments; return the deployments.
 
     A second call updates the deployments; their schedules stay. `pool_type` is one of
     `POOL_TYPES`; empty: that of the pool, or `process` for a new one. Raises `ServiceError`, also

@@ -26,6 +26,7 @@ API_S_MAX: Final = 10.0
 # A server whose SQLite is busy responds with 503: the client retries after 2, 4 and 8 seconds.
 RETRIES_MAX: Final = 3
 WORKERS_MAX: Final = 200
+BLOCKS_SHOWN: Final = 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,7 @@ def submit_to_prefect(parameters: dict[str, Any], *, name: str | None = None) ->
     deployment, or rejects the parameters.
     """
     with open_client() as client:
-        deployment = _read_deployment(client)
+        deployment = read_deployment(client)
         if deployment.paused:
             raise ServiceError(
                 f"deployment {FLOW}/{DEPLOYMENT} is paused; "
@@ -98,7 +99,7 @@ def resume_flow_run(flow_run: str) -> FlowRunStarted | None:
 def check_service() -> ServiceReport:
     """Check the service without submitting. Raises `ServiceError` if a submission would fail."""
     with open_client() as client:
-        deployment = _read_deployment(client)
+        deployment = read_deployment(client)
         pool = deployment.work_pool_name
         workers = _live_workers(client, pool) if pool else 0
         return ServiceReport(url=str(client.api_url), pool=pool, workers=workers)
@@ -146,13 +147,26 @@ def open_client() -> Iterator[SyncPrefectClient]:
             yield client
 
 
-def _read_deployment(client: SyncPrefectClient) -> Any:
-    name = f"{FLOW}/{DEPLOYMENT}"
+def read_deployment(client: SyncPrefectClient, name: str = f"{FLOW}/{DEPLOYMENT}") -> Any:
+    """Return the deployment of this name. Raises `ServiceError` if there is none."""
     try:
         return client.read_deployment_by_name(name)
     except ObjectNotFound as error:
         raise ServiceError(
             f"Prefect has no deployment {name} at {api_url()}; `holdfast deploy` creates it"
+        ) from error
+
+
+def read_block(client: SyncPrefectClient, kind: str, name: str) -> Any:
+    """Return the block `name` of the type `kind`. Raises `ServiceError`, which names the others."""
+    try:
+        return client.read_block_document_by_name(name, kind, include_secrets=False)
+    except ObjectNotFound as error:
+        there = client.read_block_documents(offset=0, limit=BLOCKS_SHOWN)
+        known = sorted(f"{one.block_type.slug}/{one.name}" for one in there if one.block_type)
+        raise ServiceError(
+            f"Prefect has no block {kind}/{name} at {api_url()}; it has: "
+            f"{', '.join(known) or 'no blocks'}"
         ) from error
 
 

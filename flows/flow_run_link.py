@@ -15,11 +15,11 @@ from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
-from prefect.client.schemas.objects import State, StateType
+from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.exceptions import Pause
 from prefect.states import Running, Suspended
 
-from holdfast.contracts.errors import HoldfastError
+from holdfast.contracts.errors import HoldfastError, ServiceError
 from holdfast.contracts.history import RunHistory, load_history
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.states import RunState
@@ -55,9 +55,9 @@ class FlowRunLink:
         self.is_suspended = False
 
     def look(self, history: RunHistory) -> bool:
-        """Take a newer history. Returns whether this process should end, although the run is live.
+        """Take a newer history; return whether this process should end.
 
-        That is when the run is paused and Prefect can resume it with a new process.
+        It should while the run is paused and Prefect can start another process to resume it.
         """
         before, self._history = self._history, history
         if before is not None and state_name(before) != state_name(history):
@@ -114,9 +114,9 @@ class FlowRunLink:
                 if history.state is not RunState.PAUSED:
                     client.resume_flow_run(self._id)
             elif state.type is StateType.PAUSED:
-                self._follow_pause(history, state)
+                self._follow_pause(state)
             elif history.state is RunState.PAUSED and not self._is_paused_there:
-                self._pause_there(client, bool(found.deployment_id))
+                self._pause_there(client, found)
             elif history.state is RunState.PAUSED:
                 self._is_paused_there = False
                 self._request("resume")
@@ -125,18 +125,28 @@ class FlowRunLink:
                 self._name(client, state, state_name(history))
             self._show_in(client, history)
 
-    def _follow_pause(self, history: RunHistory, state: State[Any]) -> None:
+    def _follow_pause(self, state: State[Any]) -> None:
         """Pause the run, because someone has paused its flow run."""
         self._is_paused_there = True
         self.is_suspended = bool(state.state_details.pause_reschedule)
+        # The supervisor's last look may be older than a request that was made here.
+        history = load_history(self._paths)
         asked = history.pending_request
         if history.state is not RunState.PAUSED and not (asked and asked["action"] == "pause"):
             self._request("pause")
 
-    def _pause_there(self, client: SyncPrefectClient, has_deployment: bool) -> None:
-        """Suspend the flow run, because the run is paused. Without a deployment, name it so."""
-        if not has_deployment:
-            self._name(client, None, state_name(self._history or load_history(self._paths)))
+    def _pause_there(self, client: SyncPrefectClient, found: FlowRun) -> None:
+        """Suspend the flow run, because the run is paused.
+
+        One that Prefect cannot start again, or that only follows the run's supervisor, stays and
+        says that the run is paused.
+        """
+        history = load_history(self._paths)
+        if history.state is not RunState.PAUSED:
+            return
+        if found.deployment_id is None or last_supervisor(self._paths) != str(self._id):
+            assert found.state is not None, "it was looked at before"
+            self._name(client, found.state, state_name(history))
             return
         client.set_flow_run_state(self._id, Suspended(message="The run is paused"))
         self._is_paused_there = self._is_own_pause = self.is_suspended = True
@@ -147,10 +157,9 @@ class FlowRunLink:
         except HoldfastError as error:
             self._log.warning("Prefect's request to %s the run is refused: %s", action, error)
 
-    def _name(self, client: SyncPrefectClient, state: State[Any] | None, name: str) -> None:
-        if state is not None and (state.type is not StateType.RUNNING or state.name == name):
-            return
-        client.set_flow_run_state(self._id, Running(name=name))
+    def _name(self, client: SyncPrefectClient, state: State[Any], name: str) -> None:
+        if state.type is StateType.RUNNING and state.name != name:
+            client.set_flow_run_state(self._id, Running(name=name))
 
     def _show(self) -> None:
         with open_client() as client:
@@ -180,16 +189,22 @@ class FlowRunLink:
 
 
 def take_up_requests(paths: RunPaths, flow_run: str, log: Log) -> None:
-    """Do what Prefect means when it starts a flow run again: resume the run, or retry it.
+    """Ask for what a person wanted who resumed or retried this flow run.
 
     A flow run that was resumed resumes its paused run. A flow run that was retried relaunches its
-    run, if that has failed or was cancelled. Raises `ServiceError`.
+    run, if that has failed or was cancelled. Without an answer of Prefect, nothing is asked.
     """
     history = load_history(paths)
     if last_supervisor(paths) != flow_run:
         return
-    with open_client() as client:
-        states = sorted(client.read_flow_run_states(UUID(flow_run)), key=lambda one: one.timestamp)
+    try:
+        with open_client() as client:
+            states = client.read_flow_run_states(UUID(flow_run))
+    except ServiceError as error:
+        # The run needs its supervisor in any case.
+        log.warning("Prefect does not say why this flow run was started again: %s", error)
+        return
+    states = sorted(states, key=lambda one: one.timestamp)
     before = None
     for one, following in itertools.pairwise(states):
         # A flow run that waits for its worker is scheduled twice: the second time, as late.

@@ -36,7 +36,9 @@ def fork_run(
     does not exist or is not committed, and the errors of `check_everything`.
     """
     manifest = committed_manifest(parent, directory)
-    spec = load_spec({**load_history(parent).record.spec, "name": name}, overrides)
+    # The values of the parent's blocks are in its record.
+    given = {**load_history(parent).record.spec, "name": name, "blocks": {}}
+    spec = load_spec(given, overrides)
     home = root or parent.directory.parent
     if newest_generation(home, spec.name) is not None:
         raise RunConflictError(

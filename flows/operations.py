@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
+from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
 from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run as current_flow_run
@@ -36,7 +37,6 @@ from holdfast.workers import exports, operator, pruning, verification
 from holdfast.workers.checkpoints import newest_of_run
 from holdfast.workers.runs import find_run, require_own
 from holdfast.workers.until_capacity import ready_runs
-from prefect import flow, get_run_logger
 
 NEWEST: Final = "newest"
 

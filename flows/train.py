@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.runtime import deployment as current_deployment
@@ -36,7 +37,6 @@ from holdfast.flows.supervise import Supervisor
 from holdfast.lineage.index import Index
 from holdfast.workers import runs
 from holdfast.workers.preflight import check
-from prefect import flow, get_run_logger, task
 
 
 @task(

@@ -8,7 +8,8 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,6 +41,16 @@ def service_environment(folder: Path) -> dict[str, str]:
     foreign = {"PREFECT_API_URL", "HOLDFAST_DATABASE_URL"}
     own = {"HOLDFAST_HOME": str(folder / "home"), "HOLDFAST_ROOT": str(folder / "runs")}
     return {key: value for key, value in os.environ.items() if key not in foreign} | own
+
+
+@contextmanager
+def deployed_service(folder: Path) -> Iterator[PrefectService]:
+    """A real Prefect server with the deployments and a process worker."""
+    service = PrefectService(folder, service_environment(folder))
+    with service.serving():
+        service.command("holdfast", "deploy")
+        with service.working():
+            yield service
 
 
 class FlowRuns:
@@ -110,6 +121,14 @@ class FlowRuns:
                 if error.code != SERVICE_UNAVAILABLE or time.monotonic() > ends_at:
                     raise
             time.sleep(POLL_S)
+
+    def create_block(self, kind: str, block: str, **data: Any) -> None:
+        """Create a block as Prefect's UI does."""
+        type_id = self.ask(f"block_types/slug/{kind}")["id"]
+        chosen = {"block_type_id": {"any_": [type_id]}}
+        (schema, *_) = self.ask("block_schemas/filter", block_schemas=chosen)
+        ids = {"block_type_id": type_id, "block_schema_id": schema["id"]}
+        self.ask("block_documents/", name=block, data=data, **ids)
 
     def holdfast(self, *arguments: str, check: bool = True) -> Any:
         """The JSON output of the command."""

@@ -19,6 +19,6 @@ ARG UID=1500
 RUN useradd --uid "$UID" --create-home holdfast
 USER $UID
 WORKDIR /home/holdfast
-# Workers start flows that outlive them, whose endings somebody must collect.
+# A flow can outlive the worker that started it, so the container needs an init process.
 ENTRYPOINT ["tini", "--"]
 CMD ["holdfast", "--help"]

@@ -7,17 +7,13 @@ from pathlib import Path
 
 import pytest
 from examples.demo_service import PrefectService
-from tests.flow_runs import FlowRuns, service_environment
+from tests.flow_runs import FlowRuns, deployed_service
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectService]:
-    folder: Path = tmp_path_factory.mktemp("prefect")
-    made = PrefectService(folder, service_environment(folder))
-    with made.serving():
-        made.command("holdfast", "deploy")
-        with made.working():
-            yield made
+    with deployed_service(tmp_path_factory.mktemp("prefect")) as made:
+        yield made
 
 
 @pytest.fixture

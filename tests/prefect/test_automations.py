@@ -69,33 +69,21 @@ def automated(service: PrefectService, webhook: Webhook) -> list[str]:
     assert without == [one["name"] for one in shipped() if not is_alert(one)]
     refused = service.command("holdfast", "deploy", "--notify", "custom-webhook/team", check=False)
     assert refused.returncode != 0
-    assert "--notify custom-webhook/team: Prefect has no such block" in refused.stderr
-    _create_block(runs, webhook)
+    assert "Prefect has no block custom-webhook/team" in refused.stderr
+    nameless = service.command("holdfast", "deploy", "--notify", "team", check=False)
+    assert "--notify team: expected TYPE/NAME" in nameless.stderr
+    runs.create_block(
+        "custom-webhook",
+        "team",
+        name="team",
+        url=f"http://127.0.0.1:{webhook.server_port}/alerts",
+        json_data={"subject": "{{subject}}", "body": "{{body}}"},
+    )
     named: list[str] = runs.holdfast("deploy", "--notify", "custom-webhook/team")["automations"]
     assert named == [one["name"] for one in shipped()]
     there = runs.ask("automations/filter", limit=50)
     assert sorted(one["name"] for one in there) == sorted(named)
     return named
-
-
-def _create_block(runs: FlowRuns, webhook: Webhook) -> None:
-    """Create a notification block that calls the receiver."""
-    kind = runs.ask("block_types/slug/custom-webhook")
-    (schema, *_) = runs.ask(
-        "block_schemas/filter", block_schemas={"block_type_id": {"any_": [kind["id"]]}}
-    )
-    data = {
-        "name": "team",
-        "url": f"http://127.0.0.1:{webhook.server_port}/alerts",
-        "json_data": {"subject": "{{subject}}", "body": "{{body}}"},
-    }
-    runs.ask(
-        "block_documents/",
-        name="team",
-        data=data,
-        block_schema_id=schema["id"],
-        block_type_id=kind["id"],
-    )
 
 
 def emit(runs: FlowRuns, name: str, labels: dict[str, str], payload: dict[str, Any]) -> None:

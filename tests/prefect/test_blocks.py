@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from examples.demo_service import PrefectService
 from tests.flow_runs import FlowRuns, wait_for_end
@@ -13,24 +12,14 @@ from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.paths import RunPaths
 
 
-def create_block(runs: FlowRuns, slug: str, name: str, **data: Any) -> None:
-    """Create a block as Prefect's UI does. Its type exists since `holdfast deploy`."""
-    kind = runs.ask(f"block_types/slug/{slug}")["id"]
-    (schema, *_) = runs.ask(
-        "block_schemas/filter", block_schemas={"block_type_id": {"any_": [kind]}}
-    )
-    body = {"name": name, "data": data, "block_type_id": kind, "block_schema_id": schema["id"]}
-    runs.ask("block_documents/", **body)
-
-
 def test_a_spec_takes_its_defaults_and_its_root_from_blocks(
     runs: FlowRuns, service: PrefectService, tmp_path: Path
 ) -> None:
     root, kept = tmp_path / "elsewhere", tmp_path / "kept"
     kept.mkdir()
     cluster = {"executor": "local", "gpus_per_node": 1, "setup": ["export FROM_BLOCK=1"]}
-    create_block(runs, "holdfast-cluster", "here", **cluster)
-    create_block(runs, "holdfast-storage", "scratch", root=str(root), directory=str(kept))
+    runs.create_block("holdfast-cluster", "here", **cluster)
+    runs.create_block("holdfast-storage", "scratch", root=str(root), directory=str(kept))
     blocks = {"cluster": "here", "storage": "scratch"}
     path = runs.write_spec("blocks", {"steps": 20, "sleep_s": 0.0}, blocks=blocks)
     spec = json.loads(path.read_text())
@@ -38,7 +27,7 @@ def test_a_spec_takes_its_defaults_and_its_root_from_blocks(
     refused = service.command(*wrong, check=False)
     assert refused.returncode != 0
     assert "no block holdfast-cluster/there" in refused.stderr
-    assert "it has: here" in refused.stderr
+    assert "it has: holdfast-cluster/here, holdfast-storage/scratch" in refused.stderr
     assert not root.exists()
     runs.holdfast("submit", str(path))
     paths = RunPaths(root / "blocks")

@@ -23,6 +23,7 @@ from tests.flow_runs import (
 from holdfast.contracts.history import load_events, load_history
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.states import Cause
 
 # Prefect, Holdfast and the job agree within this time.
 AGREE_S = 15.0
@@ -170,3 +171,8 @@ def test_a_failing_rank_is_in_the_flow_runs_log_and_a_retry_relaunches(
     service.command("prefect", "flow-run", "retry", flow_run)
     wait_for("another attempt", lambda: len(paths.list_attempts()) > attempts)
     wait_to_show(runs, flow_run, "Failed")
+    first, second = load_history(paths).attempts
+    assert (first.cause, second.cause) == (Cause.USER_ERROR, Cause.USER_ERROR)
+    assert second.resumed_from == "fails:step-00000020.a0001.l01"
+    assert last_request(paths)["action"] == "relaunch"
+    assert {one["flow_run"] for one in supervisions(paths)} == {flow_run}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from examples.demo_service import PrefectService
-from tests.flow_runs import service_environment
+from tests.flow_runs import deployed_service
 from tests.object_store import ObjectStore, Proxy, object_store
 
 from holdfast.lineage.index import Index
@@ -16,12 +16,8 @@ from holdfast.lineage.index import Index
 @pytest.fixture(scope="module")
 def prefect_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectService]:
     """A real Prefect server with the deployment and a process worker, for the tests of a module."""
-    folder: Path = tmp_path_factory.mktemp("prefect")
-    service = PrefectService(folder, service_environment(folder))
-    with service.serving():
-        service.command("holdfast", "deploy")
-        with service.working():
-            yield service
+    with deployed_service(tmp_path_factory.mktemp("prefect")) as service:
+        yield service
 
 
 @pytest.fixture
