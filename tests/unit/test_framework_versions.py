@@ -1,0 +1,45 @@
+"""The supported versions of frameworks: one table, the extras of pyproject.toml, the errors."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from holdfast.contracts.errors import PreflightError
+from holdfast.trainer.frameworks import versions
+from holdfast.trainer.frameworks.versions import FRAMEWORKS, Supported, require
+
+PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+
+
+@pytest.mark.parametrize("extra", sorted(FRAMEWORKS))
+def test_extras_have_the_ranges_of_the_table(extra: str) -> None:
+    extras = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]
+    wanted = FRAMEWORKS[extra]
+    found = {r.name: r.specifier for r in map(Requirement, extras[extra])}
+    assert found[wanted.package] == Requirement(f"{wanted.package}{wanted.range}").specifier
+
+
+def test_a_missing_package_is_named_with_its_extra_and_range(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    absent = Supported(package="no-such-package", oldest="1.2", below="2")
+    monkeypatch.setitem(versions.FRAMEWORKS, "absent", absent)
+    with pytest.raises(PreflightError) as raised:
+        require("absent")
+    assert str(raised.value) == (
+        "no-such-package is not installed. Install holdfast[absent] in the job's environment: it "
+        "needs no-such-package>=1.2,<2"
+    )
+
+
+def test_an_unsupported_version_is_named_with_the_supported_range(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    old = Supported(package="pytest", oldest="1.0", below="2")
+    monkeypatch.setitem(versions.FRAMEWORKS, "old", old)
+    with pytest.raises(PreflightError, match=r"^pytest [0-9.]+ is installed.*supports >=1\.0,<2"):
+        require("old")

@@ -1,0 +1,60 @@
+"""Which versions of each framework Holdfast supports, and the check for them.
+
+The optional extras in `pyproject.toml` have the same ranges. A test compares them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Final
+
+from packaging.version import Version
+
+from holdfast.contracts.errors import PreflightError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supported:
+    """The versions of `package` from `oldest` on, and before `below`, work with Holdfast."""
+
+    package: str
+    oldest: str
+    below: str
+
+    @property
+    def range(self) -> str:
+        """The range as pip writes it, such as ">=5.23,<6"."""
+        return f">={self.oldest},<{self.below}"
+
+
+# The name of an extra of Holdfast, and the package that it is for.
+FRAMEWORKS: Final = {
+    "transformers": Supported(package="transformers", oldest="5.23", below="6"),
+    "accelerate": Supported(package="accelerate", oldest="1.15", below="2"),
+    "lightning": Supported(package="lightning", oldest="2.6", below="2.7"),
+    "deepspeed": Supported(package="deepspeed", oldest="0.19", below="0.20"),
+    "torchtitan": Supported(package="torchtitan", oldest="0.3", below="0.4"),
+}
+
+
+def require(extra: str) -> str:
+    """Return the installed version of the extra's package.
+
+    Raises `PreflightError` if it is missing or outside the supported range. The message names the
+    extra and the range.
+    """
+    wanted = FRAMEWORKS[extra]
+    advice = (
+        f"Install holdfast[{extra}] in the job's environment: it needs "
+        f"{wanted.package}{wanted.range}"
+    )
+    try:
+        found = version(wanted.package)
+    except PackageNotFoundError:
+        raise PreflightError(f"{wanted.package} is not installed. {advice}") from None
+    if not Version(wanted.oldest) <= Version(found) < Version(wanted.below):
+        raise PreflightError(
+            f"{wanted.package} {found} is installed, and Holdfast supports {wanted.range}. {advice}"
+        )
+    return found
