@@ -372,6 +372,27 @@ def test_a_queued_job_is_cancelled_at_the_scheduler(tmp_path: Path, scheduler: S
 # --- operators --------------------------------------------------------------------------------
 
 
+def test_only_cancel_can_leave_out_the_last_checkpoint(
+    tmp_path: Path, scheduler: Scheduler
+) -> None:
+    spec = spec_of()
+    paths, _ = runs.attach_or_create(spec, tmp_path, created_by="ann")
+    attempt = submit(paths, spec)
+    with pytest.raises(SpecError, match="pause always saves a last checkpoint"):
+        operator.request(paths, "pause", by="ann", now=True)
+    operator.request(paths, "cancel", by="ann")
+    before = read_document(StopFile, attempt.stop)
+    # The first request is pending, and this one does not wait for it.
+    message = operator.request(paths, "cancel", by="ann", now=True, alone=True)
+    after = read_document(StopFile, attempt.stop)
+    assert before is not None
+    assert after is not None
+    assert (before.deadline_s, after.deadline_s) == (None, 0.0)
+    assert "ends now, without a last checkpoint" in message
+    asked = [e for e in load_history(paths).events if e.kind is EventKind.OPERATOR_REQUEST]
+    assert [e.data.get("now") for e in asked] == [None, True]
+
+
 @pytest.mark.parametrize(
     ("ending", "action", "gpus", "words"),
     [

@@ -216,7 +216,7 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
         "an operator asked for a stop, pause, resume, cancel or relaunch, or Holdfast did: "
         "`by` is then `elastic.grow`, `resources.fallbacks` or `supervision.pending_timeout_min`",
         "command, server or supervisor",
-        ("action", "by", "after_attempt", "gpus", "of_completed", "reason", "place"),
+        ("action", "by", "after_attempt", "gpus", "of_completed", "reason", "place", "now"),
     ),
     Kind.RUN_ENDED: EventEntry("the run ended", "supervisor", ("state", "after_attempt", "reason")),
     Kind.PINNED: EventEntry(
