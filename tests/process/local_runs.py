@@ -44,6 +44,7 @@ class LocalRun:
         launch: dict[str, Any] | None = None,
         elastic: dict[str, Any] | None = None,
         health: dict[str, Any] | None = None,
+        config: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         defaults = {"steps": 40, "sleep_s": 0.02}
@@ -62,6 +63,7 @@ class LocalRun:
                 **(supervision or {}),
             },
             health=health or {},
+            config=config or {},
             checkpoint=checkpoint or {"interval": 1000},
         )
         self.paths, _ = runs.attach_or_create(self.spec, root, created_by="tests")

@@ -9,6 +9,7 @@ from holdfast.contracts.attempt import LaunchRecord, Outcome, create_document
 from holdfast.contracts.journal import Event, EventKind, JournalWriter, read_journal
 from holdfast.contracts.manifest import Manifest
 from holdfast.contracts.states import AttemptState, Cause
+from holdfast.contracts.steps_total import steps_total
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.lead import Lead
 from holdfast.workers.agent.promises import judge_completion
@@ -71,7 +72,15 @@ def judge_ending(lead: Lead) -> tuple[Ending, RankFailure | None]:
     if last.ending == "completed":
         events = _events(lead.context)
         number = lead.launches[-1].number
-        return judge_completion(events, launch=number, step=last.completed), None
+        request = lead.context.request
+        ending = judge_completion(
+            events,
+            launch=number,
+            step=last.completed,
+            steps_total=steps_total(request.config),
+            allow_early_exit=request.supervision.allow_early_exit,
+        )
+        return ending, None
     if stop_request is None and last.ending == "stopped":
         message = "the ranks stopped early without a stop request to this agent"
         return Ending(state=AttemptState.FAILED, cause=Cause.UNKNOWN, evidence=(message,)), None

@@ -198,9 +198,10 @@ class RunSpec(SpecPart):
         default_factory=dict,
         description="settings for the program. Holdfast passes them on as "
         "`holdfast.trainer.config`. It reads only two things. It digests `data`, "
-        "with the size and modification time of each file that `data` names. It "
-        "shows progress against the first of `steps`, `max_steps`, `total_steps` "
-        "and `train_steps`",
+        "with the size and modification time of each file that `data` names. The first of "
+        "`steps`, `max_steps`, `total_steps` and `train_steps` is the program's last step: "
+        "Holdfast shows progress against it, and reports a program that exits before it as "
+        "incomplete",
     )
     launch: Launch = Launch()
     resources: Resources = Resources()
