@@ -12,7 +12,7 @@ from holdfast.contracts.states import AttemptState, Cause
 from holdfast.contracts.steps_total import steps_total
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.lead import Lead
-from holdfast.workers.agent.promises import judge_completion
+from holdfast.workers.agent.promises import judge_completion, judge_own_completion
 from holdfast.workers.agent.stale_outcome import quarantine_stale_outcome
 from holdfast.workers.agent.stops import StopRequest
 from holdfast.workers.causes import STATE_OF_CAUSE, Ending, RankFailure
@@ -73,6 +73,14 @@ def judge_ending(lead: Lead) -> tuple[Ending, RankFailure | None]:
         events = _events(lead.context)
         number = lead.launches[-1].number
         request = lead.context.request
+        if lead.program is not None:
+            ending = judge_own_completion(
+                last.completed,
+                steps_total(request.config),
+                counts_steps=bool(request.program.progress),
+                allow_early_exit=request.supervision.allow_early_exit,
+            )
+            return replace(ending, evidence=(*ending.evidence, *lead.program.problems)), None
         ending = judge_completion(
             events,
             launch=number,
@@ -86,7 +94,8 @@ def judge_ending(lead: Lead) -> tuple[Ending, RankFailure | None]:
         return Ending(state=AttemptState.FAILED, cause=Cause.UNKNOWN, evidence=(message,)), None
     if last.ending in {"crashed", "hung"} or stop_request is None:
         ending, first = lead.bad_ending(last)
-        evidence = (*ending.evidence, *([lead.verdict] if lead.verdict else []))
+        problems = lead.program.problems if lead.program is not None else ()
+        evidence = (*ending.evidence, *([lead.verdict] if lead.verdict else []), *problems)
         return replace(ending, evidence=evidence), first
     if last.ending == "killed":
         killed = "training had not ended by the deadline and was killed"

@@ -49,6 +49,30 @@ def judge_completion(
     return _completed()
 
 
+def judge_own_completion(
+    step: int, steps_total: int | None, *, counts_steps: bool, allow_early_exit: bool = False
+) -> Ending:
+    """Return how a launch of a program ended that writes its own checkpoints, with exit status 0.
+
+    `step` is the last one that its output or its checkpoints show. Without `counts_steps`, only
+    its checkpoints show steps, so later ones are unknown.
+    """
+    if steps_total is None:
+        return _completed(
+            f"the program ended after step {step}; the spec's [config] does not set its last step"
+        )
+    if step >= steps_total:
+        return _completed()
+    message = f"after step {step}, although the spec's [config] sets {steps_total} steps"
+    if not counts_steps:
+        return _completed(
+            f"the program's newest checkpoint is {message}; without program.progress no later step "
+            "is known"
+        )
+    message = f"the program ended with exit status 0 {message}"
+    return _completed(f"accepted: {message}") if allow_early_exit else _incomplete(message)
+
+
 def _unmet(
     step: int,
     steps_total: int | None,
