@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -45,12 +46,15 @@ class LocalRun:
         elastic: dict[str, Any] | None = None,
         health: dict[str, Any] | None = None,
         config: dict[str, Any] | None = None,
+        own: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
+        """`own` is the spec's table `program`. Without torchrun, this Python runs the program."""
         defaults = {"steps": 40, "sleep_s": 0.02}
+        python = (sys.executable,) if (own or {}).get("launcher") == "none" else ()
         self.spec = RunSpec(
             name="tried",
-            command=(program.name, json.dumps({**defaults, **settings})),
+            command=(*python, program.name, json.dumps({**defaults, **settings})),
             launch={"working_directory": str(program.parent), **(launch or {})},
             resources=resources or {"gpus_per_node": gpus},
             elastic=elastic or {"min_gpus": 1},
@@ -64,6 +68,7 @@ class LocalRun:
             },
             health=health or {},
             config=config or {},
+            program=own or {},
             checkpoint=checkpoint or {"interval": 1000},
         )
         self.paths, _ = runs.attach_or_create(self.spec, root, created_by="tests")

@@ -39,6 +39,6 @@ def require_own_format(manifest: Manifest, action: str) -> None:
     """
     if manifest.source is not None:
         raise CheckpointError(
-            f"{manifest.id}: the program wrote this checkpoint itself, so Holdfast cannot {action}; "
-            f"its files are in {manifest.source}"
+            f"{manifest.id}: the program itself wrote this checkpoint, so Holdfast cannot "
+            f"{action}; its files are in {manifest.source}"
         )
