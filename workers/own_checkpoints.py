@@ -142,14 +142,21 @@ def _walk(
 
 
 def why_incomplete(
-    found: OwnCheckpoint, program: Program, *, still_s: float, wrote: bool, ended: str = ""
+    found: OwnCheckpoint,
+    program: Program,
+    *,
+    still_s: float,
+    was_seen: bool,
+    is_old: bool = False,
+    ended: str = "",
 ) -> str:
     """Return why a checkpoint does not count as complete; empty if it does.
 
-    It has not changed for `still_s` seconds, as this process saw it. `wrote` says whether this
-    process saw the program write it. `ended` is empty while the program runs, `exited` if it left
-    by itself with status 0, else `died`. A dead program changes nothing any more, so that proves
-    nothing then: only a file of `complete`, or a program that left in an orderly way, does.
+    It has not changed for `still_s` seconds, as this process saw it. With `was_seen`, this process
+    saw it appear or change. With `is_old`, it is from before the launch. `ended` is empty while the
+    program runs, `exited` if it left by itself with status 0, else `died`. A dead program changes
+    nothing any more, so silence proves nothing then: only a file of `complete` does, or a program
+    that left in an orderly way.
     """
     if found.problem:
         return found.problem
@@ -157,9 +164,9 @@ def why_incomplete(
         return f"{missing[0]} is missing"
     if not found.files:
         return "contains no file"
-    if not wrote and not program.complete:
+    if not was_seen and not program.complete:
         return "it was there before the program started, so nothing shows that it is complete"
-    if ended:
+    if ended or is_old:
         is_proved = ended == "exited" or bool(program.complete)
         return "" if is_proved else "the program died while it may still have been writing it"
     left_s = program.settle_s - still_s

@@ -132,8 +132,10 @@ def _command_problems(spec: RunSpec, directory: Path) -> list[str]:
     if found or (is_set_up and "/" not in name):
         return []
     return [
-        f"command: {name} is not an executable file; with program.launcher = 'none' the command "
-        "itself is run, such as ['python', 'train.py']"
+        (
+            f"command: {name} is not an executable file; with program.launcher = 'none' the "
+            "command itself is run, such as ['python', 'train.py']"
+        )
     ]
 
 

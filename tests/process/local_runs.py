@@ -47,12 +47,16 @@ class LocalRun:
         health: dict[str, Any] | None = None,
         config: dict[str, Any] | None = None,
         own: dict[str, Any] | None = None,
+        spec: RunSpec | None = None,
         **settings: Any,
     ) -> None:
-        """`own` is the spec's table `program`. Without torchrun, this Python runs the program."""
+        """`own` is the spec's table `program`. Without torchrun, this Python runs the program.
+
+        With `spec`, the other settings do not count.
+        """
         defaults = {"steps": 40, "sleep_s": 0.02}
         python = (sys.executable,) if (own or {}).get("launcher") == "none" else ()
-        self.spec = RunSpec(
+        self.spec = spec or RunSpec(
             name="tried",
             command=(*python, program.name, json.dumps({**defaults, **settings})),
             launch={"working_directory": str(program.parent), **(launch or {})},

@@ -23,8 +23,8 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     out = Path(settings["out"])
     wants_end: list[int] = []
-    if settings.get("heeds_signals", True):
-        signal.signal(signal.SIGTERM, lambda number, _: wants_end.append(number))
+    heeds = settings.get("heeds_signals", True)
+    signal.signal(signal.SIGTERM, lambda number, _: wants_end.append(number) if heeds else None)
     step = newest(out)
     print(f"rank {RANK} starts after step {step}", flush=True)
     while step < settings["steps"]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from holdfast.contracts.journal import EventKind
 from holdfast.contracts.paths import AttemptPaths
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.contracts.timeline import goodput_of
+from holdfast.flows.parameters import load_spec
 from holdfast.lineage.database import open_database
 from holdfast.lineage.ingest import ingest_run
 from holdfast.lineage.pages import list_checkpoints
@@ -23,6 +26,7 @@ from holdfast.workers.checkpoints import committed_checkpoints
 from holdfast.workers.policy import decide
 
 PROGRAM = Path(__file__).with_name("opaque_program.py")
+EXAMPLE = Path(__file__).parents[2] / "examples" / "opaque"
 STEPS = 1000
 Make = Callable[..., LocalRun]
 
@@ -109,7 +113,7 @@ def _check_lineage(run: LocalRun, resumed: str) -> None:
 
 
 def test_a_program_that_ignores_the_signal_is_killed_at_the_deadline(make: Make) -> None:
-    run = make(heeds_signals=False, own={"signal": "none"}, grace_s=5.0)
+    run = make(heeds_signals=False, grace_s=5.0)
     attempt = run.submit()
     wait_until(lambda: committed_checkpoints(run.paths), "a recorded checkpoint")
     began = time.monotonic()
@@ -187,6 +191,21 @@ def test_torchrun_survives_the_signal_that_its_ranks_get(make: Make) -> None:
     assert (launch.ending, launch.exit_code) == ("stopped", 0)
     assert committed_checkpoints(run.paths)[-1].step == view.last_step
     wait_until(lambda: not processes_of(run.paths), "the end of every process")
+
+
+def test_the_example_runs_as_its_spec_says(tmp_path: Path) -> None:
+    example = tmp_path / "opaque"
+    shutil.copytree(EXAMPLE, example)
+    changes = (
+        'command=["python", "train.py", "--step-s", "0.01"]',
+        f'launch.python="{sys.executable}"',
+    )
+    run = LocalRun(tmp_path / "root", spec=load_spec(example / "run.toml", changes))
+    run.submit()
+    view = run.wait_for_end()
+    assert (view.state, view.evidence) == (AttemptState.COMPLETED, ())
+    steps = [one.step for one in committed_checkpoints(run.paths)]
+    assert steps == list(range(50, 401, 50))
 
 
 def _indexed(run: LocalRun) -> dict[str, Any]:

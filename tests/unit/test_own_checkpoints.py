@@ -217,40 +217,46 @@ def test_links_and_pipes_are_never_opened_and_make_a_checkpoint_incomplete(
         folder.symlink_to(tmp_path / "checkpoint-50")
     found = _found(folder)
     program = Program(checkpoints=CHECKPOINTS)
-    why = own_checkpoints.why_incomplete(found, program, still_s=99, wrote=True, ended="exited")
+    why = own_checkpoints.why_incomplete(found, program, still_s=99, was_seen=True, ended="exited")
     assert "link or" in why
     assert all(one.path == "state" for one in found.files)
 
 
 @pytest.mark.parametrize(
-    ("complete", "still_s", "wrote", "ended", "words"),
+    ("complete", "still_s", "seen", "ended", "words"),
     [
-        ((), 6.0, True, "", ""),
-        ((), 4.0, True, "", "changed less than 5 s ago"),
-        ((), 99.0, False, "", "was there before the program started"),
-        ((), 0.0, True, "exited", ""),
-        ((), 0.0, False, "exited", "was there before the program started"),
-        ((), 4.0, True, "died", "died while it may still have been writing"),
-        (("state",), 6.0, True, "", ""),
-        (("state",), 6.0, False, "", ""),
-        (("state",), 4.0, True, "", "changed less than 5 s ago"),
-        (("state",), 0.0, True, "died", ""),
-        (("done", "state"), 99.0, True, "exited", "done is missing"),
+        ((), 6.0, "seen", "", ""),
+        ((), 4.0, "seen", "", "changed less than 5 s ago"),
+        ((), 99.0, "old", "", "was there before the program started"),
+        ((), 99.0, "unseen", "", "was there before the program started"),
+        ((), 0.0, "seen", "exited", ""),
+        ((), 0.0, "old", "exited", "was there before the program started"),
+        ((), 4.0, "seen", "died", "died while it may still have been writing"),
+        (("state",), 6.0, "seen", "", ""),
+        (("state",), 6.0, "unseen", "", ""),
+        (("state",), 0.0, "old", "", ""),
+        (("state",), 4.0, "seen", "", "changed less than 5 s ago"),
+        (("state",), 4.0, "unseen", "", "changed less than 5 s ago"),
+        (("state",), 0.0, "seen", "died", ""),
+        (("done", "state"), 99.0, "seen", "exited", "done is missing"),
     ],
 )
 def test_a_checkpoint_is_complete_only_if_something_proves_it(
-    tmp_path: Path, complete: tuple[str, ...], still_s: float, wrote: bool, ended: str, words: str
+    tmp_path: Path, complete: tuple[str, ...], still_s: float, seen: str, ended: str, words: str
 ) -> None:
     found = _found(_write(tmp_path / "checkpoint-50", state="x"))
     program = Program(checkpoints=CHECKPOINTS, complete=complete)
-    why = own_checkpoints.why_incomplete(found, program, still_s=still_s, wrote=wrote, ended=ended)
+    was_seen, is_old = seen == "seen", seen == "old"
+    why = own_checkpoints.why_incomplete(
+        found, program, still_s=still_s, was_seen=was_seen, is_old=is_old, ended=ended
+    )
     assert words in why
     assert bool(words) == bool(why)
 
 
 def test_an_empty_directory_is_not_complete(tmp_path: Path) -> None:
     found, program = _found(_write(tmp_path / "checkpoint-5")), Program(checkpoints=CHECKPOINTS)
-    why = own_checkpoints.why_incomplete(found, program, still_s=9, wrote=True, ended="exited")
+    why = own_checkpoints.why_incomplete(found, program, still_s=9, was_seen=True, ended="exited")
     assert why == "contains no file"
 
 

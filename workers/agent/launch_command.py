@@ -116,8 +116,12 @@ def build_environment(
 
 
 def meeting_environment(context: AgentContext, address: str, port: int) -> dict[str, str]:
-    """Return the variables by which a command without torchrun finds the other nodes."""
+    """Return the variables by which a command without torchrun finds the other nodes.
+
+    Its output goes to a file. Python writes each line there at once, as torchrun's ranks do.
+    """
     return {
+        "PYTHONUNBUFFERED": "1",
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
         "NNODES": str(context.nodes),

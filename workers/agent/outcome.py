@@ -23,6 +23,8 @@ def build_outcome(lead: Lead) -> Outcome:
     """Return the outcome of an attempt that the agent led to its end."""
     context, last = lead.context, lead.last
     ending, first = judge_ending(lead)
+    if lead.program is not None:
+        ending = replace(ending, evidence=(*ending.evidence, *lead.program.problems))
     resumes = _resumes(context)
     launches = tuple(_with_resume(r, resumes.get(r.number)) for r in lead.launches)
     committed = newest_committed(context.run, context.attempt.number)
@@ -80,7 +82,7 @@ def judge_ending(lead: Lead) -> tuple[Ending, RankFailure | None]:
                 counts_steps=bool(request.program.progress),
                 allow_early_exit=request.supervision.allow_early_exit,
             )
-            return replace(ending, evidence=(*ending.evidence, *lead.program.problems)), None
+            return ending, None
         ending = judge_completion(
             events,
             launch=number,
@@ -94,8 +96,7 @@ def judge_ending(lead: Lead) -> tuple[Ending, RankFailure | None]:
         return Ending(state=AttemptState.FAILED, cause=Cause.UNKNOWN, evidence=(message,)), None
     if last.ending in {"crashed", "hung"} or stop_request is None:
         ending, first = lead.bad_ending(last)
-        problems = lead.program.problems if lead.program is not None else ()
-        evidence = (*ending.evidence, *([lead.verdict] if lead.verdict else []), *problems)
+        evidence = (*ending.evidence, *([lead.verdict] if lead.verdict else []))
         return replace(ending, evidence=evidence), first
     if last.ending == "killed":
         killed = "training had not ended by the deadline and was killed"

@@ -39,6 +39,7 @@ class _Launch:
     """What the watch knows about one launch. `ended` is as for `why_incomplete`."""
 
     number: int
+    began_at: float
     ended: str = ""
     is_stopping: bool = False
     has_looked: bool = False
@@ -63,6 +64,7 @@ class ProgramWatch:
         self._manifests: dict[Path, Manifest] | None = None
         self._launch: _Launch | None = None
         self._noted: set[str] = set()
+        self._look_s = 0.0
         self._failure: Exception | None = None
         self._wake, self._over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="program-watch", daemon=True)
@@ -74,7 +76,7 @@ class ProgramWatch:
         """Start to watch a launch."""
         attempt = self._context.attempt
         self._output.begin([attempt.rank_log(0, launch, 0, name) for name in ("stdout", "stderr")])
-        self._launch = _Launch(launch)
+        self._launch = _Launch(launch, time.time())
         self._wake.set()
 
     def stop(self) -> None:
@@ -95,6 +97,8 @@ class ProgramWatch:
 
     def close(self) -> None:
         """Stop watching. A thread that waits for storage is left behind."""
+        if self._over.is_set():
+            return
         self._over.set()
         self._wake.set()
         self._thread.join(STOP_WAIT_S)
@@ -139,7 +143,10 @@ class ProgramWatch:
         launch = self._launch
         if launch is None or launch.committed > NOWHERE:
             return ()
-        named = [f"{path.name}: {why}" for path, why in sorted(launch.problems.items())]
+        if launch.ended == "exited" and 0 < launch.resumed == self._completed():
+            # It had nothing left to do.
+            return ()
+        named = [f"{path.name}: {why}" for path, why in sorted(dict(launch.problems).items())]
         few = "; ".join(named[-PROBLEMS_NAMED_MAX:])
         what = few or f"nothing new matched {self._pattern.text}"
         return (f"the program completed no checkpoint in this launch: {what}",)
@@ -161,7 +168,7 @@ class ProgramWatch:
         while not self._over.is_set():
             self._wake.wait(pause_s)
             self._wake.clear()
-            launch, began = self._launch, time.monotonic()
+            launch = self._launch
             if launch is None or self._over.is_set() or launch.is_done.is_set():
                 continue
             try:
@@ -173,9 +180,7 @@ class ProgramWatch:
                 # `completed` raises it in the agent's loop.
                 self._failure = error
                 return
-            pause_s = max(LOOK_S, (time.monotonic() - began) / LOOK_SHARE)
-            if launch.ended:
-                pause_s = LOOK_S
+            pause_s = LOOK_S if launch.ended else max(LOOK_S, self._look_s / LOOK_SHARE)
 
     def _turn(self, launch: _Launch) -> None:
         """Look once, and record what is complete."""
@@ -184,7 +189,9 @@ class ProgramWatch:
         is_read = not ended or self._output.wait(LOOK_S)
         if self._manifests is None:
             self._manifests = own_checkpoints.recorded(self._context.run, self._pattern)
+        began = time.monotonic()
         found = self._pattern.find()
+        self._look_s = time.monotonic() - began
         if not launch.has_looked:
             launch.at_start = {one.path: one.files for one in found}
             launch.has_looked = True
@@ -219,14 +226,17 @@ class ProgramWatch:
             if not ended and still_s < self._program.settle_s:
                 return
             self._retire(one.path, CHANGED)
-        wrote = launch.at_start.get(one.path) != one.files
+        was_seen = launch.at_start.get(one.path) != one.files
+        # The program may have written one before this watch first looked.
+        is_old = not was_seen and one.changed_at < launch.began_at
         why = own_checkpoints.why_incomplete(
-            one, self._program, still_s=still_s, wrote=wrote, ended=ended
+            one, self._program, still_s=still_s, was_seen=was_seen, is_old=is_old, ended=ended
         )
         try:
             if not why:
-                self._record(launch, one, wrote=wrote)
-        except CheckpointError as error:
+                self._record(launch, one, is_old=is_old)
+        except (CheckpointError, OSError) as error:
+            # The next look tries again, if there is one.
             why = str(error)
         launch.problems[one.path] = why
         if not why:
@@ -242,18 +252,18 @@ class ProgramWatch:
         launch.seen[one.path] = (one.files, since)
         return now - since
 
-    def _record(self, launch: _Launch, one: OwnCheckpoint, *, wrote: bool) -> None:
+    def _record(self, launch: _Launch, one: OwnCheckpoint, *, is_old: bool) -> None:
         """Commit a manifest. Raises `CheckpointError` if the step has one from other files."""
         began = time.monotonic()
         files = own_checkpoints.seal(one, lambda: not self._over.is_set())
         attempt, number = self._context.attempt.number, launch.number
-        if wrote:
-            self._find_origin(launch, "", before=one.step)
-            parent = launch.parent
-        else:
+        if is_old:
             attempt, number = self._writer_of(one, (attempt, number))
             earlier = own_checkpoints.newest_before(self._newest(), one.step)
             parent = earlier.id if earlier else None
+        else:
+            self._find_origin(launch, "", before=one.step)
+            parent = launch.parent
         name = CheckpointName(one.step, attempt, number)
         manifest = Manifest(
             run_uid=self._request.run_uid,
@@ -276,7 +286,7 @@ class ProgramWatch:
             raise CheckpointError(f"step {one.step} has been recorded from other files, as {name}")
         assert self._manifests is not None
         self._manifests[one.path] = manifest
-        if wrote:
+        if not is_old:
             launch.committed = max(launch.committed, one.step)
             launch.parent = manifest.id
         self._journal.append(

@@ -47,6 +47,7 @@ class NodeRuntime(StatusPort):
         self.flusher_supervisor = FlusherSupervisor(context)
         first_rank = context.node * context.request.ranks_per_node
         self._watch = RankWatch(self.status_table, first_rank, earlier_times(context))
+        self._torchrun: Torchrun | None = None
         is_watched = context.is_lead and context.request.program.is_watched
         self.program = ProgramWatch(context) if is_watched else None
         self._signalled: set[int] = set()
@@ -61,13 +62,12 @@ class NodeRuntime(StatusPort):
             {**os.environ, **plain_part(context.request.environment)},
             self.note,
         )
-        self._torchrun: Torchrun | None = None
         self._refusal: RankFailure | None = None
         self._standby: WarmStandby | None = None
         self._released: WarmStandby | None = None
         self._oom_kills_before = 0
         self._salvaged_journaled = self._failed_journaled = 0
-        self._is_stopping = False
+        self._is_stopping = self._is_told = False
 
     @property
     def step_s(self) -> float:
@@ -87,7 +87,7 @@ class NodeRuntime(StatusPort):
         self.flusher_supervisor.tend()
         self.status_table.reset()
         self._watch.begin()
-        self._is_stopping = False
+        self._is_stopping = self._is_told = False
         self._signalled.clear()
         if self.program is not None:
             self.program.begin(launch)
@@ -184,13 +184,15 @@ class NodeRuntime(StatusPort):
             return self._refusal.exit_code
         if self._torchrun is None:
             return None
+        if self._is_told:
+            self.tell_program()
         if self._is_stopping:
-            self._signal_program()
             return self._torchrun.poll(peer_error_s=math.inf)
         return self._torchrun.poll()
 
-    def _signal_program(self) -> None:
-        """Tell a program without a session to save and exit, also ranks that start only now."""
+    def tell_program(self) -> None:
+        """Tell a program without a session to save and exit, also ranks that start only later."""
+        self._is_told = True
         if self._torchrun is None or not self.context.request.program.is_watched:
             return
         self._torchrun.signal_program(self._signalled)
@@ -206,7 +208,7 @@ class NodeRuntime(StatusPort):
     def announce(self, deadline: float | None) -> None:
         self._is_stopping = True
         self.status_table.announce_stop(deadline)
-        self._signal_program()
+        self.tell_program()
 
     def take_stacks(self, dump: int, number: int) -> None:
         records = zip(self._watch.statuses(), self.status_table.records(), strict=True)

@@ -191,7 +191,9 @@ class Torchrun:
         found: dict[int, int] = {}
         with contextlib.suppress(psutil.Error):
             if self._program.launcher == "none":
-                return dict(enumerate(p.pid for p in psutil.Process(self.pid).children()[:1]))
+                # The guard also adopts orphans, which are younger.
+                started = psutil.Process(self.pid).children()
+                return {0: min(started, key=lambda one: one.create_time()).pid} if started else {}
             for launcher in psutil.Process(self._process.pid).children():
                 for process in launcher.children():
                     local = process.environ().get("LOCAL_RANK", "")
