@@ -10,6 +10,7 @@ from holdfast.contracts.history import load_history
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.sources import require_own_format
 from holdfast.contracts.spec import RunSpec
 from holdfast.flows.parameters import load_spec
 from holdfast.flows.secrets import require
@@ -36,6 +37,7 @@ def fork_run(
     does not exist or is not committed, and the errors of `check_everything`.
     """
     manifest = committed_manifest(parent, directory)
+    require_own_format(manifest, "start another run from it")
     # The values of the parent's blocks are in its record.
     given = {**load_history(parent).record.spec, "name": name, "blocks": {}}
     spec = load_spec(given, overrides)

@@ -15,10 +15,10 @@ from urllib.parse import quote
 from holdfast.contracts.history import RunHistory
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.states import AttemptState, Cause, RunState
+from holdfast.contracts.steps_total import steps_total
 from holdfast.flows.progress import describe_progress
 from holdfast.flows.summary import HEADINGS, cells
 from holdfast.lineage.formats import mermaid
-from holdfast.lineage.views import steps_total
 from holdfast.workers.heartbeats import newest_step, read_heartbeats
 
 # The address of `holdfast serve`, for links in artifacts.
@@ -87,7 +87,7 @@ def _progress(history: RunHistory) -> tuple[int, int, str]:
         step = newest_step(beats) or step
         paces = [rank.step_time_s for beat in beats for rank in beat.ranks]
         pace_s = max((one for one in paces if one), default=0.0)
-    total = steps_total(history.record.spec) or 0
+    total = steps_total(history.spec.config) or 0
     text = f"step {step:,} of {total:,}" if total else f"step {step:,}"
     if pace_s and total > step:
         hours, minutes = divmod(round((total - step) * pace_s / 60), 60)

@@ -121,8 +121,11 @@ class Loop:
             return f"{self.epochs} epochs"
         return f"{self.total} steps" if self.total is not None else ""
 
-    def note_end(self) -> None:
-        """Record once that the program ended by itself, and at which step."""
+    def note_end(self, *, is_declared: bool = True) -> None:
+        """Record once that the program ended by itself, and at which step.
+
+        With `is_declared`, the program means this to be its end, also before its last step.
+        """
         if self._has_noted_end:
             return
         self._has_noted_end = True
@@ -132,6 +135,7 @@ class Loop:
             text=f"left after step {self.completed}{of}",
             has_left=True,
             is_whole=self.has_all_steps if self.promised else None,
+            is_declared=is_declared,
         )
 
     def finish_epoch(self) -> bool:
@@ -150,8 +154,8 @@ class Loop:
         self._record.beat(Phase.TRAIN)
         return False
 
-    def finish(self) -> None:
-        """Commit the last save of this launch, then record how the launch ended."""
+    def finish(self, *, is_declared: bool = True) -> None:
+        """Commit the last save of this launch, then record how the launch ended, see `note_end`."""
         self.is_finished = True
         self._guard.finish()
         if self._position.open_epoch is not None and not self._position.in_epoch:
@@ -162,7 +166,7 @@ class Loop:
         ):
             self._guard.resolve()
         self._saver.finish(step=self.completed)
-        self.note_end()
+        self.note_end(is_declared=is_declared)
         is_stopped = self.should_stop and not self.has_all_steps
         self._record.beat(Phase.STOP if is_stopped else Phase.DONE)
         if self.should_stop and not self._context.has_agent and self._ranks.rank == 0:

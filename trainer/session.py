@@ -323,21 +323,25 @@ class Session(SessionParts):
 
     # --- the end --------------------------------------------------------------------------
 
-    def close(self) -> None:
+    def close(self, *, may_end_early: bool = True) -> None:
         """Saves the state that is not saved yet, waits for the commit, releases all resources.
 
         A loop that was left in the middle of a step saves nothing. Raises `SaveError` if the last
         checkpoint could not be committed.
+
+        A program that calls this before its last step declares that it is complete, as after early
+        stopping. Pass `may_end_early=False` where code of a framework calls it, whatever the reason
+        why training ended: an end before the promised number of steps is then incomplete.
         """
         if self._is_closed:
             return
         is_orderly = False
         try:
             if not self._loop.is_finished and not self._loop.is_inside_step:
-                self._loop.finish()
+                self._loop.finish(is_declared=may_end_early)
             else:
                 self._saver.wait()
-                self._loop.note_end()
+                self._loop.note_end(is_declared=may_end_early)
             is_orderly = True
         finally:
             self._release(wait=True, is_orderly=is_orderly)

@@ -13,6 +13,7 @@ from holdfast.contracts.history import load_history
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.paths import RunPaths, checkpoint_id
+from holdfast.contracts.sources import require_own_format
 from holdfast.workers.trainer_call import ask_trainer, interpreter_of
 
 # Enough for a terabyte on a slow shared file system.
@@ -55,6 +56,9 @@ def export(
     the checkpoint cannot be exported or written, and `PreflightError` if the job's environment
     cannot run.
     """
+    manifest = read_manifest(directory)
+    if manifest is not None:
+        require_own_format(manifest, "export it")
     paths = RunPaths(directory.parent.parent)
     record = read_document(RunRecord, paths.spec)
     python = [sys.executable]
@@ -66,7 +70,6 @@ def export(
     arguments += [word for rule in rename for word in ("--rename", rule)]
     arguments += ["--dtype", dtype] if dtype else []
     facts = ask_trainer(python, "export", *arguments, timeout_s=EXPORT_S_MAX, look=look)
-    manifest = read_manifest(directory)
     facts["checkpoint"] = manifest.id if manifest else str(directory)
     if record is not None and manifest is not None and manifest.run_uid == record.uid:
         facts["checkpoint"] = checkpoint_id(paths.name, directory.name)

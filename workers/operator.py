@@ -38,6 +38,7 @@ from holdfast.contracts.journal import AUTOMATIC, FOREIGN_LOCK_S, EventKind, Jou
 from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.paths import AttemptPaths, RunPaths, checkpoint_id, has_spec
 from holdfast.contracts.reading import LOCK_FLAGS, open_beneath
+from holdfast.contracts.sources import require_own_format
 from holdfast.contracts.states import RunState
 from holdfast.workers.executors import executor_for
 from holdfast.workers.feasibility import Feasibility
@@ -140,7 +141,8 @@ def _request(paths: RunPaths, asked: _Asked, *, writer: str, alone: bool) -> str
 def pin(paths: RunPaths, checkpoint: str, *, by: str, note: str = "", writer: str = "cli") -> str:
     """Keep a checkpoint whatever the keep rules say; return its id.
 
-    Raises `NotFoundError` if there is none, or if it was deleted before the pin took effect.
+    Raises `NotFoundError` if there is none, or if it was deleted before the pin took effect, and
+    `CheckpointError` for one that the program wrote itself.
     """
     _check_committed(paths, checkpoint)
     with JournalWriter(paths.journal_of(writer)) as journal:
@@ -278,8 +280,10 @@ def _what_follows(history: RunHistory, action: Action, gpus: int | None) -> str:
 
 
 def _check_committed(paths: RunPaths, checkpoint: str) -> None:
-    if read_manifest(paths.checkpoint(checkpoint)) is None:
+    manifest = read_manifest(paths.checkpoint(checkpoint))
+    if manifest is None:
         raise NotFoundError(
             f"no committed checkpoint {checkpoint!r} in run {paths.name}; "
             f"list them with `holdfast checkpoints {paths.name}`"
         )
+    require_own_format(manifest, "keep it from being deleted by the program")

@@ -110,6 +110,8 @@ def _program_problems(spec: RunSpec) -> list[str]:
         ]
     problems = []
     modules = ["torch", "holdfast.trainer", "holdfast.workers.agent.main", "submitit"]
+    if spec.program.launcher == "none":
+        return _command_problems(spec, directory) + _module_problems(python, modules[1:], directory)
     if spec.command[0] == "-m":
         if len(spec.command) < 2:
             return ["command: -m needs a module name after it"]
@@ -120,6 +122,21 @@ def _program_problems(spec: RunSpec) -> list[str]:
             "relative to launch.working_directory"
         )
     return problems + _module_problems(python, modules, directory)
+
+
+def _command_problems(spec: RunSpec, directory: Path) -> list[str]:
+    """Return a problem if a command without torchrun cannot be found, where that can be known."""
+    name = spec.command[0]
+    is_set_up = spec.launch.setup or spec.launch.node_setup
+    found = shutil.which(directory / name if "/" in name else name)
+    if found or (is_set_up and "/" not in name):
+        return []
+    return [
+        (
+            f"command: {name} is not an executable file; with program.launcher = 'none' the "
+            "command itself is run, such as ['python', 'train.py']"
+        )
+    ]
 
 
 def _module_problems(python: str, modules: list[str], directory: Path) -> list[str]:

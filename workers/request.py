@@ -77,6 +77,7 @@ def build_request(
         "environment": spec.environment,
         "config": spec.config,
         "launch": spec.launch,
+        "program": spec.program,
         "resources": spec.resources,
         "supervision": spec.supervision,
         "health": spec.health,

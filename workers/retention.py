@@ -29,6 +29,7 @@ from holdfast.contracts.paths import MANIFEST, RunPaths
 from holdfast.contracts.spec_checkpoint import Keep
 
 NEWEST: Final = "the newest"
+OWN: Final = "the program's own, which only the program deletes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +99,8 @@ def protections(
         for one in branch[copied[-1] if copied else 0 : -1]:
             reasons_of[one.name].append("needed until a newer checkpoint has a second copy")
     for one in ordered:
+        if one.source is not None:
+            reasons_of[one.name].append(OWN)
         if one.name in facts.pins:
             reasons_of[one.name].append("pinned")
         if one.name in facts.in_use:

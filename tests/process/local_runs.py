@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -44,12 +45,20 @@ class LocalRun:
         launch: dict[str, Any] | None = None,
         elastic: dict[str, Any] | None = None,
         health: dict[str, Any] | None = None,
+        config: dict[str, Any] | None = None,
+        own: dict[str, Any] | None = None,
+        spec: RunSpec | None = None,
         **settings: Any,
     ) -> None:
+        """`own` is the spec's table `program`. Without torchrun, this Python runs the program.
+
+        With `spec`, the other settings do not count.
+        """
         defaults = {"steps": 40, "sleep_s": 0.02}
-        self.spec = RunSpec(
+        python = (sys.executable,) if (own or {}).get("launcher") == "none" else ()
+        self.spec = spec or RunSpec(
             name="tried",
-            command=(program.name, json.dumps({**defaults, **settings})),
+            command=(*python, program.name, json.dumps({**defaults, **settings})),
             launch={"working_directory": str(program.parent), **(launch or {})},
             resources=resources or {"gpus_per_node": gpus},
             elastic=elastic or {"min_gpus": 1},
@@ -62,6 +71,8 @@ class LocalRun:
                 **(supervision or {}),
             },
             health=health or {},
+            config=config or {},
+            program=own or {},
             checkpoint=checkpoint or {"interval": 1000},
         )
         self.paths, _ = runs.attach_or_create(self.spec, root, created_by="tests")

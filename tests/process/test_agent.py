@@ -172,6 +172,20 @@ def test_early_exit_is_a_failure_and_relaunch_continues(make: Make) -> None:
     assert view.evidence == ()
 
 
+def test_a_program_that_closes_before_the_steps_of_its_spec_is_incomplete(make: Make) -> None:
+    run = make(config={"steps": 12}, steps=12, close_at=7, gpus=1, checkpoint={"interval": 4})
+    run.submit()
+    view = run.wait_for_end()
+    assert (view.state, view.cause) == (AttemptState.FAILED, Cause.USER_ERROR)
+    (line,) = view.evidence
+    assert line.startswith("incomplete: the program ended with exit status 0 after step 6, ")
+    assert "the spec's [config] sets 12 steps" in line
+    operator.request(run.paths, "relaunch", by="tester")
+    run.submit()
+    view = run.wait_for_end()
+    assert (view.state, view.last_step, view.evidence) == (AttemptState.COMPLETED, 12, ())
+
+
 def test_program_without_a_session_completes_with_a_note(make: Make) -> None:
     run = make(session=False, sleep_s=0.1, gpus=1)
     run.submit()

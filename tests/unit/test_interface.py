@@ -16,7 +16,7 @@ from tests.histories import record_of, spec_of
 from holdfast.contracts.channel import ChannelHost, ChannelMember
 from holdfast.contracts.errors import InterfaceError
 from holdfast.workers.agent.interface import addresses_of
-from holdfast.workers.agent.torchrun import build_environment
+from holdfast.workers.agent.launch_command import build_environment
 from holdfast.workers.request import build_request
 
 Address = namedtuple("Address", "family address")

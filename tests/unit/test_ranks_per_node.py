@@ -17,7 +17,7 @@ from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.contracts.timeline import spans_of
 from holdfast.workers.agent.health import READY, HealthChecks
-from holdfast.workers.agent.torchrun import build_command, build_environment
+from holdfast.workers.agent.launch_command import build_command, build_environment
 from holdfast.workers.executors.slurm_capacity import gpus_that_fit
 from holdfast.workers.growth import observe_capacity
 from holdfast.workers.policy import decide

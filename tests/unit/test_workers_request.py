@@ -13,7 +13,7 @@ from tests.histories import record_of, spec_of
 
 from holdfast.contracts.attempt import Request
 from holdfast.contracts.digests import command_digest
-from holdfast.workers.agent.torchrun import build_command, build_environment
+from holdfast.workers.agent.launch_command import build_command, build_environment
 from holdfast.workers.request import LOCAL_TIMEOUT_MIN, build_request
 
 

@@ -106,6 +106,8 @@ def inspect(
         return None, "never committed"
     if run_uid is not None and manifest.run_uid != run_uid:
         return manifest, f"damaged: its manifest belongs to another run, {manifest.run}"
+    if manifest.source is not None:
+        return manifest, f"written by the program itself, in its own format, in {manifest.source}"
     damage = find_damage(directory, manifest, contents=verify)
     return manifest, _describe(damage) if damage else None
 

@@ -38,8 +38,13 @@ class Heartbeat:
     """Reports what the rank watch has measured; never touches a rank."""
 
     def __init__(
-        self, context: AgentContext, status_table: RankStatusTable, watch: RankWatch
+        self,
+        context: AgentContext,
+        status_table: RankStatusTable,
+        watch: RankWatch,
+        program: Callable[[], tuple[RankBeat, ...]] = tuple,
     ) -> None:
+        """`program` returns the part of a program that does not use the status table."""
         self.launch = 0
         # On other nodes, sends a heartbeat to node 0 once this node has joined.
         self.send: Callable[[dict[str, Any]], object] | None = None
@@ -48,7 +53,7 @@ class Heartbeat:
         # The newest heartbeat of each node. The channel's thread adds those of other nodes.
         self._beats: dict[int, dict[str, Any]] = {}
         self._writer = HeartbeatWriter(context.attempt) if context.is_lead else None
-        self._status_table, self._watch = status_table, watch
+        self._status_table, self._watch, self._program = status_table, watch, program
         self._gpus = watch_gpus()
         self._boot_id = boot_id()
         self._clock = _clock_offset_s()
@@ -100,7 +105,7 @@ class Heartbeat:
             every_s=self._every_s,
             boot_id=self._boot_id,
             world_size=self._context.request.world_size,
-            ranks=self._ranks(),
+            ranks=self._ranks() or self._program(),
             gpus=self._gpus.beats() if self._gpus else (),
             phases=self._watch.summary(),
             memory_percent=psutil.virtual_memory().percent,

@@ -89,3 +89,13 @@ def _read(path: Path) -> str:
         return path.read_text(errors="replace")
     except OSError:
         return ""
+
+
+def ignores(pid: int, signal_number: int) -> bool:
+    """Return True if a process ignores a signal, or if it does not exist."""
+    try:
+        with open(f"/proc/{pid}/status", "rb") as stream:
+            masks = [line.split()[1] for line in stream if line.startswith(b"SigIgn:")]
+        return not masks or bool(int(masks[0], 16) >> (signal_number - 1) & 1)
+    except OSError:
+        return True

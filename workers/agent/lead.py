@@ -58,6 +58,8 @@ class Lead:
         self.group = NodeGroup(context, journal, self._listener, runtime)
         self.health = HealthWatch(context, self.group, self._listener, journal)
         self.root = RootCheck(context, self.group, journal)
+        # Set if the program saves by itself, without a session.
+        self.program = runtime.program
         self._announced: StopRequest | None = None
         self._hangs = HangWatch(context.request, context.attempt, journal)
         self._agreement = StopAgreement(self.group, journal, context.attempt.number, self._note)
@@ -160,7 +162,8 @@ class Lead:
             ends_at = self._kill_at(stop_request)
             if steady.now() > ends_at:
                 return "killed"
-            self._agreement.pursue_stop(ends_at)
+            if self.program is None:
+                self._agreement.pursue_stop(ends_at)
 
     def _find_ending(self) -> str:
         """Return how the launch ended by itself, or '' if it has not."""
@@ -191,7 +194,7 @@ class Lead:
 
     def _plan_ahead(self) -> None:
         """Agree on an early save that was requested, and start warm standbys once they are due."""
-        if not self.group.is_whole or self.group.is_silent:
+        if not self.group.is_whole or self.group.is_silent or self.program is not None:
             return
         self._agreement.pursue_save()
         reports = self.group.reports.values()
@@ -288,7 +291,9 @@ class Lead:
 
     def _kill_at(self, stop_request: StopRequest) -> float:
         """Return when processes that still run are killed (Unix seconds)."""
-        has_session = any(report.registered for report in self.group.reports.values())
+        has_session = self.program is not None or any(
+            report.registered for report in self.group.reports.values()
+        )
         return kill_at(stop_request, self._supervision, has_session=has_session)
 
     # --- endings ----------------------------------------------------------------------------

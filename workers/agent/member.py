@@ -194,6 +194,8 @@ def _reply(runtime: NodeRuntime, reporter: Reporter, question: dict[str, Any]) -
     elif kind == "acknowledge":
         runtime.acknowledge()
     else:
+        if kind == "announce":
+            runtime.tell_program()
         return answer_from_status_table(runtime.status_table, question) or {}
     return {}
 

@@ -9,9 +9,10 @@ from holdfast.contracts.attempt import LaunchRecord, Outcome, create_document
 from holdfast.contracts.journal import Event, EventKind, JournalWriter, read_journal
 from holdfast.contracts.manifest import Manifest
 from holdfast.contracts.states import AttemptState, Cause
+from holdfast.contracts.steps_total import steps_total
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.lead import Lead
-from holdfast.workers.agent.promises import judge_completion
+from holdfast.workers.agent.promises import judge_completion, judge_own_completion
 from holdfast.workers.agent.stale_outcome import quarantine_stale_outcome
 from holdfast.workers.agent.stops import StopRequest
 from holdfast.workers.causes import STATE_OF_CAUSE, Ending, RankFailure
@@ -22,6 +23,8 @@ def build_outcome(lead: Lead) -> Outcome:
     """Return the outcome of an attempt that the agent led to its end."""
     context, last = lead.context, lead.last
     ending, first = judge_ending(lead)
+    if lead.program is not None:
+        ending = replace(ending, evidence=(*ending.evidence, *lead.program.problems))
     resumes = _resumes(context)
     launches = tuple(_with_resume(r, resumes.get(r.number)) for r in lead.launches)
     committed = newest_committed(context.run, context.attempt.number)
@@ -71,7 +74,23 @@ def judge_ending(lead: Lead) -> tuple[Ending, RankFailure | None]:
     if last.ending == "completed":
         events = _events(lead.context)
         number = lead.launches[-1].number
-        return judge_completion(events, launch=number, step=last.completed), None
+        request = lead.context.request
+        if lead.program is not None:
+            ending = judge_own_completion(
+                last.completed,
+                steps_total(request.config),
+                counts_steps=bool(request.program.progress),
+                allow_early_exit=request.supervision.allow_early_exit,
+            )
+            return ending, None
+        ending = judge_completion(
+            events,
+            launch=number,
+            step=last.completed,
+            steps_total=steps_total(request.config),
+            allow_early_exit=request.supervision.allow_early_exit,
+        )
+        return ending, None
     if stop_request is None and last.ending == "stopped":
         message = "the ranks stopped early without a stop request to this agent"
         return Ending(state=AttemptState.FAILED, cause=Cause.UNKNOWN, evidence=(message,)), None

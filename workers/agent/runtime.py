@@ -19,14 +19,17 @@ from holdfast.workers.agent.flusher_supervisor import FlusherSupervisor
 from holdfast.workers.agent.guard import adopt_orphans, is_running, kill_all_below
 from holdfast.workers.agent.health import HealthChecks
 from holdfast.workers.agent.heartbeat import Heartbeat, earlier_times
+from holdfast.workers.agent.launch_command import Handles
 from holdfast.workers.agent.memory import oom_kills
 from holdfast.workers.agent.node import CrashReport, NodeReport
 from holdfast.workers.agent.notices.watch import NoticeWatch
+from holdfast.workers.agent.program_watch import ProgramWatch
 from holdfast.workers.agent.rank_watch import RankWatch
 from holdfast.workers.agent.stacks import StackTaker, Target
-from holdfast.workers.agent.torchrun import Handles, Torchrun
+from holdfast.workers.agent.torchrun import Torchrun
 from holdfast.workers.agent.warm_standby import WarmStandby, has_memory_for
 from holdfast.workers.causes import RankFailure
+from holdfast.workers.heartbeats import RankBeat
 from holdfast.workers.root_probe import RootProblem, check_folder, race
 
 
@@ -44,7 +47,11 @@ class NodeRuntime(StatusPort):
         self.flusher_supervisor = FlusherSupervisor(context)
         first_rank = context.node * context.request.ranks_per_node
         self._watch = RankWatch(self.status_table, first_rank, earlier_times(context))
-        self.heartbeat = Heartbeat(context, self.status_table, self._watch)
+        self._torchrun: Torchrun | None = None
+        is_watched = context.is_lead and context.request.program.is_watched
+        self.program = ProgramWatch(context) if is_watched else None
+        self._signalled: set[int] = set()
+        self.heartbeat = Heartbeat(context, self.status_table, self._watch, self._program_beats)
         self._stacks = StackTaker()
         self._health = HealthChecks(context)
         self.check_health = self._health.start
@@ -55,17 +62,18 @@ class NodeRuntime(StatusPort):
             {**os.environ, **plain_part(context.request.environment)},
             self.note,
         )
-        self._torchrun: Torchrun | None = None
         self._refusal: RankFailure | None = None
         self._standby: WarmStandby | None = None
         self._released: WarmStandby | None = None
         self._oom_kills_before = 0
         self._salvaged_journaled = self._failed_journaled = 0
-        self._is_stopping = False
+        self._is_stopping = self._is_told = False
 
     @property
     def step_s(self) -> float:
         """The duration in seconds of the slowest local rank's last step."""
+        if self.program is not None:
+            return self.program.step_s
         return max((record.step_time_s for record in self.status_table.records()), default=0.0)
 
     def check_root(self, place: str, shared: str, token: str) -> list[RootProblem]:
@@ -79,7 +87,10 @@ class NodeRuntime(StatusPort):
         self.flusher_supervisor.tend()
         self.status_table.reset()
         self._watch.begin()
-        self._is_stopping = False
+        self._is_stopping = self._is_told = False
+        self._signalled.clear()
+        if self.program is not None:
+            self.program.begin(launch)
         self.heartbeat.launch = launch
         self._oom_kills_before = oom_kills()
         self._refusal = None
@@ -146,13 +157,18 @@ class NodeRuntime(StatusPort):
         self.flusher_supervisor.tend()
         records = self.status_table.records()
         seen = [r for r in records if r.pid]
+        program = self.program
         return NodeReport(
             exit_code=self._poll(),
-            phases=tuple(r.phase.name for r in seen),
+            phases=program.phases if program else tuple(r.phase.name for r in seen),
             registered=len(seen),
             alive=sum(1 for r in seen if is_running(r.pid)),
-            completed=max((r.completed for r in seen), default=NOWHERE),
-            resumed=max((r.resumed_step for r in seen), default=NOWHERE),
+            completed=max(
+                (r.completed for r in seen), default=program.completed if program else NOWHERE
+            ),
+            resumed=max(
+                (r.resumed_step for r in seen), default=program.resumed if program else NOWHERE
+            ),
             entered=self.status_table.oldest_entered,
             asked=self.status_table.asked,
             notices=tuple(self._notices.take()),
@@ -168,13 +184,31 @@ class NodeRuntime(StatusPort):
             return self._refusal.exit_code
         if self._torchrun is None:
             return None
+        if self._is_told:
+            self.tell_program()
         if self._is_stopping:
             return self._torchrun.poll(peer_error_s=math.inf)
         return self._torchrun.poll()
 
+    def tell_program(self) -> None:
+        """Tell a program without a session to save and exit, also ranks that start only later."""
+        self._is_told = True
+        if self._torchrun is None or not self.context.request.program.is_watched:
+            return
+        self._torchrun.signal_program(self._signalled)
+        if self.program is not None and self._signalled:
+            self.program.stop()
+
+    def _program_beats(self) -> tuple[RankBeat, ...]:
+        """Return the part of a program without a session in a heartbeat."""
+        if self.program is None or self._torchrun is None:
+            return ()
+        return self.program.beats(self._torchrun.rank_pids().get(0, 0))
+
     def announce(self, deadline: float | None) -> None:
         self._is_stopping = True
         self.status_table.announce_stop(deadline)
+        self.tell_program()
 
     def take_stacks(self, dump: int, number: int) -> None:
         records = zip(self._watch.statuses(), self.status_table.records(), strict=True)
@@ -192,10 +226,13 @@ class NodeRuntime(StatusPort):
         # The ranks themselves journaled earlier failures.
         self._failed_journaled = len(self.flusher_supervisor.flushed.failed)
         if self._torchrun is not None:
+            exit_code = self._torchrun.poll()
             self._torchrun.kill()
             # If the guard was killed, this process must end what the guard watched.
             exempt = {self.flusher_supervisor.pid, self._standby.pid if self._standby else None}
             kill_all_below(os.getpid(), frozenset(pid for pid in exempt if pid))
+            if self.program is not None:
+                self.program.end(exit_code)
         if self._released is not None:
             self._released.close()
             self._released = None
@@ -203,6 +240,8 @@ class NodeRuntime(StatusPort):
     def drain(self, timeout_s: float, lost: Collection[int] = (), *, mirror: bool = False) -> bool:
         flushed = self.flusher_supervisor.flushed
         is_done = self.flusher_supervisor.drain(timeout_s, lost, mirror=mirror)
+        if self.program is not None:
+            is_done = self.program.drain(timeout_s) and is_done
         # The ranks are dead now, so this agent reports the saves that the lost node made impossible
         # and the snapshots that are now committed.
         if lost:
@@ -251,6 +290,8 @@ class NodeRuntime(StatusPort):
         self._notices.close()
         self._discard_standby()
         self.kill()
+        if self.program is not None:
+            self.program.close()
         self.flusher_supervisor.close()
         self.heartbeat.close()
         self._watch.close()

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -18,21 +19,26 @@ from typing import Any, Final
 import psutil
 
 from holdfast.contracts import environment
-from holdfast.contracts.attempt import Request
 from holdfast.contracts.durable import make_directory
 from holdfast.contracts.secrets import hide, longest_first, references_in, resolve_environment
-from holdfast.workers.agent.context import AgentContext, after_setup
+from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.flight_recorder import recorder_environment
 from holdfast.workers.agent.gpus import CONTROL
-from holdfast.workers.agent.interface import addresses_of, interface_environment
+from holdfast.workers.agent.interface import addresses_of
+from holdfast.workers.agent.kernel_view import ignores
+from holdfast.workers.agent.launch_command import (
+    Handles,
+    build_command,
+    build_environment,
+    log_directory,
+    meeting_environment,
+)
 from holdfast.workers.agent.local_log import LocalLog
 from holdfast.workers.causes import RankFailure
 from holdfast.workers.evidence import last_traceback
 from holdfast.workers.processes import descendants, end_processes
 
 KILL_WAIT_S: Final = 30.0
-STANDBY: Final = "holdfast.trainer.standby"
-MONITOR_INTERVAL_S: Final = 0.1
 TAIL_BYTES: Final = 64 * 1024
 REPORT_BYTES: Final = 1024 * 1024
 LOG_TAIL_BYTES: Final = 4096
@@ -77,6 +83,9 @@ class Torchrun:
         self._secrets = longest_first(given[name] for name in references)
         self._context = context
         self._launch = launch
+        self._program = context.request.program
+        has_torchrun = self._program.launcher == "torchrun"
+        self._ranks = context.request.ranks_per_node if has_torchrun else 1
         self._logs = log_directory(context, launch)
         self._linked: set[int] = set()
         self._failed_at: float | None = None
@@ -95,6 +104,8 @@ class Torchrun:
         recorder = recorder_environment(self._logs, inherited) if CONTROL.exists() else {}
         inherited = {**recorder, **os.environ}
         variables = build_environment(context, launch, handles, inherited, given)
+        if not has_torchrun:
+            variables |= meeting_environment(context, address, port)
         if standby_pipe:
             variables[environment.STANDBY_PIPE] = standby_pipe
         self._log = LocalLog(self._logs / "torchrun.log")
@@ -150,7 +161,7 @@ class Torchrun:
 
         It counts as killed, and its peers cannot report more than that.
         """
-        dead = set(range(self._context.request.ranks_per_node)) - set(self.rank_pids())
+        dead = set(range(self._ranks)) - set(self.rank_pids())
         folders = [self._rank_folder(local) for local in dead]
         return any(
             not (folder / "error.json").exists()
@@ -179,12 +190,33 @@ class Torchrun:
         """Return process ids by local rank, including ranks that have not registered."""
         found: dict[int, int] = {}
         with contextlib.suppress(psutil.Error):
+            if self._program.launcher == "none":
+                # The guard also adopts orphans, which are younger.
+                started = psutil.Process(self.pid).children()
+                return {0: min(started, key=lambda one: one.create_time()).pid} if started else {}
             for launcher in psutil.Process(self._process.pid).children():
                 for process in launcher.children():
                     local = process.environ().get("LOCAL_RANK", "")
                     if local.isdigit():
                         found[int(local)] = process.pid
         return found
+
+    def signal_program(self, signalled: set[int]) -> None:
+        """Send each rank its signal once; `signalled` has those that got it, and is extended."""
+        if self._program.signal == "none" or len(signalled) == self._ranks:
+            return
+        number = signal.Signals[self._program.signal]
+        for pid in set(self.rank_pids().values()) - signalled:
+            if ignores(pid, number):
+                # It has not started yet, or does not want the signal. Look again at the next poll.
+                continue
+            signalled.add(pid)
+            with contextlib.suppress(psutil.Error):
+                main = psutil.Process(pid)
+                below = descendants(main) if self._program.signal_to == "all" else []
+                for process in (main, *below):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.send_signal(number)
 
     def failures(self) -> list[RankFailure]:
         """Return the failures of this node's ranks, from torchrun's report, error files and stderr.
@@ -206,11 +238,19 @@ class Torchrun:
             found[local] = failure
         if not found:
             first = self._context.node * self._context.request.ranks_per_node
-            for local in range(self._context.request.ranks_per_node):
-                failure = self._failure(first + local, local, 1, {"pid": "0"})
-                if failure.traceback:
+            for local in range(self._ranks):
+                failure = self._failure(first + local, local, self._own_code(), {"pid": "0"})
+                if failure.traceback or self._program.launcher == "none":
                     found[local] = failure
         return list(found.values())
+
+    def _own_code(self) -> int:
+        """Return the exit code of a command that runs without torchrun; otherwise 1.
+
+        The guard reports an end by a signal as shells do, which becomes a negative number here.
+        """
+        code = self._process.poll() if self._program.launcher == "none" else None
+        return 1 if code is None else code if code <= 128 else 128 - code
 
     def log_tail(self) -> str:
         """Return the end of torchrun's own log."""
@@ -241,10 +281,10 @@ class Torchrun:
 
     def _link_logs(self) -> None:
         """Link each rank's output under the name that `paths.rank_log` defines."""
-        if len(self._linked) == self._context.request.ranks_per_node:
+        if len(self._linked) == self._ranks:
             return
         first = self._context.node * self._context.request.ranks_per_node
-        for local in range(self._context.request.ranks_per_node):
+        for local in range(self._ranks):
             folder = self._rank_folder(local)
             if local in self._linked or folder is None:
                 continue
@@ -255,93 +295,6 @@ class Torchrun:
                 name.unlink(missing_ok=True)
                 name.symlink_to(os.path.relpath(folder / f"{stream}.log", name.parent))
             self._linked.add(local)
-
-
-class Handles:
-    """The addresses of the node's status table and flusher, for the ranks."""
-
-    def __init__(self, status_table: int, flusher: str) -> None:
-        self.status_table = f"/proc/{os.getpid()}/fd/{status_table}"
-        self.flusher = flusher
-
-
-def log_directory(context: AgentContext, launch: int) -> Path:
-    """Return the folder of one launch's logs on this node."""
-    return context.attempt.rank_log(context.node, launch, 0).parent
-
-
-def build_command(
-    request: Request,
-    *,
-    node: int,
-    launch: int,
-    address: str,
-    port: int,
-    logs: Path,
-    is_ahead: bool = False,
-) -> list[str]:
-    """Return torchrun's command line for one node, without side effects.
-
-    The rendezvous is static, with a port that node 0's agent picks for each launch, so that no
-    process of an earlier launch can answer there. With `is_ahead`, ranks wait before the program.
-    """
-    module = ["-m", STANDBY] if is_ahead else []
-    program = [*module, *request.command]
-    return [
-        *after_setup(request.launch.node_setup),
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        f"--nnodes={request.nodes}",
-        f"--nproc-per-node={request.ranks_per_node}",
-        f"--node-rank={node}",
-        "--rdzv-backend=static",
-        f"--rdzv-id={request.run_uid[:8]}.{request.attempt}.{launch}",
-        f"--master-addr={address}",
-        f"--master-port={port}",
-        "--max-restarts=0",
-        f"--monitor-interval={MONITOR_INTERVAL_S}",
-        "--signals-to-handle=SIGQUIT",
-        f"--log-dir={logs}",
-        "--redirects=3",
-        *request.launch.torchrun,
-        *(["--module", *program[1:]] if program[0] == "-m" else program),
-    ]
-
-
-def build_environment(
-    context: AgentContext,
-    launch: int,
-    handles: Handles,
-    inherited: Mapping[str, str],
-    given: Mapping[str, str],
-) -> dict[str, str]:
-    """Return the environment of torchrun and its ranks; `given` is the spec's part, resolved."""
-    request = context.request
-    own = {
-        environment.RUN_DIRECTORY: str(context.run.directory),
-        environment.ATTEMPT: str(request.attempt),
-        environment.LAUNCH: str(launch),
-        environment.NODE: str(context.node),
-        environment.NODES: str(context.nodes),
-        environment.RANK_STATUS: handles.status_table,
-        environment.FLUSHER: handles.flusher,
-        environment.CONFIG: json.dumps(request.config),
-        environment.CHECKPOINT_INTERVAL: str(request.checkpoint.interval),
-        **request.tiers.to_environment(),
-        environment.CHECKPOINT_SNAPSHOTS: str(request.checkpoint.snapshots),
-        environment.NUMERICS: request.supervision.numerics.model_dump_json(),
-        environment.FLUSH_TIMEOUT: str(request.supervision.flush_timeout_s),
-    }
-    network = interface_environment(request.launch.network_interface)
-    cpus = (request.resources.cpus_per_gpu or 0) * (request.gpus_per_node or request.ranks_per_node)
-    threads = str(max(1, cpus // max(1, request.ranks_per_node)))
-    kept = {
-        name: value
-        for name, value in inherited.items()
-        if not name.startswith(("TORCHELASTIC_", "HOLDFAST_")) or name == environment.S3_ENDPOINT
-    }
-    return {"OMP_NUM_THREADS": threads, **kept, **network, **given, **own}
 
 
 def read_tail(path: Path, size_max: int) -> str:

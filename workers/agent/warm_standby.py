@@ -15,7 +15,8 @@ import psutil
 
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.guard import descendants
-from holdfast.workers.agent.torchrun import Handles, Torchrun, log_directory
+from holdfast.workers.agent.launch_command import Handles, log_directory
+from holdfast.workers.agent.torchrun import Torchrun
 
 # The memory of torch in one process, and of torchrun. With less free, a node has no standby.
 BYTES_PER_PROCESS: Final = 512 << 20

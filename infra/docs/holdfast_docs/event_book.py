@@ -103,6 +103,7 @@ FIELDS: Final[Mapping[str, Field]] = {
     "interval_s": Field(NUMBER, "chosen seconds between checkpoints"),
     "into_run": Field(STRING, "name of the new run"),
     "into_uid": Field(STRING, "uid of the new run"),
+    "is_declared": Field(BOOLEAN, "false when a framework ended the loop, not the program"),
     "is_whole": Field(BOOLEAN, "true when the program completed all that it promised"),
     "job_id": Field(STRING, "the scheduler's id of the job"),
     "last_step": Field(INTEGER, "last step that any rank finished"),
@@ -229,8 +230,8 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
         "an operator removed a pin", "command or server", ("checkpoint", "by")
     ),
     Kind.CHECKPOINT_DELETED: EventEntry(
-        "a checkpoint is about to be deleted",
-        "process that prunes",
+        "a checkpoint is about to be deleted, or an opaque program has deleted or replaced its own",
+        "process that prunes, or the agent",
         ("checkpoint", "reason", "by"),
     ),
     Kind.FORKED: EventEntry(
@@ -285,7 +286,7 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
     ),
     Kind.RESUMED: EventEntry(
         "the program resumed, or began at step 0",
-        "rank 0",
+        "rank 0, or for an opaque program the agent",
         (
             *(*_LAUNCH, "checkpoint", "step", "skipped", "command_digest", "argv", "world_size"),
             *("restored", "notes", "load_s", "changed_variables"),
@@ -298,7 +299,7 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
     ),
     Kind.COMMITTED: EventEntry(
         "a checkpoint is committed: its manifest is durable",
-        "rank 0, or after a crash the agent",
+        "rank 0, or after a crash or for an opaque program the agent",
         (*_LAUNCH, "checkpoint", "step", "bytes", "flush_s", "reason"),
     ),
     Kind.SAVE_FAILED: EventEntry(
@@ -372,7 +373,7 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
         "any process",
         (
             *(*_LAUNCH, "text", "host", "checkpoint", "step", "promised", "has_left", "is_whole"),
-            *("interval_s", "snapshots_every"),
+            *("is_declared", "interval_s", "snapshots_every"),
         ),
     ),
 }

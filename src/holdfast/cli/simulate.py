@@ -19,6 +19,7 @@ from holdfast.cli.submit import Overrides
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.history import load_history
 from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.steps_total import steps_total
 
 if TYPE_CHECKING:
     from holdfast.workers.attempt_costs import Costs
@@ -167,9 +168,7 @@ def _costs(costs_of: str | None, root: str | None, words: Sequence[str]) -> Cost
 
 
 def _steps(spec: RunSpec, steps: int | None) -> int:
-    from holdfast.lineage.views import steps_total
-
-    found = steps or steps_total({"config": spec.config})
+    found = steps or steps_total(spec.config)
     if not found:
         raise SpecError("the spec does not say how many steps the run has; give --steps")
     return found

@@ -56,6 +56,14 @@ def submit(
         bool,
         typer.Option("--no-preflight", help="Run no checks before the job is queued."),
     ] = False,
+    allow_early_exit: Annotated[
+        bool,
+        typer.Option(
+            "--allow-early-exit",
+            help="Accept a program that exits with status 0 before its last step as completed. "
+            "Sets supervision.allow_early_exit.",
+        ),
+    ] = False,
     root: RootOption = None,
     as_json: AsJson = False,
 ) -> None:
@@ -63,7 +71,8 @@ def submit(
     from holdfast.flows import secrets
     from holdfast.flows.parameters import load_spec
 
-    run_spec = load_spec(spec, overrides or ())
+    accepted = ["supervision.allow_early_exit=true"] if allow_early_exit else []
+    run_spec = load_spec(spec, [*(overrides or ()), *accepted])
     home = root_for(run_spec, root)
     for warning in secrets.plain_secret_warnings(run_spec):
         warn(f"holdfast: {warning}")

@@ -46,6 +46,7 @@ from holdfast.contracts.spec import Launch
 from holdfast.contracts.spec_checkpoint import Checkpointing
 from holdfast.contracts.spec_health import Health
 from holdfast.contracts.spec_part import RECORDED
+from holdfast.contracts.spec_program import Program
 from holdfast.contracts.spec_resources import Resources
 from holdfast.contracts.spec_supervision import Supervision
 from holdfast.contracts.states import AttemptState, Cause
@@ -126,6 +127,7 @@ class Request(Document):
     environment: dict[Name, EnvironmentValue]
     config: dict[str, Any]
     launch: Launch
+    program: Program = Program()
     resources: Resources
     supervision: Supervision
     health: Health = Health()
@@ -205,8 +207,7 @@ class Missing(Document):
 class Claim(Document):
     """`claim.json`, created exclusively: the agent of node 0 runs this attempt.
 
-    A claim with `is_closed` belongs to no job. The attempt ended before a job claimed it, and a job
-    that starts later must not run it.
+    One with `is_closed` belongs to no job: the attempt ended before, and no later job may run it.
     """
 
     job_id: Name

@@ -14,6 +14,7 @@ from holdfast.contracts.errors import ForeignFileError
 from holdfast.contracts.manifest import FileEntry, Manifest
 from holdfast.contracts.reading import open_regular
 from holdfast.contracts.retries import read_again
+from holdfast.contracts.sources import files_folder
 
 READERS_MAX: Final = 4
 # The problems of each damaged file, by path.
@@ -51,6 +52,23 @@ def find_problems(
     each share that has one of its blocks, and an empty file to one share.
     """
     own = _share_of(manifest.files, *share)
+    try:
+        with files_folder(directory, manifest) as folder:
+            return _problems_in(folder, own, contents=contents, progress=progress)
+    except ForeignFileError as error:
+        return {entry.path: [error.problem] for entry, _ in own}
+    except OSError as error:
+        problem = f"{manifest.source}: {error.strerror}"
+        return {entry.path: [problem] for entry, _ in own}
+
+
+def _problems_in(
+    directory: Path,
+    own: list[_EntrySpan],
+    *,
+    contents: bool,
+    progress: Callable[[int], None] | None,
+) -> Problems:
     misfits = {entry.path: _misfit(directory, entry) for entry, _ in own}
     problems = {path: [problem] for path, problem in misfits.items() if problem}
     fitting = [(entry, *span) for entry, span in own if misfits[entry.path] is None]

@@ -155,6 +155,10 @@ class Manifest(BaseModel):
     command_digest: Name = ""
     checksum_algorithm: Literal["xxh3_128"] = "xxh3_128"
     files: tuple[FileEntry, ...]
+    source: FilePath | None = Field(
+        default=None,
+        description="folder of the files that the program wrote itself; None: the checkpoint's own",
+    )
     blocked_s: float = Field(
         default=0.0, description="seconds for which the save blocked the slowest rank"
     )

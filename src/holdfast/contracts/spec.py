@@ -21,6 +21,7 @@ from holdfast.contracts.spec_alerts import Alerts
 from holdfast.contracts.spec_checkpoint import Checkpointing
 from holdfast.contracts.spec_health import Health
 from holdfast.contracts.spec_part import SpecPart, is_recorded
+from holdfast.contracts.spec_program import Program
 from holdfast.contracts.spec_resources import Resources
 from holdfast.contracts.spec_supervision import Supervision
 from holdfast.contracts.torchrun_options import problem_with_torchrun
@@ -198,11 +199,13 @@ class RunSpec(SpecPart):
         default_factory=dict,
         description="settings for the program. Holdfast passes them on as "
         "`holdfast.trainer.config`. It reads only two things. It digests `data`, "
-        "with the size and modification time of each file that `data` names. It "
-        "shows progress against the first of `steps`, `max_steps`, `total_steps` "
-        "and `train_steps`",
+        "with the size and modification time of each file that `data` names. The first of "
+        "`steps`, `max_steps`, `total_steps` and `train_steps` is the program's last step: "
+        "Holdfast shows progress against it, and reports a program that exits before it as "
+        "incomplete",
     )
     launch: Launch = Launch()
+    program: Program = Program()
     resources: Resources = Resources()
     elastic: Elastic = Elastic()
     checkpoint: Checkpointing = Checkpointing()
@@ -260,6 +263,23 @@ class RunSpec(SpecPart):
                 f"launch.{given[0]} {list(getattr(self.launch, given[0]))}: the local executor "
                 "starts no srun for these arguments; leave them out, set resources.executor = "
                 "'slurm', or name a container's command in launch.wrapper"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _own_checkpoints_are_the_program_s(self, info: ValidationInfo) -> RunSpec:
+        """Refuse keys that would act on checkpoints which only the program itself may change."""
+        if not self.program.is_watched or is_recorded(info):
+            return self
+        if self.launch.torchrun and self.program.launcher == "none":
+            raise ValueError(
+                "launch.torchrun is set although program.launcher is 'none'; leave one of them out"
+            )
+        if self.checkpoint.mirror is not None or self.checkpoint.keep.is_limited:
+            key = "mirror" if self.checkpoint.mirror is not None else "keep"
+            raise ValueError(
+                f"checkpoint.{key} does not apply to program.checkpoints: the program itself "
+                "copies and deletes its checkpoints; leave the key out"
             )
         return self
 

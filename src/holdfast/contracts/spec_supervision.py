@@ -117,6 +117,11 @@ class Supervision(SpecPart):
         "the same cause doubles the delay, up to ten minutes. Preemptions and time "
         "limits have no back-off",
     )
+    allow_early_exit: bool = Field(
+        default=False,
+        description="accept a program that exits with status 0 before its last step as completed. "
+        "`holdfast submit --allow-early-exit` sets it",
+    )
     attempts_max: Annotated[int, Field(ge=1)] = Field(
         default=1000, description="most attempts of one run"
     )

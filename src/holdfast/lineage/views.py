@@ -10,16 +10,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Final, cast
+from typing import Any, cast
 
 from typing_extensions import TypedDict
 
 from holdfast.contracts.paths import checkpoint_id
+from holdfast.contracts.steps_total import steps_total
 from holdfast.lineage.rows import attempt_node
 
 Row = Mapping[str, Any]
-
-STEPS_TOTAL_NAMES: Final = ("steps", "max_steps", "total_steps", "train_steps")
 
 
 class RunSummary(TypedDict):
@@ -274,18 +273,8 @@ def _hour_of(hours: int) -> str:
 
 def run_row(row: Row) -> RunRow:
     """Return a row of the list of runs; see `pages.list_runs` for its columns."""
-    own = {"path": row["directory"], "steps_total": steps_total(row["spec"])}
+    own = {"path": row["directory"], "steps_total": steps_total(row["spec"].get("config") or {})}
     return cast(RunRow, _view(RunRow, row, **own, spark=row["spark"] or []))
-
-
-def steps_total(spec: Mapping[str, Any]) -> int | None:
-    """Return the number of steps to train if the run's config has one of `STEPS_TOTAL_NAMES`."""
-    config = spec.get("config") or {}
-    for name in STEPS_TOTAL_NAMES:
-        value = config.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-    return None
 
 
 def storage_row(run: Row, prunable: Sequence[Row]) -> StorageRow:

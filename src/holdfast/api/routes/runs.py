@@ -30,6 +30,7 @@ from holdfast.contracts.plain_text import plain_line
 from holdfast.contracts.rank_logs import choose_attempt
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import RunState
+from holdfast.contracts.steps_total import steps_total
 from holdfast.lineage import reports, views
 from holdfast.lineage.cursors import PAGE_DEFAULT, PAGE_MAX
 from holdfast.lineage.pages import CheckpointFilter, EventFilter, RunFilter, RunSort, SortOrder
@@ -95,7 +96,7 @@ def show_run(request: Request, run: RunId) -> RunDetail:
         "on_disk": paths.spec.is_file(),
         "failed_saves": failed_saves(alerts),
         "noticed": noticed(alerts),
-        "steps_total": views.steps_total(shown["spec"]),
+        "steps_total": steps_total(shown["spec"].get("config") or {}),
         "live_step": live_step(paths) if is_live else None,
         "step_s": pace.step_s if pace else None,
         "supervision": read_supervision(paths, steering, shown["created_at"]) if is_live else None,

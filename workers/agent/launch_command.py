@@ -1,0 +1,129 @@
+"""The command and the environment of one launch on one node, as pure functions."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from holdfast.contracts import environment
+from holdfast.contracts.attempt import Request
+from holdfast.workers.agent.context import AgentContext, after_setup
+from holdfast.workers.agent.interface import interface_environment
+
+STANDBY: Final = "holdfast.trainer.standby"
+STARTER: Final = "holdfast.workers.agent.program_start"
+# Where the output of a command without torchrun is, as torchrun would have it for its first rank.
+COMMAND_LOGS: Final = "command/attempt_0/0"
+MONITOR_INTERVAL_S: Final = 0.1
+
+
+class Handles:
+    """The addresses of the node's status table and flusher, for the ranks."""
+
+    def __init__(self, status_table: int, flusher: str) -> None:
+        self.status_table = f"/proc/{os.getpid()}/fd/{status_table}"
+        self.flusher = flusher
+
+
+def log_directory(context: AgentContext, launch: int) -> Path:
+    """Return the folder of one launch's logs on this node."""
+    return context.attempt.rank_log(context.node, launch, 0).parent
+
+
+def build_command(
+    request: Request,
+    *,
+    node: int,
+    launch: int,
+    address: str,
+    port: int,
+    logs: Path,
+    is_ahead: bool = False,
+) -> list[str]:
+    """Return torchrun's command line for one node, without side effects.
+
+    The rendezvous is static, with a port that node 0's agent picks for each launch, so that no
+    process of an earlier launch can answer there. With `is_ahead`, ranks wait before the program.
+    """
+    starter = [sys.executable, "-m", STARTER, request.program.signal]
+    if request.program.launcher == "none":
+        setup = after_setup(request.launch.node_setup)
+        return [*setup, *starter, str(logs / COMMAND_LOGS), *request.command]
+    module = ["-m", STANDBY] if is_ahead else []
+    program = [*module, *request.command]
+    words = ["--module", *program[1:]] if program[0] == "-m" else program
+    if request.program.is_watched:
+        words = ["--no-python", *starter, "", sys.executable, "-u", *program]
+    return [
+        *after_setup(request.launch.node_setup),
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nnodes={request.nodes}",
+        f"--nproc-per-node={request.ranks_per_node}",
+        f"--node-rank={node}",
+        "--rdzv-backend=static",
+        f"--rdzv-id={request.run_uid[:8]}.{request.attempt}.{launch}",
+        f"--master-addr={address}",
+        f"--master-port={port}",
+        "--max-restarts=0",
+        f"--monitor-interval={MONITOR_INTERVAL_S}",
+        "--signals-to-handle=SIGQUIT",
+        f"--log-dir={logs}",
+        "--redirects=3",
+        *request.launch.torchrun,
+        *words,
+    ]
+
+
+def build_environment(
+    context: AgentContext,
+    launch: int,
+    handles: Handles,
+    inherited: Mapping[str, str],
+    given: Mapping[str, str],
+) -> dict[str, str]:
+    """Return the environment of torchrun and its ranks; `given` is the spec's part, resolved."""
+    request = context.request
+    own = {
+        environment.RUN_DIRECTORY: str(context.run.directory),
+        environment.ATTEMPT: str(request.attempt),
+        environment.LAUNCH: str(launch),
+        environment.NODE: str(context.node),
+        environment.NODES: str(context.nodes),
+        environment.RANK_STATUS: handles.status_table,
+        environment.FLUSHER: handles.flusher,
+        environment.CONFIG: json.dumps(request.config),
+        environment.CHECKPOINT_INTERVAL: str(request.checkpoint.interval),
+        **request.tiers.to_environment(),
+        environment.CHECKPOINT_SNAPSHOTS: str(request.checkpoint.snapshots),
+        environment.NUMERICS: request.supervision.numerics.model_dump_json(),
+        environment.FLUSH_TIMEOUT: str(request.supervision.flush_timeout_s),
+    }
+    network = interface_environment(request.launch.network_interface)
+    cpus = (request.resources.cpus_per_gpu or 0) * (request.gpus_per_node or request.ranks_per_node)
+    threads = str(max(1, cpus // max(1, request.ranks_per_node)))
+    kept = {
+        name: value
+        for name, value in inherited.items()
+        if not name.startswith(("TORCHELASTIC_", "HOLDFAST_")) or name == environment.S3_ENDPOINT
+    }
+    return {"OMP_NUM_THREADS": threads, **kept, **network, **given, **own}
+
+
+def meeting_environment(context: AgentContext, address: str, port: int) -> dict[str, str]:
+    """Return the variables by which a command without torchrun finds the other nodes.
+
+    Its output goes to a file. Python writes each line there at once, as torchrun's ranks do.
+    """
+    return {
+        "PYTHONUNBUFFERED": "1",
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "NNODES": str(context.nodes),
+        "NODE_RANK": str(context.node),
+    }

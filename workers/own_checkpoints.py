@@ -1,0 +1,264 @@
+"""Checkpoints that a program writes itself: find them, judge them, and record them in the run.
+
+A committed one has a directory of its own in the run's folder, with nothing but a manifest. The
+manifest names the program's folder, with the size and the digest of each file. Holdfast never
+changes the program's files. Links, pipes and devices among them are never opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from holdfast.contracts.bounds import STEP_MAX
+from holdfast.contracts.digests import FileChecksum
+from holdfast.contracts.durable import create_bytes, fsync_directory, make_directory
+from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError, ForeignFileError
+from holdfast.contracts.manifest import FileEntry, Manifest, encode_manifest, read_manifest
+from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths
+from holdfast.contracts.reading import open_regular
+from holdfast.contracts.spec_program import STEP_FIELD, Program
+
+READ_BYTES: Final = 1 << 20
+FILES_MAX: Final = 100_000
+DEPTH_MAX: Final = 16
+_DIGITS: Final = r"(?P<step>[0-9]{1,15})"
+
+
+@dataclass(frozen=True)
+class FileStamp:
+    """One file: its path inside the checkpoint, its bytes, and its modification time in ns."""
+
+    path: str
+    bytes: int
+    changed_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnCheckpoint:
+    """A checkpoint as the program has it on disk: a directory, or a single file.
+
+    `folder` is what the paths of its files are relative to. With a `problem`, it cannot be
+    recorded whatever its files are.
+    """
+
+    step: int
+    path: Path
+    folder: Path
+    files: tuple[FileStamp, ...]
+    problem: str = ""
+
+    @property
+    def changed_at(self) -> float:
+        """When its newest file was written last, in Unix seconds."""
+        return max((one.changed_ns for one in self.files), default=0) / 1e9
+
+    def is_recorded_by(self, manifest: Manifest) -> bool:
+        """Return True if the manifest describes these files, judged by sizes and newest time."""
+        recorded = sorted((entry.path, entry.bytes) for entry in manifest.files)
+        return (
+            recorded == sorted((one.path, one.bytes) for one in self.files)
+            and manifest.staged_at == self.changed_at
+        )
+
+
+class Pattern:
+    """`program.checkpoints` of a spec, for one working directory."""
+
+    def __init__(self, program: Program, working_directory: str) -> None:
+        whole = Path(working_directory) / program.checkpoints
+        before, after = whole.name.split(STEP_FIELD)
+        self.text, self.folder = str(whole), whole.parent
+        self._name = re.compile(re.escape(before) + _DIGITS + re.escape(after))
+
+    def step_of(self, name: str) -> int | None:
+        """Return the step in the name of a file or directory; None if the name does not match."""
+        match = self._name.fullmatch(name)
+        step = int(match["step"]) if match else STEP_MAX + 1
+        return step if step <= STEP_MAX else None
+
+    def find(self) -> list[OwnCheckpoint]:
+        """Return what matches the pattern now, by step. Raises `OSError` if storage fails."""
+        try:
+            names = os.listdir(self.folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        steps = {name: step for name in names if (step := self.step_of(name)) is not None}
+        ordered = sorted(steps, key=lambda name: (steps[name], name))
+        found = (look_at(self.folder / name, steps[name]) for name in ordered)
+        return [one for one in found if one is not None]
+
+
+def look_at(path: Path, step: int) -> OwnCheckpoint | None:
+    """Return the checkpoint at `path`; None if it was deleted meanwhile."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return None
+    if stat.S_ISREG(status.st_mode):
+        one = FileStamp(path.name, status.st_size, status.st_mtime_ns)
+        return OwnCheckpoint(step=step, path=path, folder=path.parent, files=(one,))
+    if not stat.S_ISDIR(status.st_mode):
+        problem = "is a link or a special file"
+        return OwnCheckpoint(step=step, path=path, folder=path, files=(), problem=problem)
+    files: list[FileStamp] = []
+    problem = ""
+    for inside, each in _walk(path):
+        if not stat.S_ISREG(each.st_mode):
+            problem = problem or f"contains the link or special file {inside}"
+        elif len(files) == FILES_MAX:
+            problem = f"contains more than {FILES_MAX} files"
+            break
+        else:
+            files.append(FileStamp(inside, each.st_size, each.st_mtime_ns))
+    ordered = tuple(sorted(files, key=lambda one: one.path))
+    return OwnCheckpoint(step=step, path=path, folder=path, files=ordered, problem=problem)
+
+
+def _walk(
+    folder: Path, inside: str = "", depth: int = DEPTH_MAX
+) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield (path, status) of everything in `folder` but folders, without following links.
+
+    What disappears meanwhile is left out. A folder that is too deep counts as a special file.
+    """
+    try:
+        entries = list(os.scandir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for entry in entries:
+        with contextlib.suppress(FileNotFoundError):
+            status = entry.stat(follow_symlinks=False)
+            if stat.S_ISDIR(status.st_mode) and depth:
+                yield from _walk(Path(entry.path), f"{inside}{entry.name}/", depth - 1)
+            else:
+                yield f"{inside}{entry.name}", status
+
+
+def why_incomplete(
+    found: OwnCheckpoint,
+    program: Program,
+    *,
+    still_s: float,
+    was_seen: bool,
+    is_old: bool = False,
+    ended: str = "",
+) -> str:
+    """Return why a checkpoint does not count as complete; empty if it does.
+
+    It has not changed for `still_s` seconds, as this process saw it. With `was_seen`, this process
+    saw it appear or change. With `is_old`, it is from before the launch. `ended` is empty while the
+    program runs, `exited` if it left by itself with status 0, else `died`. A dead program changes
+    nothing any more, so silence proves nothing then: only a file of `complete` does, or a program
+    that left in an orderly way.
+    """
+    if found.problem:
+        return found.problem
+    if missing := sorted(set(program.complete) - {one.path for one in found.files}):
+        return f"{missing[0]} is missing"
+    if not found.files:
+        return "contains no file"
+    if not was_seen and not program.complete:
+        return "it was there before the program started, so nothing shows that it is complete"
+    if ended or is_old:
+        is_proved = ended == "exited" or bool(program.complete)
+        return "" if is_proved else "the program died while it may still have been writing it"
+    left_s = program.settle_s - still_s
+    return f"its files changed less than {program.settle_s:g} s ago" if left_s > 0 else ""
+
+
+def seal(found: OwnCheckpoint, goes_on: Callable[[], bool]) -> tuple[FileEntry, ...]:
+    """Make the files durable, read them, and return their entries for the manifest.
+
+    Raises `CheckpointError` if they change meanwhile, `InterruptedError` once `goes_on` returns
+    False, and `OSError` if storage fails.
+    """
+    entries = tuple(_seal_file(found, one, goes_on) for one in found.files)
+    folders = {(found.folder / one.path).parent for one in found.files}
+    for folder in sorted({*folders, found.folder, found.path.parent}):
+        fsync_directory(folder)
+    again = look_at(found.path, found.step)
+    if again is None or again.files != found.files:
+        raise CheckpointError(f"{found.path}: the program changed its files while they were read")
+    return entries
+
+
+def _seal_file(found: OwnCheckpoint, one: FileStamp, goes_on: Callable[[], bool]) -> FileEntry:
+    try:
+        handle = open_regular(found.folder / one.path, below=found.folder)
+    except (FileNotFoundError, ForeignFileError) as error:
+        raise CheckpointError(f"{found.path}: {one.path} was replaced: {error}") from error
+    try:
+        os.fsync(handle)
+        checksum, left = FileChecksum(one.bytes), one.bytes
+        while left and goes_on():
+            if not (piece := os.read(handle, min(READ_BYTES, left))):
+                raise CheckpointError(f"{found.path}: {one.path} became shorter")
+            checksum.update(piece)
+            left -= len(piece)
+    finally:
+        os.close(handle)
+    if left:
+        raise InterruptedError(f"{found.path}: no time was left to read its files")
+    return FileEntry.of(one.path, one.bytes, checksum)
+
+
+def recorded(paths: RunPaths, pattern: Pattern) -> dict[Path, Manifest]:
+    """Return the newest manifest in the run of each checkpoint that the pattern describes."""
+    found: dict[Path, Manifest] = {}
+    for directory in paths.list_checkpoints():
+        with contextlib.suppress(DamagedCheckpointError, OSError):
+            manifest = read_manifest(directory)
+            if manifest is not None and (path := path_of(manifest, pattern)) is not None:
+                found[path] = manifest
+    return found
+
+
+def path_of(manifest: Manifest, pattern: Pattern) -> Path | None:
+    """Return the path of the program's checkpoint that a manifest is about."""
+    if manifest.source is None:
+        return None
+    source = Path(manifest.source)
+    if source == pattern.folder and len(manifest.files) == 1:
+        return source / manifest.files[0].path
+    return source if source.parent == pattern.folder else None
+
+
+def record(paths: RunPaths, manifest: Manifest) -> bool:
+    """Create the manifest in the run, durably; return False if the checkpoint has one."""
+    directory = paths.checkpoint(manifest.name)
+    make_directory(directory)
+    return create_bytes(directory / MANIFEST, encode_manifest(manifest))
+
+
+def retire(paths: RunPaths, name: CheckpointName | str) -> None:
+    """Make the manifest a tombstone, because the program's files are gone or others now.
+
+    Journal the line `checkpoint_deleted` before. Does nothing if another process was faster.
+    """
+    directory = paths.checkpoint(name)
+    make_directory(paths.tombstones)
+    try:
+        os.rename(directory / MANIFEST, paths.tombstone(name))
+    except FileNotFoundError:
+        return
+    fsync_directory(paths.tombstones)
+    # Another file in it would be somebody's, so the directory stays then.
+    with contextlib.suppress(OSError):
+        directory.rmdir()
+    fsync_directory(paths.checkpoints)
+
+
+def newest_before(
+    manifests: Sequence[Manifest], step: int, *, or_at: bool = False
+) -> Manifest | None:
+    """Return the newest manifest of a step before `step`, or also at it."""
+    limit = step if or_at else step - 1
+    fitting = [one for one in manifests if one.step <= limit]
+    return max(fitting, key=lambda one: (one.step, one.attempt, one.launch), default=None)
