@@ -22,7 +22,7 @@ from holdfast.contracts.digests import FileChecksum, document_digest
 from holdfast.contracts.durable import fsync_directory, make_directory, to_json, write_bytes
 from holdfast.contracts.errors import CheckpointError
 from holdfast.contracts.manifest import FileEntry
-from holdfast.contracts.paths import TRAIN_STATE, CheckpointName, RunPaths
+from holdfast.contracts.paths import IMPORTED, TRAIN_STATE, RunPaths
 from holdfast.trainer.flusher.commit import commit_alone
 from holdfast.trainer.importing.image import encode_metadata, plan_images
 from holdfast.trainer.importing.write import Digests, write_images
@@ -33,17 +33,15 @@ from holdfast.trainer.staging.step_facts import versions
 from holdfast.trainer.state.imported import document_of
 
 REASON: Final = "import"
-# No attempt wrote it.
-NAME: Final = CheckpointName(step=0, attempt=0, launch=0)
 
 
 def import_into(run: RunPaths, uid: str, source: Source) -> dict[str, Any]:
-    """Commit the weights of `source` as the checkpoint `NAME` of a run; return the facts.
+    """Commit the weights of `source` as the checkpoint `IMPORTED` of a run; return the facts.
 
     The checkpoint must not exist yet. Raises `CheckpointError` and `OSError` as the parts do. No
     file is left then.
     """
-    directory = run.checkpoint(NAME)
+    directory = run.checkpoint(IMPORTED)
     make_directory(directory)
     began = time.time()
     try:
@@ -130,10 +128,10 @@ def _make_part(
         "manifest": {
             "run_uid": uid,
             "run": run.name,
-            "name": str(NAME),
-            "step": NAME.step,
-            "attempt": NAME.attempt,
-            "launch": NAME.launch,
+            "name": str(IMPORTED),
+            "step": IMPORTED.step,
+            "attempt": IMPORTED.attempt,
+            "launch": IMPORTED.launch,
             "world_size": 1,
             "reason": REASON,
             "versions": versions(),
