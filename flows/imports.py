@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.attempt import RunRecord, read_document
-from holdfast.contracts.errors import RunConflictError
+from holdfast.contracts.errors import RunConflictError, SpecError
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.paths import IMPORTED, RunPaths, checkpoint_id, has_spec
 from holdfast.contracts.states import RunState
@@ -32,6 +32,7 @@ class Form(StrEnum):
     SAFETENSORS = "safetensors"
     TORCH = "torch"
     DCP = "dcp"
+    DEEPSPEED = "deepspeed"
 
 
 def import_run(
@@ -68,6 +69,8 @@ def import_run(
         raise RunConflictError(
             f"a run with the name {name} exists under {root}; choose another --name"
         )
+    for rule in rename:
+        _check_rule(rule)
     arguments = [str(place), "--form", form.value]
     arguments += [word for rule in rename for word in ("--rename", rule)]
     arguments += [word for key in exclude for word in ("--exclude", key)]
@@ -94,6 +97,12 @@ def import_run(
         "directory": str(paths.directory),
         "checkpoint": checkpoint_id(paths.name, found["checkpoint"]),
     }
+
+
+def _check_rule(rule: str) -> None:
+    old, equals, new = rule.partition("=")
+    if not (old and equals and new):
+        raise SpecError(f"--rename {rule}: expected OLD=NEW, such as encoder.*=model.encoder.*")
 
 
 def _alone(fill: Callable[[RunPaths, str], None], paths: RunPaths, uid: str) -> None:

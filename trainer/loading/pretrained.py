@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from holdfast.contracts.errors import KeyMismatchError
+from holdfast.contracts.errors import CheckpointError, KeyMismatchError
 from holdfast.trainer.collective import ControlGroup
 from holdfast.trainer.loading.checkpoint import check_all
 from holdfast.trainer.loading.compare_keys import Selection, shorten
@@ -19,7 +19,7 @@ from holdfast.trainer.loading.reader import LoadReport, load_state, open_any_tog
 from holdfast.trainer.planning.metadata import Opened, pick_entries
 from holdfast.trainer.sources.boxes import opened_from
 from holdfast.trainer.sources.dcp import weights_in
-from holdfast.trainer.sources.find import DCP, open_source
+from holdfast.trainer.sources.find import DCP, DEEPSPEED, open_source
 from holdfast.trainer.sources.tensors import MODEL, model_names, model_rules
 from holdfast.trainer.state.train_state import TrainState
 
@@ -87,6 +87,11 @@ def _open(place: Path, ranks: ControlGroup) -> Opened:
 
 def _open_alone(place: Path) -> tuple[str, Opened | None]:
     source = open_source(place, reads_dcp=False)
+    if source.form == DEEPSPEED:
+        raise CheckpointError(
+            f"{place}: it is a DeepSpeed checkpoint, whose ranks cut each parameter at any element; "
+            "import it with `holdfast import`, and load the checkpoint that this makes"
+        )
     return source.form, None if source.form == DCP else opened_from(source)
 
 

@@ -13,6 +13,7 @@ from holdfast.contracts.reading import read_bounded
 from holdfast.trainer.loading.compare_keys import shorten
 from holdfast.trainer.planning.metadata import METADATA
 from holdfast.trainer.sources.dcp import read_dcp
+from holdfast.trainer.sources.deepspeed_zero import is_zero_folder, read_zero
 from holdfast.trainer.sources.safetensors_file import read_safetensors
 from holdfast.trainer.sources.tensors import Files, Part, Source, base_of, check_all, twice
 from holdfast.trainer.sources.torch_file import read_torch
@@ -21,7 +22,8 @@ AUTO: Final = "auto"
 SAFETENSORS: Final = "safetensors"
 TORCH: Final = "torch"
 DCP: Final = "dcp"
-FORMS: Final = (AUTO, SAFETENSORS, TORCH, DCP)
+DEEPSPEED: Final = "deepspeed"
+FORMS: Final = (AUTO, SAFETENSORS, TORCH, DCP, DEEPSPEED)
 # The names that Hugging Face's libraries use, with those of their sharded form.
 _WHOLE: Final = {SAFETENSORS: "model.safetensors", TORCH: "pytorch_model.bin"}
 _INDEX: Final = {form: f"{name}.index.json" for form, name in _WHOLE.items()}
@@ -35,16 +37,16 @@ INDEX_BYTES_MAX: Final = 64 << 20
 def open_source(place: Path, form: str = AUTO, *, reads_dcp: bool = True) -> Source:
     """Return the weights in `place`, a directory or a file, without reading their bytes.
 
-    `form` is one of `FORMS`. With `auto`, safetensors have precedence over DCP, and DCP over torch
-    files, so a model folder with several forms is read once. Without `reads_dcp`, a DCP directory
+    `form` is one of `FORMS`. With `auto`, safetensors have precedence over DCP, then come
+    DeepSpeed and torch files, so a model folder with several forms is read once. Without `reads_dcp`, a DCP directory
     is recognised and not read. Raises `CheckpointError` if there is
     no such source, with what was found instead, and for a source that is damaged or hostile.
     """
     place = Path(os.path.abspath(place.expanduser()))
     directory = place if place.is_dir() else place.parent
     names = _names_in(place)
-    found = form if form != AUTO else _form_of(names)
-    if found is None or not _has(found, names):
+    found = form if form != AUTO else _form_of(directory, names)
+    if found is None or not _has(found, directory, names):
         wanted = "weights" if form == AUTO else f"the form {form}"
         raise CheckpointError(
             f"{place}: it has no {wanted}; expected {_expected(form)}. It has "
@@ -53,6 +55,9 @@ def open_source(place: Path, form: str = AUTO, *, reads_dcp: bool = True) -> Sou
     if found == DCP:
         files = Files(directory)
         parts, left_out = read_dcp(files) if reads_dcp else ([], [])
+    elif found == DEEPSPEED:
+        files = Files(directory)
+        parts, left_out = read_zero(files, directory, names)
     else:
         files = Files(base_of(directory))
         parts, left_out = _read_files(files, directory, found, names, is_file=place.is_file())
@@ -73,14 +78,17 @@ def _names_in(place: Path) -> list[str]:
     return [place.name]
 
 
-def _form_of(names: Sequence[str]) -> str | None:
-    return next((form for form in (SAFETENSORS, DCP, TORCH) if _has(form, names)), None)
+def _form_of(directory: Path, names: Sequence[str]) -> str | None:
+    order = (SAFETENSORS, DCP, DEEPSPEED, TORCH)
+    return next((form for form in order if _has(form, directory, names)), None)
 
 
-def _has(form: str, names: Sequence[str]) -> bool:
-    """Return True if files of this form are among the names."""
+def _has(form: str, directory: Path, names: Sequence[str]) -> bool:
+    """Return True if files of this form are among the names in `directory`."""
     if form == DCP:
         return METADATA in names or "pp0" in names
+    if form == DEEPSPEED:
+        return is_zero_folder(directory, names)
     return any(name == _INDEX[form] or name.endswith(_SUFFIXES[form]) for name in names)
 
 
@@ -88,6 +96,7 @@ def _expected(form: str) -> str:
     kinds = {
         SAFETENSORS: "*.safetensors files",
         DCP: f"a DCP directory with {METADATA}",
+        DEEPSPEED: "a DeepSpeed folder with `latest`, or one of its steps",
         TORCH: f"a file of torch.save ({', '.join(_SUFFIXES[TORCH])})",
     }
     return kinds[form] if form in kinds else ", ".join(kinds.values())
