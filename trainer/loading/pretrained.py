@@ -89,7 +89,7 @@ def _open_alone(place: Path) -> tuple[str, Opened | None]:
     source = open_source(place, reads_dcp=False)
     if source.form == DEEPSPEED:
         raise CheckpointError(
-            f"{place}: it is a DeepSpeed checkpoint, whose ranks cut each parameter at any element; "
+            f"{place}: it is a DeepSpeed checkpoint, in which parameters are cut at any element; "
             "import it with `holdfast import`, and load the checkpoint that this makes"
         )
     return source.form, None if source.form == DCP else opened_from(source)

@@ -37,10 +37,10 @@ INDEX_BYTES_MAX: Final = 64 << 20
 def open_source(place: Path, form: str = AUTO, *, reads_dcp: bool = True) -> Source:
     """Return the weights in `place`, a directory or a file, without reading their bytes.
 
-    `form` is one of `FORMS`. With `auto`, safetensors have precedence over DCP, then come
-    DeepSpeed and torch files, so a model folder with several forms is read once. Without `reads_dcp`, a DCP directory
-    is recognised and not read. Raises `CheckpointError` if there is
-    no such source, with what was found instead, and for a source that is damaged or hostile.
+    `form` is one of `FORMS`. With `auto`, the first of safetensors, DCP, DeepSpeed and torch files
+    that is there counts, so a model folder with several forms is read once. Without `reads_dcp`, a
+    DCP directory is recognised and not read. Raises `CheckpointError` if there is no such source,
+    with what was found instead, and for a source that is damaged or hostile.
     """
     place = Path(os.path.abspath(place.expanduser()))
     directory = place if place.is_dir() else place.parent
