@@ -51,6 +51,7 @@ NAMES: Final[Mapping[EventKind, str]] = {
     EventKind.CHECKPOINT_DELETED: "checkpoint.pruned",
     EventKind.FORKED: "checkpoint.forked",
     EventKind.EXPORTED: "checkpoint.exported",
+    EventKind.IMPORTED: "checkpoint.imported",
 }
 
 

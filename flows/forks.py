@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from holdfast.contracts.errors import CheckpointError, NotFoundError, RunConflictError
+from holdfast.contracts.errors import CheckpointError, NotFoundError, RunConflictError, SpecError
 from holdfast.contracts.history import load_history
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.manifest import Manifest, read_manifest
@@ -24,23 +25,24 @@ def fork_run(
     parent: RunPaths,
     directory: str,
     *,
-    name: str,
+    name: str | None,
     overrides: Sequence[str],
     by: str,
+    spec_file: Path | None = None,
     root: Path | None = None,
     writer: str = "cli",
 ) -> RunPaths:
     """Create the run `name` from the committed checkpoint `directory` of `parent`.
 
-    The run is not started. Its folder is under `root`, by default the parent's root. Raises
-    `RunConflictError` for a name in use, `NotFoundError` or `CheckpointError` for a checkpoint that
-    does not exist or is not committed, and the errors of `check_everything`.
+    The run is not started. Its spec is that of `spec_file`, by default the parent's. A spec file
+    also has a name for the run. The run's folder is under `root`, by default the parent's root.
+    Raises `RunConflictError` for a name in use, `NotFoundError` or `CheckpointError` for a
+    checkpoint that does not exist or is not committed, `SpecError` without a name or a program, and
+    the errors of `check_everything`.
     """
     manifest = committed_manifest(parent, directory)
     require_own_format(manifest, "start another run from it")
-    # The values of the parent's blocks are in its record.
-    given = {**load_history(parent).record.spec, "name": name, "blocks": {}}
-    spec = load_spec(given, overrides)
+    spec = _spec_of_fork(parent, name, overrides, spec_file)
     home = root or parent.directory.parent
     if newest_generation(home, spec.name) is not None:
         raise RunConflictError(
@@ -56,6 +58,25 @@ def fork_run(
     with JournalWriter(parent.journal_of(writer)) as journal:
         journal.append(EventKind.FORKED, checkpoint=directory, into_uid=uid, into_run=paths.name)
     return paths
+
+
+def _spec_of_fork(
+    parent: RunPaths, name: str | None, overrides: Sequence[str], spec_file: Path | None
+) -> RunSpec:
+    """Return the spec of a fork, under its name and with `overrides`."""
+    if spec_file is not None:
+        named = [] if name is None else [f"name={json.dumps(name)}"]
+        return load_spec(spec_file, [*overrides, *named])
+    record = load_history(parent).record
+    if record.imported_from is not None:
+        raise SpecError(
+            f"run {parent.name} was imported from {record.imported_from} and has no program; "
+            "start a run from it with `holdfast fork CHECKPOINT --spec run.toml`"
+        )
+    if name is None:
+        raise SpecError("no name is given; expected --name, because two runs cannot share a name")
+    # The values of the parent's blocks are in its record.
+    return load_spec({**record.spec, "name": name, "blocks": {}}, overrides)
 
 
 def check_everything(spec: RunSpec, root: Path) -> None:

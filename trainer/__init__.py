@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from holdfast.trainer.data.sampler import ElasticSampler as ElasticSampler
     from holdfast.trainer.loading.checkpoint import load_checkpoint as load_checkpoint
+    from holdfast.trainer.loading.pretrained import load_pretrained as load_pretrained
     from holdfast.trainer.session import Session as Session
 
 # One import name only: under a second one every class would exist twice.
@@ -20,11 +21,12 @@ if __name__ != "holdfast.trainer":
         f"import holdfast.trainer, not {__name__}: the folder is a part of the package"
     )
 
-__all__ = ["ElasticSampler", "Session", "load_checkpoint"]
+__all__ = ["ElasticSampler", "Session", "load_checkpoint", "load_pretrained"]
 _MODULES = {
     "ElasticSampler": "data.sampler",
     "Session": "session",
     "load_checkpoint": "loading.checkpoint",
+    "load_pretrained": "loading.pretrained",
 }
 
 

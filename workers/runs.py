@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -36,6 +37,7 @@ from holdfast.contracts.roots import ensure_root_id
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.spec_part import unknown_keys
 from holdfast.contracts.states import RunState
+from holdfast.contracts.supervision import is_supervised
 from holdfast.workers.code_files import is_open_here
 
 GIT_TIMEOUT_S: Final = 60.0
@@ -65,10 +67,13 @@ def create_run(
     created_by: str,
     folder: str | None = None,
     forked: ForkPoint | None = None,
+    imported_from: str | None = None,
+    fill: Callable[[RunPaths, str], object] = lambda *_: None,
 ) -> RunPaths:
     """Create the folder of a new run and its `spec.json`, durably.
 
-    `folder` defaults to the spec's name. Raises `RunConflictError` if the folder exists already.
+    `folder` defaults to the spec's name. `fill` gets the folder and the run's uid before the folder
+    becomes a run. Raises `RunConflictError` if the folder exists already.
     """
     paths = RunPaths(root / (folder or spec.name))
     make_directory(root)
@@ -102,7 +107,9 @@ def create_run(
         forked_from=forked.checkpoint_id if forked else None,
         forked_path=str(forked.path) if forked else None,
         forked_uid=forked.run_uid if forked else None,
+        imported_from=imported_from,
     )
+    fill(paths, uid)
     if not create_document(paths.spec, record):
         raise RunConflictError(
             f"{paths.directory}: another process created this run at the same time; "
@@ -276,7 +283,8 @@ def read_record(paths: RunPaths) -> RunRecord:
 def _is_abandoned(paths: RunPaths) -> bool:
     """Return True for the caller's own folder that a crash left before it held a run."""
     is_empty = not has_spec(paths.directory) and not any(paths.attempts.glob("*"))
-    return is_empty and is_mine(paths.directory)
+    # An import holds the lock until the folder is a run.
+    return is_empty and is_mine(paths.directory) and not is_supervised(paths.flow_lock)
 
 
 def _ended(state: RunState) -> str:

@@ -34,7 +34,7 @@ COUNTS = (
 )
 DIGESTS = ("code_commit", "code_digest", "config_digest", "data_digest", "environment_digest")
 CHECKPOINT_STATES = ("committed", "damaged", "deleted")
-EDGE_KINDS = ("resumed_from", "forked_from", "rolled_back", "exported_to")
+EDGE_KINDS = ("resumed_from", "forked_from", "rolled_back", "exported_to", "imported_from")
 PARENT_IS_EARLIER = (
     "parent_uid IS NULL OR (parent_name IS NOT NULL AND parent_step IS NOT NULL "
     "AND (parent_step < step OR (parent_step = step AND (parent_uid <> run_uid "

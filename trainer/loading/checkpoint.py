@@ -25,6 +25,7 @@ from holdfast.trainer.loading.compare_keys import Selection
 from holdfast.trainer.loading.reader import LoadReport, load_state, open_any_together
 from holdfast.trainer.loading.train_state import read_train_state
 from holdfast.trainer.planning.metadata import Opened
+from holdfast.trainer.state.imported import is_imported
 from holdfast.trainer.state.train_state import TrainState
 
 PARTS: Final = ("model", "optimizer")
@@ -62,8 +63,8 @@ def load_checkpoint(
     changed. Raises `NotFoundError` if there is no such checkpoint, and `TypeError` for a target of
     another type, such as a dict of tensors.
     """
-    _check_all(model, nn.Module, "model")
-    _check_all(() if optimizer is None else optimizer, Optimizer, "optimizer")
+    check_all(model, nn.Module, "model")
+    check_all(() if optimizer is None else optimizer, Optimizer, "optimizer")
     directory = find_directory(checkpoint)
     ranks = ControlGroup()
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
@@ -90,7 +91,7 @@ def load_checkpoint(
     return report
 
 
-def _check_all(given: object, kind: type, name: str) -> None:
+def check_all(given: object, kind: type, name: str, caller: str = "load_checkpoint") -> None:
     """Raise `TypeError` unless `given` is a `kind` or a sequence of them."""
     if isinstance(given, kind):
         return
@@ -102,7 +103,7 @@ def _check_all(given: object, kind: type, name: str) -> None:
     else:
         found = f"an object of type {type(given).__name__}"
     raise TypeError(
-        f"load_checkpoint: {name} is {found}; expected a torch {kind.__name__} or a sequence of "
+        f"{caller}: {name} is {found}; expected a torch {kind.__name__} or a sequence of "
         "them. To load into a nested dict of tensors, call "
         "holdfast.trainer.loading.reader.load_state(Path(directory), state, group=None)"
     )
@@ -111,7 +112,10 @@ def _check_all(given: object, kind: type, name: str) -> None:
 def _target(state: TrainState, opened: Opened, pick: Selection) -> dict[str, Any]:
     """Return the state to load into, including optimizer state that only the checkpoint has."""
     document = read_train_state(opened.directory, opened.manifest)
-    return state.tensors(lambda: opened.metadata, pick, document)
+    target = state.tensors(lambda: opened.metadata, pick, document)
+    if is_imported(document):
+        state.leave_ties_out(target, opened.metadata, pick)
+    return target
 
 
 @contextlib.contextmanager

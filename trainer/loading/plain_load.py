@@ -24,7 +24,13 @@ from torch.serialization import StorageType
 from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.trainer.planning.metadata import shorten_error
 from holdfast.trainer.planning.metadata_makers import make_layout, make_ordered, make_size
-from holdfast.trainer.planning.plain_pickle import Maker, RefusedPickle, is_cheap, read_pickle
+from holdfast.trainer.planning.plain_pickle import (
+    Find,
+    Maker,
+    RefusedPickle,
+    is_cheap,
+    read_pickle,
+)
 
 RECORDS_MAX: Final = 10_000
 _HEADER_BYTES: Final = 30
@@ -125,7 +131,7 @@ def _check(records: Mapping[str, memoryview]) -> None:
     users = [kind for kind in _allowed_by_user().values() if isinstance(kind, type)]
     read_pickle(
         iter((pickled,)),
-        _find,
+        finder(plain_makers()),
         dict.fromkeys((_Opaque, OrderedDict, *users), _ignore),
         persistent=partial(_storage, records),
         text_max=len(pickled),
@@ -147,15 +153,22 @@ def _storage(records: Mapping[str, memoryview], reference: Any) -> _Storage:
     raise RefusedPickle("a reference to something that is not a storage")
 
 
-def _find(module: str, name: str) -> Any:
-    """Return the maker for a name that `torch.load` allows. Other names are refused."""
-    module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
-    full = f"{module}.{name}"
-    if (maker := _makers().get(full)) is not None:
-        return maker
-    if full in _allowed_by_user():
-        return _opaque(full)
-    raise RefusedPickle(f"it names {full}, which a plain value does not need")
+def finder(makers: Mapping[str, Any]) -> Find:
+    """Return what `read_pickle` asks for a name: its maker, or a refusal.
+
+    `makers` has the names that `torch.load` allows, as `plain_makers` returns them.
+    """
+
+    def find(module: str, name: str) -> Any:
+        module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
+        full = f"{module}.{name}"
+        if (maker := makers.get(full)) is not None:
+            return maker
+        if full in _allowed_by_user():
+            return _opaque(full)
+        raise RefusedPickle(f"it names {full}, which a plain value does not need")
+
+    return find
 
 
 def _allowed_by_user() -> dict[str, Any]:
@@ -169,7 +182,7 @@ def _opaque(name: str) -> Maker:
 
 
 @cache
-def _makers() -> dict[str, Any]:
+def plain_makers() -> dict[str, Any]:
     """Return torch's allowed names, without those whose memory use a number in the pickle sets."""
     makers: dict[str, Any] = {}
     for full, known in _get_allowed_globals().items():

@@ -161,7 +161,7 @@ def collect(flat: Mapping[str, Any], saved: Mapping[str, STORAGE_TYPES], table: 
             wants.distinct[digest_of(key.encode())] = place.length
             continue
         for piece in _pieces_of(key, value, entry, table):
-            _want_piece(wants, piece)
+            _want_piece(wants, piece, is_raw=table.is_raw)
     return wants
 
 
@@ -268,12 +268,19 @@ def _make_part(
     return Part(key, _chunk(chunk), local, dtype, Target(make, finish))
 
 
-def _want_piece(wants: Wants, piece: Piece) -> None:
-    """Want the exact bytes of a piece, or its complete entry if the entry has an unknown form."""
+def _want_piece(wants: Wants, piece: Piece, *, is_raw: bool) -> None:
+    """Want the exact bytes of a piece, or its complete entry if the entry has an unknown form.
+
+    With `is_raw`, there is no entry around the bytes.
+    """
     part, item_bytes = piece.part, piece.part.dtype.itemsize
     name = f"{part.key} {piece.box.offsets} {piece.box.sizes}"
     wants.distinct[digest_of(name.encode())] = prod(piece.box.sizes) * item_bytes
-    heads, data_at, length = _form_of(torch.Size(piece.saved.sizes), part.dtype)
+    if is_raw:
+        for series in series_between(piece.saved, part.wanted, item_bytes):
+            wants.add(piece.info.relative_path, series.moved(piece.info.offset), part.target)
+        return
+    heads, data_at, length = form_of(piece.saved.sizes, part.dtype)
     if piece.info.length != length:
         wants.wholes.append((piece, _want_whole(wants, piece.info)))
         return
@@ -292,12 +299,12 @@ def _want_whole(wants: Wants, info: Place) -> Target:
 
 
 @cache
-def _form_of(shape: torch.Size, dtype: torch.dtype) -> tuple[tuple[bytes, ...], int, int]:
+def form_of(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[bytes, ...], int, int]:
     """Return (headers, position of the bytes, length) of the zip of a contiguous tensor.
 
     The headers are those of Holdfast and of stock DCP, which adds CRC32s of the small parts.
     """
-    forms = [make_template(shape, dtype, crc=crc) for crc in (False, True)]
+    forms = [make_template(torch.Size(shape), dtype, crc=crc) for crc in (False, True)]
     heads = tuple(form.pieces[0][1][: form.data_at] for form in forms)
     return heads, forms[0].data_at, forms[0].length
 

@@ -34,12 +34,14 @@ class BoxTable:
     """All saved boxes, by key, and the names of the files that they lie in.
 
     `extents` is how many bytes of each file `.metadata` uses, also for keys that do not exist; -1
-    if a place has a negative number.
+    if a place has a negative number. With `is_raw`, a place has only the elements of a box, as in
+    files of other formats, and not an entry of DCP around them.
     """
 
     files: tuple[str, ...]
     by_key: Mapping[str, SavedBoxes]
     extents: Mapping[str, int]
+    is_raw: bool = False
 
     @classmethod
     def of(cls, metadata: Metadata) -> BoxTable:
@@ -77,4 +79,4 @@ class BoxTable:
     def renamed(self, names: Mapping[str, str]) -> BoxTable:
         """Return the boxes of the keys in `names`, under their new names."""
         by_key = {names[key]: boxes for key, boxes in self.by_key.items() if key in names}
-        return BoxTable(self.files, by_key, self.extents)
+        return BoxTable(self.files, by_key, self.extents, self.is_raw)

@@ -59,7 +59,7 @@ class StepFacts:
             "parent": self.parent,
             "reason": self.reason,
             "command_digest": who.command_digest,
-            "versions": _versions(),
+            "versions": versions(),
             "topology": {
                 "nodes": who.nodes,
                 "ranks_per_node": who.local_ranks,
@@ -102,7 +102,8 @@ def make_table(
 
 
 @functools.cache
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Return the versions that a manifest records."""
     return {
         "holdfast": importlib.metadata.version("holdfast"),
         "python": platform.python_version(),

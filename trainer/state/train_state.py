@@ -8,7 +8,6 @@ Everything else is in `train_state.json`. Nothing is pickled.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 import torch
@@ -23,6 +22,7 @@ from holdfast.trainer.loading.compare_keys import Selection
 from holdfast.trainer.state import fsdp1, rng
 from holdfast.trainer.state.fit import FIT, Fit
 from holdfast.trainer.state.forms import Forms
+from holdfast.trainer.state.imported import FORMAT, find_ties, is_imported
 from holdfast.trainer.state.names import (
     Named,
     Views,
@@ -40,9 +40,9 @@ from holdfast.trainer.state.optimizers import (
     is_plain,
     unwrap,
 )
+from holdfast.trainer.state.progress import Progress, Restored
 from holdfast.trainer.state.saved import Saved
 
-FORMAT: Final = 1
 FORMS: Final = "forms"
 EMPTY_GROUPS: Final = "empty_groups"
 MODEL: Final = "model"
@@ -51,31 +51,6 @@ RNG: Final = "rng"
 
 State = dict[str, Any]
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """Training progress: the plain data of a checkpoint that belongs to the session itself.
-
-    `in_epoch` is True if a loop over epochs has begun `epoch` and has not completed its end.
-    """
-
-    step: int
-    seed: int
-    epoch: int = 0
-    in_epoch: bool = False
-    data: dict[str, Any] = field(default_factory=dict)
-    best: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Restored:
-    """The result of `TrainState.apply`. `missing` and `unused` are texts for people."""
-
-    parts: tuple[str, ...]
-    missing: tuple[str, ...] = ()
-    unused: tuple[str, ...] = ()
-    reseeded: bool = False
 
 
 class TrainState:
@@ -108,6 +83,7 @@ class TrainState:
         self._fit = fit or Fit()
         self._views = Views()
         self._saved = Saved()
+        self._ties: dict[str, str] = {}
         self._forms: Forms | None = None
         self._generators: dict[str, torch.Tensor] | None = None
         # FSDP1 converts flat parameters to named ones with collectives of its own.
@@ -117,6 +93,8 @@ class TrainState:
     def fit_for(self, document: Mapping[str, Any]) -> Fit:
         """Return how to load the checkpoint of `document`."""
         left = self._objects.left_behind(document["objects"], self._fit.exclude)
+        if is_imported(document):
+            left = [*left, OPTIMIZER]
         return self._fit.still_to_do(document).without(left)
 
     def capture(self, progress: Progress) -> tuple[State, dict[str, Any]]:
@@ -179,6 +157,8 @@ class TrainState:
             )
         fit = self.fit_for(document)
         pick = Selection(exclude=tuple(fit.exclude), rename=fit.rename)
+        if is_imported(document) and metadata is not None:
+            return self.weights_template(metadata(), pick)
         state = self.tensors(metadata, pick, document)
         saved_ranks = int(document["world_size"])
         # Rank 0 reads the states of ranks that no longer exist, and ignores them, so that the
@@ -195,10 +175,30 @@ class TrainState:
         _put(state, self._objects.templates(document["objects"], shapes, fit.exclude))
         return state
 
+    def weights_template(self, metadata: Metadata, pick: Selection) -> State:
+        """Return a state with the model's tensors only, see `leave_ties_out`."""
+        state = {MODEL: self._model_tensors(find_all(self._models))}
+        self.leave_ties_out(state, metadata, pick)
+        return state
+
+    def leave_ties_out(self, state: State, metadata: Metadata, pick: Selection) -> None:
+        """Remove names from `state` that another program did not save because they are tied.
+
+        `put_back` gives them the value of the name that was saved.
+        """
+        names = map(pick.renamed, metadata.state_dict_metadata)
+        saved = {name.removeprefix(f"{MODEL}.") for name in names if pick.takes(name)}
+        self._ties = find_ties(find_all(self._models).tensors, saved)
+        for name in self._ties:
+            state[MODEL].pop(name, None)
+
     def apply(self, state: State, document: Mapping[str, Any]) -> Restored:
         """Put a loaded `state` and its document back into the program's objects."""
         exclude = self.fit_for(document).exclude
         parts = self.put_back(state, exclude)
+        if is_imported(document):
+            # The program's own random state goes on, as in a run that begins without a checkpoint.
+            return Restored(parts=tuple(parts))
         saved = document["objects"]
         parts += self._objects.apply(saved, _flat_objects(state), exclude)
         own = None if is_excluded(RNG, exclude) else state.get(RNG, {}).get(_rank_key(self._rank))
@@ -229,7 +229,7 @@ class TrainState:
         `pick` selects parts of the checkpoint. `document` is the checkpoint's own, or empty.
         """
         state = self._tensors()
-        self._saved = Saved()
+        self._saved, self._ties = Saved(), {}
         if self._optimizers and metadata is not None:
             document = document or {}
             self._want(state[OPTIMIZER], metadata(), pick or Selection(), document.get(FORMS))
@@ -288,13 +288,15 @@ class TrainState:
     def _tensors(self) -> State:
         """Return the current model and optimizer state, without creating any state."""
         named = find_all(self._models)
-        if named.is_plain:
-            state: State = {MODEL: self._views.of(named.tensors, named.buffers)}
-        else:
-            state = {MODEL: merge_disjoint([self._asked(m, named) for m in self._models])}
+        state: State = {MODEL: self._model_tensors(named)}
         if self._optimizers:
             state[OPTIMIZER] = self._optimizer_tensors(named)
         return state
+
+    def _model_tensors(self, named: Named) -> State:
+        if named.is_plain:
+            return dict(self._views.of(named.tensors, named.buffers))
+        return merge_disjoint([self._asked(model, named) for model in self._models])
 
     def _asked(self, model: nn.Module, named: Named) -> State:
         """Return the state of a model that defines its own, with buffers marked."""
@@ -353,6 +355,7 @@ class TrainState:
 
     def _apply_model(self, loaded: State) -> None:
         named = find_all(self._models)
+        loaded = {**loaded, **{name: loaded[other] for name, other in self._ties.items()}}
         if named.is_plain:
             for name, live in named.tensors.items():
                 copy_unless_same(live, loaded[name])

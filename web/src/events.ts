@@ -6,7 +6,7 @@ import { plain } from "./states";
 export const KINDS = [
   "supervised", "attempt_reserved", "attempt_submitted", "attempt_state", "attempt_ended",
   "decision", "operator_request", "run_ended", "pinned", "unpinned", "checkpoint_deleted",
-  "forked", "exported", "rolled_back", "numerics", "claimed", "launch_started",
+  "forked", "exported", "imported", "rolled_back", "numerics", "claimed", "launch_started",
   "launch_ended", "signal", "notice", "stop_agreed", "stop_failed", "resumed", "staged",
   "committed", "save_failed", "mirrored", "mirror_failed", "fetched", "verified", "node_lost",
   "tracked", "goodput", "hang_suspected", "hang_confirmed", "straggler", "node_silent",

@@ -242,6 +242,11 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
     Kind.EXPORTED: EventEntry(
         "a checkpoint was exported", "command or server", ("checkpoint", "format", "path")
     ),
+    Kind.IMPORTED: EventEntry(
+        "weights of another program became the run's checkpoint",
+        "command",
+        ("checkpoint", "format", "path", "bytes", "tensors", "digest", "left_out"),
+    ),
     Kind.ROLLED_BACK: EventEntry(
         "after a bad loss, training goes back to an older checkpoint",
         "rank 0",

@@ -22,6 +22,7 @@ from holdfast.cli import (
     drill,
     events,
     export,
+    imports,
     init,
     logs,
     operate,
@@ -45,7 +46,7 @@ app = typer.Typer(
 )
 for module in (
     *(init, simulate, submit, supervise, wait, views, show, events, logs, operate, checkpoints),
-    *(export, serve, database, deploy, doctor, bench, drill),
+    *(export, imports, serve, database, deploy, doctor, bench, drill),
 ):
     module.register(app)
 

@@ -107,7 +107,14 @@ def fork(
     checkpoint: Annotated[
         str, typer.Argument(help="The checkpoint to start from, as an id or a path.")
     ],
-    name: Annotated[str, typer.Option("--name", help="The new run's name.")],
+    name: Annotated[
+        str | None,
+        typer.Option("--name", help="The new run's name. Default: the name in --spec."),
+    ] = None,
+    spec: Annotated[
+        Path | None,
+        typer.Option("--spec", help="The new run's spec. Default: that of the checkpoint's run."),
+    ] = None,
     overrides: Overrides = None,
     wait: Wait = False,
     root: RootOption = None,
@@ -124,13 +131,14 @@ def fork(
         parent,
         directory,
         name=name,
+        spec_file=spec,
         overrides=overrides or (),
         by=user_name(),
         root=choose_root(root) if root else None,
     )
-    spec = load_history(paths).spec
-    warnings = [*plain_secret_warnings(spec), *warnings_of(spec, parent)]
-    warnings += warnings_of_defaults(spec)
+    own = load_history(paths).spec
+    warnings = [*plain_secret_warnings(own), *warnings_of(own, parent)]
+    warnings += warnings_of_defaults(own)
     start_and_follow(paths, warnings, created=True, wait=wait, as_json=as_json)
 
 

@@ -25,7 +25,7 @@ _TEXT: Final = frozenset(
         *("checkpoint", "to", "action", "by", "state", "cause", "host", "error", "reason", "path"),
         *("url", "flow_run", "job_id", "note", "into_uid", "into_run", "format", "text", "finding"),
         *("resumed_from", "command_digest", "traceback", "ending", "source", "problem"),
-        *("check", "tracker", "tracker_id"),
+        *("check", "digest", "tracker", "tracker_id"),
     }
 )
 _TEXTS: Final = frozenset(
@@ -41,6 +41,7 @@ _NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
     "checkpoint_deleted": ("checkpoint",),
     "forked": ("checkpoint",),
     "exported": ("checkpoint", "path"),
+    "imported": ("checkpoint", "path"),
     "operator_request": ("action",),
     "decision": ("action",),
     "save_failed": ("checkpoint", "step", "error"),

@@ -129,6 +129,8 @@ class RunHistory:
 
     @property
     def state(self) -> RunState:
+        if self.record.imported_from is not None:
+            return RunState.COMPLETED
         return fold_run_state(self.attempts, self.pending_request, self.last_decision)
 
 

@@ -72,6 +72,7 @@ class EventKind(StrEnum):
     CHECKPOINT_DELETED = "checkpoint_deleted"
     FORKED = "forked"
     EXPORTED = "exported"
+    IMPORTED = "imported"
     ROLLED_BACK = "rolled_back"
     NUMERICS = "numerics"
     CLAIMED = "claimed"

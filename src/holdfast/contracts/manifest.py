@@ -150,7 +150,7 @@ class Manifest(BaseModel):
         default=None, description="id of the checkpoint before this one, `run:directory`"
     )
     reason: Name = Field(
-        default="interval", description="interval, final, crash, request or notice"
+        default="interval", description="interval, final, crash, request, notice or import"
     )
     command_digest: Name = ""
     checksum_algorithm: Literal["xxh3_128"] = "xxh3_128"

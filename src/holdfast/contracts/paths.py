@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from holdfast.contracts.reading import HELD, held_folder, is_mine
 
@@ -63,6 +64,10 @@ class CheckpointName:
         """Return the parts of `name`, or None if it is not the name of a checkpoint directory."""
         match = _CHECKPOINT.fullmatch(name)
         return cls(int(match[1]), int(match[2]), int(match[3])) if match else None
+
+
+# The checkpoint of an imported run. No attempt wrote it.
+IMPORTED: Final = CheckpointName(step=0, attempt=0, launch=0)
 
 
 def lease_path(checkpoint: Path, holder: str) -> Path:

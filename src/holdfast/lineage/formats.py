@@ -12,6 +12,7 @@ _SHAPES: Final[Mapping[str, tuple[str, str, str]]] = {
     "attempt": ("[", "]", "box"),
     "checkpoint": ("(", ")", "ellipse"),
     "export": ("[/", "/]", "parallelogram"),
+    "source": ("[\\", "\\]", "parallelogram"),
 }
 _BROKEN: Final = frozenset({"deleted", "damaged"})
 

@@ -47,6 +47,8 @@ _SPANS: Final[WeakKeyDictionary[Engine, dict[tuple[str, str], Sequence[Span]]]] 
 )
 _KEEPING_SPANS: Final = threading.Lock()
 # The checkpoint columns that the lineage graph needs.
+# The kind of node that an edge to a path leads to.
+_OUTSIDE: Final = {EdgeKind.EXPORTED_TO.value: "export", EdgeKind.IMPORTED_FROM.value: "source"}
 _DRAWN: Final = (
     *("name", "step", "state", "world_size", "pinned", "rolled_back", "path"),
     *("parent", "parent_uid", "parent_name"),
@@ -140,7 +142,8 @@ def lineage_graph(database: Database, run: str) -> views.Graph:
     """Return the lineage graph of a run.
 
     The nodes are the run, its attempts and its checkpoints, and all that their edges reach: the
-    checkpoint from which the run was forked and its ancestors, the run's forks, and its exports.
+    checkpoint from which the run was forked and its ancestors, the run's forks, its exports, and
+    the weights that it was imported from.
     """
     with database.reading() as connection:
         row = run_row(connection, run)
@@ -166,9 +169,9 @@ def lineage_graph(database: Database, run: str) -> views.Graph:
     by_id = {node["id"]: node for node in reversed(nodes)}
     known = dict.fromkeys(node["id"] for node in nodes)
     for edge in shown:
-        for end, is_export in ((edge["from"], False), (edge["to"], edge["kind"] == "exported_to")):
+        for end, kind in ((edge["from"], None), (edge["to"], _OUTSIDE.get(edge["kind"]))):
             if end not in by_id:
-                by_id[end] = _other_node(end, is_export=is_export)
+                by_id[end] = _other_node(end, kind)
             known[end] = None
     unique = {tuple(edge.values()): edge for edge in shown}
     return views.Graph(nodes=[by_id[one] for one in known], edges=list(unique.values()))
@@ -311,10 +314,13 @@ def _edge(row: Row) -> views.Edge:
     return {"from": source, "to": target, "kind": row["kind"]}
 
 
-def _other_node(identity: str, *, is_export: bool) -> views.Node:
-    """Return a node for the end of an edge that has no row in the index."""
-    if is_export:
-        return views.Node(id=identity, kind="export", path=identity)
+def _other_node(identity: str, kind: str | None) -> views.Node:
+    """Return a node for the end of an edge that has no row in the index.
+
+    `kind` is that of a path outside of all runs, else None.
+    """
+    if kind is not None:
+        return views.Node(id=identity, kind=kind, path=identity)
     run, _, name = identity.rpartition(":")
     if CheckpointName.parse(name):
         return views.Node(id=identity, kind="checkpoint", run=run)

@@ -332,7 +332,7 @@ def _edges_to_origins(
 
 
 def _journaled_edges(history: RunHistory) -> Iterator[_Edge]:
-    """Yield the edges of rollbacks, exports and forks, which the journals record."""
+    """Yield the edges of rollbacks, exports, imports and forks, which the journals record."""
     own = history.record.uid, history.paths.name
     for event in history.events:
         data, checkpoint = event.data, bare(event.data.get("checkpoint"))
@@ -341,6 +341,9 @@ def _journaled_edges(history: RunHistory) -> Iterator[_Edge]:
         elif event.kind is EventKind.EXPORTED:
             path = str(data.get("path") or "")
             yield EdgeKind.EXPORTED_TO, *own, checkpoint, None, None, path
+        elif event.kind is EventKind.IMPORTED:
+            path = str(data.get("path") or "")
+            yield EdgeKind.IMPORTED_FROM, *own, checkpoint, None, None, path
         elif event.kind is EventKind.FORKED:
             into = str(data.get("into_uid")), str(data.get("into_run"))
             yield EdgeKind.FORKED_FROM, *into, "", *own, checkpoint

@@ -24,6 +24,7 @@ class EdgeKind(StrEnum):
     FORKED_FROM = "forked_from"
     ROLLED_BACK = "rolled_back"
     EXPORTED_TO = "exported_to"
+    IMPORTED_FROM = "imported_from"
 
 
 # A parent is a column of the checkpoint.

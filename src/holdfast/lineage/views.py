@@ -229,7 +229,7 @@ Edge = TypedDict("Edge", {"from": str, "to": str, "kind": str})
 
 
 class Graph(TypedDict):
-    """The output of `holdfast lineage RUN`: nodes are runs, attempts, checkpoints and exports."""
+    """The output of `holdfast lineage RUN`: nodes are runs, attempts, checkpoints and paths."""
 
     nodes: list[Node]
     edges: list[Edge]

@@ -22,7 +22,7 @@ const numberIn = (id: string): number => Number(/:\D+(\d+)/.exec(id)?.[1]);
 
 const WORDS: Record<string, string> = {
   resumed_from: "resumed", forked_from: "forked", rolled_back: "rolled back to",
-  exported_to: "exported",
+  exported_to: "exported", imported_from: "imported",
 };
 
 function title(shown: Shown): string {
@@ -43,6 +43,7 @@ function subtitle(shown: Shown, run: string): string {
     shown.cause ? plain(shown.cause) : null,
     shown.world_size ? `${shown.world_size} rank${shown.world_size === 1 ? "" : "s"}` : null,
     shown.kind === "export" ? "export" : null,
+    shown.kind === "source" ? "imported weights" : null,
     shown.kind === "run" ? "run" : null,
     shown.kind === "run" && shown.state ? plain(shown.state) : null,
   ];

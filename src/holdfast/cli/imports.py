@@ -1,0 +1,70 @@
+"""`holdfast import SOURCE --name RUN`: make weights of another program a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from holdfast.cli.index import choose_root, user_name
+from holdfast.cli.output import AsJson, RootOption, answer, bytes_text, say, warn
+from holdfast.flows import imports
+from holdfast.flows.imports import Form
+
+
+def register(app: typer.Typer) -> None:
+    """Add `import` to `app`."""
+    app.command("import")(import_)
+
+
+def import_(
+    source: Annotated[
+        Path, typer.Argument(help="The folder or file with the weights.", metavar="SOURCE")
+    ],
+    name: Annotated[str, typer.Option("--name", help="The name of the run to create.")],
+    form: Annotated[Form, typer.Option("--form", help="The format of the weights.")] = Form.AUTO,
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--rename",
+            metavar="OLD=NEW",
+            help="Rename tensors, as in encoder.*=model.encoder.*. Repeatable.",
+        ),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option("--exclude", help="A tensor or a prefix of names to leave out. Repeatable."),
+    ] = None,
+    python: Annotated[
+        str, typer.Option("--python", help="Python of the job's environment. Default: this one.")
+    ] = "",
+    root: RootOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make weights of another program the first checkpoint of a new run.
+
+    Reads a Hugging Face folder of safetensors, a torch file, or a directory of DCP or DeepSpeed,
+    and runs no code from it. The run has no program. Start one from its checkpoint with `fork --spec`.
+    """
+    facts = imports.import_run(
+        source,
+        name,
+        root=choose_root(root),
+        by=user_name(),
+        form=form,
+        rename=rename or (),
+        exclude=exclude or (),
+        python=python,
+    )
+    if facts["left_out"]:
+        warn(f"holdfast: not imported, because only weights are: {', '.join(facts['left_out'])}")
+    answer(facts, as_json, _render)
+
+
+def _render(facts: dict[str, Any]) -> None:
+    say(
+        f"{facts['path']} → {facts['checkpoint']}: {facts['tensors']} tensors, "
+        f"{bytes_text(facts['bytes'])} ({facts['format']})"
+    )
+    say(f"train from it with `holdfast fork {facts['checkpoint']} --spec run.toml`")

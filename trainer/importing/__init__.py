@@ -1,0 +1,1 @@
+"""Imports: weights of other programs become the first checkpoint of a run."""

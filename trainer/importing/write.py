@@ -1,0 +1,231 @@
+"""Writes the files of an import: bytes flow from the source to the checkpoint in small pieces.
+
+Nothing is held in memory as a whole. Each piece is added to the checksums of the file and of the
+tensor, and then written, with direct writes where possible.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+from numpy.lib.stride_tricks import as_strided
+
+from holdfast.contracts.digests import FileChecksum, RunningDigest, new_checksum
+from holdfast.contracts.errors import CheckpointError
+from holdfast.contracts.manifest import FileEntry
+from holdfast.contracts.retries import read_again
+from holdfast.trainer.direct import Output
+from holdfast.trainer.importing.image import Image
+from holdfast.trainer.loading.past_cache import huge_memory
+from holdfast.trainer.sources.tensors import Files, Part, Segment, Source
+
+PIECE_BYTES: Final = 8 << 20
+WRITERS: Final = 4
+# Elements that are put into order at once. Each takes some tens of bytes meanwhile.
+ELEMENTS_MAX: Final = 1 << 16
+
+# (name, offsets) of a part, and the digest of its bytes.
+Digests = dict[tuple[str, tuple[int, ...]], str]
+
+
+def write_images(
+    images: list[Image], source: Source, directory: Path
+) -> tuple[list[FileEntry], Digests]:
+    """Write all files into `directory`, durably. Return their entries and the parts' digests.
+
+    Raises `OSError` if the storage fails, and `CheckpointError` if a file of the source changes
+    meanwhile.
+    """
+    with ThreadPoolExecutor(WRITERS, thread_name_prefix="import") as pool:
+        written = list(pool.map(lambda image: _write(image, source, directory), images))
+    check_unchanged(source)
+    entries = [entry for entry, _ in written]
+    return entries, {key: digest for _, digests in written for key, digest in digests.items()}
+
+
+def check_unchanged(source: Source) -> None:
+    """Raise `CheckpointError` if a file of the source has changed since it was opened."""
+    files = Files(source.base)
+    for path, state in source.files.items():
+        os.close(files.open(path))
+        if files.states[path] != state:
+            raise CheckpointError(
+                f"{source.base / path}: it changed while it was read; wait until its writer has "
+                "finished, then import it again"
+            )
+
+
+def _write(image: Image, source: Source, directory: Path) -> tuple[FileEntry, Digests]:
+    """Write one file and return its entry, and the digests of its tensors."""
+    place = directory / image.name
+    handle = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    digests: Digests = {}
+    try:
+        with _Reader(source) as reader:
+            stream = _Stream(handle, image.bytes)
+            for at, piece in image.pieces():
+                stream.pad_to(at)
+                if isinstance(piece, bytes):
+                    stream.put(memoryview(piece))
+                    continue
+                digest = new_checksum()
+                for fill in reader.fills(piece):
+                    stream.take(fill.bytes, fill, digest)
+                digests[piece.name, piece.offsets] = digest.hexdigest()
+            stream.finish()
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    return FileEntry.of(image.name, image.bytes, stream.checksum), digests
+
+
+class _Stream:
+    """A file that is written from its start, through one piece of memory."""
+
+    def __init__(self, handle: int, size: int) -> None:
+        self._output, self._size = Output(handle, size), size
+        self._memory = huge_memory(PIECE_BYTES)
+        self._at = self._filled = 0
+        self.checksum = FileChecksum(size)
+
+    def pad_to(self, position: int) -> None:
+        """Write zeros up to `position`. They separate entries, so there are at most a few."""
+        self.put(memoryview(bytes(position - self._at)))
+
+    def put(self, content: memoryview) -> None:
+        """Write `content`."""
+        while content:
+            room = self._room()
+            count = min(len(room), len(content))
+            room[:count] = content[:count]
+            self._took(count)
+            content = content[count:]
+
+    def take(self, size: int, fill: Fill, digest: RunningDigest) -> None:
+        """Write `size` bytes that `fill` reads into memory, from its position 0 on."""
+        done = 0
+        while done < size:
+            room = self._room()[: size - done]
+            fill(done, room)
+            digest.update(room)
+            self._took(len(room))
+            done += len(room)
+
+    def finish(self) -> None:
+        """Write what is left in memory."""
+        self._flush()
+        assert self._at == self._size
+
+    def _room(self) -> memoryview:
+        if self._filled == len(self._memory):
+            self._flush()
+        return self._memory[self._filled :]
+
+    def _took(self, count: int) -> None:
+        self._filled += count
+        self._at += count
+
+    def _flush(self) -> None:
+        content = self._memory[: self._filled]
+        self.checksum.update(content)
+        self._output.write(content)
+        self._filled = 0
+
+
+class Fill:
+    """Reads some bytes of a source: call it with a position and the memory to fill."""
+
+    bytes: int
+
+    def __call__(self, start: int, memory: memoryview) -> None:
+        """Fill `memory` with the bytes from `start`."""
+        raise NotImplementedError
+
+
+class _Run(Fill):
+    """Consecutive bytes of a file."""
+
+    def __init__(self, handle: int, segment: Segment, place: Path) -> None:
+        self.bytes = segment.bytes
+        self._handle, self._segment, self._place = handle, segment, place
+
+    def __call__(self, start: int, memory: memoryview) -> None:
+        at = self._segment.offset + start
+        while memory:
+            count = read_again(partial(os.preadv, self._handle, [memory], at))
+            if count == 0:
+                raise CheckpointError(
+                    f"{self._place}: it ends at byte {at}, expected more; it was cut short while "
+                    "it was read. Import it again"
+                )
+            memory, at = memory[count:], at + count
+
+
+class _Gather(Fill):
+    """Elements of a file in another order, which a view with strides puts into row-major order.
+
+    The file is mapped, so only the pages that are used are in memory.
+    """
+
+    def __init__(self, handle: int, part: Part) -> None:
+        (segment,) = part.segments
+        item = part.dtype.itemsize
+        self.bytes, self._item = part.bytes, item
+        begin = segment.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        length = segment.offset + segment.bytes - begin
+        self._mapped = mmap.mmap(handle, length, access=mmap.ACCESS_READ, offset=begin)
+        raw = np.frombuffer(self._mapped, np.uint8)[segment.offset - begin :]
+        steps = tuple(step * item for step in (part.strides or ()))
+        # The last dimension is the bytes of one element.
+        self._view = as_strided(raw, (*part.sizes, item), (*steps, 1), writeable=False)
+
+    def __call__(self, start: int, memory: memoryview) -> None:
+        done = 0
+        while done < len(memory):
+            first, skipped = divmod(start + done, self._item)
+            last = min(first + ELEMENTS_MAX, -(-(start + len(memory)) // self._item))
+            found = _elements(self._view, first, last)[skipped : skipped + len(memory) - done]
+            memory[done : done + len(found)] = found
+            done += len(found)
+
+
+def _elements(view: npt.NDArray[np.uint8], first: int, last: int) -> memoryview:
+    """Return the bytes of elements `first` to `last`, counted in row-major order."""
+    numbers = np.unravel_index(np.arange(first, last), view.shape[:-1])
+    return memoryview(view[numbers].tobytes())
+
+
+class _Reader:
+    """The open files of a source."""
+
+    def __init__(self, source: Source) -> None:
+        self._files = Files(source.base)
+        self._handles: dict[str, int] = {}
+
+    def __enter__(self) -> _Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles.values():
+            os.close(handle)
+
+    def fills(self, part: Part) -> Iterator[Fill]:
+        """Yield what reads the bytes of a part, in order."""
+        if part.strides is not None:
+            yield _Gather(self._handle(part.segments[0].path), part)
+            return
+        for segment in part.segments:
+            yield _Run(self._handle(segment.path), segment, self._files.base / segment.path)
+
+    def _handle(self, path: str) -> int:
+        if path not in self._handles:
+            self._handles[path] = self._files.open(path)
+        return self._handles[path]

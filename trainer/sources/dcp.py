@@ -1,0 +1,136 @@
+"""Finds the weights in a directory of `torch.distributed.checkpoint`, chunk by chunk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
+
+from holdfast.contracts.damage import find_damage
+from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError
+from holdfast.trainer.loading.compare_keys import is_of_one_rank, shorten
+from holdfast.trainer.loading.stock import needs_stock
+from holdfast.trainer.loading.targets import form_of
+from holdfast.trainer.planning.metadata import Opened, open_checkpoint, paths_of
+from holdfast.trainer.planning.metadata_check import tile
+from holdfast.trainer.planning.saved_boxes import NO_FILE
+from holdfast.trainer.sources.tensors import Files, Part, Segment, contiguous_strides
+from holdfast.trainer.sources.torch_file import WEIGHTS, Stored, open_torch
+
+
+def read_dcp(files: Files) -> tuple[list[Part], list[str]]:
+    """Return the weights in the DCP directory at the base of `files`, and what else it has.
+
+    A checkpoint with a manifest is verified first. Raises `CheckpointError` if the directory is no
+    DCP checkpoint, and `DamagedCheckpointError` if its files are damaged or incomplete.
+    """
+    opened = open_checkpoint(files.base)
+    if opened.manifest is not None and (damage := find_damage(files.base, opened.manifest)):
+        raise DamagedCheckpointError(f"{files.base}: {'; '.join(damage)}", damaged=damage)
+    if needs_stock(opened.metadata):
+        raise CheckpointError(
+            f"{files.base}: its entries are compressed or transformed, which only stock DCP can "
+            "undo; load it with stock DCP, and save it without transforms"
+        )
+    handles: dict[str, int] = {}
+    try:
+        for path in sorted(opened.boxes.extents):
+            handles[path] = files.open(path)
+        names, left_out = weights_in(opened)
+        parts = [
+            part
+            for key, name in names.items()
+            for part in _parts(opened, key, name, files, handles)
+        ]
+    finally:
+        for handle in handles.values():
+            os.close(handle)
+    return parts, left_out
+
+
+def weights_in(opened: Opened) -> tuple[dict[str, str], list[str]]:
+    """Return the names of the weights by key, and the other parts of the checkpoint.
+
+    The weights are what was saved under `model` or `state_dict`. A checkpoint of one flat state
+    dict is weights as a whole. Raises `CheckpointError` for a value that is no tensor.
+    """
+    entries = opened.metadata.state_dict_metadata
+    paths = {key: _path(key, paths_of(opened.metadata)) for key in entries}
+    tops = list(dict.fromkeys(path[0] for path in paths.values() if len(path) > 1))
+    top = next((name for name in WEIGHTS if name in tops), None)
+    if top is None:
+        return _tensors(
+            {key: key for key in entries if not is_of_one_rank(key)}, entries, opened
+        ), []
+    names = {
+        key: ".".join(map(str, path[1:]))
+        for key, path in paths.items()
+        if path[0] == top and len(path) > 1
+    }
+    others = dict.fromkeys(str(path[0]) for key, path in paths.items() if key not in names)
+    return _tensors(names, entries, opened), list(others)
+
+
+def _path(key: str, paths: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the path of a key in the nested state. Without one, its first word is its part."""
+    found = paths.get(key)
+    if isinstance(found, tuple) and found:
+        return found
+    part, dot, rest = key.partition(".")
+    return (part, rest) if dot else (part,)
+
+
+def _tensors(
+    names: dict[str, str], entries: Mapping[str, STORAGE_TYPES], opened: Opened
+) -> dict[str, str]:
+    numbers = [key for key in names if not isinstance(entries[key], TensorStorageMetadata)]
+    if numbers:
+        raise CheckpointError(
+            f"{opened.directory}: {shorten(numbers)} are not tensors; expected a checkpoint of a "
+            "model's state dict. Save the model under the key `model`, or export its weights"
+        )
+    return names
+
+
+def _parts(
+    opened: Opened, key: str, name: str, files: Files, handles: Mapping[str, int]
+) -> Iterable[Part]:
+    """Yield the saved chunks of one tensor, in order."""
+    entry = opened.metadata.state_dict_metadata[key]
+    assert isinstance(entry, TensorStorageMetadata)
+    boxes, shape, dtype = opened.boxes.by_key[key], tuple(entry.size), entry.properties.dtype
+    found = list(zip(boxes.offsets.tolist(), boxes.sizes.tolist(), strict=True))
+    if not tile(found, ((0,) * len(shape), shape)) or NO_FILE in boxes.file:
+        raise DamagedCheckpointError(
+            f"{opened.directory}: {key}: its chunks do not cover the tensor exactly; import "
+            "another checkpoint",
+            damaged=[f".metadata: {key}: its chunks do not cover the tensor exactly"],
+        )
+    rows = zip(
+        found, boxes.file.tolist(), boxes.offset.tolist(), boxes.length.tolist(), strict=True
+    )
+    for (offsets, sizes), file, at, length in rows:
+        path = opened.boxes.files[file]
+        stored = _stored(handles[path], at, length, dtype, tuple(sizes), f"{files.base}: {key}")
+        segment = Segment(path, stored.offset, stored.extent)
+        strides = None if stored.is_contiguous else stored.strides
+        yield Part(name, dtype, shape, tuple(offsets), tuple(sizes), (segment,), strides)
+
+
+def _stored(
+    handle: int, at: int, length: int, dtype: Any, sizes: tuple[int, ...], where: str
+) -> Stored:
+    """Return where a chunk's elements lie inside its entry, which is a `torch.save` zip."""
+    heads, data_at, expected = form_of(sizes, dtype)
+    if length == expected and os.pread(handle, data_at, at) in heads:
+        return Stored(dtype, sizes, contiguous_strides(sizes), at + data_at)
+    value = open_torch(handle, at, length, where)
+    if not isinstance(value, Stored) or (value.dtype, value.sizes) != (dtype, sizes):
+        raise DamagedCheckpointError(
+            f"{where}: its entry contains another value than .metadata says, expected a dense "
+            f"tensor of {dtype} and the shape {sizes}; import another checkpoint",
+            damaged=[f"{where}: another value than in .metadata"],
+        )
+    return value

@@ -1,0 +1,256 @@
+"""What a source of weights contains: parts of tensors, and the bytes of files that hold them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from holdfast.contracts.errors import CheckpointError
+from holdfast.contracts.reading import open_regular
+from holdfast.contracts.retries import read_again
+from holdfast.trainer.loading.compare_keys import Selection, shorten
+
+MODEL: Final = "model."
+# Tied weights and views share their bytes. A file that needs more than this is hostile: it would
+# fill the disk.
+SHARING_MAX: Final = 8
+DIMENSIONS_MAX: Final = 64
+_BYTES_MAX: Final = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """`bytes` bytes of the file `path` from `offset`. The path is relative to the source's base."""
+
+    path: str
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a tensor: all of it, or what one rank saved.
+
+    `shape` is the whole tensor's, `offsets` and `sizes` are the box's. The bytes of `segments`, one
+    after another, are the box in row-major order. With `strides`, in elements, the only segment
+    holds the elements in another order.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    segments: tuple[Segment, ...]
+    strides: tuple[int, ...] | None = None
+
+    @classmethod
+    def whole(
+        cls,
+        name: str,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        segments: Sequence[Segment],
+        strides: tuple[int, ...] | None = None,
+    ) -> Part:
+        """Return the part that is a complete tensor."""
+        sizes = tuple(shape)
+        return cls(name, dtype, sizes, (0,) * len(sizes), sizes, tuple(segments), strides)
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of the box's elements."""
+        return prod(self.sizes) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class FileState:
+    """The size and the time of change of a file, to notice that it changes while it is read."""
+
+    bytes: int
+    changed_ns: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """Weights to import. `base` is the folder that all paths of segments start at.
+
+    `files` are the files that were opened, with their states. `left_out` are lines for people on
+    what else the source has.
+    """
+
+    place: Path
+    base: Path
+    form: str
+    parts: tuple[Part, ...]
+    files: Mapping[str, FileState]
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(part.bytes for part in self.parts)
+
+
+class Files:
+    """Opens the regular files of a source, and remembers their states."""
+
+    def __init__(self, base: Path) -> None:
+        self.base = base
+        self.states: dict[str, FileState] = {}
+
+    def open(self, path: str) -> int:
+        """Return a descriptor of the file `path`, relative to the base. The caller closes it.
+
+        Links are followed if they stay inside the base. Raises `CheckpointError` for a file that is
+        missing, cannot be read or is not a regular file.
+        """
+        place = self.base / path
+        try:
+            handle = read_again(lambda: open_regular(place, below=self.base, follow=True))
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "problem", None) or getattr(error, "strerror", None) or error
+            raise CheckpointError(
+                f"{place}: {reason}; expected a file of weights that can be read"
+            ) from error
+        found = os.fstat(handle)
+        self.states[path] = FileState(found.st_size, found.st_mtime_ns)
+        return handle
+
+    def size(self, path: str) -> int:
+        """Return the size of a file that was opened."""
+        return self.states[path].bytes
+
+
+def base_of(directory: Path) -> Path:
+    """Return the folder that links of `directory` may not leave.
+
+    In the cache of the Hugging Face hub, a snapshot has links to the files in `blobs`, two folders
+    up.
+    """
+    repository = directory.parent.parent
+    is_snapshot = directory.parent.name == "snapshots" and (repository / "blobs").is_dir()
+    return repository if is_snapshot else directory
+
+
+def check_shape(name: str, shape: object, dtype: torch.dtype, where: str) -> tuple[int, ...]:
+    """Return a shape as a tuple. Raises `CheckpointError` if no tensor can have it."""
+    is_list = isinstance(shape, list | tuple) and len(shape) <= DIMENSIONS_MAX
+    if not is_list or not all(type(size) is int and size >= 0 for size in shape):  # type: ignore[attr-defined]
+        raise CheckpointError(
+            f"{where}: {name}: its shape is {_shown(shape)}, expected at most {DIMENSIONS_MAX} "
+            "numbers of 0 or more; write the file again"
+        )
+    sizes = tuple(shape)  # type: ignore[arg-type]
+    if prod(size for size in sizes if size) * dtype.itemsize > _BYTES_MAX:
+        raise CheckpointError(
+            f"{where}: {name}: its shape {_shown(sizes)} is larger than any tensor; write the file "
+            "again"
+        )
+    return sizes
+
+
+def select(
+    parts: Sequence[Part],
+    *,
+    rename: Mapping[str, str],
+    exclude: Collection[str],
+    where: Path,
+) -> list[Part]:
+    """Return the parts that are wanted, under the names of the model's parameters.
+
+    `rename` maps names in the source to parameter names, exactly or by prefix with `old.*` to
+    `new.*`. A `*` alone stands for every name. `exclude` has parameter names or their prefixes.
+    Raises `KeyMismatchError` for a rule that fits no name, and for names that would become equal.
+    Raises `CheckpointError` if nothing is left.
+    """
+    rules, leave = model_rules(rename), model_names(exclude)
+    pick = Selection(exclude=leave, rename=rules)
+    names = pick.rename_all({f"{MODEL}{part.name}": None for part in parts})
+    kept = [
+        replace(part, name=new.removeprefix(MODEL))
+        for part in parts
+        if pick.takes(new := names[f"{MODEL}{part.name}"])
+    ]
+    outside = [new for old, new in names.items() if not new.startswith(MODEL)]
+    if outside:
+        raise CheckpointError(f"{where}: a rename gives {shorten(outside)}, expected a name")
+    if not kept:
+        raise CheckpointError(
+            f"{where}: no tensor is left to import; it has "
+            f"{shorten([part.name for part in parts]) or 'none'}"
+        )
+    return kept
+
+
+def model_rules(rename: Mapping[str, str]) -> dict[str, str]:
+    """Return rules for parameter names as rules for the keys of a checkpoint, `model.<name>`."""
+    return {f"{MODEL}{old}": f"{MODEL}{new}" for old, new in rename.items()}
+
+
+def model_names(names: Collection[str]) -> tuple[str, ...]:
+    """Return parameter names as keys of a checkpoint. A single name may be given as a string."""
+    given = (names,) if isinstance(names, str) else names
+    return tuple(f"{MODEL}{name}" for name in given)
+
+
+def check_all(parts: Sequence[Part], files: Files, where: Path) -> None:
+    """Raise `CheckpointError` if bytes lie outside their file, or if far too many share them."""
+    for part in parts:
+        for segment in part.segments:
+            size = files.size(segment.path)
+            if segment.offset < 0 or segment.bytes < 0 or segment.offset + segment.bytes > size:
+                raise CheckpointError(
+                    f"{files.base / segment.path}: {part.name} needs bytes {segment.offset} to "
+                    f"{segment.offset + segment.bytes}, but the file has {size}; the file is cut "
+                    "short. Copy it again"
+                )
+    needed, there = sum(part.bytes for part in parts), sum(s.bytes for s in files.states.values())
+    if needed > SHARING_MAX * max(there, 1):
+        raise CheckpointError(
+            f"{where}: its tensors have {needed} bytes, but its files have only {there}; expected "
+            f"at most {SHARING_MAX} times as many. Save the tensors with .clone()"
+        )
+
+
+def contiguous_strides(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a tensor in row-major order, in elements."""
+    strides, stride = [0] * len(sizes), 1
+    for dimension in range(len(sizes) - 1, -1, -1):
+        strides[dimension] = stride
+        stride *= sizes[dimension]
+    return tuple(strides)
+
+
+def is_contiguous(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return True if elements of this layout are in row-major order, without gaps."""
+    pairs = zip(sizes, strides, contiguous_strides(sizes), strict=True)
+    return 0 in sizes or all(given == own for size, given, own in pairs if size > 1)
+
+
+def in_file_order(parts: Sequence[Part]) -> list[Part]:
+    """Return the parts in the order of their bytes, so that each file is read from its start."""
+
+    def position(part: Part) -> tuple[str, int, str]:
+        first = part.segments[0] if part.segments else Segment("", 0, 0)
+        return first.path, first.offset, part.name
+
+    return sorted(parts, key=position)
+
+
+def twice(names: Sequence[str]) -> list[str]:
+    """Return the names that occur more than once."""
+    ordered = sorted(names)
+    return sorted({one for one, other in pairwise(ordered) if one == other})
+
+
+def _shown(shape: object) -> str:
+    text = str(shape)
+    return text if len(text) <= 100 else f"{text[:100]}…"
