@@ -104,16 +104,12 @@ def publish(folder: Path) -> None:
     paths = [entry.path for entry in manifest.files]
     if (folder / METADATA).exists():
         _withdraw_former(folder, target)
-    former = _files_of(folder / FORMER)
     for path in sorted(paths, key=lambda path: path == METADATA):
         _move_up(folder, target, path)
     fsync_directory(target)
     os.rename(folder / MANIFEST, target / MANIFEST)
     fsync_directory(target)
-    for path in former - set(paths):
-        with contextlib.suppress(OSError):
-            (target / path).unlink()
-    shutil.rmtree(folder, ignore_errors=True)
+    _remove_former(folder, manifest)
 
 
 def finish(directory: Path, *, besides: Collection[str] = ()) -> None:
@@ -125,11 +121,14 @@ def finish(directory: Path, *, besides: Collection[str] = ()) -> None:
     committed = []
     for folder in _saving_folders(directory, besides):
         with contextlib.suppress(DamagedCheckpointError):
-            manifest = read_manifest(folder)
+            manifest = find_commit(folder)
             if manifest is not None:
-                committed.append((manifest.committed_at, folder))
-    for _, folder in sorted(committed):
-        publish(folder)
+                committed.append((manifest.committed_at, folder, manifest))
+    for _, folder, manifest in sorted(committed, key=lambda one: one[:2]):
+        if (folder / MANIFEST).exists():
+            publish(folder)
+        else:
+            _remove_former(folder, manifest)
 
 
 def clear(directory: Path, *, besides: Collection[str] = ()) -> None:
@@ -163,6 +162,14 @@ def _withdraw_former(folder: Path, target: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         (target / METADATA).unlink()
         fsync_directory(target)
+
+
+def _remove_former(folder: Path, manifest: Manifest) -> None:
+    """Remove the files of the former checkpoint that `manifest` does not list, then `folder`."""
+    for path in _files_of(folder / FORMER) - {entry.path for entry in manifest.files}:
+        with contextlib.suppress(OSError):
+            (folder.parent / path).unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _files_of(path: Path) -> set[str]:

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.utils import _api_bc_check
 
 from holdfast.contracts.environment import flush_timeout_s
 from holdfast.contracts.errors import SaveError, SpecError
-from holdfast.contracts.paths import METADATA, CheckpointName
+from holdfast.contracts.paths import MANIFEST, METADATA, CheckpointName
 from holdfast.trainer.collective import attempt
 from holdfast.trainer.dcp.channel import Channel, channel_of, choose_group
 from holdfast.trainer.dcp.delegation import directory_of_save, warn, why_not_staged
@@ -229,6 +229,9 @@ def _begin(
     _check_same_directory(messages)
     form = max(one.form for one in messages)
     if form is Form.STOCK:
+        if channel.is_root:
+            # It will not match the files that stock DCP writes.
+            (target.directory / MANIFEST).unlink(missing_ok=True)
         return "the state has tensors that are not dense"
     assert own is not None
     is_changed = any(one.is_changed for one in messages)
