@@ -117,7 +117,7 @@ def attempt(act: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def problem_of(error: Exception | None, rank: int) -> str | None:
+def problem_of(error: BaseException | None, rank: int) -> str | None:
     """Return an error's text with the rank's number, or None without an error."""
     return None if error is None else f"rank {rank}: {error}"
 

@@ -11,7 +11,7 @@ import functools
 import os
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
@@ -20,18 +20,21 @@ from holdfast.contracts.environment import FLUSH_TIMEOUT_DEFAULT_S as SAVE_TIMEO
 from holdfast.contracts.errors import SaveError
 from holdfast.contracts.mirrors import Tiers
 from holdfast.contracts.paths import CheckpointName, RunPaths
-from holdfast.trainer.collective import Group, HierarchicalGroup, tree_over
+from holdfast.trainer.collective import Group, HierarchicalGroup, problem_of, tree_over
 from holdfast.trainer.identity import Identity
+from holdfast.trainer.placed import Place, PlacedName
 from holdfast.trainer.planning.custom import plan_custom
 from holdfast.trainer.planning.layout import Layout, local_part
 from holdfast.trainer.planning.ranks import all_or_none, check_memory, plan_together
 from holdfast.trainer.planning.signature import flatten
 from holdfast.trainer.planning.topology import describe_mesh
 from holdfast.trainer.staging.copying import find_gpu
-from holdfast.trainer.staging.in_flight import POLL_S, InFlight, SaveResult
+from holdfast.trainer.staging.in_flight import InFlight, SaveResult
 from holdfast.trainer.staging.slots import SlotState
 from holdfast.trainer.staging.stage import FlusherConnection, Stage, StagedSlot
 from holdfast.trainer.staging.step_facts import StepFacts, make_table
+
+ERROR_CHARACTERS_MAX: Final = 1000
 
 
 class CheckpointEngine:
@@ -41,24 +44,28 @@ class CheckpointEngine:
     ranks: a tree, a process group for CPU tensors, or None for a single process. `stage_group`
     connects the ranks of this pipeline stage, if `identity` has a stage. A custom `planner` makes
     all ranks plan every save. Without one, or with stock DCP's default planner, the plan is kept.
+    Without a `run`, each save needs a place. With `any_bytes`, a planner may save any byte entries.
     """
 
     def __init__(
         self,
         *,
         flusher: str,
-        run: RunPaths,
+        run: RunPaths | None,
         identity: Identity,
         group: Group,
         stage_group: Group = None,
         planner: SavePlanner | None = None,
+        any_bytes: bool = False,
     ) -> None:
         self._run, self._identity, self._group = run, identity, group
         tiers = Tiers.from_environment(os.environ)
         self._node_folder = tiers.node_folder(identity.run, identity.run_uid)
         self._connection = FlusherConnection(flusher, identity)
         self._stage_group = group if identity.stage is None else stage_group
-        self._planner = None if type(planner) is DefaultSavePlanner else planner
+        self._planner: SavePlanner | None = None
+        self._any_bytes = any_bytes
+        self.plan_with(planner)
         self._layout: Layout | None = None
         self._stage: Stage | None = None
         self._saves = InFlight()
@@ -71,6 +78,10 @@ class CheckpointEngine:
     def tensor_bytes(self) -> int:
         """Bytes of tensors that this rank writes at each save, or 0 before the first plan."""
         return self._tensor_bytes
+
+    def plan_with(self, planner: SavePlanner | None) -> None:
+        """Plan later saves with another planner. All ranks must do so at the same save."""
+        self._planner = None if type(planner) is DefaultSavePlanner else planner
 
     @property
     def in_flight(self) -> tuple[int, ...]:
@@ -119,26 +130,28 @@ class CheckpointEngine:
     def save(
         self,
         state: dict[str, Any],
-        train_state: Mapping[str, Any],
+        train_state: Mapping[str, Any] | None,
         *,
         step: int,
         reason: str,
         parent: str | None,
         metrics: Mapping[str, float] | None = None,
         timeout_s: float = SAVE_TIMEOUT_S,
+        place: Place | None = None,
     ) -> str:
         """Stage `state` as the checkpoint of `step` and return its directory name.
 
         All ranks call this after the same step. When it returns, the state may change. `poll`
         reports when the step is committed. `train_state` is JSON that rank 0 writes. While both
         slots are being written, the call waits. A first save without `prepare` plans with all
-        ranks, and so does every save with a custom planner. Raises `SaveError` if the state cannot
-        be saved, differs from the plan or does not fit into memory, or if no slot is free within
-        `timeout_s` seconds.
+        ranks, and so does every save with a custom planner. With a `place`, the checkpoint goes
+        into that directory and not to the run, and a failed copy fails the step on all ranks.
+        Raises `SaveError` if the state cannot be saved, differs from the plan or does not fit into
+        memory, or if no slot is free within `timeout_s` seconds.
         """
         began = time.monotonic()
         stage, flat = self._planned(state, timeout_s)
-        facts = self._facts(step, reason, parent, metrics, train_state)
+        facts = self._facts(step, reason, parent, metrics, train_state, place)
         document = self._encode(facts)
         staged = self._take_slot(stage, step, timeout_s)
         if staged is None:
@@ -243,7 +256,12 @@ class CheckpointEngine:
         """Plan one save with the custom planner. Open new slots only if the layout changed."""
         tree, stage_tree = self._trees
         made = plan_custom(
-            planner, state, identity=self._identity, tree=tree, stage_tree=stage_tree
+            planner,
+            state,
+            identity=self._identity,
+            tree=tree,
+            stage_tree=stage_tree,
+            any_bytes=self._any_bytes,
         )
         if tree.agree(None if self._layout == made.layout else "another layout"):
             all_or_none(tree, self._identity.rank, lambda: self._release_old_stage(timeout_s))
@@ -274,7 +292,8 @@ class CheckpointEngine:
             return Stage(self._connection, layout, gpu=gpu)
 
         self._stage = all_or_none(tree, who.rank, open_it)
-        self._connection.describe(layout, self._run.attempt(who.attempt).launch(who.launch))
+        if self._run is not None:
+            self._connection.describe(layout, self._run.attempt(who.attempt).launch(who.launch))
         self._layout = layout
         self._tensor_bytes = sum(place.bytes for place in layout.tensors)
 
@@ -311,14 +330,17 @@ class CheckpointEngine:
         reason: str,
         parent: str | None,
         metrics: Mapping[str, float] | None,
-        train_state: Mapping[str, Any],
+        train_state: Mapping[str, Any] | None,
+        place: Place | None = None,
     ) -> StepFacts:
+        own = CheckpointName(step, self._identity.attempt, self._identity.launch)
         return StepFacts(
-            name=CheckpointName(step, self._identity.attempt, self._identity.launch),
+            name=PlacedName(step, place.token) if place else own,
             reason=reason,
             parent=parent,
             metrics=metrics or {},
             train_state=train_state,
+            place=place,
         )
 
     def _encode(self, facts: StepFacts) -> bytes | None:
@@ -335,38 +357,42 @@ class CheckpointEngine:
         *,
         is_snapshot: bool = False,
     ) -> None:
-        """Copy all data into the slot and seal it. If the copy fails, the slot is free again."""
+        """Copy all data into the slot and seal it. If the copy fails, the slot is free again.
+
+        With a place, the slot is then sealed with the error, for the other ranks that wait.
+        """
         assert self._layout is not None
         assert self._stage is not None
-        try:
-            staged.fill(flat, document)
-            self._stage.require_late()
-        except BaseException:
-            staged.slot.state = SlotState.EMPTY
-            raise
-        table = make_table(
-            facts.name,
+        who = self._identity
+        table = functools.partial(
+            make_table,
+            facts,
             self._layout,
-            self._identity,
+            who,
             run=self._run,
             node_folder=self._node_folder,
             train_state_bytes=None if document is None else len(document),
-            blocked_s=time.monotonic() - began,
-            manifest=None if document is None else facts.for_manifest(self._identity, self._mesh),
+            manifest=facts.for_manifest(who, self._mesh) if who.rank == 0 else None,
         )
-        staged.slot.seal(table.to_document(), is_snapshot=is_snapshot)
+        try:
+            staged.fill(flat, document)
+            self._stage.require_late()
+        except BaseException as error:
+            if facts.place is None:
+                staged.slot.state = SlotState.EMPTY
+            else:
+                problem = str(problem_of(error, who.rank))[:ERROR_CHARACTERS_MAX]
+                staged.slot.seal(table(blocked_s=0.0, error=problem).to_document())
+            raise
+        made = table(blocked_s=time.monotonic() - began)
+        staged.slot.seal(made.to_document(), is_snapshot=is_snapshot)
+
+    def wait_for_slot(self, timeout_s: float) -> bool:
+        """Wait until a slot is free, so that the next save does not wait. Return False if none."""
+        return self._stage is None or self._saves.find_free(self._stage, timeout_s) is not None
 
     def _take_slot(self, stage: Stage, step: int, timeout_s: float) -> StagedSlot | None:
-        give_up = time.monotonic() + timeout_s
-        while True:
-            self._saves.update()
-            staged = stage.free()
-            if staged in self._saves:
-                # It was written after `update`. Filled now, its result would be lost.
-                continue
-            if staged is not None:
-                staged.slot.begin(step)
-                return staged
-            if time.monotonic() >= give_up:
-                return None
-            time.sleep(POLL_S)
+        staged = self._saves.find_free(stage, timeout_s)
+        if staged is not None:
+            staged.slot.begin(step)
+        return staged

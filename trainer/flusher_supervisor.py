@@ -13,6 +13,7 @@ import socket
 import subprocess
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -33,9 +34,20 @@ POLL_S: Final = 0.02
 class FlusherSupervisor:
     """Starts a flusher, restarts it up to `RESTARTS_MAX` times, and ends it."""
 
-    def __init__(self, place: Path, *, node: int, nodes: int, log: Path, run: Path) -> None:
+    def __init__(
+        self,
+        place: Path,
+        *,
+        node: int,
+        nodes: int,
+        log: Path,
+        run: Path,
+        address: int | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         """Start the flusher. `place` is its new address file: see `contracts.wire`.
 
+        `address` is a descriptor of `place` if that file is open already. It is closed at the end.
         Raises `PreflightError` if the flusher does not answer within `START_TIMEOUT_S`.
         """
         self._place, self._node, self._nodes = place, node, nodes
@@ -47,7 +59,8 @@ class FlusherSupervisor:
         make_directory(log.parent)
         make_directory(place.parent)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._address = os.open(place, flags, 0o600)
+        self._address = os.open(place, flags, 0o600) if address is None else address
+        self._env = env
         self._process, self._socket = self._start()
         self._wait_until_it_answers()
         self._thread = threading.Thread(target=self._keep, name="holdfast-flusher", daemon=True)
@@ -71,7 +84,12 @@ class FlusherSupervisor:
 
     def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         return start_flusher(
-            self._address, node=self._node, nodes=self._nodes, run=self._run, log=self._log
+            self._address,
+            node=self._node,
+            nodes=self._nodes,
+            run=self._run,
+            log=self._log,
+            env=self._env,
         )
 
     def _wait_until_it_answers(self) -> None:

@@ -21,7 +21,6 @@ from typing import Any, Final
 
 from holdfast.contracts.durable import (
     create_bytes,
-    fsync_directory,
     make_directory,
     to_json,
     write_bytes,
@@ -29,11 +28,12 @@ from holdfast.contracts.durable import (
 from holdfast.contracts.environment import flush_timeout_s
 from holdfast.contracts.errors import SaveError
 from holdfast.contracts.filesystems import delay_s, is_there, refresh, revalidate
-from holdfast.contracts.manifest import FileEntry, Manifest, encode_manifest, read_manifest
+from holdfast.contracts.manifest import FileEntry, Manifest, encode_manifest
 from holdfast.contracts.paths import MANIFEST, PARTS, CheckpointName, RunPaths
 from holdfast.trainer.flusher.hints import Hints
 from holdfast.trainer.flusher.log import log
 from holdfast.trainer.flusher.shards import launch_folder, name_shards
+from holdfast.trainer.placed import find_commit, fsync_commit, is_saving_folder, publish
 from holdfast.trainer.staging.slot_table import SlotTable
 
 OVERTAKEN_CHECK_S: Final = 0.5
@@ -95,7 +95,7 @@ def accept_commit(run: RunPaths, directory: Path, *, is_alone: bool) -> None:
     might not survive a power cut. On several nodes another node may have made it durable already.
     """
     try:
-        fsync_directory(directory)
+        fsync_commit(directory)
     except OSError:
         if is_alone:
             with contextlib.suppress(OSError):
@@ -165,20 +165,32 @@ def _write_manifest(run: RunPaths, directory: Path, parts: Sequence[dict[str, An
 
 def _accept_theirs(directory: Path, ours: Manifest) -> Manifest:
     """Return the manifest that another node wrote of the same files at the same time."""
-    theirs = read_manifest(directory)
+    theirs = find_commit(directory)
     if theirs is None or set(theirs.files) != set(ours.files):
         raise SaveError(
             f"{directory}: another process committed other files there at the same time. Nothing "
             "was replaced. Two programs must not write the same attempt and launch of a run"
         )
-    fsync_directory(directory)
+    fsync_commit(directory)
     return theirs
 
 
 def _tidy(run: RunPaths, directory: Path) -> None:
-    """Move `latest` and remove the parts. Errors here cannot undo the commit."""
-    _move_latest(run, directory.name)
+    """Remove the parts, and move `latest`, or move a save up into the program's own directory.
+
+    Errors here cannot undo the commit. Raises `SaveError` if a save could not be moved up.
+    """
     shutil.rmtree(directory / PARTS, ignore_errors=True)
+    if not is_saving_folder(directory):
+        _move_latest(run, directory.name)
+        return
+    try:
+        publish(directory)
+    except OSError as error:
+        raise SaveError(
+            f"{directory.parent}: the checkpoint is complete in {directory.name}, but its files "
+            f"could not be moved up: {error}. The next dcp.save or dcp.load there completes it"
+        ) from error
 
 
 def _move_latest(run: RunPaths, name: str) -> None:
@@ -216,7 +228,7 @@ class _Wait:
             manifest = self._check_directory(gathers)
             if manifest is not None:
                 # The node that wrote it may die before it calls fsync.
-                fsync_directory(self._directory)
+                fsync_commit(self._directory)
                 return manifest
             if len(self._parts) == nodes:
                 parts = [self._parts[each] for each in range(nodes)]
@@ -229,8 +241,9 @@ class _Wait:
     def _check_directory(self, gathers: bool) -> Manifest | None:
         """Return the manifest, None if there is none. Storage may fail for `LOOK_RETRY_S`."""
         try:
-            has_manifest = is_there(self._directory / MANIFEST)
-            manifest = read_manifest(self._directory) if has_manifest else None
+            # A save that has moved up is found in the directory above.
+            may_be_there = is_there(self._directory / MANIFEST) or is_saving_folder(self._directory)
+            manifest = find_commit(self._directory) if may_be_there else None
             if manifest is None:
                 self._look_at_parts(gathers)
         except OSError:

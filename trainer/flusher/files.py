@@ -18,7 +18,7 @@ from typing import Any, Final
 from holdfast.contracts.digests import FileChecksum
 from holdfast.contracts.durable import fsync_directory, make_directory
 from holdfast.contracts.errors import SaveError
-from holdfast.contracts.manifest import FileEntry, read_manifest
+from holdfast.contracts.manifest import FileEntry
 from holdfast.contracts.paths import MANIFEST, RunPaths
 from holdfast.trainer.direct import Output
 from holdfast.trainer.flusher.commit import (
@@ -30,6 +30,7 @@ from holdfast.trainer.flusher.commit import (
     leave_failure,
 )
 from holdfast.trainer.flusher.space_guard import NO_SPACE, Need, SpaceGuard, with_advice
+from holdfast.trainer.placed import find_commit, is_saving_folder
 from holdfast.trainer.staging.slot_table import FilePlace, SlotTable
 
 WRITE_BYTES_MAX: Final = 8 * 1024 * 1024
@@ -138,7 +139,8 @@ def _make_directories(run: RunPaths, directory: Path) -> None:
     Another process may have created the parent directories and died before their fsync.
     """
     make_directory(directory)
-    for parent in (run.checkpoints, run.directory):
+    parents = (run.checkpoints, run.directory)
+    for parent in directory.parents[:2] if is_saving_folder(directory) else parents:
         fsync_directory(parent)
 
 
@@ -172,7 +174,7 @@ def _refuse_or_accept_existing(
     run: RunPaths, directory: Path, images: Sequence[Image], resumed: bool
 ) -> Committed | None:
     """Return the commit that an earlier flusher finished, or None if the step is not committed."""
-    manifest = read_manifest(directory)
+    manifest = find_commit(directory)
     if manifest is None:
         return None
     listed = {entry.path: entry.bytes for entry in manifest.files}

@@ -84,6 +84,7 @@ class Writer:
         slots = [self._held[key] for key in group.slots]
         try:
             images = [Image(SlotTable.parse(held.slot.table), held.slot.data) for held in slots]
+            given_up = given_up or next((i.table.error for i in images if i.table.error), None)
             if given_up is not None:
                 report_incomplete(images[0].table, given_up)
                 committed, error = None, given_up

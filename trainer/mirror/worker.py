@@ -97,8 +97,11 @@ class MirrorWorker:
             self._thread.start()
 
     def take(self, tables: Sequence[SlotTable]) -> None:
-        """Queue a step that was just committed. `tables` are this node's slot tables."""
-        if not self._tiers.mirror:
+        """Queue a step that was just committed. `tables` are this node's slot tables.
+
+        A checkpoint in a directory that the program chose is not copied.
+        """
+        if not self._tiers.mirror or tables[0].target:
             return
         own = frozenset(file.path for table in tables for file in table.files)
         one = tables[0]

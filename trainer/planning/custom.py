@@ -29,13 +29,14 @@ from holdfast.trainer.planning.layout import (
     add_metadata,
     add_train_state,
     encode_number,
+    is_padded_by_comment,
     make_template,
     plan_layout,
 )
 from holdfast.trainer.planning.metadata import parse_metadata
 from holdfast.trainer.planning.rank_rows import NUMBER_ROOM_BYTES
 from holdfast.trainer.planning.ranks import all_or_none, raise_problems
-from holdfast.trainer.planning.signature import Signature, is_plain
+from holdfast.trainer.planning.signature import Encoded, Signature, is_plain, room_of
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,13 @@ def plan_custom(
     identity: Identity,
     tree: HierarchicalGroup,
     stage_tree: HierarchicalGroup,
+    any_bytes: bool = False,
 ) -> CustomPlan:
     """Plan one save with `planner`. All ranks call this together.
 
-    Raises `SaveError` on all ranks if the planner fails on one, or if it asks for an entry that
-    only a pickle could store or for metadata that could not be read back.
+    With `any_bytes`, the planner may resolve an item to bytes of any kind. Otherwise, an entry that
+    only a pickle could store is refused. Raises `SaveError` on all ranks if the planner fails on
+    one, or if it asks for such an entry or for metadata that could not be read back.
     """
 
     def plan_own() -> SavePlan:
@@ -80,7 +83,7 @@ def plan_custom(
     plan, problem = _through_root(own, plan_all, stage_tree, identity.rank)
     raise_problems(tree.agree(problem if stage_tree.is_root else None))
     layout, values, storage = all_or_none(
-        tree, identity.rank, lambda: _place(planner, planner.finish_plan(plan), identity)
+        tree, identity.rank, lambda: _place(planner, planner.finish_plan(plan), identity, any_bytes)
     )
     everywhere = stage_tree.gather_all(storage)
 
@@ -107,7 +110,7 @@ def _through_root(
 
 
 def _place(
-    planner: SavePlanner, plan: SavePlan, identity: Identity
+    planner: SavePlanner, plan: SavePlan, identity: Identity, any_bytes: bool
 ) -> tuple[Layout, dict[str, Any], dict[MetadataIndex, _StorageInfo]]:
     """Return where each item of this rank's plan lies, and its data as the planner resolves it."""
     entries: list[TensorEntry | NumberEntry] = []
@@ -116,8 +119,8 @@ def _place(
         key = f"{item.index.fqn} at {item.index.offset}"
         data = planner.resolve_data(item)
         if item.type == WriteItemType.BYTE_IO:
-            values[key] = _number(item, data)
-            entries.append(NumberEntry(key, len(encode_number(values[key])) + NUMBER_ROOM_BYTES))
+            values[key] = Encoded(_bytes_of(data)) if any_bytes else _number(item, data)
+            entries.append(NumberEntry(key, _length_of(values[key])))
         else:
             values[key] = _tensor(item, data)
             shape, dtype = values[key].shape, values[key].dtype
@@ -133,10 +136,23 @@ def _place(
     return layout, values, storage
 
 
+def _bytes_of(data: Any) -> bytes:
+    return data.getvalue() if isinstance(data, io.BytesIO) else bytes(data)
+
+
+def _length_of(value: Any) -> int:
+    """Return the bytes of a byte entry, with space for later values where that is possible."""
+    if not isinstance(value, Encoded):
+        return len(encode_number(value)) + NUMBER_ROOM_BYTES
+    # Only the zip that `torch.save` writes can be padded. A planner may resolve to other bytes.
+    room = room_of(value) if is_padded_by_comment(value.content) else 0
+    return len(value.content) + room
+
+
 def _number(item: WriteItem, data: Any) -> Any:
     """Return the value of a byte entry. Raises `SaveError` if reading it would need code."""
     try:
-        content = data.getvalue() if isinstance(data, io.BytesIO) else bytes(data)
+        content = _bytes_of(data)
         value = torch.load(io.BytesIO(content), weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, TypeError, EOFError) as error:
         raise SaveError(

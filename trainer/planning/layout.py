@@ -25,7 +25,7 @@ from holdfast.contracts.errors import SaveError
 from holdfast.contracts.paths import TRAIN_STATE
 from holdfast.trainer.planning.global_plan import offsets_of
 from holdfast.trainer.planning.metadata import METADATA
-from holdfast.trainer.planning.signature import Signature
+from holdfast.trainer.planning.signature import Encoded, Signature
 from holdfast.trainer.staging.slot_table import FilePlace
 
 FILE_ALIGNMENT: Final = 4096
@@ -225,17 +225,27 @@ def files_of(layout: Layout, train_state_bytes: int | None) -> list[FilePlace]:
     return files
 
 
+def encode(value: Any) -> bytes:
+    """Return `value` as `torch.save` writes it. Raises what that raises for the value."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def is_padded_by_comment(content: bytes) -> bool:
+    """Return True for a zip without a comment, whose length a comment can increase."""
+    return content[-_ZIP_END_BYTES:].startswith(_ZIP_END)
+
+
 def encode_number(value: Any, length: int | None = None, key: str = "") -> bytes:
     """Return `value` as `torch.save` writes it, padded to `length` bytes by the zip's comment.
 
     Raises `SaveError` with `key` if it is longer than that.
     """
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    content = stream.getvalue()
-    assert content[-_ZIP_END_BYTES:].startswith(_ZIP_END)
+    content = value.content if isinstance(value, Encoded) else encode(value)
     if length is None or length == len(content):
         return content
+    assert is_padded_by_comment(content)
     padding = length - len(content)
     if padding < 0:
         raise SaveError(

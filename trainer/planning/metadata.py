@@ -22,6 +22,7 @@ from holdfast.contracts.digests import new_checksum
 from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.contracts.manifest import FileEntry, Manifest, read_manifest
 from holdfast.contracts.paths import MANIFEST
+from holdfast.contracts.paths import METADATA as METADATA
 from holdfast.contracts.reading import open_regular, read_bounded
 from holdfast.contracts.retries import read_again
 from holdfast.trainer.planning.column_reader import OtherForm, read_columns
@@ -32,7 +33,6 @@ from holdfast.trainer.planning.saved_boxes import BoxTable
 
 T = TypeVar("T")
 
-METADATA: Final = ".metadata"
 CHUNK_BYTES: Final = 1 << 20
 ERROR_CHARACTERS_MAX: Final = 300
 # The metadata of 10,000 ranks with 1,000 tensors each has about 1 GB.

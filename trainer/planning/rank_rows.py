@@ -94,7 +94,7 @@ def check_form(key: str, value: torch.Tensor) -> None:
     part = value._local_tensor if isinstance(value, DTensor) else value
     if isinstance(part, ShardedTensor):
         return
-    if problem := _problem_with_form(part):
+    if problem := problem_with_form(part):
         raise SaveError(
             f"{key}: it is {problem}, and a checkpoint cannot store it exactly; expected a dense "
             "tensor with memory. Train with plain tensors, or keep this one out of the model and "
@@ -103,7 +103,8 @@ def check_form(key: str, value: torch.Tensor) -> None:
         )
 
 
-def _problem_with_form(part: torch.Tensor) -> str:
+def problem_with_form(part: torch.Tensor) -> str:
+    """Return why the bytes of a tensor are not its values in order, or an empty text."""
     if is_wrapper(part):
         attributes, _ = part.__tensor_flatten__()  # type: ignore[attr-defined]
         return f"a {type(part).__name__} with inner tensors {', '.join(attributes)}"

@@ -14,10 +14,20 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.contracts.errors import SaveError
 
+
+class Encoded:
+    """A value other than a number, a text or a list of them, as `torch.save` wrote it."""
+
+    __slots__ = ("content",)
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+
 _NUMBERS: Final = frozenset({bool, int, float, str, type(None)})
 # Every value of these types fits the same place.
 _OF_ONE_SIZE: Final = _NUMBERS - {str}
-_LEAF_TYPES: Final = _NUMBERS | {torch.Tensor, torch.nn.Parameter, DTensor}
+_LEAF_TYPES: Final = _NUMBERS | {torch.Tensor, torch.nn.Parameter, DTensor, Encoded}
 _KEYS_SHOWN: Final = 5
 # A list of numbers has space for the next power of two, or above LIST_STEP the next multiple of it.
 LIST_LEAST: Final = 16
@@ -29,6 +39,7 @@ _LIST: Final = "list"
 TEXT_LEAST_BYTES: Final = 256
 TEXT_STEP_BYTES: Final = 16384
 _TEXT: Final = "text"
+_ENCODED: Final = "encoded"
 
 
 def flatten(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,6 +153,8 @@ def _fingerprint(value: Any) -> tuple[Any, ...] | None:
         return (value.metadata(), None, None)
     if isinstance(value, torch.Tensor):
         return (None, value.dtype, value.shape)
+    if isinstance(value, Encoded):
+        return (_ENCODED, None, _bytes_capacity(len(value.content)))
     if isinstance(value, str):
         room = _text_capacity(value)
         return (_TEXT, None, room) if room > TEXT_LEAST_BYTES else None
@@ -160,6 +173,8 @@ def capacity_of(numbers: Sequence[Any]) -> int:
 
 def room_of(value: Any) -> int:
     """Return the bytes by which a text or a list may still grow without a new plan."""
+    if isinstance(value, Encoded):
+        return _bytes_capacity(len(value.content)) - len(value.content)
     if isinstance(value, str):
         return _text_capacity(value) - _text_bytes(value)
     if isinstance(value, list | tuple):
@@ -180,7 +195,11 @@ def _text_bytes(*texts: str) -> int:
 
 
 def _text_capacity(*texts: str) -> int:
-    return _capacity(_text_bytes(*texts), TEXT_LEAST_BYTES, TEXT_STEP_BYTES)
+    return _bytes_capacity(_text_bytes(*texts))
+
+
+def _bytes_capacity(count: int) -> int:
+    return _capacity(count, TEXT_LEAST_BYTES, TEXT_STEP_BYTES)
 
 
 def _capacity(count: int, least: int, step: int) -> int:
@@ -197,6 +216,8 @@ def _describe(prints: Mapping[str, tuple[Any, ...] | None], key: str, absent: st
     if found is None:
         return "a number or a short text"
     spec, dtype, shape = found
+    if spec == _ENCODED:
+        return f"an object of up to {shape} bytes"
     if spec == _TEXT:
         return f"a text of up to {shape} bytes"
     if spec == _LIST:

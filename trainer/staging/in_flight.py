@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from holdfast.contracts.paths import CheckpointName
+from holdfast.trainer.placed import PlacedName
 from holdfast.trainer.staging.slots import SlotState
-from holdfast.trainer.staging.stage import StagedSlot
+from holdfast.trainer.staging.stage import Stage, StagedSlot
 
 POLL_S: Final = 0.002
 
@@ -27,7 +28,7 @@ class InFlight:
     """The saves that the flusher has not decided yet, and the results that nobody took yet."""
 
     def __init__(self) -> None:
-        self._saves: dict[StagedSlot, CheckpointName] = {}
+        self._saves: dict[StagedSlot, CheckpointName | PlacedName] = {}
         self._results: list[SaveResult] = []
 
     def __contains__(self, staged: object) -> bool:
@@ -39,13 +40,13 @@ class InFlight:
         decided = [result.step for result in self._results]
         return tuple(sorted([*decided, *(name.step for name in self._saves.values())]))
 
-    def add(self, staged: StagedSlot, name: CheckpointName) -> None:
+    def add(self, staged: StagedSlot, name: CheckpointName | PlacedName) -> None:
         """Add the save in a slot that was just sealed."""
         self._saves[staged] = name
 
     def update(self) -> list[int]:
         """Move the flusher's decisions to the results. Return the steps still being written."""
-        for staged, name in sorted(self._saves.items(), key=lambda item: item[1]):
+        for staged, name in sorted(self._saves.items(), key=lambda item: item[1].step):
             state = staged.slot.state
             if state is SlotState.DONE:
                 self._results.append(SaveResult(name.step, str(name), True))
@@ -55,6 +56,20 @@ class InFlight:
                 continue
             del self._saves[staged]
         return sorted(name.step for name in self._saves.values())
+
+    def find_free(self, stage: Stage, timeout_s: float) -> StagedSlot | None:
+        """Return a slot to fill, or None if all are still being written after `timeout_s`."""
+        give_up = time.monotonic() + timeout_s
+        while True:
+            self.update()
+            staged = stage.free()
+            if staged is not None and staged not in self:
+                return staged
+            # A free slot of a save was written after `update`. Filled now, its result would be
+            # lost.
+            if staged is None and time.monotonic() >= give_up:
+                return None
+            time.sleep(0.0 if staged else POLL_S)
 
     def wait(self, timeout_s: float) -> list[int]:
         """Wait until no save is being written. Return the steps that are after `timeout_s`."""

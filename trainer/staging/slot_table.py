@@ -25,7 +25,9 @@ class SlotTable:
 
     `node_folder` is the run's folder on the node's own disk, "" without a node-local tier.
     `blocked_s` is the time for which the copy blocked training. `manifest` has rank 0's facts of
-    the manifest, and is None on other ranks.
+    the manifest, and is None on other ranks. `target` is the directory that the program chose for
+    this checkpoint, "" for a checkpoint of a run. `error` is set if the rank could not copy its
+    state, so that the step fails on all ranks.
     """
 
     run_directory: str
@@ -42,6 +44,8 @@ class SlotTable:
     blocked_s: float
     files: tuple[FilePlace, ...]
     manifest: Mapping[str, Any] | None = None
+    target: str = ""
+    error: str = ""
 
     @classmethod
     def parse(cls, document: Mapping[str, Any]) -> SlotTable:
@@ -62,7 +66,9 @@ class SlotTable:
 
     @property
     def directory(self) -> Path:
-        """The checkpoint's directory."""
+        """The directory that the checkpoint is written into."""
+        if self.target:
+            return Path(self.target) / self.checkpoint
         return self.run.checkpoint(self.checkpoint)
 
     @property

@@ -16,22 +16,29 @@ from holdfast.contracts.durable import to_json
 from holdfast.contracts.errors import SaveError
 from holdfast.contracts.paths import CheckpointName, RunPaths
 from holdfast.trainer.identity import Identity
+from holdfast.trainer.placed import Place, PlacedName
 from holdfast.trainer.planning.layout import TRAIN_STATE_BYTES_MAX, Layout, files_of
 from holdfast.trainer.staging.slot_table import SlotTable
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepFacts:
-    """One step to save: its name and why it is saved. `train_state` is JSON that rank 0 writes."""
+    """One step to save: its name and why it is saved. `train_state` is JSON that rank 0 writes.
 
-    name: CheckpointName
+    `place` is the directory that the program chose, None for a checkpoint of the run.
+    """
+
+    name: CheckpointName | PlacedName
     reason: str
     parent: str | None
     metrics: Mapping[str, float]
-    train_state: Mapping[str, Any]
+    train_state: Mapping[str, Any] | None
+    place: Place | None = None
 
-    def encode_train_state(self) -> bytes:
+    def encode_train_state(self) -> bytes | None:
         """Return the content of `train_state.json`. Raises `SaveError` if it cannot be saved."""
+        if self.train_state is None:
+            return None
         try:
             content = to_json(dict(self.train_state))
         except (TypeError, ValueError) as error:
@@ -66,28 +73,32 @@ class StepFacts:
                 "pipeline": who.stages,
                 "mesh": mesh,
             },
-            "skips": self.train_state.get("data", {}).get("skips", ()),
+            "skips": (self.train_state or {}).get("data", {}).get("skips", ()),
             "metrics": {key: float(value) for key, value in self.metrics.items()},
+            "is_placed": self.place is not None,
         }
 
 
 def make_table(
-    name: CheckpointName,
+    facts: StepFacts,
     layout: Layout,
     who: Identity,
     *,
-    run: RunPaths,
+    run: RunPaths | None,
     node_folder: RunPaths | None,
     train_state_bytes: int | None,
     blocked_s: float,
     manifest: Mapping[str, Any] | None,
+    error: str = "",
 ) -> SlotTable:
     """Return the table of a slot that is about to be sealed."""
     return SlotTable(
-        run_directory=str(run.directory.absolute()),
-        node_folder=str(node_folder.directory) if node_folder else "",
-        checkpoint=str(name),
-        step=name.step,
+        run_directory=str(run.directory.absolute()) if run else "",
+        node_folder=str(node_folder.directory) if node_folder and not facts.place else "",
+        target=str(facts.place.directory) if facts.place else "",
+        error=error,
+        checkpoint=str(facts.name),
+        step=facts.name.step,
         rank=who.rank,
         local_rank=who.local_rank,
         local_ranks=who.local_ranks,

@@ -173,6 +173,9 @@ class Manifest(BaseModel):
     metrics: dict[str, float] = Field(
         default_factory=dict, description="finite values only, because JSON has no others"
     )
+    is_placed: bool = Field(
+        default=False, description="saved by `dcp.save` to a directory that the program chose"
+    )
 
     @field_validator("files")
     @classmethod
@@ -263,6 +266,9 @@ def read_manifest(directory: Path) -> Manifest | None:
             damaged=[f"{MANIFEST}: {where}: {first['msg']}"],
         ) from error
     name = CheckpointName(manifest.step, manifest.attempt, manifest.launch)
+    if manifest.is_placed and CheckpointName.parse(directory.name) is None:
+        # A program chose the directory, and may rename it.
+        return manifest
     if not directory.name == manifest.name == str(name):
         raise DamagedCheckpointError(
             f"{path}: the manifest of {manifest.name} (step {manifest.step}) is in the directory "

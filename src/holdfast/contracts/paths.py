@@ -15,6 +15,7 @@ from holdfast.contracts.reading import HELD, held_folder, is_mine
 ROOT_ID = ".holdfast-root"
 MANIFEST = "manifest.json"
 TRAIN_STATE = "train_state.json"
+METADATA = ".metadata"
 LATEST = "latest"
 PARTS = "parts"
 READING = ".reading-"

@@ -1,0 +1,319 @@
+"""Two ranks that use the DCP drop-in, with several scenarios.
+
+    python -m tests.frameworks.dcp_program SCENARIO WORLD_SIZE FOLDER
+
+A rank fails if what it sees is not what the scenario expects.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as stock
+from tests.dcp.testbed import assert_same, whole
+from tests.forked_ranks import run_ranks
+from tests.frameworks.dcp_states import is_same
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from holdfast.contracts.errors import DamagedCheckpointError, SaveError
+from holdfast.contracts.manifest import read_manifest
+from holdfast.trainer import dcp
+
+State = dict[str, Any]
+
+
+class Trained:
+    """A sharded model with its optimizer, as PyTorch's tutorial saves them."""
+
+    def __init__(self, seed: int, steps: int) -> None:
+        torch.manual_seed(seed)
+        self.model = torch.nn.Sequential(torch.nn.Linear(7, 13), torch.nn.Linear(13, 3))
+        fully_shard(self.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1 * (seed + 1))
+        for _ in range(steps):
+            self.train()
+
+    def train(self) -> None:
+        torch.manual_seed(5)
+        self.model(torch.randn(4, 7)).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state_dict(self) -> State:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, state: State) -> None:
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+
+
+def saves(folder: Path) -> None:
+    """Save with Holdfast and with stock DCP; each loads what the other saved."""
+    trained = Trained(0, 2)
+    state = {"app": trained, "step": 2, "shared": torch.arange(5.0)}
+    dcp.save(state, checkpoint_id=folder / "ours")
+    stock.save(state, checkpoint_id=folder / "stock")
+    manifest = read_manifest(folder / "ours")
+    assert manifest is not None
+    assert manifest.world_size == dist.get_world_size()
+    for load, name in ((stock.load, "ours"), (dcp.load, "stock"), (dcp.load, "ours")):
+        found = Trained(3, 1)
+        other = {"app": found, "step": 0, "shared": torch.zeros(5)}
+        load(other, checkpoint_id=folder / name)
+        assert_same(found.state_dict(), trained.state_dict())
+        assert other["step"] == 2
+        assert torch.equal(other["shared"], torch.arange(5.0))
+        found.train()
+    write_whole(trained.state_dict(), folder / f"whole-{dist.get_world_size()}.pt")
+
+
+def loads(folder: Path) -> None:
+    """Load what another number of ranks saved."""
+    for name in ("ours", "stock"):
+        found = Trained(3, 1)
+        dcp.load({"app": found}, checkpoint_id=folder / name)
+        write_whole(found.state_dict(), folder / f"{name}-at-{dist.get_world_size()}.pt")
+
+
+def write_whole(state: State, path: Path) -> None:
+    full = whole(state)
+    if dist.get_rank() == 0:
+        torch.save(full, path)
+    dist.barrier()
+
+
+def fails(folder: Path) -> None:
+    """An error of one rank is raised on all, and nothing is left of the save."""
+    rank = dist.get_rank()
+    dcp.save({"a": torch.full((3,), 1.0)}, checkpoint_id=folder / "a")
+    for bad in range(dist.get_world_size()):
+        state: State = {"a": torch.full((3,), 2.0)}
+        if rank == bad:
+            state["generator"] = (x for x in "ab")
+        with raising(SaveError, f"rank {bad}: TypeError") as error:
+            dcp.save(state, checkpoint_id=folder / "a")
+        assert isinstance(error[0], CheckpointException)
+        assert set(error[0].failures) == {bad}
+        with raising(SaveError, f"rank {bad}: TypeError"):
+            dcp.async_save(state, checkpoint_id=folder / "a")
+    with raising(SaveError, "different values of checkpoint_id"):
+        dcp.save({"a": torch.zeros(3)}, checkpoint_id=folder / f"of {rank}")
+    with raising(SaveError, "a"):
+        # The parts of the ranks do not fit together.
+        dcp.save({"a": torch.zeros(3 + rank)}, checkpoint_id=folder / "a")
+    copies_that_fail(folder)
+    found = {"a": torch.zeros(3)}
+    dcp.load(found, checkpoint_id=folder / "a")
+    assert torch.equal(found["a"], torch.full((3,), 1.0))
+    assert not list(folder.glob("of *"))
+
+
+class _Failing(torch.Tensor):
+    """A tensor whose copy fails, as that of a lost GPU would."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.data_ptr:
+            raise RuntimeError("the device is lost")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def copies_that_fail(folder: Path) -> None:
+    """A copy that fails on one rank fails the save on all, and the next save works."""
+    rank = dist.get_rank()
+    kind = _Failing if rank == 1 else torch.Tensor
+    state = {"a": torch.full((3,), 3.0), f"own {rank}": torch.ones(2).as_subclass(kind)}
+    with raising(SaveError, "the device is lost"):
+        dcp.save(state, checkpoint_id=folder / "a")
+    future = dcp.async_save(state, checkpoint_id=folder / "a")
+    with raising((SaveError, RuntimeError), "the device is lost"):
+        future.result(timeout=60)  # type: ignore[union-attr]
+
+
+def damaged(folder: Path) -> None:
+    """All ranks refuse a checkpoint with damaged bytes, although one rank reads them."""
+    trained = Trained(0, 1)
+    dcp.save({"app": trained}, checkpoint_id=folder / "a")
+    if dist.get_rank() == 0:
+        path = folder / "a" / "__1_0.distcp"
+        content = bytearray(path.read_bytes())
+        content[-100] ^= 1
+        path.write_bytes(content)
+    dist.barrier()
+    with raising(DamagedCheckpointError, "__1_0.distcp"):
+        dcp.load({"app": Trained(1, 1)}, checkpoint_id=folder / "a")
+    with raising(Exception, "no checkpoint is here"):
+        dcp.load({"app": Trained(1, 1)}, checkpoint_id=folder / "none")
+
+
+def own_keys(folder: Path) -> None:
+    """Ranks may have keys of their own, in any order, and values of other lengths."""
+    rank = dist.get_rank()
+    names = ["x", f"own {rank}", "text", "memory"]
+    values = {
+        "x": torch.arange(4.0),
+        f"own {rank}": torch.full((2,), float(rank)),
+        "text": "of all",
+        "memory": {1, 2, 3},
+    }
+    order = names if rank else names[::-1]
+    dcp.save({name: values[name] for name in order}, checkpoint_id=folder / "a")
+    found = {name: torch.zeros(v.shape) if torch.is_tensor(v) else 0 for name, v in values.items()}
+    dcp.load(found, checkpoint_id=folder / "a")
+    assert is_same(found, values)
+    # As with stock DCP, one rank's value counts if the ranks have different ones.
+    dcp.save(
+        {"text": "x" * (400 * rank + 1), "date": (rank,) * (40 * rank + 1)},
+        checkpoint_id=folder / "b",
+    )
+    one = {"text": "", "date": ()}
+    dcp.load(one, checkpoint_id=folder / "b")
+    assert one["text"] in {"x", "x" * 401}
+    assert one["date"] in {(0,), (1,) * 41}
+
+
+def shards(folder: Path) -> None:
+    """A ShardedTensor with several shards on a rank, in another layout than it is loaded into."""
+    layouts = (["rank:0/cpu", "rank:1/cpu"], ["rank:1/cpu", "rank:0/cpu", "rank:1/cpu"])
+    specs = [ChunkShardingSpec(dim=0, placements=placements) for placements in layouts]
+    for number, (saved, wanted) in enumerate((specs, specs[::-1])):
+        made = sharded_tensor.rand(saved, 11, 3)
+        dcp.save({"t": made}, checkpoint_id=folder / str(number))
+        assert read_manifest(folder / str(number)) is not None
+        found = sharded_tensor.zeros(wanted, 11, 3)
+        dcp.load({"t": found}, checkpoint_id=folder / str(number))
+        outs = [torch.zeros(11, 3) if dist.get_rank() == 0 else None for _ in range(2)]
+        made.gather(out=outs[0])
+        found.gather(out=outs[1])
+        assert dist.get_rank() or torch.equal(outs[0], outs[1])  # type: ignore[arg-type]
+
+
+def groups(folder: Path) -> None:
+    """Process groups of some ranks, of all ranks, and no_dist, in one program."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    parts = [dist.new_group([other]) for other in range(world_size)]
+    state = {"a": torch.full((4,), float(rank))}
+    dcp.save(state, checkpoint_id=folder / f"part {rank}", process_group=parts[rank])
+    dcp.save(state, checkpoint_id=folder / f"alone {rank}", no_dist=True)
+    dcp.save({"a": torch.ones(4)}, checkpoint_id=folder / "all")
+    futures = [
+        dcp.async_save(state, checkpoint_id=folder / f"part {rank}", process_group=parts[rank]),
+        dcp.async_save({"a": torch.ones(4)}, checkpoint_id=folder / "all"),
+    ]
+    for future in futures:
+        future.result(timeout=60)  # type: ignore[union-attr]
+    for name in (f"part {rank}", f"alone {rank}"):
+        found = {"a": torch.zeros(4)}
+        dcp.load(found, checkpoint_id=folder / name, no_dist=True)
+        assert torch.equal(found["a"], state["a"])
+    manifest = read_manifest(folder / f"part {rank}")
+    assert manifest is not None
+    assert manifest.world_size == 1
+
+
+def renewed_group(folder: Path) -> None:
+    """A process group that is destroyed and made again is a new one."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dcp.save({"a": torch.ones(2)}, checkpoint_id=folder / "a")
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/again", rank=rank, world_size=world_size
+    )
+    dcp.save({"a": torch.full((2,), 2.0)}, checkpoint_id=folder / "a")
+    found = {"a": torch.zeros(2)}
+    dcp.load(found, checkpoint_id=folder / "a")
+    assert torch.equal(found["a"], torch.full((2,), 2.0))
+
+
+def trains_on(folder: Path) -> None:
+    """Asynchronous saves while the program trains and uses its own collectives."""
+    trained = Trained(0, 1)
+    expected, futures = [], []
+    for step in range(6):
+        futures.append(dcp.async_save({"app": trained}, checkpoint_id=folder / str(step)))
+        expected.append(whole(trained.state_dict()))
+        trained.train()
+    for step, future in enumerate(futures):
+        future.result(timeout=60)  # type: ignore[union-attr]
+        found = Trained(4, 1)
+        dcp.load({"app": found}, checkpoint_id=folder / str(step))
+        assert_same(whole(found.state_dict()), expected[step])
+
+
+def saves_forever(folder: Path) -> None:
+    """Save into one directory again and again. The parent process kills the ranks."""
+    rank = dist.get_rank()
+    for number in range(1, 10_000):
+        state = {"a": torch.full((1 << 18,), float(number)), f"own {rank}": torch.tensor(number)}
+        dcp.save(state, checkpoint_id=folder / "last")
+        if rank == 0:
+            (folder / "saved.tmp").write_text(str(number))
+            os.replace(folder / "saved.tmp", folder / "saved")
+
+
+class raising:
+    """`pytest.raises` for ranks: yields a list with the error."""
+
+    def __init__(self, kind: Any, text: str) -> None:
+        self.kind, self.text = kind, text
+        self.errors: list[Any] = []
+
+    def __enter__(self) -> list[Any]:
+        return self.errors
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        assert error is not None, f"expected {self.kind} with {self.text!r}"
+        if not isinstance(error, self.kind):
+            return False
+        assert self.text in str(error), f"{self.text!r} is not in {error}"
+        self.errors.append(error)
+        return True
+
+
+SCENARIOS: Mapping[str, Callable[[Path], None]] = {
+    act.__name__: act
+    for act in (
+        *(saves, loads, fails, damaged, own_keys, shards, groups, renewed_group, trains_on),
+        saves_forever,
+    )
+}
+
+
+def run(scenario: str, folder: Path) -> None:
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    SCENARIOS[scenario](folder)
+    if dist.get_rank() == 0:
+        print(f"{scenario}: {time.monotonic() - began:.2f} s", file=sys.stderr)
+
+
+def main() -> None:
+    scenarios, world_size, folder = sys.argv[1].split(","), int(sys.argv[2]), Path(sys.argv[3])
+    for scenario in scenarios:
+        place = folder if scenario in {"saves", "loads", "saves_forever"} else folder / scenario
+        place.mkdir(exist_ok=True)
+        store = folder / f"store-{scenario}-{world_size}"
+        run_ranks(world_size, store, partial(run, scenario, place))
+
+
+if __name__ == "__main__":
+    main()
