@@ -336,17 +336,14 @@ class CheckpointEngine:
         is_snapshot: bool = False,
     ) -> None:
         """Copy all data into the slot and seal it. If the copy fails, the slot is free again."""
-        assert self._layout is not None
-        assert self._stage is not None
         try:
-            staged.fill(flat, document)
-            self._stage.require_late()
+            layout = self._write(staged, flat, document)
         except BaseException:
             staged.slot.state = SlotState.EMPTY
             raise
         table = make_table(
             facts.name,
-            self._layout,
+            layout,
             self._identity,
             run=self._run,
             node_folder=self._node_folder,
@@ -355,6 +352,14 @@ class CheckpointEngine:
             manifest=None if document is None else facts.for_manifest(self._identity, self._mesh),
         )
         staged.slot.seal(table.to_document(), is_snapshot=is_snapshot)
+
+    def _write(self, staged: StagedSlot, flat: Mapping[str, Any], document: bytes | None) -> Layout:
+        """Copy all data into the slot. Return the layout, with the files of this save."""
+        assert self._layout is not None
+        assert self._stage is not None
+        staged.fill(flat, document)
+        self._stage.require_late()
+        return self._layout
 
     def _take_slot(self, stage: Stage, step: int, timeout_s: float) -> StagedSlot | None:
         give_up = time.monotonic() + timeout_s

@@ -8,7 +8,6 @@ Everything else is in `train_state.json`. Nothing is pickled.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 import torch
@@ -40,6 +39,7 @@ from holdfast.trainer.state.optimizers import (
     is_plain,
     unwrap,
 )
+from holdfast.trainer.state.run_state import Progress, Restored, State
 from holdfast.trainer.state.saved import Saved
 
 FORMAT: Final = 1
@@ -49,33 +49,7 @@ MODEL: Final = "model"
 OPTIMIZER: Final = "optimizer"
 RNG: Final = "rng"
 
-State = dict[str, Any]
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """Training progress: the plain data of a checkpoint that belongs to the session itself.
-
-    `in_epoch` is True if a loop over epochs has begun `epoch` and has not completed its end.
-    """
-
-    step: int
-    seed: int
-    epoch: int = 0
-    in_epoch: bool = False
-    data: dict[str, Any] = field(default_factory=dict)
-    best: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Restored:
-    """The result of `TrainState.apply`. `missing` and `unused` are texts for people."""
-
-    parts: tuple[str, ...]
-    missing: tuple[str, ...] = ()
-    unused: tuple[str, ...] = ()
-    reseeded: bool = False
 
 
 class TrainState:
@@ -109,7 +83,7 @@ class TrainState:
         self._views = Views()
         self._saved = Saved()
         self._forms: Forms | None = None
-        self._generators: dict[str, torch.Tensor] | None = None
+        self._generators = rng.ResumedGenerators()
         # FSDP1 converts flat parameters to named ones with collectives of its own.
         self._is_fsdp1 = any(is_fsdp1(model) for model in self._models)
         self._check(find_all(self._models))
@@ -207,7 +181,7 @@ class TrainState:
             parts.append(RNG)
         else:
             rng.reseed(int(document["seed"]), self._rank, int(document["step"]))
-        self._generators = rng.capture()
+        self._generators.note()
         ours = set(self._objects)
         return Restored(
             parts=tuple(parts),
@@ -254,23 +228,12 @@ class TrainState:
         return parts
 
     def rewind_generators(self, *, is_last: bool) -> list[str]:
-        """Restore the random generators to their state after `apply`, until `is_last`.
-
-        An uninterrupted run does not draw the numbers that a program draws between a resume and its
-        first step, as a loader's iterator does. Returns the generators that were used for more than
-        the seeds of loaders.
-        """
-        if self._generators is None:
-            return []
-        used = rng.used_since(self._generators)
-        rng.restore(self._generators)
-        self._generators = None if is_last else self._generators
-        return used
+        """Restore the generators to their state after `apply`: see `rng.ResumedGenerators`."""
+        return self._generators.rewind(is_last=is_last)
 
     def rewind_seeds(self) -> None:
         """Take back the seeds that loaders' iterators drew, if nothing else was drawn."""
-        if self._generators is not None and not rng.used_since(self._generators):
-            rng.restore(self._generators)
+        self._generators.rewind_seeds()
 
     # --- model and optimizers -------------------------------------------------------------
 
