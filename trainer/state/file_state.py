@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from holdfast.contracts.errors import CheckpointError
+from holdfast.contracts.topology import FIXED
 from holdfast.trainer.collective import ControlGroup
 from holdfast.trainer.staging.file_writers import Writer, torch_writer
 from holdfast.trainer.state import rng
@@ -49,6 +50,10 @@ class Framework(Protocol):
 
     def facts(self) -> dict[str, Any]:
         """Return what `read` must know of the checkpoint, as JSON."""
+        ...
+
+    def why_fixed(self) -> str:
+        """Return why only the same number of ranks can read the state, "" if any can."""
         ...
 
     def collect(self) -> dict[str, Writer]:
@@ -95,6 +100,7 @@ class FileState:
             "format": FILES_FORMAT,
             FRAMEWORK: self._framework.name,
             FACTS: self._framework.facts(),
+            FIXED: self._framework.why_fixed(),
             "step": progress.step,
             "seed": progress.seed,
             "epoch": progress.epoch,
@@ -112,7 +118,7 @@ class FileState:
 
         Raises `CheckpointError` if another framework wrote it, or if it does not fit.
         """
-        self._check_origin(directory, document)
+        self._check_fit(directory, document)
         saved = SavedFiles(
             directory=directory,
             facts=document[FACTS],
@@ -142,12 +148,18 @@ class FileState:
         """Return the local parameters and buffers of the model."""
         return self._framework.weights()
 
-    def _check_origin(self, directory: Path, document: Mapping[str, Any]) -> None:
+    def _check_fit(self, directory: Path, document: Mapping[str, Any]) -> None:
         wrote, ours = document.get(FRAMEWORK, "Session"), self._framework.name
         if wrote != ours:
             raise CheckpointError(
                 f"{directory}: {wrote} wrote this checkpoint, and this program uses {ours}. Use "
                 f"the session of {wrote}, or begin another run"
+            )
+        saved, now = int(document["world_size"]), self._ranks.world_size
+        if saved != now and (reason := document.get(FIXED)):
+            raise CheckpointError(
+                f"{directory}: {saved} ranks saved it, and {now} ranks cannot load it: {reason}. "
+                f"Relaunch on {saved} ranks"
             )
 
 

@@ -18,6 +18,8 @@ from holdfast.contracts.manifest import Manifest
 REPLICATING: Final = frozenset({"dp_replicate", "replicate"})
 DATA: Final = REPLICATING | {"dp", "dp_shard", "fsdp", "shard", "data", "dim0"}
 PIPELINE: Final = "pp"
+# In a manifest's topology: why only the same number of ranks can load the checkpoint, if so.
+FIXED: Final = "fixed"
 COUNTS_SHOWN: Final = 8
 
 
@@ -80,6 +82,8 @@ def rescale(now: Degrees, manifest: Manifest, ranks: int) -> Degrees | None:
 
 def problem_with_mesh(manifest: Manifest, ranks: int) -> str | None:
     """Return why `ranks` do not fit the checkpoint's mesh, with counts that fit, or None."""
+    if ranks != manifest.world_size and (reason := manifest.topology.get(FIXED)):
+        return f"{ranks} ranks cannot load it: {reason}. {manifest.world_size} ranks can"
     now = degrees_of(manifest)
     if ranks == manifest.world_size or rescale(now, manifest, ranks) is not None:
         return None

@@ -64,14 +64,17 @@ class DeepSpeedFiles:
             )
 
     def facts(self) -> dict[str, Any]:
-        """Return the version, the stage and the tag; `fixed` is the reason of `why_fixed`."""
+        """Return the version, the stage, the tag, and the keys of the program's own values."""
         return {
             "version": deepspeed.__version__,
             "zero_stage": self._engine.zero_optimization_stage(),
             "tag": self._tag,
             "client_keys": sorted(self._client_state),
-            "fixed": why_fixed(self._engine),
         }
+
+    def why_fixed(self) -> str:
+        """Return why DeepSpeed cannot convert this state, "" if it can."""
+        return why_fixed(self._engine)
 
     def collect(self) -> dict[str, Writer]:
         """Run DeepSpeed's save with all ranks, without writing its large files.
@@ -95,7 +98,7 @@ class DeepSpeedFiles:
 
     def read(self, saved: SavedFiles, ranks: ControlGroup) -> Sequence[str]:
         """Load a checkpoint, and convert it first if another number of ranks saved it."""
-        self._check_fit(saved, ranks.world_size)
+        self._check_fit(saved)
         engine, tag, notes = self._engine, saved.facts["tag"], []
         if saved.world_size == ranks.world_size:
             with universal_loads(engine, False):
@@ -122,7 +125,7 @@ class DeepSpeedFiles:
     def _tag(self) -> str:
         return f"global_step{self._engine.global_steps}"
 
-    def _check_fit(self, saved: SavedFiles, world_size: int) -> None:
+    def _check_fit(self, saved: SavedFiles) -> None:
         """Raise `CheckpointError` if the engine cannot load the checkpoint."""
         where, facts = saved.directory, saved.facts
         stage = self._engine.zero_optimization_stage()
@@ -140,11 +143,6 @@ class DeepSpeedFiles:
             raise CheckpointError(
                 f"{where}: saved with ZeRO stage {facts['zero_stage']}, and the program uses stage "
                 f"{stage}. Restore the stage in DeepSpeed's configuration"
-            )
-        if saved.world_size != world_size and facts["fixed"]:
-            raise CheckpointError(
-                f"{where}: {saved.world_size} ranks saved it, and this launch has {world_size}: "
-                f"{facts['fixed']}. Relaunch on {saved.world_size} ranks"
             )
 
 

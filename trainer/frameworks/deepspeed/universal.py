@@ -2,8 +2,8 @@
 
 One rank converts the checkpoint into a folder of its own, all ranks load it, and the folder is
 deleted. The checkpoint itself stays as it is. DeepSpeed's load leaves out buffers and frozen
-parameters, and with ZeRO stage 3 the options of all parameter groups except the first. They are
-restored here.
+parameters. With ZeRO stage 3 it also leaves out the options of all parameter groups except the
+first, and mixes up their step counters. All of this is restored here.
 """
 
 from __future__ import annotations
@@ -101,13 +101,20 @@ def _restore_rest(engine: Any, folder: Path) -> None:
         for key in names & live.keys() & saved[MODULE].keys():
             live[key].copy_(saved[MODULE][key])
     if is_sharded:
-        _restore_groups(engine, folder)
+        _restore_groups(engine.optimizer.optimizer, folder)
 
 
-def _restore_groups(engine: Any, folder: Path) -> None:
-    """Restore the options of every parameter group. DeepSpeed gives all of them the first's."""
+def _restore_groups(optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Restore the options of every parameter group, and give every part a step counter of its own.
+
+    DeepSpeed gives all groups the options of the first. All parts get the same tensor as their step
+    counter, so each part of torch's Adam would count the steps of all parts.
+    """
     path = folder / "zero" / "optimizer_state.pt"
     saved = torch.load(path, map_location="cpu", weights_only=False)
     groups = saved[OPTIMIZER_STATE_DICT][PARAM_GROUPS]
-    for group, former in zip(engine.optimizer.optimizer.param_groups, groups, strict=True):
+    for group, former in zip(optimizer.param_groups, groups, strict=True):
         group.update({key: value for key, value in former.items() if key != "params"})
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"] = state["step"].clone()
