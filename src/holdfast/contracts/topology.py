@@ -62,9 +62,13 @@ def degrees_of(manifest: Manifest) -> Degrees:
 def rescale(now: Degrees, manifest: Manifest, ranks: int) -> Degrees | None:
     """Return the degrees on `ranks` ranks, or None if the fixed degrees do not divide `ranks`.
 
+    None too if only the saved number of ranks can load the state.
+
     If the mesh has a replicating dimension, the number of copies changes and the shards stay, as in
     hybrid sharding. Otherwise the number of shards changes.
     """
+    if manifest.topology.get(FIXED) and ranks != manifest.world_size:
+        return None
     mesh = _mesh_of(manifest)
     shards = any(name in DATA and name not in REPLICATING for name in mesh)
     copies = any(name in REPLICATING for name in mesh) or not shards

@@ -38,6 +38,15 @@ RESERVED: Final = frozenset(
 )
 
 
+def check_keys(client_state: Mapping[str, Any]) -> None:
+    """Raise `SpecError` for keys that DeepSpeed would overwrite, or that would overwrite its own."""
+    if taken := sorted(RESERVED & client_state.keys()):
+        raise SpecError(
+            f"client_state has {', '.join(taken)}, which DeepSpeed uses for its own values; use "
+            "other keys"
+        )
+
+
 class DeepSpeedFiles:
     """Implements `Framework` for one engine. `client_state` has the program's own values."""
 
@@ -82,11 +91,7 @@ class DeepSpeedFiles:
         The writers refer to the engine's tensors. Raises `SpecError` for a key of `client_state`
         that DeepSpeed uses itself.
         """
-        if taken := sorted(RESERVED & self._client_state.keys()):
-            raise SpecError(
-                f"client_state has {', '.join(taken)}, which DeepSpeed uses for its own values; "
-                "use other keys"
-            )
+        check_keys(self._client_state)
         with tempfile.TemporaryDirectory(prefix="holdfast-deepspeed-") as folder:
             with _recording(self._engine) as recorded:
                 self._engine.save_checkpoint(folder, self._tag, dict(self._client_state))

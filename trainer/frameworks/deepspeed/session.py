@@ -13,7 +13,7 @@ from holdfast.contracts.errors import SpecError
 from holdfast.trainer.data.sampler import ElasticDistributedSampler
 from holdfast.trainer.file_session import FileSession
 from holdfast.trainer.frameworks.deepspeed.engine import check_engine
-from holdfast.trainer.frameworks.deepspeed.files import DeepSpeedFiles
+from holdfast.trainer.frameworks.deepspeed.files import DeepSpeedFiles, check_keys
 
 T = TypeVar("T")
 
@@ -52,6 +52,7 @@ class DeepSpeedSession(FileSession):
         """
         check_engine(model_engine)
         self.client_state: dict[str, Any] = {} if client_state is None else client_state
+        check_keys(self.client_state)
         self._engine = model_engine
         super().__init__(
             DeepSpeedFiles(model_engine, self.client_state),
