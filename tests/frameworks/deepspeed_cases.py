@@ -117,44 +117,41 @@ def wait(pids: list[int]) -> list[int]:
 # --- what a resume restores ---------------------------------------------------------------
 
 
+def whole(folder: Path) -> Found:
+    """The uninterrupted run beside the one of `test_deepspeed`."""
+    return {"errors": Launch(folder, steps=16).run(2)}
+
+
 def interrupted(folder: Path, stage: int) -> Found:
     """Whole, killed and terminated runs of two ranks. Equal to the bit, with dropout."""
-    whole = Launch(folder / "whole", stage=stage, dropout=0.1)
-    assert whole.run(2) == ["", ""]
+    expected = Launch(folder / "whole", stage=stage, dropout=0.1)
+    assert expected.run(2) == ["", ""]
     found: Found = {}
     for name in ("kill", "term"):
         broken = Launch(folder / name, stage=stage, dropout=0.1, **{name: [1, 6]})
         found[f"{name}, first"] = broken.run(2)
         found[f"{name}, second"] = broken.run(2)
-        found[f"{name}, equal"] = [broken.record(rank) == whole.record(rank) for rank in range(2)]
+        found[f"{name}, equal"] = [
+            broken.record(rank) == expected.record(rank) for rank in range(2)
+        ]
     return found
 
 
 def resized(folder: Path, stage: int) -> Found:
     """A run on two ranks, then on one, then on two, beside one on two ranks only."""
-    whole = Launch(folder / "whole", stage=stage)
-    assert whole.run(2) == ["", ""]
-    changed = Launch(folder / "changed", stage=stage)
+    expected, changed = (Launch(folder / name, stage=stage) for name in ("whole", "changed"))
+    assert expected.run(2) == ["", ""]
     errors = [changed.run(2, steps=4), changed.run(1, steps=8), changed.run(2)]
-    both = [whole.record(rank) for rank in range(2)]
-    ours = [changed.record(rank) for rank in range(2)]
-    losses = [
-        (line["loss"], (both[0][n]["loss"] + both[1][n]["loss"]) / 2)
-        for n, line in ours[0].items()
-        if line["world"] == 1
-    ]
-    losses += [
-        (ours[rank][n]["loss"], both[rank][n]["loss"])
-        for rank in range(2)
-        for n in range(9, STEPS + 1)
-    ]
+    ours, theirs = changed.record(), expected.record()
     return {
         "errors": errors,
-        "worlds": [line["world"] for line in ours[0].values()],
-        "lr": [line["lr"] for line in ours[0].values()]
-        == [line["lr"] for line in both[0].values()],
-        "seen": ours[0][STEPS]["seen"] == both[0][STEPS]["seen"],
-        "apart": max(abs(found / expected - 1) for found, expected in losses),
+        "worlds": [line["world"] for line in ours.values()],
+        "lr": [line["lr"] for line in ours.values()] == [line["lr"] for line in theirs.values()],
+        "seen": ours[STEPS]["seen"] == theirs[STEPS]["seen"],
+        "apart": max(
+            abs(loss / other - 1)
+            for loss, other in zip(changed.losses(), expected.losses(), strict=True)
+        ),
         "left": changed.paths.converted.exists(),
     }
 
@@ -210,7 +207,7 @@ def with_other_version(settings: Found) -> None:
 
 
 def unconvertible(folder: Path) -> Found:
-    """SGD with momentum has a state that DeepSpeed does not convert."""
+    """Adagrad has a state that DeepSpeed does not convert."""
     made = Launch(folder, optimizer="Adagrad", steps=SAVED)
     return {"saved": made.run(2), "alone": made.run(1), "again": made.run(2, steps=SAVED + 1)}
 
@@ -319,6 +316,7 @@ def over_loader(settings: Found) -> None:
 
 
 CASES: Final[dict[str, Callable[[Path], Found]]] = {
+    "whole": whole,
     "damaged": damaged,
     "refused": refused,
     "unconvertible": unconvertible,

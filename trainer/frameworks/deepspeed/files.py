@@ -39,7 +39,7 @@ RESERVED: Final = frozenset(
 
 
 def check_keys(client_state: Mapping[str, Any]) -> None:
-    """Raise `SpecError` for keys that DeepSpeed would overwrite, or that would overwrite its own."""
+    """Raise `SpecError` for keys that would overwrite DeepSpeed's own values."""
     if taken := sorted(RESERVED & client_state.keys()):
         raise SpecError(
             f"client_state has {', '.join(taken)}, which DeepSpeed uses for its own values; use "
