@@ -68,6 +68,14 @@ class Launch:
         """The last line of each step."""
         return {line["step"]: line for line in self.lines(rank)}
 
+    def losses(self) -> list[float]:
+        """The mean loss of each step over the ranks that trained it."""
+        records = [self.record(rank) for rank in range(2)]
+        return [
+            sum(record[step]["loss"] for record in records[: line["world"]]) / line["world"]
+            for step, line in records[0].items()
+        ]
+
 
 def fork(act: Callable[[Any], None], settings: Found, rank: int, ranks: int, folder: Path) -> int:
     """Start one rank. Its error, if any, goes into a file of the folder."""
