@@ -7,8 +7,11 @@ Prints one JSON object: what each case found.
 
 from __future__ import annotations
 
+import builtins
 import json
 import os
+import runpy
+import signal
 import sys
 import time
 import traceback
@@ -26,6 +29,7 @@ from holdfast.contracts.paths import RunPaths
 from holdfast.trainer import Session
 from holdfast.trainer.frameworks.deepspeed import DeepSpeedSession
 
+EXAMPLE: Final = Path(__file__).parents[2] / "examples" / "deepspeed" / "train.py"
 LAUNCH_S: Final = 60.0
 STEPS: Final = 12
 SAVED: Final = 4
@@ -323,6 +327,32 @@ def over_loader(settings: Found) -> None:
     session.close()
 
 
+# --- the example --------------------------------------------------------------------------
+
+
+def example(folder: Path) -> Found:
+    """The example is stopped on two ranks after its first epoch, and ends on one rank."""
+    made = Launch(folder)
+    errors = [made.run(2, act=stopped_example), made.run(1, act=whole_example)]
+    outputs = [(folder / f"launch{number}" / "output0").read_text() for number in (1, 2)]
+    epochs = [[line for line in text.splitlines() if line[:6] == "epoch "] for text in outputs]
+    return {"errors": errors, "epochs": epochs}
+
+
+def stopped_example(settings: Found) -> None:
+    def show_and_stop(*words: object, **more: Any) -> None:
+        show(*words, **more)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    show, builtins.print = builtins.print, show_and_stop
+    whole_example(settings)
+
+
+def whole_example(settings: Found) -> None:
+    os.environ["HOLDFAST_ROOT"] = settings["folder"]
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+
+
 CASES: Final[dict[str, Callable[[Path], Found]]] = {
     "whole": whole,
     "damaged": damaged,
@@ -330,6 +360,7 @@ CASES: Final[dict[str, Callable[[Path], Found]]] = {
     "unconvertible": unconvertible,
     "misused": misused,
     "loaders": loaders,
+    "example": example,
     **{
         f"{act.__name__}-{stage}": lambda folder, act=act, stage=stage: act(folder, stage)
         for act in (interrupted, resized)

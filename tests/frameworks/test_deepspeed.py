@@ -6,6 +6,7 @@ import json
 import math
 import re
 import signal
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -16,12 +17,15 @@ from tests.rank_programs import run_program
 
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.manifest import read_manifest
+from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import AttemptState
 
 PROGRAM: Final = Path(__file__).with_name("deepspeed_program.py")
 CASES_S: Final = 240.0
 STEPS: Final = 16
 INTERVAL: Final = 5
+QUICK: Final = ("damaged", "refused", "unconvertible", "misused", "loaders", "example")
+EXAMPLE: Final = Path(__file__).parents[2] / "examples" / "deepspeed"
 # Sums in another order: relative difference of losses after a resize.
 LOSS_APART_MAX: Final = 1e-3
 
@@ -119,7 +123,7 @@ def run_cases(folder: Path, *names: str) -> dict[str, Any]:
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The quick cases, in one process, because DeepSpeed takes seconds to start."""
     folder = tmp_path_factory.mktemp("cases")
-    return run_cases(folder, "damaged", "refused", "unconvertible", "misused", "loaders")
+    return run_cases(folder, *QUICK)
 
 
 def test_a_damaged_checkpoint_and_one_without_a_rank_s_file_are_passed_over(
@@ -185,6 +189,16 @@ def test_a_loop_over_deepspeed_s_loader_resumes_in_the_middle_of_an_epoch(
     assert found["errors"] == [["", ""], ["", ""]]
     assert found["equal"] == [True, True]
     assert found["repeated"] == 0
+
+
+def test_the_example_is_stopped_and_ends_on_one_rank(cases: dict[str, Any]) -> None:
+    found = cases["example"]
+    assert found["errors"] == [["", ""], [""]]
+    first, second = found["epochs"]
+    assert first[0].startswith("epoch 0 step 16 ")
+    assert second[-1].startswith("epoch 2 step 48 ")
+    spec = RunSpec.model_validate(tomllib.loads((EXAMPLE / "spec.toml").read_text()))
+    assert spec.command == ("examples/deepspeed/train.py",)
 
 
 @pytest.mark.slow
