@@ -101,6 +101,7 @@ def fork(act: Callable[[Any], None], settings: Found, rank: int, ranks: int, fol
         act(settings)
         status = 0
     except Exception as error:
+        # The rank ends here in any case, and the parent reports its error.
         traceback.print_exc()
         (folder / f"error{rank}").write_text(f"{type(error).__name__}: {error}")
     finally:
