@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import IO, Any, Protocol, cast
 
 import torch
 
@@ -38,7 +38,9 @@ def torch_writer(value: Any, *, as_zip: bool = True) -> Writer:
 
     def write(output: Output) -> None:
         with _without_crc():
-            torch.save(value, output, _use_new_zipfile_serialization=as_zip)  # type: ignore[arg-type]
+            # It needs only the methods of `Output`.
+            file = cast(IO[bytes], output)
+            torch.save(value, file, _use_new_zipfile_serialization=as_zip)
 
     return write
 
