@@ -32,7 +32,8 @@ from holdfast.trainer import load_checkpoint
 from holdfast.trainer.collective import ControlGroup
 from holdfast.trainer.engine import CheckpointEngine
 from holdfast.trainer.planning.pipeline import find_place
-from holdfast.trainer.state.train_state import Progress, TrainState
+from holdfast.trainer.state.run_state import Progress
+from holdfast.trainer.state.train_state import TrainState
 
 NUMBERS = {name: number for number, name in enumerate(LAYOUTS, start=1)}
 

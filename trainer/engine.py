@@ -362,34 +362,40 @@ class CheckpointEngine:
         With a place, the slot is then sealed with the error, for the other ranks that wait.
         """
         assert self._layout is not None
-        assert self._stage is not None
         who = self._identity
         table = functools.partial(
             make_table,
             facts,
-            self._layout,
-            who,
+            who=who,
             run=self._run,
             node_folder=self._node_folder,
             train_state_bytes=None if document is None else len(document),
             manifest=facts.for_manifest(who, self._mesh) if who.rank == 0 else None,
         )
         try:
-            staged.fill(flat, document)
-            self._stage.require_late()
+            layout = self._write(staged, flat, document)
         except BaseException as error:
             if facts.place is None:
                 staged.slot.state = SlotState.EMPTY
             else:
                 problem = str(problem_of(error, who.rank))[:ERROR_CHARACTERS_MAX]
-                staged.slot.seal(table(blocked_s=0.0, error=problem).to_document())
+                failed = table(layout=self._layout, blocked_s=0.0, error=problem)
+                staged.slot.seal(failed.to_document())
             raise
-        made = table(blocked_s=time.monotonic() - began)
+        made = table(layout=layout, blocked_s=time.monotonic() - began)
         staged.slot.seal(made.to_document(), is_snapshot=is_snapshot)
 
     def wait_for_slot(self, timeout_s: float) -> bool:
         """Wait until a slot is free, so that the next save does not wait. Return False if none."""
         return self._stage is None or self._saves.find_free(self._stage, timeout_s) is not None
+
+    def _write(self, staged: StagedSlot, flat: Mapping[str, Any], document: bytes | None) -> Layout:
+        """Copy all data into the slot. Return the layout, with the files of this save."""
+        assert self._layout is not None
+        assert self._stage is not None
+        staged.fill(flat, document)
+        self._stage.require_late()
+        return self._layout
 
     def _take_slot(self, stage: Stage, step: int, timeout_s: float) -> StagedSlot | None:
         staged = self._saves.find_free(stage, timeout_s)

@@ -26,7 +26,7 @@ from holdfast.trainer.rank_context import RankContext
 from holdfast.trainer.staging.in_flight import SaveResult
 from holdfast.trainer.staging.slots import SLOTS_PER_RANK
 from holdfast.trainer.staging.snapshots import first_copy_s
-from holdfast.trainer.state.train_state import State
+from holdfast.trainer.state.run_state import State
 
 BEAT_S: Final = 1.0
 # The longest delay until a slot that came free is seen.
@@ -37,6 +37,10 @@ COPY_WEIGHT: Final = 0.3
 CRASH: Final = "crash"
 
 Captured = tuple[State, dict[str, Any]]
+
+
+def _note_nothing(_: ControlGroup) -> None:
+    """Record nothing about a new plan: the default of `Saver`."""
 
 
 class PlanStatus(IntEnum):
@@ -59,6 +63,9 @@ class Saver:
     manifest.
     """
 
+    # A subclass may save another kind of state.
+    engine_class: type[CheckpointEngine] = CheckpointEngine
+
     def __init__(
         self,
         context: RankContext,
@@ -67,7 +74,7 @@ class Saver:
         recorder: Recorder,
         *,
         capture: Callable[[], Captured],
-        note_forms: Callable[[ControlGroup], None],
+        note_forms: Callable[[ControlGroup], None] = _note_nothing,
         planner: SavePlanner | None = None,
     ) -> None:
         self._context, self._record, self._recorder = context, record, recorder
@@ -75,7 +82,7 @@ class Saver:
         self.is_planned = self.has_saved = False
         self._has_planner = planner is not None
         self._flush_timeout_s = flush_timeout_s()
-        self.engine = CheckpointEngine(
+        self.engine = self.engine_class(
             flusher=context.flusher,
             run=context.run,
             identity=context.identity,

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, TypeVar
@@ -30,8 +31,9 @@ from holdfast.contracts.errors import SpecError
 from holdfast.trainer import alone
 from holdfast.trainer.data.order import Batch
 from holdfast.trainer.data.sampler import ElasticDistributedSampler, ElasticSampler, check_order
-from holdfast.trainer.loading.restore import chosen_interval, chosen_snapshots
+from holdfast.trainer.loading.restore import chosen_interval, chosen_snapshots, load_tensors
 from holdfast.trainer.metrics import improved
+from holdfast.trainer.saver import Saver
 from holdfast.trainer.session_parts import SessionParts
 from holdfast.trainer.signals import end_deaf_helpers_at_exit, ignore_stop_signals
 from holdfast.trainer.state.fit import Fit
@@ -42,6 +44,12 @@ from holdfast.trainer.trackers.tracker import Tracker
 
 T = TypeVar("T")
 BETTER: Final = ("min", "max")
+
+
+def check_best(best: tuple[str, str] | None) -> None:
+    """Raise `SpecError` unless `best` is a metric's name and one of `BETTER`, or None."""
+    if best is not None and best[1] not in BETTER:
+        raise SpecError(f"best={best!r}: expected a metric's name and one of {BETTER}")
 
 
 class Session(SessionParts):
@@ -100,13 +108,12 @@ class Session(SessionParts):
         if the checkpoint does not fit the program, `DamagedCheckpointError` if no undamaged one is
         left, `SessionError` if this process has an open Session, and `SpecError` for an argument.
         """
-        if best is not None and best[1] not in BETTER:
-            raise SpecError(f"best={best!r}: expected a metric's name and one of {BETTER}")
+        check_best(best)
         chosen, rhythm = chosen_interval(interval), chosen_snapshots(snapshots)
         self.seed, self._best_of = seed, best
         with alone.claimed(self, self._abandon):
             self._join(directory, mesh)
-            self._state = TrainState(
+            state = TrainState(
                 model,
                 listed(optimizer),
                 listed(scheduler),
@@ -116,7 +123,8 @@ class Session(SessionParts):
                 rank=self._ranks.rank,
                 world_size=self._ranks.world_size,
             )
-            found = self._restore(planner)
+            saver = partial(Saver, note_forms=state.note_forms, planner=planner)
+            found = self._restore(state, saver, partial(load_tensors, self._ranks, state))
             self._start(found, chosen, rhythm)
         end_deaf_helpers_at_exit()
 
@@ -222,10 +230,16 @@ class Session(SessionParts):
         for batch in batches:
             loop.is_inside_step = True
             yield batch
+            if not self._has_stepped():
+                continue
             loop.is_inside_step = False
             if loop.boundary():
                 return
         loop.is_at_end = loop.epochs is not None
+
+    def _has_stepped(self) -> bool:
+        """Return False if the program only accumulated gradients of the last batch."""
+        return True
 
     def boundary(self) -> bool:
         """Ends one step in a loop that you write yourself; saves if a checkpoint is due.

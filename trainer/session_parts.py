@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import atexit
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.device_mesh import DeviceMesh
 
 from holdfast.contracts.rank_status import NOWHERE, Phase
 from holdfast.trainer import alone
 from holdfast.trainer.data.position import Position
-from holdfast.trainer.loading.restore import Resumed, resume
+from holdfast.trainer.loading.restore import Load, Resumed, resume
 from holdfast.trainer.loop import Loop
 from holdfast.trainer.metrics import open_recorder
 from holdfast.trainer.numerics.guard import LossGuard
@@ -22,18 +22,18 @@ from holdfast.trainer.rank_context import RankContext, open_control_group, open_
 from holdfast.trainer.saver import Captured, Saver
 from holdfast.trainer.signals import FailureRecord, SignalFlags
 from holdfast.trainer.staging.snapshots import SnapshotRhythm
-from holdfast.trainer.state.train_state import Progress, TrainState
+from holdfast.trainer.state.run_state import Progress, RunState
 from holdfast.trainer.stop_coordinator import StopCoordinator
 from holdfast.trainer.trackers.sink import TrackerSink
 
 
 class SessionParts:
-    """What `Session` is made of. The session itself makes the `TrainState`."""
+    """What `Session` is made of. The session itself makes the state and says how to load it."""
 
     seed: int
     best: dict[str, Any]
     resumed_from: str | None
-    _state: TrainState
+    _state: RunState
     _stop_coordinator: StopCoordinator | None = None
     _sinks: list[TrackerSink]
     _is_closed = False
@@ -51,19 +51,14 @@ class SessionParts:
         self._flags = None if self._context.has_agent else SignalFlags(self._record)
         self._record.beat(Phase.LOAD)
 
-    def _restore(self, planner: SavePlanner | None) -> Resumed:
+    def _restore(self, state: RunState, open_saver: Callable[..., Saver], load: Load) -> Resumed:
         """Restore the newest checkpoint that verifies. Return the resumed position."""
+        self._state = state
         self._recorder = open_recorder(self._context)
-        self._saver = Saver(
-            self._context,
-            self._ranks,
-            self._record,
-            self._recorder,
-            capture=self._capture,
-            note_forms=self._state.note_forms,
-            planner=planner,
+        self._saver = open_saver(
+            self._context, self._ranks, self._record, self._recorder, capture=self._capture
         )
-        found = resume(self._context, self._ranks, self._state, self._recorder)
+        found = resume(self._context, self._ranks, load, self._recorder)
         self._saver.began_at(found.step, found.checkpoint, found.manifest)
         self.best, self.resumed_from = found.best, found.checkpoint
         self._began_in = found.epoch, found.in_epoch

@@ -32,7 +32,8 @@ from holdfast.trainer.identity import Identity
 from holdfast.trainer.loading.reader import load_state
 from holdfast.trainer.planning.metadata import read_metadata
 from holdfast.trainer.state.fsdp1 import OPTIONS
-from holdfast.trainer.state.train_state import Progress, TrainState
+from holdfast.trainer.state.run_state import Progress
+from holdfast.trainer.state.train_state import TrainState
 
 WIDTH = 6
 

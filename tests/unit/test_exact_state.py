@@ -29,7 +29,8 @@ from holdfast.contracts.errors import CheckpointError
 from holdfast.trainer.state import plain
 from holdfast.trainer.state.fit import Fit
 from holdfast.trainer.state.fsdp1 import OPTIONS
-from holdfast.trainer.state.train_state import Progress, TrainState
+from holdfast.trainer.state.run_state import Progress
+from holdfast.trainer.state.train_state import TrainState
 
 PROGRESS = Progress(step=1, seed=0)
 Saved = tuple[dict[str, Any], dict[str, Any]]

@@ -50,6 +50,7 @@ def saved_by(world_size: int, **topology: Any) -> Manifest:
         (2, {"mesh": {"tp": 2}}, [2, 4], [1, 3]),
         (4, {"mesh": {"dp_shard": 2}, "pipeline": 2}, [2, 4, 6], [1, 3]),
         (8, {"mesh": {"dp_replicate": 2, "ep": 2, "tp": 2}}, [4, 8, 12], [1, 2, 6]),
+        (2, {"mesh": {}, "fixed": "its optimizer cannot be converted"}, [2], [1, 4]),
     ],
 )
 def test_fixed_dimensions_decide_which_counts_fit(

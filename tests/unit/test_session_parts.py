@@ -29,7 +29,7 @@ from holdfast.trainer.program import program_argv
 from holdfast.trainer.rank_context import choose_directory
 from holdfast.trainer.session import Session
 from holdfast.trainer.signals import FailureRecord, SignalFlags
-from holdfast.trainer.state.train_state import Restored
+from holdfast.trainer.state.run_state import Restored
 
 
 @pytest.mark.parametrize(

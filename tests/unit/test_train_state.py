@@ -15,7 +15,8 @@ from torch import nn
 
 from holdfast.contracts.errors import CheckpointError
 from holdfast.trainer.state import plain, rng
-from holdfast.trainer.state.train_state import Progress, TrainState
+from holdfast.trainer.state.run_state import Progress
+from holdfast.trainer.state.train_state import TrainState
 
 
 class Holder:

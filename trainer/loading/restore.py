@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts import environment
-from holdfast.contracts.errors import DamagedCheckpointError
+from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError
 from holdfast.contracts.filesystems import is_listed
 from holdfast.contracts.history import load_events
 from holdfast.contracts.journal import Event, EventKind
@@ -34,7 +34,12 @@ from holdfast.trainer.program import program_argv
 from holdfast.trainer.rank_context import RankContext
 from holdfast.trainer.staging.snapshots import SnapshotRhythm
 from holdfast.trainer.standby import changed_variables
-from holdfast.trainer.state.train_state import Restored, TrainState
+from holdfast.trainer.state.run_state import FRAMEWORK, Restored
+from holdfast.trainer.state.train_state import TrainState
+
+# Loads the checkpoint in a directory, with its manifest and train state. Returns what each rank
+# restored, and notes for people. All ranks raise `DamagedCheckpointError` if it is damaged.
+Load = Callable[[Path, Manifest, Mapping[str, Any]], tuple[list[Restored], Sequence[str]]]
 
 CHOICES_MAX: Final = 100
 FALLBACKS_MAX: Final = 100
@@ -79,9 +84,7 @@ def chosen_snapshots(default: int | str) -> SnapshotRhythm:
     return SnapshotRhythm(os.environ.get(environment.CHECKPOINT_SNAPSHOTS) or default)
 
 
-def resume(
-    context: RankContext, ranks: ControlGroup, state: TrainState, recorder: Recorder
-) -> Resumed:
+def resume(context: RankContext, ranks: ControlGroup, load: Load, recorder: Recorder) -> Resumed:
     """Restore the run's newest checkpoint that verifies. Every rank must call this.
 
     A checkpoint that turns out damaged while it is read is skipped by all ranks together. Raises
@@ -107,7 +110,7 @@ def resume(
         with contextlib.ExitStack() as held:
             choice = prepared.lead(partial(_choose, search, passed, held))
             try:
-                found, restored, notes = _restore(choice, context, ranks, state)
+                found, restored, notes = _restore(choice, load)
             except DamagedCheckpointError as error:
                 if choice.directory is None:
                     raise
@@ -150,31 +153,47 @@ def _report(
     )
 
 
-def _restore(
-    choice: _Choice, context: RankContext, ranks: ControlGroup, state: TrainState
-) -> tuple[Resumed, list[Restored], Sequence[str]]:
-    """Load the chosen checkpoint. All ranks raise `DamagedCheckpointError` if it is damaged.
+def load_tensors(
+    ranks: ControlGroup,
+    state: TrainState,
+    directory: Path,
+    manifest: Manifest,
+    document: Mapping[str, Any],
+) -> tuple[list[Restored], Sequence[str]]:
+    """Load a checkpoint in the format of DCP into `state`: see `Load`. Every rank calls this.
+
+    Raises `CheckpointError` if another framework wrote it.
+    """
+    if framework := document.get(FRAMEWORK):
+        raise CheckpointError(
+            f"{directory}: {framework} wrote this checkpoint, in files of its own, and this "
+            f"program uses Session. Use the session of {framework}, or begin another run"
+        )
+    opened = open_together(directory, manifest, ranks.group)
+    target = state.template(document, lambda: opened.metadata)
+    fit = state.fit_for(document)
+    report = load_state(
+        opened,
+        target,
+        group=ranks.group,
+        strict=fit.strict,
+        rename=fit.rename,
+        exclude=fit.exclude,
+    )
+    return ranks.gather(lambda: state.apply(target, document)), report.notes()
+
+
+def _restore(choice: _Choice, load: Load) -> tuple[Resumed, list[Restored], Sequence[str]]:
+    """Load the chosen checkpoint, if there is one.
 
     Returns the resumed position, what each rank restored, and the notes of the load.
     """
     found = Resumed(skips=choice.skips)
-    restored = [Restored(parts=())]
-    report = None
-    if choice.directory is not None:
+    restored: list[Restored] = [Restored(parts=())]
+    notes: Sequence[str] = ()
+    if choice.directory is not None and choice.manifest is not None:
         document = choice.document
-        directory = Path(choice.directory)
-        opened = open_together(directory, choice.manifest, ranks.group)
-        target = state.template(document, lambda: opened.metadata)
-        fit = state.fit_for(document)
-        report = load_state(
-            opened,
-            target,
-            group=ranks.group,
-            strict=fit.strict,
-            rename=fit.rename,
-            exclude=fit.exclude,
-        )
-        restored = ranks.gather(lambda: state.apply(target, document))
+        restored, notes = load(Path(choice.directory), choice.manifest, document)
         found = Resumed(
             step=int(document["step"]),
             checkpoint=choice.checkpoint,
@@ -185,7 +204,7 @@ def _restore(
             data=dict(document["data"]),
             best=dict(document["best"]),
         )
-    return found, restored, report.notes() if report is not None else ()
+    return found, restored, notes
 
 
 def describe(

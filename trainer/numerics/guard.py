@@ -32,7 +32,7 @@ from holdfast.trainer.numerics.answer import Answer, Known, answer, policy_for
 from holdfast.trainer.numerics.detector import Anomaly, Detector
 from holdfast.trainer.rank_context import RankContext
 from holdfast.trainer.saver import Saver
-from holdfast.trainer.state.train_state import TrainState
+from holdfast.trainer.state.run_state import RunState
 
 # The maximum number of copies in flight. A program further ahead of its GPU waits for the oldest.
 COPIES_MAX: Final = 64
@@ -51,7 +51,7 @@ class LossGuard:
         record: RankRecord,
         position: Position,
         saver: Saver,
-        state: TrainState,
+        state: RunState,
     ) -> None:
         self._context, self._ranks, self._record = context, ranks, record
         self._position, self._saver, self._state = position, saver, state

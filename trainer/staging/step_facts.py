@@ -15,6 +15,7 @@ import torch
 from holdfast.contracts.durable import to_json
 from holdfast.contracts.errors import SaveError
 from holdfast.contracts.paths import CheckpointName, RunPaths
+from holdfast.contracts.topology import FIXED
 from holdfast.trainer.identity import Identity
 from holdfast.trainer.placed import Place, PlacedName
 from holdfast.trainer.planning.layout import TRAIN_STATE_BYTES_MAX, Layout, files_of
@@ -72,6 +73,7 @@ class StepFacts:
                 "ranks_per_node": who.local_ranks,
                 "pipeline": who.stages,
                 "mesh": mesh,
+                **{key: self.train_state[key] for key in (FIXED,) if self.train_state.get(key)},
             },
             "skips": (self.train_state or {}).get("data", {}).get("skips", ()),
             "metrics": {key: float(value) for key, value in self.metrics.items()},

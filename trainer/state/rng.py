@@ -82,6 +82,38 @@ def used_since(states: Mapping[str, torch.Tensor]) -> list[str]:
     return used
 
 
+class ResumedGenerators:
+    """The random generators as a resume left them, for a program that draws before it trains.
+
+    An uninterrupted run does not draw the numbers that a program draws between a resume and its
+    first step, as a loader's iterator does.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[str, torch.Tensor] | None = None
+
+    def note(self) -> None:
+        """Record the state of the generators right after the resume."""
+        self._states = capture()
+
+    def rewind(self, *, is_last: bool) -> list[str]:
+        """Restore the recorded state, until `is_last`.
+
+        Returns the generators that were used for more than the seeds of loaders.
+        """
+        if self._states is None:
+            return []
+        used = used_since(self._states)
+        restore(self._states)
+        self._states = None if is_last else self._states
+        return used
+
+    def rewind_seeds(self) -> None:
+        """Take back the seeds that loaders' iterators drew, if nothing else was drawn."""
+        if self._states is not None and not used_since(self._states):
+            restore(self._states)
+
+
 def _is_same(now: torch.Tensor | None, saved: torch.Tensor) -> bool:
     return now is None or torch.equal(now, saved.cpu())
 

@@ -40,7 +40,7 @@ from holdfast.trainer.state.optimizers import (
     is_plain,
     unwrap,
 )
-from holdfast.trainer.state.progress import Progress, Restored
+from holdfast.trainer.state.run_state import Progress, Restored, State
 from holdfast.trainer.state.saved import Saved
 
 FORMS: Final = "forms"
@@ -49,7 +49,6 @@ MODEL: Final = "model"
 OPTIMIZER: Final = "optimizer"
 RNG: Final = "rng"
 
-State = dict[str, Any]
 T = TypeVar("T")
 
 
@@ -85,7 +84,7 @@ class TrainState:
         self._saved = Saved()
         self._ties: dict[str, str] = {}
         self._forms: Forms | None = None
-        self._generators: dict[str, torch.Tensor] | None = None
+        self._generators = rng.ResumedGenerators()
         # FSDP1 converts flat parameters to named ones with collectives of its own.
         self._is_fsdp1 = any(is_fsdp1(model) for model in self._models)
         self._check(find_all(self._models))
@@ -207,7 +206,7 @@ class TrainState:
             parts.append(RNG)
         else:
             rng.reseed(int(document["seed"]), self._rank, int(document["step"]))
-        self._generators = rng.capture()
+        self._generators.note()
         ours = set(self._objects)
         return Restored(
             parts=tuple(parts),
@@ -254,23 +253,12 @@ class TrainState:
         return parts
 
     def rewind_generators(self, *, is_last: bool) -> list[str]:
-        """Restore the random generators to their state after `apply`, until `is_last`.
-
-        An uninterrupted run does not draw the numbers that a program draws between a resume and its
-        first step, as a loader's iterator does. Returns the generators that were used for more than
-        the seeds of loaders.
-        """
-        if self._generators is None:
-            return []
-        used = rng.used_since(self._generators)
-        rng.restore(self._generators)
-        self._generators = None if is_last else self._generators
-        return used
+        """Restore the generators to their state after `apply`: see `rng.ResumedGenerators`."""
+        return self._generators.rewind(is_last=is_last)
 
     def rewind_seeds(self) -> None:
         """Take back the seeds that loaders' iterators drew, if nothing else was drawn."""
-        if self._generators is not None and not rng.used_since(self._generators):
-            rng.restore(self._generators)
+        self._generators.rewind_seeds()
 
     # --- model and optimizers -------------------------------------------------------------
 

@@ -191,6 +191,8 @@ class RunPaths:
     attempts = _Entry("attempts")
     # Copies from the mirror of checkpoints whose directories in the run are damaged.
     fetched = _Entry("fetched")
+    # Checkpoints that a framework converts to load them, while it loads them.
+    converted = _Entry("converted")
     # How far the journals are delivered to other services.
     deliveries = _Entry("deliveries")
     # The default folder of exported checkpoints.

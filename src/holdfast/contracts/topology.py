@@ -18,6 +18,8 @@ from holdfast.contracts.manifest import Manifest
 REPLICATING: Final = frozenset({"dp_replicate", "replicate"})
 DATA: Final = REPLICATING | {"dp", "dp_shard", "fsdp", "shard", "data", "dim0"}
 PIPELINE: Final = "pp"
+# In a manifest's topology: why only the same number of ranks can load the checkpoint, if so.
+FIXED: Final = "fixed"
 COUNTS_SHOWN: Final = 8
 
 
@@ -60,9 +62,13 @@ def degrees_of(manifest: Manifest) -> Degrees:
 def rescale(now: Degrees, manifest: Manifest, ranks: int) -> Degrees | None:
     """Return the degrees on `ranks` ranks, or None if the fixed degrees do not divide `ranks`.
 
+    None too if only the saved number of ranks can load the state.
+
     If the mesh has a replicating dimension, the number of copies changes and the shards stay, as in
     hybrid sharding. Otherwise the number of shards changes.
     """
+    if manifest.topology.get(FIXED) and ranks != manifest.world_size:
+        return None
     mesh = _mesh_of(manifest)
     shards = any(name in DATA and name not in REPLICATING for name in mesh)
     copies = any(name in REPLICATING for name in mesh) or not shards
@@ -80,6 +86,8 @@ def rescale(now: Degrees, manifest: Manifest, ranks: int) -> Degrees | None:
 
 def problem_with_mesh(manifest: Manifest, ranks: int) -> str | None:
     """Return why `ranks` do not fit the checkpoint's mesh, with counts that fit, or None."""
+    if ranks != manifest.world_size and (reason := manifest.topology.get(FIXED)):
+        return f"{ranks} ranks cannot load it: {reason}. {manifest.world_size} ranks can"
     now = degrees_of(manifest)
     if ranks == manifest.world_size or rescale(now, manifest, ranks) is not None:
         return None

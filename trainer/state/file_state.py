@@ -1,0 +1,167 @@
+"""The state of a program whose framework saves and reads its own files.
+
+A checkpoint has the framework's files, one small file per rank with the random generators, and
+`train_state.json`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch
+
+from holdfast.contracts.errors import CheckpointError
+from holdfast.contracts.topology import FIXED
+from holdfast.trainer.collective import ControlGroup
+from holdfast.trainer.staging.file_writers import Writer, torch_writer
+from holdfast.trainer.state import rng
+from holdfast.trainer.state.run_state import FRAMEWORK, Progress, Restored, State
+
+# The format of `train_state.json` beside a framework's own files.
+FILES_FORMAT: Final = "files"
+FACTS: Final = "framework_facts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedFiles:
+    """A verified checkpoint of a framework. `world_size` ranks saved it.
+
+    `facts` are those of `Framework.facts`. `scratch` is a folder of the run that every rank sees,
+    for files that only this resume needs. It may not exist.
+    """
+
+    directory: Path
+    facts: Mapping[str, Any]
+    world_size: int
+    scratch: Path
+
+
+class Framework(Protocol):
+    """What an adapter implements. Every rank calls the same methods in the same order."""
+
+    name: str
+
+    def check(self, step: int) -> None:
+        """Raise `SpecError` if the framework does not stand after `step` complete steps."""
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """Return what `read` must know of the checkpoint, as JSON."""
+        ...
+
+    def why_fixed(self) -> str:
+        """Return why only the same number of ranks can read the state, "" if any can."""
+        ...
+
+    def collect(self) -> dict[str, Writer]:
+        """Return the writers of this rank's files, by their paths in the checkpoint."""
+        ...
+
+    def read(self, saved: SavedFiles, ranks: ControlGroup) -> Sequence[str]:
+        """Restore a saved state. Return notes for people.
+
+        Raises `CheckpointError` before the program's state changes, if the checkpoint does not fit
+        the program.
+        """
+        ...
+
+    def weights(self) -> Iterable[torch.Tensor]:
+        """Return the local parameters and buffers of the model."""
+        ...
+
+
+class FileState:
+    """Captures and restores one rank's state through a framework."""
+
+    def __init__(self, framework: Framework, ranks: ControlGroup) -> None:
+        self._framework, self._ranks = framework, ranks
+        self._generators = rng.ResumedGenerators()
+        self._is_resumed = False
+
+    @property
+    def awaits_first_step(self) -> bool:
+        """True in a new run: the size of the files is known after the first step."""
+        return not self._is_resumed
+
+    def capture(self, progress: Progress) -> tuple[State, dict[str, Any]]:
+        """Return the writers of this rank's files, and the document, which rank 0 saves.
+
+        All ranks call this together. Raises `SpecError` if the framework made other steps than the
+        session.
+        """
+        self._framework.check(progress.step)
+        files: State = dict(self._framework.collect())
+        generators = rng.capture()
+        files[_generators_of(self._ranks.rank)] = torch_writer(generators)
+        document = {
+            "format": FILES_FORMAT,
+            FRAMEWORK: self._framework.name,
+            FACTS: self._framework.facts(),
+            FIXED: self._framework.why_fixed(),
+            "step": progress.step,
+            "seed": progress.seed,
+            "epoch": progress.epoch,
+            "in_epoch": progress.in_epoch,
+            "data": progress.data,
+            "best": progress.best,
+            "world_size": self._ranks.world_size,
+        }
+        return files, document
+
+    def load(
+        self, directory: Path, document: Mapping[str, Any], scratch: Path
+    ) -> tuple[Restored, Sequence[str]]:
+        """Restore a verified checkpoint. Every rank calls this. `scratch` is as in `SavedFiles`.
+
+        Raises `CheckpointError` if another framework wrote it, or if it does not fit.
+        """
+        self._check_fit(directory, document)
+        saved = SavedFiles(
+            directory=directory,
+            facts=document[FACTS],
+            world_size=int(document["world_size"]),
+            scratch=scratch,
+        )
+        notes = self._framework.read(saved, self._ranks)
+        rank = self._ranks.rank
+        is_reseeded = rank >= saved.world_size
+        if is_reseeded:
+            rng.reseed(int(document["seed"]), rank, int(document["step"]))
+        else:
+            rng.restore(torch.load(directory / _generators_of(rank), weights_only=True))
+        self._generators.note()
+        self._is_resumed = True
+        return Restored(parts=(self._framework.name, "rng"), reseeded=is_reseeded), notes
+
+    def rewind_generators(self, *, is_last: bool) -> list[str]:
+        """Restore the random generators as resumed: see `rng.ResumedGenerators.rewind`."""
+        return self._generators.rewind(is_last=is_last)
+
+    def rewind_seeds(self) -> None:
+        """Take back the seeds that loaders' iterators drew, if nothing else was drawn."""
+        self._generators.rewind_seeds()
+
+    def weights(self) -> Iterable[torch.Tensor]:
+        """Return the local parameters and buffers of the model."""
+        return self._framework.weights()
+
+    def _check_fit(self, directory: Path, document: Mapping[str, Any]) -> None:
+        wrote, ours = document.get(FRAMEWORK, "Session"), self._framework.name
+        if wrote != ours:
+            raise CheckpointError(
+                f"{directory}: {wrote} wrote this checkpoint, and this program uses {ours}. Use "
+                f"the session of {wrote}, or begin another run"
+            )
+        saved, now = int(document["world_size"]), self._ranks.world_size
+        if saved != now and (reason := document.get(FIXED)):
+            raise CheckpointError(
+                f"{directory}: {saved} ranks saved it, and {now} ranks cannot load it: {reason}. "
+                f"Relaunch on {saved} ranks"
+            )
+
+
+def _generators_of(rank: int) -> str:
+    return f"rng/rank-{rank:05d}.pt"

@@ -1,0 +1,64 @@
+"""What a session needs of the state of a program, whatever saves and restores that state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import torch
+
+# In `train_state.json`: the framework that wrote the files. Absent for files of DCP.
+FRAMEWORK: Final = "framework"
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Training progress: the plain data of a checkpoint that belongs to the session itself.
+
+    `in_epoch` is True if a loop over epochs has begun `epoch` and has not completed its end.
+    """
+
+    step: int
+    seed: int
+    epoch: int = 0
+    in_epoch: bool = False
+    data: dict[str, Any] = field(default_factory=dict)
+    best: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """The result of `TrainState.apply`. `missing` and `unused` are texts for people."""
+
+    parts: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    reseeded: bool = False
+
+
+class RunState(Protocol):
+    """The state of one program on one rank."""
+
+    @property
+    def awaits_first_step(self) -> bool:
+        """True while the program's first step will create state, so that no save can be planned."""
+        ...
+
+    def capture(self, progress: Progress) -> tuple[State, dict[str, Any]]:
+        """Return this rank's current state, and the document, which rank 0 saves."""
+        ...
+
+    def rewind_generators(self, *, is_last: bool) -> list[str]:
+        """Restore the random generators as resumed: see `rng.ResumedGenerators.rewind`."""
+        ...
+
+    def rewind_seeds(self) -> None:
+        """Take back the seeds that loaders' iterators drew, if nothing else was drawn."""
+        ...
+
+    def weights(self) -> Iterable[torch.Tensor]:
+        """Return the local parameters and buffers of the model."""
+        ...
