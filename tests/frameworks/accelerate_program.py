@@ -177,11 +177,11 @@ class Record:
         directory = accelerator.session.run_directory / "records"
         directory.mkdir(parents=True, exist_ok=True)
         self._ranks = accelerator.num_processes
-        self._stream = open(directory / f"rank{accelerator.process_index}.jsonl", "a")
+        self._path = directory / f"rank{accelerator.process_index}.jsonl"
 
     def write(self, **line: Any) -> None:
-        self._stream.write(json.dumps({"ranks": self._ranks, **line}) + "\n")
-        self._stream.flush()
+        with open(self._path, "a") as stream:
+            stream.write(json.dumps({"ranks": self._ranks, **line}) + "\n")
 
 
 def generators_digest() -> str:

@@ -21,7 +21,9 @@ from holdfast.trainer.frameworks.accelerate.batches import (
 )
 from holdfast.trainer.state import rng
 
-_OWN: Final = frozenset({"inner", "number", "batches", "problem", "resumed", "passes", "_iterate"})
+_OWN: Final = frozenset(
+    {"inner", "number", "batches", "problem", "resumed", "passes", "has_begun", "_iterate"}
+)
 Iterate = Callable[["Loader", int], Iterator[Any]]
 
 
@@ -42,7 +44,8 @@ class Resumed:
 class Loader:
     """Wraps a loader that Accelerate prepared. Attributes and the class are the wrapped loader's.
 
-    `passes` counts the complete training passes of the epoch. `problem` says why training over the
+    `passes` counts the complete training passes of the epoch. `has_begun` is true from the first
+    pass of the run on. `problem` says why training over the
     loader cannot be continued, or is None. `iterate` runs a pass, given the loader and the number
     of batches to skip.
     """
@@ -53,13 +56,14 @@ class Loader:
     problem: str | None
     resumed: Resumed | None
     passes: int
+    has_begun: bool
     _iterate: Iterate
 
     def __init__(self, inner: Any, number: int, iterate: Iterate) -> None:
         self.inner, self.number, self._iterate = inner, number, iterate
         self.problem = problem_of(inner)
         self.batches = None if self.problem else install(inner)
-        self.resumed, self.passes = None, 0
+        self.resumed, self.passes, self.has_begun = None, 0, False
 
     def __iter__(self) -> Iterator[Any]:
         return self._iterate(self, 0)
@@ -92,9 +96,7 @@ class Loader:
         """Let the next pass begin at `start`."""
         assert self.batches is not None
         self.batches.start = start
-        if is_stateful(self.inner.base_dataloader):
-            # Its first iterator was made before, at the first batch.
-            self.inner.base_dataloader._iterator = None
+        self._drop_first_iterator()
 
     def start_of(self, resumed: Resumed) -> Start:
         """Return where the restored pass continues at this number of ranks."""
@@ -114,11 +116,12 @@ class Loader:
         is complete, and Accelerate has not counted it yet.
         """
         if self.batches is None:
-            return {"iteration": int(self.inner.iteration)}
+            return {"iteration": int(self.inner.iteration), "has_begun": self.has_begun}
         sampler, order = self.batches.sampler_of_ids, self.batches.order
         generator = own_generator(sampler)
         return {
             "iteration": int(self.inner.iteration) + is_ending,
+            "has_begun": self.has_begun,
             "samples": len(self.inner.dataset),
             "seed": getattr(sampler, "initial_seed", None),
             "generator": None if generator is None else generator.get_state(),
@@ -131,6 +134,9 @@ class Loader:
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Restore what `describe` returned. Raises `CheckpointError` for another dataset."""
         self.inner.iteration = int(saved["iteration"])
+        self.has_begun = bool(saved["has_begun"])
+        if self.has_begun:
+            self._drop_first_iterator()
         if self.batches is None or "samples" not in saved:
             return
         if saved["samples"] != len(self.inner.dataset):
@@ -161,9 +167,18 @@ class Loader:
                 f"loader with {base.num_workers} workers to a place that Holdfast cannot follow; "
                 "load it with num_workers=0, or without use_stateful_dataloader"
             )
-        base.next_iter_state = base._iterator = None
+        base.next_iter_state = None
+        self._drop_first_iterator()
         done = 0 if state["_iterator_finished"] else int(state["_num_yielded"]) * self.unit
         self.resumed = Resumed(done=done)
+
+    def _drop_first_iterator(self) -> None:
+        """Drop the iterator that a stateful loader made when it was constructed.
+
+        Only the first pass of a run may use it. Later ones draw a seed for a new one.
+        """
+        if is_stateful(self.inner.base_dataloader):
+            self.inner.base_dataloader.load_state_dict({})
 
 
 class Rest:

@@ -134,6 +134,7 @@ class Training:
                 resumed.passes -= 1
                 return
             loader.resumed = None
+        loader.has_begun = True
         done = self._place(loader, skip, resumed)
         one = self.progress.begin(loader, done)
         try:
