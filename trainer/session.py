@@ -363,6 +363,10 @@ class Session(SessionParts):
         finally:
             self._release(wait=True, is_orderly=is_orderly)
 
+    def abandon(self) -> None:
+        """Releases all resources without a save, so that another session can be made."""
+        self._release(wait=True)
+
     def __enter__(self) -> Session:
         return self
 

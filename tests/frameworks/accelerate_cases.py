@@ -3,7 +3,7 @@
     python -m tests.frameworks.accelerate_cases LAUNCHES
 
 LAUNCHES is a JSON list of [ranks, settings]. Ranks are forked, to save the start of Python. Prints
-the exit statuses of the ranks of each launch: 0, a positive status, or a negative signal.
+the exit statuses of the ranks of each launch as JSON: 0, a positive status, or a negative signal.
 """
 
 from __future__ import annotations

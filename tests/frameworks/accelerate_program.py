@@ -2,7 +2,8 @@
 
 Each rank appends a line per batch to `records/rank<r>.jsonl` in its run's folder: the samples, the
 loss, the learning rate and a digest of the random generators. With `kill_at` (an optimizer step)
-rank 0 kills itself once in the middle of that step; with `stop_at` it asks for a stop.
+rank 0 kills itself once in the middle of that step; with `stop_at` it asks for a stop. Batches take
+`sleep_s` seconds until the file `hurry` exists.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import random
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from accelerate.utils import (
     ProjectConfiguration,
     set_seed,
 )
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 from holdfast.trainer.frameworks.accelerate import Accelerator
@@ -120,6 +123,8 @@ def main() -> None:
                 generators=generators_digest(),
             )
             accelerator.log({"loss": loss.item()}, step=overall_step)
+            if not os.path.exists(settings.get("hurry", "")):
+                time.sleep(settings.get("sleep_s", 0.0))
             if settings.get("save_every") and overall_step % settings["save_every"] == 0:
                 accelerator.save_state(*folder(settings, f"step_{overall_step}"))
         model.eval()
@@ -128,8 +133,7 @@ def main() -> None:
         record.write(key=[epoch, "end"], total=total, generators=generators_digest())
         if settings.get("save_epochs"):
             accelerator.save_state(*folder(settings, f"epoch_{epoch}"))
-    digest = weights_digest(accelerator, model)
-    record.write(key=["end"], overall=overall_step, weights=digest)
+    record.write(key=["end"], overall=overall_step, weights=weights_digest(model))
     accelerator.end_training()
 
 
@@ -189,11 +193,12 @@ def generators_digest() -> str:
     return hashlib.sha256(repr(states).encode()).hexdigest()[:16]
 
 
-def weights_digest(accelerator: Accelerator, model: torch.nn.Module) -> str:
-    state = accelerator.get_state_dict(model)
+def weights_digest(model: torch.nn.Module) -> str:
+    """A digest of all weights; sharded ones are gathered."""
     digest = hashlib.sha256()
-    for tensor in state.values():
-        digest.update(tensor.cpu().numpy().tobytes())
+    for parameter in model.parameters():
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        digest.update(whole.detach().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

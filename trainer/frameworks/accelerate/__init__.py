@@ -2,7 +2,8 @@
 
     from holdfast.trainer.frameworks.accelerate import Accelerator
 
-Its names are imported on first use, after a check of the installed version.
+It takes the place of the package `accelerate` in a program's import: all other names are those of
+Accelerate. Names are imported on first use, after a check of the installed version.
 """
 
 from __future__ import annotations
@@ -14,12 +15,17 @@ from holdfast.trainer.frameworks.versions import require
 
 if TYPE_CHECKING:
     from holdfast.trainer.frameworks.accelerate.accelerator import Accelerator as Accelerator
+    from holdfast.trainer.frameworks.accelerate.loaders import (
+        skip_first_batches as skip_first_batches,
+    )
 
-__all__ = ["Accelerator"]
+__all__ = ["Accelerator", "skip_first_batches"]
+_MODULES = {"Accelerator": "accelerator", "skip_first_batches": "loaders"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {__all__}")
+    if name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     require("accelerate")
-    return getattr(import_module(f"{__name__}.accelerator"), name)
+    own = _MODULES.get(name)
+    return getattr(import_module(f"{__name__}.{own}" if own else "accelerate"), name)

@@ -11,7 +11,11 @@ from torch.optim import Optimizer
 
 from holdfast.contracts.errors import SpecError
 from holdfast.trainer.frameworks.accelerate.folders import newest_folder
-from holdfast.trainer.frameworks.accelerate.loaders import Loader, Rest, is_loader
+from holdfast.trainer.frameworks.accelerate.loaders import (
+    Loader,
+    is_loader,
+    skip_first_batches,
+)
 from holdfast.trainer.frameworks.accelerate.training import Training
 from holdfast.trainer.session import Session
 
@@ -73,11 +77,7 @@ class Accelerator(accelerate.Accelerator):
 
         In the epoch in which Holdfast resumed, the loader continues at the restored place instead.
         """
-        if not is_loader(dataloader):
-            return super().skip_first_batches(dataloader, num_batches)
-        if dataloader.batches is None:
-            return super().skip_first_batches(dataloader.inner, num_batches)
-        return Rest(dataloader, num_batches)
+        return skip_first_batches(dataloader, num_batches)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
         """Logs to the trackers as Accelerate does, and numbers to the run's metrics too."""

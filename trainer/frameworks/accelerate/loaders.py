@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 from accelerate.data_loader import DataLoaderDispatcher
+from accelerate.data_loader import skip_first_batches as skip_in_accelerate
 from torch.utils.data import IterableDataset
 
 from holdfast.contracts.errors import CheckpointError, SpecError
@@ -143,7 +144,7 @@ class Loader:
             raise CheckpointError(
                 f"loader {self.number}: its dataset had {saved['samples']} samples and now has "
                 f"{len(self.inner.dataset)}, so its order cannot be continued. Use the same "
-                "dataset, or start a new run from this checkpoint with load_state"
+                "dataset"
             )
         sampler = self.batches.sampler_of_ids
         if saved["seed"] is not None:
@@ -197,6 +198,19 @@ class Rest:
         if name in {"_loader", "_skip"}:
             raise AttributeError(name)
         return getattr(self._loader, name)
+
+
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """Return a loader without its first batches.
+
+    In the epoch in which Holdfast resumed, a prepared loader continues at its restored place
+    instead.
+    """
+    if not is_loader(dataloader):
+        return skip_in_accelerate(dataloader, num_batches)
+    if dataloader.batches is None:
+        return skip_in_accelerate(dataloader.inner, num_batches)
+    return Rest(dataloader, num_batches)
 
 
 def is_loader(item: object) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,7 +44,7 @@ class Training:
         self._folders = Folders(
             accelerator.project_configuration, is_main=bool(accelerator.is_main_process)
         )
-        self._is_looping = self._ignores_steps = self._is_closed = False
+        self._is_looping = self._has_looped = self._ignores_steps = self._is_closed = False
 
     @property
     def is_open(self) -> bool:
@@ -62,7 +62,7 @@ class Training:
         if self.session is not None:
             return self.session
         self._check()
-        accelerator, options = self._accelerator, self._options
+        accelerator, options = self._accelerator, dict(self._options)
         extra = {PROGRESS: self.progress, **options.pop("extra", {})}
         extra |= {f"custom_{n}": each for n, each in enumerate(accelerator._custom_objects)}
         if accelerator.scaler is not None:
@@ -76,7 +76,8 @@ class Training:
             start_from=start_from,
             **options,
         )
-        if session.resumed_from is not None and not self.progress.was_restored:
+        is_excluded = f"extra.{PROGRESS}" in listed(options.get("exclude", ()))
+        if session.resumed_from is not None and not (self.progress.was_restored or is_excluded):
             with session:
                 raise CheckpointError(
                     f"{session.resumed_from} was not saved by an Accelerate program, so the place "
@@ -105,7 +106,7 @@ class Training:
         """Yield the numbers of the remaining epochs, from `start` on without a checkpoint."""
         session = self.start()
         is_fresh = session.resumed_from is None
-        self._is_looping = True
+        self._is_looping = self._has_looped = True
         try:
             for epoch in session.epochs(total):
                 self._folders.look(session)
@@ -196,21 +197,18 @@ class Training:
                 f"load_state({str(folder)!r}) inside of the loop over accelerator.epochs; expected "
                 "it before the loop, or after it"
             )
-        directory = None if link is None or folder is None else find_linked(link, folder)
-        if self.session is None:
-            session = self.start(directory)
-            if session.resumed_from is None:
-                self._load_stock(require_stock(folder), load_stock)
-                for loader in self.progress.loaders:
-                    loader.take_over()
-            elif link is None or session.resumed_from != link.checkpoint:
-                report_ignored(folder, session, is_main=self._accelerator.is_main_process)
-        elif directory is not None:
-            load_checkpoint(
-                directory, _one_model(self._accelerator._models), self._accelerator._optimizers
-            )
-        else:
+        if self.start().resumed_from is not None and not self._has_looped:
+            report_ignored(folder, self.start(), is_main=self._accelerator.is_main_process)
+        elif link is None or folder is None:
             self._load_stock(require_stock(folder), load_stock)
+        elif self._has_looped:
+            models, optimizers = self._accelerator._models, self._accelerator._optimizers
+            load_checkpoint(find_linked(link, folder), _one_model(models), optimizers)
+        else:
+            # Nothing has been trained, so a session that starts from the checkpoint replaces it.
+            self.start().abandon()
+            self.session = None
+            self.start(find_linked(link, folder))
 
     # --- parts ----------------------------------------------------------------------------
 
@@ -229,6 +227,9 @@ class Training:
             after.callback(setattr, self, "_ignores_steps", self._ignores_steps)
             self._ignores_steps = True
             load_stock(folder)
+        if not self._has_looped:
+            for loader in self.progress.loaders:
+                loader.take_over()
 
     def _check(self) -> None:
         accelerator = self._accelerator
@@ -244,6 +245,11 @@ class Training:
                 "are prepared; expected accelerator.prepare(model, optimizer, …) before the loop "
                 "over accelerator.epochs"
             )
+
+
+def listed(names: str | Collection[str]) -> Collection[str]:
+    """Return one name or several as a collection."""
+    return (names,) if isinstance(names, str) else names
 
 
 def _one_model(models: list[nn.Module]) -> nn.Module:
