@@ -110,7 +110,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     made.add("whole", 2, **NOISY)
     made.add("cut", 2, 2, 2, **NOISY, kill_at=4, stop_at=7)
     made.add("stateful", 2, **STATEFUL)
-    made.add("stateful_cut", 2, 2, 2, **STATEFUL, kill_at=6, stop_at=9)
+    made.add("stateful_cut", 2, 2, 2, **STATEFUL, kill_at=9, stop_at=12)
     made.add("split", 2, **SPLIT)
     made.add("split_resized", 2, 1, **SPLIT, stop_at=5)
     made.add("resized", 2, 1, stop_at=3)

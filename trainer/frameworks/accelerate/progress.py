@@ -48,6 +48,11 @@ class Progress:
         return bool(self._active)
 
     @property
+    def in_training(self) -> list[Loader]:
+        """The loaders whose training passes are under way."""
+        return [one.loader for one in self._active if one.is_training and not one.is_over]
+
+    @property
     def has_stepped(self) -> bool:
         """True from an optimizer step until that step is complete."""
         return bool(self._stepping)
@@ -156,7 +161,7 @@ class Progress:
 
 
 class Fetches:
-    """The random generators of this rank before its newest fetch from each loader.
+    """The random generators of this rank before its newest fetch from each loader in training.
 
     At another number of ranks they are left out, because each rank then has other batches.
     """
@@ -167,12 +172,17 @@ class Fetches:
         self._progress = progress
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the generators by the numbers of the loaders, as text."""
-        return {
+        """Return the generators by the numbers of the loaders, as text.
+
+        Between two passes there is an entry that nobody uses. The size is then always the same, so
+        saves need no new plan.
+        """
+        noted = {
             str(loader.number): rng.as_tensors(loader.batches.fetch)
-            for loader in self._progress.loaders
+            for loader in self._progress.in_training
             if loader.batches is not None and loader.batches.fetch is not None
         }
+        return noted or {"": rng.as_tensors(rng.note())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Give each loader the generators with which its next batch was fetched."""
