@@ -49,6 +49,8 @@ class Loop:
     """
 
     is_checkpoint_wanted = is_inside_step = is_finished = should_stop = False
+    # True if the wanted checkpoint waits for a free staging slot instead of being skipped.
+    waits_for_slot = False
     # True from the last batch of an epoch until its end is complete.
     is_at_end = False
     total: int | None = None
@@ -88,14 +90,18 @@ class Loop:
         self._has_entered = self._position.has_begun = True
         return self.should_stop
 
-    def boundary(self) -> bool:
-        """Complete one more step. Return True if this rank must leave now."""
+    def boundary(self, *, ends_epoch: bool = False) -> bool:
+        """Complete one more step. Return True if this rank must leave now.
+
+        With `ends_epoch`, it is the last step of its epoch, so a due save waits for the end.
+        """
         step, pace, saver = self._position.finish_step(), self._pace, self._saver
         is_flushing = bool(saver.in_flight)
         pace.meter.leave(time.monotonic(), is_flushing=is_flushing)
         if is_flushing:
             saver.collect()
         self._guard.look()
+        self.is_at_end = ends_epoch and self.epochs is not None
         if self._is_save_due(step) and not self._must_wait_for_end(step):
             self._meet(step)
             pace.meter.enter(time.monotonic())
@@ -226,7 +232,7 @@ class Loop:
         """
         if self._waits_for_end is not None:
             self._knows_ends = False
-        is_at_end = self._knows_ends and self._position.is_at_end_of_epoch
+        is_at_end = self._knows_ends and (self.is_at_end or self._position.is_at_end_of_epoch)
         self._waits_for_end = step if is_at_end else None
         return is_at_end
 
@@ -249,6 +255,7 @@ class Loop:
         if self.is_checkpoint_wanted:
             asked, self.is_checkpoint_wanted = "request", False
         wanted = bool(asked)
+        waits, self.waits_for_slot = self.waits_for_slot, False
         cadence, saver = self._pace.cadence, self._saver
         if not saver.is_planned:
             # The first step created the optimizer's state, whose size sets the cost of a copy.
@@ -266,7 +273,7 @@ class Loop:
             self._guard.resolve()
             # This meeting was called because of the loss. A cloud's notice is followed by a stop.
             save = save if asked != NOTICE else 0
-        saved = bool(save) and not is_busy
+        saved = bool(save) and (waits or not is_busy)
         if saved:
             saver.make_fit(plan_status)
             saver.save(step=step, reason=asked or "interval")

@@ -104,6 +104,11 @@ class Saver:
         """True if `step` was the last to be staged or was restored, and needs no save."""
         return step == self._staged_step
 
+    @property
+    def staged_name(self) -> str | None:
+        """The directory name of the checkpoint that was staged last in this launch, or None."""
+        return self._staged_name
+
     def pass_epoch(self) -> None:
         """Record that the state differs from the restored one although no step is complete.
 

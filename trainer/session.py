@@ -28,6 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from holdfast.contracts.errors import SpecError
+from holdfast.contracts.journal import EventKind
+from holdfast.contracts.paths import checkpoint_id
 from holdfast.trainer import alone
 from holdfast.trainer.data.order import Batch
 from holdfast.trainer.data.sampler import ElasticDistributedSampler, ElasticSampler, check_order
@@ -78,6 +80,7 @@ class Session(SessionParts):
         exclude: str | Sequence[str] = (),
         snapshots: int | str = "auto",
         planner: SavePlanner | None = None,
+        start_from: str | Path | None = None,
     ) -> None:
         """Resumes from the newest checkpoint that verifies.
 
@@ -103,6 +106,8 @@ class Session(SessionParts):
             exclude: parts that keep their values, once, for a checkpoint that does not fit.
             snapshots: steps between snapshots, `"auto"` or `"off"`. The spec has precedence.
             planner: your own `SavePlanner`. There are no snapshots with it.
+            start_from: the directory of a checkpoint of another run, with which this run begins
+                while it has no checkpoint of its own. The steps continue after it.
 
         Raises `PreflightError` if the process group or the flusher is missing, `CheckpointError`
         if the checkpoint does not fit the program, `DamagedCheckpointError` if no undamaged one is
@@ -124,7 +129,9 @@ class Session(SessionParts):
                 world_size=self._ranks.world_size,
             )
             saver = partial(Saver, note_forms=state.note_forms, planner=planner)
-            found = self._restore(state, saver, partial(load_tensors, self._ranks, state))
+            load = partial(load_tensors, self._ranks, state)
+            origin = Path(start_from) if start_from else None
+            found = self._restore(state, saver, load, start_from=origin)
             self._start(found, chosen, rhythm)
         end_deaf_helpers_at_exit()
 
@@ -241,16 +248,46 @@ class Session(SessionParts):
         """Return False if the program only accumulated gradients of the last batch."""
         return True
 
-    def boundary(self) -> bool:
+    def begin_steps(self) -> bool:
+        """Begins the steps of a loop that you write yourself, after its loader is in place.
+
+        It restores the random generators to the resumed state. Without it, draws between the resume
+        and the first step would change that step. Returns True when this rank must leave now.
+        """
+        return self._enter_loop(is_last=True)
+
+    def boundary(self, *, ends_epoch: bool = False) -> bool:
         """Ends one step in a loop that you write yourself; saves if a checkpoint is due.
 
         Returns True when this rank must leave now. By then the last checkpoint is committed.
+        `ends_epoch` marks the last step of an epoch: a due save then waits for the epoch's end.
         """
-        return self._loop.boundary()
+        return self._loop.boundary(ends_epoch=ends_epoch)
 
-    def checkpoint(self) -> None:
-        """Requests a checkpoint at the end of this step or epoch. Call it on every rank."""
+    def checkpoint(self, *, wait: bool = False) -> None:
+        """Requests a checkpoint at the end of this step or epoch. Call it on every rank.
+
+        While both staging slots are still being written, the checkpoint is skipped. With `wait`,
+        it waits for one of them.
+        """
         self._loop.is_checkpoint_wanted = True
+        self._loop.waits_for_slot = self._loop.waits_for_slot or wait
+
+    @property
+    def current_checkpoint(self) -> str | None:
+        """The id of the checkpoint of the current step, or None while there is none.
+
+        It was restored, or it is staged. Once it is committed, it has a manifest.
+        """
+        if not self._saver.has_staged(self.step):
+            return None
+        name = self._saver.staged_name
+        return self.resumed_from if name is None else checkpoint_id(self._context.run.name, name)
+
+    def keep_while_there(self, checkpoint: str, path: Path) -> None:
+        """Keeps one of this run's checkpoints from deletion by keep rules while `path` exists."""
+        name = checkpoint.rpartition(":")[2]
+        self._recorder.event(EventKind.EXPORTED, checkpoint=name, format="link", path=str(path))
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[Session]:
@@ -359,6 +396,10 @@ class Session(SessionParts):
             is_orderly = True
         finally:
             self._release(wait=True, is_orderly=is_orderly)
+
+    def abandon(self) -> None:
+        """Releases all resources without a save, so that another session can be made."""
+        self._release(wait=True)
 
     def __enter__(self) -> Session:
         return self

@@ -51,14 +51,21 @@ class SessionParts:
         self._flags = None if self._context.has_agent else SignalFlags(self._record)
         self._record.beat(Phase.LOAD)
 
-    def _restore(self, state: RunState, open_saver: Callable[..., Saver], load: Load) -> Resumed:
+    def _restore(
+        self,
+        state: RunState,
+        open_saver: Callable[..., Saver],
+        load: Load,
+        *,
+        start_from: Path | None = None,
+    ) -> Resumed:
         """Restore the newest checkpoint that verifies. Return the resumed position."""
         self._state = state
         self._recorder = open_recorder(self._context)
         self._saver = open_saver(
             self._context, self._ranks, self._record, self._recorder, capture=self._capture
         )
-        found = resume(self._context, self._ranks, load, self._recorder)
+        found = resume(self._context, self._ranks, load, self._recorder, start_from)
         self._saver.began_at(found.step, found.checkpoint, found.manifest)
         self.best, self.resumed_from = found.best, found.checkpoint
         self._began_in = found.epoch, found.in_epoch

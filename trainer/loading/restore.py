@@ -84,9 +84,16 @@ def chosen_snapshots(default: int | str) -> SnapshotRhythm:
     return SnapshotRhythm(os.environ.get(environment.CHECKPOINT_SNAPSHOTS) or default)
 
 
-def resume(context: RankContext, ranks: ControlGroup, load: Load, recorder: Recorder) -> Resumed:
+def resume(
+    context: RankContext,
+    ranks: ControlGroup,
+    load: Load,
+    recorder: Recorder,
+    start_from: Path | None = None,
+) -> Resumed:
     """Restore the run's newest checkpoint that verifies. Every rank must call this.
 
+    A run without a checkpoint restores `start_from`, the directory of another run's checkpoint.
     A checkpoint that turns out damaged while it is read is skipped by all ranks together. Raises
     `CheckpointError` if the checkpoint does not fit the program's state, and
     `DamagedCheckpointError` if one was read in part and there is none to fall back to.
@@ -104,6 +111,7 @@ def resume(context: RankContext, ranks: ControlGroup, load: Load, recorder: Reco
         journal=recorder.event,
         find=prepared.verify,
         fetch=prepared.fetch,
+        start_from=start_from,
     )
     for _ in range(FALLBACKS_MAX):
         # Rank 0's lease protects the checkpoint from deletion until all ranks have loaded it.

@@ -32,19 +32,20 @@ def choose(
     verify: bool = False,
     passing_over: Mapping[str, str] | None = None,
     find: Find = find_damage,
+    start_from: Path | None = None,
 ) -> Choice:
     """Return the newest checkpoint of the run's current branch that verifies. Deletes nothing.
 
     Normally only sizes are compared here, because the load verifies the contents. With `verify`,
     every byte is read. `passing_over` maps directories that turned out damaged to the damage. The
     last remaining candidate is always read, because after a failed load the process cannot start
-    over. A fork without a checkpoint of its own resumes from the checkpoint that it was forked
-    from. Raises `DamagedCheckpointError` if that one is damaged, because a start from nothing is
-    not what the fork asked for.
+    over. A run without a checkpoint of its own resumes from the checkpoint that it was forked
+    from, or from `start_from`. Raises `DamagedCheckpointError` if that one is damaged, because a
+    start from nothing is not what was asked for.
     """
     passed = passing_over or {}
     record = read_document(RunRecord, run.spec)
-    origin = Path(record.forked_path) if record is not None and record.forked_path else None
+    origin = Path(record.forked_path) if record is not None and record.forked_path else start_from
     uid = record.uid if record is not None else None
     skipped: list[str] = []
     candidates = _candidates(run, uid, passed, skipped)
@@ -65,8 +66,8 @@ def choose(
     problem = passed.get(str(origin), problem)
     if problem is not None:
         raise DamagedCheckpointError(
-            f"{origin}: this run was forked from it and has no checkpoint of its own, but "
-            f"{problem}; restore the directory or fork another checkpoint",
+            f"{origin}: this run starts from it and has no checkpoint of its own, but "
+            f"{problem}; restore the directory or start from another checkpoint",
             damaged=[problem],
         )
     return Choice(origin, manifest_of_origin, tuple(skipped))

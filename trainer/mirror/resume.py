@@ -53,6 +53,7 @@ class Search:
     journal: Journal
     find: Find
     fetch: Fetch
+    start_from: Path | None = None
 
     def choose(self) -> Choice:
         """Return the newest valid checkpoint of all tiers, after fetching it if necessary.
@@ -68,7 +69,9 @@ class Search:
         return found if found.manifest else self._choose_here()
 
     def _choose_here(self) -> Choice:
-        return choose(self.run, passing_over=self.passed, find=self.find)
+        return choose(
+            self.run, passing_over=self.passed, find=self.find, start_from=self.start_from
+        )
 
     def newest(self, here: Choice) -> Choice:
         """Return `here`, or a newer checkpoint of the mirror after fetching it.

@@ -141,13 +141,20 @@ class Objects:
         return tensors, documents
 
     def left_behind(self, documents: Mapping[str, Any], exclude: Collection[str]) -> list[str]:
-        """Return per-rank objects of another world size that `exclude` names."""
+        """Return per-rank objects of another world size that are not restored.
+
+        `exclude` names them, or their attribute `is_of_one_size` says that they matter only at the
+        world size at which they were saved.
+        """
         return [
             name
             for name, saved in documents.items()
             if _form(saved) == PER_RANK
             and saved["ranks"] != self._world_size
-            and is_excluded(name, exclude)
+            and (
+                is_excluded(name, exclude)
+                or getattr(self._alone.get(name), "is_of_one_size", False)
+            )
         ]
 
     def templates(

@@ -1,0 +1,76 @@
+"""Runs launches of `accelerate_program` one after another, with forked ranks.
+
+    python -m tests.frameworks.accelerate_cases LAUNCHES
+
+LAUNCHES is a JSON list of [ranks, settings]. Ranks are forked, to save the start of Python. Prints
+the exit statuses of the ranks of each launch as JSON: 0, a positive status, or a negative signal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from tests.frameworks import accelerate_program
+
+LAUNCH_S: Final = 120.0
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        launches = enumerate(json.loads(sys.argv[1]))
+        print(json.dumps([run(*one, Path(folder) / f"store-{n}") for n, one in launches]))
+
+
+def run(ranks: int, settings: dict[str, Any], store: Path) -> list[int]:
+    """One launch. If one rank fails, the others are killed, as torchrun does it."""
+    pids = [fork(rank, ranks, settings, store) for rank in range(ranks)]
+    statuses: dict[int, int] = {}
+    give_up = time.monotonic() + LAUNCH_S
+    while len(statuses) < ranks:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid in pids:
+            statuses[pid] = os.waitstatus_to_exitcode(status)
+        if any(statuses.values()) or time.monotonic() > give_up:
+            for other in set(pids) - set(statuses):
+                os.kill(other, signal.SIGKILL)
+        if not pid:
+            time.sleep(0.005)
+    return [statuses[pid] for pid in pids]
+
+
+def fork(rank: int, ranks: int, settings: dict[str, Any], store: Path) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        os.environ |= {name: str(value) for name, value in names.items()}
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+        sys.argv = ["accelerate_program.py", json.dumps(settings)]
+        accelerate_program.main()
+        status = 0
+    except SystemExit as end:
+        status = int(end.code or 0)
+    except BaseException:
+        # The child ends here in any case.
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    main()
