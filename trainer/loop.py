@@ -88,15 +88,20 @@ class Loop:
         self._has_entered = self._position.has_begun = True
         return self.should_stop
 
-    def boundary(self) -> bool:
-        """Complete one more step. Return True if this rank must leave now."""
+    def boundary(self, *, has_end: bool = False) -> bool:
+        """Complete one more step. Return True if this rank must leave now.
+
+        With `has_end`, the program still does work that belongs to this step, such as an
+        evaluation, and then calls `finish_end`. A save that is due waits for that. A stop does not.
+        """
         step, pace, saver = self._position.finish_step(), self._pace, self._saver
         is_flushing = bool(saver.in_flight)
         pace.meter.leave(time.monotonic(), is_flushing=is_flushing)
         if is_flushing:
             saver.collect()
         self._guard.look()
-        if self._is_save_due(step) and not self._must_wait_for_end(step):
+        self.is_at_end = self.is_at_end or has_end
+        if self._is_save_due(step) and not (has_end or self._must_wait_for_end(step)):
             self._meet(step)
             pace.meter.enter(time.monotonic())
         elif pace.rhythm.is_due(step):
@@ -138,8 +143,13 @@ class Loop:
         """Complete the end of an epoch. Return True if this rank must leave now."""
         if self.should_stop:
             return True
-        step = self.completed
         self._position.finish_epoch()
+        self.finish_end()
+        return False
+
+    def finish_end(self) -> None:
+        """Complete the work after the last step's boundary. A save that waited for it comes now."""
+        step = self.completed
         self._saver.pass_epoch()
         self._waits_for_end, self.is_at_end = None, False
         if self._is_save_due(step) and not self._saver.has_staged(step):
@@ -148,7 +158,6 @@ class Loop:
         # The evaluation is not part of the next step's time.
         self._pace.meter.enter(time.monotonic())
         self._record.beat(Phase.TRAIN)
-        return False
 
     def finish(self) -> None:
         """Commit the last save of this launch, then record how the launch ended."""

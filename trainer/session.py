@@ -68,6 +68,7 @@ class Session(SessionParts):
         exclude: str | Sequence[str] = (),
         snapshots: int | str = "auto",
         planner: SavePlanner | None = None,
+        begins_at: int = 0,
     ) -> None:
         """Resumes from the newest checkpoint that verifies.
 
@@ -93,6 +94,8 @@ class Session(SessionParts):
             exclude: parts that keep their values, once, for a checkpoint that does not fit.
             snapshots: steps between snapshots, `"auto"` or `"off"`. The spec has precedence.
             planner: your own `SavePlanner`. There are no snapshots with it.
+            begins_at: the steps that were complete before this run, if the program itself loads
+                their state. It counts only while the run has no checkpoint.
 
         Raises `PreflightError` if the process group or the flusher is missing, `CheckpointError`
         if the checkpoint does not fit the program, `DamagedCheckpointError` if no undamaged one is
@@ -114,7 +117,7 @@ class Session(SessionParts):
                 rank=self._ranks.rank,
                 world_size=self._ranks.world_size,
             )
-            found = self._restore(planner)
+            found = self._restore(planner, begins_at)
             self._start(found, chosen, rhythm)
         end_deaf_helpers_at_exit()
 
@@ -142,6 +145,11 @@ class Session(SessionParts):
     def world_size(self) -> int:
         """The number of ranks."""
         return self._ranks.world_size
+
+    @property
+    def committed_step(self) -> int:
+        """The step of the newest checkpoint that this rank knows to be committed, or 0."""
+        return self._saver.committed_step
 
     @property
     def run_directory(self) -> Path:
@@ -225,12 +233,38 @@ class Session(SessionParts):
                 return
         loop.is_at_end = loop.epochs is not None
 
-    def boundary(self) -> bool:
+    def begin(self, total: int, *, has_end: bool = False) -> bool:
+        """Begins a loop that you write yourself, up to step `total`; `boundary` ends its steps.
+
+        Restores the random generators. Returns True when this rank must leave at once. Pass
+        `has_end` if a resume must first do the work that follows the restored step, and call
+        `finish_end` after it.
+        """
+        self._loop.is_at_end = has_end
+        self._loop.promise(steps=total)
+        return self._enter_loop(is_last=True)
+
+    def boundary(self, *, has_end: bool = False) -> bool:
         """Ends one step in a loop that you write yourself; saves if a checkpoint is due.
 
-        Returns True when this rank must leave now. By then the last checkpoint is committed.
+        Returns True when this rank must leave now. By then the last checkpoint is committed. Pass
+        `has_end` if an evaluation or other work of this step follows, and call `finish_end` after
+        it. A save that is due then waits for `finish_end`.
         """
-        return self._loop.boundary()
+        return self._loop.boundary(has_end=has_end)
+
+    def finish_end(self) -> None:
+        """Completes the work that followed `boundary(has_end=True)`; saves if one is due."""
+        self._loop.finish_end()
+
+    def finish(self) -> None:
+        """Commits the state after the last step. `close` then saves nothing more.
+
+        For a program that still changes the model, as by loading the best weights. Raises
+        `SaveError` if the last checkpoint could not be committed.
+        """
+        if not self._loop.is_finished:
+            self._loop.finish()
 
     def checkpoint(self) -> None:
         """Requests a checkpoint at the end of this step or epoch. Call it on every rank."""
@@ -295,17 +329,19 @@ class Session(SessionParts):
         """Records metrics of the current step. Rank 0 writes its own to the run's folder."""
         step = self._loop.step_under_way
         self.best = improved(self.best, self._best_of, values, step)
-        if self._guard.metric in values:
+        if self._guard.metric in values and self._observed != step:
             self._guard.observe(step, values[self._guard.metric])
         self._recorder.log(step, values)
 
     def observe(self, loss: float | Tensor) -> None:
         """Watches a loss of the current step without writing it and without waiting for the GPU.
 
-        `log` does so for the metric `loss`. The spec's `supervision.numerics` sets what happens
-        after a loss that is not finite or far above those before it.
+        `log` does so for the metric `loss`, unless the step's loss was given here before. The
+        spec's `supervision.numerics` sets what happens after a loss that is not finite or far above
+        those before it.
         """
-        self._guard.observe(self.step + 1, loss)
+        self._observed = self.step + 1
+        self._guard.observe(self._observed, loss)
 
     # --- the end --------------------------------------------------------------------------
 

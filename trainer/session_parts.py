@@ -35,6 +35,8 @@ class SessionParts:
     _state: TrainState
     _stop_coordinator: StopCoordinator | None = None
     _is_closed = False
+    # The last step whose loss `observe` was given.
+    _observed = 0
 
     def _join(self, directory: str | Path | None, mesh: DeviceMesh | None) -> None:
         """Join the other ranks, and register in the node's status table."""
@@ -48,7 +50,7 @@ class SessionParts:
         self._flags = None if self._context.has_agent else SignalFlags(self._record)
         self._record.beat(Phase.LOAD)
 
-    def _restore(self, planner: SavePlanner | None) -> Resumed:
+    def _restore(self, planner: SavePlanner | None, begins_at: int) -> Resumed:
         """Restore the newest checkpoint that verifies. Return the resumed position."""
         self._recorder = open_recorder(self._context)
         self._saver = Saver(
@@ -60,7 +62,7 @@ class SessionParts:
             note_forms=self._state.note_forms,
             planner=planner,
         )
-        found = resume(self._context, self._ranks, self._state, self._recorder)
+        found = resume(self._context, self._ranks, self._state, self._recorder, begins_at=begins_at)
         self._saver.began_at(found.step, found.checkpoint, found.manifest)
         self.best, self.resumed_from = found.best, found.checkpoint
         self._began_in = found.epoch, found.in_epoch

@@ -80,10 +80,16 @@ def chosen_snapshots(default: int | str) -> SnapshotRhythm:
 
 
 def resume(
-    context: RankContext, ranks: ControlGroup, state: TrainState, recorder: Recorder
+    context: RankContext,
+    ranks: ControlGroup,
+    state: TrainState,
+    recorder: Recorder,
+    *,
+    begins_at: int = 0,
 ) -> Resumed:
     """Restore the run's newest checkpoint that verifies. Every rank must call this.
 
+    Without a checkpoint, training continues after step `begins_at`.
     A checkpoint that turns out damaged while it is read is skipped by all ranks together. Raises
     `CheckpointError` if the checkpoint does not fit the program's state, and
     `DamagedCheckpointError` if one was read in part and there is none to fall back to.
@@ -107,7 +113,7 @@ def resume(
         with contextlib.ExitStack() as held:
             choice = prepared.lead(partial(_choose, search, passed, held))
             try:
-                found, restored, notes = _restore(choice, context, ranks, state)
+                found, restored, notes = _restore(choice, context, ranks, state, begins_at)
             except DamagedCheckpointError as error:
                 if choice.directory is None:
                     raise
@@ -151,13 +157,13 @@ def _report(
 
 
 def _restore(
-    choice: _Choice, context: RankContext, ranks: ControlGroup, state: TrainState
+    choice: _Choice, context: RankContext, ranks: ControlGroup, state: TrainState, begins_at: int
 ) -> tuple[Resumed, list[Restored], Sequence[str]]:
     """Load the chosen checkpoint. All ranks raise `DamagedCheckpointError` if it is damaged.
 
     Returns the resumed position, what each rank restored, and the notes of the load.
     """
-    found = Resumed(skips=choice.skips)
+    found = Resumed(step=begins_at, skips=choice.skips)
     restored = [Restored(parts=())]
     report = None
     if choice.directory is not None:
@@ -201,7 +207,10 @@ def describe(
     """
     over = f"; skipped {'; '.join(skipped)}" if skipped else ""
     if found.checkpoint is None:
-        return f"holdfast: {run} begins at step 0: there is no checkpoint to resume from{over}"
+        return (
+            f"holdfast: {run} begins at step {found.step}: there is no checkpoint to resume from"
+            f"{over}"
+        )
     first = restored[0]
     reseeded = [str(rank) for rank, one in enumerate(restored) if one.reseeded]
     notes = [f"{name} was not in the checkpoint" for name in first.missing]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -26,12 +26,26 @@ MT_WORDS: Final = 624
 SEEDS: Final = 1 << 62
 
 
+Drawn = tuple[Any, Any, torch.Tensor]
+"""The states of Python's, NumPy's and torch's generators as these libraries return them."""
+
+
+def note() -> Drawn:
+    """Return the states of the generators on the CPU. It takes a few microseconds."""
+    return random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
+
+
+def as_tensors(noted: Drawn) -> dict[str, torch.Tensor]:
+    """Return noted states as `capture` does."""
+    return {PYTHON: _python_state(noted[0]), NUMPY: _numpy_state(noted[1]), TORCH: noted[2]}
+
+
 def capture() -> dict[str, torch.Tensor]:
     """Return the states by generator: int64 for Python (628,) and NumPy (627,), uint8 for torch.
 
     CUDA is included only if it is in use, and only for this rank's current device.
     """
-    states = {PYTHON: _python_state(), NUMPY: _numpy_state(), TORCH: torch.get_rng_state()}
+    states = as_tensors(note())
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states[CUDA] = torch.cuda.get_rng_state()
     return states
@@ -95,15 +109,13 @@ def reseed(seed: int, rank: int, step: int) -> None:
     torch.manual_seed(drawn)
 
 
-def _python_state() -> torch.Tensor:
-    version, words, gauss = random.getstate()
+def _python_state(state: Any) -> torch.Tensor:
+    version, words, gauss = state
     bits = struct.unpack("<q", struct.pack("<d", gauss or 0.0))[0]
     return torch.tensor([version, *words, int(gauss is not None), bits], dtype=torch.int64)
 
 
-def _numpy_state() -> torch.Tensor:
-    state = np.random.get_state(legacy=False)
-    assert isinstance(state, dict)
+def _numpy_state(state: Any) -> torch.Tensor:
     bits = struct.unpack("<q", struct.pack("<d", state["gauss"]))[0]
     words = [*state["state"]["key"].tolist(), state["state"]["pos"], state["has_gauss"], bits]
     return torch.tensor(words, dtype=torch.int64)
