@@ -2,9 +2,9 @@
 
     torchrun … transformers_program.py '{"notes": "DIRECTORY", …}'
 
-Each rank appends a line of JSON for each step, each evaluation and the end to its notes. The last
-line under a key counts. So two runs are equal if their last lines are. The keys of the argument
-that are not explained in `Settings` are arguments of `TrainingArguments`.
+It notes each step, each evaluation and the end of every rank through `loop_cases.Case`. So two runs
+are equal if their last notes are. The keys of the argument that `Settings` does not have are
+arguments of `TrainingArguments`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
-import signal
+import logging
 import sys
 import time
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any, Final
 
 import torch
 import transformers
+from tests.loop_cases import Case
 from torch.utils.data import Dataset
 from transformers import (
     EarlyStoppingCallback,
@@ -36,12 +36,12 @@ WORDS: Final = 64
 LENGTH: Final = 12
 DEFAULTS: Final[dict[str, Any]] = {
     "use_cpu": True,
-    "num_train_epochs": 3,
+    "num_train_epochs": 2,
     "per_device_train_batch_size": 4,
     "per_device_eval_batch_size": 4,
     "learning_rate": 0.01,
     "warmup_steps": 3,
-    "logging_steps": 2,
+    "logging_steps": 3,
     "eval_strategy": "epoch",
     "save_strategy": "epoch",
     "save_total_limit": 2,
@@ -50,8 +50,10 @@ DEFAULTS: Final[dict[str, Any]] = {
     "remove_unused_columns": False,
     "report_to": [],
     "disable_tqdm": True,
+    "log_level": "error",
     "seed": 7,
 }
+TIMED: Final = ("runtime", "per_second")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,19 +61,13 @@ class Settings:
     """What the program does besides the arguments of its trainer.
 
     `kind` is "bare" for the trainer of Transformers, "class" or "callback" for Holdfast's.
-    `kill_at` and `term_at` are steps at which rank 0 of the first launch gets that signal.
-    `kill_in_evaluation` is a step after which it is killed within the evaluation.
     """
 
-    notes: str
     kind: str = "class"
-    samples: int = 48
-    masks: bool = True
+    samples: int = 37
     patience: int = 0
     sleep_s: float = 0.0
-    kill_at: int = 0
-    term_at: int = 0
-    kill_in_evaluation: int = 0
+    resume: str | bool | None = None
 
 
 class Sentences(Dataset[dict[str, Any]]):
@@ -88,132 +84,105 @@ class Sentences(Dataset[dict[str, Any]]):
         return {"input_ids": words, "ids": index}
 
 
-class Collator:
-    """Stacks sentences, and replaces words at random, as masked language modelling does."""
-
-    def __init__(self, *, masks: bool) -> None:
-        self._masks = masks
-
-    def __call__(self, items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        words = torch.stack([item["input_ids"] for item in items])
-        labels = words.clone()
-        if self._masks:
-            words = torch.where(torch.rand(words.shape) < 0.1, torch.tensor(1), words)
-        return {
-            "input_ids": words,
-            "labels": labels,
-            "ids": torch.tensor([item["ids"] for item in items]),
-        }
-
-
-class Notes:
-    """The notes of one rank."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
-        self._path = folder / f"rank{os.environ.get('RANK', '0')}.jsonl"
-        self.parts: list[Any] = []
-
-    def add(self, key: str, **facts: Any) -> None:
-        with self._path.open("a") as stream:
-            stream.write(json.dumps([key, facts]) + "\n")
-
-    def interrupt(self, number: signal.Signals) -> None:
-        """Send rank 0 a signal, once in the life of a run."""
-        taken = self.folder / "taken"
-        if os.environ.get("RANK", "0") == "0" and not taken.exists():
-            taken.touch()
-            os.kill(os.getpid(), number)
+def collate(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Stack sentences, and replace words at random, as masked language modelling does."""
+    labels = torch.stack([item["input_ids"] for item in items])
+    words = torch.where(torch.rand(labels.shape) < 0.1, torch.tensor(1), labels)
+    ids = torch.tensor([item["ids"] for item in items])
+    return {"input_ids": words, "labels": labels, "ids": ids}
 
 
 class Noting(TrainerCallback):
-    """Notes each step, and interrupts the run where the settings say so."""
+    """Notes steps and evaluations, and marks where a case can interrupt the run."""
 
-    def __init__(self, notes: Notes, settings: Settings) -> None:
-        self._notes, self._settings = notes, settings
+    def __init__(self, case: Case, settings: Settings) -> None:
+        self._case, self._settings = case, settings
+        self.parts: list[Any] = []
+        self._passes = 0
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._case.mark("epoch begins", state.global_step)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._case.mark("step begins", state.global_step + 1)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        notes, settings = self._notes, self._settings
         rate = more["lr_scheduler"].get_last_lr()
-        notes.add(f"step {state.global_step}", parts=notes.parts, rate=rate)
-        notes.parts = []
-        time.sleep(settings.sleep_s)
-        if state.global_step == settings.kill_at:
-            notes.interrupt(signal.SIGKILL)
-        if state.global_step == settings.term_at:
-            notes.interrupt(signal.SIGTERM)
+        self._case.note(f"step {state.global_step}", parts=self.parts, rate=rate)
+        self.parts, self._passes = [], 0
+        time.sleep(self._settings.sleep_s)
+        self._case.mark("step ends", state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._case.mark("logged", state.global_step)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self._settings.kill_in_evaluation:
-            self._notes.interrupt(signal.SIGKILL)
+        self._passes += 1
+        if self._passes == 1:
+            self._case.mark("evaluates", state.global_step)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **_: Any) -> None:
-        self._notes.add(f"evaluation {state.global_step}", loss=metrics["eval_loss"])
+        self._case.note(f"evaluation {state.global_step}", loss=metrics["eval_loss"])
+        self._case.mark("evaluated", state.global_step)
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._case.mark("saved", state.global_step)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._passes = 0
+        self._case.mark("epoch ends", state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._case.mark("training ends", state.global_step)
 
 
-def noting(kind: type[Any], notes: Notes) -> type[Any]:
+def noted(kind: type[Any], noting: Noting) -> type[Any]:
     """Return a subclass that notes the samples and the loss of each batch."""
 
-    class Noted(kind):  # type: ignore[misc]
-        def compute_loss(self, model: Any, inputs: Any, *rest: Any, **more: Any) -> Any:
-            ids = inputs.pop("ids").tolist()
-            loss = super().compute_loss(model, inputs, *rest, **more)
-            if model.training:
-                notes.parts.append([ids, loss.item()])
-            return loss
+    def compute_loss(self: Any, model: Any, inputs: Any, *rest: Any, **more: Any) -> Any:
+        ids = inputs.pop("ids").tolist()
+        loss = kind.compute_loss(self, model, inputs, *rest, **more)
+        if model.training:
+            noting.parts.append([ids, loss.item()])
+        return loss
 
-    Noted.__name__ = Noted.__qualname__ = kind.__name__
-    return Noted
+    return type(kind.__name__, (kind,), {"compute_loss": compute_loss})
 
 
-def digest(tensors: Any) -> str:
-    """Return a digest of named tensors."""
-    found = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        found.update(name.encode() + whole.detach().contiguous().numpy().tobytes())
-    return found.hexdigest()
-
-
-def make_trainer(settings: Settings, arguments: dict[str, Any], notes: Notes) -> Any:
-    args = TrainingArguments(**{**DEFAULTS, "output_dir": str(notes.folder / "out"), **arguments})
+def make_trainer(case: Case, settings: Settings, arguments: dict[str, Any]) -> Any:
+    """Return the trainer of a run whose folder is that of the case."""
+    args = TrainingArguments(**{**DEFAULTS, "output_dir": str(case.folder / "out"), **arguments})
     transformers.set_seed(args.seed)
-    model = GPT2LMHeadModel(
-        GPT2Config(vocab_size=WORDS, n_positions=LENGTH, n_embd=16, n_layer=2, n_head=2)
-    )
-    callbacks: list[Any] = [Noting(notes, settings)]
+    sizes = {"vocab_size": WORDS, "n_positions": LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    noting = Noting(case, settings)
+    callbacks: list[Any] = [noting]
     if settings.patience:
         callbacks.append(EarlyStoppingCallback(settings.patience))
     if settings.kind == "callback":
         callbacks.append(HoldfastCallback())
-    kind = Trainer if settings.kind == "class" else transformers.Trainer
-    return noting(kind, notes)(
+    return noted(Trainer if settings.kind == "class" else transformers.Trainer, noting)(
         model=model,
         args=args,
         train_dataset=Sentences(settings.samples),
         eval_dataset=Sentences(10),
-        data_collator=Collator(masks=settings.masks),
+        data_collator=collate,
         callbacks=callbacks,
     )
 
 
-def main() -> None:
-    given = json.loads(sys.argv[1])
+def train(case: Case, **given: Any) -> None:
+    """Train, and note the whole result."""
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
     known = {field.name for field in dataclasses.fields(Settings)}
     settings = Settings(**{k: v for k, v in given.items() if k in known})
-    resume = given.pop("resume_from_checkpoint", None)
-    torch.set_num_threads(1)
-    notes = Notes(Path(settings.notes))
-    arguments = {k: v for k, v in given.items() if k not in known}
-    trainer = make_trainer(settings, arguments, notes)
-    output = trainer.train(resume_from_checkpoint=resume)
+    trainer = make_trainer(case, settings, {k: v for k, v in given.items() if k not in known})
+    output = trainer.train(resume_from_checkpoint=settings.resume)
     state = trainer.state
-    timed = ("runtime", "per_second")
     history = [
-        {k: v for k, v in entry.items() if not k.endswith(timed)} for entry in state.log_history
+        {k: v for k, v in entry.items() if not k.endswith(TIMED)} for entry in state.log_history
     ]
-    notes.add(
+    case.note(
         "end",
         step=state.global_step,
         loss=output.training_loss,
@@ -224,6 +193,23 @@ def main() -> None:
         weights=digest(trainer.model.state_dict()),
         random=torch.rand(3).tolist(),
     )
+
+
+def digest(tensors: dict[str, Any]) -> str:
+    """Return a digest of named tensors, sharded or whole."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        found.update(name.encode() + whole.detach().contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def main() -> None:
+    given = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    folder = Path(given.pop("notes"))
+    folder.mkdir(parents=True, exist_ok=True)
+    train(Case(folder), **given)
 
 
 if __name__ == "__main__":

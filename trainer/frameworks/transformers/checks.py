@@ -8,11 +8,12 @@ from torch.utils.data import IterableDataset
 from transformers.trainer_utils import has_length
 
 from holdfast.contracts.errors import SpecError
+from holdfast.trainer.numerics.guard import chosen_numerics
 
 FSDP2: Final = 2
 ADVICE: Final = {
-    "jit": "enable_jit_checkpoint=True lets each rank save and stop alone after a SIGTERM. Leave it "
-    "out: Holdfast stops all ranks after the same step",
+    "jit": "enable_jit_checkpoint=True lets each rank save and stop alone after a SIGTERM. Leave "
+    "it out: Holdfast stops all ranks after the same step",
     "auto_batch": "auto_find_batch_size=True changes the batch during the run, so no resume finds "
     "its place in the data. Set per_device_train_batch_size",
     "search": "hyperparameter_search trains several times in one program, and a run is one "
@@ -26,6 +27,8 @@ ADVICE: Final = {
     "as holdfast submit and torchrun do",
     "order": "accelerator_config={'use_seedable_sampler': False} gives an order that no resume can "
     "continue after the first epoch. Leave it at True",
+    "numerics": "supervision.numerics: the data of a Trainer comes in its own order, of which "
+    "Holdfast cannot skip a part. Choose stop or warn for on_nan and on_spike",
 }
 
 
@@ -52,6 +55,7 @@ def _refused(trainer: Any) -> set[str]:
     args = trainer.args
     sizes = trainer.get_tp_size(), trainer.get_cp_size(), trainer.get_sp_size()
     fsdp = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    numerics = chosen_numerics()
     found = {
         "jit": args.enable_jit_checkpoint,
         "auto_batch": args.auto_find_batch_size,
@@ -60,6 +64,7 @@ def _refused(trainer: Any) -> set[str]:
         "fsdp1": fsdp is not None and getattr(fsdp, "fsdp_version", 1) != FSDP2,
         "parallel": trainer.is_distributed_loading_by_transformers or sizes != (1, 1, 1),
         "several_gpus": args.n_gpu > 1,
+        "numerics": bool({"skip", "rollback"} & {numerics.on_nan, numerics.on_spike}),
         "order": args.world_size > 1 and not args.accelerator_config.use_seedable_sampler,
     }
     return {name for name, is_so in found.items() if is_so}

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
+from transformers.trainer_utils import rotate_checkpoints, sort_checkpoints
 
 from holdfast.contracts.errors import CheckpointError, SpecError
 from holdfast.contracts.paths import MANIFEST
@@ -22,6 +22,8 @@ from holdfast.trainer.session import Session
 from holdfast.trainer.state import rng
 
 TRAINER_STATE: Final = "trainer_state.json"
+# A directory with a training state has these. One that Holdfast's trainer wrote has only the first.
+WHOLE: Final = (TRAINER_STATE, "scheduler.pt")
 # In place of a path, when the session has restored the state.
 RESUMED: Final = "holdfast"
 SHARE: Final = "trainer_rank"
@@ -138,10 +140,11 @@ class TrainerRun:
                 "resumes by itself. Leave the argument out; to begin another run with this "
                 "checkpoint, use `holdfast fork`"
             )
-        if not (Path(path) / TRAINER_STATE).exists():
+        if missing := [name for name in WHOLE if not (Path(path) / name).exists()]:
             raise SpecError(
-                f"resume_from_checkpoint={path}: there is no {TRAINER_STATE} in it; expected a "
-                "checkpoint directory of a Transformers Trainer"
+                f"resume_from_checkpoint={path}: there is no {' and no '.join(missing)} in it; "
+                "expected a checkpoint that a Transformers Trainer saved with its training state. "
+                "To begin with a model only, load it with from_pretrained"
             )
         return path
 
@@ -338,8 +341,9 @@ class TrainerRun:
     def _given_path(self, given: str | bool | None) -> str | None:
         """Return the directory to begin with, "" if there must be one and is none, or None."""
         if given is True:
-            where = self._trainer.args.output_dir
-            return get_last_checkpoint(where) or "" if os.path.isdir(where) else ""
+            found = sort_checkpoints(self._trainer.args.output_dir)
+            whole = [path for path in found if all((Path(path) / n).exists() for n in WHOLE)]
+            return whole[-1] if whole else ""
         return os.fspath(given) if given else None
 
     @property
