@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -83,17 +83,17 @@ class Case:
         return "end" in self.notes(0)
 
 
-def main() -> None:
+def main(shapes: Mapping[str, Callable[[Any], None]] = SHAPES) -> None:
     shape, ranks, interval, snapshots, stride, where = sys.argv[1:]
     folder, world_size = Path(where), int(ranks)
     torch.set_num_threads(1)
     os.environ |= {CHECKPOINT_INTERVAL: interval, CHECKPOINT_SNAPSHOTS: snapshots}
-    whole = run(SHAPES[shape], Case(made(folder / "whole")), world_size)
+    whole = run(shapes[shape], Case(made(folder / "whole")), world_size)
     places = [(str(name), int(at)) for name, at in whole.lines("places")]
     cases = [(place, kind) for place in dict.fromkeys(places) for kind in sorted(KINDS)]
     different = []
     for number, (place, kind) in enumerate(cases[:: int(stride)]):
-        case = run(SHAPES[shape], Case(made(folder / f"{number}"), place, kind), world_size)
+        case = run(shapes[shape], Case(made(folder / f"{number}"), place, kind), world_size)
         for rank in range(world_size):
             expected, found = whole.notes(rank), case.notes(rank)
             wrong = [key for key in expected if found.get(key) != expected[key]]

@@ -90,10 +90,12 @@ class Loop:
         self._has_entered = self._position.has_begun = True
         return self.should_stop
 
-    def boundary(self, *, ends_epoch: bool = False) -> bool:
+    def boundary(self, *, has_end: bool = False, ends_epoch: bool = False) -> bool:
         """Complete one more step. Return True if this rank must leave now.
 
-        With `ends_epoch`, it is the last step of its epoch, so a due save waits for the end.
+        With `has_end`, the program still does work that belongs to this step, such as an
+        evaluation, and then calls `finish_end`. A save that is due waits for that. A stop does not.
+        With `ends_epoch`, it is the last step of an epoch of `epochs`, whose end follows.
         """
         step, pace, saver = self._position.finish_step(), self._pace, self._saver
         is_flushing = bool(saver.in_flight)
@@ -101,8 +103,8 @@ class Loop:
         if is_flushing:
             saver.collect()
         self._guard.look()
-        self.is_at_end = ends_epoch and self.epochs is not None
-        if self._is_save_due(step) and not self._must_wait_for_end(step):
+        self.is_at_end = has_end or (ends_epoch and self.epochs is not None)
+        if self._is_save_due(step) and not (has_end or self._must_wait_for_end(step)):
             self._meet(step)
             pace.meter.enter(time.monotonic())
         elif pace.rhythm.is_due(step):
@@ -148,8 +150,13 @@ class Loop:
         """Complete the end of an epoch. Return True if this rank must leave now."""
         if self.should_stop:
             return True
-        step = self.completed
         self._position.finish_epoch()
+        self.finish_end()
+        return False
+
+    def finish_end(self) -> None:
+        """Complete the work after the last step's boundary. A save that waited for it comes now."""
+        step = self.completed
         self._saver.pass_epoch()
         self._waits_for_end, self.is_at_end = None, False
         if self._is_save_due(step) and not self._saver.has_staged(step):
@@ -158,7 +165,6 @@ class Loop:
         # The evaluation is not part of the next step's time.
         self._pace.meter.enter(time.monotonic())
         self._record.beat(Phase.TRAIN)
-        return False
 
     def finish(self, *, is_declared: bool = True) -> None:
         """Commit the last save of this launch, then record how the launch ended, see `note_end`."""

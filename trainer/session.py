@@ -81,6 +81,7 @@ class Session(SessionParts):
         snapshots: int | str = "auto",
         planner: SavePlanner | None = None,
         start_from: str | Path | None = None,
+        begins_at: int = 0,
     ) -> None:
         """Resumes from the newest checkpoint that verifies.
 
@@ -108,6 +109,8 @@ class Session(SessionParts):
             planner: your own `SavePlanner`. There are no snapshots with it.
             start_from: the directory of a checkpoint of another run, with which this run begins
                 while it has no checkpoint of its own. The steps continue after it.
+            begins_at: the steps that were complete before this run, if the program itself loads
+                their state. It counts only while the run has no checkpoint.
 
         Raises `PreflightError` if the process group or the flusher is missing, `CheckpointError`
         if the checkpoint does not fit the program, `DamagedCheckpointError` if no undamaged one is
@@ -131,7 +134,7 @@ class Session(SessionParts):
             saver = partial(Saver, note_forms=state.note_forms, planner=planner)
             load = partial(load_tensors, self._ranks, state)
             origin = Path(start_from) if start_from else None
-            found = self._restore(state, saver, load, start_from=origin)
+            found = self._restore(state, saver, load, start_from=origin, begins_at=begins_at)
             self._start(found, chosen, rhythm)
         end_deaf_helpers_at_exit()
 
@@ -159,6 +162,11 @@ class Session(SessionParts):
     def world_size(self) -> int:
         """The number of ranks."""
         return self._ranks.world_size
+
+    @property
+    def committed_step(self) -> int:
+        """The step of the newest checkpoint that this rank knows to be committed, or 0."""
+        return self._saver.committed_step
 
     @property
     def run_directory(self) -> Path:
@@ -256,13 +264,39 @@ class Session(SessionParts):
         """
         return self._enter_loop(is_last=True)
 
-    def boundary(self, *, ends_epoch: bool = False) -> bool:
+    def begin(self, total: int, *, has_end: bool = False) -> bool:
+        """Begins a loop that you write yourself, up to step `total`; `boundary` ends its steps.
+
+        Restores the random generators. Returns True when this rank must leave at once. Pass
+        `has_end` if a resume must first do the work that follows the restored step, and call
+        `finish_end` after it.
+        """
+        self._loop.is_at_end = has_end
+        self._loop.promise(steps=total)
+        return self._enter_loop(is_last=True)
+
+    def boundary(self, *, has_end: bool = False, ends_epoch: bool = False) -> bool:
         """Ends one step in a loop that you write yourself; saves if a checkpoint is due.
 
-        Returns True when this rank must leave now. By then the last checkpoint is committed.
-        `ends_epoch` marks the last step of an epoch: a due save then waits for the epoch's end.
+        Returns True when this rank must leave now. By then the last checkpoint is committed. Pass
+        `has_end` if an evaluation or other work of this step follows, and call `finish_end` after
+        it. A save that is due then waits for `finish_end`. `ends_epoch` marks the last step of an
+        epoch of `epochs`: a due save then waits for the epoch's end.
         """
-        return self._loop.boundary(ends_epoch=ends_epoch)
+        return self._loop.boundary(has_end=has_end, ends_epoch=ends_epoch)
+
+    def finish_end(self) -> None:
+        """Completes the work that followed `boundary(has_end=True)`; saves if one is due."""
+        self._loop.finish_end()
+
+    def finish(self) -> None:
+        """Commits the state after the last step. `close` then saves nothing more.
+
+        For a program that still changes the model, as by loading the best weights. Raises
+        `SaveError` if the last checkpoint could not be committed.
+        """
+        if not self._loop.is_finished:
+            self._loop.finish()
 
     def checkpoint(self, *, wait: bool = False) -> None:
         """Requests a checkpoint at the end of this step or epoch. Call it on every rank.
@@ -348,7 +382,7 @@ class Session(SessionParts):
         """Records metrics of the current step. Rank 0 writes its own to the run's folder."""
         step = self._loop.step_under_way
         self.best = improved(self.best, self._best_of, values, step)
-        if self._guard.metric in values:
+        if self._guard.metric in values and self._observed != step:
             self._guard.observe(step, values[self._guard.metric])
         self._recorder.log(step, values)
         for sink in self._sinks:
@@ -357,10 +391,12 @@ class Session(SessionParts):
     def observe(self, loss: float | Tensor) -> None:
         """Watches a loss of the current step without writing it and without waiting for the GPU.
 
-        `log` does so for the metric `loss`. The spec's `supervision.numerics` sets what happens
-        after a loss that is not finite or far above those before it.
+        `log` does so for the metric `loss`, unless the step's loss was given here before. The
+        spec's `supervision.numerics` sets what happens after a loss that is not finite or far above
+        those before it.
         """
-        self._guard.observe(self.step + 1, loss)
+        self._observed = self.step + 1
+        self._guard.observe(self._observed, loss)
 
     def track(self, tracker: Tracker) -> None:
         """Sends what `log` records to an experiment tracker, too. Call it on every rank.

@@ -37,6 +37,8 @@ class SessionParts:
     _stop_coordinator: StopCoordinator | None = None
     _sinks: list[TrackerSink]
     _is_closed = False
+    # The last step whose loss `observe` was given.
+    _observed = 0
 
     def _join(self, directory: str | Path | None, mesh: DeviceMesh | None) -> None:
         """Join the other ranks, and register in the node's status table."""
@@ -58,6 +60,7 @@ class SessionParts:
         load: Load,
         *,
         start_from: Path | None = None,
+        begins_at: int = 0,
     ) -> Resumed:
         """Restore the newest checkpoint that verifies. Return the resumed position."""
         self._state = state
@@ -65,7 +68,14 @@ class SessionParts:
         self._saver = open_saver(
             self._context, self._ranks, self._record, self._recorder, capture=self._capture
         )
-        found = resume(self._context, self._ranks, load, self._recorder, start_from)
+        found = resume(
+            self._context,
+            self._ranks,
+            load,
+            self._recorder,
+            start_from=start_from,
+            begins_at=begins_at,
+        )
         self._saver.began_at(found.step, found.checkpoint, found.manifest)
         self.best, self.resumed_from = found.best, found.checkpoint
         self._began_in = found.epoch, found.in_epoch

@@ -89,11 +89,14 @@ def resume(
     ranks: ControlGroup,
     load: Load,
     recorder: Recorder,
+    *,
     start_from: Path | None = None,
+    begins_at: int = 0,
 ) -> Resumed:
     """Restore the run's newest checkpoint that verifies. Every rank must call this.
 
     A run without a checkpoint restores `start_from`, the directory of another run's checkpoint.
+    Without both, training continues after step `begins_at`.
     A checkpoint that turns out damaged while it is read is skipped by all ranks together. Raises
     `CheckpointError` if the checkpoint does not fit the program's state, and
     `DamagedCheckpointError` if one was read in part and there is none to fall back to.
@@ -118,7 +121,7 @@ def resume(
         with contextlib.ExitStack() as held:
             choice = prepared.lead(partial(_choose, search, passed, held))
             try:
-                found, restored, notes = _restore(choice, load)
+                found, restored, notes = _restore(choice, load, begins_at)
             except DamagedCheckpointError as error:
                 if choice.directory is None:
                     raise
@@ -191,12 +194,14 @@ def load_tensors(
     return ranks.gather(lambda: state.apply(target, document)), report.notes()
 
 
-def _restore(choice: _Choice, load: Load) -> tuple[Resumed, list[Restored], Sequence[str]]:
+def _restore(
+    choice: _Choice, load: Load, begins_at: int
+) -> tuple[Resumed, list[Restored], Sequence[str]]:
     """Load the chosen checkpoint, if there is one.
 
     Returns the resumed position, what each rank restored, and the notes of the load.
     """
-    found = Resumed(skips=choice.skips)
+    found = Resumed(step=begins_at, skips=choice.skips)
     restored: list[Restored] = [Restored(parts=())]
     notes: Sequence[str] = ()
     if choice.directory is not None and choice.manifest is not None:
@@ -228,7 +233,10 @@ def describe(
     """
     over = f"; skipped {'; '.join(skipped)}" if skipped else ""
     if found.checkpoint is None:
-        return f"holdfast: {run} begins at step 0: there is no checkpoint to resume from{over}"
+        return (
+            f"holdfast: {run} begins at step {found.step}: there is no checkpoint to resume from"
+            f"{over}"
+        )
     first = restored[0]
     reseeded = [str(rank) for rank, one in enumerate(restored) if one.reseeded]
     notes = [f"{name} was not in the checkpoint" for name in first.missing]

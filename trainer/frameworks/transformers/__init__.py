@@ -1,0 +1,40 @@
+"""The adapter for the Hugging Face `Trainer`.
+
+    from holdfast.trainer.frameworks.transformers import Trainer  # instead of transformers
+
+`Trainer` is a `transformers.Trainer` whose training state is saved and resumed by a `Session`.
+Public names are imported on first use, after a check of the installed versions.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from holdfast.trainer.frameworks.versions import require
+
+if TYPE_CHECKING:
+    from holdfast.trainer.frameworks.transformers.callback import (
+        HoldfastCallback as HoldfastCallback,
+    )
+    from holdfast.trainer.frameworks.transformers.trainer import (
+        Seq2SeqTrainer as Seq2SeqTrainer,
+    )
+    from holdfast.trainer.frameworks.transformers.trainer import Trainer as Trainer
+    from holdfast.trainer.frameworks.transformers.trainer import attach as attach
+
+__all__ = ["HoldfastCallback", "Seq2SeqTrainer", "Trainer", "attach"]
+_MODULES = {
+    "HoldfastCallback": "callback",
+    "Seq2SeqTrainer": "trainer",
+    "Trainer": "trainer",
+    "attach": "trainer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {__all__}")
+    for extra in ("transformers", "accelerate"):
+        require(extra)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,0 +1,70 @@
+"""What a trainer under Holdfast cannot do: refused before the first step, with a way out."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from torch.utils.data import IterableDataset
+from transformers.trainer_utils import has_length
+
+from holdfast.contracts.errors import SpecError
+from holdfast.trainer.numerics.guard import chosen_numerics
+
+FSDP2: Final = 2
+ADVICE: Final = {
+    "jit": "enable_jit_checkpoint=True lets each rank save and stop alone after a SIGTERM. Leave "
+    "it out: Holdfast stops all ranks after the same step",
+    "auto_batch": "auto_find_batch_size=True changes the batch during the run, so no resume finds "
+    "its place in the data. Set per_device_train_batch_size",
+    "search": "hyperparameter_search trains several times in one program, and a run is one "
+    "training. Submit one run for each trial",
+    "deepspeed": "DeepSpeed keeps a training state of its own, which this adapter cannot save. Use "
+    "DDP or FSDP2",
+    "fsdp1": "FSDP1 is not supported. Set fsdp_config={'version': 2}",
+    "parallel": "tensor, context and sequence parallelism, and models that are sharded when they "
+    "are loaded, are not supported by this adapter. Use DDP or FSDP2",
+    "several_gpus": "one process with several GPUs is not supported. Start one rank for each GPU, "
+    "as holdfast submit and torchrun do",
+    "order": "accelerator_config={'use_seedable_sampler': False} gives an order that no resume can "
+    "continue after the first epoch. Leave it at True",
+    "numerics": "supervision.numerics: the data of a Trainer comes in its own order, of which "
+    "Holdfast cannot skip a part. Choose stop or warn for on_nan and on_spike",
+}
+
+
+def check_arguments(trainer: Any) -> None:
+    """Raise `SpecError` for an argument of the trainer that excludes an exact resume."""
+    problems = [ADVICE[name] for name in sorted(_refused(trainer))]
+    if problems:
+        raise SpecError("; ".join(problems))
+
+
+def check_loader(loader: Any) -> None:
+    """Raise `SpecError` for a loader whose position a resume cannot find."""
+    dataset = getattr(loader, "dataset", None)
+    if isinstance(dataset, IterableDataset) or not has_length(loader):
+        raise SpecError(
+            f"the training data is a {type(dataset).__name__} without an index, so no resume can "
+            "find its position in it. Give the Trainer a dataset with __len__ and __getitem__; "
+            "with the datasets library, load it with streaming=False"
+        )
+
+
+def _refused(trainer: Any) -> set[str]:
+    """Return the keys of `ADVICE` that apply to the trainer."""
+    args = trainer.args
+    sizes = trainer.get_tp_size(), trainer.get_cp_size(), trainer.get_sp_size()
+    fsdp = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    numerics = chosen_numerics()
+    found = {
+        "jit": args.enable_jit_checkpoint,
+        "auto_batch": args.auto_find_batch_size,
+        "search": trainer.hp_search_backend is not None,
+        "deepspeed": trainer.is_deepspeed_enabled,
+        "fsdp1": fsdp is not None and getattr(fsdp, "fsdp_version", 1) != FSDP2,
+        "parallel": trainer.is_distributed_loading_by_transformers or sizes != (1, 1, 1),
+        "several_gpus": args.n_gpu > 1,
+        "numerics": bool({"skip", "rollback"} & {numerics.on_nan, numerics.on_spike}),
+        "order": args.world_size > 1 and not args.accelerator_config.use_seedable_sampler,
+    }
+    return {name for name, is_so in found.items() if is_so}

@@ -1,0 +1,140 @@
+"""The random numbers of a loader: noted before each fetch, and replayed by a resume.
+
+A trainer's loader runs one batch ahead. So the batch of the next step was drawn before the current
+step, with other random numbers than those of the checkpoint. A resume sets three states: that of
+the epoch's start before the loader begins, that of the first batch's fetch before this fetch, and
+that of the checkpoint after it. Workers of a loader have random states of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate.data_loader import DataLoaderDispatcher, skip_first_batches
+from torch.utils.data import DataLoader
+
+from holdfast.trainer.state import rng
+
+States = dict[str, torch.Tensor]
+
+
+class FetchStates:
+    """The random states at the start of the epoch and before the newest fetch, on one rank.
+
+    `fetched` is the number of batches of the epoch that the loader has begun to fetch, or 0 if
+    that cannot be watched.
+    """
+
+    def __init__(self) -> None:
+        self._epoch = self._fetch = rng.note()
+        self.fetched = self._skipped = 0
+        self._is_new = True
+        # The restored states, until the loader begins.
+        self._saved: dict[str, Any] | None = None
+        # What a resume must still set: before the first fetch, and after it.
+        self._first: States | None = None
+        self._then: States | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._saved is not None:
+            return self._saved
+        return {
+            "epoch": rng.as_tensors(self._epoch),
+            "fetch": rng.as_tensors(self._fetch),
+            "fetched": self.fetched,
+        }
+
+    def begin_epoch(self) -> None:
+        """Note that the next fetch is the first of an epoch."""
+        self._is_new, self._skipped, self.fetched = True, 0, 0
+        self._saved = self._first = self._then = None
+
+    def resume(self, saved: dict[str, Any], skipped: int) -> None:
+        """Prepare a resume within an epoch, after `skipped` of its batches."""
+        self._saved, self._skipped = saved, skipped
+        if saved["fetched"] > skipped:
+            self._first = saved["fetch"]
+
+    def continue_with(self, now: States) -> None:
+        """Set the states that training continues with, once batches are fetched again."""
+        if self._saved is not None and self._saved["fetched"] >= self._skipped:
+            self._then = now
+
+    def before_group(self) -> None:
+        """Called before each group of fetches. The first group of an epoch starts the loader."""
+        if not self._is_new:
+            return
+        self._is_new = False
+        if self._saved is not None:
+            rng.restore(self._saved["epoch"])
+            self._saved = None
+        self._epoch = rng.note()
+
+    def before_fetch(self, number: int) -> None:
+        """Called before batch `number` of the epoch, from 0, is fetched or skipped."""
+        if number < self._skipped:
+            return
+        if self._first is not None:
+            rng.restore(self._first)
+            self._first = None
+        else:
+            self.after_first()
+        self._fetch, self.fetched = rng.note(), number + 1
+
+    def after_first(self) -> None:
+        """Set the states to continue with, if no batch must be fetched before that."""
+        if self._then is not None and self._first is None:
+            rng.restore(self._then)
+            self._then = None
+
+
+class WatchedBatches:
+    """A loader's batch sampler that reports each batch to `FetchStates` before it is fetched."""
+
+    def __init__(self, batch_sampler: Any, states: FetchStates) -> None:
+        self.batch_sampler, self._states = batch_sampler, states
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, ids in enumerate(self.batch_sampler):
+            self._states.before_fetch(number)
+            yield ids
+        self._states.after_first()
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "batch_sampler":
+            raise AttributeError(name)
+        return getattr(self.batch_sampler, name)
+
+
+def watched(loader: Any, states: FetchStates) -> Any:
+    """Return a copy of `loader` whose fetches are watched, or `loader` if they cannot be.
+
+    Workers fetch in processes of their own, a dispatcher fetches for other ranks, and a stateful
+    loader has its own position.
+    """
+    can_be = (
+        isinstance(loader, DataLoader)
+        and not isinstance(loader, DataLoaderDispatcher)
+        and not hasattr(getattr(loader, "base_dataloader", loader), "state_dict")
+        and loader.num_workers == 0
+        and loader.batch_sampler is not None
+    )
+    if not can_be:
+        return loader
+    copy = skip_first_batches(loader, 0)
+    copy.batch_sampler.batch_sampler = WatchedBatches(loader.batch_sampler, states)
+    return copy
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Set the epoch of a loader's samplers, as the trainer does for a loader that is no copy."""
+    if hasattr(loader, "set_epoch"):
+        loader.set_epoch(epoch)
+    inner: Any = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
+    if hasattr(inner, "set_epoch"):
+        inner.set_epoch(epoch)

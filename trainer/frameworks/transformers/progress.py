@@ -1,0 +1,217 @@
+"""What a checkpoint keeps of a trainer besides model, optimizer, scheduler and random states.
+
+`Progress` is the same on all ranks. `RankShare` differs between them and is restored only at the
+same number of ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import torch
+from transformers import TrainerState
+from transformers.trainer_callback import ExportableState, TrainerControl
+
+from holdfast.contracts.errors import CheckpointError
+from holdfast.trainer.frameworks.transformers.fetching import FetchStates
+
+FORMAT: Final = 1
+# The fields of `TrainerState` that training changes. The others follow from the arguments.
+CHANGING: Final = (
+    *("epoch", "global_step", "num_input_tokens_seen", "total_flos"),
+    *("best_metric", "best_global_step", "best_model_checkpoint"),
+)
+
+
+class Todo(NamedTuple):
+    """The work of a step that comes after its boundary."""
+
+    evaluate: bool = False
+    save: bool = False
+
+
+@dataclasses.dataclass
+class Place:
+    """A position in the epochs: `steps` optimizer steps of `epoch` are complete.
+
+    `is_ended` is True when the end of the epoch is complete, too.
+    """
+
+    epoch: int = 0
+    steps: int = 0
+    is_ended: bool = False
+
+
+@dataclasses.dataclass
+class Told:
+    """The last step's gradient norm and learning rate, which the end of an epoch logs again."""
+
+    grad_norm: Any = None
+    learning_rate: float | None = None
+
+
+class Progress:
+    """A trainer's progress as an object with a state, for `Session(extra=…)`.
+
+    `loaded` is the restored state, or None.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.place, self.todo, self.told = Place(), Todo(), Told()
+        self.first_step = 0
+        self.loaded: dict[str, Any] | None = None
+        self._history = _HistoryText()
+        self._earlier_s, self._began = 0.0, time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of training, in this launch and those before."""
+        return self._earlier_s + time.monotonic() - self._began
+
+    @property
+    def earlier_s(self) -> float:
+        """The seconds of training in earlier launches."""
+        return self._earlier_s
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer, state = self._trainer, self._trainer.state
+        control: TrainerControl = trainer.control
+        norm = self.told.grad_norm
+        return {
+            "format": FORMAT,
+            "state": {name: getattr(state, name) for name in CHANGING},
+            "history": self._history.of(state.log_history),
+            "callbacks": [
+                [type(each).__name__, each.state()["attributes"]] for each in self._exportable()
+            ],
+            "stops": [control.should_training_stop, control.should_epoch_stop],
+            "max_steps": state.max_steps,
+            "place": dataclasses.astuple(self.place),
+            "todo": tuple(self.todo),
+            "grad_norm": norm.item() if isinstance(norm, torch.Tensor) else norm,
+            "learning_rate": self.told.learning_rate,
+            "total_loss": getattr(trainer, "_total_loss_scalar", 0.0),
+            "logged_step": getattr(trainer, "_globalstep_last_logged", 0),
+            "first_step": self.first_step,
+            "seconds": self.seconds,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Keep the state until `apply`. Raises `CheckpointError` for one of a newer version."""
+        if state_dict.get("format") != FORMAT:
+            raise CheckpointError(
+                f"the trainer's state has format {state_dict.get('format')!r}; this version of "
+                f"Holdfast reads {FORMAT}. Use the version that saved it, or a newer one"
+            )
+        self.loaded = dict(state_dict)
+
+    def apply(self) -> None:
+        """Put the loaded state into the trainer's own, its callbacks' and this one."""
+        loaded = self.loaded
+        assert loaded is not None
+        state: TrainerState = self._trainer.state
+        for name in CHANGING:
+            setattr(state, name, loaded["state"][name])
+        state.log_history = self._history.load(loaded["history"])
+        saved: dict[str, list[Any]] = {}
+        for name, attributes in loaded["callbacks"]:
+            saved.setdefault(name, []).append(attributes)
+        for each in self._exportable():
+            if of_its_class := saved.get(type(each).__name__):
+                for attribute, value in of_its_class.pop(0).items():
+                    setattr(each, attribute, value)
+        self.place, self.todo = Place(*loaded["place"]), Todo(*loaded["todo"])
+        self.told = Told(loaded["grad_norm"], loaded["learning_rate"])
+        self.first_step, self._earlier_s = loaded["first_step"], loaded["seconds"]
+
+    def restore_window(self) -> None:
+        """Put back the sums of losses. The trainer resets them when its loop begins."""
+        if self.loaded is not None:
+            self._trainer._total_loss_scalar = self.loaded["total_loss"]
+            self._trainer._globalstep_last_logged = self.loaded["logged_step"]
+
+    @property
+    def is_over(self) -> bool:
+        """True if the trainer has completed its steps, or a callback has ended the training.
+
+        A callback's decision no longer counts if the trainer now has another number of steps.
+        """
+        state, loaded = self._trainer.state, self.loaded
+        if state.global_step >= state.max_steps:
+            return True
+        return loaded is not None and loaded["stops"][0] and loaded["max_steps"] == state.max_steps
+
+    def resumed_place(self, steps_per_epoch: int) -> Place:
+        """Return where the epochs continue, after the end of an epoch in the next one."""
+        place, loaded = self.place, self.loaded
+        is_cut = loaded is not None and loaded["stops"][1]
+        if place.is_ended and (is_cut or place.steps >= steps_per_epoch):
+            return Place(place.epoch + 1)
+        return Place(place.epoch, place.steps)
+
+    def _exportable(self) -> list[Any]:
+        callbacks = self._trainer.callback_handler.callbacks
+        return [each for each in callbacks if isinstance(each, ExportableState)]
+
+
+class RankShare:
+    """One rank's sums since the last log, and its random states in the epoch."""
+
+    def __init__(self, trainer: Any, fetches: FetchStates) -> None:
+        self._trainer, self._fetches = trainer, fetches
+        self.loaded: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        loss = getattr(self._trainer, "_tr_loss", None)
+        return {
+            "loss": torch.zeros(()) if loss is None else loss.detach(),
+            "flos": float(self._trainer.current_flos),
+            "fetches": self._fetches.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Keep the state until `restore_window`."""
+        self.loaded = dict(state_dict)
+
+    def restore_window(self, logged_step: int) -> None:
+        """Put back the sums since step `logged_step`.
+
+        Without them, at another number of ranks, the mean of the next log begins at this step.
+        """
+        trainer, loaded = self._trainer, self.loaded
+        if loaded is None:
+            trainer._globalstep_last_logged = trainer.state.global_step
+            return
+        trainer._tr_loss = loaded["loss"].to(trainer._tr_loss)
+        trainer.current_flos = loaded["flos"]
+        trainer._globalstep_last_logged = logged_step
+
+
+class _HistoryText:
+    """The history of logs as lines of JSON. Each save adds only the newest lines."""
+
+    def __init__(self) -> None:
+        self._text, self._count = "", 0
+
+    def of(self, history: list[Any]) -> str:
+        if len(history) < self._count:
+            self._text, self._count = "", 0
+        new = history[self._count :]
+        self._text += "".join(json.dumps(entry, default=_plain) + "\n" for entry in new)
+        self._count = len(history)
+        return self._text
+
+    def load(self, text: str) -> list[Any]:
+        history = [json.loads(line) for line in text.splitlines()]
+        self._text, self._count = text, len(history)
+        return history
+
+
+def _plain(value: Any) -> Any:
+    """Return a number of NumPy or torch as one that JSON has."""
+    return value.item() if hasattr(value, "item") else str(value)

@@ -1,0 +1,360 @@
+"""One training of a trainer as a run: its session, its place in the epochs, its directories."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from transformers.trainer_utils import rotate_checkpoints, sort_checkpoints
+
+from holdfast.contracts.errors import CheckpointError, SpecError
+from holdfast.contracts.paths import MANIFEST
+from holdfast.contracts.reporting import report
+from holdfast.trainer.frameworks.transformers.checks import check_arguments
+from holdfast.trainer.frameworks.transformers.fetching import FetchStates, watched
+from holdfast.trainer.frameworks.transformers.global_batch import GivenBatch, run_folder, settle
+from holdfast.trainer.frameworks.transformers.progress import Place, Progress, RankShare, Todo, Told
+from holdfast.trainer.session import Session
+from holdfast.trainer.state import rng
+
+TRAINER_STATE: Final = "trainer_state.json"
+# A directory with a training state has these. One that Holdfast's trainer wrote has only the first.
+WHOLE: Final = (TRAINER_STATE, "scheduler.pt")
+# In place of a path, when the session has restored the state.
+RESUMED: Final = "holdfast"
+SHARE: Final = "trainer_rank"
+DONE: Final = 0
+
+
+class TrainerRun:
+    """Connects a trainer to a session. The trainer's overrides call its methods.
+
+    `session` is None before and after the training. `loader` and `prepared` hold what the trainer
+    makes on the way: its prepared loader, and the model and loader that its loop uses.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.session: Session | None = None
+        self.loader: Any = None
+        self.prepared: Any = None
+        self.fetches = FetchStates()
+        self.progress = Progress(trainer)
+        self._share = RankShare(trainer, self.fetches)
+        self._has_trained = False
+        # The checkpoint of Transformers to begin with, and what to pass on as resumed from.
+        self._path: str | None = None
+        self.resumed: str | None = None
+        self._states: dict[str, Any] | None = None
+        self._steps_per_epoch = 0
+        self._watched: tuple[Any, Any] = (None, None)
+        self._loss: Any = None
+        # The step whose commit allows older directories to be deleted, and the best one then.
+        self._rotation: tuple[int, str | None] | None = None
+
+    # --- before the loop ------------------------------------------------------------------
+
+    def start(self, resume_from_checkpoint: str | bool | None, trial: Any) -> None:
+        """Check the arguments and set the batch of this launch. Raises `SpecError`."""
+        trainer, args = self._trainer, self._trainer.args
+        check_arguments(trainer)
+        if trial is not None:
+            raise SpecError("train(trial=…): a run is one training; submit a run for each trial")
+        if self._has_trained:
+            raise SpecError(
+                "train() was called twice in one program; a run is one training. Put the second "
+                "training into a program of its own, and submit it as another run"
+            )
+        self._has_trained = True
+        self._path = self._given_path(resume_from_checkpoint)
+        if args.accelerator_config.split_batches:
+            return
+        given = GivenBatch(
+            per_device=args.per_device_train_batch_size,
+            accumulation=args.gradient_accumulation_steps,
+            world_size=args.world_size,
+        )
+        directory = trainer.session_options.get("directory")
+        batch = settle(given, run_folder(directory, os.environ))
+        args.per_device_train_batch_size = batch.per_device
+        args.gradient_accumulation_steps = batch.accumulation
+        trainer._train_batch_size = args.train_batch_size
+
+    def open(self, max_steps: int, steps_per_epoch: int) -> None:
+        """Make the session, which resumes, and begin its loop. All ranks leave if it must end."""
+        trainer = self._trainer
+        scaler = trainer.accelerator.scaler
+        extra = {"trainer": self.progress, **({} if scaler is None else {"scaler": scaler})}
+        options = {"seed": trainer.args.seed, **trainer.session_options}
+        self.session = session = Session(
+            trainer.model_wrapped,
+            trainer.optimizer,
+            trainer.lr_scheduler,
+            extra=extra,
+            per_rank={SHARE: self._share},
+            # At another number of ranks the sums since the last log begin anew.
+            exclude=[f"extra.{SHARE}"],
+            begins_at=_step_of(self._path),
+            **options,
+        )
+        if session.resumed_from is not None:
+            if self.progress.loaded is None:
+                raise CheckpointError(
+                    f"{session.resumed_from} has no state of a Transformers Trainer; another "
+                    "framework or a plain loop saved it. Continue it with that program, or load "
+                    "only its weights with holdfast.trainer.load_checkpoint"
+                )
+            self.progress.apply()
+            self._forget_missing_best()
+            self._path, self.resumed = None, RESUMED
+        self._steps_per_epoch = steps_per_epoch
+        place = self.progress.place
+        is_at_end = place.steps >= steps_per_epoch and not place.is_ended
+        has_end = is_at_end or any(self.progress.todo) or self.progress.is_over
+        must_leave = session.begin(max_steps, has_end=has_end)
+        if self.resumed is not None:
+            self._states = rng.capture()
+        if must_leave and not self.progress.is_over:
+            self._leave()
+
+    @property
+    def foreign(self) -> str | None:
+        """The directory of Transformers that the trainer must load, or None.
+
+        Raises `ValueError`, as the trainer does, if there is none, and `SpecError` for a
+        checkpoint of Holdfast.
+        """
+        path = self._path
+        if path is None:
+            return None
+        if not path:
+            where = self._trainer.args.output_dir
+            raise ValueError(f"No valid checkpoint found in output directory ({where})")
+        if (Path(path) / MANIFEST).exists():
+            raise SpecError(
+                f"resume_from_checkpoint={path}: this is a checkpoint of Holdfast, which a run "
+                "resumes by itself. Leave the argument out; to begin another run with this "
+                "checkpoint, use `holdfast fork`"
+            )
+        if missing := [name for name in WHOLE if not (Path(path) / name).exists()]:
+            raise SpecError(
+                f"resume_from_checkpoint={path}: there is no {' and no '.join(missing)} in it; "
+                "expected a checkpoint that a Transformers Trainer saved with its training state. "
+                "To begin with a model only, load it with from_pretrained"
+            )
+        return path
+
+    def begin_at(self, path: str, epoch: int, steps: int) -> None:
+        """Note that the trainer has loaded `path`, a directory of its own."""
+        self.resumed, self.progress.place = path, Place(epoch, steps)
+        self.progress.first_step = self._trainer.state.global_step
+
+    def place(self, epochs: int) -> tuple[int, int]:
+        """Return the epoch to begin with, and its batches that are already trained on."""
+        place, args = self.progress.resumed_place(self._steps_per_epoch), self._trainer.args
+        if self.progress.is_over and self.progress.place.is_ended:
+            return epochs, 0
+        is_within = place.steps < self._steps_per_epoch
+        steps = 0 if args.ignore_data_skip and is_within else place.steps
+        return place.epoch, steps * args.gradient_accumulation_steps
+
+    # --- the loop -------------------------------------------------------------------------
+
+    def begin_training(self) -> None:
+        """Put back the sums that the trainer has just reset."""
+        if self.resumed == RESUMED:
+            self.progress.restore_window()
+            self._share.restore_window(self._trainer._globalstep_last_logged)
+
+    def restore_generators(self) -> None:
+        """Set the random generators to their restored states, in the first epoch after a resume."""
+        if self._states is not None:
+            rng.restore(self._states)
+
+    def begin_epoch(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the trainer's epoch that differ from those `given`."""
+        loader = given["train_dataloader"]
+        if self._watched[0] is not loader:
+            self._watched = loader, watched(loader, self.fetches)
+        changed = {"train_dataloader": self._watched[1]}
+        self.fetches.begin_epoch()
+        if self.resumed is None:
+            self.progress.place = Place(given["epoch"])
+            return changed
+        skipped = given["steps_trained_in_current_epoch"]
+        steps = skipped // self._trainer.args.gradient_accumulation_steps
+        self.progress.place = Place(given["epoch"], steps)
+        if skipped and self._share.loaded is not None:
+            self.fetches.resume(self._share.loaded["fetches"], skipped)
+        self.restore_generators()
+        return {**changed, "resume_from_checkpoint": self.resumed}
+
+    def take_todo(self) -> Todo:
+        """Return the work of the restored step that is still to do."""
+        return self.progress.todo if self.resumed == RESUMED else Todo()
+
+    def continue_epoch(self) -> dict[str, Any]:
+        """Return more arguments of the epoch, when the restored step is complete.
+
+        An epoch that has ended, or in which training has ended, trains no more steps.
+        """
+        progress, control = self.progress, self._trainer.control
+        if self._states is not None:
+            self._states = rng.capture()
+            self.fetches.continue_with(self._states)
+        if progress.is_over or control.should_training_stop:
+            control.should_training_stop = True
+            return {"num_update_steps_per_epoch": progress.place.steps}
+        if progress.loaded is not None and progress.loaded["stops"][1] and progress.place.steps:
+            return {"num_update_steps_per_epoch": progress.place.steps}
+        return {}
+
+    def end_epoch(self) -> None:
+        """Forget the resume: it concerned this epoch only."""
+        self.resumed = self._states = None
+
+    def complete_step(self, todo: Todo, told: Told) -> None:
+        """End a step of the session. All ranks leave the program here if they agreed to stop.
+
+        Training that has just ended goes on to its last evaluation.
+        """
+        session, progress, control = self._open, self.progress, self._trainer.control
+        progress.place.steps += 1
+        progress.todo, progress.told = todo, told
+        self._rotate()
+        has_end = any(todo) or self.is_at_end_of_epoch or control.should_training_stop
+        if session.boundary(has_end=has_end) and not control.should_training_stop:
+            self._leave()
+
+    def complete_todo(self) -> None:
+        """Note that the step's evaluation and save are complete."""
+        had_todo, self.progress.todo = any(self.progress.todo), Todo()
+        if had_todo and not self.is_at_end_of_epoch and not self._is_stopping:
+            self._open.finish_end()
+
+    def complete_epoch(self) -> None:
+        """Note that the end of the epoch is complete."""
+        self.progress.place.is_ended = True
+        if not self._is_stopping:
+            self._open.finish_end()
+
+    @property
+    def is_at_end_of_epoch(self) -> bool:
+        """True after the last step of the epoch, and after a callback has ended the epoch."""
+        is_cut = self._trainer.control.should_epoch_stop
+        return self.progress.place.steps >= self._steps_per_epoch or is_cut
+
+    @property
+    def _is_stopping(self) -> bool:
+        return bool(self._trainer.control.should_training_stop)
+
+    # --- the end --------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Commit the last step, before the trainer may load its best model."""
+        self._open.finish()
+        self._rotate()
+
+    def close(self) -> None:
+        """Release the session after the training."""
+        session, self.session = self._open, None
+        session.close()
+
+    def abandon(self, error: BaseException) -> None:
+        """Release the session after an error, or after all ranks have agreed to stop."""
+        session, self.session = self.session, None
+        if session is None:
+            return
+        if session.should_stop and isinstance(error, SystemExit):
+            session.close()
+        else:
+            session.__exit__(type(error), error, error.__traceback__)
+
+    def _leave(self) -> None:
+        """End the program: what follows `train` is for a model that is trained to its end."""
+        session = self._open
+        if session.rank == 0:
+            report(f"holdfast: stopped after step {session.step}; the same command continues it")
+        raise SystemExit(DONE)
+
+    # --- metrics, phases and directories --------------------------------------------------
+
+    def add_loss(self, loss: Any) -> None:
+        """Add a part of the current step's loss."""
+        self._loss = loss if self._loss is None else self._loss + loss
+
+    def observe(self) -> None:
+        """Let the session watch the step's loss, which the trainer's logs may average or filter."""
+        loss, self._loss = self._loss, None
+        if self.session is not None and loss is not None:
+            self.session.observe(loss)
+
+    def log(self, logs: Mapping[str, Any]) -> None:
+        """Record the numbers that the trainer logs."""
+        if self.session is not None:
+            numbers = {k: float(v) for k, v in logs.items() if isinstance(v, int | float)}
+            self.session.log(**numbers)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Mark a slow phase of the session, if one is open."""
+        with contextlib.ExitStack() as held:
+            if self.session is not None:
+                held.enter_context(self.session.phase(name))
+            yield
+
+    def request_save(self) -> None:
+        """Request a checkpoint of this step, and a rotation of directories when it is committed."""
+        self._open.checkpoint()
+        state = self._trainer.state
+        self._rotation = state.global_step, state.best_model_checkpoint
+
+    def _rotate(self) -> None:
+        """Delete directories beyond `save_total_limit`, once a resume no longer needs them.
+
+        Until the checkpoint is committed, a crash leads back to an earlier step, whose best model
+        may be in an older directory.
+        """
+        trainer, rotation = self._trainer, self._rotation
+        if rotation is None or self._open.committed_step < rotation[0]:
+            return
+        self._rotation = None
+        if trainer.args.should_save:
+            rotate_checkpoints(
+                output_dir=trainer.args.output_dir,
+                save_total_limit=trainer.args.save_total_limit,
+                best_model_checkpoint=rotation[1],
+                use_mtime=True,
+            )
+
+    def _forget_missing_best(self) -> None:
+        state = self._trainer.state
+        best = state.best_model_checkpoint
+        if best is not None and not os.path.isdir(best):
+            report(f"holdfast: the directory of the best model, {best}, does not exist any more")
+            state.best_model_checkpoint = None
+
+    def _given_path(self, given: str | bool | None) -> str | None:
+        """Return the directory to begin with, "" if there must be one and is none, or None."""
+        if given is True:
+            found = sort_checkpoints(self._trainer.args.output_dir)
+            whole = [path for path in found if all((Path(path) / n).exists() for n in WHOLE)]
+            return whole[-1] if whole else ""
+        return os.fspath(given) if given else None
+
+    @property
+    def _open(self) -> Session:
+        assert self.session is not None
+        return self.session
+
+
+def _step_of(path: str | None) -> int:
+    """Return the step of a directory of Transformers, or 0 without one."""
+    state = Path(path or "") / TRAINER_STATE
+    if not path or not state.exists():
+        return 0
+    return int(json.loads(state.read_bytes())["global_step"])

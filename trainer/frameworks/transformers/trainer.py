@@ -1,0 +1,246 @@
+"""`Trainer`: a `transformers.Trainer` that Holdfast saves, stops and resumes.
+
+It also works as a mixin in front of a subclass: `class MyTrainer(Trainer, SFTTrainer)`. The session
+is made when the trainer has prepared its model, and before it computes where its epochs continue:
+
+1. `_init_training_state` prepares model and optimizer, makes the session, and returns the place.
+2. `_prepare_for_training`, which the trainer calls next, returns what was prepared.
+3. `_run_epoch` passes on that the training was resumed, so that the trainer skips batches.
+4. `_maybe_log_save_evaluate` ends the step: after its logs, and before its evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import transformers
+from accelerate.utils import save_fsdp_model
+from transformers.distributed.fsdp import get_fsdp_ckpt_kwargs
+
+from holdfast.contracts.errors import SpecError
+from holdfast.trainer.frameworks.transformers.checks import check_loader
+from holdfast.trainer.frameworks.transformers.fetching import set_epoch
+from holdfast.trainer.frameworks.transformers.hooks import Hooks
+from holdfast.trainer.frameworks.transformers.progress import Todo, Told
+from holdfast.trainer.frameworks.transformers.run import RESUMED, TrainerRun
+from holdfast.trainer.session import Session
+
+
+class Trainer(transformers.Trainer):
+    """A `transformers.Trainer` whose training state is Holdfast's.
+
+    `train` resumes by itself from the run's newest checkpoint. When all ranks have agreed to stop,
+    it commits a checkpoint and ends the program with exit status 0, so that nothing after it uses
+    a model that is not trained to its end. The directories `checkpoint-N` keep the model and no
+    training state.
+
+    `session_options` are more arguments of the `Session`, such as `interval` or `directory`.
+    """
+
+    session_options: ClassVar[Mapping[str, Any]] = {}
+    _holdfast: TrainerRun
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        """Takes the arguments of `transformers.Trainer`."""
+        super().__init__(*arguments, **more)
+        _connect(self)
+
+    @property
+    def session(self) -> Session | None:
+        """The session, during `train`."""
+        return self._holdfast.session
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """Trains to the end, from the run's newest checkpoint if it has one.
+
+        `resume_from_checkpoint` names a directory of Transformers to begin with, or is True for
+        the last one in `output_dir`. It counts only while the run has no checkpoint. Raises
+        `SpecError` for what a resume cannot continue, and the errors of `Session`.
+        """
+        run = self._holdfast
+        run.start(resume_from_checkpoint, trial)
+        try:
+            output = super().train(None, trial, ignore_keys_for_eval)
+        except BaseException as error:
+            run.abandon(error)
+            raise
+        run.close()
+        return output
+
+    # --- the beginning of the loop --------------------------------------------------------
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        check_loader(dataloader)
+        self._holdfast.loader = dataloader
+        return super().set_initial_training_values(args, dataloader)
+
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: Any,
+    ) -> tuple[int, int]:
+        run, counts = self._holdfast, (max_steps, num_update_steps_per_epoch, num_train_epochs)
+        super()._init_training_state(*counts, None, trial)
+        run.prepared = super()._prepare_for_training(max_steps, run.loader, None)
+        run.open(max_steps, num_update_steps_per_epoch)
+        path = run.foreign
+        if path is not None:
+            self._load_from_checkpoint(path, self.model_wrapped if self.is_fsdp_enabled else None)
+            epoch, batches = super()._init_training_state(*counts, path, trial)
+            self._load_optimizer_and_scheduler(path)
+            self._load_scaler(path)
+            run.begin_at(path, epoch, batches // self.args.gradient_accumulation_steps)
+        return run.place(num_train_epochs)
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> Any:
+        prepared, self._holdfast.prepared = self._holdfast.prepared, None
+        return prepared
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        run = self._holdfast
+        if checkpoint != RESUMED:
+            super()._load_rng_state(checkpoint)
+        elif not run.fetches.fetched:
+            run.restore_generators()
+
+    # --- steps and epochs -----------------------------------------------------------------
+
+    def _run_epoch(self, **given: Any) -> None:
+        run = self._holdfast
+        set_epoch(given["train_dataloader"], given["epoch"])
+        given |= run.begin_epoch(given)
+        if run.resumed is not None:
+            if any(todo := run.take_todo()):
+                names = ("model", "trial", "epoch", "ignore_keys_for_eval", "start_time")
+                self._evaluate_and_save(todo, self._tr_loss, None, *(given[n] for n in names))
+            given |= run.continue_epoch()
+        super()._run_epoch(**given)
+        run.end_epoch()
+
+    def get_batch_samples(self, *arguments: Any, **more: Any) -> Any:
+        self._holdfast.fetches.before_group()
+        return super().get_batch_samples(*arguments, **more)
+
+    def training_step(self, *arguments: Any, **more: Any) -> Any:
+        loss = super().training_step(*arguments, **more)
+        self._holdfast.add_loss(loss)
+        return loss
+
+    def _maybe_log_save_evaluate(
+        self,
+        tr_loss: Any,
+        grad_norm: Any,
+        model: Any,
+        trial: Any,
+        epoch: Any,
+        ignore_keys_for_eval: list[str] | None,
+        start_time: float,
+        learning_rate: float | None = None,
+    ) -> None:
+        """Log, end the step, then evaluate and save. After the last step, end the epoch."""
+        run = self._holdfast
+        todo = Todo(self.control.should_evaluate, self.control.should_save)
+        is_step = run.session is not None and self.state.global_step > run.session.step
+        told = Told(grad_norm, learning_rate)
+        if not is_step and learning_rate is None:
+            told = run.progress.told
+        self.control.should_evaluate = self.control.should_save = False
+        rest = (model, trial, epoch, ignore_keys_for_eval, start_time)
+        super()._maybe_log_save_evaluate(tr_loss, told.grad_norm, *rest, told.learning_rate)
+        if is_step:
+            run.complete_step(todo, told)
+        self._evaluate_and_save(todo, tr_loss, told.grad_norm, *rest)
+        if not is_step:
+            run.complete_epoch()
+
+    def _evaluate_and_save(self, todo: Todo, *arguments: Any) -> None:
+        """Do what `todo` says, with the trainer's own method."""
+        self.control.should_evaluate, self.control.should_save = todo
+        super()._maybe_log_save_evaluate(*arguments)
+        self._holdfast.complete_todo()
+
+    def _evaluate(self, trial: Any, ignore_keys: Any, skip_scheduler: bool = False) -> Any:
+        # The trainer calls it in this way only for `eval_on_start`, which has already run.
+        if skip_scheduler and self._holdfast.resumed == RESUMED:
+            return {}
+        return super()._evaluate(trial, ignore_keys, skip_scheduler)
+
+    def evaluate(self, *arguments: Any, **more: Any) -> Any:
+        with self._holdfast.phase("eval"):
+            return super().evaluate(*arguments, **more)
+
+    def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
+        run = self._holdfast
+        run.finish()
+        # The result is that of the whole run, not of this launch.
+        self._initial_global_step = run.progress.first_step
+        return super()._finalize_training(
+            trial, num_train_samples, start_time - run.progress.earlier_s
+        )
+
+    # --- directories of the trainer -------------------------------------------------------
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Write the model to `checkpoint-N`, and request a checkpoint of Holdfast."""
+        run, limit = self._holdfast, self.args.save_total_limit
+        # Older directories are deleted when the checkpoint is committed.
+        self.args.save_total_limit = None
+        try:
+            with run.phase("save"):
+                super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
+        run.request_save()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        # With FSDP, the trainer loads the best model from a file of this form.
+        if self.is_fsdp_enabled and self.args.load_best_model_at_end:
+            plugin = self.accelerator.state.fsdp_plugin
+            more = get_fsdp_ckpt_kwargs()
+            save_fsdp_model(plugin, self.accelerator, self.model, output_dir, **more)
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """Do nothing: the session saves the scaler."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Do nothing: the session saves the random states."""
+
+
+class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
+    """A `transformers.Seq2SeqTrainer` whose training state is Holdfast's."""
+
+
+def attach(trainer: Any) -> None:
+    """Make a trainer that exists already, of any subclass, one of Holdfast.
+
+    Raises `SpecError` if it already is one.
+    """
+    kind = type(trainer)
+    if isinstance(trainer, Trainer):
+        raise SpecError(
+            f"this {kind.__name__} is already under Holdfast: registered twice. Use one of "
+            "holdfast's Trainer, one HoldfastCallback, and attach(trainer)"
+        )
+    if not isinstance(trainer, transformers.Trainer):
+        raise SpecError(f"attach(trainer): expected a transformers.Trainer, not a {kind.__name__}")
+    trainer.__class__ = type(kind.__name__, (Trainer, kind), {"__module__": kind.__module__})
+    _connect(trainer)
+
+
+def _connect(trainer: Any) -> None:
+    trainer._holdfast = TrainerRun(trainer)
+    handler = trainer.callback_handler
+    # Ours comes first, so that the others see restored random generators. The handler may be going
+    # through its list at this moment, so that list stays as it is.
+    handler.callbacks = [Hooks(trainer._holdfast), *handler.callbacks]
