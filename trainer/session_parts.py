@@ -37,6 +37,9 @@ class SessionParts:
     _stop_coordinator: StopCoordinator | None = None
     _sinks: list[TrackerSink]
     _is_closed = False
+    # Where a run begins that has no checkpoint, see `FrameworkSession`.
+    _start_from: Path | None = None
+    _begins_at = 0
     # The last step whose loss `observe` was given.
     _observed = 0
 
@@ -53,15 +56,7 @@ class SessionParts:
         self._flags = None if self._context.has_agent else SignalFlags(self._record)
         self._record.beat(Phase.LOAD)
 
-    def _restore(
-        self,
-        state: RunState,
-        open_saver: Callable[..., Saver],
-        load: Load,
-        *,
-        start_from: Path | None = None,
-        begins_at: int = 0,
-    ) -> Resumed:
+    def _restore(self, state: RunState, open_saver: Callable[..., Saver], load: Load) -> Resumed:
         """Restore the newest checkpoint that verifies. Return the resumed position."""
         self._state = state
         self._recorder = open_recorder(self._context)
@@ -73,8 +68,8 @@ class SessionParts:
             self._ranks,
             load,
             self._recorder,
-            start_from=start_from,
-            begins_at=begins_at,
+            start_from=self._start_from,
+            begins_at=self._begins_at,
         )
         self._saver.began_at(found.step, found.checkpoint, found.manifest)
         self.best, self.resumed_from = found.best, found.checkpoint

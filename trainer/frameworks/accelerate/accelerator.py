@@ -17,7 +17,7 @@ from holdfast.trainer.frameworks.accelerate.loaders import (
     skip_first_batches,
 )
 from holdfast.trainer.frameworks.accelerate.training import Training
-from holdfast.trainer.session import Session
+from holdfast.trainer.frameworks.session import FrameworkSession
 
 
 class Accelerator(accelerate.Accelerator):
@@ -68,7 +68,7 @@ class Accelerator(accelerate.Accelerator):
         return self._training.progress.first_batch
 
     @property
-    def session(self) -> Session:
+    def session(self) -> FrameworkSession:
         """The session, which is opened if necessary. Raises as `epochs`."""
         return self._training.start()
 

@@ -18,8 +18,8 @@ from holdfast.contracts.errors import CheckpointError, NotFoundError, SpecError
 from holdfast.contracts.filesystems import is_there
 from holdfast.contracts.paths import MANIFEST, RunPaths
 from holdfast.contracts.reporting import report
+from holdfast.trainer.frameworks.session import FrameworkSession
 from holdfast.trainer.loading.checkpoint import find_directory
-from holdfast.trainer.session import Session
 
 LINK: Final = "holdfast.json"
 FORMAT: Final = 1
@@ -73,7 +73,7 @@ class Folders:
             make_directory(folder)
         self._wanted.append(folder)
 
-    def look(self, session: Session) -> None:
+    def look(self, session: FrameworkSession) -> None:
         """Write links to the current step's checkpoint, and delete folders beyond the limit."""
         checkpoint = session.current_checkpoint
         if self._wanted and checkpoint is not None:
@@ -85,7 +85,7 @@ class Folders:
             delete_oldest(self._to_limit[0], self._configuration.total_limit)
             self._to_limit = None
 
-    def _link(self, session: Session, checkpoint: str, folder: Path) -> None:
+    def _link(self, session: FrameworkSession, checkpoint: str, folder: Path) -> None:
         name = checkpoint.rpartition(":")[2]
         directory = RunPaths(session.run_directory).checkpoint(name)
         content = {"format": FORMAT, "checkpoint": checkpoint, "directory": str(directory)}
@@ -175,7 +175,7 @@ def require_stock(folder: Path | None) -> Path:
     return folder
 
 
-def report_ignored(folder: Path | None, session: Session, *, is_main: bool) -> None:
+def report_ignored(folder: Path | None, session: FrameworkSession, *, is_main: bool) -> None:
     """Report that a run with a checkpoint of its own does not load `folder`."""
     if is_main:
         report(

@@ -20,8 +20,8 @@ from holdfast.trainer.frameworks.accelerate.folders import (
 )
 from holdfast.trainer.frameworks.accelerate.loaders import Loader, Resumed, Start
 from holdfast.trainer.frameworks.accelerate.progress import Fetches, Progress
+from holdfast.trainer.frameworks.session import FrameworkSession
 from holdfast.trainer.loading.checkpoint import load_checkpoint
-from holdfast.trainer.session import Session
 
 PROGRESS: Final = "accelerate"
 FETCHES: Final = "accelerate_fetches"
@@ -40,7 +40,7 @@ class Training:
         """`options` are further arguments of the `Session`."""
         self._accelerator, self._options = accelerator, dict(options)
         self.progress = Progress(accelerator)
-        self.session: Session | None = None
+        self.session: FrameworkSession | None = None
         self._folders = Folders(
             accelerator.project_configuration, is_main=bool(accelerator.is_main_process)
         )
@@ -53,7 +53,7 @@ class Training:
 
     # --- start and end --------------------------------------------------------------------
 
-    def start(self, start_from: Path | None = None) -> Session:
+    def start(self, start_from: Path | None = None) -> FrameworkSession:
         """Open the session, which resumes. Later calls return it.
 
         Raises `SpecError` if the program's objects cannot be saved here, `CheckpointError` for a
@@ -67,7 +67,7 @@ class Training:
         extra |= {f"custom_{n}": each for n, each in enumerate(accelerator._custom_objects)}
         if accelerator.scaler is not None:
             extra["scaler"] = accelerator.scaler
-        session = Session(
+        session = FrameworkSession(
             _one_model(accelerator._models),
             accelerator._optimizers,
             accelerator._schedulers,

@@ -14,11 +14,11 @@ from transformers.trainer_utils import rotate_checkpoints, sort_checkpoints
 from holdfast.contracts.errors import CheckpointError, SpecError
 from holdfast.contracts.paths import MANIFEST
 from holdfast.contracts.reporting import report
+from holdfast.trainer.frameworks.session import FrameworkSession
 from holdfast.trainer.frameworks.transformers.checks import check_arguments
 from holdfast.trainer.frameworks.transformers.fetching import FetchStates, watched
 from holdfast.trainer.frameworks.transformers.global_batch import GivenBatch, run_folder, settle
 from holdfast.trainer.frameworks.transformers.progress import Place, Progress, RankShare, Todo, Told
-from holdfast.trainer.session import Session
 from holdfast.trainer.state import rng
 
 TRAINER_STATE: Final = "trainer_state.json"
@@ -39,7 +39,7 @@ class TrainerRun:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self.session: Session | None = None
+        self.session: FrameworkSession | None = None
         self.loader: Any = None
         self.prepared: Any = None
         self.fetches = FetchStates()
@@ -90,7 +90,7 @@ class TrainerRun:
         scaler = trainer.accelerator.scaler
         extra = {"trainer": self.progress, **({} if scaler is None else {"scaler": scaler})}
         options = {"seed": trainer.args.seed, **trainer.session_options}
-        self.session = session = Session(
+        self.session = session = FrameworkSession(
             trainer.model_wrapped,
             trainer.optimizer,
             trainer.lr_scheduler,
@@ -347,7 +347,7 @@ class TrainerRun:
         return os.fspath(given) if given else None
 
     @property
-    def _open(self) -> Session:
+    def _open(self) -> FrameworkSession:
         assert self.session is not None
         return self.session
 

@@ -19,12 +19,12 @@ from accelerate.utils import save_fsdp_model
 from transformers.distributed.fsdp import get_fsdp_ckpt_kwargs
 
 from holdfast.contracts.errors import SpecError
+from holdfast.trainer.frameworks.session import FrameworkSession
 from holdfast.trainer.frameworks.transformers.checks import check_loader
 from holdfast.trainer.frameworks.transformers.fetching import set_epoch
 from holdfast.trainer.frameworks.transformers.hooks import Hooks
 from holdfast.trainer.frameworks.transformers.progress import Todo, Told
 from holdfast.trainer.frameworks.transformers.run import RESUMED, TrainerRun
-from holdfast.trainer.session import Session
 
 
 class Trainer(transformers.Trainer):
@@ -47,7 +47,7 @@ class Trainer(transformers.Trainer):
         _connect(self)
 
     @property
-    def session(self) -> Session | None:
+    def session(self) -> FrameworkSession | None:
         """The session, during `train`."""
         return self._holdfast.session
 

@@ -1,0 +1,118 @@
+"""A session for a framework that runs the training loop itself.
+
+Adapters use it. `Session` is what programs with a loop of their own use.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from holdfast.contracts.journal import EventKind
+from holdfast.contracts.paths import checkpoint_id
+from holdfast.trainer.session import Session
+
+
+class FrameworkSession(Session):
+    """A `Session` whose steps, epochs and ends the framework reports."""
+
+    def __init__(
+        self,
+        *parts: Any,
+        start_from: str | Path | None = None,
+        begins_at: int = 0,
+        **options: Any,
+    ) -> None:
+        """Resumes as `Session` does, and takes its arguments.
+
+        Args:
+            parts: model, optimizers and schedulers, as for `Session`.
+            start_from: the directory of a checkpoint of another run, with which this run begins
+                while it has no checkpoint of its own. The steps continue after it.
+            begins_at: the steps that were complete before this run, if the program itself loads
+                their state. It counts only while the run has no checkpoint.
+            options: further arguments of `Session`.
+        """
+        self._start_from = Path(start_from) if start_from else None
+        self._begins_at = begins_at
+        super().__init__(*parts, **options)
+
+    # --- the loop -------------------------------------------------------------------------
+
+    def begin_steps(self) -> bool:
+        """Begins the steps of a loop that you write yourself, after its loader is in place.
+
+        It restores the random generators to the resumed state. Without it, draws between the resume
+        and the first step would change that step. Returns True when this rank must leave now.
+        """
+        return self._enter_loop(is_last=True)
+
+    def begin(self, total: int, *, has_end: bool = False) -> bool:
+        """Begins a loop that you write yourself, up to step `total`; `boundary` ends its steps.
+
+        Restores the random generators. Returns True when this rank must leave at once. Pass
+        `has_end` if a resume must first do the work that follows the restored step, and call
+        `finish_end` after it.
+        """
+        self._loop.is_at_end = has_end
+        self._loop.promise(steps=total)
+        return self._enter_loop(is_last=True)
+
+    def boundary(self, *, has_end: bool = False, ends_epoch: bool = False) -> bool:
+        """Ends one step in a loop that you write yourself; saves if a checkpoint is due.
+
+        Returns True when this rank must leave now. By then the last checkpoint is committed. Pass
+        `has_end` if an evaluation or other work of this step follows, and call `finish_end` after
+        it. A save that is due then waits for `finish_end`. `ends_epoch` marks the last step of an
+        epoch of `epochs`: a due save then waits for the epoch's end.
+        """
+        return self._loop.boundary(has_end=has_end, ends_epoch=ends_epoch)
+
+    def finish_end(self) -> None:
+        """Completes the work that followed `boundary(has_end=True)`; saves if one is due."""
+        self._loop.finish_end()
+
+    def finish(self) -> None:
+        """Commits the state after the last step. `close` then saves nothing more.
+
+        For a program that still changes the model, as by loading the best weights. Raises
+        `SaveError` if the last checkpoint could not be committed.
+        """
+        if not self._loop.is_finished:
+            self._loop.finish()
+
+    # --- checkpoints ----------------------------------------------------------------------
+
+    def checkpoint(self, *, wait: bool = False) -> None:
+        """Requests a checkpoint at the end of this step or epoch. Call it on every rank.
+
+        While both staging slots are still being written, the checkpoint is skipped. With `wait`,
+        it waits for one of them.
+        """
+        self._loop.is_checkpoint_wanted = True
+        self._loop.waits_for_slot = self._loop.waits_for_slot or wait
+
+    @property
+    def committed_step(self) -> int:
+        """The step of the newest checkpoint that this rank knows to be committed, or 0."""
+        return self._saver.committed_step
+
+    @property
+    def current_checkpoint(self) -> str | None:
+        """The id of the checkpoint of the current step, or None while there is none.
+
+        It was restored, or it is staged. Once it is committed, it has a manifest.
+        """
+        if not self._saver.has_staged(self.step):
+            return None
+        name = self._saver.staged_name
+        return self.resumed_from if name is None else checkpoint_id(self._context.run.name, name)
+
+    def keep_while_there(self, checkpoint: str, path: Path) -> None:
+        """Keeps one of this run's checkpoints from deletion by keep rules while `path` exists."""
+        name = checkpoint.rpartition(":")[2]
+        self._recorder.event(EventKind.EXPORTED, checkpoint=name, format="link", path=str(path))
+
+    def abandon(self) -> None:
+        """Releases all resources without a save, so that another session can be made."""
+        self._release(wait=True)
