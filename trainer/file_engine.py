@@ -14,6 +14,7 @@ from typing import Any, Final
 from holdfast.contracts.environment import FLUSH_TIMEOUT_DEFAULT_S as SAVE_TIMEOUT_S
 from holdfast.contracts.errors import SaveError
 from holdfast.trainer.engine import CheckpointEngine
+from holdfast.trainer.placed import Place
 from holdfast.trainer.planning.layout import FILE_ALIGNMENT, Layout, add_train_state
 from holdfast.trainer.planning.ranks import all_or_none, check_memory
 from holdfast.trainer.planning.signature import Signature
@@ -50,17 +51,18 @@ class FileEngine(CheckpointEngine):
     def save(
         self,
         state: dict[str, Any],
-        train_state: Mapping[str, Any],
+        train_state: Mapping[str, Any] | None,
         *,
         step: int,
         reason: str,
         parent: str | None,
         metrics: Mapping[str, float] | None = None,
         timeout_s: float = SAVE_TIMEOUT_S,
+        place: Place | None = None,
     ) -> str:
         """Stage the files of `state` as the checkpoint of `step`: see `CheckpointEngine.save`."""
         facts: dict[str, Any] = {"step": step, "reason": reason, "parent": parent}
-        facts |= {"metrics": metrics, "timeout_s": timeout_s}
+        facts |= {"metrics": metrics, "timeout_s": timeout_s, "place": place}
         try:
             return super().save(state, train_state, **facts)
         except _FullError:
@@ -97,6 +99,7 @@ class FileEngine(CheckpointEngine):
     def _open(self, layout: Layout) -> None:
         self._stage = Stage(self._connection, layout, gpu=None)
         who = self._identity
+        assert self._run is not None
         self._connection.describe(layout, self._run.attempt(who.attempt).launch(who.launch))
         self._layout = layout
 

@@ -56,6 +56,7 @@ class StepFacts:
 
     def for_manifest(self, who: Identity, mesh: Mapping[str, int]) -> dict[str, Any]:
         """Return the manifest's facts that rank 0 knows. `mesh` has the sizes of dimensions."""
+        document = self.train_state or {}
         return {
             "run_uid": who.run_uid,
             "run": who.run,
@@ -73,9 +74,9 @@ class StepFacts:
                 "ranks_per_node": who.local_ranks,
                 "pipeline": who.stages,
                 "mesh": mesh,
-                **{key: self.train_state[key] for key in (FIXED,) if self.train_state.get(key)},
+                **{key: document[key] for key in (FIXED,) if document.get(key)},
             },
-            "skips": (self.train_state or {}).get("data", {}).get("skips", ()),
+            "skips": document.get("data", {}).get("skips", ()),
             "metrics": {key: float(value) for key, value in self.metrics.items()},
             "is_placed": self.place is not None,
         }
