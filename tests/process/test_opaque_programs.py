@@ -196,10 +196,7 @@ def test_torchrun_survives_the_signal_that_its_ranks_get(make: Make) -> None:
 def test_the_example_runs_as_its_spec_says(tmp_path: Path) -> None:
     example = tmp_path / "opaque"
     shutil.copytree(EXAMPLE, example)
-    changes = (
-        'command=["python", "train.py", "--step-s", "0.01"]',
-        f'launch.python="{sys.executable}"',
-    )
+    changes = [f'command=["{sys.executable}", "train.py", "--step-s", "0.01"]']
     run = LocalRun(tmp_path / "root", spec=load_spec(example / "run.toml", changes))
     run.submit()
     view = run.wait_for_end()

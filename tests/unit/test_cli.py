@@ -215,6 +215,13 @@ def test_an_unreachable_database_is_reported(
     assert not (ended_run.directory.parent / "other").exists()
 
 
+def test_an_early_exit_is_allowed_by_an_option(call: Call, tmp_path: Path) -> None:
+    spec = write_spec(tmp_path)
+    for options, allowed in (([], False), (["--allow-early-exit"], True)):
+        request = call("submit", spec, "--dry-run", *options).json
+        assert request["supervision"]["allow_early_exit"] is allowed
+
+
 def test_a_dry_run_prints_the_request_and_touches_nothing(
     call: Call, tmp_path: Path, root: Path
 ) -> None:

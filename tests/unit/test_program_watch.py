@@ -228,6 +228,23 @@ def test_a_pipe_among_the_files_is_reported_and_never_opened(make: Make) -> None
     assert "checkpoint-11: is a link or a special file" in why
 
 
+def test_what_cannot_be_recorded_is_reported_and_the_rest_is(make: Make) -> None:
+    run = make(complete=["done"])
+    run.begin()
+    (run.save(10) / "back\\slash").write_text("x")
+    run.save(20)
+    (twin := run.out / "checkpoint-020").mkdir()
+    (twin / "done").write_text("")
+    run.wait_for(20)
+    run.save(30)
+    run.end(None)
+    run.wait_for(20, 30)
+    names = {path.name: why for path, why in run.watch.reasons.items()}
+    assert set(names) == {"checkpoint-10", "checkpoint-20"}
+    assert "expected a relative path inside" in names["checkpoint-10"]
+    assert "step 20 has been recorded from other files" in names["checkpoint-20"]
+
+
 def test_without_a_match_the_pattern_is_named(make: Make, tmp_path: Path) -> None:
     run = make()
     assert run.watch.completed == NOWHERE

@@ -49,6 +49,7 @@ class _Launch:
     at_start: dict[Path, tuple[FileStamp, ...]] = field(default_factory=dict)
     seen: dict[Path, tuple[tuple[FileStamp, ...], float]] = field(default_factory=dict)
     problems: dict[Path, str] = field(default_factory=dict)
+    refused: dict[Path, tuple[FileStamp, ...]] = field(default_factory=dict)
     is_done: threading.Event = field(default_factory=threading.Event)
 
 
@@ -146,10 +147,17 @@ class ProgramWatch:
         if launch.ended == "exited" and 0 < launch.resumed == self._completed():
             # It had nothing left to do.
             return ()
-        named = [f"{path.name}: {why}" for path, why in sorted(dict(launch.problems).items())]
-        few = "; ".join(named[-PROBLEMS_NAMED_MAX:])
-        what = few or f"nothing new matched {self._pattern.text}"
+        what = self._unrecorded() or f"nothing new matched {self._pattern.text}"
         return (f"the program completed no checkpoint in this launch: {what}",)
+
+    def _unrecorded(self) -> str:
+        named = [f"{path.name}: {why}" for path, why in sorted(self.reasons.items())]
+        return "; ".join(named[-PROBLEMS_NAMED_MAX:])
+
+    @property
+    def reasons(self) -> dict[Path, str]:
+        """Why each checkpoint of the launch that is not recorded is not."""
+        return dict(self._launch.problems) if self._launch is not None else {}
 
     def beats(self, pid: int) -> tuple[RankBeat, ...]:
         """Return the program's part of a heartbeat, as of rank 0 with process `pid`."""
@@ -200,8 +208,8 @@ class ProgramWatch:
             self._consider(launch, one, ended)
         self._find_origin(launch, ended)
         if ended and is_read:
-            for why in self.problems:
-                self._note(why)
+            if what := "; ".join(self.problems) or self._unrecorded():
+                self._note(what)
             launch.is_done.set()
 
     def _retire_missing(self, launch: _Launch, found: list[OwnCheckpoint]) -> None:
@@ -232,11 +240,15 @@ class ProgramWatch:
         why = own_checkpoints.why_incomplete(
             one, self._program, still_s=still_s, was_seen=was_seen, is_old=is_old, ended=ended
         )
+        if not why and not ended and launch.refused.get(one.path) == one.files:
+            return
         try:
             if not why:
                 self._record(launch, one, is_old=is_old)
-        except (CheckpointError, OSError) as error:
-            # The next look tries again, if there is one.
+        except (CheckpointError, OSError, ValueError) as error:
+            # Reading it again at each look would cost too much. The last look tries once more. A
+            # name that a manifest cannot hold is a ValueError.
+            launch.refused[one.path] = one.files
             why = str(error)
         launch.problems[one.path] = why
         if not why:
