@@ -8,6 +8,7 @@ Everything else is in `train_state.json`. Nothing is pickled.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 import torch
@@ -22,7 +23,8 @@ from holdfast.trainer.loading.compare_keys import Selection
 from holdfast.trainer.state import fsdp1, rng
 from holdfast.trainer.state.fit import FIT, Fit
 from holdfast.trainer.state.forms import Forms
-from holdfast.trainer.state.imported import FORMAT, find_ties, is_imported
+from holdfast.trainer.state.imported import FORMAT, find_ties, is_imported, names_in
+from holdfast.trainer.state.keys import State, flat_objects, put, rank_key, shapes_of
 from holdfast.trainer.state.names import (
     Named,
     Views,
@@ -32,7 +34,7 @@ from holdfast.trainer.state.names import (
     is_fsdp1,
     merge_disjoint,
 )
-from holdfast.trainer.state.objects import EXTRA, SCHEDULER, Objects, Stateful, is_excluded
+from holdfast.trainer.state.objects import Objects, Stateful, is_excluded
 from holdfast.trainer.state.optimizers import (
     OptimizerState,
     awaits_state,
@@ -40,7 +42,6 @@ from holdfast.trainer.state.optimizers import (
     is_plain,
     unwrap,
 )
-from holdfast.trainer.state.progress import Progress, Restored
 from holdfast.trainer.state.saved import Saved
 
 FORMS: Final = "forms"
@@ -49,8 +50,32 @@ MODEL: Final = "model"
 OPTIMIZER: Final = "optimizer"
 RNG: Final = "rng"
 
-State = dict[str, Any]
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Training progress: the plain data of a checkpoint that belongs to the session itself.
+
+    `in_epoch` is True if a loop over epochs has begun `epoch` and has not completed its end.
+    """
+
+    step: int
+    seed: int
+    epoch: int = 0
+    in_epoch: bool = False
+    data: dict[str, Any] = field(default_factory=dict)
+    best: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """The result of `TrainState.apply`. `missing` and `unused` are texts for people."""
+
+    parts: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    reseeded: bool = False
 
 
 class TrainState:
@@ -104,9 +129,9 @@ class TrainState:
         something that could only be pickled.
         """
         generators = rng.capture()
-        state = self._tensors() | {RNG: {_rank_key(self._rank): generators}}
+        state = self._tensors() | {RNG: {rank_key(self._rank): generators}}
         tensors, documents = self._objects.capture()
-        _put(state, tensors)
+        put(state, tensors)
         document = {
             "format": FORMAT,
             "step": progress.step,
@@ -167,17 +192,17 @@ class TrainState:
         orphans = range(self._world_size, saved_ranks) if self._rank == 0 else range(0)
         for rank in (*mine, *orphans):
             kinds = rng.empty_like_saved(document["rng"])
-            state.setdefault(RNG, {})[_rank_key(rank)] = kinds
+            state.setdefault(RNG, {})[rank_key(rank)] = kinds
 
         def shapes() -> dict[str, Sequence[int]]:
-            return _shapes(metadata()) if metadata is not None else {}
+            return shapes_of(metadata()) if metadata is not None else {}
 
-        _put(state, self._objects.templates(document["objects"], shapes, fit.exclude))
+        put(state, self._objects.templates(document["objects"], shapes, fit.exclude))
         return state
 
     def weights_template(self, metadata: Metadata, pick: Selection) -> State:
         """Return a state with the model's tensors only, see `leave_ties_out`."""
-        state = {MODEL: self._model_tensors(find_all(self._models))}
+        state: State = {MODEL: self._model_tensors(find_all(self._models))}
         self.leave_ties_out(state, metadata, pick)
         return state
 
@@ -186,11 +211,8 @@ class TrainState:
 
         `put_back` gives them the value of the name that was saved.
         """
-        names = map(pick.renamed, metadata.state_dict_metadata)
-        saved = {name.removeprefix(f"{MODEL}.") for name in names if pick.takes(name)}
-        self._ties = find_ties(find_all(self._models).tensors, saved)
-        for name in self._ties:
-            state[MODEL].pop(name, None)
+        self._ties = find_ties(find_all(self._models).tensors, names_in(metadata, pick))
+        state[MODEL] = {key: t for key, t in state[MODEL].items() if key not in self._ties}
 
     def apply(self, state: State, document: Mapping[str, Any]) -> Restored:
         """Put a loaded `state` and its document back into the program's objects."""
@@ -200,8 +222,8 @@ class TrainState:
             # The program's own random state goes on, as in a run that begins without a checkpoint.
             return Restored(parts=tuple(parts))
         saved = document["objects"]
-        parts += self._objects.apply(saved, _flat_objects(state), exclude)
-        own = None if is_excluded(RNG, exclude) else state.get(RNG, {}).get(_rank_key(self._rank))
+        parts += self._objects.apply(saved, flat_objects(state), exclude)
+        own = None if is_excluded(RNG, exclude) else state.get(RNG, {}).get(rank_key(self._rank))
         if own is not None:
             rng.restore(own)
             parts.append(RNG)
@@ -378,24 +400,3 @@ def listed(given: T | Sequence[T] | None) -> tuple[T, ...]:
     if given is None:
         return ()
     return tuple(given) if isinstance(given, Sequence) else (given,)
-
-
-def _rank_key(rank: int) -> str:
-    return f"rank{rank:05d}"
-
-
-def _shapes(metadata: Metadata) -> dict[str, Sequence[int]]:
-    entries = metadata.state_dict_metadata.items()
-    return {key: e.size for key, e in entries if isinstance(e, TensorStorageMetadata)}
-
-
-def _put(state: State, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Place tensors named `part.rest` so that DCP's flattening gives them that name again."""
-    for name, tensor in tensors.items():
-        part, _, rest = name.partition(".")
-        state.setdefault(part, {})[rest or "value"] = tensor
-
-
-def _flat_objects(state: State) -> dict[str, torch.Tensor]:
-    parts = (SCHEDULER, EXTRA)
-    return {f"{part}.{key}": t for part in parts for key, t in state.get(part, {}).items()}
