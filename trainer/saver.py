@@ -26,7 +26,7 @@ from holdfast.trainer.rank_context import RankContext
 from holdfast.trainer.staging.in_flight import SaveResult
 from holdfast.trainer.staging.slots import SLOTS_PER_RANK
 from holdfast.trainer.staging.snapshots import first_copy_s
-from holdfast.trainer.state.train_state import State
+from holdfast.trainer.state.keys import State
 
 BEAT_S: Final = 1.0
 # The longest delay until a slot that came free is seen.

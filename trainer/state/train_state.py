@@ -207,10 +207,7 @@ class TrainState:
         return state
 
     def leave_ties_out(self, state: State, metadata: Metadata, pick: Selection) -> None:
-        """Remove names from `state` that another program did not save because they are tied.
-
-        `put_back` gives them the value of the name that was saved.
-        """
+        """Remove tied names that were not saved from `state`. `put_back` sets them all the same."""
         self._ties = find_ties(find_all(self._models).tensors, names_in(metadata, pick))
         state[MODEL] = {key: t for key, t in state[MODEL].items() if key not in self._ties}
 
