@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from tests.docs.blocks import TUTORIAL, Block, unmarked
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -153,6 +154,9 @@ def test_python_in_the_docs_runs(block: Block, folder: Path) -> None:
         )
     if '"all.pt"' in block.text:
         export_all(names, folder / "all.pt")
+    if "load_pretrained(" in block.text:
+        (folder / "weights").mkdir()
+        save_file(names["model"].state_dict(), folder / "weights" / "model.safetensors")
     value = None
     try:
         with contextlib.suppress(EnoughEpochs):

@@ -46,7 +46,7 @@ class Image:
 
     name: str
     entries: tuple[Entry, ...]
-    bytes: int
+    length: int
 
     def pieces(self) -> Iterator[tuple[int, bytes | Part]]:
         """Yield (position, content) in order: headers and footers as bytes, and the tensors."""

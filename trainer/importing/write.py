@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -70,7 +70,7 @@ def _write(image: Image, source: Source, directory: Path) -> tuple[FileEntry, Di
     digests: Digests = {}
     try:
         with _Reader(source) as reader:
-            stream = _Stream(handle, image.bytes)
+            stream = _Stream(handle, image.length)
             for at, piece in image.pieces():
                 stream.pad_to(at)
                 if isinstance(piece, bytes):
@@ -84,7 +84,7 @@ def _write(image: Image, source: Source, directory: Path) -> tuple[FileEntry, Di
         os.fsync(handle)
     finally:
         os.close(handle)
-    return FileEntry.of(image.name, image.bytes, stream.checksum), digests
+    return FileEntry.of(image.name, image.length, stream.checksum), digests
 
 
 class _Stream:
@@ -140,17 +140,15 @@ class _Stream:
         self._filled = 0
 
 
-class Fill:
+class Fill(Protocol):
     """Reads some bytes of a source: call it with a position and the memory to fill."""
 
     bytes: int
 
-    def __call__(self, start: int, memory: memoryview) -> None:
-        """Fill `memory` with the bytes from `start`."""
-        raise NotImplementedError
+    def __call__(self, start: int, memory: memoryview) -> None: ...
 
 
-class _Run(Fill):
+class _Run:
     """Consecutive bytes of a file."""
 
     def __init__(self, handle: int, segment: Segment, place: Path) -> None:
@@ -169,7 +167,7 @@ class _Run(Fill):
             memory, at = memory[count:], at + count
 
 
-class _Gather(Fill):
+class _Gather:
     """Elements of a file in another order, which a view with strides puts into row-major order.
 
     The file is mapped, so only the pages that are used are in memory.

@@ -47,7 +47,7 @@ def open_source(place: Path, form: str = AUTO, *, reads_dcp: bool = True) -> Sou
     names = _names_in(place)
     found = form if form != AUTO else _form_of(directory, names)
     if found is None or not _has(found, directory, names):
-        wanted = "weights" if form == AUTO else f"the form {form}"
+        wanted = "weights" if form == AUTO else f"files of the form {form}"
         raise CheckpointError(
             f"{place}: it has no {wanted}; expected {_expected(form)}. It has "
             f"{shorten(sorted(names)) or 'no files'}"

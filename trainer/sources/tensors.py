@@ -142,13 +142,13 @@ def base_of(directory: Path) -> Path:
 
 def check_shape(name: str, shape: object, dtype: torch.dtype, where: str) -> tuple[int, ...]:
     """Return a shape as a tuple. Raises `CheckpointError` if no tensor can have it."""
-    is_list = isinstance(shape, list | tuple) and len(shape) <= DIMENSIONS_MAX
-    if not is_list or not all(type(size) is int and size >= 0 for size in shape):  # type: ignore[attr-defined]
+    sizes = tuple(shape) if isinstance(shape, list | tuple) else None
+    is_sound = sizes is not None and len(sizes) <= DIMENSIONS_MAX
+    if sizes is None or not is_sound or not all(type(n) is int and n >= 0 for n in sizes):
         raise CheckpointError(
             f"{where}: {name}: its shape is {_shown(shape)}, expected at most {DIMENSIONS_MAX} "
             "numbers of 0 or more; write the file again"
         )
-    sizes = tuple(shape)  # type: ignore[arg-type]
     if prod(size for size in sizes if size) * dtype.itemsize > _BYTES_MAX:
         raise CheckpointError(
             f"{where}: {name}: its shape {_shown(sizes)} is larger than any tensor; write the file "

@@ -136,7 +136,7 @@ def open_torch(
     `CheckpointError` if it is no `torch.save` zip, or names any other class.
     """
     with _explained(where):
-        with zipfile.ZipFile(_Window(handle, start, size)) as found:  # type: ignore[arg-type]
+        with zipfile.ZipFile(_Window(handle, start, size)) as found:
             infos = found.infolist()
         records: dict[str, zipfile.ZipInfo] = {}
         for info in infos:

@@ -10,9 +10,13 @@ from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from holdfast.trainer.loading.compare_keys import Selection
 
 IMPORTED: Final = "imported"
 FORMAT: Final = 1
+MODEL: Final = "model."
 
 
 def document_of(origin: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,6 +41,12 @@ def document_of(origin: Mapping[str, Any]) -> dict[str, Any]:
 def is_imported(document: Mapping[str, Any]) -> bool:
     """Return True for the train state of an imported checkpoint."""
     return IMPORTED in document
+
+
+def names_in(metadata: Metadata, pick: Selection) -> set[str]:
+    """Return the names of the parameters that a checkpoint has for a model, after renames."""
+    keys = map(pick.renamed, metadata.state_dict_metadata)
+    return {key.removeprefix(MODEL) for key in keys if pick.takes(key)}
 
 
 def find_ties(tensors: Mapping[str, torch.Tensor], saved: Collection[str]) -> dict[str, str]:

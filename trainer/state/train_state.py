@@ -22,7 +22,8 @@ from holdfast.trainer.loading.compare_keys import Selection
 from holdfast.trainer.state import fsdp1, rng
 from holdfast.trainer.state.fit import FIT, Fit
 from holdfast.trainer.state.forms import Forms
-from holdfast.trainer.state.imported import FORMAT, find_ties, is_imported
+from holdfast.trainer.state.imported import FORMAT, find_ties, is_imported, names_in
+from holdfast.trainer.state.keys import flat_objects, put, rank_key, shapes_of
 from holdfast.trainer.state.names import (
     Named,
     Views,
@@ -32,7 +33,7 @@ from holdfast.trainer.state.names import (
     is_fsdp1,
     merge_disjoint,
 )
-from holdfast.trainer.state.objects import EXTRA, SCHEDULER, Objects, Stateful, is_excluded
+from holdfast.trainer.state.objects import Objects, Stateful, is_excluded
 from holdfast.trainer.state.optimizers import (
     OptimizerState,
     awaits_state,
@@ -103,9 +104,9 @@ class TrainState:
         something that could only be pickled.
         """
         generators = rng.capture()
-        state = self._tensors() | {RNG: {_rank_key(self._rank): generators}}
+        state = self._tensors() | {RNG: {rank_key(self._rank): generators}}
         tensors, documents = self._objects.capture()
-        _put(state, tensors)
+        put(state, tensors)
         document = {
             "format": FORMAT,
             "step": progress.step,
@@ -166,30 +167,24 @@ class TrainState:
         orphans = range(self._world_size, saved_ranks) if self._rank == 0 else range(0)
         for rank in (*mine, *orphans):
             kinds = rng.empty_like_saved(document["rng"])
-            state.setdefault(RNG, {})[_rank_key(rank)] = kinds
+            state.setdefault(RNG, {})[rank_key(rank)] = kinds
 
         def shapes() -> dict[str, Sequence[int]]:
-            return _shapes(metadata()) if metadata is not None else {}
+            return shapes_of(metadata()) if metadata is not None else {}
 
-        _put(state, self._objects.templates(document["objects"], shapes, fit.exclude))
+        put(state, self._objects.templates(document["objects"], shapes, fit.exclude))
         return state
 
     def weights_template(self, metadata: Metadata, pick: Selection) -> State:
         """Return a state with the model's tensors only, see `leave_ties_out`."""
-        state = {MODEL: self._model_tensors(find_all(self._models))}
+        state: State = {MODEL: self._model_tensors(find_all(self._models))}
         self.leave_ties_out(state, metadata, pick)
         return state
 
     def leave_ties_out(self, state: State, metadata: Metadata, pick: Selection) -> None:
-        """Remove names from `state` that another program did not save because they are tied.
-
-        `put_back` gives them the value of the name that was saved.
-        """
-        names = map(pick.renamed, metadata.state_dict_metadata)
-        saved = {name.removeprefix(f"{MODEL}.") for name in names if pick.takes(name)}
-        self._ties = find_ties(find_all(self._models).tensors, saved)
-        for name in self._ties:
-            state[MODEL].pop(name, None)
+        """Remove tied names that were not saved from `state`. `put_back` sets them all the same."""
+        self._ties = find_ties(find_all(self._models).tensors, names_in(metadata, pick))
+        state[MODEL] = {key: t for key, t in state[MODEL].items() if key not in self._ties}
 
     def apply(self, state: State, document: Mapping[str, Any]) -> Restored:
         """Put a loaded `state` and its document back into the program's objects."""
@@ -199,8 +194,8 @@ class TrainState:
             # The program's own random state goes on, as in a run that begins without a checkpoint.
             return Restored(parts=tuple(parts))
         saved = document["objects"]
-        parts += self._objects.apply(saved, _flat_objects(state), exclude)
-        own = None if is_excluded(RNG, exclude) else state.get(RNG, {}).get(_rank_key(self._rank))
+        parts += self._objects.apply(saved, flat_objects(state), exclude)
+        own = None if is_excluded(RNG, exclude) else state.get(RNG, {}).get(rank_key(self._rank))
         if own is not None:
             rng.restore(own)
             parts.append(RNG)
@@ -366,24 +361,3 @@ def listed(given: T | Sequence[T] | None) -> tuple[T, ...]:
     if given is None:
         return ()
     return tuple(given) if isinstance(given, Sequence) else (given,)
-
-
-def _rank_key(rank: int) -> str:
-    return f"rank{rank:05d}"
-
-
-def _shapes(metadata: Metadata) -> dict[str, Sequence[int]]:
-    entries = metadata.state_dict_metadata.items()
-    return {key: e.size for key, e in entries if isinstance(e, TensorStorageMetadata)}
-
-
-def _put(state: State, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Place tensors named `part.rest` so that DCP's flattening gives them that name again."""
-    for name, tensor in tensors.items():
-        part, _, rest = name.partition(".")
-        state.setdefault(part, {})[rest or "value"] = tensor
-
-
-def _flat_objects(state: State) -> dict[str, torch.Tensor]:
-    parts = (SCHEDULER, EXTRA)
-    return {f"{part}.{key}": t for part in parts for key, t in state.get(part, {}).items()}

@@ -45,7 +45,8 @@ def import_(
     """Make weights of another program the first checkpoint of a new run.
 
     Reads a Hugging Face folder of safetensors, a torch file, or a directory of DCP or DeepSpeed,
-    and runs no code from it. The run has no program. Start one from its checkpoint with `fork --spec`.
+    and runs no code from it. The run has no program. Start one from its checkpoint with
+    `fork --spec`.
     """
     facts = imports.import_run(
         source,

@@ -87,11 +87,7 @@ class RunRecord(Document):
     )
     forked_path: FilePath | None = Field(default=None, description="that checkpoint's directory")
     forked_uid: Uid | None = Field(default=None, description="uid of the run that was forked")
-    imported_from: FilePath | None = Field(
-        default=None,
-        description="path of the weights that were imported. Such a run has a checkpoint and no "
-        "program",
-    )
+    imported_from: FilePath | None = Field(default=None, description="path of imported weights")
 
 
 class Provenance(Document):
