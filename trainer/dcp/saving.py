@@ -232,7 +232,7 @@ def _begin(
         if channel.is_root:
             # It will not match the files that stock DCP writes.
             (target.directory / MANIFEST).unlink(missing_ok=True)
-        return "the state has tensors that are not dense"
+        return "the state has tensors whose bytes are not their values"
     assert own is not None
     is_changed = any(one.is_changed for one in messages)
     return _stage(channel, own, messages[0], _planner_for(form, planner), is_changed, began)
@@ -313,9 +313,18 @@ def _is_default(planner: SavePlanner | None) -> bool:
 
 
 def _planner_for(form: Form, planner: SavePlanner | None) -> SavePlanner | None:
+    """Return the planner that plans this save, None for the plan that the engine keeps."""
     if form is Form.ENGINE:
         return None
-    return _PerSavePlanner() if planner is None else planner
+    if planner is None:
+        return _PerSavePlanner()
+    if type(planner) is DefaultSavePlanner:
+        return _PerSavePlanner(
+            flatten_state_dict=planner.flatten_state_dict,
+            flatten_sharded_tensors=planner.flatten_sharded_tensors,
+            dedup_save_to_lowest_rank=planner.dedup_save_to_lowest_rank,
+        )
+    return planner
 
 
 class _PerSavePlanner(DefaultSavePlanner):
