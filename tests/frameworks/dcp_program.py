@@ -1,6 +1,7 @@
 """Two ranks that use the DCP drop-in, with several scenarios.
 
-    python -m tests.frameworks.dcp_program SCENARIO WORLD_SIZE FOLDER
+    python -m tests.frameworks.dcp_program SCENARIO[,SCENARIO] WORLD_SIZE FOLDER
+    python -m tests.frameworks.dcp_program kill_saves ROUNDS FOLDER
 
 A rank fails if what it sees is not what the scenario expects.
 """
@@ -15,12 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as stock
 from tests.dcp.testbed import assert_same, whole
-from tests.forked_ranks import run_ranks
-from tests.frameworks.dcp_states import is_same
+from tests.forked_ranks import _fork, run_ranks
+from tests.frameworks.dcp_states import State, is_same, stock
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.checkpoint.api import CheckpointException
@@ -31,8 +32,6 @@ from torch.distributed.fsdp import fully_shard
 from holdfast.contracts.errors import DamagedCheckpointError, SaveError
 from holdfast.contracts.manifest import read_manifest
 from holdfast.trainer import dcp
-
-State = dict[str, Any]
 
 
 class Trained:
@@ -76,7 +75,7 @@ def saves(folder: Path) -> None:
     assert manifest.world_size == dist.get_world_size()
     for load, name in ((stock.load, "ours"), (dcp.load, "stock"), (dcp.load, "ours")):
         found = Trained(3, 1)
-        other = {"app": found, "step": 0, "shared": torch.zeros(5)}
+        other: State = {"app": found, "step": 0, "shared": torch.zeros(5)}
         load(other, checkpoint_id=folder / name)
         assert_same(found.state_dict(), trained.state_dict())
         assert other["step"] == 2
@@ -133,7 +132,7 @@ class _Failing(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.data_ptr:
             raise RuntimeError("the device is lost")
-        return super().__torch_function__(func, types, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
 def copies_that_fail(folder: Path) -> None:
@@ -184,7 +183,7 @@ def own_keys(folder: Path) -> None:
         {"text": "x" * (400 * rank + 1), "date": (rank,) * (40 * rank + 1)},
         checkpoint_id=folder / "b",
     )
-    one = {"text": "", "date": ()}
+    one: State = {"text": "", "date": ()}
     dcp.load(one, checkpoint_id=folder / "b")
     assert one["text"] in {"x", "x" * 401}
     assert one["date"] in {(0,), (1,) * 41}
@@ -260,14 +259,54 @@ def trains_on(folder: Path) -> None:
 
 
 def saves_forever(folder: Path) -> None:
-    """Save into one directory again and again. The parent process kills the ranks."""
+    """Save into one directory again and again. `kill_saves` kills the ranks."""
     rank = dist.get_rank()
-    for number in range(1, 10_000):
+    begun = reported(folder)
+    for number in range(begun + 1, begun + 10_000):
         state = {"a": torch.full((1 << 18,), float(number)), f"own {rank}": torch.tensor(number)}
         dcp.save(state, checkpoint_id=folder / "last")
         if rank == 0:
             (folder / "saved.tmp").write_text(str(number))
             os.replace(folder / "saved.tmp", folder / "saved")
+
+
+def kill_saves(folder: Path, rounds: int) -> None:
+    """Kill two ranks and their flusher at many moments of a save; each time, load what is there.
+
+    The checkpoint is one whole save, and not older than the last one that was reported.
+    """
+    seen = set()
+    for number in range(rounds):
+        store = folder / f"store-kill-{number}"
+        pids = [_fork(rank, 2, store, partial(saves_forever, folder)) for rank in range(2)]
+        before = reported(folder)
+        give_up = time.monotonic() + 120
+        while reported(folder) < before + 2:
+            assert time.monotonic() < give_up, "the ranks do not save"
+            time.sleep(0.001)
+        time.sleep(0.002 * number % 0.15)
+        ranks = [psutil.Process(pid) for pid in pids]
+        everyone = [*ranks, *(child for rank in ranks for child in rank.children(recursive=True))]
+        assert len(everyone) == 3, "expected two ranks and a flusher"
+        for process in everyone:
+            process.kill()
+        for pid in pids:
+            os.waitpid(pid, 0)
+        psutil.wait_procs(everyone, timeout=30)
+        seen.add(len(list((folder / "last").glob(".saving-*"))))
+        found = {"a": torch.zeros(1 << 18), "own 0": torch.tensor(0), "own 1": torch.tensor(0)}
+        dcp.load(found, checkpoint_id=folder / "last", no_dist=True)
+        whole_save = int(found["own 0"])
+        assert bool((found["a"] == whole_save).all())
+        assert int(found["own 1"]) == whole_save
+        assert whole_save >= reported(folder)
+    assert seen == {0, 1}, "expected kills during a save and between two saves"
+
+
+def reported(folder: Path) -> int:
+    """The number of the last save that returned on rank 0."""
+    path = folder / "saved"
+    return int(path.read_text()) if path.exists() else 0
 
 
 class raising:
@@ -292,8 +331,15 @@ class raising:
 SCENARIOS: Mapping[str, Callable[[Path], None]] = {
     act.__name__: act
     for act in (
-        *(saves, loads, fails, damaged, own_keys, shards, groups, renewed_group, trains_on),
-        saves_forever,
+        saves,
+        loads,
+        fails,
+        damaged,
+        own_keys,
+        shards,
+        groups,
+        renewed_group,
+        trains_on,
     )
 }
 
@@ -307,12 +353,15 @@ def run(scenario: str, folder: Path) -> None:
 
 
 def main() -> None:
-    scenarios, world_size, folder = sys.argv[1].split(","), int(sys.argv[2]), Path(sys.argv[3])
+    scenarios, count, folder = sys.argv[1].split(","), int(sys.argv[2]), Path(sys.argv[3])
+    if scenarios == ["kill_saves"]:
+        kill_saves(folder, count)
+        return
     for scenario in scenarios:
-        place = folder if scenario in {"saves", "loads", "saves_forever"} else folder / scenario
+        place = folder if scenario in {"saves", "loads"} else folder / scenario
         place.mkdir(exist_ok=True)
-        store = folder / f"store-{scenario}-{world_size}"
-        run_ranks(world_size, store, partial(run, scenario, place))
+        store = folder / f"store-{scenario}-{count}"
+        run_ranks(count, store, partial(run, scenario, place))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint
 
+# Stock DCP, which does not declare its names as exports.
+stock: Any = torch.distributed.checkpoint
 State = dict[str, Any]
 
 

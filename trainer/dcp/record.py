@@ -7,7 +7,7 @@ index reads. In them, `checkpoint` is the directory that the program chose.
 from __future__ import annotations
 
 import os
-from functools import cached_property
+import threading
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,6 +31,9 @@ class SaveRecord:
     def __init__(self) -> None:
         self.parent: str | None = None
         self._count = 0
+        # The watching threads of all process groups write here too.
+        self._lock = threading.Lock()
+        self._recorder: Recorder | None = None
 
     def next_step(self) -> int:
         """Return the number of the next save."""
@@ -51,7 +54,7 @@ class SaveRecord:
     def committed(self, directory: Path, step: int) -> None:
         """Record that a save is committed."""
         self.parent = _id_of(directory)
-        if self._recorder is not None:
+        if _has_run():
             self._write(EventKind.COMMITTED, directory, step, **_measured(directory))
 
     def failed(self, directory: Path, step: int, problem: str) -> None:
@@ -60,24 +63,31 @@ class SaveRecord:
 
     def close(self) -> None:
         """Write the lines that are queued."""
-        recorder = self.__dict__.pop("_recorder", None)
+        with self._lock:
+            recorder, self._recorder = self._recorder, None
         if recorder is not None:
             recorder.close()
 
-    @cached_property
-    def _recorder(self) -> Recorder | None:
-        """The journal of rank 0 under an agent, None without an agent."""
-        directory = os.environ.get(names.RUN_DIRECTORY)
-        if not directory:
-            return None
-        run = RunPaths(Path(directory))
-        number, launch = int(os.environ[names.ATTEMPT]), int(os.environ[names.LAUNCH])
-        journal = run.attempt(number).rank_journal
-        return Recorder(journal, run.metrics_of(number, launch), attempt=number, launch=launch)
-
     def _write(self, kind: EventKind, directory: Path, step: int, **facts: Any) -> None:
-        if self._recorder is not None:
+        if not _has_run():
+            return
+        with self._lock:
+            if self._recorder is None:
+                self._recorder = _open_recorder()
             self._recorder.event(kind, checkpoint=str(directory), step=step, **facts)
+
+
+def _has_run() -> bool:
+    """Return True under an agent."""
+    return bool(os.environ.get(names.RUN_DIRECTORY))
+
+
+def _open_recorder() -> Recorder:
+    """Return a recorder that writes to the journal of rank 0."""
+    run = RunPaths(Path(os.environ[names.RUN_DIRECTORY]))
+    number, launch = int(os.environ[names.ATTEMPT]), int(os.environ[names.LAUNCH])
+    journal = run.attempt(number).rank_journal
+    return Recorder(journal, run.metrics_of(number, launch), attempt=number, launch=launch)
 
 
 # One for all process groups of this process.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION
+from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION, _wrap_exception
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
@@ -178,11 +178,15 @@ class _Target:
 
 @dataclass(frozen=True)
 class _Own:
-    """What one rank has to save. `changes` says what of it does not fit the plan."""
+    """What one rank has to save, and how. `changes` says what of it does not fit the plan.
+
+    `staged` is the state as the engine stages it, None if the engine cannot.
+    """
 
     state: State
     form: Form
-    changes: str | None
+    staged: State | None = None
+    changes: str | None = None
 
 
 @dataclass(frozen=True)
@@ -232,7 +236,7 @@ def _begin(
         if channel.is_root:
             # It will not match the files that stock DCP writes.
             (target.directory / MANIFEST).unlink(missing_ok=True)
-        return "the state has tensors that are not dense"
+        return "the state has tensors whose bytes are not their values"
     assert own is not None
     is_changed = any(one.is_changed for one in messages)
     return _stage(channel, own, messages[0], _planner_for(form, planner), is_changed, began)
@@ -254,14 +258,14 @@ def _prepare(
             f"{flush_timeout_s():.0f} s; the storage may be hanging"
         )
     if form is not Form.ENGINE:
-        return _Own(state, form, None)
+        return _Own(state, form)
     staged = stageable(state)
     with pending.engine() as engine:
         engine.plan_with(None)
         changes = engine.changes(staged)
     if changes is not None:
         _warn_of_unreadable(staged)
-    return _Own(staged, form, changes)
+    return _Own(state, form, staged, changes)
 
 
 def _stage(
@@ -277,18 +281,20 @@ def _stage(
     If the copy of one rank fails, the futures of all ranks fail.
     """
     directory = first.directory
+    state = own.state if planner is not None or own.staged is None else own.staged
     with channel.pending.engine() as engine:
         engine.plan_with(planner)
         if is_changed and planner is None:
             try:
-                engine.prepare(own.state, timeout_s=flush_timeout_s())
+                engine.prepare(state, timeout_s=flush_timeout_s())
             except SaveError as error:
                 # All ranks raise it.
-                raise DcpSaveError(f"nothing was saved: {error}", {}) from error
+                failures = {channel.tree.index: _wrap_exception(error)}
+                raise DcpSaveError(f"nothing was saved: {error}", failures) from error
 
         def stage() -> str:
             return engine.save(
-                own.state,
+                state,
                 None,
                 step=first.step,
                 reason=REASON,
@@ -313,9 +319,18 @@ def _is_default(planner: SavePlanner | None) -> bool:
 
 
 def _planner_for(form: Form, planner: SavePlanner | None) -> SavePlanner | None:
+    """Return the planner that plans this save, None for the plan that the engine keeps."""
     if form is Form.ENGINE:
         return None
-    return _PerSavePlanner() if planner is None else planner
+    if planner is None:
+        return _PerSavePlanner()
+    if type(planner) is DefaultSavePlanner:
+        return _PerSavePlanner(
+            flatten_state_dict=planner.flatten_state_dict,
+            flatten_sharded_tensors=planner.flatten_sharded_tensors,
+            dedup_save_to_lowest_rank=planner.dedup_save_to_lowest_rank,
+        )
+    return planner
 
 
 class _PerSavePlanner(DefaultSavePlanner):
