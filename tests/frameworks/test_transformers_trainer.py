@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
 from holdfast.contracts.errors import CheckpointError, SpecError
+from holdfast.contracts.paths import RunPaths
 from holdfast.trainer import Session
 from holdfast.trainer.frameworks.transformers import HoldfastCallback, Trainer, attach
 from holdfast.trainer.frameworks.transformers.global_batch import FILE, GivenBatch, settle
@@ -153,7 +154,7 @@ def test_a_checkpoint_of_a_plain_loop_is_refused(make: Make) -> None:
 # --- directories ------------------------------------------------------------------------------
 
 
-def test_training_begins_with_a_directory_of_transformers(make: Make) -> None:
+def test_training_begins_with_a_directory_of_transformers(make: Make, tmp_path: Path) -> None:
     whole = make("whole")
     train(whole, kind="bare", num_train_epochs=1, **SMALL)
     path = str(whole.folder / "out" / "checkpoint-3")
@@ -164,8 +165,8 @@ def test_training_begins_with_a_directory_of_transformers(make: Make) -> None:
         ends[kind] = case.notes(0)
     assert ends["class"] == ends["bare"]
     assert {"step 4", "step 6"} <= ends["class"].keys()
-    (saved,) = (make("class").folder / "run" / "checkpoints").iterdir()
-    assert saved.name.startswith("step-00000006")
+    saved = RunPaths(tmp_path / "class" / "run").list_checkpoints()
+    assert [path.name for path in saved] == ["step-00000006.a0000.l01"]
 
 
 def test_the_newest_directory_with_a_training_state_is_found(make: Make) -> None:
@@ -187,7 +188,7 @@ def test_without_a_directory_to_resume_from_the_error_is_the_trainers(make: Make
 def test_directories_without_a_training_state_are_refused(make: Make) -> None:
     case = make("run")
     train(case, **SMALL)
-    (checkpoint,) = (case.folder / "run" / "checkpoints").iterdir()
+    checkpoint = RunPaths(case.folder / "run").list_checkpoints()[-1]
     for path, problem in [
         (case.folder / "out" / "checkpoint-3", r"there is no scheduler.pt in it"),
         (case.folder, "there is no trainer_state.json and no scheduler.pt"),
