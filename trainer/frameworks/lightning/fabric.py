@@ -41,9 +41,7 @@ def fabric_session(
     precision = fabric.strategy.precision
     if precision.state_dict():
         parts[PRECISION] = precision
-    return Session(
-        _unwrapped(model), _unwrapped(optimizer), scheduler, extra=parts, **options
-    )
+    return Session(_unwrapped(model), _unwrapped(optimizer), scheduler, extra=parts, **options)
 
 
 def _unwrapped(given: Any) -> Any:

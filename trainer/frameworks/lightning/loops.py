@@ -131,7 +131,7 @@ class FitLoop(_FitLoop):
         self.holdfast.finish_end(Place.BETWEEN_EPOCHS)
 
     def on_save_checkpoint(self) -> dict[str, Any]:
-        """Leave out the states of loaders in a checkpoint of Holdfast, which has those of all ranks."""
+        """Leave the loaders out of a checkpoint of Holdfast, which has those of all ranks."""
         return {} if self.holdfast.is_capturing else super().on_save_checkpoint()
 
     def teardown(self) -> None:

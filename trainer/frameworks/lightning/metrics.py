@@ -1,7 +1,7 @@
 """Values that Lightning accumulates over an epoch, and those that callbacks read.
 
-`self.log(..., on_epoch=True)` accumulates in the trainer, and torchmetrics in the module. Neither is
-in a checkpoint of Lightning, so after a resume in the middle of an epoch the epoch's value, and a
+`self.log(..., on_epoch=True)` accumulates in the trainer, and torchmetrics in the module. Neither
+is in a checkpoint of Lightning. After a resume in the middle of an epoch, the epoch's value, and a
 choice of the best model by it, would cover the rest of the epoch only.
 """
 
