@@ -7,6 +7,9 @@ An epoch's end (evaluation, a scheduler's step) comes after the boundary of its 
 the next step. A stop at that boundary leaves before the end, and the resume runs it. Any other save
 that is due there waits until the end is complete, so that a checkpoint contains the metrics of its
 own evaluation. Each checkpoint records its epoch and whether that epoch has begun.
+
+The adapter of a framework that counts its own epochs reports an end with `boundary(has_end=True)`
+and `finish_end`. Its own state then says whether the end has still to run.
 """
 
 from __future__ import annotations
@@ -53,6 +56,8 @@ class Loop:
     waits_for_slot = False
     # True from the last batch of an epoch until its end is complete.
     is_at_end = False
+    # The step whose end is complete, if the program reports ends by `finish_end`.
+    _ended: int | None = None
     total: int | None = None
     epochs: int | None = None
     _has_entered = _has_noted_end = False
@@ -158,7 +163,7 @@ class Loop:
         """Complete the work after the last step's boundary. A save that waited for it comes now."""
         step = self.completed
         self._saver.pass_epoch()
-        self._waits_for_end, self.is_at_end = None, False
+        self._waits_for_end, self.is_at_end, self._ended = None, False, step
         if self._is_save_due(step) and not self._saver.has_staged(step):
             self._saver.give_up_snapshot(step)
             self._meet(step)
@@ -170,7 +175,7 @@ class Loop:
         """Commit the last save of this launch, then record how the launch ended, see `note_end`."""
         self.is_finished = True
         self._guard.finish()
-        if self._position.open_epoch is not None and not self._position.in_epoch:
+        if self._ended == self.completed:
             self._saver.give_up_snapshot(self.completed)
         if (
             not self._saver.has_staged(self.completed)
@@ -216,7 +221,7 @@ class Loop:
         """True if the program ran all the steps or epochs that it planned."""
         if self.epochs is not None:
             return (self._position.open_epoch or 0) >= self.epochs
-        return self.total is not None and self.completed >= self.total
+        return self.total is not None and self.completed >= self.total and not self.is_at_end
 
     def warn_of_draws(self, generators: Sequence[str]) -> None:
         """Report which generators were used before the first step, if any."""

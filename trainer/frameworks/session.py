@@ -47,15 +47,16 @@ class FrameworkSession(Session):
         """
         return self._enter_loop(is_last=True)
 
-    def begin(self, total: int, *, has_end: bool = False) -> bool:
-        """Begins a loop that you write yourself, up to step `total`; `boundary` ends its steps.
+    def begin(self, total: int | None, *, has_end: bool = False) -> bool:
+        """Begins the framework's loop, up to step `total`; `boundary` ends its steps.
 
-        Restores the random generators. Returns True when this rank must leave at once. Pass
-        `has_end` if a resume must first do the work that follows the restored step, and call
-        `finish_end` after it.
+        Restores the random generators. Returns True when this rank must leave at once. Pass None
+        if the number of steps is unknown. Pass `has_end` if a resume must first do the work that
+        follows the restored step, and call `finish_end` after it.
         """
         self._loop.is_at_end = has_end
-        self._loop.promise(steps=total)
+        if total is not None:
+            self._loop.promise(steps=total)
         return self._enter_loop(is_last=True)
 
     def boundary(self, *, has_end: bool = False, ends_epoch: bool = False) -> bool:
