@@ -345,6 +345,7 @@ _HOSTILE: Final[dict[str, Callable[[Target], object]]] = {
     "outcome-to-secret": lambda t: _link(t.attempt.outcome, t.victim.secret),
     "spec-to-run": lambda t: _link(t.folder.paths.spec, t.victim.run / "spec.json"),
     "data-to-secret": lambda t: _link(t.checkpoint / "__0_0.distcp", t.victim.secret),
+    "source-to-home": lambda t: _edit_entry(t, source=str(t.victim.home), path="secret"),
     "checkpoint-loop": lambda t: _replace_folder(t.checkpoint, t.checkpoint),
     "data-loop": lambda t: _link(t.checkpoint / "__0_0.distcp", "__0_0.distcp"),
     "spec-loop": lambda t: _link(t.folder.paths.spec, "spec.json"),
@@ -378,10 +379,10 @@ _HOSTILE: Final[dict[str, Callable[[Target], object]]] = {
 HOSTILE: Final = _HOSTILE
 
 
-def _edit_entry(target: Target, **changes: Any) -> None:
+def _edit_entry(target: Target, source: str | None = None, **changes: Any) -> None:
     path = target.checkpoint / "manifest.json"
     document = json.loads(path.read_bytes())
-    _edit(path, files=[{**document["files"][0], **changes}])
+    _edit(path, files=[{**document["files"][0], **changes}], source=source)
 
 
 def make_hostile(root: Path, victim: Victim) -> None:

@@ -6,6 +6,7 @@ a manifest. Another thread reads the program's output. Neither touches the progr
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from dataclasses import dataclass, field
@@ -369,9 +370,11 @@ class ProgramWatch:
         return max(starts)[1:] if starts else current
 
     def _note(self, text: str) -> None:
-        """Journal a note, once."""
-        if text not in self._noted:
-            self._noted.add(text)
+        """Journal a note, once, if storage allows."""
+        if text in self._noted:
+            return
+        self._noted.add(text)
+        with contextlib.suppress(OSError):
             self._journal.append(EventKind.NOTE, attempt=self._context.attempt.number, text=text)
 
 
