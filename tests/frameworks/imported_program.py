@@ -48,7 +48,8 @@ def make_model(seed: int) -> Tied:
 def train(settings: dict[str, Any], directory: Path | None = None) -> None:
     """Train, from imported weights or from those in `settings["pretrained"]`."""
     torch.set_num_threads(1)
-    model = fully_shard(make_model(2))
+    model = make_model(2)
+    fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     if settings.get("pretrained"):

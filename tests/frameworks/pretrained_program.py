@@ -62,6 +62,11 @@ def plain(model: nn.Module) -> nn.Module:
     return model
 
 
+def sharded(model: nn.Module) -> nn.Module:
+    fully_shard(model)
+    return model
+
+
 def in_parts(model: nn.Module) -> nn.Module:
     parts = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     return parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), parts)
@@ -74,7 +79,7 @@ def in_bfloat16(model: nn.Module) -> nn.Module:
 LAYOUTS: Final[dict[str, Callable[[nn.Module], nn.Module]]] = {
     "plain": plain,
     "ddp": DistributedDataParallel,
-    "fsdp": fully_shard,
+    "fsdp": sharded,
     "tensor parallel": in_parts,
     "bfloat16": in_bfloat16,
 }
