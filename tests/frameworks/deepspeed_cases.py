@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -364,7 +365,7 @@ CASES: Final[dict[str, Callable[[Path], Found]]] = {
     "loaders": loaders,
     "example": example,
     **{
-        f"{act.__name__}-{stage}": lambda folder, act=act, stage=stage: act(folder, stage)
+        f"{act.__name__}-{stage}": partial(act, stage=stage)
         for act in (interrupted, resized)
         for stage in (1, 2, 3)
     },
