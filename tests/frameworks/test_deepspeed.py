@@ -71,7 +71,7 @@ def test_a_run_is_killed_preempted_and_resized_like_an_uninterrupted_one(
     send(run.claim(attempt).pid, signal.SIGTERM)
     preempted = run.wait_for_end()
     assert preempted.state is AttemptState.PREEMPTED, preempted
-    stopped_at = run.outcome(attempt).step
+    stopped_at = run.outcome(attempt).committed_step
     assert stopped_at is not None
     assert 9 <= stopped_at < STEPS
     resumed = [event.data for event in run.events(EventKind.RESUMED)]

@@ -36,7 +36,7 @@ def load_converted(engine: Any, saved: SavedFiles, ranks: ControlGroup) -> tuple
     try:
         ranks.share(lambda: _convert(saved))
         with universal_loads(engine, True):
-            found = engine.load_checkpoint(str(scratch), tag)
+            found: tuple[Any, Any] = engine.load_checkpoint(str(scratch), tag)
         _restore_rest(engine, scratch / tag)
         # No rank may delete files that another one still reads.
         ranks.gather(lambda: None)
