@@ -15,8 +15,13 @@ from pathlib import Path
 
 import torch
 from torch.utils.data import Dataset
-from transformers import AutoModelForCausalLM, GPT2Config, HfArgumentParser, TrainingArguments
-from transformers import set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    HfArgumentParser,
+    TrainingArguments,
+    set_seed,
+)
 
 from holdfast.trainer.frameworks.transformers import Trainer  # + holdfast: instead of transformers
 
