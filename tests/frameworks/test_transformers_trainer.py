@@ -21,7 +21,7 @@ from holdfast.trainer.frameworks.transformers import HoldfastCallback, Trainer, 
 from holdfast.trainer.frameworks.transformers.global_batch import FILE, GivenBatch, settle
 
 # The samples of one epoch of three steps.
-SMALL: Final = {"samples": 12}
+SMALL: Final[dict[str, Any]] = {"samples": 12}
 
 Make = Callable[..., Case]
 
