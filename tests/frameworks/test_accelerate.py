@@ -28,7 +28,7 @@ Line = dict[str, Any]
 Lines = dict[str, Line]
 
 # Two batches are one step. The dataset draws random numbers when it fetches a sample.
-NOISY: Final[Line] = {"noise": True, "accumulate": 2, "interval": 3}
+NOISY: Final[Line] = {"noise": True, "accumulate": 2, "scaler": True, "interval": 3}
 STATEFUL: Final[Line] = {
     "interval": 4,
     "data": {"use_stateful_dataloader": True, "use_seedable_sampler": True},
@@ -137,6 +137,12 @@ def test_a_killed_and_stopped_run_equals_an_uninterrupted_one(
     for rank in range(2):
         assert runs.lines(cut, rank) == runs.lines(whole, rank)
     assert len({manifest.step for manifest in checkpoints(runs.paths(cut))}) > 1
+
+
+def test_the_scale_of_a_grad_scaler_continues(runs: Runs) -> None:
+    scales = [line["scale"] for line in runs.lines("cut").values() if "scale" in line]
+    assert scales == [line["scale"] for line in runs.lines("whole").values() if "scale" in line]
+    assert scales[-1] > scales[0] == 4.0
 
 
 def test_each_sample_is_trained_on_once_per_epoch(runs: Runs) -> None:
