@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from accelerate.utils import (
     DataLoaderConfiguration,
+    DistributedType,
     FullyShardedDataParallelPlugin,
     ProjectConfiguration,
     set_seed,
@@ -145,15 +146,19 @@ def main() -> None:
 
 def make_accelerator(settings: dict[str, Any]) -> Accelerator:
     configuration = ProjectConfiguration(**settings.get("project", {}))
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if settings.get("fsdp") else None
-    return Accelerator(
+    accelerator = Accelerator(
         cpu=True,
         gradient_accumulation_steps=settings.get("accumulate", 1),
         dataloader_config=DataLoaderConfiguration(**settings.get("data", {})),
         project_config=configuration,
-        fsdp_plugin=plugin,
         session={"interval": settings.get("interval", 1000), **settings.get("session", {})},
     )
+    if settings.get("fsdp"):
+        # Accelerate chooses FSDP2 only on GPUs. Its code for it runs on CPUs, too.
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        accelerator.state.distributed_type = DistributedType.FSDP
+        assert accelerator.is_fsdp2
+    return accelerator
 
 
 def folder(settings: dict[str, Any], name: str) -> list[str]:
