@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from accelerate.utils import (
     DataLoaderConfiguration,
+    DistributedType,
     FullyShardedDataParallelPlugin,
     ProjectConfiguration,
     set_seed,
@@ -33,6 +34,7 @@ from holdfast.trainer.frameworks.accelerate import Accelerator
 
 SAMPLES = 60
 WIDTH = 8
+HEARD_S = 0.5
 
 
 class Samples(Dataset[Any]):
@@ -71,6 +73,9 @@ class Average:
 def main() -> None:
     settings = json.loads(sys.argv[1])
     accelerator = make_accelerator(settings)
+    if settings.get("scaler"):
+        # Accelerate makes one for fp16, which no CPU supports.
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
     set_seed(7, device_specific=True)
     loader = DataLoader(
         Samples(noise=settings.get("noise", False)),
@@ -111,7 +116,8 @@ def main() -> None:
                 scheduler.step()
                 optimizer.zero_grad()
             overall_step += 1
-            average.add(loss.item())
+            # Accelerate keeps one state of an object for all ranks.
+            average.add(accelerator.reduce(loss.detach(), "mean").item())
             record.write(
                 key=[epoch, step],
                 overall=overall_step,
@@ -120,6 +126,7 @@ def main() -> None:
                 loss=loss.item(),
                 lr=scheduler.get_last_lr(),
                 average=average.value,
+                scale=accelerator.scaler.get_scale() if accelerator.scaler else None,
                 generators=generators_digest(),
             )
             accelerator.log({"loss": loss.item()}, step=overall_step)
@@ -139,15 +146,19 @@ def main() -> None:
 
 def make_accelerator(settings: dict[str, Any]) -> Accelerator:
     configuration = ProjectConfiguration(**settings.get("project", {}))
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if settings.get("fsdp") else None
-    return Accelerator(
+    accelerator = Accelerator(
         cpu=True,
         gradient_accumulation_steps=settings.get("accumulate", 1),
         dataloader_config=DataLoaderConfiguration(**settings.get("data", {})),
         project_config=configuration,
-        fsdp_plugin=plugin,
         session={"interval": settings.get("interval", 1000), **settings.get("session", {})},
     )
+    if settings.get("fsdp"):
+        # Accelerate chooses FSDP2 only on GPUs. Its code for it runs on CPUs, too.
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        accelerator.state.distributed_type = DistributedType.FSDP
+        assert accelerator.is_fsdp2
+    return accelerator
 
 
 def folder(settings: dict[str, Any], name: str) -> list[str]:
@@ -171,6 +182,8 @@ def interrupt(settings: dict[str, Any], accelerator: Accelerator) -> None:
             marker.touch()
             # SIGTERM sets a flag on a rank without an agent; all ranks then agree on a step.
             os.kill(os.getpid(), signal.SIGKILL if kind == "kill_at" else signal.SIGTERM)
+            # Within that time a step is proposed, so that the run stops soon after this one.
+            time.sleep(HEARD_S)
         accelerator.wait_for_everyone()
 
 

@@ -28,7 +28,7 @@ Line = dict[str, Any]
 Lines = dict[str, Line]
 
 # Two batches are one step. The dataset draws random numbers when it fetches a sample.
-NOISY: Final[Line] = {"noise": True, "accumulate": 2, "interval": 3}
+NOISY: Final[Line] = {"noise": True, "accumulate": 2, "scaler": True, "interval": 3}
 STATEFUL: Final[Line] = {
     "interval": 4,
     "data": {"use_stateful_dataloader": True, "use_seedable_sampler": True},
@@ -113,6 +113,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     made.add("stateful_cut", 2, 2, 2, **STATEFUL, kill_at=9, stop_at=12)
     made.add("split", 2, **SPLIT)
     made.add("split_resized", 2, 1, **SPLIT, stop_at=5)
+    made.add("sharded_resized", 2, 1, **SPLIT, fsdp=True, stop_at=5)
     made.add("resized", 2, 1, stop_at=3)
     project = {
         "project_dir": str(made.folder / "project"),
@@ -139,6 +140,12 @@ def test_a_killed_and_stopped_run_equals_an_uninterrupted_one(
     assert len({manifest.step for manifest in checkpoints(runs.paths(cut))}) > 1
 
 
+def test_the_scale_of_a_grad_scaler_continues(runs: Runs) -> None:
+    scales = [line["scale"] for line in runs.lines("cut").values() if "scale" in line]
+    assert scales == [line["scale"] for line in runs.lines("whole").values() if "scale" in line]
+    assert scales[-1] > scales[0] == 4.0
+
+
 def test_each_sample_is_trained_on_once_per_epoch(runs: Runs) -> None:
     for name in ("cut", "stateful_cut"):
         for epoch in range(EPOCHS):
@@ -150,16 +157,17 @@ def test_each_sample_is_trained_on_once_per_epoch(runs: Runs) -> None:
             assert len(trained) == SAMPLES + 4
 
 
-def test_split_batches_give_one_rank_the_samples_of_two(runs: Runs) -> None:
-    whole = [ids(runs.lines("split", rank)) for rank in range(2)]
-    resized = [ids(runs.lines("split_resized", rank)) for rank in range(2)]
-    ranks = {key: line["ranks"] for key, line in runs.lines("split_resized").items()}
-    assert set(ranks.values()) == {1, 2}
-    for key, first in whole[0].items():
-        second = resized[1][key] if ranks[key] == 2 else []
-        assert resized[0][key] + second == first + whole[1][key]
-    rates = {key: line.get("lr") for key, line in runs.lines("split").items()}
-    assert {key: line.get("lr") for key, line in runs.lines("split_resized").items()} == rates
+@pytest.mark.parametrize("name", ["split_resized", "sharded_resized"])
+def test_split_batches_give_one_rank_the_samples_of_two(runs: Runs, name: str) -> None:
+    assert runs.statuses[name] == [[0, 0], [0]]
+    whole = [runs.lines("split", rank) for rank in range(2)]
+    resized = [runs.lines(name, rank) for rank in range(2)]
+    assert resized[0].keys() == whole[0].keys()
+    assert {line["ranks"] for line in resized[0].values()} == {1, 2}
+    for key, first in ids(whole[0]).items():
+        second = resized[1][key]["ids"] if resized[0][key]["ranks"] == 2 else []
+        assert resized[0][key]["ids"] + second == first + whole[1][key]["ids"]
+        assert resized[0][key]["lr"] == whole[0][key]["lr"]
 
 
 def test_one_rank_trains_on_the_rest_of_the_epoch(runs: Runs) -> None:
@@ -212,6 +220,19 @@ def preempted(tmp_path: Path) -> Iterator[LocalRun]:
     )
     yield one
     one.end_all()
+
+
+@pytest.mark.slow
+def test_a_sharded_run_that_was_killed_and_stopped_equals_an_uninterrupted_one(
+    tmp_path: Path,
+) -> None:
+    made = Runs(tmp_path)
+    made.add("whole", 2, **NOISY, fsdp=True)
+    made.add("cut", 2, 2, 2, **NOISY, fsdp=True, kill_at=4, stop_at=7)
+    made.launch()
+    assert KILLED in made.statuses["cut"][0]
+    for rank in range(2):
+        assert made.lines("cut", rank) == made.lines("whole", rank)
 
 
 def test_a_killed_and_preempted_job_finishes_on_one_rank(
