@@ -46,7 +46,11 @@ def run(tmp_path: Path) -> Iterator[LocalRun]:
         tmp_path / "root",
         program=PROGRAM,
         checkpoint={"interval": INTERVAL},
-        **{"folder": str(tmp_path), "steps": STEPS, "stage": 2, "sleep_s": 0.15, "kill": [1, 7]},
+        folder=str(tmp_path),
+        steps=STEPS,
+        stage=2,
+        sleep_s=0.15,
+        kill=[1, 7],
     )
     yield made
     made.end_all()
