@@ -198,15 +198,43 @@ def refused(folder: Path) -> Found:
     """What cannot be resumed: the run stays as it is, and its own program continues it."""
     made = Launch(folder, steps=SAVED)
     found: Found = {"saved": made.run(1)}
-    found["stage"] = made.run(1, stage=1)[0]
-    found["session"] = made.run(1, act=with_plain_session)[0]
     (checkpoint,) = made.paths.list_checkpoints()
-    found["version"] = made.run(1, act=with_other_version)[0]
     names = sorted(path.name for path in checkpoint.rglob("*"))
+    found["tried"] = made.run(1, act=try_all)
+    found |= json.loads((folder / "tried.json").read_text())
     found["resumed"] = made.run(1, steps=SAVED + 1)
     found["unchanged"] = names == sorted(path.name for path in checkpoint.rglob("*"))
     found["steps"] = [line["step"] for line in made.lines()]
     return found
+
+
+def try_all(settings: Found) -> None:
+    """Try all that the session refuses, one after another in one process."""
+    empty = {**settings, "session": {"directory": str(Path(settings["folder"]) / "empty")}}
+    tries = {act: settings for act in (with_other_stage, with_plain_session, with_other_version)}
+    tries |= {
+        act: empty
+        for act in (
+            unwrapped,
+            twice_wrapped,
+            two_sessions,
+            without_zero,
+            one_micro_batch,
+            taken_key,
+        )
+    }
+    found = {}
+    for act, given in tries.items():
+        try:
+            act(given)
+        except HoldfastError as error:
+            found[act.__name__] = f"{type(error).__name__}: {error}"
+    (Path(settings["folder"]) / "tried.json").write_text(json.dumps(found))
+
+
+def with_other_stage(settings: Found) -> None:
+    """The configuration has changed since."""
+    train({**settings, "stage": 1})
 
 
 def with_plain_session(settings: Found) -> None:
@@ -217,32 +245,17 @@ def with_plain_session(settings: Found) -> None:
 
 def with_other_version(settings: Found) -> None:
     """Another version of DeepSpeed resumes the run."""
-    deepspeed.__version__ = "0.20.1"
-    train(settings)
+    version, deepspeed.__version__ = deepspeed.__version__, "0.20.1"
+    try:
+        train(settings)
+    finally:
+        deepspeed.__version__ = version
 
 
 def unconvertible(folder: Path) -> Found:
     """RMSprop has a state that DeepSpeed does not convert."""
     made = Launch(folder, optimizer="RMSprop", steps=SAVED)
     return {"saved": made.run(2), "alone": made.run(1)}
-
-
-def misused(folder: Path) -> Found:
-    """Engines and loops that the session refuses, one after another in one process."""
-    made = Launch(folder)
-    assert made.run(1, act=misuse) == [""]
-    found: Found = json.loads((folder / "misused.json").read_text())
-    return found
-
-
-def misuse(settings: Found) -> None:
-    found = {}
-    for act in (unwrapped, twice_wrapped, two_sessions, without_zero, one_micro_batch, taken_key):
-        try:
-            act(settings)
-        except HoldfastError as error:
-            found[act.__name__] = f"{type(error).__name__}: {error}"
-    (Path(settings["folder"]) / "misused.json").write_text(json.dumps(found))
 
 
 def unwrapped(settings: Found) -> None:
@@ -371,7 +384,6 @@ CASES: Final[dict[str, Callable[[Path], Found]]] = {
     "damaged": damaged,
     "refused": refused,
     "unconvertible": unconvertible,
-    "misused": misused,
     "loaders": loaders,
     "example": example,
     **{

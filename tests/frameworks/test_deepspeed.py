@@ -21,10 +21,10 @@ from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import AttemptState
 
 PROGRAM: Final = Path(__file__).with_name("deepspeed_program.py")
-CASES_S: Final = 240.0
+CASES_S: Final = 500.0
 STEPS: Final = 16
 INTERVAL: Final = 5
-QUICK: Final = ("whole", "damaged", "refused", "unconvertible", "misused", "loaders", "example")
+QUICK: Final = ("whole", "damaged", "refused", "unconvertible", "example")
 EXAMPLE: Final = Path(__file__).parents[2] / "examples" / "deepspeed"
 # Sums in another order: relative difference of losses after a resize.
 LOSS_APART_MAX: Final = 1e-3
@@ -135,9 +135,9 @@ def test_a_damaged_checkpoint_and_one_without_a_rank_s_file_are_passed_over(
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ("stage", "saved with ZeRO stage 2, and the program uses stage 1"),
-        ("session", "deepspeed wrote this checkpoint, in files of its own"),
-        ("version", "Install deepspeed 0.19.* to continue this run"),
+        ("with_other_stage", "saved with ZeRO stage 2, and the program uses stage 1"),
+        ("with_plain_session", "deepspeed wrote this checkpoint, in files of its own"),
+        ("with_other_version", "Install deepspeed 0.19.* to continue this run"),
     ],
 )
 def test_a_checkpoint_of_another_stage_framework_or_version_is_refused_and_kept(
@@ -172,13 +172,12 @@ def test_a_state_that_deepspeed_cannot_convert_stays_on_its_number_of_ranks(
     ],
 )
 def test_a_wrong_engine_or_loop_is_refused(cases: dict[str, Any], case: str, error: str) -> None:
-    assert error in cases["misused"][case]
+    assert error in cases["refused"][case]
 
 
-def test_a_loop_over_deepspeed_s_loader_resumes_in_the_middle_of_an_epoch(
-    cases: dict[str, Any],
-) -> None:
-    found = cases["loaders"]
+@pytest.mark.slow
+def test_a_loop_over_deepspeed_s_loader_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    found = run_cases(tmp_path, "loaders")["loaders"]
     assert found["errors"] == [["", ""], ["", ""]]
     assert found["equal"] == [True, True]
     assert found["repeated"] == 0
