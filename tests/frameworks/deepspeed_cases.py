@@ -211,18 +211,9 @@ def refused(folder: Path) -> Found:
 def try_all(settings: Found) -> None:
     """Try all that the session refuses, one after another in one process."""
     empty = {**settings, "session": {"directory": str(Path(settings["folder"]) / "empty")}}
-    tries = {act: settings for act in (with_other_stage, with_plain_session, with_other_version)}
-    tries |= {
-        act: empty
-        for act in (
-            unwrapped,
-            twice_wrapped,
-            two_sessions,
-            without_zero,
-            one_micro_batch,
-            taken_key,
-        )
-    }
+    saved = (with_other_stage, with_plain_session, with_other_version)
+    new = (unwrapped, twice_wrapped, two_sessions, without_zero, one_micro_batch, taken_key)
+    tries = dict.fromkeys(saved, settings) | dict.fromkeys(new, empty)
     found = {}
     for act, given in tries.items():
         try:
