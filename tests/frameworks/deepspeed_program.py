@@ -62,8 +62,10 @@ def train(settings: dict[str, Any]) -> None:
                 "draw": torch.rand(()).item(),
                 "seen": session.client_state["seen"],
                 "engine_step": engine.global_steps,
-                "mean": engine.module[1].running_mean.tolist(),
             }
+            if session.rank == 0 or settings["stage"] == 3:
+                # With ZeRO 1 and 2, a checkpoint has the buffers of rank 0 only.
+                line["mean"] = engine.module[1].running_mean.tolist()
             record.write(json.dumps(line) + "\n")
             interrupt(settings, session, step)
             time.sleep(settings.get("sleep_s", 0.0))

@@ -7,7 +7,7 @@ import math
 import re
 import signal
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,10 +21,10 @@ from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import AttemptState
 
 PROGRAM: Final = Path(__file__).with_name("deepspeed_program.py")
-CASES_S: Final = 240.0
+CASES_S: Final = 500.0
 STEPS: Final = 16
 INTERVAL: Final = 5
-QUICK: Final = ("damaged", "refused", "unconvertible", "misused", "loaders", "example")
+QUICK: Final = ("whole", "damaged", "refused", "unconvertible", "example")
 EXAMPLE: Final = Path(__file__).parents[2] / "examples" / "deepspeed"
 # Sums in another order: relative difference of losses after a resize.
 LOSS_APART_MAX: Final = 1e-3
@@ -40,31 +40,39 @@ def read_record(folder: Path, rank: int) -> Record:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., LocalRun]]:
-    made: list[LocalRun] = []
+def run(tmp_path: Path) -> Iterator[LocalRun]:
+    """A run that is killed once, on rank 1 at step 7."""
+    made = LocalRun(
+        tmp_path / "root",
+        program=PROGRAM,
+        checkpoint={"interval": INTERVAL},
+        folder=str(tmp_path),
+        steps=STEPS,
+        stage=2,
+        sleep_s=0.15,
+        kill=[1, 7],
+    )
+    yield made
+    made.end_all()
 
-    def begin(name: str, **settings: Any) -> LocalRun:
-        folder = tmp_path / name
-        folder.mkdir()
-        run = LocalRun(
-            folder / "root",
-            program=PROGRAM,
-            checkpoint={"interval": INTERVAL},
-            folder=str(folder),
-            **{"steps": STEPS, "sleep_s": 0.0, "stage": 2, **settings},
-        )
-        made.append(run)
-        return run
 
-    yield begin
-    for run in made:
-        run.end_all()
+def run_cases(folder: Path, *names: str) -> dict[str, Any]:
+    """What `deepspeed_cases` found, by case."""
+    said = run_program("frameworks.deepspeed_cases", folder, *names, timeout_s=CASES_S)
+    found: dict[str, Any] = json.loads(said[said.index("{\n") :])
+    return found
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The quick cases, in one process, because DeepSpeed takes seconds to start."""
+    folder = tmp_path_factory.mktemp("cases")
+    return run_cases(folder, *QUICK)
 
 
 def test_a_run_is_killed_preempted_and_resized_like_an_uninterrupted_one(
-    tmp_path: Path, start: Callable[..., LocalRun]
+    tmp_path: Path, run: LocalRun, cases: dict[str, Any]
 ) -> None:
-    run = start("broken", sleep_s=0.15, kill=[1, 7])
     attempt = run.submit()
     # The rank was killed at step 7, and the next launch of the same job resumes after step 5.
     run.wait_for_step(attempt, 9)
@@ -92,8 +100,7 @@ def test_a_run_is_killed_preempted_and_resized_like_an_uninterrupted_one(
         entry.path for entry in manifest.files
     }
 
-    run_cases(tmp_path, "whole")
-    compare(tmp_path / "broken", tmp_path / "whole", until=stopped_at)
+    compare(tmp_path, Path(cases["whole"]["folder"]), until=stopped_at)
 
 
 def compare(broken: Path, whole: Path, *, until: int) -> None:
@@ -112,20 +119,6 @@ def compare(broken: Path, whole: Path, *, until: int) -> None:
         assert math.isclose(alone["loss"], mean, rel_tol=LOSS_APART_MAX)
 
 
-def run_cases(folder: Path, *names: str) -> dict[str, Any]:
-    """What `deepspeed_cases` found, by case."""
-    said = run_program("frameworks.deepspeed_cases", folder, *names, timeout_s=CASES_S)
-    found: dict[str, Any] = json.loads(said[said.index("{\n") :])
-    return found
-
-
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The quick cases, in one process, because DeepSpeed takes seconds to start."""
-    folder = tmp_path_factory.mktemp("cases")
-    return run_cases(folder, *QUICK)
-
-
 def test_a_damaged_checkpoint_and_one_without_a_rank_s_file_are_passed_over(
     cases: dict[str, Any],
 ) -> None:
@@ -142,9 +135,9 @@ def test_a_damaged_checkpoint_and_one_without_a_rank_s_file_are_passed_over(
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ("stage", "saved with ZeRO stage 2, and the program uses stage 1"),
-        ("session", "deepspeed wrote this checkpoint, in files of its own"),
-        ("version", "Install deepspeed 0.19.* to continue this run"),
+        ("with_other_stage", "saved with ZeRO stage 2, and the program uses stage 1"),
+        ("with_plain_session", "deepspeed wrote this checkpoint, in files of its own"),
+        ("with_other_version", "Install deepspeed 0.19.* to continue this run"),
     ],
 )
 def test_a_checkpoint_of_another_stage_framework_or_version_is_refused_and_kept(
@@ -161,7 +154,7 @@ def test_a_state_that_deepspeed_cannot_convert_stays_on_its_number_of_ranks(
     cases: dict[str, Any],
 ) -> None:
     found = cases["unconvertible"]
-    assert (found["saved"], found["again"]) == (["", ""], ["", ""])
+    assert found["saved"] == ["", ""]
     (refused,) = found["alone"]
     assert "2 ranks saved it, and 1 ranks cannot load it" in refused
     assert "RMSprop has square_avg" in refused
@@ -179,13 +172,12 @@ def test_a_state_that_deepspeed_cannot_convert_stays_on_its_number_of_ranks(
     ],
 )
 def test_a_wrong_engine_or_loop_is_refused(cases: dict[str, Any], case: str, error: str) -> None:
-    assert error in cases["misused"][case]
+    assert error in cases["refused"][case]
 
 
-def test_a_loop_over_deepspeed_s_loader_resumes_in_the_middle_of_an_epoch(
-    cases: dict[str, Any],
-) -> None:
-    found = cases["loaders"]
+@pytest.mark.slow
+def test_a_loop_over_deepspeed_s_loader_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    found = run_cases(tmp_path, "loaders")["loaders"]
     assert found["errors"] == [["", ""], ["", ""]]
     assert found["equal"] == [True, True]
     assert found["repeated"] == 0
