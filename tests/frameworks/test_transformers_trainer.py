@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import runpy
+import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -11,6 +14,7 @@ import pytest
 import torch
 from tests.frameworks.transformers_program import Sentences, Settings, collate, make_trainer, train
 from tests.loop_cases import Case
+from tests.rank_programs import ROOT
 from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
@@ -276,3 +280,24 @@ def test_the_first_launch_is_noted_and_changed_arguments_count(
     changed = GivenBatch(per_device=8, accumulation=1, world_size=1)
     assert settle(changed, folder) == changed
     assert "the batch is now 8 per device times 1" in "".join(capfd.readouterr())
+
+
+# --- the example ------------------------------------------------------------------------------
+
+
+def test_the_example_trains_and_resumes(
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make("run")
+    example = ROOT / "examples" / "transformers" / "train.py"
+    command = tomllib.loads(example.with_name("spec.toml").read_text())["command"]
+    small = ("--layers=1", "--width=16", "--text_bytes=40000", f"--output_dir={tmp_path / 'out'}")
+    steps = ("--max_steps=4", "--eval_steps=2", "--save_steps=2", "--logging_steps=2")
+    monkeypatch.setattr(sys, "argv", [str(example), *command[1:], *small, *steps])
+    for _ in range(2):
+        runpy.run_path(str(example), run_name="__main__")
+    saved = RunPaths(tmp_path / "run" / "run").list_checkpoints()
+    assert [path.name[:13] for path in saved] == ["step-00000002", "step-00000004"]
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    changed = [line for line in example.read_text().splitlines() if "# + holdfast" in line]
+    assert len(changed) == 1
