@@ -125,7 +125,17 @@ def _alone(fill: Callable[[RunPaths, str], None], paths: RunPaths, uid: str) -> 
 def _record(paths: RunPaths, facts: dict[str, Any], by: str, writer: str) -> None:
     """Journal where the checkpoint came from, and that the run needs nothing more."""
     with JournalWriter(paths.journal_of(writer)) as journal:
-        journal.append(EventKind.IMPORTED, by=by, **facts)
+        journal.append(
+            EventKind.IMPORTED,
+            checkpoint=facts["checkpoint"],
+            by=by,
+            format=facts["format"],
+            path=facts["path"],
+            bytes=facts["bytes"],
+            tensors=facts["tensors"],
+            digest=facts["digest"],
+            left_out=facts["left_out"],
+        )
         journal.append(
             EventKind.RUN_ENDED,
             state=RunState.COMPLETED,

@@ -152,7 +152,7 @@ class CheckpointEngine:
         began = time.monotonic()
         stage, flat = self._planned(state, timeout_s)
         facts = self._facts(step, reason, parent, metrics, train_state, place)
-        document = self._encode(facts)
+        document = facts.encode_train_state() if self._identity.rank == 0 else None
         staged = self._take_slot(stage, step, timeout_s)
         if staged is None:
             raise SaveError(
@@ -189,7 +189,7 @@ class CheckpointEngine:
         self._connection.keep_up()
         flat = self._checked(self._layout, state)
         facts = self._facts(step, reason, parent, metrics, train_state)
-        document = self._encode(facts)
+        document = facts.encode_train_state() if self._identity.rank == 0 else None
         staged = self._take_slot(self._stage, step, 0.0)
         if staged is None:
             return False
@@ -342,10 +342,6 @@ class CheckpointEngine:
             train_state=train_state,
             place=place,
         )
-
-    def _encode(self, facts: StepFacts) -> bytes | None:
-        """Return the train state that rank 0 writes, and None on other ranks."""
-        return facts.encode_train_state() if self._identity.rank == 0 else None
 
     def _fill(
         self,

@@ -77,12 +77,8 @@ def main() -> None:
         # Accelerate makes one for fp16, which no CPU supports.
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
     set_seed(7, device_specific=True)
-    loader = DataLoader(
-        Samples(noise=settings.get("noise", False)),
-        batch_size=4,
-        shuffle=True,
-        num_workers=settings.get("workers", 0),
-    )
+    samples, workers = Samples(noise=settings.get("noise", False)), settings.get("workers", 0)
+    loader = DataLoader(samples, batch_size=4, shuffle=True, num_workers=workers)
     evaluation = DataLoader(Samples(noise=False), batch_size=10)
     set_seed(7)
     model = torch.nn.Sequential(

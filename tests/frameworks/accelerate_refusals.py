@@ -204,6 +204,7 @@ def error_of(program: Callable[[], None]) -> str:
         text = "no error"
         try:
             program()
+        # Whatever ends the program is the answer, also SystemExit.
         except BaseException as error:
             traceback.print_exc()
             text = f"{type(error).__name__}: {error}"

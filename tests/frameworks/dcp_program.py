@@ -132,7 +132,8 @@ class _Failing(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.data_ptr:
             raise RuntimeError("the device is lost")
-        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        plain: Any = super().__torch_function__
+        return plain(func, types, args, kwargs or {})
 
 
 def copies_that_fail(folder: Path) -> None:

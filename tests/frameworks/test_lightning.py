@@ -112,7 +112,7 @@ def trained_ids(folder: Path) -> list[list[int]]:
 
 
 def ids_in_order() -> list[list[int]]:
-    """The sorted samples of each step of two epochs, as torch's `DistributedSampler` orders them."""
+    """The sorted samples of each step of two epochs, in the order of `DistributedSampler`."""
     found = []
     for epoch in range(2):
         draw = torch.Generator().manual_seed(SEED + epoch)

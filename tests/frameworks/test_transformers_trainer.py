@@ -22,7 +22,7 @@ from holdfast.contracts.errors import CheckpointError, SpecError
 from holdfast.contracts.paths import RunPaths
 from holdfast.trainer import Session
 from holdfast.trainer.frameworks.transformers import HoldfastCallback, Trainer, attach
-from holdfast.trainer.frameworks.transformers.global_batch import FILE, GivenBatch, settle
+from holdfast.trainer.frameworks.transformers.global_batch import FILE, GivenBatch, agree_on_batch
 
 # The samples of one epoch of three steps.
 SMALL: Final[dict[str, Any]] = {"samples": 12}
@@ -273,12 +273,12 @@ def test_the_first_launch_is_noted_and_changed_arguments_count(
 ) -> None:
     folder = tmp_path / "run"
     first = GivenBatch(per_device=4, accumulation=1, world_size=2)
-    assert settle(first, folder) == first
-    alone = settle(GivenBatch(per_device=4, accumulation=1, world_size=1), folder)
+    assert agree_on_batch(first, folder) == first
+    alone = agree_on_batch(GivenBatch(per_device=4, accumulation=1, world_size=1), folder)
     assert (alone.per_device, alone.accumulation) == (4, 2)
     assert json.loads((folder / FILE).read_bytes())["world_size"] == 2
     changed = GivenBatch(per_device=8, accumulation=1, world_size=1)
-    assert settle(changed, folder) == changed
+    assert agree_on_batch(changed, folder) == changed
     assert "the batch is now 8 per device times 1" in "".join(capfd.readouterr())
 
 

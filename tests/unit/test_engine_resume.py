@@ -155,7 +155,7 @@ def test_a_fork_whose_origin_is_damaged_fails_instead_of_starting_over(
     origin = commit(RunPaths(tmp_path / "origin"), 70)
     fork_from(run, origin)
     (origin / "__0_0.distcp").unlink()
-    with pytest.raises(DamagedCheckpointError, match="forked from it"):
+    with pytest.raises(DamagedCheckpointError, match="starts from it"):
         choose(run)
 
 

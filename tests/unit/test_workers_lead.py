@@ -43,6 +43,7 @@ class FakeNode:
     """A node with one rank that trains for some reports, then ends with the launch's exit code."""
 
     step_s = 1.0
+    program = None
 
     def __init__(self, name: str, ends: dict[int, int]) -> None:
         self.name, self._ends = name, ends

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from math import prod
 from typing import Any, Final
@@ -144,9 +145,8 @@ def _check_places(entries: Sequence[Part], data_at: int, data_bytes: int, where:
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
-        seen: set[str] = set()
-        again = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {again[:100]!r} twice")
+        names = Counter(name for name, _ in pairs)
+        raise ValueError(f"the key {names.most_common(1)[0][0][:100]!r} twice")
     return table
 
 

@@ -82,9 +82,7 @@ class RunRecord(Document):
     given: dict[str, Any] | None = Field(
         default=None, description="the keys that the user gave, without defaults"
     )
-    forked_from: Name | None = Field(
-        default=None, description="id of the checkpoint that the fork started from"
-    )
+    forked_from: Name | None = Field(default=None, description="id of the checkpoint forked from")
     forked_path: FilePath | None = Field(default=None, description="that checkpoint's directory")
     forked_uid: Uid | None = Field(default=None, description="uid of the run that was forked")
     imported_from: FilePath | None = Field(default=None, description="path of imported weights")
@@ -208,7 +206,7 @@ class Missing(Document):
 class Claim(Document):
     """`claim.json`, created exclusively: the agent of node 0 runs this attempt.
 
-    One with `is_closed` belongs to no job: the attempt ended before, and no later job may run it.
+    A claim with `is_closed` belongs to no job: the attempt ended unclaimed, and no job may run it.
     """
 
     job_id: Name

@@ -135,7 +135,7 @@ class Batches(BatchSampler):
         """Yield the batches from `start` on. Put back its order before the first is drawn."""
         inner, skip = self._inner, start.skip
         if start.is_dealt:
-            # The ranks' number has changed, so they share the rest of the dealt batches anew.
+            # The ranks' number has changed, so they share the rest of the dealt batches again.
             inner, skip = copy.copy(inner), 0
             inner.batch_sampler = SkipBatchSampler(self._inner.batch_sampler, start.skip)
         batches = itertools.islice(inner, skip, None)

@@ -33,7 +33,7 @@ class Resumed:
     """What is left of the restored epoch: `passes` were complete, and `done` batches of the next.
 
     `done` counts batches dealt out to the ranks. `order` is None if the pass began by the program's
-    own resume, in an order that is drawn anew.
+    own resume, in an order that is drawn again.
     """
 
     passes: int = 0

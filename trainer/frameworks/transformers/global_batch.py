@@ -60,7 +60,7 @@ def run_folder(directory: str | Path | None, env: Mapping[str, str]) -> Path:
     return choose_directory(directory, env, program_stem())
 
 
-def settle(given: GivenBatch, folder: Path) -> GivenBatch:
+def agree_on_batch(given: GivenBatch, folder: Path) -> GivenBatch:
     """Return the batch of this launch. All ranks call this together.
 
     Other arguments than the first launch had are the program's own wish and count from now on.

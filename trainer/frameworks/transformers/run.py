@@ -17,7 +17,11 @@ from holdfast.contracts.reporting import report
 from holdfast.trainer.frameworks.session import FrameworkSession
 from holdfast.trainer.frameworks.transformers.checks import check_arguments
 from holdfast.trainer.frameworks.transformers.fetching import FetchStates, watched
-from holdfast.trainer.frameworks.transformers.global_batch import GivenBatch, run_folder, settle
+from holdfast.trainer.frameworks.transformers.global_batch import (
+    GivenBatch,
+    agree_on_batch,
+    run_folder,
+)
 from holdfast.trainer.frameworks.transformers.progress import Place, Progress, RankShare, Todo, Told
 from holdfast.trainer.state import rng
 
@@ -79,7 +83,7 @@ class TrainerRun:
             world_size=args.world_size,
         )
         directory = trainer.session_options.get("directory")
-        batch = settle(given, run_folder(directory, os.environ))
+        batch = agree_on_batch(given, run_folder(directory, os.environ))
         args.per_device_train_batch_size = batch.per_device
         args.gradient_accumulation_steps = batch.accumulation
         trainer._train_batch_size = args.train_batch_size
@@ -96,7 +100,7 @@ class TrainerRun:
             trainer.lr_scheduler,
             extra=extra,
             per_rank={SHARE: self._share},
-            # At another number of ranks the sums since the last log begin anew.
+            # At another number of ranks the sums since the last log begin again.
             exclude=[f"extra.{SHARE}"],
             begins_at=_step_of(self._path),
             **options,
