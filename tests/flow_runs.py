@@ -19,6 +19,7 @@ from holdfast.contracts.attempt import Claim, Request, Submission, read_document
 from holdfast.contracts.history import load_events, load_history
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.paths import RunPaths
+from holdfast.flows.event_names import event_name
 from holdfast.workers.executors import executor_for
 from holdfast.workers.heartbeats import newest_step, read_heartbeats
 
@@ -34,6 +35,7 @@ SERVICE_UNAVAILABLE: Final = 503
 EVENTS_TOLD: Final = 12
 LINES_TOLD: Final = 5
 LINE: Final = 300
+EVENTS_PER_PAGE: Final = 50
 
 
 def service_environment(folder: Path) -> dict[str, str]:
@@ -211,3 +213,21 @@ def supervisions(paths: RunPaths) -> list[dict[str, Any]]:
 def submissions(paths: RunPaths) -> int:
     """The number of jobs ever submitted for the run, according to its journal."""
     return sum(e.kind is EventKind.ATTEMPT_SUBMITTED for e in load_events(paths))
+
+
+def events_of(runs: FlowRuns, paths: RunPaths) -> list[dict[str, Any]]:
+    """All events of the run on the server, oldest first."""
+    uid = load_history(paths).record.uid
+    name = {"prefix": ["holdfast."]}
+    chosen = {"event": name, "any_resource": {"id": [f"holdfast.run.{uid}"]}, "order": "ASC"}
+    answer = runs.ask("events/filter", filter=chosen, limit=EVENTS_PER_PAGE)
+    found: list[dict[str, Any]] = answer["events"]
+    while answer["next_page"]:
+        answer = runs.ask(answer["next_page"].partition("/api/")[2])
+        found += answer["events"]
+    return found
+
+
+def expected_events(paths: RunPaths) -> list[tuple[str, float]]:
+    """The name and time of each journal line that Prefect gets."""
+    return [(name, one.time) for one in load_events(paths) if (name := event_name(one))]

@@ -7,6 +7,7 @@ import errno
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final, Literal
 
 from holdfast.contracts.attempt import (
@@ -65,6 +66,7 @@ def request(
     alone: bool = False,
     reason: str = "",
     place: int | None = None,
+    now: bool = False,
 ) -> str:
     """Request that a run be stopped, paused, resumed, cancelled or relaunched; return what happens.
 
@@ -72,13 +74,13 @@ def request(
     queued one is cancelled. Repeating a request is harmless. Raises `SpecError` for a request that
     does not fit the run's state and `NotFoundError` if there is no run. With `alone`, raises
     `RequestConflictError` while another recent request is pending. `reason` explains the request.
-    `place` is where a relaunch continues, see `Decision`.
+    `place` is where a relaunch continues, see `Decision`. With `now`, a run is cancelled without
+    a last checkpoint, also while it saves that one.
     """
+    asked = _Asked(action, by=by, gpus=gpus, reason=reason, place=place, now=now)
     while True:
         try:
-            return _request(
-                paths, action, by=by, gpus=gpus, writer=writer, alone=alone, why=reason, place=place
-            )
+            return _request(paths, asked, writer=writer, alone=alone)
         except OSError as error:
             if error.errno not in FULL:
                 raise
@@ -96,39 +98,44 @@ def _disk_full_message(paths: RunPaths, action: Action, error: OSError) -> str:
     )
 
 
-def _request(
-    paths: RunPaths,
-    action: Action,
-    *,
-    by: str,
-    gpus: int | None,
-    writer: str,
-    alone: bool,
-    why: str,
-    place: int | None,
-) -> str:
+@dataclass(frozen=True)
+class _Asked:
+    """One request, as `request` gets it."""
+
+    action: Action
+    _: KW_ONLY
+    by: str
+    gpus: int | None
+    reason: str
+    place: int | None
+    now: bool
+
+    def facts(self) -> dict[str, Any]:
+        """Return the request's facts in the journal that are not in every request."""
+        found = {"reason": self.reason or None, "place": self.place, "now": self.now or None}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def _request(paths: RunPaths, asked: _Asked, *, writer: str, alone: bool) -> str:
     with _operator_lock(paths):
         history = load_history(paths)
-        if alone:
+        if alone and not asked.now:
             _refuse_second(history, time.time())
-        _check(history, action, gpus)
+        _check(history, asked)
         last = history.last_attempt
-        reason: dict[str, Any] = {"reason": why} if why else {}
-        if place is not None:
-            reason["place"] = place
         with JournalWriter(paths.journal_of(writer)) as journal:
             journal.append(
                 EventKind.OPERATOR_REQUEST,
-                action=action,
-                by=by,
-                gpus=gpus,
+                action=asked.action,
+                by=asked.by,
+                gpus=asked.gpus,
                 after_attempt=last.number if last else 0,
                 of_completed=history.state is RunState.COMPLETED,
-                **reason,
+                **asked.facts(),
             )
-    if last is None or last.state.is_terminal or action not in _ENDS_ATTEMPT:
-        return _what_follows(history, action, gpus)
-    return _end_attempt(paths.attempt(last.number), last, action, by)
+    if last is None or last.state.is_terminal or asked.action not in _ENDS_ATTEMPT:
+        return _what_follows(history, asked.action, asked.gpus)
+    return _end_attempt(paths.attempt(last.number), last, asked)
 
 
 def pin(paths: RunPaths, checkpoint: str, *, by: str, note: str = "", writer: str = "cli") -> str:
@@ -195,11 +202,13 @@ def _refuse_second(history: RunHistory, now: float) -> None:
     )
 
 
-def _check(history: RunHistory, action: Action, gpus: int | None) -> None:
+def _check(history: RunHistory, asked: _Asked) -> None:
     """Raise `SpecError` for a request that does not fit the run's state."""
-    run, state = history.paths.name, history.state
+    run, state, action = history.paths.name, history.state, asked.action
     if action not in ACTIONS:
         raise SpecError(f"{action!r}: expected one of {', '.join(ACTIONS)}")
+    if asked.now and action != "cancel":
+        raise SpecError(f"{action} always saves a last checkpoint; only cancel can leave it out")
     last = history.last_attempt
     may_go_on = action == "relaunch" and last is not None and last.may_lack_steps
     if state is RunState.COMPLETED and not may_go_on:
@@ -217,7 +226,7 @@ def _check(history: RunHistory, action: Action, gpus: int | None) -> None:
     reason = why_not_submitted(history.record) if action in OPERATOR_GOES_ON else ""
     if reason:
         raise SpecError(f"run {run}: {reason}. Nothing was queued or stopped", [reason])
-    if gpus is None:
+    if (gpus := asked.gpus) is None:
         return
     if action != "relaunch":
         raise SpecError(f"{action} takes no GPU count; use `holdfast relaunch {run} --gpus {gpus}`")
@@ -233,25 +242,32 @@ def _check(history: RunHistory, action: Action, gpus: int | None) -> None:
         )
 
 
-def _end_attempt(attempt: AttemptPaths, view: AttemptView, action: Action, by: str) -> str:
+def _end_attempt(attempt: AttemptPaths, view: AttemptView, asked: _Asked) -> str:
     """End a live attempt by a file to its agent, or by the scheduler while it is queued."""
-    stop = StopFile(action=action, by=by, requested_at=time.time())
+    stop = StopFile(
+        action=asked.action,
+        by=asked.by,
+        requested_at=time.time(),
+        deadline_s=0.0 if asked.now else None,
+        detail="without a last checkpoint" if asked.now else "",
+    )
     write_document(attempt.stop, stop)
-    message = f"attempt {view.number} ends after one last checkpoint ({action})"
-    asked = read_document(Request, attempt.request)
+    how = "ends now, without a last checkpoint" if asked.now else "ends after one last checkpoint"
+    message = f"attempt {view.number} {how} ({asked.action})"
+    request_file = read_document(Request, attempt.request)
     submission = read_document(Submission, attempt.submission)
-    if asked is None or asked.executor == "local" or read_claim(attempt):
+    if request_file is None or request_file.executor == "local" or read_claim(attempt):
         return message
     # A queued job has no agent yet. If one starts meanwhile, it finds the file.
     with contextlib.suppress(SchedulerError):
-        executor = executor_for(asked.executor)
-        submission = submission or executor.find(asked)
+        executor = executor_for(request_file.executor)
+        submission = submission or executor.find(request_file)
         if submission is None:
             return message
-        status = executor.status(asked, submission)
+        status = executor.status(request_file, submission)
         if status.state == "pending":
-            executor.cancel(asked, submission)
-            return f"attempt {view.number} was still queued and is cancelled ({action})"
+            executor.cancel(request_file, submission)
+            return f"attempt {view.number} was still queued and is cancelled ({asked.action})"
     return message
 
 

@@ -50,6 +50,9 @@ def train(settings: dict[str, Any]) -> None:
                 # Exit without the session noticing, as `sys.exit` outside of a `with` block does.
                 os._exit(0)
             inputs = torch.as_tensor(ids, dtype=torch.float32).unsqueeze(1).expand(-1, 8) / SAMPLES
+            if noise := settings.get("noise"):
+                # The weights then depend on each random number that was drawn.
+                inputs = inputs + noise * torch.randn(inputs.shape)
             loss = model(inputs).square().mean()
             loss.backward()
             for parameter in model.parameters():

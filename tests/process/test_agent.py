@@ -265,6 +265,23 @@ def test_deadline_of_a_stop_file_is_enforced(make: Make) -> None:
     assert time.time() - now < SLEEP_S / 2
 
 
+def test_cancel_now_ends_a_stop_that_waits_for_a_step(make: Make) -> None:
+    run = make(steps=10, sleep_s=SLEEP_S, gpus=1)
+    attempt = run.submit()
+    wait_until(lambda: run.events(EventKind.RESUMED), "the program's session")
+    operator.request(run.paths, "cancel", by="tester")
+    wait_until(lambda: run.events(EventKind.SIGNAL), "the stop that waits for step 1")
+    now = time.time()
+    operator.request(run.paths, "cancel", by="tester", now=True)
+    view = run.wait_for_end()
+    assert (view.state, view.cause) == (AttemptState.CANCELLED, Cause.OPERATOR)
+    assert time.time() - now < SLEEP_S / 4
+    assert run.outcome(attempt).committed_step is None
+    assert "had not ended by the deadline and was killed" in " ".join(view.evidence)
+    assert decide(run.history(), None, now=time.time()).action == "stop"
+    wait_until(lambda: not processes_of(run.paths), "the end of every process")
+
+
 def _said_hello(run: LocalRun, attempt: Any) -> bool:
     log = attempt.rank_log(0, 1, 0)
     return log.exists() and "without a session" in log.read_text()

@@ -15,6 +15,8 @@ import pytest
 from examples.demo_service import PrefectService
 from tests.flow_runs import (
     FlowRuns,
+    events_of,
+    expected_events,
     service_environment,
     step_of,
     supervisions,
@@ -24,10 +26,7 @@ from tests.flow_runs import (
 
 from holdfast.contracts.history import load_events, load_history
 from holdfast.contracts.journal import EventKind
-from holdfast.contracts.paths import RunPaths
-from holdfast.flows.event_names import event_name
 
-PAGE = 50
 # From a journal line to the event on the server, in seconds.
 LATENCY_S_MAX = 2.0
 
@@ -43,24 +42,6 @@ def runs(service: PrefectService, tmp_path: Path) -> Iterator[FlowRuns]:
     made = FlowRuns(service, tmp_path)
     yield made
     made.end_all()
-
-
-def events_of(runs: FlowRuns, paths: RunPaths) -> list[dict[str, Any]]:
-    """All events of the run on the server, oldest first."""
-    uid = load_history(paths).record.uid
-    name = {"prefix": ["holdfast."]}
-    chosen = {"event": name, "any_resource": {"id": [f"holdfast.run.{uid}"]}, "order": "ASC"}
-    answer = runs.ask("events/filter", filter=chosen, limit=PAGE)
-    found: list[dict[str, Any]] = answer["events"]
-    while answer["next_page"]:
-        answer = runs.ask(answer["next_page"].partition("/api/")[2])
-        found += answer["events"]
-    return found
-
-
-def expected(paths: RunPaths) -> list[tuple[str, float]]:
-    """The name and time of each journal line that Prefect gets."""
-    return [(name, one.time) for one in load_events(paths) if (name := event_name(one))]
 
 
 def received(event: dict[str, Any]) -> float:
@@ -89,7 +70,8 @@ def test_every_journal_line_becomes_one_event_over_kills_of_server_and_flow(
             before = step_of(paths)
             wait_for("more checkpoints", lambda: step_of(paths) >= before + 30)
             servers.enter_context(service.serving())
-            missed = [one for one in expected(paths) if one[0] == "holdfast.checkpoint.committed"]
+            wanted = [name for name, _ in expected_events(paths)]
+            missed = wanted.count("holdfast.checkpoint.committed")
             wait_for(
                 "the events of the outage",
                 lambda: (
@@ -97,7 +79,7 @@ def test_every_journal_line_becomes_one_event_over_kills_of_server_and_flow(
                         one["event"] == "holdfast.checkpoint.committed"
                         for one in events_of(runs, paths)
                     )
-                    >= len(missed)
+                    >= missed
                 ),
             )
             (taken,) = supervisions(paths)
@@ -114,7 +96,8 @@ def test_every_journal_line_becomes_one_event_over_kills_of_server_and_flow(
         found = events_of(runs, paths)
         assert found.pop()["event"] == "holdfast.checkpoint.verified"
         assert found == events_of(runs, paths)[:-1]
-        assert [(one["event"], one["payload"]["time"]) for one in found] == expected(paths)[:-1]
+        told = [(one["event"], one["payload"]["time"]) for one in found]
+        assert told == expected_events(paths)[:-1]
         check_resources(found, load_history(paths).record.uid, flow_run)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import subprocess
 import threading
@@ -370,6 +371,25 @@ def test_a_queued_job_is_cancelled_at_the_scheduler(tmp_path: Path, scheduler: S
 
 
 # --- operators --------------------------------------------------------------------------------
+
+
+def test_only_cancel_can_leave_out_the_last_checkpoint(
+    tmp_path: Path, scheduler: Scheduler
+) -> None:
+    spec = spec_of()
+    paths, _ = runs.attach_or_create(spec, tmp_path, created_by="ann")
+    attempt = submit(paths, spec)
+    with pytest.raises(SpecError, match="pause always saves a last checkpoint"):
+        operator.request(paths, "pause", by="ann", now=True)
+    operator.request(paths, "cancel", by="ann")
+    before = json.loads(attempt.stop.read_text())
+    # The first request is pending, and this one does not wait for it.
+    message = operator.request(paths, "cancel", by="ann", now=True, alone=True)
+    after = json.loads(attempt.stop.read_text())
+    assert (before["deadline_s"], after["deadline_s"]) == (None, 0.0)
+    assert "ends now, without a last checkpoint" in message
+    asked = [e for e in load_history(paths).events if e.kind is EventKind.OPERATOR_REQUEST]
+    assert [e.data.get("now") for e in asked] == [None, True]
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,19 @@ describe("an operator's action", () => {
     await waitFor(() => expect(screen.queryByRole("dialog")).toBeNull());
   });
 
+  it("Cancel becomes Cancel now while the run saves its final checkpoint", async () => {
+    const asked = { action: "cancel", by: "mia", at: 0, gpus: null, after_attempt: 1 };
+    const server = openPage("/runs/gpt", {
+      "GET /runs/gpt": run({ requests: [asked] }),
+      "POST /runs/gpt/cancel": done("cancel", "Attempt 1 ends now."),
+    });
+    const dialog = await begin("Cancel now");
+    expect(dialog.getByText(/ends at once/).textContent).toContain("are lost");
+    fireEvent.click(dialog.getByRole("button", { name: "Cancel now" }));
+    await dialog.findByText("Attempt 1 ends now.");
+    expect(server.requests().map((one) => one.body)).toEqual([{ now: true }]);
+  });
+
   it("is not sent if the operator goes back", async () => {
     const server = openPage("/runs/gpt");
     const dialog = await begin("Stop");

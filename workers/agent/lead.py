@@ -156,14 +156,14 @@ class Lead:
             if (stop_request := self.stop_request) is None:
                 self._plan_ahead()
                 continue
-            ends_at = self._kill_at(stop_request)
-            if self.program is None:
-                self._agreement.pursue_stop(ends_at)
             if self._all_have_left():
                 # torchrun itself takes seconds to exit, which the grace may not allow.
                 return "left"
+            ends_at = self._kill_at(stop_request)
             if steady.now() > ends_at:
                 return "killed"
+            if self.program is None:
+                self._agreement.pursue_stop(ends_at)
 
     def _find_ending(self) -> str:
         """Return how the launch ended by itself, or '' if it has not."""

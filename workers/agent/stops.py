@@ -69,7 +69,7 @@ class StopWatch:
         is_shared = filesystem_of(context.attempt.directory).may_be_shared
         self._file_poll_s = SHARED_FILE_POLL_S if is_shared else FILE_POLL_S
         self._file_at = self._limit_at = self._saves_at = -math.inf
-        self._file_seen = False
+        self._file: StopFile | None = None
         self._changes: tuple[int, ...] = ()
         self._looks = 0
         # By how much Slurm's clock is ahead of this node's. Slurm's times are by its own clock.
@@ -105,8 +105,11 @@ class StopWatch:
         return stop_request, judgement
 
     def from_file(self, now: float) -> StopRequest | None:
-        """Return an operator's `stop.json` as a stop request, once."""
-        if self._file_seen or now - self._file_at < self._file_poll_s:
+        """Return an operator's `stop.json` as a stop request, once for each request in it.
+
+        A later request may end a stop that is under way sooner.
+        """
+        if now - self._file_at < self._file_poll_s:
             return None
         self._file_at = now
         if self._file_poll_s == SHARED_FILE_POLL_S and not self._may_have_file():
@@ -116,12 +119,14 @@ class StopWatch:
             asked = read_document(StopFile, path) if is_there(path) else None
         except HoldfastError as error:
             # The file cannot be read, but it does request a stop.
-            asked = StopFile(action="stop", by="?", requested_at=now, detail=str(error))
-        if asked is None:
+            asked = self._file or StopFile(
+                action="stop", by="?", requested_at=now, detail=str(error)
+            )
+        if asked is None or asked == self._file:
             return None
-        self._file_seen = True
+        self._file = asked
         # The clock of the operator's host may differ from this one by minutes.
-        deadline = now + asked.deadline_s if asked.deadline_s else None
+        deadline = None if asked.deadline_s is None else now + asked.deadline_s
         return StopRequest(
             source="stop_file",
             name=asked.action,

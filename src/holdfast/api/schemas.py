@@ -335,6 +335,12 @@ class AskRelaunch(Ask):
     gpus: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
 
 
+class AskCancel(Ask):
+    """Cancel a run. With `now`, it ends without a last checkpoint."""
+
+    now: bool = False
+
+
 class AskPin(Body):
     """Pin a checkpoint; `note` is the recorded reason."""
 

@@ -66,9 +66,20 @@ def resume(runs: RunsArgument, root: RootOption = None, as_json: AsJson = False)
     _ask(runs, "resume", root, as_json)
 
 
-def cancel(runs: RunsArgument, root: RootOption = None, as_json: AsJson = False) -> None:
+def cancel(
+    runs: RunsArgument,
+    now: Annotated[
+        bool,
+        typer.Option(
+            "--now",
+            help="Do not save a last checkpoint. Also ends a cancellation that is still saving.",
+        ),
+    ] = False,
+    root: RootOption = None,
+    as_json: AsJson = False,
+) -> None:
     """Cancel a run after a last checkpoint. Its checkpoints are kept."""
-    _ask(runs, "cancel", root, as_json)
+    _ask(runs, "cancel", root, as_json, now=now)
 
 
 def _ask(
@@ -78,6 +89,7 @@ def _ask(
     as_json: bool,
     gpus: int | None = None,
     reason: str = "",
+    now: bool = False,
 ) -> None:
     """Make the request to every run, and print the results.
 
@@ -86,7 +98,7 @@ def _ask(
     found, facts, status = locate_runs(names, root), [], 0
     for paths in found:
         try:
-            facts.append(_ask_run(paths, action, gpus, reason))
+            facts.append(_ask_run(paths, action, gpus, reason=reason, now=now))
         except HoldfastError as error:
             if len(found) == 1:
                 raise
@@ -101,7 +113,9 @@ def _render(facts: Sequence[Mapping[str, Any]]) -> None:
         say(one["message"])
 
 
-def _ask_run(paths: RunPaths, action: Action, gpus: int | None, reason: str) -> dict[str, Any]:
+def _ask_run(
+    paths: RunPaths, action: Action, gpus: int | None, *, reason: str, now: bool
+) -> dict[str, Any]:
     """Record the request, start a supervisor if the run needs one, and return the facts."""
     from holdfast.flows.start import start_after
     from holdfast.workers import operator
@@ -113,7 +127,7 @@ def _ask_run(paths: RunPaths, action: Action, gpus: int | None, reason: str) -> 
 
         # Checked before the request is recorded: the run would otherwise wait forever.
         require_again(paths)
-    message = operator.request(paths, action, by=user_name(), gpus=gpus, reason=reason)
+    message = operator.request(paths, action, by=user_name(), gpus=gpus, reason=reason, now=now)
     if gpus is not None and (doubt := Feasibility.of(load_history(paths)).doubt(gpus)):
         warn(f"holdfast: {doubt}")
     started = start_after(paths, goes_on=action in GOES_ON, refresh=True)

@@ -226,7 +226,7 @@ class StopFile(Document):
     by: Name
     requested_at: Moment
     deadline_s: Seconds | None = Field(
-        default=None, description="seconds from the request; None: no limit for the last flush"
+        default=None, description="seconds from the request; None: no limit; 0: no last checkpoint"
     )
     detail: Text = ""
 

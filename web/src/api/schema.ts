@@ -34,6 +34,12 @@ export interface Ask {
   force: boolean;
 }
 
+/** Cancel a run. With `now`, it ends without a last checkpoint. */
+export interface AskCancel {
+  force: boolean;
+  now: boolean;
+}
+
 /** The export format. `include` selects keys by prefix; `dtype` converts floating-point data. */
 export interface AskExport {
   to: Form;

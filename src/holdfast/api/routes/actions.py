@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request
 from holdfast.api.access import AS_READER, Caller, Operator
 from holdfast.api.audit import audited
 from holdfast.api.routes.runs import RunId
-from holdfast.api.schemas import ActionDone, Ask, AskPrune, AskRelaunch, JobRow, Prune
+from holdfast.api.schemas import ActionDone, Ask, AskCancel, AskPrune, AskRelaunch, JobRow, Prune
 from holdfast.api.services import services_of
 from holdfast.api.watch import WRITER
 from holdfast.contracts.history import load_history
@@ -43,9 +43,9 @@ def resume(request: Request, run: RunId, body: Ask, caller: Operator) -> ActionD
 
 
 @router.post("/runs/{run}/cancel")
-def cancel(request: Request, run: RunId, body: Ask, caller: Operator) -> ActionDone:
-    """Cancel a run for good. Its committed checkpoints are kept."""
-    return _ask(request, run, "cancel", body, caller)
+def cancel(request: Request, run: RunId, body: AskCancel, caller: Operator) -> ActionDone:
+    """Cancel a run after a last checkpoint, or with `now` without one."""
+    return _ask(request, run, "cancel", body, caller, now=body.now)
 
 
 @router.post("/runs/{run}/prune")
@@ -74,6 +74,7 @@ def _ask(
     caller: Caller,
     *,
     gpus: int | None = None,
+    now: bool = False,
 ) -> ActionDone:
     services = services_of(request)
     paths = services.store.folder_of(run)
@@ -83,7 +84,7 @@ def _ask(
         if continues:
             services.check(paths)
         message = operator.request(
-            paths, action, by=caller.name, gpus=gpus, writer=WRITER, alone=not body.force
+            paths, action, by=caller.name, gpus=gpus, writer=WRITER, alone=not body.force, now=now
         )
         started = dict(services.start(paths, continues))
     services.watch.touch(paths)

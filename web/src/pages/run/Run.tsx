@@ -64,14 +64,16 @@ function actionsOf(run: Run): Action[] {
         disabled: live ? null : "The run is not live.",
         explanation: <p>The run saves a final checkpoint and releases its GPUs until it is
           resumed.</p> };
-  const cancel: Action = {
-    word: "Cancel",
-    title: `Cancel ${run.run}`,
-    path: `${base}/cancel`,
-    disabled: live ? null : "The run is not live.",
-    explanation: <p>The run saves a final checkpoint, releases its GPUs and ends. Its committed
-      checkpoints are kept, and Relaunch continues it.</p>,
-  };
+  const cancelling = stateOf(run) === "cancelling";
+  const cancel: Action = cancelling
+    ? { id: "cancel", word: "Cancel now", title: `Cancel ${run.run} now`, path: `${base}/cancel`,
+        body: { now: true },
+        explanation: <p>The run ends at once. It does not finish its final checkpoint, so the steps
+          since its newest committed checkpoint are lost.</p> }
+    : { id: "cancel", word: "Cancel", title: `Cancel ${run.run}`, path: `${base}/cancel`,
+        disabled: live ? null : "The run is not live.",
+        explanation: <p>The run saves a final checkpoint, releases its GPUs and ends. Its committed
+          checkpoints are kept, and Relaunch continues it.</p> };
   return [relaunch, pause, stop, cancel].map((one) => ({ ...one, forceable: true }));
 }
 
