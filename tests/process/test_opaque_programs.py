@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import signal
 import sys
@@ -191,6 +192,20 @@ def test_torchrun_survives_the_signal_that_its_ranks_get(make: Make) -> None:
     assert (launch.ending, launch.exit_code) == ("stopped", 0)
     assert committed_checkpoints(run.paths)[-1].step == view.last_step
     wait_until(lambda: not processes_of(run.paths), "the end of every process")
+
+
+def test_processes_below_a_shell_get_the_signal_too(make: Make) -> None:
+    run = make(own={"signal_to": "all"})
+    program = shlex.join(run.spec.command)
+    script = ("bash", "-c", f"trap : TERM; {program}; echo the shell ends")
+    run.spec = run.spec.model_copy(update={"command": script})
+    attempt = run.submit()
+    wait_until(lambda: committed_checkpoints(run.paths), "a recorded checkpoint")
+    send(run.claim(attempt).pid, signal.SIGTERM)
+    view = run.wait_for_end()
+    assert (view.state, view.cause) == (AttemptState.PREEMPTED, Cause.PREEMPTION)
+    assert _output(attempt).endswith("rank 0 was told to end\nthe shell ends\n")
+    assert committed_checkpoints(run.paths)[-1].step == view.last_step
 
 
 def test_the_example_runs_as_its_spec_says(tmp_path: Path) -> None:

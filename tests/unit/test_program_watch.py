@@ -194,6 +194,7 @@ def test_a_late_record_counts_for_the_launch_that_wrote_it(make: Make) -> None:
     run.begin()
     (late,) = run.wait_for(10)
     assert (late.name, late.attempt, late.launch) == ("step-00000010.a0001.l01", 1, 1)
+    _wait_until(lambda: bool(run.events(EventKind.COMMITTED)))
     (committed,) = run.events(EventKind.COMMITTED)
     assert committed.data["attempt"] == 1
     _wait_until(lambda: run.watch.resumed == 10)

@@ -59,7 +59,7 @@ class Lead:
         self.health = HealthWatch(context, self.group, self._listener, journal)
         self.root = RootCheck(context, self.group, journal)
         # Set if the program saves by itself, without a session.
-        self.program = runtime.program
+        self.program = runtime.program if context.request.program.is_watched else None
         self._announced: StopRequest | None = None
         self._hangs = HangWatch(context.request, context.attempt, journal)
         self._agreement = StopAgreement(self.group, journal, context.attempt.number, self._note)
