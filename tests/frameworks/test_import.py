@@ -22,12 +22,19 @@ from tests.rank_programs import run_program
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 
+from holdfast.contracts.damage import find_damage
+from holdfast.contracts.errors import CheckpointError, RunConflictError, SpecError
 from holdfast.contracts.history import load_history
 from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.paths import IMPORTED, RunPaths
+from holdfast.contracts.states import RunState
+from holdfast.flows.flow_lock import FlowLock
+from holdfast.flows.forks import fork_run
+from holdfast.flows.imports import import_run
 from holdfast.trainer import load_checkpoint, load_pretrained
 from holdfast.trainer.export.__main__ import main as export
 from holdfast.trainer.importing.__main__ import main as import_into
+from holdfast.workers import operator
 
 UID: Final = "0" * 32
 RANKS_S: Final = 120.0
@@ -151,10 +158,6 @@ def test_training_starts_from_an_import_once_and_goes_on_after_a_kill(
     save_file({k: v for k, v in state.items() if k != "head.weight"}, plain)
     told = local.json("import", str(weights), "--name", "base", "--rename", "old.*=*")
     assert (told["tensors"], told["format"]) == (3, "safetensors")
-    again = local.call("import", str(weights), "--name", "base")
-    assert (again.returncode, "choose another --name" in again.stderr) == (5, True)
-    refused = local.call("fork", told["checkpoint"], "--name", "next")
-    assert "has no program" in refused.stderr
     command = [Path(imported_program.__file__).name, json.dumps({"steps": 7, "kill": 5})]
     spec = local.write_spec(
         "tuned",
@@ -186,23 +189,42 @@ def losses_of(run: Path) -> dict[str, str]:
 
 
 def test_a_failed_import_leaves_no_run_and_a_killed_one_can_be_repeated(
-    local: Local, sources: Path, tmp_path: Path
+    sources: Path, tmp_path: Path
 ) -> None:
+    begin = partial(import_run, root=tmp_path, by="me")
     (tmp_path / "bad.safetensors").write_bytes(b"\1")
-    failed = local.call("import", str(tmp_path / "bad.safetensors"), "--name", "base")
-    assert (failed.returncode, "the file has 1" in failed.stderr) == (1, True), failed.stderr
-    assert not (local.root / "base").exists()
-    assert local.call("import", str(sources), "--name", "b", "--rename", "x").returncode != 0
+    with pytest.raises(CheckpointError, match="the file has 1"):
+        begin(tmp_path / "bad.safetensors", "base")
+    assert not (tmp_path / "base").exists()
+    with pytest.raises(SpecError, match="--rename x: expected OLD=NEW"):
+        begin(sources, "base", rename=["x"])
     # What a killed import leaves: a folder that is no run yet, with a part of the checkpoint.
-    left = RunPaths(local.root / "base").checkpoint(IMPORTED)
-    left.mkdir(parents=True)
-    (left / "__0_0.distcp").write_bytes(b"part")
-    told = local.json("import", str(sources / "safetensors"), "--name", "base")
-    assert local.json("verify", told["checkpoint"])["ok"] is True
-    (row,) = local.json("checkpoints", "base")
-    assert (row["step"], row["state"], row["reason"]) == (0, "committed", "import")
-    asked = local.call("relaunch", "base")
-    assert "holdfast fork" in asked.stderr
+    left = RunPaths(tmp_path / "base")
+    left.checkpoint(IMPORTED).mkdir(parents=True)
+    (left.checkpoint(IMPORTED) / "__0_0.distcp").write_bytes(b"part")
+    with FlowLock(left.flow_lock) as lock:
+        assert lock.try_take()
+        with pytest.raises(RunConflictError, match="exists already"):
+            begin(sources / "safetensors", "base")
+    told = begin(sources / "safetensors", "base", exclude=["up"])
+    manifest = read_manifest(left.checkpoint(IMPORTED))
+    assert manifest is not None
+    assert (manifest.id, manifest.reason) == (told["checkpoint"], "import")
+    assert find_damage(left.checkpoint(IMPORTED), manifest) == []
+    with pytest.raises(RunConflictError, match="choose another --name"):
+        begin(sources / "torch.pt", "base")
+
+
+def test_an_imported_run_is_complete_and_starts_only_with_a_spec(
+    sources: Path, tmp_path: Path
+) -> None:
+    import_run(sources / "dcp", "base", root=tmp_path, by="me")
+    run = RunPaths(tmp_path / "base")
+    assert load_history(run).state is RunState.COMPLETED
+    with pytest.raises(SpecError, match="holdfast fork"):
+        operator.request(run, "relaunch", by="me")
+    with pytest.raises(SpecError, match="has no program"):
+        fork_run(run, str(IMPORTED), name="next", overrides=(), by="me")
 
 
 def deepspeed_case(folder: Path, stage: int) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from holdfast.contracts.errors import CheckpointError, KeyMismatchError
 from holdfast.trainer.collective import ControlGroup
+from holdfast.trainer.loading.agreement import agree
 from holdfast.trainer.loading.checkpoint import check_all
 from holdfast.trainer.loading.compare_keys import Selection, shorten
 from holdfast.trainer.loading.reader import LoadReport, load_state, open_any_together
@@ -57,17 +58,16 @@ def load_pretrained(
         state = TrainState(model, [], rank=ranks.rank, world_size=ranks.world_size)
         opened = _open(place, ranks)
         pick = Selection((), model_names(exclude), model_rules(rename or {}), strict)
-        made: list[dict[str, Any]] = []
-        ranks.gather(lambda: made.append(_target(state, opened, pick)))
+        target, _ = agree(lambda: _target(state, opened, pick), ranks.group, lambda _: None)
         report = load_state(
             opened,
-            made[0],
+            target,
             group=ranks.group,
             strict=strict,
             exclude=pick.exclude,
             rename=pick.rename,
         )
-        ranks.gather(lambda: state.put_back(made[0]))
+        ranks.gather(lambda: state.put_back(target))
     finally:
         ranks.close()
     return report
@@ -75,7 +75,13 @@ def load_pretrained(
 
 def _open(place: Path, ranks: ControlGroup) -> Opened:
     """Open the source on all ranks. Rank 0 alone reads the headers of many files."""
-    form, opened = ranks.share(lambda: _open_alone(place))
+
+    def read() -> tuple[str, Opened | None] | None:
+        return _open_alone(place) if ranks.rank == 0 else None
+
+    _, every = agree(read, ranks.group, lambda found: found)
+    assert every[0] is not None
+    form, opened = every[0]
     if form != DCP:
         assert opened is not None
         return opened
