@@ -8,6 +8,7 @@ Only the import of `dcp` differs from a program that uses torch.distributed.chec
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,14 +24,14 @@ CHECKPOINTS = Path(sys.argv[1] if len(sys.argv) > 1 else "checkpoints")
 class AppState:
     """The model, the optimizer and the step, for `dcp.save` and `dcp.load`."""
 
-    def __init__(self, model, optimizer):
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer, self.step = model, optimizer, 0
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer, "step": self.step}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         set_state_dict(
             self.model,
             self.optimizer,
