@@ -37,6 +37,8 @@ from holdfast.trainer.signals import end_deaf_helpers_at_exit, ignore_stop_signa
 from holdfast.trainer.state.fit import Fit
 from holdfast.trainer.state.objects import Stateful
 from holdfast.trainer.state.train_state import TrainState, listed
+from holdfast.trainer.trackers.sink import open_sink
+from holdfast.trainer.trackers.tracker import Tracker
 
 T = TypeVar("T")
 BETTER: Final = ("min", "max")
@@ -298,6 +300,8 @@ class Session(SessionParts):
         if self._guard.metric in values:
             self._guard.observe(step, values[self._guard.metric])
         self._recorder.log(step, values)
+        for sink in self._sinks:
+            sink.log(step, values)
 
     def observe(self, loss: float | Tensor) -> None:
         """Watches a loss of the current step without writing it and without waiting for the GPU.
@@ -306,6 +310,16 @@ class Session(SessionParts):
         after a loss that is not finite or far above those before it.
         """
         self._guard.observe(self.step + 1, loss)
+
+    def track(self, tracker: Tracker) -> None:
+        """Sends what `log` records to an experiment tracker, too. Call it on every rank.
+
+        The tracker has one run over all relaunches. Only rank 0 opens it. A tracker that cannot
+        be opened, or does not answer, is reported and does not stop training.
+        """
+        if self._ranks.rank == 0:
+            sink = open_sink(tracker, self._context, self._recorder, step=self.step)
+            self._sinks += [sink] if sink is not None else []
 
     # --- the end --------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from holdfast.trainer.signals import FailureRecord, SignalFlags
 from holdfast.trainer.staging.snapshots import SnapshotRhythm
 from holdfast.trainer.state.train_state import Progress, TrainState
 from holdfast.trainer.stop_coordinator import StopCoordinator
+from holdfast.trainer.trackers.sink import TrackerSink
 
 
 class SessionParts:
@@ -34,10 +35,12 @@ class SessionParts:
     resumed_from: str | None
     _state: TrainState
     _stop_coordinator: StopCoordinator | None = None
+    _sinks: list[TrackerSink]
     _is_closed = False
 
     def _join(self, directory: str | Path | None, mesh: DeviceMesh | None) -> None:
         """Join the other ranks, and register in the node's status table."""
+        self._sinks = []
         self._failures = FailureRecord()
         self._ranks = open_control_group()
         self._context: RankContext = open_rank_context(directory, self._ranks, mesh)
@@ -142,6 +145,9 @@ class SessionParts:
             self._flags.close()
         self._failures.close()
         self._context.close(wait=wait)
+        # Last, because a service may not answer: everything else is saved and released.
+        for sink in self._sinks:
+            sink.close(is_orderly=is_orderly)
         alone.release(self)
         if is_orderly:
             self._ranks.close()

@@ -1,8 +1,9 @@
-"""Makes the reference pages importable, which name every metric."""
+"""Makes the reference pages importable, which name every metric, and the trees of Debian."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[2] / "infra" / "docs"))
+for folder in ("docs", "slurm"):
+    sys.path.append(str(Path(__file__).parents[2] / "infra" / folder))

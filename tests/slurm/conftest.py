@@ -19,9 +19,14 @@ from tests.process.local_runs import LocalRun, processes_of, wait_until
 
 Make = Callable[..., LocalRun]
 TWO_NODES = {"executor": "slurm", "nodes": 2, "gpus_per_node": 2, "partition": "spot"}
-# Beside another Slurm, the first would start these tests again. The others are about file systems,
-# and need the FUSE library of this machine.
-NOT_BESIDE_OTHERS = ["test_newer_version.py", "test_caching_root.py", "test_glusterfs_root.py"]
+# Beside another Slurm, the first would start these tests again, and the soak tests no version.
+# The others are about file systems, and need the FUSE library of this machine.
+NOT_BESIDE_OTHERS = [
+    "test_newer_version.py",
+    "test_caching_root.py",
+    "test_glusterfs_root.py",
+    "test_operations_soak.py",
+]
 collect_ignore = NOT_BESIDE_OTHERS if "OTHER_SLURM_VERSION" in os.environ else []
 
 

@@ -47,6 +47,9 @@ SITE = (
 )
 BY_QOS = ("PreemptType=preempt/qos", "AccountingStorageEnforce=limits,qos")
 WITH_KEYS = ("TrackWCKey=yes", "AccountingStorageEnforce=wckeys")
+# What operators copy into slurm.conf, and the GraceTime of its partition `spot`.
+PREEMPTION_CONF = Path(__file__).parents[2] / "infra" / "slurm" / "preemption.conf"
+GRACE_OF_SITES_S = 120.0
 # Longer than `poll`s and heartbeats of agents: three heartbeats, and the answer to a report.
 SUSPENDED_S = 40.0
 
@@ -122,6 +125,32 @@ def test_job_of_a_partition_with_preempt_mode_cancel_saves_and_relaunches(
         view = run.wait_for_end()
     assert (view.state, view.cause) == (AttemptState.PREEMPTED, Cause.PREEMPTION)
     assert saved_and_relaunches(run, attempt)
+
+
+def lines_for_sites() -> list[str]:
+    """The lines of infra/slurm/preemption.conf, with partitions beside those of the test cluster.
+
+    The line on cgroups is left out: they belong to the whole machine.
+    """
+    lines = [one.strip() for one in PREEMPTION_CONF.read_text().splitlines()]
+    given = [one for one in lines if one and not one.startswith(("#", "ProctrackType="))]
+    return [one.replace("PartitionName=", "PartitionName=team-") for one in given]
+
+
+@pytest.mark.slow
+def test_lines_for_a_sites_configuration_preempt_with_their_grace(
+    slurm: SlurmCluster, make: Make, configured: Callable[..., None]
+) -> None:
+    configured(*lines_for_sites())
+    run = make(resources={"partition": "team-spot"}, steps=100_000, sleep_s=0.05)
+    attempt = run.submit()
+    run.wait_for_step(attempt, 3)
+    with rival(slurm, "-p", "team-prod", "-N4", "--gpus-per-node=4"):
+        view = run.wait_for_end()
+    assert (view.state, view.cause) == (AttemptState.PREEMPTED, Cause.PREEMPTION)
+    assert saved_and_relaunches(run, attempt)
+    (stop,) = (one for one in run.events(EventKind.SIGNAL) if one.data.get("cause"))
+    assert stop.data["deadline"] - stop.time > GRACE_OF_SITES_S / 2
 
 
 @pytest.mark.slow

@@ -46,13 +46,15 @@ CLOSED = {
         "packaging",
     },
 }
-ADAPTERS = "trainer/frameworks/"
+ADAPTERS = ("trainer/frameworks/", "trainer/trackers/")
 # Library → the adapters that may import it, by the names of their modules.
 FRAMEWORKS = {
     "transformers": {"transformers"},
     "accelerate": {"accelerate", "transformers"},
     "lightning": {"lightning"},
     "deepspeed": {"deepspeed"},
+    "wandb": {"wandb"},
+    "mlflow": {"mlflow"},
 }
 
 
@@ -105,8 +107,11 @@ def test_a_library_is_imported_only_in_its_parts(library: str) -> None:
 
 def is_own_framework(place: str, library: str) -> bool:
     """True if the importing file is an adapter of this library."""
-    adapter = place.partition(":")[0].removeprefix(ADAPTERS).removesuffix(".py")
-    return place.startswith(ADAPTERS) and adapter.split("/")[0] in FRAMEWORKS.get(library, ())
+    folder = next((one for one in ADAPTERS if place.startswith(one)), None)
+    if folder is None:
+        return False
+    adapter = place.partition(":")[0].removeprefix(folder).removesuffix(".py")
+    return adapter.split("/")[0] in FRAMEWORKS.get(library, ())
 
 
 @pytest.mark.parametrize("part", sorted(CLOSED))

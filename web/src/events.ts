@@ -9,7 +9,7 @@ export const KINDS = [
   "forked", "exported", "rolled_back", "numerics", "claimed", "launch_started",
   "launch_ended", "signal", "notice", "stop_agreed", "stop_failed", "resumed", "staged",
   "committed", "save_failed", "mirrored", "mirror_failed", "fetched", "verified", "node_lost",
-  "goodput", "hang_suspected", "hang_confirmed", "straggler", "node_silent",
+  "tracked", "goodput", "hang_suspected", "hang_confirmed", "straggler", "node_silent",
   "node_unhealthy", "limit_passed", "audit", "note",
 ] as const;
 

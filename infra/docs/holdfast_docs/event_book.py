@@ -117,6 +117,7 @@ FIELDS: Final[Mapping[str, Field]] = {
     "newest_step": Field(INTEGER, "newest step that a rank has entered"),
     "node": Field(INTEGER, "number of the node, from 0"),
     "nodes": Field(INTEGER, "number of nodes"),
+    "now": Field(BOOLEAN, "a run was cancelled without a last checkpoint"),
     "note": Field(STRING, "text from the user"),
     "notes": Field(STRINGS, "further messages of the resume"),
     "notice": Field(STRING, "what the cloud announces"),
@@ -164,6 +165,8 @@ FIELDS: Final[Mapping[str, Field]] = {
     "token": Field(STRING, "name of the token"),
     "total_s": Field(NUMBER, "seconds since the run was created"),
     "traceback": Field(STRING, "traceback of the rank that failed first"),
+    "tracker": Field(STRING, "`wandb`, `mlflow` or `tensorboard`, or a tracker of your own"),
+    "tracker_id": Field(STRING, "the tracker's own id of its run"),
     "trained_until": Field(NUMBER, "Unix seconds of the last sign of training"),
     "training_s": Field(NUMBER, "seconds of training that counts"),
     "unhealthy_hosts": Field(STRINGS, "hosts whose health checks failed"),
@@ -347,6 +350,11 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
     ),
     Kind.NODE_UNHEALTHY: EventEntry(
         "a health check failed on a node", "agent", ("attempt", "host", "check", "detail")
+    ),
+    Kind.TRACKED: EventEntry(
+        "a session opened its run of an experiment tracker",
+        "rank 0",
+        (*_LAUNCH, "tracker", "tracker_id"),
     ),
     Kind.LIMIT_PASSED: EventEntry(
         "a limit of `alerts` was passed, or the run is within it again",

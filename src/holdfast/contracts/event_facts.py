@@ -25,7 +25,7 @@ _TEXT: Final = frozenset(
         *("checkpoint", "to", "action", "by", "state", "cause", "host", "error", "reason", "path"),
         *("url", "flow_run", "job_id", "note", "into_uid", "into_run", "format", "text", "finding"),
         *("resumed_from", "command_digest", "traceback", "ending", "source", "problem"),
-        "check",
+        *("check", "tracker", "tracker_id"),
     }
 )
 _TEXTS: Final = frozenset(
@@ -52,6 +52,7 @@ _NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
     "node_unhealthy": ("host", "check"),
     "numerics": ("action", "reason"),
     "limit_passed": ("limit", "passed", "text"),
+    "tracked": ("tracker", "tracker_id"),
 }
 
 

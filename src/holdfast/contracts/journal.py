@@ -90,6 +90,7 @@ class EventKind(StrEnum):
     FETCHED = "fetched"
     VERIFIED = "verified"
     NODE_LOST = "node_lost"
+    TRACKED = "tracked"
     GOODPUT = "goodput"
     HANG_SUSPECTED = "hang_suspected"
     HANG_CONFIRMED = "hang_confirmed"

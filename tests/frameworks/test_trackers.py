@@ -1,0 +1,123 @@
+"""Experiment trackers: one run of the tracker over a crash and a resume, on one axis of steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from holdfast.contracts.errors import SpecError
+from holdfast.contracts.history import load_events
+from holdfast.contracts.journal import EventKind
+from holdfast.contracts.paths import RunPaths
+from holdfast.trainer.trackers import TrackedRun, WandbTracker
+from holdfast.trainer.trackers.mlflow import PARENT_TAG, MlflowTracker
+
+PROGRAM = Path(__file__).with_name("tracker_program.py")
+LIMIT_S = 120
+STEPS = 9
+# Saves are due every four steps, so the resume repeats steps 5 and 6 or more.
+KILLED_AT = 6
+
+
+def train(folder: Path, tracker: str, *, kill_at: int | None = None, **arguments: Any) -> int:
+    """Run the program in `folder`; its exit status."""
+    settings = {"tracker": tracker, "arguments": arguments, "steps": STEPS, "kill_at": kill_at}
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), json.dumps(settings)],
+        cwd=folder,
+        env={**os.environ, "HOLDFAST_ROOT": str(folder / "runs"), "WANDB_SILENT": "true"},
+        timeout=LIMIT_S,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode in {0, -signal.SIGKILL}, done.stderr[-2000:]
+    assert "holdfast: wandb" not in done.stderr
+    return done.returncode
+
+
+def train_twice(folder: Path, tracker: str, **arguments: Any) -> tuple[RunPaths, str, int]:
+    """Crash after step 6 and finish; the run, the tracker's id, and the step of the resume."""
+    assert train(folder, tracker, kill_at=KILLED_AT, **arguments) == -signal.SIGKILL
+    assert train(folder, tracker, **arguments) == 0
+    run = RunPaths(folder / "runs" / PROGRAM.stem)
+    events = load_events(run)
+    ids = [e.data["tracker_id"] for e in events if e.kind is EventKind.TRACKED]
+    assert len(ids) == 2
+    assert ids[0] == ids[1], "the second launch continues the tracker's run"
+    resumed = [e.data["step"] for e in events if e.kind is EventKind.RESUMED]
+    assert 0 <= resumed[-1] < KILLED_AT
+    return run, ids[0], resumed[-1]
+
+
+def test_tensorboard_shows_each_step_once_after_a_crash(tmp_path: Path) -> None:
+    run, directory, _ = train_twice(tmp_path, "TensorBoardTracker")
+    assert Path(directory) == run.directory / "tensorboard"
+    shown = EventAccumulator(directory)
+    shown.Reload()
+    points = [(one.step, one.value) for one in shown.Scalars("loss")]
+    assert points == [(step, float(step)) for step in range(1, STEPS + 1)]
+
+
+def test_mlflow_run_continues_after_a_crash_and_a_fork_is_its_child(tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    run, found, resumed = train_twice(
+        tmp_path, "MlflowTracker", tracking_uri=uri, experiment="kelp"
+    )
+    client = MlflowClient(tracking_uri=uri)
+    points = [(one.step, one.value) for one in client.get_metric_history(found, "loss")]
+    assert set(points) == {(step, float(step)) for step in range(1, STEPS + 1)}
+    repeated = {step for step, _ in points if points.count((step, float(step))) > 1}
+    assert repeated <= set(range(resumed + 1, KILLED_AT + 1))
+    shown = client.get_run(found)
+    assert shown.info.status == "FINISHED"
+    assert shown.info.run_name == PROGRAM.stem
+    fork = TrackedRun(
+        uid="f" * 32,
+        name="fork",
+        directory=tmp_path,
+        attempt=1,
+        launch=1,
+        world_size=1,
+        step=4,
+        forked_from=f"{run.name}:step-00000004.a0000.l01",
+        parent_id=found,
+    )
+    tracker = MlflowTracker("kelp", tracking_uri=uri)
+    child = tracker.open(fork)
+    tracker.close(is_orderly=False)
+    assert child != found
+    assert client.get_run(child).data.tags[PARENT_TAG] == found
+    assert client.get_run(child).info.status == "FAILED"
+    # A launch that died before it journaled the id finds its run by the tag.
+    assert MlflowTracker("kelp", tracking_uri=uri).open(fork) == child
+
+
+def test_wandb_run_continues_after_a_crash(tmp_path: Path) -> None:
+    _, found, _ = train_twice(tmp_path, "WandbTracker", project="kelp", mode="offline")
+    folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
+    assert len(folders) == 2
+    assert all(one.name.endswith(f"-{found}") for one in folders)
+
+
+def test_wandb_refuses_arguments_that_would_make_another_run() -> None:
+    with pytest.raises(SpecError, match="id, resume: Holdfast sets these arguments"):
+        WandbTracker(project="kelp", id="mine", resume="must")
+
+
+def test_tracker_that_cannot_be_opened_does_not_stop_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert train(tmp_path, "TensorBoardTracker", directory=str(tmp_path / "file" / "x")) == 0
+    events = load_events(RunPaths(tmp_path / "runs" / PROGRAM.stem))
+    (note,) = (e for e in events if "could not be opened" in str(e.data.get("text")))
+    assert "tensorboard" in note.data["text"]
+    assert not any(e.kind is EventKind.TRACKED for e in events)
