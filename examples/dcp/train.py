@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
@@ -25,7 +24,7 @@ CHECKPOINTS = Path(sys.argv[1] if len(sys.argv) > 1 else "checkpoints")
 class AppState:
     """The model, the optimizer and the step, for `dcp.save` and `dcp.load`."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer, self.step = model, optimizer, 0
 
     def state_dict(self) -> dict[str, Any]:
