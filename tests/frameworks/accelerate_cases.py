@@ -29,7 +29,7 @@ from tests.frameworks import accelerate_program
 from holdfast.contracts.environment import CHECKPOINT_INTERVAL
 
 LAUNCH_S: Final = 120.0
-COMMITS: Final = "train/checkpoints/*/manifest.json"
+COMMITS: Final = "*/checkpoints/*/manifest.json"
 
 
 def main() -> None:
@@ -48,8 +48,8 @@ def run(ranks: int, settings: dict[str, Any], store: Path) -> list[int]:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in pids:
             statuses[pid] = os.waitstatus_to_exitcode(status)
-        if settings.get("stops") and any(Path(settings["root"]).glob(COMMITS)):
-            (Path(settings["root"]) / "train" / "stop").touch()
+        if settings.get("stops") and (commits := list(Path(settings["root"]).glob(COMMITS))):
+            (commits[0].parents[2] / "stop").touch()
             settings = {**settings, "stops": False}
         if any(statuses.values()) or time.monotonic() > give_up:
             for other in set(pids) - set(statuses):

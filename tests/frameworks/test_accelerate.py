@@ -228,7 +228,8 @@ def accuracies(run: RunPaths) -> dict[int, float]:
 
 
 def test_the_example_that_was_stopped_has_the_accuracies_of_a_whole_run(runs: Runs) -> None:
-    whole, cut = (runs.paths(f"{name}/train") for name in ("example", "example_cut"))
+    folders = (runs.folder / name for name in ("example", "example_cut"))
+    whole, cut = (RunPaths(next(folder.iterdir())) for folder in folders)
     assert runs.statuses["example_cut"] == [[0, 0], [0, 0]]
     resumed, _ = read_journal(cut.attempt(0).rank_journal)
     steps = [event.data["step"] for event in resumed if event.kind is EventKind.RESUMED]
