@@ -19,10 +19,10 @@ SAMPLES, WIDTH = 2048, 32
 
 
 def get_dataloaders(batch_size: int) -> tuple[DataLoader, DataLoader]:
-    """Return loaders of pairs. The label of a pair says whether its vectors point the same way."""
+    """Return loaders of pairs. The label of a pair says which vector has the larger sum."""
     generator = torch.Generator().manual_seed(0)
     pairs = torch.randn(SAMPLES, 2, WIDTH, generator=generator)
-    labels = (pairs[:, 0] * pairs[:, 1]).sum(dim=1).gt(0).long()
+    labels = (pairs[:, 0] - pairs[:, 1]).sum(dim=1).gt(0).long()
     split = SAMPLES * 3 // 4
     train = TensorDataset(pairs[:split], labels[:split])
     evaluation = TensorDataset(pairs[split:], labels[split:])

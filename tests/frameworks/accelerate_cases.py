@@ -4,12 +4,16 @@
 
 LAUNCHES is a JSON list of [ranks, settings]. Ranks are forked, to save the start of Python. Prints
 the exit statuses of the ranks of each launch as JSON: 0, a positive status, or a negative signal.
+
+Settings with `script` run that script instead, with `arguments` and `HOLDFAST_ROOT` at `root`. If
+`stops` is true, it is stopped by its stop file after its first commit.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import sys
 import tempfile
@@ -22,7 +26,10 @@ import torch
 import torch.distributed as dist
 from tests.frameworks import accelerate_program
 
+from holdfast.contracts.environment import CHECKPOINT_INTERVAL
+
 LAUNCH_S: Final = 120.0
+COMMITS: Final = "*/checkpoints/*/manifest.json"
 
 
 def main() -> None:
@@ -41,6 +48,9 @@ def run(ranks: int, settings: dict[str, Any], store: Path) -> list[int]:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in pids:
             statuses[pid] = os.waitstatus_to_exitcode(status)
+        if settings.get("stops") and (commits := list(Path(settings["root"]).glob(COMMITS))):
+            (commits[0].parents[2] / "stop").touch()
+            settings = {**settings, "stops": False}
         if any(statuses.values()) or time.monotonic() > give_up:
             for other in set(pids) - set(statuses):
                 os.kill(other, signal.SIGKILL)
@@ -58,8 +68,13 @@ def fork(rank: int, ranks: int, settings: dict[str, Any], store: Path) -> int:
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         os.environ |= {name: str(value) for name, value in names.items()}
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-        sys.argv = ["accelerate_program.py", json.dumps(settings)]
-        accelerate_program.main()
+        if "script" in settings:
+            os.environ |= {"HOLDFAST_ROOT": settings["root"], CHECKPOINT_INTERVAL: "20"}
+            sys.argv = [settings["script"], *settings["arguments"]]
+            runpy.run_path(settings["script"], run_name="__main__")
+        else:
+            sys.argv = ["accelerate_program.py", json.dumps(settings)]
+            accelerate_program.main()
         status = 0
     except SystemExit as end:
         status = int(end.code or 0)

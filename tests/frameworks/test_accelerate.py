@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 from tests.process.local_runs import LocalRun, send
-from tests.rank_programs import run_program
+from tests.rank_programs import ROOT, run_program
 
 from holdfast.contracts.damage import find_damage
 from holdfast.contracts.history import load_events
-from holdfast.contracts.journal import EventKind
+from holdfast.contracts.journal import EventKind, read_journal
 from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.states import AttemptState
 
 PROGRAM: Final = Path(__file__).with_name("accelerate_program.py")
+EXAMPLE: Final = ROOT / "examples" / "accelerate" / "train.py"
 LAUNCHES_S: Final = 300.0
 EPOCHS: Final = 2
 SAMPLES: Final = 60
@@ -55,6 +57,17 @@ class Runs:
         }
         self._launches += [[number, full] for number in ranks]
         self._names += [name] * len(ranks)
+
+    def add_example(self, name: str, ranks: int, *, stops: bool = False) -> None:
+        """Add a launch of the example. With `stops`, it is stopped after its first commit."""
+        settings = {
+            "script": str(EXAMPLE),
+            "arguments": ["--cpu", "--epochs", "8"],
+            "root": str(self.folder / name),
+            "stops": stops,
+        }
+        self._launches.append([ranks, settings])
+        self._names.append(name)
 
     def launch(self) -> None:
         """Run all launches, and note the exit statuses of their ranks."""
@@ -124,6 +137,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     made.add("source", 1, save_every=4)
     source = made.folder / "source" / "out" / "step_12"
     made.add("continued", 1, load=str(source), start=[0, 12])
+    made.add_example("example", 2)
+    made.add_example("example_cut", 2, stops=True)
+    made.add_example("example_cut", 2)
     made.launch()
     return made
 
@@ -202,6 +218,24 @@ def test_a_run_that_starts_from_a_folder_continues_at_its_place(runs: Runs) -> N
 
 def linked_name(runs: Runs) -> str:
     return linked(runs.folder / "source" / "out" / "step_12").name
+
+
+def accuracies(run: RunPaths) -> dict[int, float]:
+    """The accuracies that all launches of the example logged, by step."""
+    lines = chain.from_iterable(path.open() for path in sorted(run.directory.glob("metrics/*")))
+    found = [json.loads(line) for line in lines]
+    return {line["step"]: line["accuracy"] for line in found if "accuracy" in line}
+
+
+def test_the_example_that_was_stopped_has_the_accuracies_of_a_whole_run(runs: Runs) -> None:
+    folders = (runs.folder / name for name in ("example", "example_cut"))
+    whole, cut = (RunPaths(next(folder.iterdir())) for folder in folders)
+    assert runs.statuses["example_cut"] == [[0, 0], [0, 0]]
+    resumed, _ = read_journal(cut.attempt(0).rank_journal)
+    steps = [event.data["step"] for event in resumed if event.kind is EventKind.RESUMED]
+    assert steps[0] == 0 < steps[1]
+    assert accuracies(cut) == accuracies(whole)
+    assert len(accuracies(whole)) == 8
 
 
 @pytest.fixture

@@ -107,6 +107,14 @@ def test_the_generators_are_those_of_the_resume_after_an_order_was_put_back() ->
     assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(5).get_state())
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_uneven_numbers_of_batches_are_a_problem_on_every_rank(rank: int) -> None:
+    problem = make(2, rank, 1, even_batches=False).problem
+    assert problem is not None
+    assert problem.startswith("a loader with even_batches=False, whose 15 batches do not divide by")
+    assert make(3, rank, 1, even_batches=False).problem is None
+
+
 def test_another_dataset_is_refused() -> None:
     loader = make(1, 0, 1)
     saved = {**loader.describe(done=0, is_ending=False), "samples": SAMPLES + 1}

@@ -159,6 +159,32 @@ def test_a_fork_whose_origin_is_damaged_fails_instead_of_starting_over(
         choose(run)
 
 
+def test_a_run_starts_from_a_given_checkpoint_until_it_has_its_own(
+    run: RunPaths, tmp_path: Path
+) -> None:
+    origin = commit(RunPaths(tmp_path / "origin"), 70)
+    write_record(run, uid="1" * 32)
+    assert choose(run, start_from=origin).directory == origin
+    own = commit(run, 71, uid="1" * 32)
+    assert choose(run, start_from=origin).directory == own
+
+
+def test_a_fork_resumes_from_its_origin_and_not_from_a_given_checkpoint(
+    run: RunPaths, tmp_path: Path
+) -> None:
+    origin = commit(RunPaths(tmp_path / "origin"), 70)
+    other = commit(RunPaths(tmp_path / "other"), 90)
+    fork_from(run, origin)
+    assert choose(run, start_from=other).directory == origin
+
+
+def test_a_damaged_checkpoint_to_start_from_is_not_left_out(run: RunPaths, tmp_path: Path) -> None:
+    origin = commit(RunPaths(tmp_path / "origin"), 70)
+    (origin / "__0_0.distcp").unlink()
+    with pytest.raises(DamagedCheckpointError, match="this run starts from it"):
+        choose(run, start_from=origin)
+
+
 def test_resume_and_flusher_need_no_torch() -> None:
     code = (
         "import sys, holdfast.trainer.loading.resume, holdfast.trainer.identity;"

@@ -66,8 +66,9 @@ def choose(
     problem = passed.get(str(origin), problem)
     if problem is not None:
         raise DamagedCheckpointError(
-            f"{origin}: this run starts from it and has no checkpoint of its own, but "
-            f"{problem}; restore the directory or start from another checkpoint",
+            f"{origin}: this run {'starts' if origin == start_from else 'was forked'} from it and "
+            f"has no checkpoint of its own, but {problem}; restore the directory or start from "
+            "another checkpoint",
             damaged=[problem],
         )
     return Choice(origin, manifest_of_origin, tuple(skipped))

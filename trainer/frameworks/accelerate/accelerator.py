@@ -145,10 +145,10 @@ class Accelerator(accelerate.Accelerator):
         """Saves a checkpoint of the run at the end of this step or epoch; returns the folder.
 
         The folder gets a link to the checkpoint, which `load_state` follows. The call does not
-        wait for the commit. Before the run has resumed, this is Accelerate's own `save_state`.
+        wait for the commit. Before the loop, this is Accelerate's own `save_state`.
         Raises `SpecError` for a folder that something else has written.
         """
-        if not self._training.is_open:
+        if not self._training.saves:
             return super().save_state(output_dir, safe_serialization, **kwargs)
         folder = self._training.folder_for(output_dir)
         self._training.save(folder)

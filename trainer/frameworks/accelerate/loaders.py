@@ -241,6 +241,15 @@ def problem_of(loader: Any) -> str | None:
             "a loader with dispatch_batches=True, whose place only rank 0 knows; use "
             "DataLoaderConfiguration(dispatch_batches=False)"
         )
+    shard = loader.base_dataloader.batch_sampler
+    ranks = getattr(shard, "num_processes", 1)
+    is_uneven = not (getattr(shard, "even_batches", True) or shard.drop_last)
+    if is_uneven and not shard.split_batches and len(shard.batch_sampler) % ranks:
+        return (
+            f"a loader with even_batches=False, whose {len(shard.batch_sampler)} batches do not "
+            f"divide by {ranks} ranks, so the ranks would take different numbers of steps; use "
+            "even_batches=True or drop_last=True"
+        )
     return None
 
 

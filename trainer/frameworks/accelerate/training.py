@@ -52,6 +52,11 @@ class Training:
         """True while there is an open session."""
         return self.session is not None and not self._is_closed
 
+    @property
+    def saves(self) -> bool:
+        """True from the start of the loop until the session is closed: it saves for the program."""
+        return self.is_open and self._has_looped
+
     # --- start and end --------------------------------------------------------------------
 
     def start(self, start_from: Path | None = None) -> FrameworkSession:
