@@ -60,7 +60,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalRun]:
         program=PROGRAM,
         checkpoint={"interval": 4},
         notes=str(tmp_path / "notes"),
-        num_train_epochs=EPOCHS,
+        steps=EPOCHS * STEPS_PER_EPOCH,
         logging_steps=1,
         # The last step of an epoch is then the same at every number of ranks.
         samples=40,

@@ -264,7 +264,9 @@ def test_the_global_batch_stays_the_same(
 
 
 def test_ranks_that_cannot_share_the_batch_are_refused() -> None:
-    with pytest.raises(SpecError, match="does not split evenly over 3 ranks; run on 2 or 4 ranks"):
+    with pytest.raises(
+        SpecError, match="does not split evenly over 3 ranks; run on 1, 2 or 4 ranks"
+    ):
         GivenBatch(per_device=4, accumulation=1, world_size=2).shared_by(3)
 
 

@@ -34,8 +34,9 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
     # A callback ends the training, and the order depends on random numbers of the epoch's start.
     "stops": {
         "learning_rate": 0.3,
-        "num_train_epochs": 9,
-        "patience": 2,
+        "num_train_epochs": 6,
+        "patience": 1,
+        "samples": 15,
         "train_sampling_strategy": "group_by_length",
         "save_strategy": "best",
         "save_total_limit": 1,

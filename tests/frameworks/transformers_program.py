@@ -207,6 +207,9 @@ def digest(tensors: dict[str, Any]) -> str:
 def main() -> None:
     given = json.loads(sys.argv[1])
     torch.set_num_threads(1)
+    if "steps" in given:
+        # The name that `LocalRun` gives it.
+        given["max_steps"] = given.pop("steps")
     folder = Path(given.pop("notes"))
     folder.mkdir(parents=True, exist_ok=True)
     train(Case(folder), **given)
