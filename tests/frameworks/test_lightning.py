@@ -7,12 +7,11 @@ program as a user would, as a job of the local executor.
 from __future__ import annotations
 
 import json
-import math
 import signal
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import lightning as L
 import pytest
@@ -23,7 +22,7 @@ from tests.frameworks import lightning_program
 from tests.frameworks.lightning_program import BATCH, SAMPLES
 from tests.process.local_runs import LocalRun, processes_of, send, wait_until
 from tests.rank_programs import run_program
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from holdfast.contracts.errors import CheckpointError, SpecError
 from holdfast.contracts.journal import EventKind
@@ -116,8 +115,8 @@ def ids_in_order() -> list[list[int]]:
     found = []
     for epoch in range(2):
         draw = torch.Generator().manual_seed(SEED + epoch)
-        order = torch.randperm(SAMPLES, generator=draw)
-        found += [sorted(part.tolist()) for part in order.split(BATCH * RANKS)]
+        order = torch.randperm(SAMPLES, generator=draw).view(-1, BATCH * RANKS)
+        found += [sorted(part) for part in order.tolist()]
     return found
 
 
@@ -147,12 +146,11 @@ def of_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trainer_with(folder: Path, *callbacks: Callback, **options: Any) -> Any:
     return L.Trainer(
-        **{"max_steps": 4, **options},
+        **{"max_steps": 4, "enable_checkpointing": False, **options},
         accelerator="cpu",
         callbacks=list(callbacks),
         default_root_dir=folder,
         logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
@@ -162,9 +160,13 @@ def holdfast(folder: Path) -> Holdfast:
     return Holdfast(directory=folder / "run", interval=1000, snapshots="off")
 
 
+def loader() -> DataLoader[Any]:
+    return DataLoader(cast(Dataset[Any], torch.ones(8, 2)), 2)
+
+
 def fit(trainer: Any, **options: Any) -> Tiny:
     model = Tiny()
-    trainer.fit(model, DataLoader(torch.ones(8, 2), 2), **options)
+    trainer.fit(model, loader(), **options)
     return model
 
 
@@ -184,7 +186,7 @@ def test_second_fit_of_a_process_is_refused(tmp_path: Path) -> None:
 def test_callbacks_that_cannot_work_are_refused(kind: str, tmp_path: Path) -> None:
     other = OnExceptionCheckpoint(tmp_path) if kind == "on exception" else LearningRateFinder()
     with pytest.raises(SpecError, match=f"the callback {type(other).__name__} cannot work"):
-        fit(trainer_with(tmp_path, holdfast(tmp_path), other))
+        fit(trainer_with(tmp_path, holdfast(tmp_path), other, enable_checkpointing=True))
 
 
 def test_requeue_by_lightning_is_turned_off(
@@ -203,7 +205,7 @@ def test_checkpoint_of_another_program_is_refused(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Session(model, optimizer, directory=tmp_path / "run", snapshots="off") as session:
         for _ in session.steps(2):
-            model.training_step(torch.ones(2, 2), 0).backward()
+            model.training_step(torch.ones(2, 2), 0).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
     with pytest.raises(CheckpointError, match="not made by Holdfast's callback for Lightning"):
         fit(trainer_with(tmp_path, holdfast(tmp_path)))
@@ -237,17 +239,15 @@ def test_failure_in_a_step_releases_the_session(tmp_path: Path) -> None:
             return super().training_step(batch, number)
 
     with pytest.raises(ArithmeticError, match="no such loss"):
-        trainer_with(tmp_path, holdfast(tmp_path)).fit(Failing(), DataLoader(torch.ones(8, 2), 2))
+        trainer_with(tmp_path, holdfast(tmp_path)).fit(Failing(), loader())
     model = Tiny()
     with Session(model, directory=tmp_path / "other", snapshots="off") as session:
         assert session.step == 0
 
 
 def test_weights_equal_those_of_bare_lightning(tmp_path: Path) -> None:
-    """The same weights as bare Lightning. `make bench` measures the time."""
     torch.manual_seed(1)
     bare = fit(trainer_with(tmp_path, max_steps=20, max_epochs=-1))
     torch.manual_seed(1)
     ours = fit(trainer_with(tmp_path, holdfast(tmp_path), max_steps=20, max_epochs=-1))
     assert torch.equal(bare.layer.weight, ours.layer.weight)
-    assert math.isfinite(ours.layer.weight.sum().item())
