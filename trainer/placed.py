@@ -22,6 +22,7 @@ from typing import Final
 
 from holdfast.contracts.durable import fsync_directory, make_directory
 from holdfast.contracts.errors import DamagedCheckpointError
+from holdfast.contracts.file_locks import wait_for_lock
 from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.paths import MANIFEST, METADATA
 from holdfast.contracts.reading import is_mine
@@ -29,6 +30,9 @@ from holdfast.contracts.reading import is_mine
 SAVING: Final = ".saving-"
 # The manifest of the checkpoint that a save replaces, while files move up.
 FORMER: Final = "former.json"
+# Held by the process that moves files up: the flusher, or a load that completes the move.
+LOCK: Final = "lock"
+LOCK_S: Final = 60.0
 _TOKEN_BYTES: Final = 8
 _SAVING: Final = re.compile(rf"{re.escape(SAVING)}[0-9a-f]{{{2 * _TOKEN_BYTES}}}")
 
@@ -93,10 +97,25 @@ def fsync_commit(folder: Path) -> None:
 def publish(folder: Path) -> None:
     """Move the committed save in `folder` up into the directory above it.
 
-    A call that was interrupted can be repeated. Only one process may do it at a time. In each
-    state on disk, stock DCP sees the former checkpoint, none, or the new one. Raises `OSError` if
-    storage fails, and `DamagedCheckpointError` if the manifest is invalid.
+    A call that was interrupted can be repeated. If another process moves the same save, this one
+    waits for it. In each state on disk, stock DCP sees the former checkpoint, none, or the new one.
+    Raises `OSError` if storage fails, its subclass `TimeoutError` if the other process does not end
+    within `LOCK_S`, and `DamagedCheckpointError` if the manifest is invalid.
     """
+    try:
+        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except FileNotFoundError:
+        # Another process has completed the move.
+        return
+    try:
+        if not wait_for_lock(handle, LOCK_S):
+            raise TimeoutError(f"{folder}: another process has moved its files for {LOCK_S:.0f} s")
+        _publish(folder)
+    finally:
+        os.close(handle)
+
+
+def _publish(folder: Path) -> None:
     manifest = read_manifest(folder)
     if manifest is None:
         return
