@@ -80,6 +80,9 @@ class Sentences(Dataset[dict[str, Any]]):
         return self._samples
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        if index >= self._samples:
+            # The end of a loop over the dataset, as `group_by_length` has.
+            raise IndexError(index)
         words = (torch.arange(LENGTH) * (index % 5 + 1) + index) % WORDS
         return {"input_ids": words, "ids": index}
 
