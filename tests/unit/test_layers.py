@@ -52,7 +52,6 @@ FRAMEWORKS = {
     "transformers": {"transformers"},
     "accelerate": {"accelerate", "transformers"},
     "lightning": {"lightning"},
-    "torchmetrics": {"lightning"},
     # A part of every installation of Lightning.
     "torchmetrics": {"lightning"},
     "deepspeed": {"deepspeed"},
