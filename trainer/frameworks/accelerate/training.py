@@ -11,6 +11,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from holdfast.contracts.errors import CheckpointError, SpecError
+from holdfast.trainer.frameworks.accelerate.batches import Start
 from holdfast.trainer.frameworks.accelerate.folders import (
     Folders,
     find_linked,
@@ -18,7 +19,7 @@ from holdfast.trainer.frameworks.accelerate.folders import (
     report_ignored,
     require_stock,
 )
-from holdfast.trainer.frameworks.accelerate.loaders import Loader, Resumed, Start
+from holdfast.trainer.frameworks.accelerate.loaders import Loader, Resumed
 from holdfast.trainer.frameworks.accelerate.progress import Fetches, Progress
 from holdfast.trainer.loading.checkpoint import load_checkpoint
 from holdfast.trainer.session import Session
