@@ -36,7 +36,8 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         launches = enumerate(json.loads(sys.argv[1]))
-        print(json.dumps([run(*one, Path(folder) / f"store-{n}") for n, one in launches]))
+        stores = ((one, Path(folder) / f"store-{number}") for number, one in launches)
+        print(json.dumps([run(ranks, settings, store) for (ranks, settings), store in stores]))
 
 
 def run(ranks: int, settings: dict[str, Any], store: Path) -> list[int]:

@@ -129,13 +129,13 @@ def main() -> None:
             if not os.path.exists(settings.get("hurry", "")):
                 time.sleep(settings.get("sleep_s", 0.0))
             if settings.get("save_every") and overall_step % settings["save_every"] == 0:
-                accelerator.save_state(*folder(settings, f"step_{overall_step}"))
+                accelerator.save_state(folder(settings, f"step_{overall_step}"))
         model.eval()
         with torch.no_grad():
             total = sum(model(values).sum().item() for _, values in evaluation)
         record.write(key=[epoch, "end"], total=total, generators=generators_digest())
         if settings.get("save_epochs"):
-            accelerator.save_state(*folder(settings, f"epoch_{epoch}"))
+            accelerator.save_state(folder(settings, f"epoch_{epoch}"))
     record.write(key=["end"], overall=overall_step, weights=weights_digest(model))
     accelerator.end_training()
 
@@ -157,11 +157,11 @@ def make_accelerator(settings: dict[str, Any]) -> Accelerator:
     return accelerator
 
 
-def folder(settings: dict[str, Any], name: str) -> list[str]:
+def folder(settings: dict[str, Any], name: str) -> str | None:
     """The argument of `save_state`: none with automatic naming."""
     if settings.get("project", {}).get("automatic_checkpoint_naming"):
-        return []
-    return [str(Path(settings["output"]) / name)]
+        return None
+    return str(Path(settings["output"]) / name)
 
 
 def interrupt(settings: dict[str, Any], accelerator: Accelerator) -> None:
@@ -198,7 +198,8 @@ class Record:
 
 
 def generators_digest() -> str:
-    states = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+    numpy_state: Any = np.random.get_state()
+    states = (random.getstate(), numpy_state[1].tolist(), torch.get_rng_state().tolist())
     return hashlib.sha256(repr(states).encode()).hexdigest()[:16]
 
 

@@ -66,7 +66,8 @@ def test_the_rest_of_an_epoch_is_dealt_to_any_number_of_ranks(
     kind: str, before: int, steps: int, after: int
 ) -> None:
     whole = dealt([give(make(before, r, 1, **KINDS[kind]), 2) for r in range(before)])
-    parts, saved = [], {}
+    parts: list[list[list[int]]] = []
+    saved: dict[str, Any] = {}
     for rank in reversed(range(before)):
         loader = make(before, rank, 1, **KINDS[kind])
         parts.insert(0, give(loader, 2, steps))

@@ -72,7 +72,7 @@ class Loader:
     def __len__(self) -> int:
         return len(self.inner)
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         # As of Accelerate's own wrappers: `isinstance(loader, DataLoader)` stays true.
         return self.inner.__class__
