@@ -82,7 +82,7 @@ def test_interrupted_trainers_end_bit_identical_to_the_bare_trainer(
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("ranks", "interval", "snapshots"), [(1, "3", "off"), (2, "4", "1")])
-@pytest.mark.parametrize("shape", ["epochs", "steps", "stops", "fsdp"])
+@pytest.mark.parametrize("shape", ["epochs", "steps", "stops"])
 def test_trainers_interrupted_at_many_points_end_bit_identical(
     shape: str, ranks: int, interval: str, snapshots: str, tmp_path: Path
 ) -> None:

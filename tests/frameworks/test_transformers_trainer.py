@@ -61,13 +61,17 @@ def trainer_of(case: Case, **arguments: Any) -> Any:
     [
         ({"enable_jit_checkpoint": True}, "each rank save and stop alone"),
         ({"auto_find_batch_size": True}, "changes the batch during the run"),
+        ({"fsdp": True}, "FSDP is not supported by this adapter"),
     ],
 )
 def test_arguments_that_exclude_a_resume_are_refused(
     arguments: dict[str, Any], problem: str, make: Make
 ) -> None:
+    trainer = trainer_of(make("run"))
+    for name, value in arguments.items():
+        setattr(trainer.args, name, value)
     with pytest.raises(SpecError, match=problem):
-        trainer_of(make("run"), **arguments).train()
+        trainer.train()
 
 
 @pytest.mark.parametrize("action", ["skip", "rollback"])

@@ -42,7 +42,6 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
         "save_total_limit": 1,
         "logging_strategy": "epoch",
     },
-    "fsdp": {"fsdp": True, "fsdp_config": {"version": 2}},
 }
 
 

@@ -199,11 +199,10 @@ def train(case: Case, **given: Any) -> None:
 
 
 def digest(tensors: dict[str, Any]) -> str:
-    """Return a digest of named tensors, sharded or whole."""
+    """Return a digest of named tensors."""
     found = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        found.update(name.encode() + whole.detach().contiguous().numpy().tobytes())
+        found.update(name.encode() + tensor.detach().contiguous().numpy().tobytes())
     return found.hexdigest()
 
 

@@ -10,7 +10,6 @@ from transformers.trainer_utils import has_length
 from holdfast.contracts.errors import SpecError
 from holdfast.trainer.numerics.guard import chosen_numerics
 
-FSDP2: Final = 2
 ADVICE: Final = {
     "jit": "enable_jit_checkpoint=True lets each rank save and stop alone after a SIGTERM. Leave "
     "it out: Holdfast stops all ranks after the same step",
@@ -19,10 +18,11 @@ ADVICE: Final = {
     "search": "hyperparameter_search trains several times in one program, and a run is one "
     "training. Submit one run for each trial",
     "deepspeed": "DeepSpeed keeps a training state of its own, which this adapter cannot save. Use "
-    "DDP or FSDP2",
-    "fsdp1": "FSDP1 is not supported. Set fsdp_config={'version': 2}",
+    "DDP",
+    "fsdp": "FSDP is not supported by this adapter. Use DDP, or a loop of your own with a Session, "
+    "which saves FSDP2",
     "parallel": "tensor, context and sequence parallelism, and models that are sharded when they "
-    "are loaded, are not supported by this adapter. Use DDP or FSDP2",
+    "are loaded, are not supported by this adapter. Use DDP",
     "several_gpus": "one process with several GPUs is not supported. Start one rank for each GPU, "
     "as holdfast submit and torchrun do",
     "order": "accelerator_config={'use_seedable_sampler': False} gives an order that no resume can "
@@ -54,14 +54,13 @@ def _refused(trainer: Any) -> set[str]:
     """Return the keys of `ADVICE` that apply to the trainer."""
     args = trainer.args
     sizes = trainer.get_tp_size(), trainer.get_cp_size(), trainer.get_sp_size()
-    fsdp = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     numerics = chosen_numerics()
     found = {
         "jit": args.enable_jit_checkpoint,
         "auto_batch": args.auto_find_batch_size,
         "search": trainer.hp_search_backend is not None,
         "deepspeed": trainer.is_deepspeed_enabled,
-        "fsdp1": fsdp is not None and getattr(fsdp, "fsdp_version", 1) != FSDP2,
+        "fsdp": args.fsdp,
         "parallel": trainer.is_distributed_loading_by_transformers or sizes != (1, 1, 1),
         "several_gpus": args.n_gpu > 1,
         "numerics": bool({"skip", "rollback"} & {numerics.on_nan, numerics.on_spike}),

@@ -15,8 +15,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import transformers
-from accelerate.utils import save_fsdp_model
-from transformers.distributed.fsdp import get_fsdp_ckpt_kwargs
 
 from holdfast.contracts.errors import SpecError
 from holdfast.trainer.frameworks.session import FrameworkSession
@@ -94,7 +92,7 @@ class Trainer(transformers.Trainer):
         run.open(max_steps, num_update_steps_per_epoch)
         path = run.foreign
         if path is not None:
-            self._load_from_checkpoint(path, self.model_wrapped if self.is_fsdp_enabled else None)
+            self._load_from_checkpoint(path)
             epoch, batches = super()._init_training_state(*counts, path, trial)
             self._load_optimizer_and_scheduler(path)
             self._load_scaler(path)
@@ -204,11 +202,7 @@ class Trainer(transformers.Trainer):
         run.request_save()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        # With FSDP, the trainer loads the best model from a file of this form.
-        if self.is_fsdp_enabled and self.args.load_best_model_at_end:
-            plugin = self.accelerator.state.fsdp_plugin
-            more = get_fsdp_ckpt_kwargs()
-            save_fsdp_model(plugin, self.accelerator, self.model, output_dir, **more)
+        """Do nothing: the session saves them."""
 
     def _save_scaler(self, output_dir: str) -> None:
         """Do nothing: the session saves the scaler."""
