@@ -7,6 +7,9 @@ An epoch's end (evaluation, a scheduler's step) comes after the boundary of its 
 the next step. A stop at that boundary leaves before the end, and the resume runs it. Any other save
 that is due there waits until the end is complete, so that a checkpoint contains the metrics of its
 own evaluation. Each checkpoint records its epoch and whether that epoch has begun.
+
+The adapter of a framework that counts its own epochs reports an end with `boundary(end_follows=
+True)` and `finish_end`. Its own state then says whether the end has still to run.
 """
 
 from __future__ import annotations
@@ -51,6 +54,8 @@ class Loop:
     is_checkpoint_wanted = is_inside_step = is_finished = should_stop = False
     # True from the last batch of an epoch until its end is complete.
     is_at_end = False
+    # The step whose end is complete, if the program reports ends by `finish_end`.
+    _ended: int | None = None
     total: int | None = None
     epochs: int | None = None
     _has_entered = _has_noted_end = False
@@ -88,15 +93,21 @@ class Loop:
         self._has_entered = self._position.has_begun = True
         return self.should_stop
 
-    def boundary(self) -> bool:
-        """Complete one more step. Return True if this rank must leave now."""
+    def boundary(self, *, end_follows: bool = False) -> bool:
+        """Complete one more step. Return True if this rank must leave now.
+
+        With `end_follows`, the step has an end, such as an evaluation, and `finish_end` completes
+        it. All ranks must agree on that.
+        """
         step, pace, saver = self._position.finish_step(), self._pace, self._saver
+        self.is_at_end = end_follows
         is_flushing = bool(saver.in_flight)
         pace.meter.leave(time.monotonic(), is_flushing=is_flushing)
         if is_flushing:
             saver.collect()
         self._guard.look()
-        if self._is_save_due(step) and not self._must_wait_for_end(step):
+        is_due = self._is_save_due(step)
+        if is_due and not (end_follows or self._must_wait_for_end(step)):
             self._meet(step)
             pace.meter.enter(time.monotonic())
         elif pace.rhythm.is_due(step):
@@ -138,23 +149,27 @@ class Loop:
         """Complete the end of an epoch. Return True if this rank must leave now."""
         if self.should_stop:
             return True
-        step = self.completed
         self._position.finish_epoch()
+        self.finish_end()
+        return False
+
+    def finish_end(self) -> None:
+        """Complete the end of the last step, and save if a checkpoint is due."""
+        step = self.completed
         self._saver.pass_epoch()
-        self._waits_for_end, self.is_at_end = None, False
+        self._waits_for_end, self.is_at_end, self._ended = None, False, step
         if self._is_save_due(step) and not self._saver.has_staged(step):
             self._saver.give_up_snapshot(step)
             self._meet(step)
         # The evaluation is not part of the next step's time.
         self._pace.meter.enter(time.monotonic())
         self._record.beat(Phase.TRAIN)
-        return False
 
     def finish(self) -> None:
         """Commit the last save of this launch, then record how the launch ended."""
         self.is_finished = True
         self._guard.finish()
-        if self._position.open_epoch is not None and not self._position.in_epoch:
+        if self._ended == self.completed:
             self._saver.give_up_snapshot(self.completed)
         if (
             not self._saver.has_staged(self.completed)
@@ -200,7 +215,7 @@ class Loop:
         """True if the program ran all the steps or epochs that it planned."""
         if self.epochs is not None:
             return (self._position.open_epoch or 0) >= self.epochs
-        return self.total is not None and self.completed >= self.total
+        return self.total is not None and self.completed >= self.total and not self.is_at_end
 
     def warn_of_draws(self, generators: Sequence[str]) -> None:
         """Report which generators were used before the first step, if any."""

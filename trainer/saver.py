@@ -87,6 +87,8 @@ class Saver:
         self._staged_step = 0
         self._staged_name: str | None = None
         self._parent: str | None = None
+        # The step of the newest checkpoint that this launch committed.
+        self.committed_step: int | None = None
         self._captured: Captured | None = None
         self._capture_s = 0.0
         self._copy_s: float | None = None
@@ -353,6 +355,7 @@ class Saver:
             if self._ranks.rank == 0:
                 report(f"holdfast: {result.checkpoint} was not saved: {problem}")
             return
+        self.committed_step = result.step
         self._parent = checkpoint_id(self._context.run.name, result.checkpoint)
         directory = self._context.run.checkpoint(result.checkpoint)
         self._recorder.event(EventKind.COMMITTED, lambda: self._measured(directory), **facts)

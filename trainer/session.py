@@ -160,6 +160,11 @@ class Session(SessionParts):
         """True as soon as a stop is requested. Ranks see it at different times."""
         return self._context.status_table.stopping
 
+    @property
+    def committed_step(self) -> int | None:
+        """The step of the newest checkpoint that this launch committed and has heard of."""
+        return self._saver.committed_step
+
     # --- the loop -------------------------------------------------------------------------
 
     def steps(self, total: int) -> Iterator[int]:
@@ -227,12 +232,31 @@ class Session(SessionParts):
                 return
         loop.is_at_end = loop.epochs is not None
 
-    def boundary(self) -> bool:
+    def boundary(self, *, end_follows: bool = False) -> bool:
         """Ends one step in a loop that you write yourself; saves if a checkpoint is due.
 
         Returns True when this rank must leave now. By then the last checkpoint is committed.
+        With `end_follows`, an evaluation or other work follows that belongs to this step. A save
+        that is due then waits for `finish_end`, and a stop does not: the program must run that
+        work after the resume. Pass the same value on all ranks.
         """
-        return self._loop.boundary()
+        return self._loop.boundary(end_follows=end_follows)
+
+    def finish_end(self) -> None:
+        """Ends the work that follows a step, after `boundary(end_follows=True)`."""
+        self._loop.finish_end()
+
+    def enter(self) -> bool:
+        """Begins a loop that you write yourself, before its first step. You may leave it out.
+
+        It restores the random generators, so that a resume does not depend on numbers that the
+        program drew since the constructor. Returns True when this rank must leave at once.
+        """
+        return self._enter_loop(is_last=True)
+
+    def promise(self, total: int) -> None:
+        """Declares how many steps a loop has that ends its steps with `boundary`."""
+        self._loop.promise(steps=total)
 
     def checkpoint(self) -> None:
         """Requests a checkpoint at the end of this step or epoch. Call it on every rank."""

@@ -1,0 +1,156 @@
+"""Interrupts the programs of `lightning_program` at chosen points, and compares with full runs.
+
+    python -m tests.frameworks.lightning_cases '{"kind": [["term", "batch", 3, 100], …]}' FOLDER
+
+Each case of a kind is a signal, a place, its number there, and the steps between checkpoints. The
+program is interrupted at that point once and started again by the same command. The last notes of
+all ranks must be equal, bit for bit. Ranks are forked, to save the imports, and find the
+environment that torchrun makes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any, Final
+
+import torch.distributed as dist
+from tests.frameworks.lightning_program import train
+
+LAUNCH_S: Final = 90.0
+LAUNCHES_MAX: Final = 3
+POLL_S: Final = 0.01
+# The stop coordinator polls for signals twenty times a second, so it has proposed a step by then.
+HEARD_S: Final = 0.2
+SIGNALS: Final = {"kill": signal.SIGKILL, "term": signal.SIGTERM}
+
+
+class Interruption:
+    """Sends rank 0 a signal at one point of the first launch, while all ranks are there."""
+
+    def __init__(self, folder: Path, kind: str, place: str, at: int) -> None:
+        self._taken, self._kind, self._point = folder / "taken", kind, (place, at)
+
+    def __call__(self, place: str, at: int) -> None:
+        if (place, at) != self._point or self._taken.exists():
+            return
+        _meet()
+        if os.environ["RANK"] == "0":
+            self._taken.touch()
+            os.kill(os.getpid(), SIGNALS[self._kind])
+        time.sleep(HEARD_S)
+        _meet()
+
+
+def _meet() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def launch(ranks: int, settings: dict[str, Any], mark: Any) -> list[int]:
+    """Start the program on `ranks` ranks, and return their exit statuses."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    left = {_fork(rank, ranks, port, settings, mark): rank for rank in range(ranks)}
+    codes, give_up = [0] * ranks, time.monotonic() + LAUNCH_S
+    while left:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid in left:
+            codes[left.pop(pid)] = os.waitstatus_to_exitcode(status)
+        has_failed = any(codes) or time.monotonic() > give_up
+        for other in left if has_failed else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(other, signal.SIGKILL)
+        time.sleep(POLL_S)
+    return codes
+
+
+def _fork(rank: int, ranks: int, port: int, settings: dict[str, Any], mark: Any) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        os.environ |= {
+            **{"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"},
+            **{"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)},
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+            "TORCHELASTIC_RUN_ID": "forked",
+        }
+        train(settings, mark)
+        status = 0
+    except SystemExit as left:
+        status = int(left.code or 0)
+    except BaseException:
+        # The child ends here in any case, and its status says that it failed.
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def notes_of(folder: Path, rank: int) -> dict[str, Any]:
+    """The last note under each key."""
+    lines = (folder / f"notes-{rank}.jsonl").read_text().splitlines()
+    return dict(json.loads(line) for line in lines)
+
+
+def has_ended(folder: Path) -> bool:
+    return "end" in notes_of(folder, 0)
+
+
+def settings_of(kind: str, folder: Path, interval: int) -> dict[str, Any]:
+    options = {"interval": interval, "directory": str(folder / "run"), "snapshots": "off"}
+    return {"folder": str(folder), "kind": kind, "holdfast": options}
+
+
+def compare(kind: str, cases: list[tuple[str, str, int, int]], folder: Path) -> None:
+    """Run a kind's cases. Raises AssertionError at the first difference."""
+    ranks = 1 if kind == "generator" else 2
+    full = folder / f"{kind}-full"
+    full.mkdir()
+    codes = launch(ranks, settings_of(kind, full, 1000), lambda place, at: None)
+    assert codes == [0] * ranks, (kind, codes)
+    expected = [notes_of(full, rank) for rank in range(ranks)]
+    for signal_name, place, at, interval in cases:
+        name = f"{kind}-{signal_name}-{place}-{at}-{interval}"
+        one = folder / name
+        one.mkdir()
+        mark = Interruption(one, signal_name, place, at)
+        first = launch(ranks, settings_of(kind, one, interval), mark)
+        assert (one / "taken").exists(), f"{name}: the point was not reached"
+        assert (first == [0] * ranks) == (signal_name == "term"), (name, first)
+        assert not has_ended(one), f"{name}: nothing was interrupted"
+        again = launch(ranks, settings_of(kind, one, interval), mark)
+        assert again == [0] * ranks, (name, again)
+        for rank in range(ranks):
+            found = notes_of(one, rank)
+            differing = {
+                key: (expected[rank].get(key), found.get(key))
+                for key in expected[rank].keys() | found.keys()
+                if expected[rank].get(key) != found.get(key)
+            }
+            assert not differing, f"{name}, rank {rank}: {differing}"
+        print(f"{name}: {len(expected[0])} notes equal", flush=True)
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    for kind, cases in json.loads(sys.argv[1]).items():
+        compare(kind, [tuple(case) for case in cases], Path(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""The files of `ModelCheckpoint`, which stay Lightning's own files.
+
+A resume never reads them. Programs read them: `trainer.test(ckpt_path="best")`,
+`load_from_checkpoint`. So the choice of the best file must survive a crash, after which training
+continues from an earlier step than the files show:
+
+- A file is deleted only when a committed checkpoint no longer refers to it. Otherwise the best
+  model of the restored state would be gone.
+- A file that was written after the restored step is written again under its own name. Otherwise
+  the same step would get a second file, with `-v1` in its name.
+- The folder stays that of the first launch. Loggers choose a new one for each process, and
+  `ModelCheckpoint` then forgets its best score.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from holdfast.trainer.frameworks.lightning.state import model_checkpoints
+
+# Paths in the order in which they were written, one JSON line each, in the run's folder.
+WRITTEN: Final = "lightning-files.jsonl"
+
+
+class Files:
+    """The files that the strategy of one trainer writes and deletes."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._strategy = trainer, trainer.strategy
+        self._record: Path | None = None
+        self._written = 0
+        # Files of steps that run again, the same on all ranks.
+        self._lost: set[str] = set()
+        # Deletions that `ModelCheckpoint` asked for, oldest first. None: the name is in use again.
+        self._unwanted: list[str | None] = []
+        self._deleted = 0
+        # How many of these deletions a checkpoint contains, by its step.
+        self._covered: dict[int, int] = {}
+        self._without_folder = [each for each in model_checkpoints(trainer) if each.dirpath is None]
+        self._save, self._remove = self._strategy.save_checkpoint, self._strategy.remove_checkpoint
+        self._strategy.save_checkpoint = self._write
+        self._strategy.remove_checkpoint = self._ask_to_remove
+        for each in model_checkpoints(trainer):
+            each.file_exists = partial(self._exists, each.file_exists)
+
+    def open(self, run_directory: Path) -> None:
+        """Keep the record of written files in the run's folder, after the state is restored."""
+        self._record = run_directory / WRITTEN
+        recorded = _read(self._record) if self._trainer.is_global_zero else []
+        lost = self._lost | set(recorded[self._written :])
+        self._lost, self._written = self._strategy.broadcast((lost, len(recorded)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resume needs to know of the files that exist now."""
+        return {
+            "written": self._written,
+            "lost": sorted(self._lost),
+            "unwanted": [path for path in self._unwanted[self._deleted :] if path is not None],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], callbacks: Mapping[str, Any]) -> None:
+        """Restore the record, and the folders that the states of the `callbacks` contain."""
+        self._written, self._lost = state["written"], set(state["lost"])
+        self._unwanted, self._deleted = list(state["unwanted"]), 0
+        for each in self._without_folder:
+            each.dirpath = callbacks.get(each.state_key, {}).get("dirpath", each.dirpath)
+
+    def cover(self, step: int) -> None:
+        """Note which deletions the state contains that is captured after `step`."""
+        # An earlier state of the same step may be the one that gets committed.
+        self._covered.setdefault(step, len(self._unwanted))
+
+    def remove(self, committed: int) -> None:
+        """Delete the files that the committed checkpoint of step `committed` no longer needs."""
+        steps = [step for step in self._covered if step <= committed]
+        self._remove_until(max((self._covered.pop(step) for step in steps), default=0))
+
+    def close(self) -> None:
+        """Delete all files that are no longer needed, and leave the rest to Lightning."""
+        self._remove_until(len(self._unwanted))
+        self._strategy.save_checkpoint, self._strategy.remove_checkpoint = self._save, self._remove
+
+    def _remove_until(self, count: int) -> None:
+        while self._deleted < count:
+            path = self._unwanted[self._deleted]
+            self._deleted += 1
+            if path is not None:
+                self._remove(path)
+
+    def _ask_to_remove(self, path: Any) -> None:
+        self._unwanted.append(str(path))
+
+    def _exists(self, file_exists: Callable[..., bool], filepath: Any, trainer: Any) -> bool:
+        """Answer `ModelCheckpoint.file_exists` as if training had never been interrupted."""
+        path = str(filepath)
+        is_free = path in self._lost or path in self._unwanted[self._deleted :]
+        return not is_free and file_exists(filepath, trainer)
+
+    def _write(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
+        path = str(filepath)
+        self._lost.discard(path)
+        self._unwanted = [
+            None if unwanted == path and number >= self._deleted else unwanted
+            for number, unwanted in enumerate(self._unwanted)
+        ]
+        self._written += 1
+        if self._record is not None and self._trainer.is_global_zero:
+            with self._record.open("a") as stream:
+                stream.write(json.dumps(path) + "\n")
+        self._save(checkpoint, filepath, storage_options=storage_options)
+
+
+def _read(path: Path) -> list[str]:
+    """Return the recorded paths. A crash may have left the last line incomplete."""
+    if not path.exists():
+        return []
+    lines = path.read_text().split("\n")[:-1]
+    return [json.loads(line) for line in lines]

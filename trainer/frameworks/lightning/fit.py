@@ -1,0 +1,281 @@
+"""One `Trainer.fit` under a session: where it opens, ends its steps, stops and closes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.utilities.exceptions import _TunerExitException
+
+from holdfast.contracts import environment
+from holdfast.contracts.attempt import RunRecord, read_document
+from holdfast.contracts.errors import CheckpointError, SpecError
+from holdfast.contracts.history import excluded_checkpoints, load_events
+from holdfast.contracts.paths import MANIFEST, RunPaths
+from holdfast.trainer.frameworks.lightning.data import TrainingData
+from holdfast.trainer.frameworks.lightning.files import Files
+from holdfast.trainer.frameworks.lightning.loops import CheckpointConnector, EpochLoop, FitLoop
+from holdfast.trainer.frameworks.lightning.metrics import EpochMetrics
+from holdfast.trainer.frameworks.lightning.state import Place, RankState, SharedState
+from holdfast.trainer.program import program_stem
+from holdfast.trainer.rank_context import choose_directory
+from holdfast.trainer.session import Session
+from holdfast.trainer.state import rng
+
+SHARED: Final = "lightning"
+OF_RANK: Final = "lightning_rank"
+# Keys that each line of metrics has already.
+RESERVED: Final = ("step", "time")
+
+
+class Stopped(_TunerExitException):
+    """All ranks have agreed to stop. Lightning tears the trainer down and calls no `on_exception`.
+
+    Lightning's tuners end a `fit` by the base class.
+    """
+
+
+class Fit:
+    """The `fit` of one trainer. Its loops, callbacks and files are under the session's control."""
+
+    def __init__(self, trainer: Any, options: Mapping[str, Any]) -> None:
+        """Take the trainer's loops over. Raises `SpecError` if they are not Lightning's own."""
+        self.trainer = trainer
+        self._options = dict(options)
+        self.session: Session | None = None
+        # Where the loops stand when a checkpoint is made, and where a resume continues.
+        self.place = Place.AFTER_STEP
+        self.resumed_place: Place | None = None
+        self.reached = 0
+        self.is_capturing = self.has_stopped = False
+        self._has_entered = False
+        self._removed_at: int | None = None
+        self._trainer_state: Mapping[str, Any] | None = None
+        self._generators: dict[str, Any] | None = None
+        self._evaluation = contextlib.ExitStack()
+        self._take_over()
+        self.data, self.metrics = TrainingData(trainer), EpochMetrics(trainer)
+        self.files = Files(trainer)
+        self._pass_metrics_on()
+
+    def _take_over(self) -> None:
+        trainer = self.trainer
+        owners = (
+            (trainer.fit_loop, _FitLoop, FitLoop),
+            (trainer.fit_loop.epoch_loop, _TrainingEpochLoop, EpochLoop),
+            (trainer._checkpoint_connector, _CheckpointConnector, CheckpointConnector),
+        )
+        for owner, expected, _ in owners:
+            if type(owner) is not expected:
+                raise SpecError(
+                    f"Holdfast: the trainer's {type(owner).__module__}.{type(owner).__qualname__} "
+                    f"is not Lightning's own {expected.__qualname__}; use `lightning.pytorch."
+                    "Trainer` (not `pytorch_lightning`) without loops of your own"
+                )
+        for owner, _, ours in owners:
+            owner.holdfast = self
+            owner.__class__ = ours
+
+    def _pass_metrics_on(self) -> None:
+        """Listen where Lightning passes metrics to its loggers, also if it has none."""
+        connector = self.trainer._logger_connector
+        to_loggers = connector.log_metrics
+
+        def log_metrics(metrics: Any, step: int | None = None) -> None:
+            to_loggers(metrics, step)
+            self.log(metrics)
+
+        connector.log_metrics = log_metrics
+
+    # --- begin ----------------------------------------------------------------------------
+
+    def choose_start(self, checkpoint_path: Any) -> Any:
+        """Return the user's `ckpt_path`, or None if the run has a checkpoint of its own."""
+        if checkpoint_path is None:
+            return None
+        if self.session is not None:
+            return None if self.session.resumed_from is not None else checkpoint_path
+        # The file is not even read, because it may be gone since the first attempt.
+        has_own = self.trainer.is_global_zero and has_checkpoint(self._options["directory"])
+        return None if self.trainer.strategy.broadcast(has_own) else checkpoint_path
+
+    def open(self) -> None:
+        """Open the session, which restores the newest checkpoint.
+
+        The model is wrapped by now, and the optimizers exist. Raises `CheckpointError` if the
+        checkpoint has no state of a Lightning trainer.
+        """
+        trainer, shared = self.trainer, SharedState(self)
+        session = Session(
+            trainer.model,
+            list(trainer.optimizers),
+            [config.scheduler for config in trainer.lr_scheduler_configs],
+            extra={SHARED: shared},
+            per_rank={OF_RANK: RankState(self)},
+            seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
+            **self._options,
+        )
+        if session.step and not shared.is_restored:
+            error = CheckpointError(
+                f"{session.resumed_from}: this checkpoint was not made by Holdfast's callback for "
+                "Lightning, so the trainer's epoch and position in the data are unknown. Give this "
+                "program a run of its own, or load only the weights, in the program"
+            )
+            session.__exit__(CheckpointError, error, None)
+            raise error
+        self.files.open(session.run_directory)
+        if session.resumed_from is not None:
+            self._generators = rng.capture()
+            # A `ckpt_path` that was loaded although the run's checkpoint was only in the mirror.
+            trainer._checkpoint_connector._loaded_checkpoint = {}
+        self.session = session
+
+    def resume_at(self, place: Place, trainer_state: Mapping[str, Any]) -> None:
+        """Continue the loops at `place`. Their counters are restored already."""
+        self.place = self.resumed_place = place
+        self._trainer_state = trainer_state
+        if self.resumes_inside:
+            self.trainer.should_stop = trainer_state["should_stop"]
+            self.trainer.accumulate_grad_batches = trainer_state["accumulate_grad_batches"]
+            self.data.resume_inside()
+
+    @property
+    def resumes_inside(self) -> bool:
+        """True until the first thing has run that follows the restored step in its epoch."""
+        return self.resumed_place in (Place.AFTER_STEP, Place.AFTER_EVALUATION)
+
+    def pass_resumed_place(self) -> Place | None:
+        """Return where the resume continues, once."""
+        place, self.resumed_place = self.resumed_place, None
+        return place
+
+    def before_training(self) -> None:
+        """Prepare for the loops. Signals are left to the agent, or to the session without one.
+
+        Lightning's own handler runs a collective inside the handler, and ends training at different
+        places on different ranks.
+        """
+        self.trainer._signal_connector.teardown()
+        self.reached = self.trainer.global_step
+        if self.resumed_place is not None:
+            # `configure_optimizers` may have asked for the number of steps, which creates the
+            # loaders before the position is known.
+            self.trainer.fit_loop._combined_loader = None
+
+    def enter(self) -> None:
+        """Before the first epoch of this process, or the rest of one, begin the session's loop."""
+        session = self._opened
+        if self._has_entered:
+            return
+        self._has_entered = True
+        self._restore_loaders()
+        if self._generators is not None:
+            # Numbers that were drawn while loaders were created again.
+            rng.restore(self._generators)
+        if (total := self._steps_in_all(session.step)) is not None:
+            session.promise(total)
+        if session.enter():
+            self._stop()
+
+    # --- steps ----------------------------------------------------------------------------
+
+    def end_step(self, *, end_follows: bool) -> None:
+        """End one optimizer step. Raises `Stopped` if all ranks have agreed to stop."""
+        self.place, self.reached = Place.AFTER_STEP, self.trainer.global_step
+        session = self._opened
+        if session.boundary(end_follows=end_follows):
+            self._stop()
+        if session.committed_step != self._removed_at and session.committed_step is not None:
+            self._removed_at = session.committed_step
+            self.files.remove(session.committed_step)
+
+    def finish_end(self, place: Place) -> None:
+        """End the evaluation, or the end of the epoch, that follows a step."""
+        self.place = place
+        self._opened.finish_end()
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """Pass on what Lightning passes to its loggers."""
+        if self.session is not None and metrics:
+            values = convert_tensors_to_scalars(dict(metrics))
+            self.session.log(**{k: v for k, v in values.items() if k not in RESERVED})
+
+    def begin_evaluation(self) -> None:
+        if self.session is not None:
+            self._evaluation.enter_context(self.session.phase("eval"))
+
+    def finish_evaluation(self) -> None:
+        self._evaluation.close()
+
+    # --- end ------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Commit the last checkpoint and release the session. Raises `SaveError`."""
+        session, self.session = self.session, None
+        if session is not None:
+            session.close()
+            self.files.close()
+
+    def abandon(self, error: BaseException) -> None:
+        """Release the session after an error. It saves nothing, because ranks may differ."""
+        session, self.session = self.session, None
+        if session is not None:
+            session.__exit__(type(error), error, error.__traceback__)
+
+    def leave_if_stopped(self) -> None:
+        """End the program, so that no code after `fit` runs with a model that is half trained."""
+        if self.has_stopped:
+            raise SystemExit(0)
+
+    def _stop(self) -> None:
+        self.has_stopped = True
+        raise Stopped
+
+    @property
+    def _opened(self) -> Session:
+        assert self.session is not None, "the loops run before on_fit_start"
+        return self.session
+
+    def _restore_loaders(self) -> None:
+        """Restore when loaders were created. Their creation in this process has changed it."""
+        if self._trainer_state is None:
+            return
+        fit_loop = self.trainer.fit_loop
+        evaluation = fit_loop.epoch_loop.val_loop
+        fit_loop._last_train_dl_reload_epoch = self._trainer_state["reloaded_train"]
+        evaluation._last_val_dl_reload_epoch = self._trainer_state["reloaded_evaluation"]
+        if not self._trainer_state["has_evaluation_data"]:
+            evaluation._combined_loader = None
+
+    def _steps_in_all(self, step: int) -> int | None:
+        """Return the number of session steps up to the end of training, or None if unknown."""
+        trainer = self.trainer
+        if not trainer.lightning_module.automatic_optimization:
+            return None
+        if any(isinstance(each, GradientAccumulationScheduler) for each in trainer.callbacks):
+            return None
+        total = trainer.estimated_stepping_batches
+        is_known = not math.isinf(total) and total >= 0
+        return int(total) - trainer.global_step + step if is_known else None
+
+
+def has_checkpoint(directory: str | Path | None) -> bool:
+    """Return True if the run has a committed checkpoint of its own, or was forked from one."""
+    given = os.environ.get(environment.RUN_DIRECTORY) or directory
+    run = RunPaths(choose_directory(given, os.environ, program_stem()))
+    record = read_document(RunRecord, run.spec)
+    if record is not None and record.forked_path:
+        return True
+    excluded = excluded_checkpoints(load_events(run))
+    return any(
+        (each / MANIFEST).exists() for each in run.list_checkpoints() if each.name not in excluded
+    )
