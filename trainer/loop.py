@@ -8,8 +8,8 @@ the next step. A stop at that boundary leaves before the end, and the resume run
 that is due there waits until the end is complete, so that a checkpoint contains the metrics of its
 own evaluation. Each checkpoint records its epoch and whether that epoch has begun.
 
-The adapter of a framework that counts its own epochs reports an end with `boundary(end_follows=
-True)` and `finish_end`. Its own state then says whether the end has still to run.
+The adapter of a framework that counts its own epochs reports an end with `boundary(has_end=True)`
+and `finish_end`. Its own state then says whether the end has still to run.
 """
 
 from __future__ import annotations
@@ -93,21 +93,20 @@ class Loop:
         self._has_entered = self._position.has_begun = True
         return self.should_stop
 
-    def boundary(self, *, end_follows: bool = False) -> bool:
+    def boundary(self, *, has_end: bool = False) -> bool:
         """Complete one more step. Return True if this rank must leave now.
 
-        With `end_follows`, the step has an end, such as an evaluation, and `finish_end` completes
-        it. All ranks must agree on that.
+        With `has_end`, the program still does work that belongs to this step, such as an
+        evaluation, and then calls `finish_end`. A save that is due waits for that. A stop does not.
         """
         step, pace, saver = self._position.finish_step(), self._pace, self._saver
-        self.is_at_end = end_follows
         is_flushing = bool(saver.in_flight)
         pace.meter.leave(time.monotonic(), is_flushing=is_flushing)
         if is_flushing:
             saver.collect()
         self._guard.look()
-        is_due = self._is_save_due(step)
-        if is_due and not (end_follows or self._must_wait_for_end(step)):
+        self.is_at_end = self.is_at_end or has_end
+        if self._is_save_due(step) and not (has_end or self._must_wait_for_end(step)):
             self._meet(step)
             pace.meter.enter(time.monotonic())
         elif pace.rhythm.is_due(step):
@@ -154,7 +153,7 @@ class Loop:
         return False
 
     def finish_end(self) -> None:
-        """Complete the end of the last step, and save if a checkpoint is due."""
+        """Complete the work after the last step's boundary. A save that waited for it comes now."""
         step = self.completed
         self._saver.pass_epoch()
         self._waits_for_end, self.is_at_end, self._ended = None, False, step

@@ -87,8 +87,8 @@ class Saver:
         self._staged_step = 0
         self._staged_name: str | None = None
         self._parent: str | None = None
-        # The step of the newest checkpoint that this launch committed.
-        self.committed_step: int | None = None
+        # The newest step that this rank knows to be committed.
+        self.committed_step = 0
         self._captured: Captured | None = None
         self._capture_s = 0.0
         self._copy_s: float | None = None
@@ -128,6 +128,7 @@ class Saver:
     def began_at(self, step: int, checkpoint: str | None, manifest: Manifest | None) -> None:
         """Record the restored `step`, which needs no save, and the first parent's id."""
         self._staged_step, self._parent = step, checkpoint
+        self.committed_step = step if checkpoint is not None else 0
         is_ours = manifest is not None and manifest.run_uid == self._context.identity.run_uid
         if manifest is not None and is_ours and manifest.reason == CRASH:
             text = (
@@ -355,8 +356,8 @@ class Saver:
             if self._ranks.rank == 0:
                 report(f"holdfast: {result.checkpoint} was not saved: {problem}")
             return
-        self.committed_step = result.step
         self._parent = checkpoint_id(self._context.run.name, result.checkpoint)
+        self.committed_step = max(self.committed_step, result.step)
         directory = self._context.run.checkpoint(result.checkpoint)
         self._recorder.event(EventKind.COMMITTED, lambda: self._measured(directory), **facts)
 

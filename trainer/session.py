@@ -161,8 +161,8 @@ class Session(SessionParts):
         return self._context.status_table.stopping
 
     @property
-    def committed_step(self) -> int | None:
-        """The step of the newest checkpoint that this launch committed and has heard of."""
+    def committed_step(self) -> int:
+        """The step of the newest checkpoint that this rank knows to be committed, or 0."""
         return self._saver.committed_step
 
     # --- the loop -------------------------------------------------------------------------
@@ -232,31 +232,30 @@ class Session(SessionParts):
                 return
         loop.is_at_end = loop.epochs is not None
 
-    def boundary(self, *, end_follows: bool = False) -> bool:
-        """Ends one step in a loop that you write yourself; saves if a checkpoint is due.
+    def begin(self, total: int | None, *, has_end: bool = False) -> bool:
+        """Begins a loop that you write yourself, up to step `total`; `boundary` ends its steps.
 
-        Returns True when this rank must leave now. By then the last checkpoint is committed.
-        With `end_follows`, an evaluation or other work follows that belongs to this step. A save
-        that is due then waits for `finish_end`, and a stop does not: the program must run that
-        work after the resume. Pass the same value on all ranks.
+        Restores the random generators. Returns True when this rank must leave at once. Pass None
+        if the number of steps is unknown. Pass `has_end` if a resume must first do the work that
+        follows the restored step, and call `finish_end` after it.
         """
-        return self._loop.boundary(end_follows=end_follows)
-
-    def finish_end(self) -> None:
-        """Ends the work that follows a step, after `boundary(end_follows=True)`."""
-        self._loop.finish_end()
-
-    def enter(self) -> bool:
-        """Begins a loop that you write yourself, before its first step. You may leave it out.
-
-        It restores the random generators, so that a resume does not depend on numbers that the
-        program drew since the constructor. Returns True when this rank must leave at once.
-        """
+        self._loop.is_at_end = has_end
+        if total is not None:
+            self._loop.promise(steps=total)
         return self._enter_loop(is_last=True)
 
-    def promise(self, total: int) -> None:
-        """Declares how many steps a loop has that ends its steps with `boundary`."""
-        self._loop.promise(steps=total)
+    def boundary(self, *, has_end: bool = False) -> bool:
+        """Ends one step in a loop that you write yourself; saves if a checkpoint is due.
+
+        Returns True when this rank must leave now. By then the last checkpoint is committed. Pass
+        `has_end` if an evaluation or other work of this step follows, and call `finish_end` after
+        it. A save that is due then waits for `finish_end`.
+        """
+        return self._loop.boundary(has_end=has_end)
+
+    def finish_end(self) -> None:
+        """Completes the work that followed `boundary(has_end=True)`; saves if one is due."""
+        self._loop.finish_end()
 
     def checkpoint(self) -> None:
         """Requests a checkpoint at the end of this step or epoch. Call it on every rank."""

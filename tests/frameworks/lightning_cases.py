@@ -82,9 +82,13 @@ def _fork(rank: int, ranks: int, port: int, settings: dict[str, Any], mark: Any)
     status = 1
     try:
         os.environ |= {
-            **{"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"},
-            **{"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)},
-            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "GROUP_RANK": "0",
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
             "TORCHELASTIC_RUN_ID": "forked",
         }
         train(settings, mark)

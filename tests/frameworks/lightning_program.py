@@ -213,8 +213,8 @@ class Several(Model):
     """Takes a batch of each of two loaders."""
 
     def training_step(self, batch: Any, number: int) -> torch.Tensor:
-        first, second = batch
-        return super().training_step([torch.cat(pair) for pair in zip(first, second)], number)
+        pairs = zip(*batch, strict=True)
+        return super().training_step([torch.cat(pair) for pair in pairs], number)
 
 
 def train(settings: Mapping[str, Any], mark: Mark = lambda place, at: None) -> None:

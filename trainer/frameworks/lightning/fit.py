@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 
 from holdfast.contracts import environment
@@ -58,7 +59,7 @@ class Fit:
         self.reached = 0
         self.is_capturing = self.has_stopped = False
         self._has_entered = False
-        self._removed_at: int | None = None
+        self._removed_at = 0
         self._trainer_state: Mapping[str, Any] | None = None
         self._generators: dict[str, Any] | None = None
         self._evaluation = contextlib.ExitStack()
@@ -100,8 +101,8 @@ class Fit:
 
     def choose_start(self, checkpoint_path: Any) -> Any:
         """Return the user's `ckpt_path`, or None if the run has a checkpoint of its own."""
-        if checkpoint_path is None:
-            return None
+        if checkpoint_path is None or self.trainer.state.fn != TrainerFn.FITTING:
+            return checkpoint_path
         if self.session is not None:
             return None if self.session.resumed_from is not None else checkpoint_path
         # The file is not even read, because it may be gone since the first attempt.
@@ -181,20 +182,21 @@ class Fit:
         if self._generators is not None:
             # Numbers that were drawn while loaders were created again.
             rng.restore(self._generators)
-        if (total := self._steps_in_all(session.step)) is not None:
-            session.promise(total)
-        if session.enter():
+        loop = self.trainer.fit_loop
+        has_end = self.place is Place.AFTER_STEP and self.resumes_inside
+        has_end = has_end and loop.epoch_loop.has_end(loop._data_fetcher)
+        if session.begin(self._steps_in_all(session.step), has_end=has_end):
             self._stop()
 
     # --- steps ----------------------------------------------------------------------------
 
-    def end_step(self, *, end_follows: bool) -> None:
+    def end_step(self, *, has_end: bool) -> None:
         """End one optimizer step. Raises `Stopped` if all ranks have agreed to stop."""
         self.place, self.reached = Place.AFTER_STEP, self.trainer.global_step
         session = self._opened
-        if session.boundary(end_follows=end_follows):
+        if session.boundary(has_end=has_end):
             self._stop()
-        if session.committed_step != self._removed_at and session.committed_step is not None:
+        if session.committed_step > self._removed_at:
             self._removed_at = session.committed_step
             self.files.remove(session.committed_step)
 

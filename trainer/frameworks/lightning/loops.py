@@ -64,14 +64,14 @@ class EpochLoop(_TrainingEpochLoop):
         place = self.holdfast.pass_resumed_place()
         if place is Place.AFTER_EVALUATION:
             return
-        has_end = self._has_end(data_fetcher)
+        has_end = self.has_end(data_fetcher)
         if place is None and self.global_step != self.holdfast.reached:
-            self.holdfast.end_step(end_follows=has_end)
+            self.holdfast.end_step(has_end=has_end)
         super().on_advance_end(data_fetcher)
         if has_end and not super().done:
             self.holdfast.finish_end(Place.AFTER_EVALUATION)
 
-    def _has_end(self, data_fetcher: Any) -> bool:
+    def has_end(self, data_fetcher: Any) -> bool:
         """Return True if an evaluation or the end of the epoch follows, the same on all ranks."""
         if self._is_training_done or self.trainer.should_stop:
             return True
