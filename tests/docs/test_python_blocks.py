@@ -143,7 +143,7 @@ def expected_step(text: str) -> int:
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_python_in_the_docs_runs(block: Block, folder: Path) -> None:
     names = make_names()
-    makes_one = re.search(r"\bSession\(", re.sub("#.*", "", block.text))
+    makes_one = re.search(r"\b(Session|fabric_session)\(", re.sub("#.*", "", block.text))
     if not makes_one and "session" in block.text:
         names["session"] = Session(
             *(names["model"], names["optimizer"], names["scheduler"]),

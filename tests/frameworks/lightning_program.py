@@ -22,6 +22,8 @@ import torch
 import torchmetrics
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -154,6 +156,14 @@ class Adversaries(Model):
         ]
 
 
+class Sharded(Model):
+    """FSDP2, as `ModelParallelStrategy` asks for it."""
+
+    def configure_model(self) -> None:
+        for layer in self.net:
+            fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+
 class Average(WeightAveraging):
     """An EMA of the weights."""
 
@@ -222,13 +232,16 @@ def train(settings: Mapping[str, Any], mark: Mark = lambda place, at: None) -> N
     folder, kind = Path(settings["folder"]), settings["kind"]
     notes = Notes(folder)
     L.seed_everything(7, verbose=False)
-    model = {"manual": Adversaries, "several": Several}.get(kind, Model)(
-        notes, settings.get("sleep_s", 0.0)
-    )
+    kinds = {"manual": Adversaries, "several": Several, "sharded": Sharded}
+    model = kinds.get(kind, Model)(notes, settings.get("sleep_s", 0.0))
+    strategy: Any = "ddp"
+    if kind == "sharded":
+        size = torchrun_size()["devices"]
+        strategy = ModelParallelStrategy(data_parallel_size=size, tensor_parallel_size=1)
     best = ModelCheckpoint(monitor="val_loss", save_top_k=2, save_last=True)
     trainer = L.Trainer(
         **{
-            "strategy": "ddp",
+            "strategy": strategy,
             **torchrun_size(),
             **KINDS[kind],
             **settings.get("trainer", {}),
@@ -254,7 +267,8 @@ def train(settings: Mapping[str, Any], mark: Mark = lambda place, at: None) -> N
         drawn=torch.rand(()).item(),
         best=os.path.relpath(best.best_model_path, folder),
         score=best.best_model_score.item(),
-        files=sorted(os.listdir(best.dirpath)),
+        # Only rank 0 deletes files.
+        files=sorted(os.listdir(best.dirpath)) if trainer.is_global_zero else [],
     )
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from holdfast.contracts.errors import CheckpointError, SpecError
 from holdfast.contracts.reporting import report
@@ -242,7 +242,7 @@ class TrainingData:
                 f"ranks) does not split evenly over {ranks} ranks; run at a number of ranks that "
                 "divides it"
             )
-        if loader.batch_size != wanted:
+        if _batch_size(loader) != wanted:
             _set_batch_size(loader, wanted)
             if self._trainer.is_global_zero:
                 report(
@@ -257,7 +257,7 @@ class TrainingData:
         now = [_order_of(each) for each in self._loaders]
         if former is None or self._saved["world_size"] == ranks:
             return
-        if now != former or not all(each and each.startswith("Distributed") for each in now):
+        if now != former or any(each != DistributedSampler.__name__ for each in now):
             raise CheckpointError(
                 f"the order of the samples came from {former} at {self._saved['world_size']} "
                 f"ranks, and comes from {now} at {ranks}. It continues at another number of ranks "
@@ -285,14 +285,23 @@ def _set_draws(loaders: list[Any], states: Draws) -> None:
 
 def _named_generators(loaders: list[Any]) -> Iterator[tuple[str, torch.Generator]]:
     for number, loader in enumerate(loaders):
-        sampler = getattr(loader, "sampler", None)
-        for part, owner in (("loader", loader), ("sampler", sampler)):
+        sampler = _sampler_of(loader)
+        # Lightning puts a sampler of another kind into its DistributedSamplerWrapper.
+        wrapped = getattr(getattr(sampler, "dataset", None), "_sampler", None)
+        for part, owner in (("loader", loader), ("sampler", sampler), ("wrapped", wrapped)):
             found = getattr(owner, "generator", None)
             if isinstance(found, torch.Generator):
                 yield f"{part}{number}", found
 
 
 def _has_state(loader: Any) -> bool:
+    """Return True if the loader's own state says where it stands.
+
+    torchdata's loader cannot continue a `DistributedSampler` that draws: its resume draws twice.
+    """
+    sampler = _sampler_of(loader)
+    if isinstance(sampler, DistributedSampler) and not hasattr(sampler, "state_dict"):
+        return False
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
@@ -319,15 +328,20 @@ def _has_order(loader: Any) -> bool:
     )
 
 
+def _sampler_of(loader: Any) -> Any:
+    """Return the sampler that orders the samples. Lightning gives some loaders a batch sampler."""
+    found = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    return getattr(loader, "sampler", None) if found is None else found
+
+
 def _order_of(loader: Any) -> str | None:
-    """Return the class that orders the samples. A batch sampler of the user's own has no size."""
-    if not _has_order(loader):
-        return None
-    return type(loader.sampler if loader.batch_size else loader.batch_sampler).__name__
+    return type(_sampler_of(loader)).__name__ if _has_order(loader) else None
 
 
 def _batch_size(loader: Any) -> int | None:
-    return loader.batch_size if _has_order(loader) else None
+    """Return the samples in a batch, or None if a batch sampler of the user's own decides."""
+    found = getattr(loader.batch_sampler, "batch_size", None) if _has_order(loader) else None
+    return found if isinstance(found, int) else None
 
 
 def _skip_batches(loader: Any, count: int) -> Remaining:
@@ -342,4 +356,5 @@ def _skip_batches(loader: Any, count: int) -> Remaining:
 
 def _set_batch_size(loader: Any, size: int) -> None:
     loader.batch_sampler.batch_size = size
-    object.__setattr__(loader, "batch_size", size)
+    if loader.batch_size is not None:
+        object.__setattr__(loader, "batch_size", size)

@@ -1,0 +1,253 @@
+"""Lightning under Holdfast: interrupted programs equal uninterrupted ones, and wrong settings.
+
+The real Lightning runs on two ranks over gloo. `lightning_cases` forks them. One test starts its
+program as a user would, as a job of the local executor.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, LearningRateFinder, OnExceptionCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from tests.frameworks import lightning_program
+from tests.frameworks.lightning_program import BATCH, SAMPLES
+from tests.process.local_runs import LocalRun, processes_of, send, wait_until
+from tests.rank_programs import run_program
+from torch.utils.data import DataLoader
+
+from holdfast.contracts.errors import CheckpointError, SpecError
+from holdfast.contracts.journal import EventKind
+from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.states import AttemptState
+from holdfast.trainer import Session
+from holdfast.trainer.frameworks.lightning import Holdfast
+from holdfast.trainer.frameworks.lightning.callback import check
+
+PROGRAM: Final = Path(lightning_program.__file__)
+SEED: Final = 7
+RANKS: Final = 2
+# Kind → cases: a signal, a place, its number there, the steps between checkpoints. The last batch
+# of "plain" is number 7: the run then stops before its last evaluation.
+QUICK: Final = {
+    "plain": [["term", "batch", 7, 100], ["term", "batch", 1, 100], ["kill", "batch", 5, 2]],
+    "often": [["kill", "evaluation", 7, 2]],
+}
+EVERYWHERE: Final = {
+    kind: [
+        case for at in range(8) for case in (["term", "batch", at, 100], ["kill", "batch", at, 2])
+    ]
+    for kind in lightning_program.KINDS
+}
+
+
+def compare(cases: dict[str, list[list[Any]]], folder: Path, timeout_s: float) -> str:
+    return run_program("frameworks.lightning_cases", json.dumps(cases), folder, timeout_s=timeout_s)
+
+
+def test_interrupted_programs_equal_uninterrupted_ones(tmp_path: Path) -> None:
+    """Samples, losses, rates, evaluations, epoch metrics, random numbers and the best file."""
+    said = compare(QUICK, tmp_path, timeout_s=300)
+    assert said.count("notes equal") == sum(map(len, QUICK.values()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(EVERYWHERE))
+def test_every_kind_is_interrupted_everywhere(kind: str, tmp_path: Path) -> None:
+    said = compare({kind: EVERYWHERE[kind]}, tmp_path, timeout_s=590)
+    assert said.count("notes equal") == len(EVERYWHERE[kind])
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[LocalRun]:
+    one = LocalRun(
+        tmp_path / "root",
+        program=PROGRAM,
+        checkpoint={"interval": 2},
+        folder=str(tmp_path),
+        kind="plain",
+        sleep_s=0.3,
+    )
+    yield one
+    one.end_all()
+
+
+def test_run_is_killed_stopped_and_finished_on_one_rank(run: LocalRun, tmp_path: Path) -> None:
+    """A rank is killed, the run is stopped, and one rank finishes with the same global batches."""
+    first = run.submit()
+    run.wait_for_step(first, 2)
+    ranks = [one for one in processes_of(run.paths) if one.environ().get("RANK") == "1"]
+    ranks[-1].kill()
+    wait_until(lambda: len(run.events(EventKind.RESUMED)) > 1, "the second launch")
+    run.wait_for_step(first, 4)
+    send(run.claim(first).pid, signal.SIGTERM)
+    assert run.wait_for_end().state is AttemptState.PREEMPTED
+    run.submit(gpus=1)
+    last = run.wait_for_end()
+    assert (last.state, last.evidence) == (AttemptState.COMPLETED, ()), last
+    assert trained_ids(tmp_path) == ids_in_order()
+    metrics = (run.paths.metrics_of(2, 1)).read_text()
+    assert "train_loss_step" in metrics
+    assert "val_loss" in metrics
+
+
+def trained_ids(folder: Path) -> list[list[int]]:
+    """The sorted samples of each step on all ranks together, as each rank last trained on them."""
+    found: defaultdict[int, list[int]] = defaultdict(list)
+    for path in folder.glob("notes-*.jsonl"):
+        last = dict(json.loads(line) for line in path.read_text().splitlines())
+        for key, facts in last.items():
+            if key.startswith("batch "):
+                found[int(key.removeprefix("batch "))] += facts["ids"]
+    return [sorted(found[number]) for number in sorted(found)]
+
+
+def ids_in_order() -> list[list[int]]:
+    """The sorted samples of each step of two epochs, as torch's `DistributedSampler` orders them."""
+    found = []
+    for epoch in range(2):
+        draw = torch.Generator().manual_seed(SEED + epoch)
+        order = torch.randperm(SAMPLES, generator=draw)
+        found += [sorted(part.tolist()) for part in order.split(BATCH * RANKS)]
+    return found
+
+
+# --- one rank in this process -------------------------------------------------------------------
+
+
+class Tiny(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+        loss: torch.Tensor = self.layer(batch).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.fixture(autouse=True)
+def of_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No `fit` has run, and torchrun did not start this process."""
+    monkeypatch.setattr(Holdfast, "_has_fitted", False)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def trainer_with(folder: Path, *callbacks: Callback, **options: Any) -> Any:
+    return L.Trainer(
+        **{"max_steps": 4, **options},
+        accelerator="cpu",
+        callbacks=list(callbacks),
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def holdfast(folder: Path) -> Holdfast:
+    return Holdfast(directory=folder / "run", interval=1000, snapshots="off")
+
+
+def fit(trainer: Any, **options: Any) -> Tiny:
+    model = Tiny()
+    trainer.fit(model, DataLoader(torch.ones(8, 2), 2), **options)
+    return model
+
+
+def test_two_callbacks_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="Holdfast twice"):
+        fit(trainer_with(tmp_path, holdfast(tmp_path), holdfast(tmp_path)))
+
+
+def test_second_fit_of_a_process_is_refused(tmp_path: Path) -> None:
+    trainer = trainer_with(tmp_path, holdfast(tmp_path))
+    fit(trainer)
+    with pytest.raises(SpecError, match=r"calls trainer\.fit a second time"):
+        fit(trainer_with(tmp_path, holdfast(tmp_path)))
+
+
+@pytest.mark.parametrize("kind", ["on exception", "learning rate"])
+def test_callbacks_that_cannot_work_are_refused(kind: str, tmp_path: Path) -> None:
+    other = OnExceptionCheckpoint(tmp_path) if kind == "on exception" else LearningRateFinder()
+    with pytest.raises(SpecError, match=f"the callback {type(other).__name__} cannot work"):
+        fit(trainer_with(tmp_path, holdfast(tmp_path), other))
+
+
+def test_requeue_by_lightning_is_turned_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("NTASKS", "1"), ("PROCID", "0"), ("LOCALID", "0"), ("NODEID", "0")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    environment = SLURMEnvironment(auto_requeue=True)
+    check(trainer_with(tmp_path, holdfast(tmp_path), plugins=[environment], strategy="ddp"))
+    assert not environment.auto_requeue
+    assert "Lightning's requeue on Slurm is off" in "".join(capsys.readouterr())
+
+
+def test_checkpoint_of_another_program_is_refused(tmp_path: Path) -> None:
+    model = Tiny()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Session(model, optimizer, directory=tmp_path / "run", snapshots="off") as session:
+        for _ in session.steps(2):
+            model.training_step(torch.ones(2, 2), 0).backward()
+            optimizer.step()
+    with pytest.raises(CheckpointError, match="not made by Holdfast's callback for Lightning"):
+        fit(trainer_with(tmp_path, holdfast(tmp_path)))
+
+
+def test_ckpt_path_is_the_start_of_the_first_attempt_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run continues the steps of the file, and later does not need the file."""
+    start = tmp_path / "start.ckpt"
+    before = trainer_with(tmp_path, max_steps=3)
+    fit(before)
+    before.save_checkpoint(start)
+    first = trainer_with(tmp_path, holdfast(tmp_path), max_steps=5)
+    fit(first, ckpt_path=str(start))
+    assert first.global_step == 5
+    (made,) = RunPaths(tmp_path / "run").list_checkpoints()
+    assert made.name.startswith("step-00000002")
+    start.unlink()
+    monkeypatch.setattr(Holdfast, "_has_fitted", False)
+    again = trainer_with(tmp_path, holdfast(tmp_path), max_steps=7)
+    fit(again, ckpt_path=str(start))
+    assert again.global_step == 7
+
+
+def test_failure_in_a_step_releases_the_session(tmp_path: Path) -> None:
+    class Failing(Tiny):
+        def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+            if number == 2:
+                raise ArithmeticError("no such loss")
+            return super().training_step(batch, number)
+
+    with pytest.raises(ArithmeticError, match="no such loss"):
+        trainer_with(tmp_path, holdfast(tmp_path)).fit(Failing(), DataLoader(torch.ones(8, 2), 2))
+    model = Tiny()
+    with Session(model, directory=tmp_path / "other", snapshots="off") as session:
+        assert session.step == 0
+
+
+def test_weights_equal_those_of_bare_lightning(tmp_path: Path) -> None:
+    """The same weights as bare Lightning. `make bench` measures the time."""
+    torch.manual_seed(1)
+    bare = fit(trainer_with(tmp_path, max_steps=20, max_epochs=-1))
+    torch.manual_seed(1)
+    ours = fit(trainer_with(tmp_path, holdfast(tmp_path), max_steps=20, max_epochs=-1))
+    assert torch.equal(bare.layer.weight, ours.layer.weight)
+    assert math.isfinite(ours.layer.weight.sum().item())
