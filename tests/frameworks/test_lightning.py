@@ -7,7 +7,6 @@ program as a user would, as a job of the local executor.
 from __future__ import annotations
 
 import json
-import math
 import signal
 from collections import defaultdict
 from collections.abc import Iterator
@@ -112,7 +111,7 @@ def trained_ids(folder: Path) -> list[list[int]]:
 
 
 def ids_in_order() -> list[list[int]]:
-    """The sorted samples of each step of two epochs, as torch's `DistributedSampler` orders them."""
+    """The sorted samples of each step of two epochs, in the order of `DistributedSampler`."""
     found = []
     for epoch in range(2):
         draw = torch.Generator().manual_seed(SEED + epoch)
@@ -147,12 +146,11 @@ def of_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trainer_with(folder: Path, *callbacks: Callback, **options: Any) -> Any:
     return L.Trainer(
-        **{"max_steps": 4, **options},
+        **{"max_steps": 4, "enable_checkpointing": False, **options},
         accelerator="cpu",
         callbacks=list(callbacks),
         default_root_dir=folder,
         logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
@@ -184,7 +182,7 @@ def test_second_fit_of_a_process_is_refused(tmp_path: Path) -> None:
 def test_callbacks_that_cannot_work_are_refused(kind: str, tmp_path: Path) -> None:
     other = OnExceptionCheckpoint(tmp_path) if kind == "on exception" else LearningRateFinder()
     with pytest.raises(SpecError, match=f"the callback {type(other).__name__} cannot work"):
-        fit(trainer_with(tmp_path, holdfast(tmp_path), other))
+        fit(trainer_with(tmp_path, holdfast(tmp_path), other, enable_checkpointing=True))
 
 
 def test_requeue_by_lightning_is_turned_off(
@@ -244,10 +242,8 @@ def test_failure_in_a_step_releases_the_session(tmp_path: Path) -> None:
 
 
 def test_weights_equal_those_of_bare_lightning(tmp_path: Path) -> None:
-    """The same weights as bare Lightning. `make bench` measures the time."""
     torch.manual_seed(1)
     bare = fit(trainer_with(tmp_path, max_steps=20, max_epochs=-1))
     torch.manual_seed(1)
     ours = fit(trainer_with(tmp_path, holdfast(tmp_path), max_steps=20, max_epochs=-1))
     assert torch.equal(bare.layer.weight, ours.layer.weight)
-    assert math.isfinite(ours.layer.weight.sum().item())
