@@ -85,7 +85,8 @@ class Model(L.LightningModule):
 
     def loss_of(self, batch: Any) -> torch.Tensor:
         _, inputs = batch
-        return (self.net(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+        loss: torch.Tensor = (self.net(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+        return loss
 
     def note_step(self, batch: Any, number: int, loss: torch.Tensor) -> None:
         rates = [o.param_groups[0]["lr"] for o in self.trainer.optimizers]
@@ -99,7 +100,7 @@ class Model(L.LightningModule):
         )
         time.sleep(self._sleep_s)
 
-    def training_step(self, batch: Any, number: int) -> torch.Tensor:
+    def training_step(self, batch: Any, number: int) -> torch.Tensor | None:
         loss = self.loss_of(batch)
         self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         self.error(self.net(batch[1]).detach(), batch[1].sum(1, keepdim=True))
@@ -168,7 +169,7 @@ class Average(WeightAveraging):
     """An EMA of the weights."""
 
     def __init__(self) -> None:
-        super().__init__(avg_fn=get_ema_avg_fn(0.9))
+        super().__init__(avg_fn=get_ema_avg_fn(0.9))  # type: ignore[no-untyped-call]
 
 
 class Marks(L.Callback):
@@ -222,7 +223,7 @@ def loader_of(kind: str) -> Any:
 class Several(Model):
     """Takes a batch of each of two loaders."""
 
-    def training_step(self, batch: Any, number: int) -> torch.Tensor:
+    def training_step(self, batch: Any, number: int) -> torch.Tensor | None:
         pairs = zip(*batch, strict=True)
         return super().training_step([torch.cat(pair) for pair in pairs], number)
 

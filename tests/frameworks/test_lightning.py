@@ -11,7 +11,7 @@ import signal
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import lightning as L
 import pytest
@@ -22,7 +22,7 @@ from tests.frameworks import lightning_program
 from tests.frameworks.lightning_program import BATCH, SAMPLES
 from tests.process.local_runs import LocalRun, processes_of, send, wait_until
 from tests.rank_programs import run_program
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from holdfast.contracts.errors import CheckpointError, SpecError
 from holdfast.contracts.journal import EventKind
@@ -115,8 +115,8 @@ def ids_in_order() -> list[list[int]]:
     found = []
     for epoch in range(2):
         draw = torch.Generator().manual_seed(SEED + epoch)
-        order = torch.randperm(SAMPLES, generator=draw)
-        found += [sorted(part.tolist()) for part in order.split(BATCH * RANKS)]
+        order = torch.randperm(SAMPLES, generator=draw).view(-1, BATCH * RANKS)
+        found += [sorted(part) for part in order.tolist()]
     return found
 
 
@@ -160,9 +160,13 @@ def holdfast(folder: Path) -> Holdfast:
     return Holdfast(directory=folder / "run", interval=1000, snapshots="off")
 
 
+def loader() -> DataLoader[Any]:
+    return DataLoader(cast(Dataset[Any], torch.ones(8, 2)), 2)
+
+
 def fit(trainer: Any, **options: Any) -> Tiny:
     model = Tiny()
-    trainer.fit(model, DataLoader(torch.ones(8, 2), 2), **options)
+    trainer.fit(model, loader(), **options)
     return model
 
 
@@ -201,7 +205,7 @@ def test_checkpoint_of_another_program_is_refused(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Session(model, optimizer, directory=tmp_path / "run", snapshots="off") as session:
         for _ in session.steps(2):
-            model.training_step(torch.ones(2, 2), 0).backward()
+            model.training_step(torch.ones(2, 2), 0).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
     with pytest.raises(CheckpointError, match="not made by Holdfast's callback for Lightning"):
         fit(trainer_with(tmp_path, holdfast(tmp_path)))
@@ -235,7 +239,7 @@ def test_failure_in_a_step_releases_the_session(tmp_path: Path) -> None:
             return super().training_step(batch, number)
 
     with pytest.raises(ArithmeticError, match="no such loss"):
-        trainer_with(tmp_path, holdfast(tmp_path)).fit(Failing(), DataLoader(torch.ones(8, 2), 2))
+        trainer_with(tmp_path, holdfast(tmp_path)).fit(Failing(), loader())
     model = Tiny()
     with Session(model, directory=tmp_path / "other", snapshots="off") as session:
         assert session.step == 0

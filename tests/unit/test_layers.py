@@ -52,6 +52,8 @@ FRAMEWORKS = {
     "transformers": {"transformers"},
     "accelerate": {"accelerate", "transformers"},
     "lightning": {"lightning"},
+    # A part of every installation of Lightning.
+    "torchmetrics": {"lightning"},
     "deepspeed": {"deepspeed"},
     "wandb": {"wandb"},
     "mlflow": {"mlflow"},
