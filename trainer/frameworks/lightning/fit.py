@@ -116,6 +116,8 @@ class Fit:
         checkpoint has no state of a Lightning trainer.
         """
         trainer, shared = self.trainer, SharedState(self)
+        # The session leaves an excluded object of each rank out at another number of ranks only.
+        exclude = (f"extra.{OF_RANK}", *self._options["exclude"])
         session = Session(
             trainer.model,
             list(trainer.optimizers),
@@ -123,7 +125,7 @@ class Fit:
             extra={SHARED: shared},
             per_rank={OF_RANK: RankState(self)},
             seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
-            **self._options,
+            **{**self._options, "exclude": exclude},
         )
         if session.step and not shared.is_restored:
             error = CheckpointError(
@@ -190,9 +192,9 @@ class Fit:
 
     # --- steps ----------------------------------------------------------------------------
 
-    def end_step(self, *, has_end: bool) -> None:
+    def end_step(self, global_step: int, *, has_end: bool) -> None:
         """End one optimizer step. Raises `Stopped` if all ranks have agreed to stop."""
-        self.place, self.reached = Place.AFTER_STEP, self.trainer.global_step
+        self.place, self.reached = Place.AFTER_STEP, global_step
         session = self._opened
         if session.boundary(has_end=has_end):
             self._stop()

@@ -64,9 +64,12 @@ class EpochLoop(_TrainingEpochLoop):
         place = self.holdfast.pass_resumed_place()
         if place is Place.AFTER_EVALUATION:
             return
-        has_end = self.has_end(data_fetcher)
-        if place is None and self.global_step != self.holdfast.reached:
-            self.holdfast.end_step(has_end=has_end)
+        step = self.global_step
+        has_stepped = place is Place.AFTER_STEP or step != self.holdfast.reached
+        # An evaluation between two steps, while gradients accumulate, is no place for a save.
+        has_end = has_stepped and self.has_end(data_fetcher)
+        if has_stepped and place is None:
+            self.holdfast.end_step(step, has_end=has_end)
         super().on_advance_end(data_fetcher)
         if has_end and not super().done:
             self.holdfast.finish_end(Place.AFTER_EVALUATION)
