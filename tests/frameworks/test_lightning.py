@@ -38,7 +38,7 @@ RANKS: Final = 2
 # Kind → cases: a signal, a place, its number there, the steps between checkpoints. The last batch
 # of "plain" is number 7: the run then stops before its last evaluation.
 QUICK: Final = {
-    "plain": [["term", "batch", 7, 100], ["term", "batch", 1, 100], ["kill", "batch", 5, 2]],
+    "plain": [["term", "batch", 7, 100], ["kill", "batch", 6, 2]],
     "often": [["kill", "evaluation", 7, 2]],
 }
 EVERYWHERE: Final = {
