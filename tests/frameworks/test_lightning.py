@@ -31,6 +31,8 @@ from holdfast.contracts.states import AttemptState
 from holdfast.trainer import Session
 from holdfast.trainer.frameworks.lightning import Holdfast
 from holdfast.trainer.frameworks.lightning.callback import check
+from holdfast.trainer.frameworks.lightning.fit import Fit
+from holdfast.trainer.frameworks.lightning.state import FORMAT, SharedState
 
 PROGRAM: Final = Path(lightning_program.__file__)
 SEED: Final = 7
@@ -209,6 +211,12 @@ def test_checkpoint_of_another_program_is_refused(tmp_path: Path) -> None:
             optimizer.step()
     with pytest.raises(CheckpointError, match="not made by Holdfast's callback for Lightning"):
         fit(trainer_with(tmp_path, holdfast(tmp_path)))
+
+
+def test_state_of_a_newer_version_is_refused() -> None:
+    newer = {"format": FORMAT + 1, "lightning": "2.6.9"}
+    with pytest.raises(CheckpointError, match=rf"format {FORMAT + 1}.*2\.6\.9"):
+        SharedState(cast(Fit, None)).load_state_dict(newer)
 
 
 def test_ckpt_path_is_the_start_of_the_first_attempt_only(
