@@ -7,7 +7,10 @@ program as a user would, as a job of the local executor.
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from holdfast.contracts.errors import CheckpointError, SpecError
 from holdfast.contracts.journal import EventKind
+from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.states import AttemptState
 from holdfast.trainer import Session
@@ -35,6 +39,7 @@ from holdfast.trainer.frameworks.lightning.fit import Fit
 from holdfast.trainer.frameworks.lightning.state import FORMAT, SharedState
 
 PROGRAM: Final = Path(lightning_program.__file__)
+EXAMPLE: Final = PROGRAM.parents[2] / "examples" / "lightning"
 SEED: Final = 7
 RANKS: Final = 2
 # Kind → cases: a signal, a place, its number there, the steps between checkpoints. The last batch
@@ -120,6 +125,27 @@ def ids_in_order() -> list[list[int]]:
         order = torch.randperm(SAMPLES, generator=draw).view(-1, BATCH * RANKS)
         found += [sorted(part) for part in order.tolist()]
     return found
+
+
+@pytest.mark.slow
+def test_example_is_trained_and_tested(tmp_path: Path) -> None:
+    """On one rank, which torchrun starts. Its last checkpoint has the metrics of its evaluation."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1"]
+    ended = subprocess.run(
+        [*torchrun, str(EXAMPLE / "train.py")],
+        cwd=tmp_path,
+        env={**os.environ, "HOLDFAST_ROOT": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    assert "test_loss" in ended.stdout
+    last = read_manifest(RunPaths(tmp_path / "train").list_checkpoints()[-1])
+    assert last is not None
+    assert last.step == 4 * 2048 // 16
+    assert "val_loss" in last.metrics
 
 
 # --- one rank in this process -------------------------------------------------------------------
