@@ -29,6 +29,7 @@ interface Answers {
   "POST /runs/gpt/relaunch": api.ActionDone;
   "POST /runs/gpt/stop": api.ActionDone;
   "POST /runs/gpt/pause": api.ActionDone;
+  "POST /runs/gpt/cancel": api.ActionDone;
   "POST /runs/gpt/resume": api.ActionDone;
   [DETAIL]: api.CheckpointDetail;
   [ANCESTRY]: api.Ancestor[];

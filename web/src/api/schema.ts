@@ -290,7 +290,7 @@ export interface GoodputTotals {
   money: Money[];
 }
 
-/** The output of `holdfast lineage RUN`: nodes are runs, attempts, checkpoints and exports. */
+/** The output of `holdfast lineage RUN`: nodes are runs, attempts, checkpoints and paths. */
 export interface Graph {
   nodes: Node[];
   edges: Edge[];
