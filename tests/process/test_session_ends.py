@@ -11,7 +11,7 @@ from torch import nn
 
 from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.paths import RunPaths
-from holdfast.trainer import Session, load_checkpoint
+from holdfast.trainer import load_checkpoint
 
 
 class Training:
@@ -22,7 +22,7 @@ class Training:
         self.model = nn.Linear(1, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         settings = {"interval": 100, "snapshots": "off", **more}
-        self.session = Session(self.model, self.optimizer, directory=directory, **settings)
+        self.session = FrameworkSession(self.model, self.optimizer, directory=directory, **settings)
 
     def step(self) -> None:
         self.optimizer.zero_grad()
