@@ -12,6 +12,7 @@ from torch import nn
 from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.paths import RunPaths
 from holdfast.trainer import load_checkpoint
+from holdfast.trainer.frameworks.session import FrameworkSession
 
 
 class Training:
