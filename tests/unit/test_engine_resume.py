@@ -181,7 +181,7 @@ def test_a_fork_resumes_from_its_origin_and_not_from_a_given_checkpoint(
 def test_a_damaged_checkpoint_to_start_from_is_not_left_out(run: RunPaths, tmp_path: Path) -> None:
     origin = commit(RunPaths(tmp_path / "origin"), 70)
     (origin / "__0_0.distcp").unlink()
-    with pytest.raises(DamagedCheckpointError, match="this run forked from it"):
+    with pytest.raises(DamagedCheckpointError, match="this run starts from it"):
         choose(run, start_from=origin)
 
 
