@@ -60,12 +60,14 @@ def test_two_ranks_load_what_one_saved(saved: Path, tmp_path: Path) -> None:
 
 
 def test_kills_at_many_moments_leave_a_whole_checkpoint(tmp_path: Path) -> None:
-    run_program("frameworks.dcp_program", "kill_saves", 8, tmp_path, timeout_s=RANKS_S)
+    found = run_program("frameworks.dcp_program", "kill_saves", 8, tmp_path, timeout_s=RANKS_S)
+    assert "8 kills, each left a whole checkpoint" in found
 
 
 @pytest.mark.slow
 def test_kills_at_very_many_moments_leave_a_whole_checkpoint(tmp_path: Path) -> None:
-    run_program("frameworks.dcp_program", "kill_saves", 150, tmp_path, timeout_s=900)
+    found = run_program("frameworks.dcp_program", "kill_saves", 150, tmp_path, timeout_s=900)
+    assert "150 kills, each left a whole checkpoint" in found
 
 
 @pytest.mark.slow
