@@ -29,7 +29,7 @@ SEEDS: Final = 1 << 62
 class Noted(NamedTuple):
     """The states of the generators that a dataset may use in this process, as they give them.
 
-    Noting them costs a tenth of `capture`, so a loader can do it for each batch.
+    Noting them takes half the time of `capture`, and a loader does it for each batch.
     """
 
     python: tuple[Any, ...]
