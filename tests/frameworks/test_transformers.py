@@ -23,6 +23,8 @@ STEPS_PER_EPOCH: Final = 5
 EPOCHS: Final = 6
 # Sums in another order: the relative difference of losses after a resize.
 APART_MAX: Final = 1e-3
+# Steps whose metrics a kill can lose.
+LINES_LOST_MAX: Final = 6
 
 Notes = dict[str, dict[str, Any]]
 
@@ -115,7 +117,10 @@ def test_a_run_is_killed_preempted_and_continued_on_one_rank(run: LocalRun, tmp_
     check_notes(tmp_path / "notes", resumed["step"])
     logged = metrics_of(run)
     assert logged[resumed["step"] + 1]["loss"] > 0
-    assert set(range(1, ended.last_step + 1)) <= logged.keys()
+    # The killed launch may lack the lines of its last second: a few steps of 0.2 s.
+    (restarted, *_) = [e.data["step"] for e in run.events(EventKind.RESUMED) if e.data["step"]]
+    missing = set(range(1, ended.last_step + 1)) - logged.keys()
+    assert missing <= set(range(restarted - LINES_LOST_MAX + 1, restarted + 1))
     assert "eval_loss" in logged[ended.last_step]
 
 
