@@ -159,9 +159,8 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
         with FlowLock(self._places.lock_path(place.flow_run)) as lock:
             if not lock.try_take():
                 return
-            try:
-                flow_run = await self.client.read_flow_run(UUID(place.flow_run))
-            except ObjectNotFound:
+            flow_run = await self._read(UUID(place.flow_run))
+            if flow_run is None:
                 await run_sync(self._places.forget, place.flow_run)
                 return
             self._logger.info("found flow run '%s' again at %s", flow_run.name, place)
@@ -363,15 +362,21 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
 
     async def _state(self, flow_run: FlowRun) -> State[Any]:
         """Return the flow run's state. Waits for a server that is down."""
+        found = await self._read(flow_run.id)
+        if found is None:
+            return Cancelled(message="the flow run was deleted")
+        return found.state or Pending()
+
+    async def _read(self, number: UUID) -> FlowRun | None:
+        """Return a flow run, or None if it was deleted. Waits for a server that is down."""
         while True:
             try:
-                found = (await self.client.read_flow_run(flow_run.id)).state
-                return found or Pending()
+                return await self.client.read_flow_run(number)
             except ObjectNotFound:
-                return Cancelled(message="the flow run was deleted")
+                return None
             # A server that is down is asked again, whatever its client raises.
             except Exception as error:
-                self._logger.warning("flow run '%s': %s", flow_run.name, error)
+                self._logger.warning("flow run %s was not read: %s", number, error)
             await anyio.sleep(LOOK_S)
 
     async def _set_state(self, flow_run: FlowRun, state: State[Any]) -> None:

@@ -33,12 +33,19 @@ RESUMED_S_MAX = 15.0
 
 
 @pytest.fixture
-def service(tmp_path: Path) -> Iterator[PrefectService]:
+def server() -> Iterator[contextlib.ExitStack]:
+    """The running server. To stop it, close the stack."""
+    with contextlib.ExitStack() as parts:
+        yield parts
+
+
+@pytest.fixture
+def service(tmp_path: Path, server: contextlib.ExitStack) -> PrefectService:
     """A server with a pool of the type `holdfast`. The test starts workers, and kills them."""
     made = PrefectService(tmp_path, service_environment(tmp_path))
-    with made.serving():
-        made.command("holdfast", "deploy", "--type", "holdfast")
-        yield made
+    server.enter_context(made.serving())
+    made.command("holdfast", "deploy", "--type", "holdfast")
+    return made
 
 
 @pytest.fixture
@@ -82,7 +89,10 @@ def wait_for_supervisor(paths: RunPaths, number: int, since: float) -> int:
 
 
 @pytest.mark.timeout(600)
-def test_flow_is_resumed_whatever_dies(runs: FlowRuns, service: PrefectService) -> None:
+def test_flow_is_resumed_whatever_dies(
+    runs: FlowRuns, service: PrefectService, server: contextlib.ExitStack
+) -> None:
+    log = service.folder / "worker.log"
     with contextlib.ExitStack() as workers:
         first = workers.enter_context(worker(service))
         paths = runs.deploy_run(runs.write_spec("kept", {"steps": 20000, "sleep_s": 0.1}))
@@ -99,11 +109,12 @@ def test_flow_is_resumed_whatever_dies(runs: FlowRuns, service: PrefectService) 
         first.send_signal(signal.SIGKILL)
         first.wait()
         assert psutil.pid_exists(flow), "the flow outlives its worker"
+        # The next worker starts before the server is there again.
+        server.close()
         second = workers.enter_context(worker(service))
-        wait_for(
-            "the flow's new worker",
-            lambda: b"found flow run" in (service.folder / "worker.log").read_bytes(),
-        )
+        wait_for("a server that is down", lambda: b"was not read" in log.read_bytes())
+        server.enter_context(service.serving())
+        wait_for("the flow's new worker", lambda: b"found flow run" in log.read_bytes())
         killed_at = kill(flow)
         flow = wait_for_supervisor(paths, 4, killed_at)
 
@@ -122,7 +133,7 @@ def test_flow_is_resumed_whatever_dies(runs: FlowRuns, service: PrefectService) 
         service.command("prefect", "flow-run", "cancel", flow_run)
         wait_for_end(paths, "cancelled")
         wait_for("Prefect's state", lambda: runs.flow_state(flow_run) == "CANCELLED")
-        assert "was lost" in (service.folder / "worker.log").read_text()
+        assert "was lost" in log.read_text()
         wait_for("no records", lambda: not list((service.folder / "home" / "flows").iterdir()))
 
 
