@@ -1,7 +1,8 @@
 # Holdfast. Each target does its own set-up, into .venv/; `make help` lists them.
 # HOLDFAST_HOME and HOLDFAST_ROOT are passed on as they are given.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-cluster page screenshots demo test test-all test-gpu bench bench-gpu check lock clean \
+.PHONY: help setup setup-cluster page screenshots demo test test-all test-gpu bench bench-gpu \
+	bench-frameworks check lock clean \
 	test-slurm slurm-up slurm-down docs docs-serve
 
 PYTHON := .venv/bin/python
@@ -48,6 +49,9 @@ bench-gpu: setup  ## Saves of a state on GPUs against a page-locked copy, and th
 
 bench: setup  ## Saves and loads against this machine's limits and stock DCP; ARGS=--json
 	@.venv/bin/holdfast bench $(ARGS)
+
+bench-frameworks: setup  ## Saves and steps of each framework's adapter beside the bare framework
+	$(PYTHON) -m holdfast_bench.frameworks $(ARGS)
 
 docs: setup  ## The documentation site, into build/docs; a broken link or any warning fails
 	$(PYTHON) infra/docs/build_site.py $(ARGS)

@@ -22,7 +22,7 @@ from prefect.logging import get_logger
 
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.history import load_events, load_history
-from holdfast.contracts.journal import EventKind
+from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.paths import RunPaths, default_root, list_runs
 from holdfast.flows.redactor import Log
 from holdfast.flows.submission import JOURNAL
@@ -115,5 +115,11 @@ def find_supervised(root: Path, flow_run: str) -> RunPaths | None:
 
 def last_supervisor(paths: RunPaths) -> str:
     """Return the flow run that supervised the run last; '' if that was no flow run."""
-    taken = [e.data for e in load_events(paths) if e.kind is EventKind.SUPERVISED]
-    return str(taken[-1].get("flow_run") or "") if taken else ""
+    taken = last_supervision(paths)
+    return str(taken.data.get("flow_run") or "") if taken else ""
+
+
+def last_supervision(paths: RunPaths) -> Event | None:
+    """Return the event with which a supervisor took up the run last, or None."""
+    taken = [event for event in load_events(paths) if event.kind is EventKind.SUPERVISED]
+    return taken[-1] if taken else None

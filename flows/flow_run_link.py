@@ -7,7 +7,6 @@ server that is down delays nothing.
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable
 from typing import Any, Final
@@ -25,6 +24,7 @@ from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.states import RunState
 from holdfast.flows.cancellation import BY, last_supervisor
 from holdfast.flows.deployments import open_client
+from holdfast.flows.flow_run_states import state_before_scheduling
 from holdfast.flows.progress import recorded_progress
 from holdfast.flows.redactor import Log, Redactor
 from holdfast.flows.run_report import Artifact, artifacts, state_name
@@ -34,6 +34,8 @@ from holdfast.workers import operator
 LOOK_S: Final = 3.0
 ARTIFACTS_S: Final = 30.0
 END_S_MAX: Final = 20.0
+# The message of the state that a link gives a flow run whose run is paused.
+RUN_IS_PAUSED: Final = "The run is paused"
 
 
 class FlowRunLink:
@@ -48,8 +50,6 @@ class FlowRunLink:
         self._shown_for_s = 0.0
         self._artifacts: dict[str, UUID] = {}
         self._is_paused_there = False
-        # Whether this link suspended the flow run, and not a person.
-        self._is_own_pause = False
         self._has_failed = False
         # Whether the flow run is suspended, so that Prefect starts another process to resume it.
         self.is_suspended = False
@@ -82,7 +82,7 @@ class FlowRunLink:
         if load_history(self._paths).state is not RunState.PAUSED:
             with open_client() as client:
                 client.resume_flow_run(self._id)
-        raise Pause("the run is paused", state=Suspended())
+        raise Pause("the run is paused", state=Suspended(message=RUN_IS_PAUSED))
 
     def _work(self) -> None:
         while not self._ended.is_set():
@@ -110,9 +110,8 @@ class FlowRunLink:
             state = found.state
             if state is None or state.is_final() or state.is_cancelling():
                 return
-            if state.type is StateType.PAUSED and self._is_own_pause:
-                if history.state is not RunState.PAUSED:
-                    client.resume_flow_run(self._id)
+            if state.type is StateType.PAUSED and state.message == RUN_IS_PAUSED:
+                self._stay_paused(client)
             elif state.type is StateType.PAUSED:
                 self._follow_pause(state)
             elif history.state is RunState.PAUSED and not self._is_paused_there:
@@ -121,9 +120,16 @@ class FlowRunLink:
                 self._is_paused_there = False
                 self._request("resume")
             else:
-                self._is_paused_there = self._is_own_pause = self.is_suspended = False
+                self._is_paused_there = self.is_suspended = False
                 self._name(client, state, state_name(history))
             self._show_in(client, history)
+
+    def _stay_paused(self, client: SyncPrefectClient) -> None:
+        """Leave the flow run suspended, as a link has made it, until the run continues."""
+        self._is_paused_there = self.is_suspended = True
+        # The supervisor's last look may be older than the pause, or than a request to resume.
+        if load_history(self._paths).state is not RunState.PAUSED:
+            client.resume_flow_run(self._id)
 
     def _follow_pause(self, state: State[Any]) -> None:
         """Pause the run, because someone has paused its flow run."""
@@ -148,8 +154,8 @@ class FlowRunLink:
             assert found.state is not None, "it was looked at before"
             self._name(client, found.state, state_name(history))
             return
-        client.set_flow_run_state(self._id, Suspended(message="The run is paused"))
-        self._is_paused_there = self._is_own_pause = self.is_suspended = True
+        client.set_flow_run_state(self._id, Suspended(message=RUN_IS_PAUSED))
+        self._is_paused_there = self.is_suspended = True
 
     def _request(self, action: operator.Action) -> None:
         try:
@@ -204,12 +210,7 @@ def take_up_requests(paths: RunPaths, flow_run: str, log: Log) -> None:
         # The run needs its supervisor in any case.
         log.warning("Prefect does not say why this flow run was started again: %s", error)
         return
-    states = sorted(states, key=lambda one: one.timestamp)
-    before = None
-    for one, following in itertools.pairwise(states):
-        # A flow run that waits for its worker is scheduled twice: the second time, as late.
-        if following.is_scheduled() and not one.is_scheduled():
-            before = one
+    before = state_before_scheduling(states)
     if before is None:
         return
     if before.is_paused() and history.state is RunState.PAUSED:

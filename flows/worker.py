@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 from uuid import UUID
@@ -27,7 +28,7 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.sorting import FlowRunSort
-from prefect.exceptions import InfrastructureNotFound, ObjectNotFound
+from prefect.exceptions import InfrastructureNotFound
 from prefect.states import Cancelled, Crashed, Pending
 from prefect.workers.base import (
     BaseWorker,
@@ -38,8 +39,10 @@ from holdfast.contracts.errors import HoldfastError, SchedulerUnavailableError
 from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import RunPaths, default_root, holdfast_home
 from holdfast.contracts.supervision import is_supervised
-from holdfast.flows.cancellation import cancel_run, find_supervised
+from holdfast.flows.cancellation import cancel_run, find_supervised, last_supervision
 from holdfast.flows.flow_lock import FlowLock
+from holdfast.flows.flow_run_states import last_begun_at, times_scheduled
+from holdfast.flows.patient_client import LOOK_S, PatientClient
 from holdfast.flows.worker_pool import HoldfastConfiguration, HoldfastVariables
 from holdfast.workers.flow_places import (
     FlowPlace,
@@ -50,7 +53,6 @@ from holdfast.workers.flow_places import (
     submit_job,
 )
 
-LOOK_S: Final = 2.0
 # How often the flows of other workers are looked at.
 ZOMBIES_S: Final = 3.0
 ZOMBIES_MAX: Final = 200
@@ -63,6 +65,8 @@ LOOKS: Final = 2
 RESTART_S: Final = 0.5
 RESTART_S_MAX: Final = 60.0
 SHORT_S: Final = 60.0
+# From the time at which a worker takes a flow run until its process supervises the run.
+START_S_MAX: Final = 60.0
 
 
 class HoldfastResult(BaseWorkerResult):
@@ -84,7 +88,8 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._places = Places(holdfast_home() / "flows")
-        self._attended: set[str] = set()
+        # How many tasks attend to a flow run: two while it is resumed.
+        self._attended: Counter[str] = Counter()
         self._claimed: set[str] = set()
         # Crashed flow runs without a live run, which are not looked at again.
         self._over: set[str] = set()
@@ -92,6 +97,10 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
         self._free_looks: dict[str, int] = {}
         # When a flow run without a known run is searched for again, by the monotonic clock.
         self._search_at: dict[str, float] = {}
+
+    @property
+    def _prefect(self) -> PatientClient:
+        return PatientClient(self.client, self._logger)
 
     async def setup(self) -> None:
         """Take up the flows that a former worker of this host started."""
@@ -159,7 +168,7 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
         with FlowLock(self._places.lock_path(place.flow_run)) as lock:
             if not lock.try_take():
                 return
-            flow_run = await self._read(UUID(place.flow_run))
+            flow_run = await self._prefect.flow_run(UUID(place.flow_run))
             if flow_run is None:
                 await run_sync(self._places.forget, place.flow_run)
                 return
@@ -178,24 +187,25 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
         server that is down, `_watch_others` finds a lost flow again.
         """
         number = str(flow_run.id)
-        self._attended.add(number)
+        self._attended[number] += 1
         try:
             await self._attend_to_end(flow_run, place, child)
         # An error would end the worker, with everything that it attends to.
         except Exception:
             self._logger.exception("flow run '%s' cannot be attended to", flow_run.name)
         finally:
-            self._attended.discard(number)
+            self._attended[number] -= 1
 
     async def _attend_to_end(
         self, flow_run: FlowRun, place: FlowPlace | None, child: subprocess.Popen[bytes] | None
     ) -> None:
         """Do the work of `_attend`. The lock in the run's folder keeps other workers from it."""
         number, delay_s = str(flow_run.id), RESTART_S
+        scheduled = await self._times_scheduled(flow_run)
         with contextlib.ExitStack() as locks:
             begun_at = anyio.current_time()
             await self._wait_for_end(flow_run, place, child)
-            while await self._after_end(flow_run):
+            while await self._after_end(flow_run, scheduled):
                 if not await run_sync(self._claim, flow_run, locks):
                     return
                 lived_s = anyio.current_time() - begun_at
@@ -205,7 +215,8 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
                 place, child = await self._start_again(flow_run)
                 await self._wait_for_end(flow_run, place, child)
         state = await self._state(flow_run)
-        await run_sync(self._places.forget, number, state.is_crashed() or state.is_failed())
+        if state.is_final() or await self._times_scheduled(flow_run) == scheduled:
+            await run_sync(self._places.forget, number, state.is_crashed() or state.is_failed())
 
     def _claim(self, flow_run: FlowRun, locks: contextlib.ExitStack) -> bool:
         """Take the lock of the flow run's training run until the flow run has ended."""
@@ -250,14 +261,20 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
         except SchedulerUnavailableError:
             return True
 
-    async def _after_end(self, flow_run: FlowRun) -> bool:
-        """Give a flow run whose place is gone its state; return whether to start it again."""
+    async def _after_end(self, flow_run: FlowRun, scheduled: int) -> bool:
+        """Give a flow run whose place is gone its state; return whether to start it again.
+
+        It was `scheduled` so often when its place began. If Prefect has scheduled it again since,
+        as a resumption does, it has another place by now.
+        """
         state = await self._state(flow_run)
         # A flow that gets SIGTERM, as when its host shuts down, says itself that it crashed.
         if state.is_final() and not state.is_crashed():
             return False
         # A suspended flow run starts again when Prefect schedules it.
         if state.is_paused() or state.is_scheduled():
+            return False
+        if await self._times_scheduled(flow_run) != scheduled:
             return False
         if state.is_cancelling():
             await run_sync(self._cancel, flow_run)
@@ -307,7 +324,8 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
             sort=FlowRunSort.START_TIME_DESC,
             limit=ZOMBIES_MAX,
         )
-        others = [one for one in found if str(one.id) not in self._attended | self._over]
+        known = set(+self._attended) | self._over
+        others = [one for one in found if str(one.id) not in known]
         looks = {}
         for flow_run in others:
             number = str(flow_run.id)
@@ -316,12 +334,22 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
                     self._over.add(number)
                 continue
             looks[number] = self._free_looks.get(number, 0) + 1
-            if looks[number] >= LOOKS:
+            if looks[number] >= LOOKS and not await self._is_starting(flow_run):
                 group = self._runs_task_group
                 assert group is not None, "this is one of its tasks"
-                self._attended.add(number)
+                del looks[number]
                 group.start_soon(self._attend, flow_run, None)
         self._free_looks = looks
+
+    async def _is_starting(self, flow_run: FlowRun) -> bool:
+        """Return whether the flow run's process may not have come to its run yet."""
+        if flow_run.state is not None and flow_run.state.is_final():
+            return False
+        begun_at = last_begun_at(await self._prefect.states(flow_run.id))
+        paths = self._find_run(flow_run)
+        taken = None if paths is None else await run_sync(last_supervision, paths)
+        has_come = taken is not None and taken.time >= begun_at
+        return not has_come and time.time() - begun_at < START_S_MAX
 
     def _is_lost(self, flow_run: FlowRun) -> bool:
         """Return whether the flow run's training run lives and has no supervisor."""
@@ -361,23 +389,10 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
             return False
 
     async def _state(self, flow_run: FlowRun) -> State[Any]:
-        """Return the flow run's state. Waits for a server that is down."""
-        found = await self._read(flow_run.id)
-        if found is None:
-            return Cancelled(message="the flow run was deleted")
-        return found.state or Pending()
+        return await self._prefect.state(flow_run.id)
 
-    async def _read(self, number: UUID) -> FlowRun | None:
-        """Return a flow run, or None if it was deleted. Waits for a server that is down."""
-        while True:
-            try:
-                return await self.client.read_flow_run(number)
-            except ObjectNotFound:
-                return None
-            # A server that is down is asked again, whatever its client raises.
-            except Exception as error:
-                self._logger.warning("flow run %s was not read: %s", number, error)
-            await anyio.sleep(LOOK_S)
+    async def _times_scheduled(self, flow_run: FlowRun) -> int:
+        return times_scheduled(await self._prefect.states(flow_run.id))
 
     async def _set_state(self, flow_run: FlowRun, state: State[Any]) -> None:
         await self.client.set_flow_run_state(flow_run.id, state, force=True)

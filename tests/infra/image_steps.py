@@ -22,6 +22,8 @@ import other_version
 CHECKOUT: Final = Path(__file__).resolve().parents[2]
 STEP_S: Final = 900
 RELEASE: Final = "bookworm"
+# What Python is linked against.
+LIBRARIES: Final = ("libssl3", "libffi8", "libsqlite3-0", "libbz2-1.0", "liblzma5", "zlib1g")
 PATH: Final = "/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin"
 # The versions that the tests know, so that the steps install the same today and in a year.
 CONSTRAINTS: Final = "requirements.lock"
@@ -37,7 +39,8 @@ def read_steps(dockerfile: Path) -> list[tuple[str, str]]:
 
 def make_base(tree: Path) -> Path:
     """Install Debian and this Python into `tree`, which stands for the image of Python."""
-    call(["debootstrap", "--variant=minbase", "--include=ca-certificates", RELEASE, str(tree)])
+    packages = ",".join(("ca-certificates", *LIBRARIES))
+    call(["debootstrap", "--variant=minbase", f"--include={packages}", RELEASE, str(tree)])
     for name in ("resolv.conf", "hosts", "pip.conf"):
         if (Path("/etc") / name).exists():
             shutil.copy(Path("/etc") / name, tree / "etc" / name)
@@ -48,6 +51,7 @@ def make_base(tree: Path) -> Path:
         (local / "bin" / name).unlink(missing_ok=True)
         (local / "bin" / name).symlink_to(f"python3.{sys.version_info.minor}")
     shutil.copy(CHECKOUT / CONSTRAINTS, tree)
+    run_in(tree, ["ldconfig"])
     run_in(tree, ["python", "-m", "ensurepip", "--upgrade"])
     (local / "bin/pip").write_text('#!/bin/sh\nexec python -m pip "$@"\n')
     (local / "bin/pip").chmod(0o755)

@@ -60,11 +60,11 @@ def runs(service: PrefectService, tmp_path: Path) -> Iterator[FlowRuns]:
 
 
 @contextlib.contextmanager
-def worker(service: PrefectService) -> Iterator[subprocess.Popen[bytes]]:
-    start = ("prefect", "worker", "start", "--pool", POOL, "--type", "holdfast")
-    log = service.folder / "worker.log"
+def worker(service: PrefectService, name: str = "worker") -> Iterator[subprocess.Popen[bytes]]:
+    start = ("prefect", "worker", "start", "--pool", POOL, "--type", "holdfast", "--name", name)
+    log = service.folder / f"{name}.log"
     seen = log.stat().st_size if log.exists() else 0
-    with service.background("worker", start) as process:
+    with service.background(name, start) as process:
         wait_for("the worker", lambda: b"started!" in log.read_bytes()[seen:])
         yield process
 
@@ -112,7 +112,7 @@ def test_flow_is_resumed_whatever_dies(
         # The next worker starts before the server is there again.
         server.close()
         second = workers.enter_context(worker(service))
-        wait_for("a server that is down", lambda: b"was not read" in log.read_bytes())
+        wait_for("a server that is down", lambda: b"does not answer" in log.read_bytes())
         server.enter_context(service.serving())
         wait_for("the flow's new worker", lambda: b"found flow run" in log.read_bytes())
         killed_at = kill(flow)
@@ -135,6 +135,28 @@ def test_flow_is_resumed_whatever_dies(
         wait_for("Prefect's state", lambda: runs.flow_state(flow_run) == "CANCELLED")
         assert "was lost" in log.read_text()
         wait_for("no records", lambda: not list((service.folder / "home" / "flows").iterdir()))
+
+
+@pytest.mark.slow
+def test_flow_run_that_is_resumed_gets_one_process(runs: FlowRuns, service: PrefectService) -> None:
+    """The worker of the process that ended with the pause does not start it again."""
+    with worker(service, "first"), worker(service, "second"):
+        paths = runs.deploy_run(runs.write_spec("kept", {"steps": 20000, "sleep_s": 0.1}))
+        wait_for("step 5", lambda: step_of(paths) >= 5)
+        flow_run = supervisions(paths)[-1]["flow_run"]
+        for attempt in (2, 3):
+            runs.holdfast("pause", paths.name)
+            wait_for("the pause", lambda: runs.flow_state(flow_run) == "PAUSED")
+            runs.ask(f"flow_runs/{flow_run}/resume", run_input={})
+            wait_for("the next attempt", lambda number=attempt: step_of(paths, number) >= 5)
+        # The last supervisor dies. Another process would have taken up the run at once.
+        assert len(supervisions(paths)) == 3
+        killed_at = kill(supervisions(paths)[-1]["pid"])
+        wait_for_supervisor(paths, 4, killed_at)
+        logs = [(service.folder / f"{name}.log").read_text() for name in ("first", "second")]
+        assert sum(log.count("was lost") for log in logs) == 1
+        service.command("prefect", "flow-run", "cancel", flow_run)
+        wait_for_end(paths, "cancelled")
 
 
 def test_flow_that_cannot_start_is_reported(runs: FlowRuns, service: PrefectService) -> None:

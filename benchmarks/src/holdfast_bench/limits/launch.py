@@ -26,11 +26,17 @@ class Launch:
     """One program on `ranks` ranks. As a context manager, it ends its processes on exit."""
 
     def __init__(
-        self, program: str, ranks: int, settings: dict[str, Any], *, end_by: float
+        self,
+        program: str,
+        ranks: int,
+        settings: dict[str, Any],
+        *,
+        end_by: float,
+        package: str = "holdfast_bench.limits",
     ) -> None:
         """`settings` go to the program. Their `directory` is created and gets output and result.
 
-        After `end_by`, a Unix time, every wait for the program raises.
+        `program` is a module of `package`. After `end_by`, a Unix time, every wait for it raises.
         """
         self._program = program
         self._directory = Path(settings["directory"])
@@ -41,7 +47,7 @@ class Launch:
         # Kept short for the sockets in it, whose paths are limited to about 100 characters.
         self._scratch = tempfile.mkdtemp(prefix="holdfast-")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(ranks), "-m", f"holdfast_bench.limits.{program}"]
+        command += ["--nproc-per-node", str(ranks), "-m", f"{package}.{program}"]
         command.append(json.dumps(settings | {"out": str(self._out)}))
         with open(self._log, "wb") as log:
             self.process = subprocess.Popen(

@@ -1,0 +1,164 @@
+"""`python -m holdfast_bench.frameworks`: compare each adapter with its bare framework, as JSON.
+
+A pair is two programs one after the other, with Holdfast and without, in changing order. `blocked`
+is how much longer than others a step with a save takes, Holdfast's ÷ the framework's own.
+`overhead_us` is how much longer a step of a tiny model takes with Holdfast, in microseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final
+
+from holdfast.contracts.errors import HoldfastError, PreflightError
+from holdfast_bench.frameworks.steps import Settings, blocked, usual_step
+from holdfast_bench.limits.__main__ import default_directory
+from holdfast_bench.limits.figures import spread
+from holdfast_bench.limits.launch import Launch
+from holdfast_bench.limits.runner import machine, report_progress, versions
+
+FRAMEWORKS: Final = ("transformers", "accelerate", "lightning", "deepspeed")
+KINDS: Final = ("own", "holdfast")
+WIDTH: Final = 1024
+# Parameters and AdamW's two moments, all of them 32-bit floats.
+BYTES_PER_PARAMETER: Final = 12
+RANKS: Final = 2
+PROGRAM_S_MAX: Final = 300.0
+BLOCKED_MAX: Final = 1 / 3
+OVERHEAD_US_MAX: Final = 50.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure. `state_bytes` is the size of parameters and optimizer state."""
+
+    directory: Path
+    frameworks: tuple[str, ...]
+    state_bytes: int = 300_000_000
+    pairs: int = 3
+    saves: int = 4
+    save_every: int = 8
+    step_s: float = 0.25
+    steps: int = 600
+
+    def quick(self) -> Plan:
+        """Return the shortest plan with all programs, to check that they work, not how fast."""
+        return replace(self, state_bytes=4_000_000, pairs=1, saves=2, step_s=0.01, steps=60)
+
+    def with_saves(self) -> Settings:
+        """The program that saves a large state."""
+        layers = max(1, self.state_bytes // (BYTES_PER_PARAMETER * WIDTH * WIDTH))
+        steps = self.save_every * self.saves + self.save_every // 2
+        return Settings(
+            "", "", min(WIDTH, 256 * layers), layers, steps, self.step_s, self.save_every, ""
+        )
+
+    def with_short_steps(self) -> Settings:
+        """The program whose steps are as short as the framework can make them."""
+        return Settings("", "", 8, 1, self.steps, 0.0, 0, "")
+
+
+def main() -> int:
+    """Return the exit status: 0 measured, 1 a program failed, 2 this machine cannot run it."""
+    options = parse_options()
+    plan = Plan(options.directory, tuple(options.framework or FRAMEWORKS), pairs=options.pairs)
+    try:
+        found = measure(plan.quick() if options.quick else plan)
+    except HoldfastError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2 if isinstance(error, PreflightError) else 1
+    print(json.dumps(found, indent=1))
+    return 0
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m holdfast_bench.frameworks", description=__doc__
+    )
+    parser.add_argument("--directory", type=Path, default=default_directory())
+    parser.add_argument("--framework", choices=FRAMEWORKS, action="append")
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="a few megabytes and one pair")
+    return parser.parse_args()
+
+
+def measure(plan: Plan) -> dict[str, Any]:
+    """Return the figures of all frameworks of the plan.
+
+    Raises `PreflightError` if one is not installed, and `RunFailedError` if a program fails.
+    """
+    installed = {name: installed_version(name) for name in plan.frameworks}
+    plan.directory.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix="holdfast-bench-", dir=plan.directory)).resolve()
+    try:
+        found = {name: measure_one(plan, name, work) for name in plan.frameworks}
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return {
+        "machine": machine(plan.directory),
+        "versions": versions() | installed,
+        "conditions": {"ranks": RANKS, "state_bytes": plan.state_bytes, "pairs": plan.pairs},
+        "targets": {"blocked": round(BLOCKED_MAX, 3), "overhead_us": OVERHEAD_US_MAX},
+        "frameworks": found,
+    }
+
+
+def installed_version(framework: str) -> str:
+    try:
+        return version(framework)
+    except PackageNotFoundError as error:
+        raise PreflightError(
+            f"{framework} is not installed in this environment. Run "
+            f"pip install 'holdfast[{framework}]', or name other ones with --framework"
+        ) from error
+
+
+def measure_one(plan: Plan, framework: str, work: Path) -> dict[str, Any]:
+    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    ratios, overheads_us = [], []
+    for pair in range(plan.pairs):
+        report_progress(f"{framework}, pair {pair + 1} of {plan.pairs}")
+        order = KINDS if pair % 2 == 0 else KINDS[::-1]
+        saves = {
+            kind: blocked(run(plan.with_saves(), framework, kind, work), plan.save_every)
+            for kind in order
+        }
+        steps = {
+            kind: usual_step(run(plan.with_short_steps(), framework, kind, work)) for kind in order
+        }
+        for kind in KINDS:
+            seconds[kind] += saves[kind]
+        ratios.append(statistics.median(saves["holdfast"]) / statistics.median(saves["own"]))
+        overheads_us.append(1e6 * (steps["holdfast"] - steps["own"]))
+    return {
+        "blocked": spread(ratios),
+        "blocked_s": {kind: spread(found) for kind, found in seconds.items()},
+        "overhead_us": spread(overheads_us),
+    }
+
+
+def run(settings: Settings, framework: str, kind: str, work: Path) -> list[float]:
+    """Run one program; return when its steps began."""
+    folder = work / f"{framework}-{kind}"
+    given = replace(settings, framework=framework, kind=kind, directory=str(folder))
+    end_by = time.time() + PROGRAM_S_MAX
+    package = "holdfast_bench.frameworks"
+    try:
+        with Launch("programs", RANKS, asdict(given), end_by=end_by, package=package) as launch:
+            starts: list[float] = launch.result()["starts"]
+            return starts
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
