@@ -266,7 +266,7 @@ def train(settings: Mapping[str, Any], mark: Mark = lambda place, at: None) -> N
         steps=trainer.global_step,
         weights=[p.sum().item() for p in model.parameters()],
         drawn=torch.rand(()).item(),
-        best=os.path.relpath(best.best_model_path, folder),
+        best=os.path.relpath(best.best_model_path, best.dirpath),
         score=best.best_model_score.item(),
         # Only rank 0 deletes files.
         files=sorted(os.listdir(best.dirpath)) if trainer.is_global_zero else [],
