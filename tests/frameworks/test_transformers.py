@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,11 +53,16 @@ def samples_of(notes: list[Notes], key: str) -> list[int]:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalRun]:
-    """A run of two ranks whose program imports the tests' modules."""
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let programs import the tests' modules."""
     search = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     monkeypatch.setenv("PYTHONPATH", search)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture
+def run(tmp_path: Path, environment: None) -> Iterator[LocalRun]:
+    """A run of two ranks."""
     made = LocalRun(
         tmp_path / "root",
         program=PROGRAM,
@@ -122,6 +128,33 @@ def test_a_run_is_killed_preempted_and_continued_on_one_rank(run: LocalRun, tmp_
     missing = set(range(1, ended.last_step + 1)) - logged.keys()
     assert missing <= set(range(restarted - LINES_LOST_MAX + 1, restarted + 1))
     assert "eval_loss" in logged[ended.last_step]
+
+
+def test_training_that_a_callback_ends_is_incomplete_unless_that_is_allowed(
+    tmp_path: Path, environment: None
+) -> None:
+    steps = 40
+    for allowed, state in ((False, AttemptState.FAILED), (True, AttemptState.COMPLETED)):
+        run = LocalRun(
+            tmp_path / str(allowed),
+            gpus=1,
+            program=PROGRAM,
+            supervision={"allow_early_exit": allowed},
+            notes=str(tmp_path / f"notes-{allowed}"),
+            steps=steps,
+            samples=15,
+            patience=1,
+            learning_rate=0.3,
+        )
+        run.submit()
+        try:
+            ended = run.wait_for_end()
+        finally:
+            run.end_all()
+        assert ended.state is state, ended
+        assert ended.last_step is not None
+        assert 0 < ended.last_step < steps
+        assert re.search(rf"\b{ended.last_step}\b.*\b{steps}\b", " ".join(ended.evidence))
 
 
 def check_notes(folder: Path, resized_at: int) -> None:

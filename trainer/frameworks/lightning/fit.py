@@ -226,7 +226,7 @@ class Fit:
         """Commit the last checkpoint and release the session. Raises `SaveError`."""
         session, self.session = self.session, None
         if session is not None:
-            session.close()
+            session.close(may_end_early=False)
             self.files.close()
 
     def abandon(self, error: BaseException) -> None:

@@ -266,7 +266,7 @@ class TrainerRun:
     def close(self) -> None:
         """Release the session after the training."""
         session, self.session = self._open, None
-        session.close()
+        session.close(may_end_early=False)
 
     def abandon(self, error: BaseException) -> None:
         """Release the session after an error, or after all ranks have agreed to stop."""
