@@ -94,8 +94,10 @@ def test_interrupted_trainers_end_bit_identical_to_the_bare_trainer(
 def test_trainers_interrupted_at_many_points_end_bit_identical(
     shape: str, ranks: int, interval: str, snapshots: str, tmp_path: Path
 ) -> None:
+    # A training that stops early has fewer points.
+    stride = 5 if shape == "stops" else 7
     found = interrupt(
-        shape, tmp_path, ranks=ranks, interval=interval, snapshots=snapshots, stride=7
+        shape, tmp_path, ranks=ranks, interval=interval, snapshots=snapshots, stride=stride
     )
     assert found["different"] == []
     assert found["cases"] >= 8
