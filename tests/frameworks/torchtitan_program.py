@@ -1,0 +1,226 @@
+"""A torchtitan program as its user writes it, started by torchrun: settings are one JSON argument.
+
+torchtitan is for GPUs. Before it is imported, this program names the CPU as its device. Each rank
+appends a line per step to `rank<r>.jsonl` in the folder of the settings.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torchtitan.tools.utils as device
+from torch.distributed.fsdp import FSDPModule
+
+device.device_type, device.device_module = "cpu", torch.cpu
+
+from torchtitan.components import metrics  # noqa: E402
+from torchtitan.components.checkpointer import CheckpointManager as Stock  # noqa: E402
+from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw  # noqa: E402
+from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
+from torchtitan.components.validate import Validator  # noqa: E402
+from torchtitan.config import ParallelismConfig, TrainingConfig  # noqa: E402
+from torchtitan.config.configs import DebugConfig  # noqa: E402
+from torchtitan.distributed import utils as distributed  # noqa: E402
+from torchtitan.hf_datasets import text_datasets  # noqa: E402
+from torchtitan.models.common.attention import (  # noqa: E402
+    FlexAttention,
+    ScaledDotProductAttention,
+)
+from torchtitan.models.llama3 import model_registry  # noqa: E402
+from torchtitan.trainer import Trainer  # noqa: E402
+
+from holdfast.trainer.frameworks.torchtitan import (  # noqa: E402
+    CheckpointManager,
+    TokenDataLoader,
+)
+
+SEQ_LEN: Final = 16
+LOCAL_BATCH: Final = 2
+GLOBAL_BATCH: Final = 4
+SAMPLES: Final = 24
+DOCUMENTS: Final = 40
+
+
+class CpuMemory:
+    """What torchtitan reports of a device's memory. The CPU has no such figures."""
+
+    device_name = "cpu"
+
+    def get_peak_stats(self) -> Any:
+        return metrics.DeviceMemStats(0.0, 0.0, 0.0, 0.0, 0, 0)
+
+    def reset_peak_stats(self) -> None:
+        pass
+
+
+metrics.build_device_memory_monitor = CpuMemory
+# It names the GPUs of a barrier.
+distributed.set_pg_timeouts = lambda **_: None
+
+
+class Bytes(BaseTokenizer):
+    """Each byte is a token."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        pass
+
+    def __init__(self, config: Config, *, tokenizer_path: str) -> None:
+        super().__init__()
+        self.eos_id = 0
+
+    def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
+        return [*([1] if add_bos else []), *text.encode(), *([0] if add_eos else [])]
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(tokens).decode()
+
+    def get_vocab_size(self) -> int:
+        return 256
+
+
+class Recorded(Trainer):
+    """A trainer that records each step, and sends itself a signal if the settings say so."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        pass
+
+    settings: dict[str, Any]
+
+    def train_step(self, data_iterator: Iterator[Any]) -> None:
+        starts: list[list[int]] = []
+        self.losses: list[float] = []
+
+        def watched() -> Iterator[Any]:
+            for inputs, labels in data_iterator:
+                starts.extend(inputs["input"][:, :4].tolist())
+                yield inputs, labels
+
+        super().train_step(watched())
+        rank = torch.distributed.get_rank()
+        line = {
+            "step": self.step,
+            "samples": starts,
+            "loss": sum(self.losses),
+            "lr": self.lr_schedulers.schedulers[0].get_last_lr(),
+            "draw": torch.rand(()).item(),
+            "tokens": self.ntokens_seen,
+        }
+        with open(Path(self.settings["folder"]) / f"rank{rank}.jsonl", "a") as record:
+            record.write(json.dumps(line) + "\n")
+        self._interrupt(rank)
+        time.sleep(self.settings.get("sleep_s", 0.0))
+
+    def forward_backward_step(self, **given: Any) -> Any:
+        loss = super().forward_backward_step(**given)
+        self.losses.append(loss.item())
+        return loss
+
+    def _interrupt(self, rank: int) -> None:
+        for name, number in (("kill", signal.SIGKILL), ("term", signal.SIGTERM)):
+            taken = Path(self.settings["folder"]) / f"taken-{name}"
+            if self.settings.get(name) == [rank, self.step] and not taken.exists():
+                taken.touch()
+                os.kill(os.getpid(), number)
+                time.sleep(0.5)
+
+
+def make_config(settings: dict[str, Any]) -> Any:
+    """Return the configuration of a small Llama 3 with FSDP2."""
+    folder = Path(settings["folder"])
+    spec = model_registry("debugmodel")
+    spec.model.layers = spec.model.layers[:1]
+    for _, _, parent, name in spec.model.traverse(FlexAttention.Config):
+        # FlexAttention would be compiled, which takes minutes on a CPU.
+        setattr(parent, name, ScaledDotProductAttention.Config())
+    spec.parallelize_fn = on_cpu(spec.parallelize_fn)
+    managers = {"holdfast": CheckpointManager.Config, "torchtitan": Stock.Config}
+    options = {"interval": 2, **settings.get("checkpoint", {})}
+    loader = make_loader(folder, settings.get("loader", "tokens"))
+    return Recorded.Config(
+        model_spec=spec,
+        loss=CrossEntropyLoss.Config(),
+        dump_folder=str(folder / "outputs"),
+        tokenizer=Bytes.Config(),
+        optimizer=default_adamw(lr=1e-3),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2),
+        training=TrainingConfig(
+            local_batch_size=LOCAL_BATCH,
+            global_batch_size=settings.get("global_batch", GLOBAL_BATCH),
+            seq_len=SEQ_LEN,
+            steps=settings["steps"],
+            mixed_precision_param="float32",
+            disable_cuda_graphs=True,
+        ),
+        dataloader=loader,
+        metrics=metrics.MetricsProcessor.Config(log_freq=1, disable_color_printing=True),
+        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
+        checkpoint=managers[settings.get("manager", "holdfast")](**options),
+        validator=Validator.Config(
+            enable=settings.get("validates", False),
+            freq=2,
+            steps=1,
+            dataloader=replace(loader, infinite=False),
+        ),
+        activation_checkpoint=None,
+        debug=DebugConfig(seed=3, enable_structured_logging=False),
+    )
+
+
+def on_cpu(parallelize: Any) -> Any:
+    """Return `parallelize`, after which FSDP adds gradients in the way that gloo can."""
+
+    def change(model: Any, **given: Any) -> Any:
+        model = parallelize(model, **given)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+        return model
+
+    return change
+
+
+def make_loader(folder: Path, kind: str) -> Any:
+    """Return the configuration of Holdfast's loader, or of torchtitan's."""
+    if kind == "tokens":
+        return TokenDataLoader.Config(dataset_path=str(folder / "tokens.npy"), seed=5)
+    text_datasets.DATASETS["numbers"] = text_datasets.DatasetConfig(
+        path="", loader=lambda _: numbers(), sample_processor=lambda sample: sample["text"]
+    )
+    return text_datasets.HuggingFaceTextDataLoader.Config(dataset="numbers")
+
+
+def numbers() -> Any:
+    return text_datasets.Dataset.from_dict(
+        {"text": [" ".join(map(str, range(at, at + 9))) for at in range(DOCUMENTS)]}
+    )
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    trainer = make_config(settings).build()
+    trainer.settings = settings
+    # As torchtitan.train does.
+    try:
+        trainer.train()
+    except Exception:
+        trainer.close()
+        raise
+    trainer.close()
+    torch.distributed.destroy_process_group()
+    print("the program has ended", flush=True)
+
+
+if __name__ == "__main__":
+    main()
