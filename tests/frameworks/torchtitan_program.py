@@ -39,6 +39,7 @@ from torchtitan.models.common.attention import (  # noqa: E402
 from torchtitan.models.llama3 import model_registry  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
+from holdfast.contracts.errors import SpecError  # noqa: E402
 from holdfast.trainer.frameworks.torchtitan import (  # noqa: E402
     CheckpointManager,
     TokenDataLoader,
@@ -89,8 +90,29 @@ class Bytes(BaseTokenizer):
         return 256
 
 
+def note(settings: dict[str, Any], **facts: Any) -> None:
+    """Append a line to this rank's record."""
+    path = Path(settings["folder"]) / f"rank{torch.distributed.get_rank()}.jsonl"
+    with open(path, "a") as record:
+        record.write(json.dumps(facts) + "\n")
+
+
+class Validations(metrics.MetricsProcessor):
+    """Records each validation."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(metrics.MetricsProcessor.Config):
+        pass
+
+    settings: dict[str, Any]
+
+    def log_validation(self, loss: float, step: int, extra_metrics: Any = None) -> None:
+        note(self.settings, validated=step, loss=loss)
+        super().log_validation(loss, step, extra_metrics)
+
+
 class Recorded(Trainer):
-    """A trainer that records each step, and sends itself a signal if the settings say so."""
+    """A trainer that records each step, and is interrupted where the settings say so."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
@@ -108,18 +130,17 @@ class Recorded(Trainer):
                 yield inputs, labels
 
         super().train_step(watched())
-        rank = torch.distributed.get_rank()
-        line = {
-            "step": self.step,
-            "samples": starts,
-            "loss": sum(self.losses),
-            "lr": self.lr_schedulers.schedulers[0].get_last_lr(),
-            "draw": torch.rand(()).item(),
-            "tokens": self.ntokens_seen,
-        }
-        with open(Path(self.settings["folder"]) / f"rank{rank}.jsonl", "a") as record:
-            record.write(json.dumps(line) + "\n")
-        self._interrupt(rank)
+        note(
+            self.settings,
+            step=self.step,
+            world=torch.distributed.get_world_size(),
+            samples=starts,
+            loss=sum(self.losses),
+            lr=self.lr_schedulers.schedulers[0].get_last_lr(),
+            draw=torch.rand(()).item(),
+            tokens=self.ntokens_seen,
+        )
+        self._interrupt()
         time.sleep(self.settings.get("sleep_s", 0.0))
 
     def forward_backward_step(self, **given: Any) -> Any:
@@ -127,13 +148,16 @@ class Recorded(Trainer):
         self.losses.append(loss.item())
         return loss
 
-    def _interrupt(self, rank: int) -> None:
+    def _interrupt(self) -> None:
+        """`kill` and `term` are [rank, step], once. `fail` is a step."""
+        here = [torch.distributed.get_rank(), self.step]
         for name, number in (("kill", signal.SIGKILL), ("term", signal.SIGTERM)):
             taken = Path(self.settings["folder"]) / f"taken-{name}"
-            if self.settings.get(name) == [rank, self.step] and not taken.exists():
+            if self.settings.get(name) == here and not taken.exists():
                 taken.touch()
                 os.kill(os.getpid(), number)
-                time.sleep(0.5)
+        if self.settings.get("fail") == self.step:
+            raise ArithmeticError("no such loss")
 
 
 def make_config(settings: dict[str, Any]) -> Any:
@@ -164,12 +188,12 @@ def make_config(settings: dict[str, Any]) -> Any:
             disable_cuda_graphs=True,
         ),
         dataloader=loader,
-        metrics=metrics.MetricsProcessor.Config(log_freq=1, disable_color_printing=True),
+        metrics=Validations.Config(log_freq=1, disable_color_printing=True),
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
         checkpoint=managers[settings.get("manager", "holdfast")](**options),
         validator=Validator.Config(
             enable=settings.get("validates", False),
-            freq=2,
+            freq=1,
             steps=1,
             dataloader=replace(loader, infinite=False),
         ),
@@ -207,10 +231,22 @@ def numbers() -> Any:
     )
 
 
+def refusal(options: dict[str, Any]) -> str:
+    """Return the error of a configuration of Holdfast's manager."""
+    try:
+        CheckpointManager.Config(**options)
+    except SpecError as error:
+        return str(error)
+    return ""
+
+
 def main() -> None:
     settings = json.loads(sys.argv[1])
+    if "refused" in settings:
+        print(json.dumps([refusal(options) for options in settings["refused"]]))
+        return
     trainer = make_config(settings).build()
-    trainer.settings = settings
+    trainer.settings = trainer.metrics_processor.settings = settings
     # As torchtitan.train does.
     try:
         trainer.train()

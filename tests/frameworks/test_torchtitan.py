@@ -1,0 +1,257 @@
+"""torchtitan under Holdfast: interrupted runs equal those of torchtitan alone, and refusals.
+
+The real torchtitan runs on two ranks over gloo, with FSDP2. It has an environment of its own, which
+the first test makes: infra/setup/torchtitan.sh.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+from tests.process.local_runs import LocalRun, processes_of, send, wait_until
+
+from holdfast.contracts.journal import EventKind
+from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.states import AttemptState
+
+pytestmark = pytest.mark.slow
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+PROGRAM: Final = Path(__file__).with_name("torchtitan_program.py")
+EXAMPLE: Final = ROOT / "examples" / "torchtitan"
+SETUP_S: Final = 900
+LAUNCH_S: Final = 200
+# Sums of floating point numbers in another order.
+LOSS_APART_MAX: Final = 1e-5
+SAMPLES, SEQ_LEN = 24, 16
+
+
+@pytest.fixture(scope="session")
+def titan() -> Path:
+    """The Python of the environment with torchtitan."""
+    subprocess.run([ROOT / "infra" / "setup" / "torchtitan.sh"], check=True, timeout=SETUP_S)
+    return ROOT / ".setup" / "torchtitan" / "bin" / "python"
+
+
+Launch = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def launch(titan: Path, tmp_path: Path) -> Launch:
+    """Starts the program with torchrun, and returns how it ended."""
+
+    def start(
+        folder: str, ranks: int = 2, program: Path = PROGRAM, **settings: Any
+    ) -> subprocess.CompletedProcess[str]:
+        torchrun = [titan, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+        where = make_data(tmp_path / folder)
+        return subprocess.run(
+            [*torchrun, program, json.dumps({"folder": str(where), **settings})],
+            cwd=where,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "HOLDFAST_ROOT": str(where / "root")},
+            capture_output=True,
+            text=True,
+            timeout=LAUNCH_S,
+            check=False,
+        )
+
+    return start
+
+
+def make_data(folder: Path) -> Path:
+    """Create `folder` with a file of tokens. No two samples begin with the same tokens."""
+    folder.mkdir(exist_ok=True)
+    draw = np.random.default_rng(0)
+    np.save(folder / "tokens.npy", draw.integers(1, 256, SAMPLES * SEQ_LEN + 5, dtype=np.uint16))
+    return folder
+
+
+def succeeded(ended: subprocess.CompletedProcess[str]) -> bool:
+    """Return True if the program ended by itself, and False if it left after a stop."""
+    assert ended.returncode == 0, ended.stderr[-6000:]
+    return "the program has ended" in ended.stdout
+
+
+def lines_of(folder: Path, rank: int, key: str = "step") -> list[dict[str, Any]]:
+    text = (folder / f"rank{rank}.jsonl").read_text()
+    return [line for line in map(json.loads, text.splitlines()) if key in line]
+
+
+def record_of(folder: Path, rank: int) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The last line of each step, and of each validation."""
+    steps = {line["step"]: line for line in lines_of(folder, rank)}
+    return steps, {line["validated"]: line for line in lines_of(folder, rank, "validated")}
+
+
+# --- equal to torchtitan alone ------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(titan: Path, tmp_path: Path) -> Iterator[LocalRun]:
+    one = LocalRun(
+        tmp_path / "root",
+        program=PROGRAM,
+        checkpoint={"interval": 2},
+        launch={"python": str(titan)},
+        folder=str(make_data(tmp_path / "run")),
+        steps=12,
+        sleep_s=0.5,
+    )
+    yield one
+    one.end_all()
+
+
+def test_run_is_killed_stopped_and_finished_on_one_rank(
+    run: LocalRun, launch: Launch, tmp_path: Path
+) -> None:
+    """A rank is killed, the run is stopped, and one rank finishes with the same global batches."""
+    assert succeeded(launch("bare", steps=12, manager="torchtitan", checkpoint={"enable": False}))
+    first = run.submit()
+    run.wait_for_step(first, 3)
+    ranks = [one for one in processes_of(run.paths) if one.environ().get("RANK") == "1"]
+    ranks[-1].kill()
+    wait_until(lambda: len(run.events(EventKind.RESUMED)) > 1, "the second launch")
+    run.wait_for_step(first, 5)
+    send(run.claim(first).pid, signal.SIGTERM)
+    assert run.wait_for_end().state is AttemptState.PREEMPTED
+    run.submit(gpus=1)
+    last = run.wait_for_end()
+    assert (last.state, last.evidence) == (AttemptState.COMPLETED, ()), last
+    compare(tmp_path / "run", tmp_path / "bare")
+    metrics = run.paths.metrics_of(2, 1).read_text().splitlines()
+    logged = {line["step"]: line["loss_metrics/global_avg_loss"] for line in map(json.loads, metrics)}
+    alone = record_of(tmp_path / "run", 0)[0]
+    assert all(math.isclose(logged[step], alone[step]["loss"]) for step in logged)
+
+
+def compare(broken: Path, whole: Path) -> None:
+    """Steps on two ranks are equal to the bit. Those on one rank have the same samples."""
+    expected = [record_of(whole, rank)[0] for rank in range(2)]
+    found = [record_of(broken, rank)[0] for rank in range(2)]
+    assert sorted(found[0]) == sorted(expected[0]) == list(range(1, 13))
+    worlds = [found[0][step]["world"] for step in range(1, 13)]
+    assert set(worlds) == {1, 2}
+    for step, world in enumerate(worlds, 1):
+        both = [record[step] for record in expected]
+        if world == 2:
+            assert [record[step] for record in found] == both
+            continue
+        alone = found[0][step]
+        assert sorted(alone["samples"]) == sorted(both[0]["samples"] + both[1]["samples"])
+        assert alone["lr"] == both[0]["lr"]
+        assert alone["tokens"] == both[0]["tokens"] + both[1]["tokens"]
+        loss = both[0]["loss"] + both[1]["loss"]
+        assert math.isclose(alone["loss"], loss, rel_tol=LOSS_APART_MAX)
+
+
+def test_own_loader_continues_at_its_degree_only(launch: Launch, tmp_path: Path) -> None:
+    """A stop comes before the validation of its step, and the resume runs it once."""
+    settings = {"steps": 5, "loader": "torchtitan", "validates": True}
+    assert succeeded(
+        launch("bare", **settings, manager="torchtitan", checkpoint={"enable": False})
+    )
+    assert not succeeded(launch("run", **settings, term=[0, 2]))
+    stopped_after = max(record_of(tmp_path / "run", 0)[0])
+    assert stopped_after < 5
+    assert stopped_after not in record_of(tmp_path / "run", 0)[1]
+    refused = launch("run", ranks=1, **settings)
+    assert refused.returncode != 0
+    assert (
+        "the HuggingFaceTextDataLoader was saved at data-parallel degree 2 and cannot continue at 1"
+    ) in refused.stderr
+    assert "torchtitan.TokenDataLoader" in refused.stderr
+    assert max(record_of(tmp_path / "run", 0)[0]) == stopped_after
+    assert succeeded(launch("run", **settings))
+    for rank in range(2):
+        assert record_of(tmp_path / "run", rank) == record_of(tmp_path / "bare", rank)
+        validated = [one["validated"] for one in lines_of(tmp_path / "run", rank, "validated")]
+        assert validated == [1, 2, 3, 4, 5]
+
+
+def test_another_global_batch_by_default_is_refused(launch: Launch, tmp_path: Path) -> None:
+    assert not succeeded(launch("run", steps=6, global_batch=-1, term=[0, 2]))
+    refused = launch("run", ranks=1, steps=6, global_batch=-1)
+    assert refused.returncode != 0
+    assert "set training.global_batch_size=4" in refused.stderr
+
+
+# --- beginnings and ends ------------------------------------------------------------------------
+
+
+def test_error_saves_nothing_of_its_step(launch: Launch, tmp_path: Path) -> None:
+    failed = launch("run", ranks=1, steps=4, fail=3)
+    assert failed.returncode != 0
+    assert "no such loss" in failed.stderr
+    assert [one.name.split(".")[0] for one in checkpoints(tmp_path / "run")] == ["step-00000002"]
+    assert succeeded(launch("run", ranks=1, steps=4))
+    steps = [line["step"] for line in lines_of(tmp_path / "run", 0)]
+    assert steps == [1, 2, 3, 3, 4]
+
+
+def test_run_begins_with_a_checkpoint_of_torchtitan_and_exports_its_last_model(
+    launch: Launch, tmp_path: Path
+) -> None:
+    """Another run then begins with its checkpoint, and a third one with its weights only."""
+    own = {"interval": 2, "last_save_model_only": False, "enable": True}
+    assert succeeded(launch("old", ranks=1, steps=3, manager="torchtitan", checkpoint=own))
+    start = {
+        "initial_load_path": str(tmp_path / "old" / "outputs" / "checkpoint" / "step-3"),
+        "initial_load_model_only": False,
+        "last_save_model_only": True,
+    }
+    assert succeeded(launch("run", ranks=1, steps=5, checkpoint=start))
+    assert sorted(record_of(tmp_path / "run", 0)[0]) == [4, 5]
+    exported = tmp_path / "run" / "outputs" / "checkpoint" / "step-5" / ".metadata"
+    assert b"layers.0.attention.qkv_linear.wq.weight" in exported.read_bytes()
+    last = checkpoints(tmp_path / "run")[-1]
+    more = {"initial_load_path": str(last), "initial_load_model_only": False}
+    assert succeeded(launch("fork", ranks=1, steps=6, checkpoint=more))
+    assert sorted(record_of(tmp_path / "fork", 0)[0]) == [6]
+    assert succeeded(launch("fresh", ranks=1, steps=1))
+    assert succeeded(launch("tuned", ranks=1, steps=1, checkpoint={"initial_load_path": str(last)}))
+    fresh, tuned = (record_of(tmp_path / name, 0)[0][1] for name in ("fresh", "tuned"))
+    assert fresh["samples"] == tuned["samples"]
+    assert fresh["loss"] != tuned["loss"]
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    return RunPaths(folder / "root" / "torchtitan_program").list_checkpoints()
+
+
+REFUSED: Final = {
+    "holdfast fork": {"load_step": 3},
+    "load_only=True: a run always saves": {"load_only": True},
+    "pass its folder as initial_load_path": {"create_seed_checkpoint": True},
+    "['dataloader', 'lr_scheduler', 'optimizer']": {"exclude_from_loading": ["train_state"]},
+    "keep = { last = 5 } under [checkpoint]": {"keep_latest_k": 5},
+    "every save is asynchronous": {"async_mode": "disabled"},
+    "folder counts only with last_save_model_only": {"folder": "elsewhere"},
+    "expected last_save_model_only=True with it": {"export_dtype": "bfloat16"},
+}
+
+
+def test_keys_that_cannot_be_honoured_are_refused(titan: Path) -> None:
+    """Each refusal names its key, and says what to do instead."""
+    cases = json.dumps({"refused": [*REFUSED.values(), {}]})
+    ended = subprocess.run(
+        [titan, PROGRAM, cases], capture_output=True, text=True, timeout=LAUNCH_S, check=True
+    )
+    *errors, none = json.loads(ended.stdout)
+    assert none == ""
+    for (advice, options), error in zip(REFUSED.items(), errors, strict=True):
+        assert error.startswith(f"Trainer.Config.checkpoint: {next(iter(options))}=")
+        assert advice in error
+
+
+def test_the_example_is_stopped_and_ends_on_one_rank(launch: Launch, tmp_path: Path) -> None:
+    ended = launch("example", ranks=1, program=EXAMPLE / "train.py")
+    assert ended.returncode == 0, ended.stderr[-6000:]
