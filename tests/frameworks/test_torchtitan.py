@@ -128,7 +128,9 @@ def test_run_is_killed_stopped_and_finished_on_one_rank(
     assert (last.state, last.evidence) == (AttemptState.COMPLETED, ()), last
     compare(tmp_path / "run", tmp_path / "bare")
     metrics = run.paths.metrics_of(2, 1).read_text().splitlines()
-    logged = {line["step"]: line["loss_metrics/global_avg_loss"] for line in map(json.loads, metrics)}
+    logged = {
+        line["step"]: line["loss_metrics/global_avg_loss"] for line in map(json.loads, metrics)
+    }
     alone = record_of(tmp_path / "run", 0)[0]
     assert all(math.isclose(logged[step], alone[step]["loss"]) for step in logged)
 
@@ -156,9 +158,7 @@ def compare(broken: Path, whole: Path) -> None:
 def test_own_loader_continues_at_its_degree_only(launch: Launch, tmp_path: Path) -> None:
     """A stop comes before the validation of its step, and the resume runs it once."""
     settings = {"steps": 5, "loader": "torchtitan", "validates": True}
-    assert succeeded(
-        launch("bare", **settings, manager="torchtitan", checkpoint={"enable": False})
-    )
+    assert succeeded(launch("bare", **settings, manager="torchtitan", checkpoint={"enable": False}))
     assert not succeeded(launch("run", **settings, term=[0, 2]))
     stopped_after = max(record_of(tmp_path / "run", 0)[0])
     assert stopped_after < 5

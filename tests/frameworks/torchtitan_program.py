@@ -1,7 +1,7 @@
 """A torchtitan program as its user writes it, started by torchrun: settings are one JSON argument.
 
-torchtitan is for GPUs. Before it is imported, this program names the CPU as its device. Each rank
-appends a line per step to `rank<r>.jsonl` in the folder of the settings.
+`small` of the example lets torchtitan train on a CPU. Each rank appends a line per step to
+`rank<r>.jsonl` in the folder of the settings.
 """
 
 from __future__ import annotations
@@ -17,30 +17,23 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-import torchtitan.tools.utils as device
-from torch.distributed.fsdp import FSDPModule
 
-device.device_type, device.device_module = "cpu", torch.cpu
+sys.path.append(str(Path(__file__).parents[2] / "examples" / "torchtitan"))
 
-from torchtitan.components import metrics  # noqa: E402
-from torchtitan.components.checkpointer import CheckpointManager as Stock  # noqa: E402
-from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402
-from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw  # noqa: E402
-from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
-from torchtitan.components.validate import Validator  # noqa: E402
-from torchtitan.config import ParallelismConfig, TrainingConfig  # noqa: E402
-from torchtitan.config.configs import DebugConfig  # noqa: E402
-from torchtitan.distributed import utils as distributed  # noqa: E402
-from torchtitan.hf_datasets import text_datasets  # noqa: E402
-from torchtitan.models.common.attention import (  # noqa: E402
-    FlexAttention,
-    ScaledDotProductAttention,
-)
-from torchtitan.models.llama3 import model_registry  # noqa: E402
-from torchtitan.trainer import Trainer  # noqa: E402
+from small import Bytes, fit_for_cpu  # type: ignore[import-not-found]
+from torchtitan.components import metrics
+from torchtitan.components.checkpointer import CheckpointManager as Stock
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.components.validate import Validator
+from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.config.configs import DebugConfig
+from torchtitan.hf_datasets import text_datasets
+from torchtitan.models.llama3 import model_registry
+from torchtitan.trainer import Trainer
 
-from holdfast.contracts.errors import SpecError  # noqa: E402
-from holdfast.trainer.frameworks.torchtitan import (  # noqa: E402
+from holdfast.contracts.errors import SpecError
+from holdfast.trainer.frameworks.torchtitan import (
     CheckpointManager,
     TokenDataLoader,
 )
@@ -50,44 +43,6 @@ LOCAL_BATCH: Final = 2
 GLOBAL_BATCH: Final = 4
 SAMPLES: Final = 24
 DOCUMENTS: Final = 40
-
-
-class CpuMemory:
-    """What torchtitan reports of a device's memory. The CPU has no such figures."""
-
-    device_name = "cpu"
-
-    def get_peak_stats(self) -> Any:
-        return metrics.DeviceMemStats(0.0, 0.0, 0.0, 0.0, 0, 0)
-
-    def reset_peak_stats(self) -> None:
-        pass
-
-
-metrics.build_device_memory_monitor = CpuMemory
-# It names the GPUs of a barrier.
-distributed.set_pg_timeouts = lambda **_: None
-
-
-class Bytes(BaseTokenizer):
-    """Each byte is a token."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(BaseTokenizer.Config):
-        pass
-
-    def __init__(self, config: Config, *, tokenizer_path: str) -> None:
-        super().__init__()
-        self.eos_id = 0
-
-    def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
-        return [*([1] if add_bos else []), *text.encode(), *([0] if add_eos else [])]
-
-    def decode(self, tokens: list[int]) -> str:
-        return bytes(tokens).decode()
-
-    def get_vocab_size(self) -> int:
-        return 256
 
 
 def note(settings: dict[str, Any], **facts: Any) -> None:
@@ -165,15 +120,11 @@ def make_config(settings: dict[str, Any]) -> Any:
     folder = Path(settings["folder"])
     spec = model_registry("debugmodel")
     spec.model.layers = spec.model.layers[:1]
-    for _, _, parent, name in spec.model.traverse(FlexAttention.Config):
-        # FlexAttention would be compiled, which takes minutes on a CPU.
-        setattr(parent, name, ScaledDotProductAttention.Config())
-    spec.parallelize_fn = on_cpu(spec.parallelize_fn)
     managers = {"holdfast": CheckpointManager.Config, "torchtitan": Stock.Config}
     options = {"interval": 2, **settings.get("checkpoint", {})}
     loader = make_loader(folder, settings.get("loader", "tokens"))
     return Recorded.Config(
-        model_spec=spec,
+        model_spec=fit_for_cpu(spec),
         loss=CrossEntropyLoss.Config(),
         dump_folder=str(folder / "outputs"),
         tokenizer=Bytes.Config(),
@@ -200,19 +151,6 @@ def make_config(settings: dict[str, Any]) -> Any:
         activation_checkpoint=None,
         debug=DebugConfig(seed=3, enable_structured_logging=False),
     )
-
-
-def on_cpu(parallelize: Any) -> Any:
-    """Return `parallelize`, after which FSDP adds gradients in the way that gloo can."""
-
-    def change(model: Any, **given: Any) -> Any:
-        model = parallelize(model, **given)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)
-        return model
-
-    return change
 
 
 def make_loader(folder: Path, kind: str) -> Any:

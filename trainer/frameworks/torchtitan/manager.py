@@ -130,8 +130,8 @@ class CheckpointManager(BaseCheckpointManager):
 
     def _open(self, begins_at: int = 0) -> FrameworkSession:
         config, parts = self._config, self._parts
-        start = config.initial_load_path
-        loader = parts["dataloader"]
+        first, loader = config.initial_load_path, parts["dataloader"]
+        is_continued = is_of_holdfast(first) and not config.initial_load_model_only
         is_ordered = isinstance(loader, TokenDataLoader)
         return FrameworkSession(
             parts["model_parts"],
@@ -145,7 +145,7 @@ class CheckpointManager(BaseCheckpointManager):
             best=settings.best_of(config),
             snapshots=config.snapshots,
             exclude=settings.excluded(config),
-            start_from=start if is_of_holdfast(start) and not config.initial_load_model_only else None,
+            start_from=first if is_continued else None,
             begins_at=begins_at,
         )
 
@@ -318,5 +318,3 @@ def _trainer_of(states: dict[str, Any]) -> Trainer:
             "pipeline parallelism; expected 1"
         )
     return trainer
-
-

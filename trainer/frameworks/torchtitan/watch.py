@@ -59,4 +59,3 @@ def watch_validation(session: FrameworkSession, trainer: Any, state: TrainerStat
             session.finish_end()
 
     trainer.validator.validate = validate
-
