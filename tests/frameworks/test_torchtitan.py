@@ -29,7 +29,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 PROGRAM: Final = Path(__file__).with_name("torchtitan_program.py")
 EXAMPLE: Final = ROOT / "examples" / "torchtitan"
 SETUP_S: Final = 900
-LAUNCH_S: Final = 200
+LAUNCH_S: Final = 300
 # Sums of floating point numbers in another order.
 LOSS_APART_MAX: Final = 1e-5
 SAMPLES, SEQ_LEN = 24, 16
@@ -132,7 +132,8 @@ def test_run_is_killed_stopped_and_finished_on_one_rank(
         line["step"]: line["loss_metrics/global_avg_loss"] for line in map(json.loads, metrics)
     }
     alone = record_of(tmp_path / "run", 0)[0]
-    assert all(math.isclose(logged[step], alone[step]["loss"]) for step in logged)
+    for step, loss in logged.items():
+        assert math.isclose(loss, alone[step]["loss"], rel_tol=LOSS_APART_MAX)
 
 
 def compare(broken: Path, whole: Path) -> None:
@@ -156,7 +157,10 @@ def compare(broken: Path, whole: Path) -> None:
 
 
 def test_own_loader_continues_at_its_degree_only(launch: Launch, tmp_path: Path) -> None:
-    """A stop comes before the validation of its step, and the resume runs it once."""
+    """A stop comes before the validation of its step, and the resume runs it once.
+
+    At another degree, the loader may begin afresh.
+    """
     settings = {"steps": 5, "loader": "torchtitan", "validates": True}
     assert succeeded(launch("bare", **settings, manager="torchtitan", checkpoint={"enable": False}))
     assert not succeeded(launch("run", **settings, term=[0, 2]))
@@ -175,6 +179,10 @@ def test_own_loader_continues_at_its_degree_only(launch: Launch, tmp_path: Path)
         assert record_of(tmp_path / "run", rank) == record_of(tmp_path / "bare", rank)
         validated = [one["validated"] for one in lines_of(tmp_path / "run", rank, "validated")]
         assert validated == [1, 2, 3, 4, 5]
+    settings["steps"] = 6
+    afresh = {"exclude_from_loading": ["dataloader"]}
+    assert succeeded(launch("run", ranks=1, **settings, checkpoint=afresh))
+    assert record_of(tmp_path / "run", 0)[0][6]["world"] == 1
 
 
 def test_another_global_batch_by_default_is_refused(launch: Launch, tmp_path: Path) -> None:
@@ -235,6 +243,7 @@ REFUSED: Final = {
     "keep = { last = 5 } under [checkpoint]": {"keep_latest_k": 5},
     "every save is asynchronous": {"async_mode": "disabled"},
     "folder counts only with last_save_model_only": {"folder": "elsewhere"},
+    "such as 'validation_metrics/loss min'": {"best": "validation_metrics/loss"},
     "expected last_save_model_only=True with it": {"export_dtype": "bfloat16"},
 }
 

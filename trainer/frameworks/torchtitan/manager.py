@@ -74,6 +74,7 @@ class CheckpointManager(BaseCheckpointManager):
         """Takes what the trainer gives. Raises `SpecError` for what cannot be saved here."""
         self.enable, self.save_future = config.enable, None
         self.session: FrameworkSession | None = None
+        self._has_finished = False
         if not self.enable:
             return
         settings.check(config)
@@ -122,10 +123,11 @@ class CheckpointManager(BaseCheckpointManager):
         self._follow(session)
         if session.begin(trainer.config.training.steps, has_end=state.awaits_validation):
             self._leave()
-        self._complete_validation(session)
-        if session.step and session.step >= trainer.config.training.steps:
-            # An export of the last model may have been interrupted.
-            self._finish(session)
+        if state.awaits_validation and trainer.config.validator.enable:
+            trainer.validator.validate(trainer.model_parts, trainer.step)
+        elif session.step:
+            # The former launch may have been interrupted in the export of the last model.
+            self._complete_step()
         return is_loaded
 
     def _open(self, begins_at: int = 0) -> FrameworkSession:
@@ -211,24 +213,13 @@ class CheckpointManager(BaseCheckpointManager):
         elif self._loader is not None:
             self._loader.create_iterator()
         log_to(session, trainer.metrics_processor)
-        watch_validation(session, trainer, self._state)
+        watch_validation(session, trainer, self._complete_step)
         wanted = settings.overridden_interval(self._config)
         if wanted is not None and session.rank == 0:
             logger.info(
                 f"Holdfast: the run spec saves every {wanted}, and not every "
                 f"{self._config.interval} steps (checkpoint.interval)"
             )
-
-    def _complete_validation(self, session: FrameworkSession) -> None:
-        """Run the validation of the restored step, which the former launch did not complete."""
-        trainer, state = self._trainer, self._state
-        if not state.awaits_validation:
-            return
-        if trainer.config.validator.enable:
-            trainer.validator.validate(trainer.model_parts, trainer.step)
-        else:
-            state.awaits_validation = False
-            session.finish_end()
 
     # --- steps ----------------------------------------------------------------------------
 
@@ -248,15 +239,21 @@ class CheckpointManager(BaseCheckpointManager):
         if curr_step == 1 and self._config.enable_first_step_checkpoint:
             session.checkpoint(wait=True)
         must_leave = session.boundary(has_end=state.awaits_validation)
-        is_complete = last_step and not state.awaits_validation
-        if must_leave and not is_complete:
+        if must_leave and (state.awaits_validation or not last_step):
             self._leave()
-        if is_complete:
-            self._finish(session)
+        if not state.awaits_validation:
+            self._complete_step()
         return session.current_checkpoint is not None
 
-    def _finish(self, session: FrameworkSession) -> None:
-        """Commit the state after the last step, and export the model if that is wanted."""
+    def _complete_step(self) -> None:
+        """Complete the validation of a step. After the last step, commit and export the model."""
+        session, state = self._opened, self._state
+        if state.awaits_validation:
+            state.awaits_validation = False
+            session.finish_end()
+        if self._has_finished or session.step < self._trainer.config.training.steps:
+            return
+        self._has_finished = True
         session.finish()
         if self._config.last_save_model_only:
             with session.phase("save"):

@@ -34,7 +34,7 @@ def best_of(config: Any) -> tuple[str, str] | None:
     """Return the metric and the direction of `best`, such as "validation_metrics/loss min"."""
     if not config.best:
         return None
-    metric, _, direction = config.best.rpartition(" ")
+    metric, direction = config.best.split()
     return metric, direction
 
 
@@ -79,6 +79,11 @@ def _of_saving(config: Any) -> list[str]:
         )
     if config.async_mode == "disabled":
         wrong.append("async_mode='disabled': leave it out, every save is asynchronous")
+    if config.best and len(config.best.split()) != 2:
+        wrong.append(
+            f"best={config.best!r}: expected a logged metric and its direction, such as "
+            "'validation_metrics/loss min'"
+        )
     if not config.last_save_model_only and config.folder != FOLDER:
         wrong.append(
             f"folder={config.folder!r}: checkpoints are in the run's folder, which the spec or "

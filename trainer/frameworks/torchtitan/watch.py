@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 from torchtitan.components.metrics import BaseLogger
 
 from holdfast.trainer.frameworks.session import FrameworkSession
-from holdfast.trainer.frameworks.torchtitan.state import TrainerState
 
 LOSS: Final = "loss_metrics/global_avg_loss"
 # Keys that each line of metrics has already.
@@ -45,8 +45,8 @@ def is_validated(trainer: Any, step: int) -> bool:
     return bool(trainer.config.validator.enable and trainer.validator.should_validate(step))
 
 
-def watch_validation(session: FrameworkSession, trainer: Any, state: TrainerState) -> None:
-    """Let each validation be a phase of the session, and complete the step that it follows."""
+def watch_validation(session: FrameworkSession, trainer: Any, complete: Callable[[], None]) -> None:
+    """Let each validation be a phase of the session, and call `complete` after it."""
     if not trainer.config.validator.enable:
         return
     inner = trainer.validator.validate
@@ -54,8 +54,6 @@ def watch_validation(session: FrameworkSession, trainer: Any, state: TrainerStat
     def validate(*args: Any, **kwargs: Any) -> None:
         with session.phase("eval"):
             inner(*args, **kwargs)
-        if state.awaits_validation:
-            state.awaits_validation = False
-            session.finish_end()
+        complete()
 
     trainer.validator.validate = validate
