@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import subprocess
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +21,9 @@ import pytest
 from tests.process.local_runs import LocalRun, processes_of, send, wait_until
 
 from holdfast.contracts.journal import EventKind
+from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import AttemptState
 
 pytestmark = pytest.mark.slow
@@ -33,6 +36,7 @@ LAUNCH_S: Final = 300
 # Sums of floating point numbers in another order.
 LOSS_APART_MAX: Final = 1e-5
 SAMPLES, SEQ_LEN = 24, 16
+IGNORED: Final = -100
 
 
 @pytest.fixture(scope="session")
@@ -248,19 +252,57 @@ REFUSED: Final = {
 }
 
 
+def ask(titan: Path, **settings: Any) -> Any:
+    """Return what the program says about `settings`, in a single process."""
+    ended = subprocess.run(
+        [titan, PROGRAM, json.dumps(settings)],
+        capture_output=True,
+        text=True,
+        timeout=LAUNCH_S,
+        check=True,
+    )
+    return json.loads(ended.stdout)
+
+
 def test_keys_that_cannot_be_honoured_are_refused(titan: Path) -> None:
     """Each refusal names its key, and says what to do instead."""
-    cases = json.dumps({"refused": [*REFUSED.values(), {}]})
-    ended = subprocess.run(
-        [titan, PROGRAM, cases], capture_output=True, text=True, timeout=LAUNCH_S, check=True
-    )
-    *errors, none = json.loads(ended.stdout)
+    *errors, none = ask(titan, refused=[*REFUSED.values(), {}])
     assert none == ""
     for (advice, options), error in zip(REFUSED.items(), errors, strict=True):
         assert error.startswith(f"Trainer.Config.checkpoint: {next(iter(options))}=")
         assert advice in error
 
 
-def test_the_example_is_stopped_and_ends_on_one_rank(launch: Launch, tmp_path: Path) -> None:
+def test_loader_gives_each_sample_once_at_every_degree(titan: Path, tmp_path: Path) -> None:
+    """A saved place continues at another degree. Documents end at the separator."""
+    found = ask(titan, batches=str(make_data(tmp_path / "data")))
+    tokens = np.load(tmp_path / "data" / "tokens.npy").tolist()
+    every = sorted(tokens[at * SEQ_LEN : at * SEQ_LEN + 4] for at in range(SAMPLES))
+    pair, alone = found["pair"], found["alone"]
+    assert sorted(alone) == sorted(pair[0] + pair[1]) == every
+    for at in range(0, SAMPLES, 4):
+        both = [rows[at // 2 : at // 2 + 2] for rows in pair]
+        assert alone[at : at + 4] == both[0] + both[1]
+    assert found["with a worker"] == alone
+    assert found["first of pair"] == pair[0][:4]
+    assert found["continued alone"] == alone[8:]
+    for row, positions, labels in zip(
+        found["inputs"], found["positions"], found["labels"], strict=True
+    ):
+        ends = [token == found["separator"] for token in row]
+        place = 0
+        for at, token in enumerate(row[1:], 1):
+            place = 0 if ends[at - 1] else place + 1
+            assert positions[at] == place
+            assert labels[at - 1] == (IGNORED if ends[at - 1] else token)
+    assert found["separator"] in found["inputs"][0]
+
+
+def test_example_trains_to_its_end(launch: Launch, tmp_path: Path) -> None:
     ended = launch("example", ranks=1, program=EXAMPLE / "train.py")
     assert ended.returncode == 0, ended.stderr[-6000:]
+    last = read_manifest(RunPaths(tmp_path / "example" / "root" / "train").list_checkpoints()[-1])
+    assert last is not None
+    assert last.step == 40
+    spec = RunSpec.model_validate(tomllib.loads((EXAMPLE / "spec.toml").read_text()))
+    assert spec.command == ("examples/torchtitan/train.py",)

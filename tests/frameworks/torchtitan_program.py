@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -178,10 +179,48 @@ def refusal(options: dict[str, Any]) -> str:
     return ""
 
 
+def batches_of(folder: Path) -> dict[str, Any]:
+    """Return what the loader gives at two degrees, after a state, and with a separator."""
+
+    def loader(rank: int, degree: int, **options: Any) -> Any:
+        config = TokenDataLoader.Config(dataset_path=str(folder / "tokens.npy"), **options)
+        return config.build(
+            dp_world_size=degree,
+            dp_rank=rank,
+            tokenizer=None,
+            seq_len=SEQ_LEN,
+            local_batch_size=LOCAL_BATCH,
+        )
+
+    def starts(batches: Any) -> list[list[int]]:
+        return [row for inputs, _ in batches for row in inputs["input"][:, :4].tolist()]
+
+    stopped, continued = loader(0, 2), loader(0, 1, infinite=False)
+    few = starts(itertools.islice(stopped, 2))
+    continued.load_state_dict(stopped.state_dict())
+    (inputs, _), *_ = loader(0, 1, infinite=False)
+    separator = inputs["input"][0, 5].item()
+    (inputs, labels), *_ = loader(0, 1, infinite=False, separator=separator)
+    return {
+        "pair": [starts(loader(rank, 2, infinite=False)) for rank in range(2)],
+        "alone": starts(loader(0, 1, infinite=False)),
+        "with a worker": starts(loader(0, 1, infinite=False, num_workers=1)),
+        "first of pair": few,
+        "continued alone": starts(continued),
+        "inputs": inputs["input"].tolist(),
+        "positions": inputs["positions"].tolist(),
+        "labels": labels.tolist(),
+        "separator": separator,
+    }
+
+
 def main() -> None:
     settings = json.loads(sys.argv[1])
     if "refused" in settings:
         print(json.dumps([refusal(options) for options in settings["refused"]]))
+        return
+    if "batches" in settings:
+        print(json.dumps(batches_of(Path(settings["batches"]))))
         return
     trainer = make_config(settings).build()
     trainer.settings = trainer.metrics_processor.settings = settings
