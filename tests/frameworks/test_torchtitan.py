@@ -56,7 +56,7 @@ def launch(titan: Path, tmp_path: Path) -> Launch:
     def start(
         folder: str, ranks: int = 2, program: Path = PROGRAM, **settings: Any
     ) -> subprocess.CompletedProcess[str]:
-        torchrun = [titan, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+        torchrun: list[Any] = [titan, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
         where = make_data(tmp_path / folder)
         return subprocess.run(
             [*torchrun, program, json.dumps({"folder": str(where), **settings})],
@@ -239,7 +239,7 @@ def checkpoints(folder: Path) -> list[Path]:
     return RunPaths(folder / "root" / "torchtitan_program").list_checkpoints()
 
 
-REFUSED: Final = {
+REFUSED: Final[dict[str, dict[str, Any]]] = {
     "holdfast fork": {"load_step": 3},
     "load_only=True: a run always saves": {"load_only": True},
     "pass its folder as initial_load_path": {"create_seed_checkpoint": True},

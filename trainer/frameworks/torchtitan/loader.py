@@ -11,12 +11,12 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
 
@@ -149,8 +149,8 @@ class TokenDataLoader(BaseDataLoader):
 
     def __iter__(self) -> Iterator[Batch]:
         config, workers = self._config, self._config.num_workers
-        loader = DataLoader(
-            self.samples,  # type: ignore[arg-type]
+        loader: DataLoader[Any] = DataLoader(
+            cast(Dataset[Any], self.samples),
             batch_sampler=_MicroBatches(self._ids()),
             collate_fn=self._collate,
             num_workers=workers,

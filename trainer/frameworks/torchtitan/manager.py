@@ -186,7 +186,7 @@ class CheckpointManager(BaseCheckpointManager):
                         f"training.global_batch_size={saved['global_batch']}"
                     )
                 )
-        elif LOADER in self._config.exclude_from_loading:
+        elif LOADER in self._config.exclude_from_loading and not self._loader.was_restored:
             logger.warning("Holdfast: the data loader begins afresh (exclude_from_loading)")
         elif then != now or not self._loader.was_restored:
             kind = type(self._parts["dataloader"]).__name__

@@ -14,7 +14,7 @@ LOSS: Final = "loss_metrics/global_avg_loss"
 RESERVED: Final = ("step", "time")
 
 
-class SessionLogger(BaseLogger):  # type: ignore[misc, unused-ignore]
+class SessionLogger(BaseLogger):
     """Passes what the trainer logs on to its own loggers, and to the run's metrics."""
 
     def __init__(self, inner: BaseLogger, session: FrameworkSession) -> None:
