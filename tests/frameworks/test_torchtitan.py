@@ -196,6 +196,34 @@ def test_another_global_batch_by_default_is_refused(launch: Launch, tmp_path: Pa
     assert "set training.global_batch_size=4" in refused.stderr
 
 
+def test_tensor_parallel_run_continues_with_fsdp(launch: Launch, tmp_path: Path) -> None:
+    """Both ranks get the same samples at first, and then each its half of every step."""
+    tensor = {"parallelism": {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 1}}
+    bare = {"manager": "torchtitan", "checkpoint": {"enable": False}}
+    assert succeeded(launch("bare", steps=5, **tensor, **bare))
+    assert not succeeded(launch("run", steps=5, **tensor, term=[0, 2]))
+    stopped_after = max(record_of(tmp_path / "run", 0)[0])
+    assert 2 <= stopped_after < 5
+    assert succeeded(launch("run", steps=5))
+    expected = record_of(tmp_path / "bare", 0)[0]
+    first, second = (record_of(tmp_path / "run", rank)[0] for rank in range(2))
+    for step in range(1, stopped_after + 1):
+        assert first[step] == second[step] == expected[step]
+    for step in range(stopped_after + 1, 6):
+        both = [first[step], second[step]]
+        assert sorted(both[0]["samples"] + both[1]["samples"]) == sorted(expected[step]["samples"])
+        assert sum(one["tokens"] for one in both) == expected[step]["tokens"]
+        loss = sum(one["loss"] for one in both)
+        assert math.isclose(loss, expected[step]["loss"], rel_tol=LOSS_APART_MAX)
+
+
+def test_pipeline_parallelism_is_refused(launch: Launch) -> None:
+    pipeline = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"}
+    refused = launch("run", steps=2, layers=2, parallelism=pipeline)
+    assert refused.returncode != 0
+    assert "parallelism.pipeline_parallel_degree=2: this manager does not" in refused.stderr
+
+
 # --- beginnings and ends ------------------------------------------------------------------------
 
 

@@ -120,7 +120,7 @@ def make_config(settings: dict[str, Any]) -> Any:
     """Return the configuration of a small Llama 3 with FSDP2."""
     folder = Path(settings["folder"])
     spec = model_registry("debugmodel")
-    spec.model.layers = spec.model.layers[:1]
+    spec.model.layers = spec.model.layers[: settings.get("layers", 1)]
     managers = {"holdfast": CheckpointManager.Config, "torchtitan": Stock.Config}
     options = {"interval": 2, **settings.get("checkpoint", {})}
     loader = make_loader(folder, settings.get("loader", "tokens"))
@@ -141,7 +141,9 @@ def make_config(settings: dict[str, Any]) -> Any:
         ),
         dataloader=loader,
         metrics=Validations.Config(log_freq=1, disable_color_printing=True),
-        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
+        parallelism=ParallelismConfig(
+            spmd_backend="partial_dtensor", **settings.get("parallelism", {})
+        ),
         checkpoint=managers[settings.get("manager", "holdfast")](**options),
         validator=Validator.Config(
             enable=settings.get("validates", False),
