@@ -5,6 +5,7 @@ the CPU if there is no GPU. With GPUs, only the tokenizer is of use.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torchtitan.tools.utils as device
@@ -21,6 +22,7 @@ from torchtitan.models.common.attention import (  # noqa: E402
     FlexAttention,
     ScaledDotProductAttention,
 )
+from torchtitan.protocols.model_spec import ModelSpec  # noqa: E402
 
 
 class CpuMemory:
@@ -28,10 +30,10 @@ class CpuMemory:
 
     device_name = "cpu"
 
-    def get_peak_stats(self):
+    def get_peak_stats(self) -> Any:
         return metrics.DeviceMemStats(0.0, 0.0, 0.0, 0.0, 0, 0)
 
-    def reset_peak_stats(self):
+    def reset_peak_stats(self) -> None:
         pass
 
 
@@ -48,21 +50,21 @@ class Bytes(BaseTokenizer):
     class Config(BaseTokenizer.Config):
         pass
 
-    def __init__(self, config, *, tokenizer_path):
+    def __init__(self, config: Config, *, tokenizer_path: str) -> None:
         super().__init__()
         self.eos_id = 0
 
-    def encode(self, text, add_bos=True, add_eos=True):
+    def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         return [*([1] if add_bos else []), *text.encode(), *([0] if add_eos else [])]
 
-    def decode(self, tokens):
+    def decode(self, tokens: list[int]) -> str:
         return bytes(tokens).decode()
 
-    def get_vocab_size(self):
+    def get_vocab_size(self) -> int:
         return 256
 
 
-def fit_for_cpu(spec):
+def fit_for_cpu(spec: ModelSpec) -> ModelSpec:
     """Change a model's spec so that it trains on a CPU, with gloo and without a compiler."""
     if HAS_GPU:
         return spec
@@ -70,7 +72,7 @@ def fit_for_cpu(spec):
         setattr(parent, name, ScaledDotProductAttention.Config())
     parallelize = spec.parallelize_fn
 
-    def with_sums(model, **given):
+    def with_sums(model: torch.nn.Module, **given: Any) -> torch.nn.Module:
         model = parallelize(model, **given)
         for module in model.modules():
             if isinstance(module, FSDPModule):
