@@ -217,8 +217,8 @@ class CheckpointManager(BaseCheckpointManager):
         wanted = settings.overridden_interval(self._config)
         if wanted is not None and session.rank == 0:
             logger.info(
-                f"Holdfast: the run spec saves every {wanted}, and not every "
-                f"{self._config.interval} steps (checkpoint.interval)"
+                f"Holdfast: checkpoint.interval is {wanted} in the run spec, which counts, and "
+                f"{self._config.interval} steps in Trainer.Config"
             )
 
     # --- steps ----------------------------------------------------------------------------
