@@ -248,7 +248,7 @@ def test_run_begins_with_a_checkpoint_of_torchtitan_and_exports_its_last_model(
         "initial_load_model_only": False,
         "last_save_model_only": True,
     }
-    assert succeeded(launch("run", ranks=1, steps=5, checkpoint=start))
+    assert succeeded(launch("run", ranks=1, steps=5, validates=True, checkpoint=start))
     assert sorted(record_of(tmp_path / "run", 0)[0]) == [4, 5]
     exported = tmp_path / "run" / "outputs" / "checkpoint" / "step-5" / ".metadata"
     assert b"layers.0.attention.qkv_linear.wq.weight" in exported.read_bytes()
