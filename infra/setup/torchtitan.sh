@@ -6,8 +6,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 readonly LOCK=infra/setup/torchtitan.lock
 readonly ENVIRONMENT=.setup/torchtitan
-readonly LOCK_WAIT_S=900
-readonly PIP_LIMIT_S=600
+readonly LOCK_WAIT_S=500
+readonly PIP_LIMIT_S=400
 readonly PIP_RETRIES=3
 
 say() { printf 'setup: %s\n' "$*" >&2; }

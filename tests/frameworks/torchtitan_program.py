@@ -123,7 +123,7 @@ def make_config(settings: dict[str, Any]) -> Any:
     spec.model.layers = spec.model.layers[: settings.get("layers", 1)]
     managers = {"holdfast": CheckpointManager.Config, "torchtitan": Stock.Config}
     options = {"interval": 2, **settings.get("checkpoint", {})}
-    loader = make_loader(folder, settings.get("loader", "tokens"))
+    loader = make_loader(folder, settings)
     return Recorded.Config(
         model_spec=fit_for_cpu(spec),
         loss=CrossEntropyLoss.Config(),
@@ -156,14 +156,16 @@ def make_config(settings: dict[str, Any]) -> Any:
     )
 
 
-def make_loader(folder: Path, kind: str) -> Any:
+def make_loader(folder: Path, settings: dict[str, Any]) -> Any:
     """Return the configuration of Holdfast's loader, or of torchtitan's."""
-    if kind == "tokens":
+    if settings.get("loader", "tokens") == "tokens":
         return TokenDataLoader.Config(dataset_path=str(folder / "tokens.npy"), seed=5)
     text_datasets.DATASETS["numbers"] = text_datasets.DatasetConfig(
         path="", loader=lambda _: numbers(), sample_processor=lambda sample: sample["text"]
     )
-    return text_datasets.HuggingFaceTextDataLoader.Config(dataset="numbers")
+    return text_datasets.HuggingFaceTextDataLoader.Config(
+        dataset="numbers", num_workers=settings.get("workers", 0)
+    )
 
 
 def numbers() -> Any:
