@@ -192,7 +192,7 @@ def test_own_loader_continues_at_its_degree_only(launch: Launch, tmp_path: Path)
 def test_own_loader_with_a_worker_continues_between_its_snapshots(
     launch: Launch, tmp_path: Path
 ) -> None:
-    """torchdata keeps the state of a worker at multiples of `interval`. Step 3 lies between."""
+    """torchdata keeps the state of a worker at multiples of `interval`. The stop lies between."""
     settings = {"steps": 5, "ranks": 1, "loader": "torchtitan", "workers": 1}
     assert succeeded(launch("bare", **settings, manager="torchtitan", checkpoint={"enable": False}))
     assert not succeeded(launch("run", **settings, term=[0, 2], checkpoint={"interval": 10}))
