@@ -21,6 +21,8 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 HARDWARE_PREFIXES = ("nvidia-", "cuda-", "triton")
 # Needed to build the wheel and the editable install without an isolated environment.
 BUILD_TOOLS = ("setuptools",)
+# Extras with a lock of their own, beside this script. They need older versions of some packages.
+APART = ("torchtitan",)
 HEADER = """\
 # Made by `make lock` (infra/setup/lock.py) from the environment in .venv: do not edit by hand.
 # To change a version: pip install it into .venv, run `make check test`, then `make lock`.
@@ -29,9 +31,9 @@ HEADER = """\
 
 
 def read_roots(pyproject: Path) -> list[Requirement]:
-    """Return the requirements in pyproject.toml, including its extras, and the build tools."""
+    """Return the requirements in pyproject.toml, with extras but not `APART`, and build tools."""
     project = tomllib.loads(pyproject.read_text())["project"]
-    extras = project["optional-dependencies"].values()
+    extras = [each for name, each in project["optional-dependencies"].items() if name not in APART]
     lines = [*project["dependencies"], *(line for extra in extras for line in extra), *BUILD_TOOLS]
     roots = [Requirement(line) for line in lines]
     return [root for root in roots if canonicalize_name(root.name) != project["name"]]

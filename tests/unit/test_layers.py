@@ -55,6 +55,9 @@ FRAMEWORKS = {
     # A part of every installation of Lightning.
     "torchmetrics": {"lightning"},
     "deepspeed": {"deepspeed"},
+    "torchtitan": {"torchtitan"},
+    # A part of every installation of torchtitan.
+    "torchdata": {"torchtitan"},
     "wandb": {"wandb"},
     "mlflow": {"mlflow"},
 }

@@ -143,12 +143,19 @@ class Position:
             )
         return order.rank_ids(step, self.rank, self.world_size).view(Batch)
 
-    def sampler(self, samples: int, global_batch: int, total: int) -> ElasticSampler:
-        """Return a sampler of batches from the current step to step `total`."""
+    def sampler(
+        self, samples: int, global_batch: int, total: int, part: tuple[int, int] | None = None
+    ) -> ElasticSampler:
+        """Return a sampler of batches from the current step to step `total`.
+
+        `part` is which part of each step this rank gets and how many there are, if that is not its
+        own part of the session's.
+        """
+        rank, parts = part or (self.rank, self.world_size)
         sampler = ElasticSampler(
             self.order(samples, global_batch),
-            rank=self.rank,
-            world_size=self.world_size,
+            rank=rank,
+            world_size=parts,
             first_step=self,
             last_step=total,
         )

@@ -10,6 +10,7 @@ from typing import Any
 
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.paths import checkpoint_id
+from holdfast.trainer.data.sampler import ElasticSampler
 from holdfast.trainer.session import Session
 
 
@@ -82,6 +83,17 @@ class FrameworkSession(Session):
         """
         if not self._loop.is_finished:
             self._loop.finish(is_declared=False)
+
+    # --- data -----------------------------------------------------------------------------
+
+    def sampler_of_part(
+        self, dataset_size: int, global_batch: int, total: int, *, part: int, parts: int
+    ) -> ElasticSampler:
+        """Returns a sampler as `sampler` does, where the framework divides the global batch.
+
+        This rank gets part `part`, from 0, of `parts` equal parts of each step's samples.
+        """
+        return self._position.sampler(dataset_size, global_batch, total, (part, parts))
 
     # --- checkpoints ----------------------------------------------------------------------
 

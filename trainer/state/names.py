@@ -29,8 +29,13 @@ WRAPPERS: Final[Mapping[type[nn.Module], str]] = {
     OptimizedModule: "_orig_mod",
     ActivationWrapper: "_checkpoint_wrapped_module",
 }
-# Hooks of these modules change neither names nor values that the walk finds.
-_KNOWN_HOOKS: Final = ("torch.distributed.fsdp.", "torch.distributed.algorithms._checkpoint.")
+# Hooks of these modules change neither names nor values that the walk finds. Those of torchtitan
+# split a fused parameter for other programs; the parameter itself is saved and loaded.
+_KNOWN_HOOKS: Final = (
+    "torch.distributed.fsdp.",
+    "torch.distributed.algorithms._checkpoint.",
+    "torchtitan.",
+)
 _SAVING: Final = ("state_dict", "_save_to_state_dict", "get_extra_state")
 _LOADING: Final = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
 # `_NormBase` reads old versions of its own state and is otherwise standard.
