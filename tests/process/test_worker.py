@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -77,6 +78,10 @@ def kill(pid: int) -> float:
         # The flow is a child of a worker, which reaps it.
         process.wait(5)
     return time.monotonic()
+
+
+def has_reached(paths: RunPaths, attempt: int, step: int) -> bool:
+    return step_of(paths, attempt) >= step
 
 
 def wait_for_supervisor(paths: RunPaths, number: int, since: float) -> int:
@@ -148,7 +153,7 @@ def test_flow_run_that_is_resumed_gets_one_process(runs: FlowRuns, service: Pref
             runs.holdfast("pause", paths.name)
             wait_for("the pause", lambda: runs.flow_state(flow_run) == "PAUSED")
             runs.ask(f"flow_runs/{flow_run}/resume", run_input={})
-            wait_for("the next attempt", lambda number=attempt: step_of(paths, number) >= 5)
+            wait_for("the next attempt", partial(has_reached, paths, attempt, 5))
         # The last supervisor dies. Another process would have taken up the run at once.
         assert len(supervisions(paths)) == 3
         killed_at = kill(supervisions(paths)[-1]["pid"])
