@@ -21,7 +21,9 @@ from holdfast.contracts.journal import EventKind
 from holdfast.contracts.paths import RunPaths
 from holdfast.flows.event_names import event_name
 from holdfast.workers.executors import executor_for
+from holdfast.workers.flow_places import Places
 from holdfast.workers.heartbeats import newest_step, read_heartbeats
+from holdfast.workers.processes import find_process
 
 DEPLOYMENT: Final = "train/holdfast"
 PROGRAM: Final = Path(__file__).parent / "process" / "agent_program.py"
@@ -140,6 +142,13 @@ class FlowRuns:
     def flow_state(self, flow_run: str) -> str:
         """Prefect's state of a flow run."""
         return str(self.ask(f"flow_runs/{flow_run}")["state"]["type"])
+
+    def end_flows(self) -> None:
+        """End the supervisors that outlive their workers, and would relaunch the runs."""
+        home = Path(self.service.environment["HOLDFAST_HOME"])
+        for place in Places(home / "flows").all():
+            if (process := find_process(place.process)) is not None:
+                process.kill()
 
     def end_all(self) -> None:
         """End all jobs, also those that a failed test left running."""

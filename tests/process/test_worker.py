@@ -26,8 +26,6 @@ from tests.flow_runs import (
 )
 
 from holdfast.contracts.paths import RunPaths
-from holdfast.workers.flow_places import Places
-from holdfast.workers.processes import find_process
 
 # From the death of a supervisor until the next one has taken up the run: 15 s on an idle machine.
 RESUMED_S_MAX = 45.0
@@ -53,10 +51,7 @@ def service(tmp_path: Path, server: contextlib.ExitStack) -> PrefectService:
 def runs(service: PrefectService, tmp_path: Path) -> Iterator[FlowRuns]:
     made = FlowRuns(service, tmp_path)
     yield made
-    # First the supervisors, which would relaunch the run.
-    for place in Places(tmp_path / "home" / "flows").all():
-        if (process := find_process(place.process)) is not None:
-            process.kill()
+    made.end_flows()
     made.end_all()
 
 

@@ -70,6 +70,7 @@ def surroundings(service: PrefectService) -> Iterator[Surroundings]:
 def runs(service: PrefectService, tmp_path: Path, surroundings: Surroundings) -> Iterator[FlowRuns]:
     made = FlowRuns(service, tmp_path)
     yield made
+    made.end_flows()
     made.end_all()
 
 
