@@ -34,7 +34,7 @@ def last_begun_at(states: Sequence[State[Any]]) -> float:
 
 
 def _without_repetitions(states: Sequence[State[Any]]) -> list[State[Any]]:
-    """Return the states in order, the first of each row of scheduled ones only."""
+    """Return the states in order, without a scheduled one that follows another."""
     ordered = sorted(states, key=lambda one: one.timestamp)
     pairs = zip([None, *ordered], ordered, strict=False)
     return [

@@ -1,4 +1,4 @@
-"""Questions to Prefect about flow runs that wait for a server that is down."""
+"""Asks Prefect about flow runs, and waits while its server is down."""
 
 from __future__ import annotations
 

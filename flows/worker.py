@@ -264,8 +264,8 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
     async def _after_end(self, flow_run: FlowRun, scheduled: int) -> bool:
         """Give a flow run whose place is gone its state; return whether to start it again.
 
-        It was `scheduled` so often when its place began. If Prefect has scheduled it again since,
-        as a resumption does, it has another place by now.
+        `scheduled` is how often Prefect had scheduled the flow run when its place began. If it has
+        done so again, as after a resumption, the flow run has another place by now.
         """
         state = await self._state(flow_run)
         # A flow that gets SIGTERM, as when its host shuts down, says itself that it crashed.
