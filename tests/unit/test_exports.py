@@ -28,6 +28,8 @@ def modules() -> list[str]:
 
 @pytest.mark.parametrize("name", modules())
 def test_every_module_imports_and_exports_what_it_names(name: str) -> None:
+    if name.startswith("holdfast.trainer.frameworks.torchtitan"):
+        pytest.importorskip("torchtitan", reason="it has an environment of its own")
     module = importlib.import_module(name)
     missing = [export for export in getattr(module, "__all__", ()) if not hasattr(module, export)]
     assert not missing

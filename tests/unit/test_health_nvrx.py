@@ -103,8 +103,10 @@ def test_a_service_that_is_absent_or_late_is_a_problem(
         time.sleep(SLOW_S)
         return HEALTHY
 
-    with serving(path, answer_late):
-        assert health_nvrx.main(["--timeout-s=0.2", "--optional", str(path)]) == 1
+    # Another path: for a second, gRPC does not connect again to one that it could not reach.
+    late = tmp_path / "late.sock"
+    with serving(late, answer_late):
+        assert health_nvrx.main(["--timeout-s=0.2", "--optional", str(late)]) == 1
     assert "DEADLINE_EXCEEDED" in capsys.readouterr().out
 
 

@@ -77,11 +77,12 @@ class FrameworkSession(Session):
     def finish(self) -> None:
         """Commits the state after the last step. `close` then saves nothing more.
 
-        For a framework that still changes the model, as by loading the best weights. An end before
-        the promised number of steps is incomplete: see `close`. Raises `SaveError` if the last
-        checkpoint could not be committed.
+        For a framework that still changes the model, as by loading the best weights. The work that
+        followed the last step is complete by then. An end before the promised number of steps is
+        incomplete: see `close`. Raises `SaveError` if the last checkpoint could not be committed.
         """
         if not self._loop.is_finished:
+            self._loop.is_at_end = False
             self._loop.finish(is_declared=False)
 
     # --- data -----------------------------------------------------------------------------
