@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch.distributed as dist
-from tests.frameworks.lightning_program import train
+from tests.frameworks.lightning_program import AT_ONE_RANK, train
 
 LAUNCH_S: Final = 90.0
 LAUNCHES_MAX: Final = 3
@@ -121,7 +121,7 @@ def settings_of(kind: str, folder: Path, interval: int) -> dict[str, Any]:
 
 def compare(kind: str, cases: list[tuple[str, str, int, int]], folder: Path) -> None:
     """Run a kind's cases. Raises AssertionError at the first difference."""
-    ranks = 1 if kind == "generator" else 2
+    ranks = 1 if kind in AT_ONE_RANK else 2
     full = folder / f"{kind}-full"
     full.mkdir()
     codes = launch(ranks, settings_of(kind, full, 1000), lambda place, at: None)

@@ -192,6 +192,7 @@ KINDS: Final[Mapping[str, Mapping[str, Any]]] = {
     "often": {"max_steps": 7, "accumulate_grad_batches": 3, "val_check_interval": 0.5},
     "workers": {"max_epochs": 2},
     "stateful": {"max_epochs": 2},
+    "stateful_alone": {"max_epochs": 2, "strategy": "auto"},
     "stream": {"max_epochs": 2, "val_check_interval": 2},
     "stateful_stream": {"max_epochs": 2, "val_check_interval": 2},
     "several": {"max_epochs": 2},
@@ -201,13 +202,16 @@ KINDS: Final[Mapping[str, Mapping[str, Any]]] = {
     "sharded": {"max_epochs": 2},
 }
 
+# Lightning puts its DistributedSampler into the loaders of the other kinds.
+AT_ONE_RANK: Final = ("generator", "stateful_alone")
+
 
 def loader_of(kind: str) -> Any:
     """The training loader of a kind."""
     table = Table(SAMPLES)
     if kind == "workers":
         return DataLoader(table, BATCH, shuffle=True, num_workers=2, persistent_workers=True)
-    if kind == "stateful":
+    if kind in ("stateful", "stateful_alone"):
         return StatefulDataLoader(table, BATCH, shuffle=True)
     if kind == "stream":
         return DataLoader(Stream(), BATCH)

@@ -47,10 +47,14 @@ RANKS: Final = 2
 QUICK: Final = {
     "plain": [["term", "batch", 7, 100], ["kill", "batch", 6, 2]],
     "often": [["kill", "evaluation", 7, 2]],
+    # The second epoch begins with batch 8.
+    "stateful_alone": [["kill", "batch", 8, 8]],
 }
 EVERYWHERE: Final = {
     kind: [
-        case for at in range(8) for case in (["term", "batch", at, 100], ["kill", "batch", at, 2])
+        case
+        for at in (range(3, 11) if kind in lightning_program.AT_ONE_RANK else range(8))
+        for case in (["term", "batch", at, 100], ["kill", "batch", at, 2])
     ]
     for kind in lightning_program.KINDS
 }

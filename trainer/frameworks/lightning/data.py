@@ -164,8 +164,9 @@ class TrainingData:
             return
         if self._saved_rank and not self._is_loading:
             # The first new epoch after a resume between two epochs.
-            _set_draws(self._loaders, self._saved_rank["now"])
-            _load_states(self._loaders, self._saved_rank["loaders"])
+            now = rng.capture()
+            _load_ended_states(self._loaders, self._saved_rank["loaders"])
+            _set_draws(self._loaders, now | self._saved_rank["now"])
             self._saved_rank = {}
         self._start = _draws(self._loaders)
         self._start_states = _states_of(self._loaders) if self._reads_again else []
@@ -313,6 +314,19 @@ def _load_states(loaders: list[Any], states: list[Any]) -> None:
     for loader, state in zip(loaders, states, strict=False):
         if state is not None and _has_state(loader):
             loader.load_state_dict(state)
+
+
+def _load_ended_states(loaders: list[Any], states: list[Any]) -> None:
+    """Restore loaders whose next iterator begins a new epoch.
+
+    torchdata's loader continues the saved epoch with its first iterator after `load_state_dict`.
+    That epoch has no batches left, although the loader does not know it: Lightning asks for as many
+    batches as the loader has, and not for one more.
+    """
+    _load_states(loaders, states)
+    for loader, state in zip(loaders, states, strict=False):
+        if state is not None and isinstance(loader, DataLoader):
+            iter(loader)
 
 
 def _has_length(loader: Any) -> bool:
