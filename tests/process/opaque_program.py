@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-RANK = int(os.environ.get("RANK", "0"))
+# Without torchrun, the program runs once on each node.
+RANK = int(os.environ.get("RANK") or os.environ.get("NODE_RANK", "0"))
 
 
 def main() -> None:
