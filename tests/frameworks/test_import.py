@@ -148,6 +148,7 @@ def test_weights_are_loaded_on_any_sharding_and_each_byte_is_read_once(sources: 
             assert one["ratio"] <= READ_ONCE, one
 
 
+@pytest.mark.slow
 def test_training_starts_from_an_import_once_and_goes_on_after_a_kill(
     local: Local, tmp_path: Path
 ) -> None:

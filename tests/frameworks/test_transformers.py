@@ -78,7 +78,10 @@ def run(tmp_path: Path, environment: None) -> Iterator[LocalRun]:
     made.end_all()
 
 
-@pytest.mark.parametrize(("shape", "ranks", "stride"), [("epochs", 2, 37), ("steps", 1, 41)])
+@pytest.mark.parametrize(
+    ("shape", "ranks", "stride"),
+    [("epochs", 2, 37), pytest.param("steps", 1, 41, marks=pytest.mark.slow)],
+)
 def test_interrupted_trainers_end_bit_identical_to_the_bare_trainer(
     shape: str, ranks: int, stride: int, tmp_path: Path
 ) -> None:
@@ -132,6 +135,7 @@ def test_a_run_is_killed_preempted_and_continued_on_one_rank(run: LocalRun, tmp_
     assert "eval_loss" in logged[ended.last_step]
 
 
+@pytest.mark.slow
 def test_training_that_a_callback_ends_is_incomplete_unless_that_is_allowed(
     tmp_path: Path, environment: None
 ) -> None:

@@ -51,6 +51,7 @@ def last_request(paths: RunPaths) -> dict[str, Any]:
     return asked[-1]
 
 
+@pytest.mark.slow
 def test_pause_and_resume_in_prefect_commit_free_and_go_on(
     runs: FlowRuns, service: PrefectService
 ) -> None:

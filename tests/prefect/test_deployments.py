@@ -142,6 +142,7 @@ def test_operators_deployments_do_what_their_commands_do(
     assert EventKind.CHECKPOINT_DELETED not in kinds
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_and_an_unknown_run_fail_the_flow(
     runs: FlowRuns, service: PrefectService
 ) -> None:

@@ -30,6 +30,7 @@ def numbers_of(value: Any) -> list[float]:
     return [float(value)] if isinstance(value, int | float) else []
 
 
+@pytest.mark.slow
 def test_quick_benchmark_reports_every_measurement_and_removes_its_files(tmp_path: Path) -> None:
     place = tmp_path / "place"
     plot, answer = tmp_path / "plot.svg", tmp_path / "bench.json"

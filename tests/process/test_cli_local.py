@@ -95,6 +95,7 @@ def test_submit_wait_of_a_failing_run_exits_with_1(local: Local) -> None:
     assert "a bad batch at step 5" in local.call("show", "broken").stdout
 
 
+@pytest.mark.slow
 def test_a_killed_supervisor_is_reported_and_replaced(local: Local) -> None:
     spec = local.write_spec("orphan", {"steps": 5000, "sleep_s": 0.05})
     local.json("submit", str(spec))

@@ -98,7 +98,7 @@ def disturbances(run: LocalRun) -> list[Any]:
     return [event for event in run.history().events if event.kind in DISTURBANCES]
 
 
-@pytest.mark.parametrize("start_s", [MINUTES, -MINUTES])
+@pytest.mark.parametrize("start_s", [MINUTES, pytest.param(-MINUTES, marks=pytest.mark.slow)])
 def test_a_clock_that_is_set_while_a_run_trains_changes_nothing(
     run: LocalRun, library: Path, tmp_path: Path, start_s: float
 ) -> None:
@@ -118,6 +118,7 @@ def test_a_clock_that_is_set_while_a_run_trains_changes_nothing(
     assert len(run.events(EventKind.LAUNCH_STARTED)) == 1
 
 
+@pytest.mark.slow
 def test_a_job_that_is_suspended_goes_on_afterwards(run: LocalRun) -> None:
     """Every process of the job stops for longer than all limits, as on a suspended machine."""
     attempt = run.submit()
@@ -156,7 +157,7 @@ def no_slurm(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("shift_s", [MINUTES, -MINUTES])
+@pytest.mark.parametrize("shift_s", [MINUTES, pytest.param(-MINUTES, marks=pytest.mark.slow)])
 def test_two_nodes_whose_clocks_are_minutes_apart_train_and_stop_together(
     tmp_path: Path, library: Path, no_slurm: Path, shift_s: float
 ) -> None:

@@ -53,6 +53,7 @@ def drill(
     return answer
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1600)
 def test_drill_with_six_fault_kinds_breaks_no_invariant(tmp_path: Path) -> None:
     answer = drill(tmp_path, "--count", "6", "--seed", "4", "--kinds", ",".join(KINDS))

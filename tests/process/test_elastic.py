@@ -50,6 +50,7 @@ def check_manifests(folder: Path, world_size: int) -> None:
         assert manifest.topology["pipeline"] == mesh.get("pp", 1)
 
 
+@pytest.mark.slow
 def test_four_rank_checkpoints_load_on_two_and_one_ranks_and_back(tmp_path: Path) -> None:
     loads = [run_phase(n, tmp_path, 4, PHASE_S) for n in (4, 2, 1, 4)]
     assert loads[0] == 0

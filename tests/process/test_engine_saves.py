@@ -337,6 +337,7 @@ def test_save_waits_for_its_metadata_before_it_is_sealed(
     assert engine.snapshot(state, {}, step=1, **FACTS) is False
     with ThreadPoolExecutor(1) as other:
         saved = other.submit(lambda: engine.save(state, {}, step=2, **FACTS))
+        wait_until(lambda: len(flusher_supervisor.kept) == 2, "the slots")
         slots = [Slot(handle) for handle in flusher_supervisor.kept.values()]
         wait_until(lambda: SlotState.COPYING in [slot.state for slot in slots], "the copy")
         time.sleep(0.1)

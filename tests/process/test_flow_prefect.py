@@ -41,6 +41,7 @@ def flow_logs(runs: FlowRuns, flow_run: str) -> str:
     return "\n".join(line["message"] for line in lines)
 
 
+@pytest.mark.slow
 def test_preempted_run_continues_at_another_size_and_completes(runs: FlowRuns) -> None:
     spec = runs.write_spec(
         "preempted", {"steps": 300, "sleep_s": 0.1}, elastic={"on_preemption": [1]}
@@ -119,6 +120,7 @@ def test_cli_cancel_ends_the_flow_as_cancelled(runs: FlowRuns) -> None:
     assert len(load_history(paths).attempts) == 1
 
 
+@pytest.mark.slow
 def test_run_survives_a_worker_shutdown_and_the_next_flow_takes_over(runs: FlowRuns) -> None:
     spec = runs.write_spec("left-alone", {"steps": 2400, "sleep_s": 0.1})
     paths = runs.deploy_run(spec)

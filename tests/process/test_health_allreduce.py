@@ -59,6 +59,7 @@ def test_a_node_without_its_partner_fails_in_time(start: Start, tmp_path: Path) 
         assert output.rstrip().endswith("the all-reduce failed")
 
 
+@pytest.mark.slow
 def test_a_partner_that_hangs_or_dies_fails_the_check(start: Start, tmp_path: Path) -> None:
     """The partner's process is suspended before it answers; then its successor is killed."""
     for number in (signal.SIGSTOP, signal.SIGKILL):

@@ -312,6 +312,7 @@ def test_killed_flusher_is_replaced_and_saves_continue(tmp_path: Path) -> None:
     assert len(committed) >= STEPS // 5 // 2
 
 
+@pytest.mark.slow
 def test_ranks_agree_on_saves_with_an_interval_in_seconds(tmp_path: Path) -> None:
     with Launch(tmp_path / "run", ranks=2, interval="0.5s", sleep_s=0.05) as launch:
         assert launch.wait() == 0, launch.output
@@ -349,6 +350,7 @@ def test_second_launch_in_a_run_folder_waits_for_the_first(tmp_path: Path) -> No
     assert len(steps_of(first.run, 0)) == STEPS
 
 
+@pytest.mark.slow
 def test_state_created_late_on_one_rank_is_planned_by_all_ranks(tmp_path: Path) -> None:
     """Both at an agreed step and at the last save."""
     for run, at in (("meeting", 8), ("end", 12)):

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.process.test_session import (
     STEPS,
     Launch,
@@ -53,6 +54,7 @@ def test_killed_ranks_lose_one_step_and_resume_bit_identical(tmp_path: Path) -> 
     assert committed_steps(whole.run) == [STEPS]
 
 
+@pytest.mark.slow
 def test_auto_snapshots_stay_within_the_budget_and_are_reported(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"ranks": 2, "interval": "auto", "snapshots": "auto"}
     with Launch(tmp_path / "run", **settings, sleep_s=0.2) as launch:

@@ -53,6 +53,7 @@ def doctor(root: Path, *arguments: str) -> tuple[int, Any]:
     return result.exit_code, json.loads(result.stdout) if result.stdout else said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "launches"),
     [

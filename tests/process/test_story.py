@@ -99,6 +99,7 @@ def is_same(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
 
 
+@pytest.mark.slow
 def test_weights_are_bit_identical_after_preemption_at_the_same_size(
     runs: FlowRuns, undisturbed: RunPaths, tmp_path: Path
 ) -> None:

@@ -88,6 +88,7 @@ def wait_for_supervisor(paths: RunPaths, number: int, since: float) -> int:
     return int(supervisions(paths)[-1]["pid"])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_flow_is_resumed_whatever_dies(
     runs: FlowRuns, service: PrefectService, server: contextlib.ExitStack

@@ -70,6 +70,7 @@ def test_operator_and_a_lost_node_are_noticed_through_the_caches(cached: CachedC
     check_lost_node(cached.slurm, cached.root)
 
 
+@pytest.mark.slow
 def test_a_stall_of_the_root_ends_no_training(cached: CachedCluster) -> None:
     supervised = SupervisedRun(cached.root, "stalled", nodes=2, interval=10_000, steps=100_000)
     run = supervised.run
@@ -92,6 +93,7 @@ def test_a_stall_of_the_root_ends_no_training(cached: CachedCluster) -> None:
     assert (only.last_step or 0) - before > STALL_S * 5, "the ranks trained while the root hung"
 
 
+@pytest.mark.slow
 def test_steady_training_hardly_uses_the_metadata_of_the_root(cached: CachedCluster) -> None:
     supervised = SupervisedRun(cached.root, "steady", nodes=2, interval=10_000, steps=100_000)
     run = supervised.run

@@ -96,6 +96,7 @@ def test_each_job_sees_its_own_gpus(slurm: SlurmCluster, tmp_path: Path) -> None
     slurm.run("scancel", *jobs)
 
 
+@pytest.mark.slow
 def test_prod_preempts_spot_with_notice(slurm: SlurmCluster, tmp_path: Path) -> None:
     """A preempted job has a PreemptTime. If it exits by itself, versions differ in its state."""
     version = parse_version(slurm.run("scontrol", "--version"))

@@ -23,6 +23,7 @@ SPOT = {"executor": "slurm", "nodes": 1, "gpus_per_node": 1, "partition": "spot"
 FALLBACKS = [{"partition": "prod", "after_min": 0.05}]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_run_moves_to_another_partition_and_returns(slurm: SlurmCluster, tmp_path: Path) -> None:
     slurm.run("scontrol", "update", "PartitionName=spot", "State=DOWN")

@@ -69,7 +69,10 @@ def supervise(run: LocalRun, home: Path, monkeypatch: pytest.MonkeyPatch) -> thr
 
 
 @pytest.mark.usefixtures("slurm")
-@pytest.mark.parametrize(("late_s", "absence_s", "jobs"), [(4.0, 60.0, 1), (12.0, 4.0, 2)])
+@pytest.mark.parametrize(
+    ("late_s", "absence_s", "jobs"),
+    [(4.0, 60.0, 1), pytest.param(12.0, 4.0, 2, marks=pytest.mark.slow)],
+)
 def test_lost_sbatch_responses_leave_exactly_one_training_job(
     slurm: SlurmCluster,
     loaded: Callable[[float], Path],

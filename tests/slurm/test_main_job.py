@@ -98,6 +98,7 @@ def test_preempted_run_continues_on_the_remaining_nodes(
     assert len(jobs_named_for(slurm, paths)) == 2
 
 
+@pytest.mark.slow
 def test_attempt_saves_before_its_time_limit_and_is_relaunched(
     slurm: SlurmCluster, runs: FlowRuns
 ) -> None:
@@ -176,7 +177,8 @@ def test_killed_flow_is_replaced_without_a_second_slurm_job(
     assert len(jobs_named_for(slurm, paths)) == 1
 
 
-@pytest.mark.parametrize("flush_s", [PATIENCE_S + 4.0, pytest.param(60.0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("flush_s", [PATIENCE_S + 4.0, 60.0])
 def test_cancelled_flow_does_not_interrupt_a_slow_flush(
     slurm: SlurmCluster, runs: FlowRuns, flush_s: float
 ) -> None:
@@ -208,6 +210,7 @@ def test_cancelled_flow_does_not_interrupt_a_slow_flush(
     assert attempt["committed_step"] == attempt["last_step"]
 
 
+@pytest.mark.slow
 def test_lost_node_loses_no_committed_step_and_reindex_gives_equal_results(
     slurm: SlurmCluster, runs: FlowRuns
 ) -> None:

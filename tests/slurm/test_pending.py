@@ -30,6 +30,7 @@ def _run(folder: Path, **settings: Any) -> LocalRun:
     return LocalRun(folder / "root", resources=HELD, supervision=A_MOMENT, steps=5, **settings)
 
 
+@pytest.mark.slow
 def test_an_overdue_job_is_taken_back_for_a_smaller_one_and_then_the_run_pauses(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:

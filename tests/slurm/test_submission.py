@@ -130,7 +130,7 @@ def test_warm_standbys_of_both_nodes_are_used_together(make: Make) -> None:
     assert [i.ending for i in run.outcome(attempt).launches] == [*["crashed"] * 3, "stopped"]
 
 
-@pytest.mark.parametrize("node", [1, 0])
+@pytest.mark.parametrize("node", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_lost_node_is_named_and_excluded_from_the_relaunch(
     slurm: SlurmCluster, make: Make, node: int
 ) -> None:
@@ -178,6 +178,7 @@ def test_queued_job_is_pending_and_can_be_cancelled(slurm: SlurmCluster, make: M
     assert run.history().state == "cancelled"
 
 
+@pytest.mark.slow
 def test_job_is_not_lost_while_the_slurm_controller_is_unreachable(
     make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -76,7 +76,9 @@ def test_host_without_a_cluster_is_told_of_the_local_executor(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "none.conf"))
+    # Slurm's commands look for a missing file for a minute, and refuse an empty one at once.
+    (tmp_path / "slurm.conf").touch()
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
     done = call("init", str(tmp_path / "new"))
     assert done.status != 0
     assert "give --executor local" in done.err
