@@ -1,4 +1,4 @@
-"""States for tests of the DCP drop-in, and a comparison of them to the bit."""
+"""States and a planner for tests of the DCP drop-in, and a comparison of them to the bit."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 # Stock DCP, which does not declare its names as exports.
 stock: Any = torch.distributed.checkpoint
@@ -27,6 +28,13 @@ class Counter:
     def load_state_dict(self, state: State) -> None:
         self.count = state["count"]
         assert float(state["half"]) == self.count / 2
+
+
+class Doubles(DefaultLoadPlanner):
+    """Loads twice the saved values."""
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        tensor.mul_(2)
 
 
 def make_state(seed: int) -> State:

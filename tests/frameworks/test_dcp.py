@@ -16,11 +16,17 @@ from typing import Any
 
 import pytest
 import torch
-from tests.frameworks.dcp_states import Counter, State, is_same, make_state, saved_date, stock
+from tests.frameworks.dcp_states import (
+    Counter,
+    Doubles,
+    State,
+    is_same,
+    make_state,
+    saved_date,
+    stock,
+)
 from tests.runs import RunFolder
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
@@ -305,79 +311,7 @@ def test_a_failed_async_save_fails_its_future(tmp_path: Path) -> None:
         future.result(timeout=60)
 
 
-# --- planners, writers, readers -------------------------------------------------------------------
-
-
-class Renames(DefaultSavePlanner):
-    """Adds a prefix to all names, as an example of PyTorch's own documentation does."""
-
-    def set_up_planner(self, state_dict: Any, *rest: Any, **named: Any) -> None:
-        renamed = {f"old_{key}": value for key, value in state_dict.items()}
-        super().set_up_planner(renamed, *rest, **named)
-
-
-class Doubles(DefaultLoadPlanner):
-    """Loads twice the saved values."""
-
-    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
-        tensor.mul_(2)
-
-
-def test_a_planner_of_the_program_s_own_is_asked(tmp_path: Path) -> None:
-    state = {"weight": torch.ones(3), "pair": ((1, 2), "x")}
-    dcp.save(state, checkpoint_id=tmp_path, planner=Renames())
-    assert read_manifest(tmp_path) is not None
-    found: State = {"old_weight": torch.zeros(3), "old_pair": None}
-    dcp.load(found, checkpoint_id=tmp_path, planner=Doubles())
-    assert torch.equal(found["old_weight"], torch.full((3,), 2.0))
-    assert found["old_pair"] == ((1, 2), "x")
-    dcp.save(state, checkpoint_id=tmp_path)
-
-
-def test_an_unflattened_state_is_saved_as_the_planner_says(tmp_path: Path) -> None:
-    state: State = {"weight": torch.ones(3), "nested": {"a": torch.ones(2)}, "b": [1]}
-    options = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
-    dcp.save(state, checkpoint_id=tmp_path, planner=DefaultSavePlanner(**options))
-    found: State = {"weight": torch.zeros(3), "nested": None, "b": None}
-    dcp.load(found, checkpoint_id=tmp_path, planner=DefaultLoadPlanner(**options))
-    assert is_same(found, state)
-
-
-def test_partial_loads_follow_stock_dcp(tmp_path: Path) -> None:
-    dcp.save({"a": torch.ones(2), "b": 1}, checkpoint_id=tmp_path)
-    found: State = {"a": torch.zeros(2)}
-    dcp.load(found, checkpoint_id=tmp_path)
-    assert torch.equal(found["a"], torch.ones(2))
-    found = {"a": torch.zeros(2), "new": torch.zeros(1)}
-    with pytest.raises(CheckpointException, match="Missing key in checkpoint state_dict: new"):
-        dcp.load(found, checkpoint_id=tmp_path)
-    assert torch.equal(found["a"], torch.zeros(2))
-    dcp.load(found, checkpoint_id=tmp_path, planner=DefaultLoadPlanner(allow_partial_load=True))
-    assert torch.equal(found["a"], torch.ones(2))
-    with pytest.raises(CheckpointException, match="Size mismatch"):
-        dcp.load({"a": torch.zeros(3)}, checkpoint_id=tmp_path)
-
-
-def test_a_plain_file_system_writer_names_the_directory(tmp_path: Path) -> None:
-    writer = FileSystemWriter(tmp_path, thread_count=2, overwrite=False)
-    dcp.save(make_state(1), storage_writer=writer)
-    state = make_state(9)
-    dcp.load(state, storage_reader=FileSystemReader(tmp_path))
-    assert is_same(state, make_state(1))
-    with pytest.raises(CheckpointException, match="Checkpoint already exists"):
-        dcp.save(make_state(2), storage_writer=writer)
-
-
-def test_a_writer_of_the_program_s_own_is_left_to_stock_dcp_with_a_warning(tmp_path: Path) -> None:
-    class Writer(FileSystemWriter):
-        pass
-
-    with pytest.warns(UserWarning, match=r"dcp\.save: the storage writer is a Writer"):
-        dcp.save(make_state(1), storage_writer=Writer(tmp_path))
-    assert read_manifest(tmp_path) is None
-    state = make_state(9)
-    dcp.load(state, checkpoint_id=tmp_path)
-    assert is_same(state, make_state(1))
+# --- errors ---------------------------------------------------------------------------------------
 
 
 def test_addresses_and_missing_directories_are_stock_dcp_s_errors(tmp_path: Path) -> None:
@@ -397,17 +331,6 @@ def test_an_empty_state_is_a_checkpoint(tmp_path: Path) -> None:
     dcp.save({}, checkpoint_id=tmp_path)
     dcp.load({}, checkpoint_id=tmp_path)
     assert read_manifest(tmp_path) is not None
-
-
-def test_quantized_tensors_are_left_to_stock_dcp_with_a_warning(tmp_path: Path) -> None:
-    dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path)
-    state = {"a": torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8)}
-    with pytest.warns(UserWarning, match="whose bytes are not their values"):
-        dcp.save(state, checkpoint_id=tmp_path)
-    assert read_manifest(tmp_path) is None
-    found = {"a": torch.quantize_per_tensor(torch.zeros(2), 0.5, 0, torch.qint8)}
-    dcp.load(found, checkpoint_id=tmp_path)
-    assert torch.equal(found["a"].dequantize(), torch.ones(2))
 
 
 # --- pickles --------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Final
 
+from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.filesystem import (
     FileSystemReader,
     FileSystemWriter,
@@ -23,8 +24,9 @@ _STAGERS: Final = (DefaultStager, BlockingAsyncStager, FileSystemWriter)
 def directory_of_save(checkpoint_id: CheckpointId, writer: StorageWriter | None) -> Path | str:
     """Return the directory to save into, or as text why stock DCP must save.
 
-    A plain `FileSystemWriter` names a directory like `checkpoint_id` does. Its options choose how
-    stock DCP writes, so they have no effect.
+    A plain `FileSystemWriter` names a directory like `checkpoint_id` does, and takes over a
+    `checkpoint_id`, as in stock DCP. Its options choose how stock DCP writes, so they have no
+    effect.
     """
     if writer is None:
         return _local(checkpoint_id, FileSystemWriter.validate_checkpoint_id(checkpoint_id or ""))
@@ -34,16 +36,26 @@ def directory_of_save(checkpoint_id: CheckpointId, writer: StorageWriter | None)
         return "the FileSystemWriter has extensions"
     if writer.serialization_format is not SerializationFormat.TORCH_SAVE:
         return f"the FileSystemWriter writes {writer.serialization_format.name}"
-    return _absolute(checkpoint_id or writer.path)
+    writer.reset(checkpoint_id)
+    return _absolute(writer.path)
 
 
 def directory_of_load(checkpoint_id: CheckpointId, reader: StorageReader | None) -> Path | str:
-    """Return the directory to load from, or as text why stock DCP must load."""
+    """Return the directory to load from, or as text why stock DCP must load.
+
+    A plain `FileSystemReader` is used as a writer is by `directory_of_save`.
+    """
     if reader is None:
         return _local(checkpoint_id, FileSystemReader.validate_checkpoint_id(checkpoint_id or ""))
     if type(reader) is not FileSystemReader:
         return f"the storage reader is a {type(reader).__name__}"
-    return _absolute(checkpoint_id or reader.path)
+    reader.reset(checkpoint_id)
+    return _absolute(reader.path)
+
+
+def extensions_of(reader: StorageReader | None) -> ExtensionRegistry | None:
+    """Return the extensions that a plain `FileSystemReader` was made with."""
+    return reader.transforms.extension_registry if isinstance(reader, FileSystemReader) else None
 
 
 def why_not_staged(stager: AsyncStager | None) -> str | None:

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlanner
-from torch.distributed.checkpoint.planner_helpers import _init_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
@@ -31,7 +30,7 @@ from holdfast.contracts.filesystems import is_there
 from holdfast.contracts.paths import MANIFEST, METADATA
 from holdfast.trainer.collective import attempt, tree_over
 from holdfast.trainer.dcp.channel import choose_group
-from holdfast.trainer.dcp.delegation import directory_of_load, warn
+from holdfast.trainer.dcp.delegation import directory_of_load, extensions_of, warn
 from holdfast.trainer.dcp.errors import DcpLoadError, describe, portable
 from holdfast.trainer.dcp.record import RECORD
 from holdfast.trainer.dcp.state import Form, State, form_of, loadable
@@ -80,7 +79,8 @@ def load(
         live = {key: state_dict[key] for key in sorted(state_dict)}
         state = {key: _state_of(value) for key, value in live.items()}
         if not _load_fitting(opened, state, planner, tree):
-            _load_by_planner(opened, state, planner, group, tree)
+            reader = HoldfastReader(directory, opened.metadata, extensions_of(storage_reader))
+            _load_by_planner(opened, state, reader, planner, group, tree)
     for key, value in live.items():
         if isinstance(value, Stateful):
             value.load_state_dict(state[key])
@@ -144,7 +144,7 @@ def _load_fitting(
     opened: Opened, state: State, planner: LoadPlanner | None, tree: RankTree
 ) -> bool:
     """Load by Holdfast's reader if everything fits on all ranks. Return False if it does not."""
-    found, _ = attempt(lambda: _fitting(opened, state, planner))
+    found, _ = attempt(lambda: _fitting(opened, state, planner, is_coordinator=tree.index == 0))
     if not all(tree.gather_all(found is not None)):
         return False
     assert found is not None
@@ -157,7 +157,7 @@ def _load_fitting(
 
 
 def _fitting(
-    opened: Opened, state: State, planner: LoadPlanner | None
+    opened: Opened, state: State, planner: LoadPlanner | None, *, is_coordinator: bool
 ) -> tuple[State, dict[str, Any]] | None:
     """Return what to load into and the paths of the values, or None if something does not fit.
 
@@ -165,7 +165,9 @@ def _fitting(
     """
     if not _is_default(planner) or needs_stock(opened.metadata):
         return None
-    _init_state_dict(state)
+    # A program may ask its planner what was loaded. This also allocates tensors on `meta`.
+    planner = planner or DefaultLoadPlanner()
+    planner.set_up_planner(state, opened.metadata, is_coordinator)
     if form_of(state) is not Form.ENGINE:
         return None
     saved = opened.metadata.state_dict_metadata
@@ -200,6 +202,7 @@ def _is_default(planner: LoadPlanner | None) -> bool:
 def _load_by_planner(
     opened: Opened,
     state: State,
+    reader: StorageReader,
     planner: LoadPlanner | None,
     group: dist.ProcessGroup | None,
     tree: RankTree,
@@ -217,7 +220,7 @@ def _load_by_planner(
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         stock_load(
             state,
-            storage_reader=HoldfastReader(opened.directory, opened.metadata),
+            storage_reader=reader,
             planner=planner,
             process_group=group,
             no_dist=group is None,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 import torch.distributed as dist
+from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageReaderTransforms
@@ -35,13 +36,18 @@ VALUE_BYTES_MAX: Final = 64 << 20
 
 
 class HoldfastReader(FileSystemReader):
-    """Stock DCP's reader with metadata that was already read and checked."""
+    """Stock DCP's reader with metadata that was already read and checked.
 
-    def __init__(self, directory: Path, metadata: Metadata) -> None:
+    `extensions` undo transformations of the entries. Without it, these are the ones of stock DCP.
+    """
+
+    def __init__(
+        self, directory: Path, metadata: Metadata, extensions: ExtensionRegistry | None = None
+    ) -> None:
         super().__init__(directory)
         self._metadata = metadata
         self.keys_read: frozenset[str] = frozenset()
-        self.transforms = _CheckedEntries(metadata)
+        self.transforms = _CheckedEntries(metadata, extensions)
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """Return the metadata given at construction."""
@@ -56,8 +62,8 @@ class HoldfastReader(FileSystemReader):
 class _CheckedEntries(_StorageReaderTransforms):
     """Decompresses every entry and checks it before stock DCP opens it."""
 
-    def __init__(self, metadata: Metadata) -> None:
-        super().__init__()
+    def __init__(self, metadata: Metadata, extensions: ExtensionRegistry | None) -> None:
+        super().__init__(extensions)
         self._entries = metadata.state_dict_metadata
 
     def transform_load_stream(
