@@ -370,13 +370,13 @@ class CheckpointEngine:
         )
         try:
             layout = self._write(staged, flat, document)
+            staged.append_storage_meta(facts.storage_meta)
         except BaseException as error:
             if facts.place is None:
                 staged.slot.state = SlotState.EMPTY
             else:
                 problem = str(problem_of(error, who.rank))[:ERROR_CHARACTERS_MAX]
-                failed = table(layout=self._layout, blocked_s=0.0, error=problem)
-                staged.slot.seal(failed.to_document())
+                staged.slot.seal(table(self._layout, blocked_s=0.0, error=problem).to_document())
             raise
         made = table(layout=layout, blocked_s=time.monotonic() - began)
         staged.slot.seal(made.to_document(), is_snapshot=is_snapshot)

@@ -50,10 +50,14 @@ class PlacedName:
 
 @dataclass(frozen=True)
 class Place:
-    """Where one save goes: the program's `directory`, by way of the folder named by `token`."""
+    """Where one save goes: the program's `directory`, by way of the folder named by `token`.
+
+    `save_id` is what stock DCP calls so.
+    """
 
     directory: Path
     token: str
+    save_id: str
 
     @property
     def folder(self) -> Path:

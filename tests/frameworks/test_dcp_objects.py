@@ -183,4 +183,7 @@ def test_a_writer_and_a_reader_take_over_the_checkpoint_id(tmp_path: Path) -> No
     dcp.load(state, storage_reader=reader, checkpoint_id=tmp_path / "b")
     assert is_same(state, make_state(2))
     assert writer.path == reader.path == tmp_path / "b"
+    recorded = FileSystemReader(tmp_path / "b").read_metadata().storage_meta
+    assert recorded is not None
+    assert (recorded.checkpoint_id, recorded.save_id) == (str(tmp_path / "b"), writer.save_id)
     assert not (tmp_path / "a").exists()

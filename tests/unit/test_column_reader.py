@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from pathlib import Path
 
@@ -9,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 from tests.unit.test_planning import number_of, pickle_metadata, plan, rank_of, row_of
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 
 from holdfast.trainer.planning.column_reader import OtherForm, read_columns
 from holdfast.trainer.planning.metadata import METADATA, open_lean, parse_metadata
 from holdfast.trainer.planning.opcodes import COMPARED_AT_ONCE
 from holdfast.trainer.planning.saved_boxes import BoxTable
+from holdfast.trainer.planning.storage_meta import encode_storage_meta
 
 RANKS = 7
 
@@ -67,6 +69,19 @@ def test_columns_are_the_boxes_that_the_object_reader_finds() -> None:
         if isinstance(entry, TensorStorageMetadata):
             assert isinstance(found, TensorStorageMetadata)
             assert (found.size, found.properties) == (entry.size, entry.properties)
+
+
+def test_the_storage_meta_of_one_save_is_appended() -> None:
+    directory = "/saved/of the program"
+    appended = content()[:-1] + encode_storage_meta(directory, "the id")
+    for metadata in (pickle.loads(appended), parse_metadata(appended, "here")):
+        assert metadata.storage_meta == StorageMeta(checkpoint_id=directory, save_id="the id")
+        metadata.storage_meta = None
+        assert metadata == pickle.loads(content())
+    assert_same(read(appended), BoxTable.of(parse_metadata(content(), "here")))
+    for other in (appended[:-1], appended + b".", appended.replace(b"save_id", b"save_ie")):
+        with pytest.raises(OtherForm):
+            read(other)
 
 
 def test_more_boxes_than_are_compared_at_once() -> None:

@@ -147,6 +147,7 @@ class _Target:
 
     directory: Path
     may_overwrite: bool = True
+    save_id: str | None = None
     reason: str | None = None
 
     @classmethod
@@ -162,7 +163,8 @@ class _Target:
             return cls(Path(), reason=found)
         if not use_collectives:
             return cls(found, reason="use_collectives is False")
-        return cls(found, may_overwrite=writer is None or bool(getattr(writer, "overwrite", True)))
+        may_overwrite = bool(getattr(writer, "overwrite", True))
+        return cls(found, may_overwrite, getattr(writer, "save_id", None))
 
     def check(self) -> None:
         """Raise if a checkpoint must not be written here."""
@@ -185,6 +187,7 @@ class _Own:
 
     state: State
     form: Form
+    save_id: str | None = None
     staged: State | None = None
     changes: str | None = None
 
@@ -258,14 +261,14 @@ def _prepare(
             f"{flush_timeout_s():.0f} s; the storage may be hanging"
         )
     if form is not Form.ENGINE:
-        return _Own(state, form)
+        return _Own(state, form, target.save_id)
     staged = stageable(state)
     with pending.engine() as engine:
         engine.plan_with(None)
         changes = engine.changes(staged)
     if changes is not None:
         _warn_of_unreadable(staged)
-    return _Own(state, form, staged, changes)
+    return _Own(state, form, target.save_id, staged, changes)
 
 
 def _stage(
@@ -300,7 +303,7 @@ def _stage(
                 reason=REASON,
                 parent=first.parent,
                 timeout_s=flush_timeout_s(),
-                place=Place(directory, first.token),
+                place=Place(directory, first.token, own.save_id or first.token),
             )
 
         future = channel.pending.add(stage, directory, first.token)

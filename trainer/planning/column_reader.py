@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from holdfast.trainer.planning import storage_meta
 from holdfast.trainer.planning.columns import Int32s, Int64s, end_to_end
 from holdfast.trainer.planning.metadata_pickle import (
     ATTRIBUTES,
@@ -109,7 +110,11 @@ class _Reader:
         self._expect(text("storage_data") + EMPTY_DICT)
         table = self._places()
         end = [text("storage_meta"), NONE, text("version"), text(CURRENT_DCP_VERSION)]
-        self._expect(b"".join([*end, SETITEMS, BUILD, STOP]))
+        self._expect(b"".join([*end, SETITEMS, BUILD]))
+        if self._peek(1) == STOP:
+            self._expect(STOP)
+        else:
+            self._storage_meta()
         if self._peek(1):
             raise OtherForm("bytes after the end")
         return self._metadata, table
@@ -157,6 +162,13 @@ class _Reader:
         if not 0 <= number - self._base < len(self._names):
             raise OtherForm("a name that is not there")
         return self._names[number - self._base]
+
+    def _storage_meta(self) -> None:
+        self._expect(storage_meta.BEFORE)
+        self._text()
+        self._expect(storage_meta.BETWEEN)
+        self._text()
+        self._expect(storage_meta.AFTER)
 
     # --- keys -----------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from holdfast.contracts.paths import TRAIN_STATE
 from holdfast.trainer.planning.global_plan import offsets_of
 from holdfast.trainer.planning.metadata import METADATA
 from holdfast.trainer.planning.signature import Encoded, Signature
+from holdfast.trainer.planning.storage_meta import STORAGE_META_BYTES_MAX
 from holdfast.trainer.staging.slot_table import FilePlace
 
 FILE_ALIGNMENT: Final = 4096
@@ -68,7 +69,8 @@ class LateContent(Protocol):
 class Layout:
     """A rank's image. `fixed` are the constant headers and footers: (offset, bytes).
 
-    `late` is constant too, but a background thread builds it: (offset, content).
+    `late` is constant too, but a background thread builds it: (offset, content). At `metadata_end`,
+    where `.metadata` ends, is space for its `storage_meta`.
     """
 
     signature: Signature
@@ -78,6 +80,7 @@ class Layout:
     files: tuple[FilePlace, ...]
     image_bytes: int
     late: tuple[int, LateContent] | None = None
+    metadata_end: int | None = None
     train_state_at: int | None = None
 
     @property
@@ -204,7 +207,8 @@ def add_metadata(layout: Layout, metadata: bytes | LateContent, folder: str = ""
     return replace(
         layout,
         files=(*layout.files, FilePlace(f"{folder}{METADATA}", at, size)),
-        image_bytes=_align(at + size, FILE_ALIGNMENT),
+        metadata_end=at + size,
+        image_bytes=_align(at + size + STORAGE_META_BYTES_MAX, FILE_ALIGNMENT),
     )
 
 
@@ -217,9 +221,14 @@ def add_train_state(layout: Layout) -> Layout:
     return replace(layout, image_bytes=at + TRAIN_STATE_BYTES_MAX, train_state_at=at)
 
 
-def files_of(layout: Layout, train_state_bytes: int | None) -> list[FilePlace]:
-    """Return the files of one save. `train_state.json` has the length that it has this time."""
+def files_of(
+    layout: Layout, train_state_bytes: int | None, storage_meta: bytes = b""
+) -> list[FilePlace]:
+    """Return the files of one save. Two of them have the length that they have this time."""
     files = list(layout.files)
+    if storage_meta and layout.metadata_end is not None:
+        # It replaces the last byte of `.metadata`, the last one of these files.
+        files[-1] = replace(files[-1], bytes=files[-1].bytes + len(storage_meta) - 1)
     if layout.train_state_at is not None and train_state_bytes is not None:
         files.append(FilePlace(TRAIN_STATE, layout.train_state_at, train_state_bytes))
     return files

@@ -194,6 +194,12 @@ class StagedSlot:
             at = self._layout.train_state_at
             self.slot.data[at : at + len(train_state)] = train_state
 
+    def append_storage_meta(self, content: bytes) -> None:
+        """Write `content` over the last byte of a complete `.metadata` and after it."""
+        end = self._layout.metadata_end
+        if content and end is not None:
+            self.slot.data[end - 1 : end - 1 + len(content)] = content
+
     def pin(self) -> None:
         """Page-lock the memory for copies from GPUs. No save can copy meanwhile.
 

@@ -19,6 +19,7 @@ from holdfast.contracts.topology import FIXED
 from holdfast.trainer.identity import Identity
 from holdfast.trainer.placed import Place, PlacedName
 from holdfast.trainer.planning.layout import TRAIN_STATE_BYTES_MAX, Layout, files_of
+from holdfast.trainer.planning.storage_meta import encode_storage_meta
 from holdfast.trainer.staging.slot_table import SlotTable
 
 
@@ -35,6 +36,13 @@ class StepFacts:
     metrics: Mapping[str, float]
     train_state: Mapping[str, Any] | None
     place: Place | None = None
+
+    @property
+    def storage_meta(self) -> bytes:
+        """What is appended to `.metadata`. Checkpoints of a run have nothing there."""
+        if self.place is None:
+            return b""
+        return encode_storage_meta(str(self.place.directory), self.place.save_id)
 
     def encode_train_state(self) -> bytes | None:
         """Return the content of `train_state.json`. Raises `SaveError` if it cannot be saved."""
@@ -110,7 +118,7 @@ def make_table(
         world_size=who.world_size,
         staged_at=time.time(),
         blocked_s=blocked_s,
-        files=tuple(files_of(layout, train_state_bytes)),
+        files=tuple(files_of(layout, train_state_bytes, facts.storage_meta)),
         manifest=manifest,
     )
 
