@@ -175,7 +175,14 @@ def _saving_folders(directory: Path, besides: Collection[str]) -> list[Path]:
             ]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(folder for folder in found if is_mine(folder) and is_mine(directory))
+    return sorted(folder for folder in found if _is_mine(folder) and is_mine(directory))
+
+
+def _is_mine(folder: Path) -> bool:
+    """Return what `is_mine` does, and False for a folder that another process just removed."""
+    with contextlib.suppress(FileNotFoundError):
+        return is_mine(folder)
+    return False
 
 
 def _withdraw_former(folder: Path, target: Path) -> None:
