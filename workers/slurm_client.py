@@ -237,6 +237,14 @@ def partitions(timeout_s: float = CALL_TIMEOUT_S, ask: Ask | None = None) -> lis
     return [parse_fields(line) for line in out.splitlines() if line.startswith("PartitionName=")]
 
 
+def takes_whole_nodes(resources: Resources, partition: Mapping[str, str]) -> bool:
+    """Return True if the spec or its partition makes a job share no node."""
+    if str(resources.extra.get("exclusive", False)) in {"True", ""}:
+        return True
+    # Since Slurm 26.05, a field of its own says so.
+    return partition.get("OverSubscribe") == "EXCLUSIVE" or partition.get("Exclusive") == "NODE"
+
+
 def chosen_partitions(
     resources: Resources, known: Sequence[Mapping[str, str]]
 ) -> list[Mapping[str, str]]:

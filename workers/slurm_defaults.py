@@ -46,7 +46,7 @@ def default_warnings(spec: RunSpec, settings: Fields, partitions: Sequence[Field
         return []
     found: list[str] = []
     for partition in slurm_client.chosen_partitions(spec.resources, partitions):
-        if not _has_whole_nodes(spec.resources, partition):
+        if not slurm_client.takes_whole_nodes(spec.resources, partition):
             found += _warnings_of_partition(spec, settings, partition)
     return found
 
@@ -93,11 +93,6 @@ def default_memory_mb(partition: Fields, settings: Fields, gpus: int, cpus: int)
         if per_node := _megabytes(source.get("DefMemPerNode", "")):
             return per_node
     return None
-
-
-def _has_whole_nodes(resources: Resources, partition: Fields) -> bool:
-    is_exclusive = str(resources.extra.get("exclusive", False)) in {"True", ""}
-    return is_exclusive or partition.get("OverSubscribe") == "EXCLUSIVE"
 
 
 def _job_default(name: str, partition: Fields, settings: Fields) -> float | None:

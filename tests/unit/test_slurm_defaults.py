@@ -67,6 +67,7 @@ def test_one_cpu_for_all_ranks_of_a_node_is_warned_about() -> None:
         ({"gres": "none"}, {}, {}, None),
         ({"extra": {"exclusive": True}}, {}, {}, None),
         ({}, {}, {"OverSubscribe": "EXCLUSIVE"}, None),
+        ({}, {}, {"Exclusive": "NODE"}, None),
         ({}, {"SelectType": "select/linear"}, {}, None),
         ({"partition": "other"}, {}, {}, None),
         ({"partition": "other,gpu"}, {}, {}, "1 CPU"),

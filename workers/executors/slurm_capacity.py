@@ -9,7 +9,7 @@ from typing import Final
 
 from holdfast.contracts.node_share import gpu_kind, gpus_of
 from holdfast.contracts.spec_resources import Resources
-from holdfast.workers.slurm_client import chosen_partitions
+from holdfast.workers.slurm_client import chosen_partitions, takes_whole_nodes
 
 # The marks that Slurm appends to a state: not responding, powering up, rebooting, planned etc.
 _STATE_MARKS: Final = "*~#!%$@^-+"
@@ -55,22 +55,15 @@ def wanted_of(
     """
     named = frozenset((resources.partition or "").split(",")) - {""}
     closed = {one.get("PartitionName") for one in partitions if one.get("State", "UP") != "UP"}
+    mine = chosen_partitions(resources, partitions) or [{}]
     return Wanted(
         partitions=named - closed,
         is_closed=bool(named) and named <= closed,
         gpu_kind=resources.gpu_type or gpu_kind(resources.gres or ""),
         constraint=resources.constraint or "",
         reserved=None if reserved is None else frozenset(reserved),
-        whole=_takes_whole_nodes(resources, partitions),
+        whole=all(takes_whole_nodes(resources, fields) for fields in mine),
     )
-
-
-def _takes_whole_nodes(resources: Resources, partitions: Sequence[Mapping[str, str]]) -> bool:
-    """Return True if the spec or all of its partitions make a job share no node."""
-    if str(resources.extra.get("exclusive", False)) in {"True", ""}:
-        return True
-    mine = chosen_partitions(resources, partitions)
-    return bool(mine) and all(fields.get("OverSubscribe") == "EXCLUSIVE" for fields in mine)
 
 
 def free_gpus(node: Mapping[str, str], wanted: Wanted, held: int = 0) -> int:
