@@ -11,7 +11,6 @@ from typing import Final
 
 from holdfast.contracts.errors import SchedulerError
 from holdfast.contracts.spec import RunSpec
-from holdfast.contracts.spec_resources import Resources
 from holdfast.workers import slurm_client
 
 ANSWER_TIMEOUT_S: Final = 5.0
