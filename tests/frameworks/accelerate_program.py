@@ -135,8 +135,8 @@ def main() -> None:
         model.eval()
         with torch.no_grad():
             total = sum(model(values).sum().item() for _, values in evaluation)
-        losses = {"total": total, "total_loss": total_loss.item()}
-        record.write(key=[epoch, "end"], **losses, generators=generators_digest())
+        sums = [total, total_loss.item()]
+        record.write(key=[epoch, "end"], sums=sums, generators=generators_digest())
         if settings.get("save_epochs"):
             accelerator.save_state(folder(settings, f"epoch_{epoch}"))
     record.write(key=["end"], overall=overall_step, weights=weights_digest(model))
