@@ -100,8 +100,7 @@ def main() -> None:
     record = Record(accelerator)
     for epoch in accelerator.epochs(settings["epochs"], start):
         model.train()
-        total_loss = accelerator.epoch_total()
-        active = loader
+        active, total_loss = loader, accelerator.epoch_total()
         if skip is not None and epoch == start:
             active = accelerator.skip_first_batches(loader, skip)
         for step, (ids, values) in enumerate(active, accelerator.first_batch):
