@@ -100,7 +100,7 @@ def main() -> None:
     record = Record(accelerator)
     for epoch in accelerator.epochs(settings["epochs"], start):
         model.train()
-        active = loader
+        active, total_loss = loader, accelerator.epoch_total()
         if skip is not None and epoch == start:
             active = accelerator.skip_first_batches(loader, skip)
         for step, (ids, values) in enumerate(active, accelerator.first_batch):
@@ -112,6 +112,7 @@ def main() -> None:
                 scheduler.step()
                 optimizer.zero_grad()
             overall_step += 1
+            total_loss += loss.detach()
             # Accelerate keeps one state of an object for all ranks.
             average.add(accelerator.reduce(loss.detach(), "mean").item())
             record.write(
@@ -133,7 +134,8 @@ def main() -> None:
         model.eval()
         with torch.no_grad():
             total = sum(model(values).sum().item() for _, values in evaluation)
-        record.write(key=[epoch, "end"], total=total, generators=generators_digest())
+        sums = [total, total_loss.item()]
+        record.write(key=[epoch, "end"], sums=sums, generators=generators_digest())
         if settings.get("save_epochs"):
             accelerator.save_state(folder(settings, f"epoch_{epoch}"))
     record.write(key=["end"], overall=overall_step, weights=weights_digest(model))

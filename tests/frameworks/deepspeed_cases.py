@@ -212,7 +212,7 @@ def try_all(settings: Found) -> None:
     """Try all that the session refuses, one after another in one process."""
     empty = {**settings, "session": {"directory": str(Path(settings["folder"]) / "empty")}}
     saved = (with_other_stage, with_plain_session, with_other_version)
-    new = (unwrapped, twice_wrapped, two_sessions, without_zero, one_micro_batch, taken_key)
+    new = (unwrapped, twice_wrapped, two_sessions, one_micro_batch, taken_key)
     tries = dict.fromkeys(saved, settings) | dict.fromkeys(new, empty)
     found = {}
     for act, given in tries.items():
@@ -274,10 +274,6 @@ def two_sessions(settings: Found) -> None:
         DeepSpeedSession(engine, **settings["session"])
     finally:
         first.close()
-
-
-def without_zero(settings: Found) -> None:
-    DeepSpeedSession(make_engine({**settings, "stage": 0}), **settings["session"])
 
 
 def one_micro_batch(settings: Found) -> None:
@@ -380,7 +376,7 @@ CASES: Final[dict[str, Callable[[Path], Found]]] = {
     **{
         f"{act.__name__}-{stage}": partial(act, stage=stage)
         for act in (interrupted, resized)
-        for stage in (1, 2, 3)
+        for stage in (0, 1, 2, 3)
     },
 }
 

@@ -64,7 +64,7 @@ def train(settings: dict[str, Any]) -> None:
                 "engine_step": engine.global_steps,
             }
             if session.rank == 0 or settings["stage"] == 3:
-                # With ZeRO 1 and 2, a checkpoint has the buffers of rank 0 only.
+                # Below ZeRO 3, a checkpoint has the buffers of rank 0 only.
                 line["mean"] = engine.module[1].running_mean.tolist()
             record.write(json.dumps(line) + "\n")
             interrupt(settings, session, step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import shutil
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
@@ -204,6 +205,16 @@ def test_directories_without_a_training_state_are_refused(make: Make) -> None:
     ]:
         with pytest.raises(SpecError, match=problem):
             trainer_of(make(f"another-{path.name}")).train(resume_from_checkpoint=str(path))
+
+
+def test_a_directory_of_a_save_that_was_never_committed_counts_as_none(make: Make) -> None:
+    case = make("run")
+    train(case, **SMALL)
+    shutil.rmtree(case.folder / "run" / "checkpoints")
+    # A program that looks for the newest directory, as published examples do, passes this one.
+    train(case, resume=str(case.folder / "out" / "checkpoint-6"), **SMALL)
+    assert [key for key, _ in case.lines("notes")].count("step 1") == 2
+    assert case.notes(0)["end"]["step"] == 6
 
 
 def test_a_path_counts_only_while_the_run_has_no_checkpoint(make: Make) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
+import torch
 from torch.optim import Optimizer
 
 from holdfast.contracts.errors import SpecError
@@ -66,6 +67,16 @@ class Accelerator(accelerate.Accelerator):
         `for step, batch in enumerate(loader, accelerator.first_batch)`.
         """
         return self._training.progress.first_batch
+
+    def epoch_total(self) -> torch.Tensor:
+        """Returns a sum over the batches of this epoch, which a resume continues: one number.
+
+        It is zero at the start of each epoch: `total_loss = accelerator.epoch_total()` in place of
+        `total_loss = 0`. Add to it with `+=`. A program with several sums calls it for each of
+        them, in the same order in each epoch. A relaunch at another number of processes begins
+        with zero.
+        """
+        return self._training.progress.totals.give()
 
     @property
     def session(self) -> FrameworkSession:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
+
+import torch
 
 from holdfast.contracts.errors import SpecError
 from holdfast.trainer.frameworks.accelerate.loaders import Loader
 from holdfast.trainer.state import rng
+
+# The key of the sums beside those of the loaders, which are numbers.
+TOTALS: Final = "totals"
 
 
 @dataclass(eq=False)
@@ -35,6 +40,7 @@ class Progress:
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
         self.loaders: list[Loader] = []
+        self.totals = Totals(accelerator.device)
         self.was_restored = False
         self._trained = 0
         self._active: list[Pass] = []
@@ -117,6 +123,7 @@ class Progress:
         """Forget the passes of the epoch, whose end is complete."""
         for loader in self.loaders:
             loader.passes, loader.resumed = 0, None
+        self.totals.next_epoch()
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data and tensors."""
@@ -160,8 +167,34 @@ class Progress:
         one.counted = one.done
 
 
+class Totals:
+    """The sums over the batches of an epoch that the program keeps, in the order of its calls."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.values: list[torch.Tensor] = []
+        self._given = 0
+
+    def give(self) -> torch.Tensor:
+        """Return the next sum of this epoch: zero, or as it was restored."""
+        if self._given == len(self.values):
+            self.values.append(torch.zeros((), device=self._device))
+        self._given += 1
+        return self.values[self._given - 1]
+
+    def next_epoch(self) -> None:
+        """Begin again with zeros. There are as many, so saves need no new plan."""
+        self.values = [torch.zeros_like(value) for value in self.values]
+        self._given = 0
+
+    def restore(self, values: list[torch.Tensor]) -> None:
+        """Set the sums that the program gets in this epoch."""
+        self.values = [value.to(self._device) for value in values]
+        self._given = 0
+
+
 class Fetches:
-    """The random generators of this rank before its newest fetch from each loader in training.
+    """This rank's sums, and its generators before its newest fetch from each loader in training.
 
     At another number of ranks they are left out, because each rank then has other batches.
     """
@@ -172,7 +205,7 @@ class Fetches:
         self._progress = progress
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the generators by the numbers of the loaders, as text.
+        """Return the sums, and the generators by the numbers of the loaders, as text.
 
         Between two passes there is an entry that nobody uses. The size is then always the same, so
         saves need no new plan.
@@ -182,10 +215,11 @@ class Fetches:
             for loader in self._progress.in_training
             if loader.batches is not None and loader.batches.fetch is not None
         }
-        return noted or {"": rng.as_tensors(rng.note())}
+        return {TOTALS: self._progress.totals.values, **(noted or {"": rng.as_tensors(rng.note())})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Give each loader the generators with which its next batch was fetched."""
+        self._progress.totals.restore(state.get(TOTALS, []))
         for loader in self._progress.loaders:
             if loader.resumed is not None:
                 loader.resumed.fetch = state.get(str(loader.number))

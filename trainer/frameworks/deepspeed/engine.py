@@ -10,7 +10,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from holdfast.contracts.errors import SpecError
 
-STAGES: Final = (1, 2, 3)
+# Without ZeRO, every rank has the complete state.
+WHOLE_STAGE: Final = 0
 WEIGHTS_STAGE: Final = 3
 # The tensors per parameter that `deepspeed.checkpoint.ds_to_universal` converts.
 CONVERTED: Final = {"exp_avg", "exp_avg_sq"}
@@ -28,13 +29,12 @@ def check_engine(engine: Any) -> None:
 
 
 def _problems(engine: Any) -> list[str]:
-    stage, writer = engine.zero_optimization_stage(), engine.checkpoint_engine
+    writer = engine.checkpoint_engine
     checks = {
         "its module is an engine too; call deepspeed.initialize once": isinstance(
             engine.module, DeepSpeedEngine
         ),
         "pipeline parallelism": isinstance(engine, PipelineEngine),
-        f"ZeRO stage {stage}; expected 1, 2 or 3": stage not in STAGES,
         "no optimizer; pass one, or its configuration, to deepspeed.initialize": (
             engine.optimizer is None
         ),
@@ -53,7 +53,9 @@ def _problems(engine: Any) -> list[str]:
 
 
 def why_fixed(engine: Any) -> str:
-    """Return why DeepSpeed cannot convert the engine's state for other ranks, "" if it can."""
+    """Return why other ranks cannot load the engine's state, "" if they can."""
+    if engine.zero_optimization_stage() == WHOLE_STAGE:
+        return ""
     inner = engine.optimizer.optimizer
     kept = {key for state in inner.state.values() for key in state} - {"step"}
     if kept and kept != CONVERTED:

@@ -21,7 +21,7 @@ from packaging.version import Version
 from holdfast.contracts.errors import CheckpointError, SpecError
 from holdfast.contracts.reading import is_mine
 from holdfast.trainer.collective import ControlGroup
-from holdfast.trainer.frameworks.deepspeed.engine import why_fixed
+from holdfast.trainer.frameworks.deepspeed.engine import WHOLE_STAGE, why_fixed
 from holdfast.trainer.frameworks.deepspeed.universal import load_converted, universal_loads
 from holdfast.trainer.staging.file_writers import Writer, bytes_writer, torch_writer
 from holdfast.trainer.state.file_state import SavedFiles
@@ -82,7 +82,7 @@ class DeepSpeedFiles:
         }
 
     def why_fixed(self) -> str:
-        """Return why DeepSpeed cannot convert this state, "" if it can."""
+        """Return why other ranks cannot load this state, "" if they can."""
         return why_fixed(self._engine)
 
     def collect(self) -> dict[str, Writer]:
@@ -105,7 +105,7 @@ class DeepSpeedFiles:
         """Load a checkpoint, and convert it first if another number of ranks saved it."""
         self._check_fit(saved)
         engine, tag, notes = self._engine, saved.facts["tag"], []
-        if saved.world_size == ranks.world_size:
+        if saved.world_size == ranks.world_size or saved.facts["zero_stage"] == WHOLE_STAGE:
             with universal_loads(engine, False):
                 path, loaded = engine.load_checkpoint(str(saved.directory), tag)
         else:

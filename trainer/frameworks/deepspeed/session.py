@@ -37,7 +37,7 @@ class DeepSpeedSession(FileSession):
         """Resumes from the newest checkpoint that verifies. Call it after `deepspeed.initialize`.
 
         Args:
-            model_engine: the engine, with ZeRO stage 1, 2 or 3.
+            model_engine: the engine, at any ZeRO stage.
             client_state: the program's own values, the same on all ranks, such as counters. Every
                 checkpoint contains them. A resume updates this dictionary.
             seed: determines the data order.

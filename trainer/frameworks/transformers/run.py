@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from transformers.trainer_utils import rotate_checkpoints, sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from holdfast.contracts.errors import CheckpointError, SpecError
 from holdfast.contracts.paths import MANIFEST
 from holdfast.contracts.reporting import report
 from holdfast.trainer.frameworks.session import FrameworkSession
 from holdfast.trainer.frameworks.transformers.checks import check_arguments
+from holdfast.trainer.frameworks.transformers.directories import (
+    is_marked,
+    mark,
+    missing_files,
+    newest_whole,
+    step_of,
+)
 from holdfast.trainer.frameworks.transformers.fetching import FetchStates, watched
 from holdfast.trainer.frameworks.transformers.global_batch import (
     GivenBatch,
@@ -25,9 +31,6 @@ from holdfast.trainer.frameworks.transformers.global_batch import (
 from holdfast.trainer.frameworks.transformers.progress import Place, Progress, RankShare, Todo, Told
 from holdfast.trainer.state import rng
 
-TRAINER_STATE: Final = "trainer_state.json"
-# A directory with a training state has these. One that Holdfast's trainer wrote has only the first.
-WHOLE: Final = (TRAINER_STATE, "scheduler.pt")
 # In place of a path, when the session has restored the state.
 RESUMED: Final = "holdfast"
 SHARE: Final = "trainer_rank"
@@ -74,7 +77,8 @@ class TrainerRun:
                 "training into a program of its own, and submit it as another run"
             )
         self._has_trained = True
-        self._path = self._given_path(resume_from_checkpoint)
+        folder = run_folder(trainer.session_options.get("directory"), os.environ)
+        self._path = self._given_path(resume_from_checkpoint, folder)
         if args.accelerator_config.split_batches:
             return
         given = GivenBatch(
@@ -82,8 +86,7 @@ class TrainerRun:
             accumulation=args.gradient_accumulation_steps,
             world_size=args.world_size,
         )
-        directory = trainer.session_options.get("directory")
-        batch = agree_on_batch(given, run_folder(directory, os.environ))
+        batch = agree_on_batch(given, folder)
         args.per_device_train_batch_size = batch.per_device
         args.gradient_accumulation_steps = batch.accumulation
         trainer._train_batch_size = args.train_batch_size
@@ -102,7 +105,7 @@ class TrainerRun:
             per_rank={SHARE: self._share},
             # At another number of ranks the sums since the last log begin again.
             exclude=[f"extra.{SHARE}"],
-            begins_at=_step_of(self._path),
+            begins_at=step_of(self._path),
             **options,
         )
         if session.resumed_from is not None:
@@ -144,7 +147,7 @@ class TrainerRun:
                 "resumes by itself. Leave the argument out; to begin another run with this "
                 "checkpoint, use `holdfast fork`"
             )
-        if missing := [name for name in WHOLE if not (Path(path) / name).exists()]:
+        if missing := missing_files(path):
             raise SpecError(
                 f"resume_from_checkpoint={path}: there is no {' and no '.join(missing)} in it; "
                 "expected a checkpoint that a Transformers Trainer saved with its training state. "
@@ -311,6 +314,13 @@ class TrainerRun:
                 held.enter_context(self.session.phase(name))
             yield
 
+    def begin_directory(self) -> None:
+        """Mark the directory that the trainer writes next, so that no relaunch begins with it."""
+        args, step = self._trainer.args, self._trainer.state.global_step
+        if args.should_save:
+            name = f"{PREFIX_CHECKPOINT_DIR}-{step}"
+            mark(Path(args.output_dir) / name, self._open.run_directory)
+
     def request_save(self) -> None:
         """Request a checkpoint of this step, and a rotation of directories when it is committed."""
         self._open.checkpoint()
@@ -342,23 +352,15 @@ class TrainerRun:
             report(f"holdfast: the directory of the best model, {best}, does not exist any more")
             state.best_model_checkpoint = None
 
-    def _given_path(self, given: str | bool | None) -> str | None:
+    def _given_path(self, given: str | bool | None, run: Path) -> str | None:
         """Return the directory to begin with, "" if there must be one and is none, or None."""
+        output_dir = self._trainer.args.output_dir
         if given is True:
-            found = sort_checkpoints(self._trainer.args.output_dir)
-            whole = [path for path in found if all((Path(path) / n).exists() for n in WHOLE)]
-            return whole[-1] if whole else ""
-        return os.fspath(given) if given else None
+            return newest_whole(output_dir) or ""
+        path = os.fspath(given) if given else None
+        return newest_whole(output_dir) if path is not None and is_marked(path, run) else path
 
     @property
     def _open(self) -> FrameworkSession:
         assert self.session is not None
         return self.session
-
-
-def _step_of(path: str | None) -> int:
-    """Return the step of a directory of Transformers, or 0 without one."""
-    state = Path(path or "") / TRAINER_STATE
-    if not path or not state.exists():
-        return 0
-    return int(json.loads(state.read_bytes())["global_step"])

@@ -196,6 +196,7 @@ class Trainer(transformers.Trainer):
         self.args.save_total_limit = None
         try:
             with run.phase("save"):
+                run.begin_directory()
                 super()._save_checkpoint(model, trial)
         finally:
             self.args.save_total_limit = limit
