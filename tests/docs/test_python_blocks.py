@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import datetime
 import math
 import re
 from collections.abc import Iterator
@@ -118,6 +119,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
     if dist.is_initialized():
         dist.destroy_process_group()
+    # A page allows this class to be loaded, for the whole process.
+    with torch.serialization.safe_globals([datetime.date]):
+        pass
 
 
 def execute(block: Block, names: dict[str, Any]) -> Any:

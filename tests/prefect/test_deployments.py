@@ -107,6 +107,7 @@ def test_wrong_parameters_are_refused_with_their_place_before_anything_is_queued
     assert not (runs.root / "wrong").exists()
 
 
+@pytest.mark.slow
 def test_operators_deployments_do_what_their_commands_do(
     runs: FlowRuns, service: PrefectService, tmp_path: Path
 ) -> None:

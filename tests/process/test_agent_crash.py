@@ -6,6 +6,7 @@ import itertools
 import signal
 from pathlib import Path
 
+import pytest
 from tests.agent_ranks import (
     committed,
     filling_of,
@@ -29,6 +30,7 @@ SAVE_STEP = 24
 PADDING = 8 << 20
 
 
+@pytest.mark.slow
 def test_killed_ranks_commit_the_staged_step_or_the_last_complete_snapshot(tmp_path: Path) -> None:
     """Every rank is killed twice: in the middle of a snapshot's copy, and right after staging a
     save that the flusher has not started to write."""

@@ -165,6 +165,7 @@ def test_pause_resume_and_resize_keep_the_same_flow(runs: FlowRuns) -> None:
     assert runs.holdfast("show", "resized")["goodput"]["steps_lost"] == 0
 
 
+@pytest.mark.slow
 def test_failing_program_fails_the_flow_with_its_traceback(runs: FlowRuns) -> None:
     spec = runs.write_spec("failing", {"steps": 30, "sleep_s": 0.05, "fail_at": 12})
     done = runs.service.command("holdfast", "submit", str(spec), "--wait", "--json", check=False)

@@ -114,6 +114,7 @@ def test_weights_are_bit_identical_after_preemption_at_the_same_size(
     assert [key for key in expected if not is_same(found[key], expected[key])] == []
 
 
+@pytest.mark.slow
 def test_data_and_losses_are_the_same_after_preemption_and_resize(
     runs: FlowRuns, undisturbed: RunPaths
 ) -> None:

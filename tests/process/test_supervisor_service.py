@@ -150,6 +150,7 @@ def test_service_supervises_submitted_runs_and_survives_its_own_death(
         end_job(long)
 
 
+@pytest.mark.slow
 def test_service_takes_up_a_run_whose_supervisor_was_killed(services: Services) -> None:
     run = LocalRun(services.root, steps=600, sleep_s=0.1, supervision={"poll_s": 0.5})
     try:

@@ -62,6 +62,7 @@ def cached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CachedCluster]:
         yield CachedCluster(cluster, root, control, base)
 
 
+@pytest.mark.slow
 def test_preempted_run_on_two_nodes_continues_on_one(cached: CachedCluster) -> None:
     check_preemption(cached.slurm, cached.root)
 

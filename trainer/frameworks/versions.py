@@ -30,7 +30,7 @@ class Supported:
 
 # The name of an extra of Holdfast, and the package that it is for.
 FRAMEWORKS: Final = {
-    "transformers": Supported(package="transformers", oldest="5.23", below="6"),
+    "transformers": Supported(package="transformers", oldest="5.6", below="6"),
     "accelerate": Supported(package="accelerate", oldest="1.15", below="2"),
     "lightning": Supported(package="lightning", oldest="2.6", below="2.7"),
     "deepspeed": Supported(package="deepspeed", oldest="0.19", below="0.20"),

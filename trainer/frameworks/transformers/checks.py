@@ -55,13 +55,15 @@ def _refused(trainer: Any) -> set[str]:
     args = trainer.args
     sizes = trainer.get_tp_size(), trainer.get_cp_size(), trainer.get_sp_size()
     numerics = chosen_numerics()
+    # Since Transformers 5.23, a model can be sharded when it is loaded.
+    is_sharded = getattr(trainer.model, "is_distributed_loading_by_transformers", False)
     found = {
         "jit": args.enable_jit_checkpoint,
         "auto_batch": args.auto_find_batch_size,
         "search": trainer.hp_search_backend is not None,
         "deepspeed": trainer.is_deepspeed_enabled,
         "fsdp": args.fsdp,
-        "parallel": trainer.is_distributed_loading_by_transformers or sizes != (1, 1, 1),
+        "parallel": is_sharded or sizes != (1, 1, 1),
         "several_gpus": args.n_gpu > 1,
         "numerics": bool({"skip", "rollback"} & {numerics.on_nan, numerics.on_spike}),
         "order": args.world_size > 1 and not args.accelerator_config.use_seedable_sampler,
