@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import warnings
-from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -44,19 +43,7 @@ from holdfast.trainer.dcp.errors import DcpLoadError, DcpSaveError
 FILES = [".metadata", "__0_0.distcp", "manifest.json"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def end_flusher() -> Iterator[None]:
-    yield
-    channel._close_all()
-
-
-@pytest.fixture(autouse=True)
-def ignore_stock_hints() -> Iterator[None]:
-    """Stock DCP warns that there is no process group."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
-        yield
+pytestmark = pytest.mark.usefixtures("end_flusher", "ignore_stock_hints")
 
 
 def names_in(folder: Path) -> list[str]:

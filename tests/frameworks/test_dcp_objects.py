@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,22 +20,8 @@ from torch.distributed.checkpoint.filesystem import (
 
 from holdfast.contracts.manifest import read_manifest
 from holdfast.trainer import dcp
-from holdfast.trainer.dcp import channel
 
-
-@pytest.fixture(scope="module", autouse=True)
-def end_flusher() -> Iterator[None]:
-    yield
-    channel._close_all()
-
-
-@pytest.fixture(autouse=True)
-def ignore_stock_hints() -> Iterator[None]:
-    """Stock DCP warns that there is no process group."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
-        yield
+pytestmark = pytest.mark.usefixtures("end_flusher", "ignore_stock_hints")
 
 
 class Renames(DefaultSavePlanner):
