@@ -241,7 +241,7 @@ def takes_whole_nodes(resources: Resources, partition: Mapping[str, str]) -> boo
     """Return True if the spec or its partition makes a job share no node."""
     if str(resources.extra.get("exclusive", False)) in {"True", ""}:
         return True
-    # Since Slurm 26.05, a field of its own says so.
+    # Slurm 26.05 has a field of its own for this.
     return partition.get("OverSubscribe") == "EXCLUSIVE" or partition.get("Exclusive") == "NODE"
 
 

@@ -55,7 +55,7 @@ def _refused(trainer: Any) -> set[str]:
     args = trainer.args
     sizes = trainer.get_tp_size(), trainer.get_cp_size(), trainer.get_sp_size()
     numerics = chosen_numerics()
-    # Since Transformers 5.23, a model can be sharded when it is loaded.
+    # Newer versions of Transformers can shard a model while they load it.
     is_sharded = getattr(trainer.model, "is_distributed_loading_by_transformers", False)
     found = {
         "jit": args.enable_jit_checkpoint,
