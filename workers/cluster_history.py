@@ -1,7 +1,8 @@
 """The free GPUs of a partition in the past, from Slurm's accounting: a trace for `simulate`.
 
 Every job of every user counts with its GPUs while it ran, and every node with all its GPUs while it
-was down or drained. The nodes are those of today.
+was down or drained. Each number is the fewest that were free in its time. The nodes are those of
+today.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from holdfast.workers import slurm_client
 from holdfast.workers.slurm_client import Ask, call, chosen_partitions, expand_hosts, parse_time
 from holdfast.workers.traces import Trace
 
-GAP_S: Final = 300.0
+GAP_S_MAX: Final = 300.0
+# Of a short time, the trace has a number for each second or so.
+TICKS_MIN: Final = 1000
 DAY_S: Final = 24 * 3600.0
 # A month of a large cluster takes a while.
 ANSWER_S_MAX: Final = 300.0
@@ -28,19 +31,43 @@ EVENT_FIELDS: Final = ("NodeName", "TimeStart", "TimeEnd")
 
 
 class _Use:
-    """The GPUs in use at each tick, of nodes with `gpus` GPUs each."""
+    """The GPUs in use over time, of nodes with `gpus` GPUs each."""
 
     def __init__(self, gpus: Mapping[str, int], since: float, until: float) -> None:
-        self._gpus, self._since = gpus, since
-        self.ticks = [0.0] * max(1, math.ceil((until - since) / GAP_S))
+        self._gpus, self._since, self._until = gpus, since, until
+        # When, how many GPUs more or less, and on which node.
+        self._changes: list[tuple[float, float, str]] = []
 
-    def add(self, began: float, ended: float, nodes: Mapping[str, float]) -> None:
-        """Count GPUs by node as in use in every tick that the period touches."""
-        first = max(0, int((began - self._since) // GAP_S))
-        last = math.ceil((ended - self._since) / GAP_S)
-        gpus = sum(min(count, self._gpus[node]) for node, count in nodes.items())
-        for tick in range(first, min(last, len(self.ticks))):
-            self.ticks[tick] += gpus
+    def add(self, began: float, ended: float | None, nodes: Mapping[str, float]) -> None:
+        """Count GPUs by node as in use from `began` until `ended`, or until now if it is `None`.
+
+        Other nodes than those of `gpus` do not count.
+        """
+        first = max(began, self._since)
+        last = self._until if ended is None else min(ended, self._until)
+        if first < last:
+            for node in nodes.keys() & self._gpus.keys():
+                self._changes += [(first, nodes[node], node), (last, -nodes[node], node)]
+
+    def most(self, gap_s: float) -> list[float]:
+        """Return the most GPUs that were in use at one moment, for each `gap_s` seconds.
+
+        So jobs that follow each other on a GPU within this time count once.
+        """
+        most = [0.0] * math.ceil((self._until - self._since) / gap_s)
+        used = dict.fromkeys(self._gpus, 0.0)
+        total, tick = 0.0, 0
+        # At one moment, jobs end before others begin, since a decrease sorts first.
+        for at, change, node in sorted(self._changes):
+            position = (at - self._since) / gap_s
+            for earlier in range(tick, math.ceil(position)):
+                most[earlier] = max(most[earlier], total)
+            tick = int(position)
+            # A node that was drained counts whole, with the jobs that still ran there.
+            before = min(used[node], self._gpus[node])
+            used[node] += change
+            total += min(used[node], self._gpus[node]) - before
+        return most
 
 
 def read_history(resources: Resources, days: float, *, now: float, ask: Ask | None = None) -> Trace:
@@ -65,14 +92,14 @@ def read_history(resources: Resources, days: float, *, now: float, ask: Ask | No
     use = _Use(gpus, since, now)
     period = _slurm_time(since), _slurm_time(now)
     for began, ended, nodes in _jobs(period, ask):
-        ours = {node: count for node, count in nodes.items() if node in gpus}
-        use.add(began, now if ended is None else ended, ours)
+        use.add(began, ended, nodes)
     for node, began, ended in _events(period, ask):
         # An event without a node is about the whole cluster, such as a change of its size.
-        if node in gpus:
-            use.add(began, now if ended is None else ended, {node: float(gpus[node])})
+        use.add(began, ended, {node: float(gpus.get(node, 0))})
     total = sum(gpus.values())
-    return Trace(tuple(max(0, int(total - used)) for used in use.ticks), GAP_S)
+    gap_s = min(GAP_S_MAX, math.ceil(days * DAY_S / TICKS_MIN))
+    # Shares of a node are fractions, whose sums are not exact.
+    return Trace(tuple(int(total - used + 1e-6) for used in use.most(gap_s)), gap_s)
 
 
 def _jobs(

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from holdfast.contracts.goodput import PARTS
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.spec_resources import Resources
 from holdfast.workers.attempt_costs import Costs, Saves
-from holdfast.workers.cluster_history import read_history
+from holdfast.workers.cluster_history import _Use, read_history
 from holdfast.workers.simulation import Simulated, simulate
 from holdfast.workers.traces import Trace, read_trace
 
@@ -271,11 +272,26 @@ def test_history_of_a_cluster_becomes_a_trace() -> None:
     resources = Resources(executor="slurm", partition="spot")
     trace = read_history(resources, 1 / 24, now=NOW, ask=answer)
     # Of 8 GPUs, 4 of n1 are in use for 10 min, then 2 of n2; n1 is down for 5 min.
-    assert trace.gpus == (4, 4, 6, 6, 2, 6, 6, 6, 6, 6, 6, 6)
-    assert trace.gap_s == 300.0
+    assert trace.gap_s == 4.0
+    assert len(trace.gpus) == 900
+    assert [len(list(same)) for _, same in groupby(trace.gpus)] == [150, 150, 75, 525]
+    assert [free for free, _ in groupby(trace.gpus)] == [4, 6, 2, 6]
     assert next(words for words in asked if words[0] == "sacct")[-3].startswith("-E")
     with pytest.raises(SpecError, match="no node with GPUs of the spec"):
         read_history(Resources(executor="slurm", partition="none"), 1.0, now=NOW, ask=answer)
+
+
+def test_history_counts_the_most_gpus_in_use_at_one_moment() -> None:
+    """Short jobs that follow each other on a GPU use one, also within one number of the trace."""
+    use = _Use({"n1": 4, "n2": 4}, 1000.0, 2000.0)
+    for began in range(1000, 1090, 10):
+        use.add(began, began + 10, {"n1": 2.0, "elsewhere": 8.0})
+    # n1 is drained while a job still runs on it, and is taken for 4 GPUs and no more.
+    use.add(1210.0, 1250.0, {"n1": 3.0, "n2": 1.0})
+    use.add(1220.0, 1240.0, {"n1": 4.0})
+    use.add(1900.0, None, {"n2": 4.0})
+    use.add(500.0, 900.0, {"n2": 4.0})
+    assert use.most(100.0) == [2, 0, 5, 0, 0, 0, 0, 0, 0, 4]
 
 
 SPEC = """
