@@ -41,10 +41,11 @@ from holdfast.contracts.paths import RunPaths, list_runs
 from holdfast.contracts.states import RunState
 from holdfast.lineage import cursors, pages, queries
 from holdfast.lineage.comparison import compare
-from holdfast.lineage.database import Database, open_database, upgrade
+from holdfast.lineage.database import Database, open_database
 from holdfast.lineage.ingest import ingest_run
 from holdfast.lineage.nodes import list_nodes
 from holdfast.lineage.reindex import reindex
+from holdfast.lineage.schema_changes import upgrade
 from holdfast.lineage.series import metric_series
 
 SAMPLES: Final = 100

@@ -25,10 +25,11 @@ from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.paths import MANIFEST, ROOT_ID, RunPaths, list_runs
 from holdfast.contracts.roots import ensure_root_id
 from holdfast.lineage import disk, ingest, models, pages, queries, states, views
-from holdfast.lineage.database import Database, open_database, upgrade
+from holdfast.lineage.database import Database, open_database
 from holdfast.lineage.disk import Survey
 from holdfast.lineage.ingest import ingest_run
 from holdfast.lineage.reindex import reindex
+from holdfast.lineage.schema_changes import upgrade
 
 Dump = Mapping[str, list[dict[str, Any]]]
 

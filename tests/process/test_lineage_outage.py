@@ -13,8 +13,9 @@ from tests.postgres import postgres_server
 from tests.process.test_lineage_ingest import clear, dump
 from tests.runs import build_sample_runs
 
-from holdfast.lineage.database import open_database, upgrade
+from holdfast.lineage.database import open_database
 from holdfast.lineage.reindex import reindex
+from holdfast.lineage.schema_changes import upgrade
 
 PROCESS_TIMEOUT_S: Final = 240
 RESTARTS: Final = 2

@@ -19,10 +19,11 @@ from holdfast.contracts.states import RunState
 from holdfast.lineage import pages
 from holdfast.lineage.comparison import compare, list_files
 from holdfast.lineage.cursors import PAGE_MAX, Page
-from holdfast.lineage.database import Database, open_database, upgrade
+from holdfast.lineage.database import Database, open_database
 from holdfast.lineage.ingest import forget_run, ingest_run
 from holdfast.lineage.nodes import list_nodes, node_faults
 from holdfast.lineage.reindex import reindex
+from holdfast.lineage.schema_changes import upgrade
 from holdfast.lineage.series import metric_series
 from holdfast.lineage.states import CheckpointState
 

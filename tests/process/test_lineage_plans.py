@@ -15,11 +15,12 @@ from tests.runs import T0, RunFolder, build_sample_runs
 from holdfast.contracts.states import RunState
 from holdfast.lineage import models, pages, queries
 from holdfast.lineage.comparison import compare, list_files
-from holdfast.lineage.database import Database, open_database, upgrade
+from holdfast.lineage.database import Database, open_database
 from holdfast.lineage.durability import add_durability, read_durability
 from holdfast.lineage.ingest import ingest_run
 from holdfast.lineage.nodes import list_nodes, node_faults
 from holdfast.lineage.reindex import reindex
+from holdfast.lineage.schema_changes import upgrade
 from holdfast.lineage.series import metric_series
 from holdfast.lineage.states import CheckpointState
 

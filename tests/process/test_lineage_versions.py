@@ -17,9 +17,11 @@ from holdfast.contracts.errors import LineageError
 from holdfast.contracts.journal import EventKind, read_journal
 from holdfast.contracts.roots import ensure_root_id, read_root_id
 from holdfast.lineage import disk, ingest, pages, queries
-from holdfast.lineage.database import open_database, schema_problem, upgrade
+from holdfast.lineage.database import open_database
 from holdfast.lineage.ingest import ingest_run
 from holdfast.lineage.reindex import reindex
+from holdfast.lineage.schema import schema_problem
+from holdfast.lineage.schema_changes import upgrade
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

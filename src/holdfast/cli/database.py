@@ -27,9 +27,9 @@ def register(app: typer.Typer) -> None:
 
 def upgrade(as_json: AsJson = False) -> None:
     """Upgrade the schema to the newest revision."""
-    from holdfast.lineage import database
+    from holdfast.lineage import schema_changes
 
-    revision = database.upgrade()
+    revision = schema_changes.upgrade()
     answer({"revision": revision}, as_json, _render_revision)
 
 
@@ -40,19 +40,19 @@ def downgrade(
     as_json: AsJson = False,
 ) -> None:
     """Downgrade the schema to an older revision."""
-    from holdfast.lineage import database
+    from holdfast.lineage import schema_changes
 
-    answer({"revision": database.downgrade(None, revision)}, as_json, _render_revision)
+    answer({"revision": schema_changes.downgrade(None, revision)}, as_json, _render_revision)
 
 
 def current(as_json: AsJson = False) -> None:
     """Show the schema's revision, and whether this version can use it."""
-    from holdfast.lineage import database
+    from holdfast.lineage import schema
 
-    found, problem = database.current_revision(), database.schema_problem()
+    found, problem = schema.current_revision(), schema.schema_problem()
     facts = {
         "revision": found,
-        "head": database.head_revision(),
+        "head": schema.head_revision(),
         "ok": problem is None,
         "problem": problem,
     }

@@ -1,4 +1,4 @@
-"""Opening the database: its transactions, and upgrades of its schema."""
+"""Opening the database, and its transactions."""
 
 from __future__ import annotations
 
@@ -7,23 +7,13 @@ import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
 
-from alembic import command
-from alembic.config import Config
-from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
-from alembic.util import CommandError
-from sqlalchemy import URL, Connection, Engine, NullPool, inspect, select
+from sqlalchemy import URL, Connection, Engine
 
-from holdfast.contracts.errors import DamagedIndexError, LineageError, QueryError
-from holdfast.lineage import models
+from holdfast.contracts.errors import DamagedIndexError, LineageError
 from holdfast.lineage.engine import WRITES, make_engine, parse_url, prepare_file, translate_errors
 from holdfast.lineage.heal import quarantine, was_database
-
-MIGRATIONS: Final = Path(__file__).parent / "migrations"
-# Alembic keeps its state in module globals, so only one thread of a process may migrate at a time.
-_MIGRATING: Final = threading.Lock()
+from holdfast.lineage.schema import problem_of, revision_of
 
 
 class Database:
@@ -120,9 +110,9 @@ def open_database(url: str | None = None) -> Database:
     if parsed.get_backend_name() == "sqlite":
         _make_usable(parsed, url)
     else:
-        found = _revision(parsed)
-        if found != head_revision() and not _is_compatible(parsed, found):
-            raise LineageError(_schema_problem(parsed, found))
+        problem = problem_of(parsed, revision_of(parsed))
+        if problem:
+            raise LineageError(problem)
     return Database(make_engine(parsed))
 
 
@@ -154,130 +144,9 @@ def replace_damaged(url: URL) -> None:
         )
 
 
-def upgrade(url: str | None = None, revision: str = "head") -> str:
-    """Upgrade the schema to `revision` and return the new revision. Safe to run concurrently."""
-    _migrate(url, command.upgrade, revision)
-    return current_revision(url) or ""
-
-
-def downgrade(url: str | None, revision: str) -> str | None:
-    """Downgrade the schema to `revision` (`base` drops it) and return the new revision.
-
-    Raises `QueryError` for an unknown revision.
-    """
-    known = _known_revisions()
-    if revision not in {"base", *known} and not revision.startswith("-"):
-        raise QueryError(
-            f"{revision!r}: not a revision of the schema. Expected one of {', '.join(known)}, or "
-            "base"
-        )
-    _migrate(url, command.downgrade, revision)
-    return current_revision(url)
-
-
-def current_revision(url: str | None = None) -> str | None:
-    """Return the schema's revision, or None if there is no schema yet."""
-    parsed = parse_url(url)
-    if parsed.get_backend_name() == "sqlite" and not Path(parsed.database or "").exists():
-        return None
-    return _revision(parsed)
-
-
-def schema_problem(url: str | None = None) -> str | None:
-    """Return why this version cannot use the schema, with the next step; None if it can."""
-    parsed, found = parse_url(url), current_revision(url)
-    if found == head_revision() or (found is not None and _is_compatible(parsed, found)):
-        return None
-    return _schema_problem(parsed, found)
-
-
-def head_revision() -> str:
-    """Return the schema revision of this version of Holdfast."""
-    return ScriptDirectory(str(MIGRATIONS)).get_current_head() or ""
-
-
-def _known_revisions() -> list[str]:
-    return [script.revision for script in ScriptDirectory(str(MIGRATIONS)).walk_revisions()]
-
-
-@contextlib.contextmanager
-def connect_for_migration(url: str | None = None) -> Iterator[Connection]:
-    """Yield a connection for schema changes.
-
-    It does not enforce foreign keys. SQLite alters a table by copying it and dropping the old
-    one, and with foreign keys the drop would delete every referring row.
-    """
-    parsed = parse_url(url)
-    if parsed.get_backend_name() == "sqlite":
-        prepare_file(parsed)
-    engine = make_engine(parsed, foreign_keys=False, poolclass=NullPool)
-    try:
-        with translate_errors(parsed), engine.connect() as connection:
-            yield connection.execution_options(**{WRITES: True})
-    finally:
-        engine.dispose()
-
-
 def _bring_up_to_date(parsed: URL, url: str | None) -> None:
-    found = _revision(parsed)
-    if found != head_revision() and not _is_compatible(parsed, found):
+    if problem_of(parsed, revision_of(parsed)):
+        # Alembic takes a third of a second and 12 MB to import, and is hardly ever needed.
+        from holdfast.lineage.schema_changes import upgrade
+
         upgrade(url)
-
-
-def _is_compatible(url: URL, found: str | None) -> bool:
-    """Return True for a newer schema that programs of this revision may still read and write."""
-    head = head_revision()
-    if found is None or found in _known_revisions():
-        return False
-    engine = make_engine(url, poolclass=NullPool)
-    try:
-        with translate_errors(url), engine.connect() as connection:
-            if not inspect(connection).has_table(models.Compatibility.__tablename__):
-                return False
-            oldest = connection.scalar(select(models.Compatibility.oldest))
-    finally:
-        engine.dispose()
-    # Revisions are four-digit numbers, so they compare as text.
-    return oldest is not None and str(oldest) <= head
-
-
-def _revision(url: URL) -> str | None:
-    engine = make_engine(url, poolclass=NullPool)
-    try:
-        with translate_errors(url), engine.connect() as connection:
-            return MigrationContext.configure(connection).get_current_revision()
-    finally:
-        engine.dispose()
-
-
-def _migrate(url: str | None, act: Any, revision: str) -> None:
-    parsed = parse_url(url)
-    found = current_revision(url)
-    if found is not None and found not in _known_revisions():
-        raise LineageError(_schema_problem(parsed, found))
-    config = Config()
-    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
-    config.set_main_option("path_separator", "os")
-    with _MIGRATING, connect_for_migration(url) as connection:
-        config.attributes["connection"] = connection
-        try:
-            act(config, revision)
-        except CommandError as error:
-            raise LineageError(f"{parsed.render_as_string(hide_password=True)}: {error}") from error
-        connection.commit()
-
-
-def _schema_problem(url: URL, found: str | None) -> str:
-    name = url.render_as_string(hide_password=True)
-    if found is None:
-        return f"{name}: the database has no Holdfast schema yet; run `holdfast db upgrade`"
-    if found not in _known_revisions():
-        return (
-            f"{name}: the schema has revision {found}, which is newer than this Holdfast "
-            f"({head_revision()}); upgrade Holdfast on this machine, or move the database away and "
-            "run `holdfast reindex`, which fills a new one from the runs"
-        )
-    return (
-        f"{name}: the schema has revision {found}, but this Holdfast needs {head_revision()}; "
-        "run `holdfast db upgrade`"
-    )
