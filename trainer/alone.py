@@ -22,8 +22,7 @@ def claimed(session: object, abandon: Callable[[], None]) -> Iterator[None]:
     If the body raises, call `abandon` and release the session. Raises `SessionError` if another
     session is open.
     """
-    holder = _live.get(os.getpid())
-    if holder is not None and holder() is not None:
+    if is_claimed():
         raise SessionError(
             "this process already has a Session; expected one at a time. Give one Session all "
             "models and optimizers as lists, and further objects as extra; or call close() on the "
@@ -46,3 +45,9 @@ def release(session: object) -> None:
     holder = _live.get(os.getpid())
     if holder is not None and holder() is session:
         _live.clear()
+
+
+def is_claimed() -> bool:
+    """Return True if this process has an open session."""
+    holder = _live.get(os.getpid())
+    return holder is not None and holder() is not None

@@ -18,10 +18,10 @@ from typing import Final
 
 from holdfast.contracts.bounds import STEP_MAX
 from holdfast.contracts.digests import FileChecksum
-from holdfast.contracts.durable import create_bytes, fsync_directory, make_directory
+from holdfast.contracts.durable import fsync_directory
 from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError, ForeignFileError
-from holdfast.contracts.manifest import FileEntry, Manifest, encode_manifest, read_manifest
-from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths
+from holdfast.contracts.manifest import FileEntry, Manifest, read_manifest
+from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.reading import open_regular
 from holdfast.contracts.spec_program import STEP_FIELD, Program
 
@@ -228,31 +228,6 @@ def path_of(manifest: Manifest, pattern: Pattern) -> Path | None:
     if source == pattern.folder and len(manifest.files) == 1:
         return source / manifest.files[0].path
     return source if source.parent == pattern.folder else None
-
-
-def record(paths: RunPaths, manifest: Manifest) -> bool:
-    """Create the manifest in the run, durably; return False if the checkpoint has one."""
-    directory = paths.checkpoint(manifest.name)
-    make_directory(directory)
-    return create_bytes(directory / MANIFEST, encode_manifest(manifest))
-
-
-def retire(paths: RunPaths, name: CheckpointName | str) -> None:
-    """Make the manifest a tombstone, because the program's files are gone or others now.
-
-    Journal the line `checkpoint_deleted` before. Does nothing if another process was faster.
-    """
-    directory = paths.checkpoint(name)
-    make_directory(paths.tombstones)
-    try:
-        os.rename(directory / MANIFEST, paths.tombstone(name))
-    except FileNotFoundError:
-        return
-    fsync_directory(paths.tombstones)
-    # Another file in it would be somebody's, so the directory stays then.
-    with contextlib.suppress(OSError):
-        directory.rmdir()
-    fsync_directory(paths.checkpoints)
 
 
 def newest_before(

@@ -24,20 +24,14 @@ from tests.frameworks.dcp_states import (
     saved_date,
     stock,
 )
-from tests.runs import RunFolder
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from holdfast.contracts.damage import find_damage
 from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError, SaveError
-from holdfast.contracts.journal import read_journal
 from holdfast.contracts.manifest import read_manifest
-from holdfast.lineage.database import open_database
-from holdfast.lineage.ingest import ingest_run
-from holdfast.lineage.pages import list_events
 from holdfast.trainer import Session, dcp, placed
-from holdfast.trainer.dcp import channel
 from holdfast.trainer.dcp.errors import DcpLoadError, DcpSaveError
 
 FILES = [".metadata", "__0_0.distcp", "manifest.json"]
@@ -374,37 +368,3 @@ def test_it_works_while_a_session_is_open(tmp_path: Path) -> None:
     dcp.load({"model": other}, checkpoint_id=tmp_path / "own-3")
     assert torch.equal(other.weight, model.weight)
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 3
-
-
-# --- inside a run ---------------------------------------------------------------------------------
-
-
-def test_in_a_run_its_journal_and_the_manifest_name_each_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = RunFolder(tmp_path, "tried", "a" * 32)
-    attempt = folder.paths.attempt(1)
-    for name, value in (("RUN_DIR", folder.paths.directory), ("ATTEMPT", 1), ("LAUNCH", 2)):
-        monkeypatch.setenv(f"HOLDFAST_{name}", str(value))
-    channel._close_all()
-    dcp.save(make_state(1), checkpoint_id=tmp_path / "a")
-    dcp.save(make_state(2), checkpoint_id=tmp_path / "b")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DcpSaveError):
-        dcp.save(make_state(3), checkpoint_id=tmp_path / "file")
-    channel._close_all()
-    manifest = read_manifest(tmp_path / "b")
-    assert manifest is not None
-    assert (manifest.run, manifest.run_uid) == ("tried", "a" * 32)
-    assert (manifest.attempt, manifest.launch) == (1, 2)
-    events, _ = read_journal(attempt.rank_journal)
-    assert [(str(e.kind), Path(e.data["checkpoint"]).name) for e in events] == [
-        *(("staged", "a"), ("committed", "a"), ("staged", "b"), ("committed", "b")),
-        *(("staged", "file"), ("save_failed", "file")),
-    ]
-    assert events[3].data["bytes"] == manifest.bytes
-    assert events[3].data["step"] == manifest.step
-    with open_database(f"sqlite:///{tmp_path}/index.db") as database:
-        ingest_run(database, folder.paths)
-        kinds = [row["kind"] for row in list_events(database, "tried", limit=20).items]
-    assert kinds.count("committed") == 2

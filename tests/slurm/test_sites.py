@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from slurm_cluster import SlurmCluster
 from slurm_config import ClusterSpec
+from slurm_errors import DaemonError
 from tests.process.local_runs import LocalRun, wait_until
 
 from holdfast.contracts.attempt import Request, Submission, read_document
@@ -180,7 +181,18 @@ def qos(slurm: SlurmCluster, name: str, *settings: str) -> Iterator[None]:
     try:
         yield
     finally:
+        # From 26.05 on, Slurm refuses this until its database knows that the last job has ended.
+        wait_until(lambda: _is_removed(slurm, name), f"the end of QOS {name}", 60)
+
+
+def _is_removed(slurm: SlurmCluster, name: str) -> bool:
+    try:
         slurm.run("sacctmgr", "-i", "delete", "qos", name)
+    except DaemonError as error:
+        if "Job(s) active" in str(error):
+            return False
+        raise
+    return True
 
 
 @pytest.mark.slow

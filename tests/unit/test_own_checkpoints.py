@@ -19,7 +19,7 @@ from holdfast.contracts.errors import CheckpointError
 from holdfast.contracts.manifest import Manifest
 from holdfast.contracts.paths import CheckpointName
 from holdfast.contracts.rank_status import NOWHERE
-from holdfast.contracts.sources import files_folder
+from holdfast.contracts.sources import files_folder, record_source, retire_source
 from holdfast.contracts.spec_program import Program
 from holdfast.contracts.states import AttemptState
 from holdfast.flows.forks import fork_run
@@ -282,7 +282,7 @@ def _record(run: RunFolder, found: OwnCheckpoint) -> Manifest:
         staged_at=found.changed_at,
         committed_at=found.changed_at + 1,
     )
-    assert own_checkpoints.record(run.paths, manifest)
+    assert record_source(run.paths, manifest)
     return manifest
 
 
@@ -334,7 +334,7 @@ def test_a_retired_checkpoint_becomes_a_tombstone_and_its_files_stay(
     folder = _write(tmp_path / "checkpoint-50", state="x")
     manifest = _record(run, _found(folder))
     for _ in range(2):
-        own_checkpoints.retire(run.paths, manifest.name)
+        retire_source(run.paths, manifest.name)
     assert run.paths.tombstone(manifest.name).is_file()
     assert run.paths.list_checkpoints() == []
     assert (folder / "state").read_text() == "x"

@@ -1,12 +1,15 @@
-"""What is recorded of saves: the order of a program's checkpoints, and the journal of its run.
+"""What is recorded of saves: the order of a program's checkpoints, and their rows in its run.
 
-Under an agent, the lines `staged`, `committed` and `save_failed` go to rank 0's journal, which the
-index reads. In them, `checkpoint` is the directory that the program chose.
+Under an agent, each committed save gets a manifest in the run's folder, and the lines `staged`,
+`committed` and `save_failed` go to rank 0's journal, which the index reads. Beside an open
+`Session`, whose checkpoints these are not, a save has only its lines, and `checkpoint` in them is
+the directory.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import threading
 from pathlib import Path
 from typing import Any, Final
@@ -15,79 +18,134 @@ from holdfast.contracts import environment as names
 from holdfast.contracts.bounds import NAME_CHARACTERS_MAX
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.manifest import Manifest, read_manifest
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.paths import CheckpointName, RunPaths
+from holdfast.contracts.sources import PROGRAM
+from holdfast.trainer import alone
+from holdfast.trainer.dcp.run_checkpoints import RunCheckpoints
 from holdfast.trainer.metrics import Recorder
 
 REASON: Final = "request"
+# A longer number in a name is a date or a time.
+_STEP: Final = re.compile(r"(?<![0-9])[0-9]{1,7}$")
 
 
 class SaveRecord:
     """The newest checkpoint that this process has loaded or committed: the next one's parent.
 
-    Checkpoints are counted along their line of descent. The first rank of a process group decides
-    for all its ranks, so only its record matters.
+    Checkpoints are counted along their line of descent, by the steps in the names of their
+    directories where these grow. The first rank of a process group decides for all its ranks, so
+    only its record matters.
     """
 
     def __init__(self) -> None:
         self.parent: str | None = None
-        self._count = 0
+        self._step = 0
         # The watching threads of all process groups write here too.
-        self._lock = threading.Lock()
-        self._recorder: Recorder | None = None
+        self._lock = threading.RLock()
+        self._run: _RunRecord | None = None
 
-    def next_step(self) -> int:
-        """Return the number of the next save."""
-        self._count += 1
-        return self._count
+    def next_step(self, directory: Path) -> int:
+        """Return the number of the next save, which goes into `directory`."""
+        named = _STEP.search(directory.name)
+        self._step = max(self._step + 1, int(named[0]) if named else 0)
+        return self._step
 
     def loaded(self, directory: Path, manifest: Manifest | None) -> None:
         """Record that the program continues from the checkpoint in `directory`."""
         self.parent = _id_of(directory)
         if manifest is not None:
-            self._count = max(self._count, manifest.step)
+            self._step = max(self._step, manifest.step)
+            with self._lock:
+                if (run := self._under_run()) is not None:
+                    run.loaded(manifest)
 
     def staged(self, directory: Path, step: int, size: int, blocked_s: float) -> None:
         """Record that a save of `size` bytes on this rank is staged."""
         facts = {"bytes": size, "blocked_s": round(blocked_s, 6), "reason": REASON}
-        self._write(EventKind.STAGED, directory, step, **facts)
+        with self._lock:
+            if (run := self._under_run()) is not None:
+                run.write(EventKind.STAGED, directory, step, **facts)
 
     def committed(self, directory: Path, step: int) -> None:
         """Record that a save is committed."""
         self.parent = _id_of(directory)
-        if _has_run():
-            self._write(EventKind.COMMITTED, directory, step, **_measured(directory))
+        with self._lock:
+            if (run := self._under_run()) is not None:
+                run.committed(directory, step)
 
     def failed(self, directory: Path, step: int, problem: str) -> None:
         """Record that a save was not committed."""
-        self._write(EventKind.SAVE_FAILED, directory, step, error=problem)
+        with self._lock:
+            if (run := self._under_run()) is not None:
+                run.write(EventKind.SAVE_FAILED, directory, step, error=problem)
 
     def close(self) -> None:
         """Write the lines that are queued."""
         with self._lock:
-            recorder, self._recorder = self._recorder, None
-        if recorder is not None:
-            recorder.close()
+            run, self._run = self._run, None
+        if run is not None:
+            run.close()
 
-    def _write(self, kind: EventKind, directory: Path, step: int, **facts: Any) -> None:
-        if not _has_run():
+    def _under_run(self) -> _RunRecord | None:
+        """Return the record in the run that is around this process, if there is one."""
+        if self._run is None and os.environ.get(names.RUN_DIRECTORY):
+            self._run = _RunRecord()
+        return self._run
+
+
+class _RunRecord:
+    """The rows of placed checkpoints in the run of this launch."""
+
+    def __init__(self) -> None:
+        run = RunPaths(Path(os.environ[names.RUN_DIRECTORY]))
+        self._attempt, self._launch = int(os.environ[names.ATTEMPT]), int(os.environ[names.LAUNCH])
+        journal = run.attempt(self._attempt).rank_journal
+        metrics = run.metrics_of(self._attempt, self._launch)
+        self._recorder = Recorder(journal, metrics, attempt=self._attempt, launch=self._launch)
+        self._checkpoints = RunCheckpoints(run)
+        self._parent: str | None = None
+
+    def loaded(self, manifest: Manifest) -> None:
+        found = self._checkpoints.find(manifest)
+        self._parent = found.id if found else None
+
+    def committed(self, directory: Path, step: int) -> None:
+        """Write the manifest of a save and its line, and end the records that it has replaced.
+
+        A save whose manifest cannot be written has only its line, because it is complete in the
+        directory where the program wants it.
+        """
+        manifest = _read(directory, step)
+        if manifest is None:
+            # The program has moved or replaced it already.
+            self.write(EventKind.COMMITTED, directory, step)
             return
-        with self._lock:
-            if self._recorder is None:
-                self._recorder = _open_recorder()
-            self._recorder.event(kind, checkpoint=str(directory), step=step, **facts)
+        facts = {"bytes": manifest.bytes, "flush_s": manifest.flush_s, "reason": REASON}
+        if alone.is_claimed():
+            self.write(EventKind.COMMITTED, directory, step, **facts)
+            return
+        try:
+            added = self._checkpoints.add(directory, manifest, self._name(step), self._parent)
+            self._parent = added.id
+            self.write(EventKind.COMMITTED, directory, step, **facts)
+            for lost, why in self._checkpoints.retire_lost(added):
+                self._recorder.event(
+                    EventKind.CHECKPOINT_DELETED, checkpoint=lost.name, reason=why, by=PROGRAM
+                )
+        except (OSError, ValueError) as error:
+            self._recorder.event(EventKind.NOTE, text=f"{directory} has no record: {error}")
 
+    def write(self, kind: EventKind, directory: Path, step: int, **facts: Any) -> None:
+        checkpoint = str(directory) if alone.is_claimed() else str(self._name(step))
+        self._recorder.event(
+            kind, checkpoint=checkpoint, step=step, directory=str(directory), **facts
+        )
 
-def _has_run() -> bool:
-    """Return True under an agent."""
-    return bool(os.environ.get(names.RUN_DIRECTORY))
+    def close(self) -> None:
+        self._recorder.close()
 
-
-def _open_recorder() -> Recorder:
-    """Return a recorder that writes to the journal of rank 0."""
-    run = RunPaths(Path(os.environ[names.RUN_DIRECTORY]))
-    number, launch = int(os.environ[names.ATTEMPT]), int(os.environ[names.LAUNCH])
-    journal = run.attempt(number).rank_journal
-    return Recorder(journal, run.metrics_of(number, launch), attempt=number, launch=launch)
+    def _name(self, step: int) -> CheckpointName:
+        return CheckpointName(step, self._attempt, self._launch)
 
 
 # One for all process groups of this process.
@@ -100,10 +158,10 @@ def _id_of(directory: Path) -> str | None:
     return text if len(text) <= NAME_CHARACTERS_MAX else None
 
 
-def _measured(directory: Path) -> dict[str, Any]:
-    """Return the facts of a committed save, none if the program has moved or replaced it."""
+def _read(directory: Path, step: int) -> Manifest | None:
+    """Return the manifest of the save of `step`; None if it is not there, or is another's."""
     try:
         manifest = read_manifest(directory)
     except (OSError, ValueError, RuntimeError):
-        return {}
-    return {} if manifest is None else {"bytes": manifest.bytes, "flush_s": manifest.flush_s}
+        return None
+    return manifest if manifest is not None and manifest.step == step else None

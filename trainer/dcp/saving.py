@@ -221,7 +221,7 @@ def _begin(
     began = time.monotonic()
     channel = channel_of(group)
     own, error = attempt(lambda: _prepare(channel, state_dict, target, planner))
-    step = RECORD.next_step() if channel.is_root else 0
+    step = RECORD.next_step(target.directory) if channel.is_root else 0
     message = _Message(
         problem=portable(error),
         directory=target.directory,

@@ -121,7 +121,7 @@ class MirrorWorker:
         left = [
             Task(run, directory, self._files_of(run, directory), None, peers_wait_s=LEFT_WAIT_S)
             for directory in reversed(run.list_checkpoints())
-            if (directory / MANIFEST).exists() and read_record(directory) is None
+            if _has_files(directory) and read_record(directory) is None
         ]
         with self._changed:
             self._old.extend(left)
@@ -279,3 +279,11 @@ class MirrorWorker:
             yield
         finally:
             os.close(handle)
+
+
+def _has_files(directory: Path) -> bool:
+    """Return True for a committed checkpoint whose files are in the run's folder."""
+    with contextlib.suppress(HoldfastError):
+        manifest = read_manifest(directory)
+        return manifest is not None and manifest.source is None
+    return False

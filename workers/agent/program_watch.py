@@ -19,6 +19,7 @@ from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.manifest import Manifest
 from holdfast.contracts.paths import CheckpointName
 from holdfast.contracts.rank_status import NOWHERE
+from holdfast.contracts.sources import GONE, PROGRAM, REPLACED, record_source, retire_source
 from holdfast.workers import own_checkpoints
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.program_output import OutputWatch
@@ -30,9 +31,6 @@ LOOK_S: Final = 1.0
 LOOK_SHARE: Final = 0.05
 STOP_WAIT_S: Final = 5.0
 PROBLEMS_NAMED_MAX: Final = 4
-BY: Final = "the program"
-GONE: Final = "the program deleted its files"
-CHANGED: Final = "the program wrote other files in their place"
 
 
 @dataclass(eq=False)
@@ -234,7 +232,7 @@ class ProgramWatch:
             # A deletion takes a while. It is not taken for a change until it is over.
             if not ended and still_s < self._program.settle_s:
                 return
-            self._retire(one.path, CHANGED)
+            self._retire(one.path, REPLACED)
         was_seen = launch.at_start.get(one.path) != one.files
         # The program may have written one before this watch first looked.
         is_old = not was_seen and one.changed_at < launch.began_at
@@ -295,7 +293,7 @@ class ProgramWatch:
             staged_at=one.changed_at,
             committed_at=time.time(),
         )
-        if not own_checkpoints.record(self._context.run, manifest):
+        if not record_source(self._context.run, manifest):
             raise CheckpointError(f"step {one.step} has been recorded from other files, as {name}")
         assert self._manifests is not None
         self._manifests[one.path] = manifest
@@ -318,9 +316,9 @@ class ProgramWatch:
         assert self._manifests is not None
         manifest = self._manifests[path]
         self._journal.append(
-            EventKind.CHECKPOINT_DELETED, checkpoint=manifest.name, reason=reason, by=BY
+            EventKind.CHECKPOINT_DELETED, checkpoint=manifest.name, reason=reason, by=PROGRAM
         )
-        own_checkpoints.retire(self._context.run, manifest.name)
+        retire_source(self._context.run, manifest.name)
         del self._manifests[path]
 
     def _find_origin(self, launch: _Launch, ended: str, before: int | None = None) -> None:

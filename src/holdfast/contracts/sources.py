@@ -1,15 +1,27 @@
-"""Where the files of a checkpoint are: in its directory, or where the program itself wrote them."""
+"""Where the files of a checkpoint are: in its directory, or where the program itself wrote them.
+
+A checkpoint that the program wrote has a directory in the run's folder with nothing but a manifest,
+and the manifest names the folder of the files as its `source`.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
+from holdfast.contracts.durable import create_bytes, fsync_directory, make_directory
 from holdfast.contracts.errors import CheckpointError, ForeignFileError
-from holdfast.contracts.manifest import Manifest
-from holdfast.contracts.paths import MANIFEST
+from holdfast.contracts.manifest import Manifest, encode_manifest
+from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths
 from holdfast.contracts.reading import held_folder
+
+# Who ended a checkpoint of a program's own, and why, in the journal.
+PROGRAM: Final = "the program"
+GONE: Final = "the program deleted its files"
+REPLACED: Final = "the program wrote other files in their place"
 
 
 @contextlib.contextmanager
@@ -42,3 +54,28 @@ def require_own_format(manifest: Manifest, action: str) -> None:
             f"{manifest.id}: the program itself wrote this checkpoint, so Holdfast cannot "
             f"{action}; its files are in {manifest.source}"
         )
+
+
+def record_source(paths: RunPaths, manifest: Manifest) -> bool:
+    """Create the manifest in the run, durably; return False if the checkpoint has one."""
+    directory = paths.checkpoint(manifest.name)
+    make_directory(directory)
+    return create_bytes(directory / MANIFEST, encode_manifest(manifest))
+
+
+def retire_source(paths: RunPaths, name: CheckpointName | str) -> None:
+    """Make the manifest a tombstone, because the program's files are gone or others now.
+
+    Journal the line `checkpoint_deleted` before. Does nothing if another process was faster.
+    """
+    directory = paths.checkpoint(name)
+    make_directory(paths.tombstones)
+    try:
+        os.rename(directory / MANIFEST, paths.tombstone(name))
+    except FileNotFoundError:
+        return
+    fsync_directory(paths.tombstones)
+    # Another file in it would be somebody's, so the directory stays then.
+    with contextlib.suppress(OSError):
+        directory.rmdir()
+    fsync_directory(paths.checkpoints)
