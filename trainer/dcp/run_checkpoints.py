@@ -7,14 +7,19 @@ program's directory. So the index, `holdfast checkpoints`, `lineage` and `verify
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths
 from holdfast.contracts.sources import GONE, REPLACED, record_source, retire_source
+
+# So many directories are looked at after each save. Programs keep few, and delete the oldest.
+LOOKS: Final = 8
 
 
 @dataclass(frozen=True)
@@ -25,10 +30,17 @@ class Placed:
     name: str
     directory: Path
     contents: str
+    committed_at: float
 
     @classmethod
     def of(cls, manifest: Manifest) -> Placed:
-        return cls(manifest.id, manifest.name, Path(manifest.source or ""), manifest.checksum)
+        return cls(
+            manifest.id,
+            manifest.name,
+            Path(manifest.source or ""),
+            manifest.checksum,
+            manifest.committed_at,
+        )
 
 
 class RunCheckpoints:
@@ -36,12 +48,14 @@ class RunCheckpoints:
 
     def __init__(self, run: RunPaths) -> None:
         self._run = run
-        self._known = list(_read_all(run))
+        # The first ones are looked at next.
+        self._known = deque(_read_all(run))
 
     def find(self, manifest: Manifest) -> Placed | None:
         """Return the newest record with these contents, also if its directory was renamed."""
         contents = manifest.checksum
-        return next((one for one in reversed(self._known) if one.contents == contents), None)
+        same = [one for one in self._known if one.contents == contents]
+        return max(same, key=lambda one: one.committed_at, default=None)
 
     def add(
         self, directory: Path, manifest: Manifest, name: CheckpointName, parent: str | None
@@ -62,20 +76,30 @@ class RunCheckpoints:
         recorded = Manifest.model_validate(manifest.model_dump() | here)
         if not record_source(self._run, recorded):
             raise ValueError(f"the run has another checkpoint {name}")
-        self._known.append(Placed.of(recorded))
-        return self._known[-1]
+        added = Placed.of(recorded)
+        self._known.append(added)
+        return added
 
     def retire_lost(self, newest: Placed) -> Iterator[tuple[Placed, str]]:
         """Yield each record whose files are gone or were replaced, and why, then retire it.
 
-        `newest` was just recorded. Raises `OSError` if storage fails.
+        `newest` was just recorded. Only `LOOKS` directories are looked at, in turn. Raises
+        `OSError` if storage fails.
         """
-        for one in self._known[:]:
-            why = _why_lost(one, newest)
-            if why:
-                yield one, why
-                retire_source(self._run, one.name)
-                self._known.remove(one)
+        lost = [
+            (one, REPLACED)
+            for one in self._known
+            if one.directory == newest.directory and one != newest
+        ]
+        for _ in range(min(LOOKS, len(self._known))):
+            one = self._known[0]
+            self._known.rotate(-1)
+            if (one, REPLACED) not in lost and _is_gone(one.directory):
+                lost.append((one, GONE))
+        for one, why in lost:
+            yield one, why
+            retire_source(self._run, one.name)
+            self._known.remove(one)
 
 
 def _read_all(run: RunPaths) -> Iterator[Placed]:
@@ -86,9 +110,6 @@ def _read_all(run: RunPaths) -> Iterator[Placed]:
                 yield Placed.of(manifest)
 
 
-def _why_lost(one: Placed, newest: Placed) -> str:
-    if one.directory == newest.directory:
-        return REPLACED if one != newest else ""
+def _is_gone(directory: Path) -> bool:
     # Without the folder above, the file system may be away, which proves nothing.
-    is_there = (one.directory / MANIFEST).exists() or not one.directory.parent.is_dir()
-    return "" if is_there else GONE
+    return not (directory / MANIFEST).exists() and directory.parent.is_dir()
