@@ -17,8 +17,9 @@ from holdfast.contracts.history import load_events
 from holdfast.contracts.journal import Event, EventKind, JournalWriter
 from holdfast.contracts.manifest import Manifest
 from holdfast.contracts.rank_status import NOWHERE
+from holdfast.contracts.sources import GONE, REPLACED
 from holdfast.workers.agent.context import AgentContext
-from holdfast.workers.agent.program_watch import CHANGED, GONE, ProgramWatch
+from holdfast.workers.agent.program_watch import ProgramWatch
 from holdfast.workers.checkpoints import committed_checkpoints
 from holdfast.workers.request import build_request
 from holdfast.workers.runs import read_record
@@ -165,7 +166,7 @@ def test_a_deleted_and_an_overwritten_checkpoint_become_tombstones(make: Make) -
         for e in load_events(run.paths)
         if e.kind is EventKind.CHECKPOINT_DELETED
     }
-    assert deleted == {first.name: GONE, second.name: CHANGED}
+    assert deleted == {first.name: GONE, second.name: REPLACED}
     assert run.paths.tombstone(first.name).is_file()
 
 
