@@ -35,13 +35,17 @@ def missing_files(path: str) -> list[str]:
 def mark(path: Path, run: Path) -> None:
     """Note in the directory, which need not exist, that the run with folder `run` writes it."""
     make_directory(path)
-    write_bytes(path / MARK, to_json({"run": str(run)}))
+    write_bytes(path / MARK, _mark_of(run))
 
 
 def is_marked(path: str, run: Path) -> bool:
-    """Return whether the run with folder `run` wrote the directory."""
+    """Return whether the run with folder `run` wrote the directory. A damaged mark says no."""
     found = Path(path) / MARK
-    return found.exists() and json.loads(found.read_bytes()) == {"run": str(run)}
+    return found.exists() and found.read_bytes() == _mark_of(run)
+
+
+def _mark_of(run: Path) -> bytes:
+    return to_json({"run": str(run)})
 
 
 def step_of(path: str | None) -> int:
