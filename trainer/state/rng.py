@@ -7,6 +7,7 @@ uninterrupted run. A rank without saved state is seeded from (seed, rank, step).
 from __future__ import annotations
 
 import ctypes
+import functools
 import random
 import struct
 from collections.abc import Callable, Iterable, Mapping
@@ -66,21 +67,27 @@ class _Reader(Generic[State]):
 def _python_memory() -> object:
     """The words are in the object itself, the second number of a normal pair in an attribute."""
     generator = random.random.__self__  # type: ignore[attr-defined]
-    return _bytes_of(generator), generator.gauss_next
+    return _memory_of(generator).tobytes(), generator.gauss_next
 
 
 def _numpy_memory() -> object:
     """The words are in the bit generator, the second number of a normal pair in its owner."""
     owner = np.random.mtrand._rand
     generator = owner._bit_generator
-    is_known = type(generator) is np.random.MT19937
-    return (_bytes_of(owner), _bytes_of(generator)) if is_known else None
+    if type(generator) is not np.random.MT19937:
+        return None
+    return _memory_of(owner).tobytes(), _memory_of(generator).tobytes()
 
 
-def _bytes_of(item: object) -> bytes:
-    """Return the memory of an object of C after its reference count and its type."""
+@functools.lru_cache(maxsize=4)
+def _memory_of(item: object) -> memoryview:
+    """Return the memory of an object of C after its reference count and its type.
+
+    The cache keeps the object. Without it, the memory could later be that of another one.
+    """
     start = object.__basicsize__
-    return ctypes.string_at(id(item) + start, type(item).__basicsize__ - start)
+    memory = ctypes.c_char * (type(item).__basicsize__ - start)
+    return memoryview(memory.from_address(id(item) + start))
 
 
 def _numpy_state_now() -> dict[str, Any]:
