@@ -298,9 +298,12 @@ class Paused(Callback):
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, number: int) -> None:
         if number == 1:
-            children = psutil.Process().children()
+            # Flushers of earlier tests may have ended without having been waited for.
             self._flusher = next(
-                child for child in children if "holdfast.trainer.flusher" in child.cmdline()
+                child
+                for child in psutil.Process().children()
+                if child.status() != psutil.STATUS_ZOMBIE
+                and "holdfast.trainer.flusher" in child.cmdline()
             )
             self._flusher.suspend()
 
