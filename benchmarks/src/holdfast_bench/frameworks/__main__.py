@@ -141,7 +141,7 @@ def measure_one(plan: Plan, framework: str, work: Path) -> dict[str, Any]:
         for kind in KINDS:
             seconds[kind] += saves[kind]
         ratios.append(statistics.median(saves["holdfast"]) / statistics.median(saves["own"]))
-        for clock, times in (("cpu", "cpu"), ("wall", "starts")):
+        for clock, times in (("cpu", "cpu_s"), ("wall", "starts")):
             own, ours = (usual_step(steps[kind][times]) for kind in KINDS)
             overheads_us[clock].append(1e6 * (ours - own))
     return {

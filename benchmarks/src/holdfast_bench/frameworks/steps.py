@@ -58,7 +58,7 @@ class Settings:
 class Model(nn.Module):
     """Linear layers. `starts` has the times at which a training step called it.
 
-    `cpu` has the CPU time that the calling thread had used by then.
+    `cpu_s` has the CPU time that the calling thread had used by then.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -68,13 +68,13 @@ class Model(nn.Module):
             nn.Linear(width, width, bias=False) for _ in range(settings.layers)
         )
         self.starts: list[float] = []
-        self.cpu: list[float] = []
+        self.cpu_s: list[float] = []
         self._sleep_s = settings.sleep_s
 
     def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the loss of `inputs`, of shape (batch, width), under the key `loss`."""
         self.starts.append(time.perf_counter())
-        self.cpu.append(time.thread_time())
+        self.cpu_s.append(time.thread_time())
         time.sleep(self._sleep_s)
         for layer in self.layers:
             inputs = layer(inputs)
@@ -117,5 +117,5 @@ def usual_step(starts: Sequence[float]) -> float:
 def write_result(settings: Settings, model: Model) -> None:
     """Write the times of rank 0."""
     if os.environ["RANK"] == "0":
-        found = {"starts": model.starts, "cpu": model.cpu}
+        found = {"starts": model.starts, "cpu_s": model.cpu_s}
         Path(settings.out).write_text(json.dumps(found))
