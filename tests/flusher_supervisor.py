@@ -183,12 +183,9 @@ class FakeRank:
             launch=launch,
         )
         assert wire.receive(self.connection) is not None
-        wire.send(self.connection, "slots", bytes=data_bytes)
-        answer = wire.receive(self.connection)
-        assert answer is not None
-        self.slots = [Slot(handle) for handle in answer[1]]
-        for handle in answer[1]:
-            os.close(handle)
+        self.slots = self._ask_for_slots(bytes=data_bytes)
+        # Slots for files of the program, if the test uses them.
+        self.file_slots: list[Slot] = []
 
     def describe(self, *keys: str) -> None:
         """Describe what this rank writes, as real ranks do after planning."""
@@ -220,6 +217,18 @@ class FakeRank:
             with contextlib.suppress(OSError):
                 wire.send(self.connection, "sealed", step=step)
         return staged
+
+    def open_file_slots(self) -> None:
+        """Get slots for files of the program."""
+        self.file_slots = self._ask_for_slots(bytes=1 << 20, of_program=True)
+
+    def stage_file(self, path: Path, content: bytes) -> Slot:
+        """Fill and seal a slot with a file of the program."""
+        slot = self.file_slots[0]
+        slot.begin(1)
+        slot.data[: len(content)] = content
+        slot.seal({"path": str(path), "bytes": len(content)})
+        return slot
 
     def table(self, step: int, size: int) -> dict[str, Any]:
         """The table that a rank writes for a sealed step."""
@@ -254,8 +263,17 @@ class FakeRank:
     def close(self) -> None:
         """Disconnect like a rank that exits."""
         self.connection.close()
-        for slot in self.slots:
+        for slot in (*self.slots, *self.file_slots):
             slot.close()
+
+    def _ask_for_slots(self, **facts: Any) -> list[Slot]:
+        wire.send(self.connection, "slots", **facts)
+        answer = wire.receive(self.connection)
+        assert answer is not None
+        slots = [Slot(handle) for handle in answer[1]]
+        for handle in answer[1]:
+            os.close(handle)
+        return slots
 
     def _dial(self, name: str) -> bool:
         try:

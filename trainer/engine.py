@@ -61,7 +61,7 @@ class CheckpointEngine:
         self._run, self._identity, self._group = run, identity, group
         tiers = Tiers.from_environment(os.environ)
         self._node_folder = tiers.node_folder(identity.run, identity.run_uid)
-        self._connection = FlusherConnection(flusher, identity)
+        self.connection = FlusherConnection(flusher, identity)
         self._stage_group = group if identity.stage is None else stage_group
         self._planner: SavePlanner | None = None
         self._any_bytes = any_bytes
@@ -161,7 +161,7 @@ class CheckpointEngine:
             )
         self._fill(staged, flat, document, facts, began)
         self._saves.add(staged, facts.name)
-        self._connection.notify("sealed", step=step)
+        self.connection.notify("sealed", step=step)
         return str(facts.name)
 
     def snapshot(
@@ -186,7 +186,7 @@ class CheckpointEngine:
             return False
         if self.awaits_metadata or self._stage.problem is not None:
             return False
-        self._connection.keep_up()
+        self.connection.keep_up()
         flat = self._checked(self._layout, state)
         facts = self._facts(step, reason, parent, metrics, train_state)
         document = facts.encode_train_state() if self._identity.rank == 0 else None
@@ -221,7 +221,7 @@ class CheckpointEngine:
             self._saves.close()
             self._stage.close()
             self._stage = self._layout = None
-        self._connection.close()
+        self.connection.close()
         self._group = self._stage_group = None
         self.__dict__.pop("_trees", None)
         self._held.close()
@@ -283,17 +283,17 @@ class CheckpointEngine:
 
     def _open_stage(self, layout: Layout, values: Mapping[str, Any]) -> None:
         tree, _ = self._trees
-        check_memory(tree, self._identity.node, layout.image_bytes, self._connection.held_bytes)
+        check_memory(tree, self._identity.node, layout.image_bytes, self.connection.held_bytes)
         self._mesh = dict(self._identity.mesh) or describe_mesh(values)
         who = self._identity
 
         def open_it() -> Stage:
             gpu = find_gpu(local_part(values[place.key]) for place in layout.tensors)
-            return Stage(self._connection, layout, gpu=gpu)
+            return Stage(self.connection, layout, gpu=gpu)
 
         self._stage = all_or_none(tree, who.rank, open_it)
         if self._run is not None:
-            self._connection.describe(layout, self._run.attempt(who.attempt).launch(who.launch))
+            self.connection.describe(layout, self._run.attempt(who.attempt).launch(who.launch))
         self._layout = layout
         self._tensor_bytes = sum(place.bytes for place in layout.tensors)
 

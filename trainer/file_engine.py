@@ -41,7 +41,7 @@ class FileEngine(CheckpointEngine):
         tree, _ = self._trees
         who = self._identity
         layout = all_or_none(tree, who.rank, lambda: self._fit(state, timeout_s))
-        check_memory(tree, who.node, layout.image_bytes, self._connection.held_bytes)
+        check_memory(tree, who.node, layout.image_bytes, self.connection.held_bytes)
         all_or_none(tree, who.rank, lambda: self._open(layout))
 
     def changes(self, state: dict[str, Any]) -> str | None:
@@ -97,10 +97,10 @@ class FileEngine(CheckpointEngine):
         return add_train_state(layout) if self._identity.rank == 0 else layout
 
     def _open(self, layout: Layout) -> None:
-        self._stage = Stage(self._connection, layout, gpu=None)
+        self._stage = Stage(self.connection, layout, gpu=None)
         who = self._identity
         assert self._run is not None
-        self._connection.describe(layout, self._run.attempt(who.attempt).launch(who.launch))
+        self.connection.describe(layout, self._run.attempt(who.attempt).launch(who.launch))
         self._layout = layout
 
     def _write(self, staged: StagedSlot, flat: Mapping[str, Any], document: bytes | None) -> Layout:

@@ -24,6 +24,7 @@ from holdfast.trainer.planning.rank_rows import describe_rank
 from holdfast.trainer.planning.ranks import raise_problems
 from holdfast.trainer.rank_context import RankContext
 from holdfast.trainer.staging.in_flight import SaveResult
+from holdfast.trainer.staging.program_files import ProgramFiles
 from holdfast.trainer.staging.slots import SLOTS_PER_RANK
 from holdfast.trainer.staging.snapshots import first_copy_s
 from holdfast.trainer.state.run_state import State
@@ -89,6 +90,12 @@ class Saver:
             group=ranks.group,
             stage_group=ranks.stage_group,
             planner=planner,
+        )
+        # Files that the program's framework writes beside the checkpoints.
+        self.files = ProgramFiles(
+            self.engine.connection,
+            beat=lambda: record.beat(Phase.SAVE),
+            timeout_s=self._flush_timeout_s,
         )
         self._failed: dict[int, str] = {}
         self._staged_step = 0
@@ -357,6 +364,7 @@ class Saver:
         """
         if is_orderly:
             self.engine.discard_snapshots()
+        self.files.close()
         self.engine.close()
 
     def _take(self, result: SaveResult) -> None:

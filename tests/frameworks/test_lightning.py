@@ -17,9 +17,15 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import lightning as L
+import psutil
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, LearningRateFinder, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import (
+    Callback,
+    LearningRateFinder,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+)
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from tests.frameworks import lightning_program
 from tests.frameworks.lightning_program import BATCH, SAMPLES
@@ -281,6 +287,62 @@ def test_failure_in_a_step_releases_the_session(tmp_path: Path) -> None:
     model = Tiny()
     with Session(model, directory=tmp_path / "other", snapshots="off") as session:
         assert session.step == 0
+
+
+class Paused(Callback):
+    """Stops the flusher before the second save, and looks for its file `path` after it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.was_there: bool | None = None
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, number: int) -> None:
+        if number == 1:
+            # Flushers of earlier tests may have ended without having been waited for.
+            self._flusher = next(
+                child
+                for child in psutil.Process().children()
+                if child.status() != psutil.STATUS_ZOMBIE
+                and "holdfast.trainer.flusher" in child.cmdline()
+            )
+            self._flusher.suspend()
+
+    def on_train_end(self, *_: Any) -> None:
+        self.was_there = self._path.exists()
+        self._flusher.resume()
+
+
+def test_model_checkpoint_does_not_wait_for_storage(tmp_path: Path) -> None:
+    """Its file is written in the background, and equals the one that Lightning itself writes."""
+    found = []
+    for name in ("bare", "ours"):
+        torch.manual_seed(1)
+        saver = ModelCheckpoint(tmp_path / name, every_n_train_steps=1)
+        paused = Paused(tmp_path / name / "epoch=0-step=2.ckpt")
+        extra = [paused, holdfast(tmp_path)] if name == "ours" else []
+        trainer = trainer_with(tmp_path, saver, *extra, enable_checkpointing=True, max_steps=2)
+        fit(trainer)
+        assert saver.best_model_path == str(tmp_path / name / "epoch=0-step=2.ckpt")
+        found.append(torch.load(saver.best_model_path, weights_only=False))
+    assert paused.was_there is False
+    assert os.listdir(tmp_path / "ours") == ["epoch=0-step=2.ckpt"]
+    bare, ours = found
+    assert torch.equal(bare["state_dict"]["layer.weight"], ours["state_dict"]["layer.weight"])
+    assert bare["loops"] == ours["loops"]
+    assert bare["optimizer_states"] == ours["optimizer_states"]
+
+
+def test_file_that_the_program_saves_is_there_at_once(tmp_path: Path) -> None:
+    class Saving(Callback):
+        was_there = False
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "mine.ckpt")
+            self.was_there = (tmp_path / "mine.ckpt").exists()
+
+    saving = Saving()
+    fit(trainer_with(tmp_path, saving, holdfast(tmp_path), max_steps=1))
+    assert saving.was_there
 
 
 def test_weights_equal_those_of_bare_lightning(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from holdfast.contracts.errors import SpecError
-from holdfast.trainer.data.order import SkipWindow
+from holdfast.trainer.data import order as data_order
+from holdfast.trainer.data.order import DataOrder, SkipWindow
 from holdfast.trainer.data.position import Position
 
 SAMPLES = 50
@@ -258,3 +259,31 @@ def test_an_epoch_ends_when_a_new_skip_window_covers_its_rest() -> None:
         assert left == (0 if len(sampler) == 1 else GLOBAL_BATCH - 1)
         assert run.position._order is not None
         assert run.position._order.epoch(2) == 1
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("global_batch", [4, 12])
+def test_ids_that_are_drawn_for_several_steps_are_those_of_each_step(
+    world_size: int, global_batch: int
+) -> None:
+    """Across the ends of epochs, which lie within steps, and across a skip window."""
+    order = DataOrder(
+        samples=5, global_batch=global_batch, seed=2, skips=(SkipWindow(first_step=7, steps=3),)
+    )
+    for rank in range(world_size):
+        drawn = order.rank_ids_of(range(3, 20), rank, world_size).tolist()
+        assert drawn == [order.rank_ids(s, rank, world_size).tolist() for s in range(3, 20)]
+
+
+def test_a_sampler_does_not_draw_for_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[int] = []
+    permute = data_order.permute
+
+    def counted(places: Any, *rest: Any) -> Any:
+        drawn.append(len(places))
+        return permute(places, *rest)
+
+    monkeypatch.setattr(data_order, "permute", counted)
+    sampler = Run().position.sampler(10_000, 2, 100)
+    assert len(list(sampler)) == 100
+    assert len(drawn) == 1

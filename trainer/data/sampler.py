@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Final, Protocol
 
 from torch.utils.data import DataLoader, Sampler
 
 from holdfast.contracts.errors import SpecError
 from holdfast.trainer.data.order import DataOrder, local_batch
+
+# Drawing this many ids takes a few times as long as drawing one.
+DRAWN_AT_ONCE: Final = 256
 
 
 class Place(Protocol):
@@ -33,6 +36,26 @@ class Place(Protocol):
     def begin(self) -> None:
         """Called before the first ids of an iteration are yielded."""
         ...
+
+
+class _Ids:
+    """The ids of one rank's steps, drawn for several steps at once and given step by step."""
+
+    def __init__(self, sampler: ElasticSampler | ElasticDistributedSampler) -> None:
+        self._sampler = sampler
+        self._steps = range(0)
+        self._order = sampler.order
+        self._ids: list[list[int]] = []
+
+    def of(self, step: int) -> list[int]:
+        """Return the ids of `step`, in the sampler's present order."""
+        sampler = self._sampler
+        if step not in self._steps or sampler.order is not self._order:
+            self._order = sampler.order
+            self._steps = range(step, step + max(1, DRAWN_AT_ONCE // sampler.local_batch))
+            drawn = self._order.rank_ids_of(self._steps, sampler.rank, sampler.world_size)
+            self._ids = drawn.tolist()
+        return self._ids[step - self._steps.start]
 
 
 class ElasticSampler(Sampler[list[int]]):
@@ -73,13 +96,13 @@ class ElasticSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         if not isinstance(self._first_step, int):
             self._first_step.begin()
-        steps, epoch = self._steps(), self._epoch
+        steps, epoch, ids = self._steps(), self._epoch, _Ids(self)
         for step in steps:
             if epoch is not None and self.order.epoch(step) > epoch:
                 # More data was skipped meanwhile, including the rest of the epoch.
                 return
             self.reached = max(self.reached, step)
-            yield self.order.rank_ids(step, self.rank, self.world_size).tolist()
+            yield ids.of(step)
 
     def __len__(self) -> int:
         return len(self._steps())
@@ -127,12 +150,12 @@ class ElasticDistributedSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         self._place.begin()
-        steps, epoch = self._steps(), self.epoch
+        steps, epoch, ids = self._steps(), self.epoch, _Ids(self)
         for step in steps:
             if self.order.epoch(step) > epoch:
                 return
             self.reached = max(self.reached, step)
-            yield from self.order.rank_ids(step, self.rank, self.world_size).tolist()
+            yield from ids.of(step)
 
     def __len__(self) -> int:
         return len(self._steps()) * self.local_batch

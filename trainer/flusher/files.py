@@ -204,7 +204,7 @@ def _write_files(
         image, file = item
         path = directory / file.path
         with image.data[file.offset : file.offset + file.bytes] as content:
-            checksum = _write_file(path, content, replace=resumed)
+            checksum = write_file(path, content, replace=resumed)
             written.append(path)
         return FileEntry.of(file.path, file.bytes, checksum)
 
@@ -215,7 +215,7 @@ def _write_files(
     return entries
 
 
-def _write_file(path: Path, content: memoryview, *, replace: bool) -> FileChecksum:
+def write_file(path: Path, content: memoryview, *, replace: bool) -> FileChecksum:
     """Write `path` durably through a temporary file and return the checksum of its bytes."""
     if not replace and path.exists():
         raise SaveError(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from dataclasses import dataclass
 
 from holdfast.trainer.flusher.plan import SlotKey, SlotView
 from holdfast.trainer.staging.slot_table import SlotTable
-from holdfast.trainer.staging.slots import Slot, SlotState
+from holdfast.trainer.staging.slots import DATA_OFFSET, Slot, SlotState
 
 
 @dataclass
@@ -44,6 +46,16 @@ class HeldSlot:
         except ValueError as error:
             self.slot.fail(f"the slot's table cannot be read: {error}")
             return self._bare_view(key, SlotState.FAILED, step)
+
+    def free(self) -> None:
+        """Free the slot's memory.
+
+        The file is truncated, which frees its pages although the supervisor holds it too.
+        """
+        with contextlib.suppress(BufferError):
+            self.slot.close()
+        os.ftruncate(self.handle, DATA_OFFSET)
+        os.close(self.handle)
 
     def _bare_view(self, key: SlotKey, state: SlotState, step: int) -> SlotView:
         return SlotView(

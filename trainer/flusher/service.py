@@ -11,7 +11,6 @@ checkpoint.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import selectors
 import socket
@@ -21,6 +20,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from holdfast.contracts import wire
+from holdfast.trainer.flusher import program_files
 from holdfast.trainer.flusher.files import Committed
 from holdfast.trainer.flusher.held_slot import HeldSlot
 from holdfast.trainer.flusher.hints import Hints
@@ -33,7 +33,7 @@ from holdfast.trainer.flusher.space_guard import Need, SpaceGuard
 from holdfast.trainer.flusher.writer import Finished, Writer
 from holdfast.trainer.mirror.worker import MirrorWorker
 from holdfast.trainer.staging.allocator import Allocator
-from holdfast.trainer.staging.slots import DATA_OFFSET, SLOTS_PER_RANK, Slot, SlotState
+from holdfast.trainer.staging.slots import DATA_OFFSET, Slot, SlotState
 
 TICK_S: Final = 0.1
 SUPERVISOR_SEND_TIMEOUT_S: Final = 5.0
@@ -158,25 +158,26 @@ class Flusher:
                 self._held[key].is_orphan = False
             wire.send(peer.connection, "welcome")
         elif kind == "slots":
-            self._give_slots(peer, int(message["bytes"]), int(message.get("used_bytes", 0)))
+            self._give_slots(peer, message)
         elif kind == "writes" and (shards := self._shards.hear(peer.rank, message)):
             self._writer.put(shards)
 
-    def _give_slots(self, peer: RankConnection, data_bytes: int, used_bytes: int) -> None:
-        """Give a rank new slots. Its earlier slots are released once they are written."""
-        for key in peer.slots:
+    def _give_slots(self, peer: RankConnection, message: dict[str, Any]) -> None:
+        """Give a rank new slots. Its earlier ones of this kind are released once written."""
+        of_program = bool(message.get("of_program"))
+        former = [key for key in peer.slots if program_files.is_of_program(key) == of_program]
+        for key in former:
             self._held[key].is_orphan = True
-        who = (peer.launch, peer.rank)
-        first = max((key[2] for key in self._held if key[:2] == who), default=-1) + 1
-        keys = tuple((*who, first + i) for i in range(SLOTS_PER_RANK))
+        keys = program_files.new_keys(self._held, peer.launch, peer.rank, of_program=of_program)
         for key in keys:
-            handle = Slot.create(data_bytes)
+            handle = Slot.create(int(message["bytes"]))
             self._held[key] = HeldSlot(handle, Slot(handle), peer.local_rank)
             self._notify_supervisor("keep", (handle,), launch=key[0], rank=key[1], slot=key[2])
-        peer.slots = keys
+        peer.slots = (*(key for key in peer.slots if key not in former), *keys)
         handles = tuple(self._held[key].handle for key in keys)
         wire.send(peer.connection, "slots", descriptors=handles, numbers=[k[2] for k in keys])
-        self._allocator.begin([self._held[key].slot for key in keys], used_bytes)
+        slots = [self._held[key].slot for key in keys]
+        self._allocator.begin(slots, int(message.get("used_bytes", 0)))
 
     def _hang_up(self, peer: RankConnection) -> None:
         """Handle the end of a rank: its sealed slots stay, its unsealed ones are released."""
@@ -255,6 +256,9 @@ class Flusher:
     def _dispatch(self) -> None:
         """Hand complete steps to the writer; give up those that will never be complete."""
         found = self._plan()
+        # After the look at the steps: a file that was sealed before one of them goes first.
+        for file in program_files.take_sealed(self._held):
+            self._writer.put(file)
         for group in found.ready:
             self._hand_over(group, None)
         if not found.dead:
@@ -274,8 +278,12 @@ class Flusher:
 
     def _plan(self) -> FlushPlan:
         departures = Departures(frozenset(self._gone), self._newest_launch)
-        views = [held.view(key) for key, held in self._held.items() if key not in self._busy]
+        views = [self._held[key].view(key) for key in self._step_keys if key not in self._busy]
         return plan(views, departures)
+
+    @property
+    def _step_keys(self) -> list[SlotKey]:
+        return [key for key in self._held if not program_files.is_of_program(key)]
 
     def _salvage(self) -> None:
         """Queue the salvage of dead ranks' snapshots once all sealed steps are written."""
@@ -286,8 +294,8 @@ class Flusher:
             if launch < self._newest_launch or not self._is_deserted(launch):
                 continue
             views = [
-                held.view(key, is_deserted=True)
-                for key, held in self._held.items()
+                self._held[key].view(key, is_deserted=True)
+                for key in self._step_keys
                 if key[0] == launch
             ]
             committed = self._committed_steps.get(launch, -1)
@@ -336,7 +344,7 @@ class Flusher:
         if self._drain_by is None or self._writer.finished:
             return
         unmirrored = self._mirror.unfinished if self._drains_mirror else []
-        idle = not self._busy and not self._plan().ready and not self._snapshots()
+        idle = not self._has_work() and not self._snapshots()
         if not (idle and not unmirrored) and time.monotonic() < self._drain_by:
             return
         self._drain_by = None
@@ -357,10 +365,7 @@ class Flusher:
         self._results.clear()
 
     def _release_orphans(self) -> None:
-        """Free the memory of slots that no rank will fill again.
-
-        The file is truncated, which frees its pages although the supervisor holds it too.
-        """
+        """Free the memory of slots that no rank will fill again."""
         for key, held in list(self._held.items()):
             is_old = held.is_orphan or key[0] < self._newest_launch
             kept = held.slot.state in {SlotState.SEALED, SlotState.FLUSHING}
@@ -369,22 +374,17 @@ class Flusher:
                 kept = key[0] >= self._newest_launch
             if not is_old or kept or key in self._busy:
                 continue
-            del self._held[key]
-            with contextlib.suppress(BufferError):
-                held.slot.close()
-            os.ftruncate(held.handle, DATA_OFFSET)
-            os.close(held.handle)
+            self._held.pop(key).free()
             for peer in self._peers:
                 peer.slots = tuple(k for k in peer.slots if k != key)
 
+    def _has_work(self) -> bool:
+        """Return True while something is sealed or being written."""
+        return bool(self._busy or self._plan().ready or program_files.are_pending(self._held))
+
     def _is_over(self) -> bool:
         now = time.monotonic()
-        if (
-            self._supervisor is not None
-            or self._busy
-            or self._writer.finished
-            or self._plan().ready
-        ):
+        if self._supervisor is not None or self._writer.finished or self._has_work():
             self._alone_since = now
             return False
         if not self._was_supervised:

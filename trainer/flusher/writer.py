@@ -15,12 +15,16 @@ from holdfast.trainer.flusher.files import Committed, Image, commit_step
 from holdfast.trainer.flusher.held_slot import HeldSlot
 from holdfast.trainer.flusher.hints import Hints
 from holdfast.trainer.flusher.plan import SlotKey, StepGroup
+from holdfast.trainer.flusher.program_files import ProgramFile
 from holdfast.trainer.flusher.salvage import Salvage, agree
 from holdfast.trainer.flusher.shards import ShardList
 from holdfast.trainer.flusher.space_guard import SpaceGuard
 from holdfast.trainer.mirror.worker import MirrorWorker
 from holdfast.trainer.staging.slot_table import SlotTable
 from holdfast.trainer.staging.slots import SlotState
+
+Work = tuple[StepGroup, str | None] | Salvage | ShardList | ProgramFile
+"""A step and the reason to give it up, if any, or something else to write."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +59,7 @@ class Writer:
         self._report, self._hints = report, hints
         self._held, self._mirror, self._space_guard = held, mirror, space_guard
         self._newest_launch, self._lost_nodes, self._wake = newest_launch, lost_nodes, wake
-        self._work: queue.SimpleQueue[tuple[StepGroup, str | None] | Salvage | ShardList | None]
-        self._work = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self.finished: deque[Finished] = deque()
         self._thread = threading.Thread(target=self._serve, name="writer", daemon=True)
 
@@ -64,14 +67,18 @@ class Writer:
         """Start the thread."""
         self._thread.start()
 
-    def put(self, item: tuple[StepGroup, str | None] | Salvage | ShardList | None) -> None:
-        """Queue a step and the reason to give it up, if any. None ends the thread."""
+    def put(self, item: Work | None) -> None:
+        """Queue something to write. None ends the thread."""
         self._work.put(item)
 
     def _serve(self) -> None:
         while (item := self._work.get()) is not None:
             if isinstance(item, ShardList):
                 item.leave()
+                continue
+            if isinstance(item, ProgramFile):
+                item.write()
+                self._wake()
                 continue
             if isinstance(item, Salvage):
                 result = self._write_salvage(item)

@@ -12,6 +12,7 @@ from holdfast.contracts.journal import EventKind
 from holdfast.contracts.paths import checkpoint_id
 from holdfast.trainer.data.sampler import ElasticSampler
 from holdfast.trainer.session import Session
+from holdfast.trainer.staging.file_writers import Writer
 
 
 class FrameworkSession(Session):
@@ -123,10 +124,33 @@ class FrameworkSession(Session):
         name = self._saver.staged_name
         return self.resumed_from if name is None else checkpoint_id(self._context.run.name, name)
 
+    def write_file(self, path: Path, write: Writer) -> None:
+        """Writes a file of the framework in the background, and replaces one that is there.
+
+        `write` is called at once, into memory. The node's flusher then makes the file durable,
+        before it commits a checkpoint of a later moment, and also if this rank dies. Raises
+        `SaveError` if an earlier file could not be written.
+        """
+        with self.phase("save"):
+            self._saver.files.stage(path, write)
+
+    def wait_for_file(self, path: Path) -> None:
+        """Waits until the file that was last written to `path` is there. Raises `SaveError`."""
+        with self.phase("save"):
+            self._saver.files.wait(path)
+
     def keep_while_there(self, checkpoint: str, path: Path) -> None:
         """Keeps one of this run's checkpoints from deletion by keep rules while `path` exists."""
         name = checkpoint.rpartition(":")[2]
         self._recorder.event(EventKind.EXPORTED, checkpoint=name, format="link", path=str(path))
+
+    def close(self, *, may_end_early: bool = True) -> None:
+        """Waits for the files of `write_file`, then closes as `Session` does."""
+        try:
+            if not self._is_closed:
+                self._saver.files.wait()
+        finally:
+            super().close(may_end_early=may_end_early)
 
     def abandon(self) -> None:
         """Releases all resources without a save, so that another session can be made."""

@@ -72,15 +72,16 @@ class LossGuard:
 
     def observe(self, step: int, loss: float | torch.Tensor) -> None:
         """Check the loss of `step`: a number, or a tensor with one element on any device."""
-        if isinstance(loss, torch.Tensor):
-            loss = loss.detach()
-            if loss.numel() != 1:
-                raise SpecError(f"a loss of shape {tuple(loss.shape)}: expected one number")
-        if not isinstance(loss, torch.Tensor) or loss.device.type != "cuda":
+        if not isinstance(loss, torch.Tensor):
             self._look(step, float(loss))
             return
+        if loss.numel() != 1:
+            raise SpecError(f"a loss of shape {tuple(loss.shape)}: expected one number")
+        if not loss.is_cuda:
+            self._look(step, float(loss.item()))
+            return
         landing = torch.empty((), dtype=torch.float64, pin_memory=True)
-        landing.copy_(loss.reshape(()), non_blocking=True)
+        landing.copy_(loss.detach().reshape(()), non_blocking=True)
         arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrival.record()
         self._copies.append((step, landing, arrival))

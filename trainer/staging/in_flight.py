@@ -37,6 +37,9 @@ class InFlight:
     @property
     def steps(self) -> tuple[int, ...]:
         """The steps of all saves whose results `take` has not returned."""
+        # Each step boundary asks, and most have none.
+        if not self._results and not self._saves:
+            return ()
         decided = [result.step for result in self._results]
         return tuple(sorted([*decided, *(name.step for name in self._saves.values())]))
 

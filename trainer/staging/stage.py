@@ -94,6 +94,16 @@ class FlusherConnection:
             )
         return list(handles)
 
+    def request_file_slots(self, data_bytes: int) -> list[Slot]:
+        """Return new slots for files of the program, of `data_bytes` each, without memory yet."""
+        self.connect()
+        handles = self._ask("slots", bytes=data_bytes, of_program=True)
+        try:
+            return [Slot(handle) for handle in handles]
+        finally:
+            for handle in handles:
+                os.close(handle)
+
     def describe(self, layout: Layout, folder: Path) -> None:
         """Report what this rank writes. Other nodes read it in `folder` if this node is lost."""
         who = self._identity

@@ -6,10 +6,12 @@ uninterrupted run. A rank without saved state is seeded from (seed, rank, step).
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import random
 import struct
-from collections.abc import Iterable, Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,12 +26,13 @@ CUDA: Final = "cuda"
 LOADERS_MAX: Final = 2
 MT_WORDS: Final = 624
 SEEDS: Final = 1 << 62
+State = TypeVar("State")
 
 
 class Noted(NamedTuple):
     """The states of the generators that a dataset may use in this process, as they give them.
 
-    Noting them takes half the time of `capture`, and a loader does it for each batch.
+    A loader notes them for each batch, so that must cost less than a draw.
     """
 
     python: tuple[Any, ...]
@@ -39,9 +42,62 @@ class Noted(NamedTuple):
 
 def note() -> Noted:
     """Return the current states of Python's, NumPy's and torch's generators on the CPU."""
-    numpy_state = np.random.get_state(legacy=False)
-    assert isinstance(numpy_state, dict)
-    return Noted(random.getstate(), numpy_state, torch.get_rng_state())
+    return Noted(_read_python(), _read_numpy(), torch.get_rng_state())
+
+
+class _Reader(Generic[State]):
+    """Reads a generator's state, and only again when the generator's memory has changed.
+
+    A state has 624 words, each of which becomes an object of Python. That takes a hundred times as
+    long as a copy of the memory. `memory` returns the bytes that determine the state, or None if
+    they are not known.
+    """
+
+    def __init__(self, read: Callable[[], State], memory: Callable[[], object]) -> None:
+        self._read, self._memory = read, memory
+        self._known: tuple[object, State] | None = None
+
+    def __call__(self) -> State:
+        memory = self._memory()
+        if self._known is None or memory is None or memory != self._known[0]:
+            self._known = memory, self._read()
+        return self._known[1]
+
+
+def _python_memory() -> object:
+    """The words are in the object itself, the second number of a normal pair in an attribute."""
+    generator = random.random.__self__  # type: ignore[attr-defined]
+    return _memory_of(generator).tobytes(), generator.gauss_next
+
+
+def _numpy_memory() -> object:
+    """The words are in the bit generator, the second number of a normal pair in its owner."""
+    owner = np.random.mtrand._rand
+    generator = owner._bit_generator
+    if type(generator) is not np.random.MT19937:
+        return None
+    return _memory_of(owner).tobytes(), _memory_of(generator).tobytes()
+
+
+@functools.lru_cache(maxsize=4)
+def _memory_of(item: object) -> memoryview:
+    """Return the memory of an object of C after its reference count and its type.
+
+    The cache keeps the object. Without it, the memory could later be that of another one.
+    """
+    start = object.__basicsize__
+    memory = ctypes.c_char * (type(item).__basicsize__ - start)
+    return memoryview(memory.from_address(id(item) + start))
+
+
+def _numpy_state_now() -> dict[str, Any]:
+    state = np.random.get_state(legacy=False)
+    assert isinstance(state, dict)
+    return state
+
+
+_read_python: Final = _Reader(random.getstate, _python_memory)
+_read_numpy: Final = _Reader(_numpy_state_now, _numpy_memory)
 
 
 def as_tensors(noted: Noted) -> dict[str, torch.Tensor]:

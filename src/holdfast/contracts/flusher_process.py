@@ -80,9 +80,13 @@ class KeptSlots:
             self._handles[key] = handle
 
     def give_back(self, connection: socket.socket) -> None:
-        """Send every slot to a restarted flusher. If it has ended, the next one gets them."""
+        """Send every slot to a restarted flusher. If it has ended, the next one gets them.
+
+        Slots with files of the program have the lowest numbers. They come first, because the
+        flusher writes a file before the steps that were sealed after it.
+        """
         with self._lock:
-            for (rank, slot, launch), handle in self._handles.items():
+            for (rank, slot, launch), handle in sorted(self._handles.items(), key=_slot_number):
                 facts = {"rank": rank, "slot": slot, "launch": launch}
                 with contextlib.suppress(OSError):
                     wire.send(connection, "kept", descriptors=(handle,), **facts)
@@ -92,3 +96,7 @@ class KeptSlots:
         with self._lock:
             for key in [key for key in self._handles if key[2] <= launch]:
                 os.close(self._handles.pop(key))
+
+
+def _slot_number(item: tuple[tuple[int, int, int], int]) -> int:
+    return item[0][1]

@@ -1,5 +1,8 @@
 """The files of `ModelCheckpoint`, which stay Lightning's own files.
 
+A save of `ModelCheckpoint` is staged in memory, and the flusher writes the file. A file that the
+program itself saves is there when `trainer.save_checkpoint` returns.
+
 A resume never reads them. Programs read them: `trainer.test(ckpt_path="best")`,
 `load_from_checkpoint`. So the choice of the best file must survive a crash, after which training
 continues from an earlier step than the files show:
@@ -15,12 +18,20 @@ continues from an earlier step than the files show:
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from fsspec.implementations.local import LocalFileSystem
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
 from holdfast.trainer.frameworks.lightning.state import model_checkpoints
+from holdfast.trainer.frameworks.session import FrameworkSession
+from holdfast.trainer.staging.file_writers import torch_writer
 
 # Paths in the order in which they were written, one JSON line each, in the run's folder.
 WRITTEN: Final = "lightning-files.jsonl"
@@ -32,6 +43,9 @@ class Files:
     def __init__(self, trainer: Any) -> None:
         self._trainer, self._strategy = trainer, trainer.strategy
         self._record: Path | None = None
+        self._session: FrameworkSession | None = None
+        # Whether `ModelCheckpoint` is saving.
+        self._is_scheduled = False
         self._written = 0
         # Files of steps that run again, the same on all ranks.
         self._lost: set[str] = set()
@@ -44,12 +58,20 @@ class Files:
         self._save, self._remove = self._strategy.save_checkpoint, self._strategy.remove_checkpoint
         self._strategy.save_checkpoint = self._write
         self._strategy.remove_checkpoint = self._ask_to_remove
+        self._io = self._strategy.checkpoint_io
+        self._save_now = self._io.save_checkpoint
+        # A plugin of the program's own decides itself where and how it writes.
+        if type(self._io) is TorchCheckpointIO:
+            self._io.save_checkpoint = self._write_content
         for each in model_checkpoints(trainer):
             each.file_exists = partial(self._exists, each.file_exists)
+            # A subclass may use the file right after its save.
+            if type(each)._save_checkpoint is ModelCheckpoint._save_checkpoint:
+                each._save_checkpoint = partial(self._save_scheduled, each._save_checkpoint)
 
-    def open(self, run_directory: Path) -> None:
+    def open(self, session: FrameworkSession) -> None:
         """Keep the record of written files in the run's folder, after the state is restored."""
-        self._record = run_directory / WRITTEN
+        self._session, self._record = session, session.run_directory / WRITTEN
         recorded = _read(self._record) if self._trainer.is_global_zero else []
         lost = self._lost | set(recorded[self._written :])
         self._lost, self._written = self._strategy.broadcast((lost, len(recorded)))
@@ -80,8 +102,13 @@ class Files:
         self._remove_until(max((self._covered.pop(step) for step in steps), default=0))
 
     def close(self) -> None:
-        """Delete all files that are no longer needed, and leave the rest to Lightning."""
+        """After the end of the session, delete all files that are no longer needed.
+
+        The rest is left to Lightning.
+        """
+        self._session = None
         self._remove_until(len(self._unwanted))
+        self._io.save_checkpoint = self._save_now
         self._strategy.save_checkpoint, self._strategy.remove_checkpoint = self._save, self._remove
 
     def _remove_until(self, count: int) -> None:
@@ -89,6 +116,7 @@ class Files:
             path = self._unwanted[self._deleted]
             self._deleted += 1
             if path is not None:
+                self._wait_for(path)
                 self._remove(path)
 
     def _ask_to_remove(self, path: Any) -> None:
@@ -97,6 +125,7 @@ class Files:
     def _exists(self, file_exists: Callable[..., bool], filepath: Any, trainer: Any) -> bool:
         """Answer `ModelCheckpoint.file_exists` as if training had never been interrupted."""
         path = str(filepath)
+        self._wait_for(path)
         is_free = path in self._lost or path in self._unwanted[self._deleted :]
         return not is_free and file_exists(filepath, trainer)
 
@@ -112,6 +141,37 @@ class Files:
             with self._record.open("a") as stream:
                 stream.write(json.dumps(path) + "\n")
         self._save(checkpoint, filepath, storage_options=storage_options)
+
+    def _save_scheduled(self, save: Callable[..., None], *arguments: Any) -> None:
+        """Save for `ModelCheckpoint`, in the background if the file is local."""
+        self._is_scheduled = True
+        try:
+            save(*arguments)
+        finally:
+            self._is_scheduled = False
+
+    def _write_content(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        """Write one file, on rank 0."""
+        local = _local_path(path)
+        if self._session is None or local is None or not self._is_scheduled or storage_options:
+            self._wait_for(path)
+            self._save_now(checkpoint, path, storage_options=storage_options)
+            return
+        local.parent.mkdir(parents=True, exist_ok=True)
+        self._session.write_file(local, torch_writer(checkpoint))
+
+    def _wait_for(self, path: Any) -> None:
+        """Wait until the file at `path` is written, on the rank that writes it."""
+        local = _local_path(path)
+        if self._session is not None and self._trainer.is_global_zero and local is not None:
+            self._session.wait_for_file(local)
+
+
+def _local_path(path: Any) -> Path | None:
+    """Return the absolute path of a local file, or None for one in an object store."""
+    system = get_filesystem(path)
+    is_local = isinstance(system, LocalFileSystem)
+    return Path(os.path.abspath(system._strip_protocol(str(path)))) if is_local else None
 
 
 def _read(path: Path) -> list[str]:

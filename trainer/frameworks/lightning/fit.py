@@ -135,7 +135,7 @@ class Fit:
             )
             session.__exit__(CheckpointError, error, None)
             raise error
-        self.files.open(session.run_directory)
+        self.files.open(session)
         if session.resumed_from is not None:
             self._generators = rng.capture()
             # A `ckpt_path` that was loaded although the run's checkpoint was only in the mirror.

@@ -2,7 +2,9 @@
 
 A pair is two programs one after the other, with Holdfast and without, in changing order. `blocked`
 is how much longer than others a step with a save takes, Holdfast's ÷ the framework's own.
-`overhead_us` is how much longer a step of a tiny model takes with Holdfast, in microseconds.
+`overhead_us` is how much longer a step of a tiny model takes with Holdfast, in microseconds: in CPU
+time of the training thread, and in wall time. One rank runs these steps, because Holdfast sends no
+message in a step, and ranks that wait for each other hide microseconds.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class Plan:
     saves: int = 4
     save_every: int = 8
     step_s: float = 0.25
-    steps: int = 600
+    steps: int = 2000
 
     def quick(self) -> Plan:
         """Return the shortest plan with all programs, to check that they work, not how fast."""
@@ -124,38 +126,43 @@ def installed_version(framework: str) -> str:
 
 def measure_one(plan: Plan, framework: str, work: Path) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    ratios, overheads_us = [], []
+    ratios: list[float] = []
+    overheads_us: dict[str, list[float]] = {"cpu": [], "wall": []}
     for pair in range(plan.pairs):
         report_progress(f"{framework}, pair {pair + 1} of {plan.pairs}")
         order = KINDS if pair % 2 == 0 else KINDS[::-1]
         saves = {
-            kind: blocked(run(plan.with_saves(), framework, kind, work), plan.save_every)
+            kind: blocked(run(plan.with_saves(), framework, kind, work)["starts"], plan.save_every)
             for kind in order
         }
         steps = {
-            kind: usual_step(run(plan.with_short_steps(), framework, kind, work)) for kind in order
+            kind: run(plan.with_short_steps(), framework, kind, work, ranks=1) for kind in order
         }
         for kind in KINDS:
             seconds[kind] += saves[kind]
         ratios.append(statistics.median(saves["holdfast"]) / statistics.median(saves["own"]))
-        overheads_us.append(1e6 * (steps["holdfast"] - steps["own"]))
+        for clock, times in (("cpu", "cpu_s"), ("wall", "starts")):
+            own, ours = (usual_step(steps[kind][times]) for kind in KINDS)
+            overheads_us[clock].append(1e6 * (ours - own))
     return {
         "blocked": spread(ratios),
         "blocked_s": {kind: spread(found) for kind, found in seconds.items()},
-        "overhead_us": spread(overheads_us),
+        "overhead_us": {clock: spread(found) for clock, found in overheads_us.items()},
     }
 
 
-def run(settings: Settings, framework: str, kind: str, work: Path) -> list[float]:
-    """Run one program; return when its steps began."""
+def run(
+    settings: Settings, framework: str, kind: str, work: Path, *, ranks: int = RANKS
+) -> dict[str, list[float]]:
+    """Run one program; return when its steps began, by both clocks: see `Model`."""
     folder = work / f"{framework}-{kind}"
     given = replace(settings, framework=framework, kind=kind, directory=str(folder))
     end_by = time.time() + PROGRAM_S_MAX
     package = "holdfast_bench.frameworks"
     try:
-        with Launch("programs", RANKS, asdict(given), end_by=end_by, package=package) as launch:
-            starts: list[float] = launch.result()["starts"]
-            return starts
+        with Launch("programs", ranks, asdict(given), end_by=end_by, package=package) as launch:
+            found: dict[str, list[float]] = launch.result()
+            return found
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -104,7 +104,11 @@ def lightning(settings: Settings) -> Model:
     if settings.has_holdfast:
         from holdfast.trainer.frameworks.lightning import Holdfast
 
-        callbacks += [Holdfast(**session(settings), snapshots="off")]
+        # A step that `ModelCheckpoint` saves also gets a checkpoint of Holdfast.
+        options = session(settings) | (
+            {"interval": settings.save_every} if settings.save_every else {}
+        )
+        callbacks += [Holdfast(**options, snapshots="off")]
     module = Module()
     trainer = L.Trainer(
         accelerator="cpu",

@@ -56,7 +56,10 @@ class Settings:
 
 
 class Model(nn.Module):
-    """Linear layers. `starts` has the times at which a training step called it."""
+    """Linear layers. `starts` has the times at which a training step called it.
+
+    `cpu_s` has the CPU time that the calling thread had used by then.
+    """
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -65,11 +68,13 @@ class Model(nn.Module):
             nn.Linear(width, width, bias=False) for _ in range(settings.layers)
         )
         self.starts: list[float] = []
+        self.cpu_s: list[float] = []
         self._sleep_s = settings.sleep_s
 
     def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the loss of `inputs`, of shape (batch, width), under the key `loss`."""
         self.starts.append(time.perf_counter())
+        self.cpu_s.append(time.thread_time())
         time.sleep(self._sleep_s)
         for layer in self.layers:
             inputs = layer(inputs)
@@ -104,7 +109,7 @@ def blocked(starts: Sequence[float], save_every: int) -> list[float]:
 
 
 def usual_step(starts: Sequence[float]) -> float:
-    """Return the median length of a step after the first tenth of them."""
+    """Return the median length of a step after the first tenth of them, in the unit of `starts`."""
     later = starts[len(starts) // 10 :]
     return statistics.median(b - a for a, b in pairwise(later))
 
@@ -112,4 +117,5 @@ def usual_step(starts: Sequence[float]) -> float:
 def write_result(settings: Settings, model: Model) -> None:
     """Write the times of rank 0."""
     if os.environ["RANK"] == "0":
-        Path(settings.out).write_text(json.dumps({"starts": model.starts}))
+        found = {"starts": model.starts, "cpu_s": model.cpu_s}
+        Path(settings.out).write_text(json.dumps(found))
