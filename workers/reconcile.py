@@ -51,6 +51,8 @@ from holdfast.workers.heartbeats import newest_step, read_heartbeats
 
 # How long an outcome waits for the scheduler's final state.
 VERDICT_WAIT_S: Final = 60.0
+# How long a job usually takes to end after its agent has written the outcome.
+JOB_ENDS_S: Final = 3.0
 # Agents write heartbeats every few seconds, and the clocks of hosts may differ by some of these.
 BEATS_S: Final = 120.0
 ENDING_LOCK_S: Final = 60.0
@@ -150,7 +152,9 @@ def observe(attempt: AttemptPaths) -> Observation:
     if before.request is not None:
         with contextlib.suppress(SchedulerUnavailableError, SchedulerError):
             # The job that claimed the attempt runs it, even if another was recorded.
-            status = executor_for(before.request.executor).status(before.request, before.job)
+            since = before.outcome.ended_at + JOB_ENDS_S if before.outcome else 0.0
+            executor = executor_for(before.request.executor)
+            status = executor.status(before.request, before.job, since=since)
     # Read the documents after the scheduler: an outcome written before the job ended is then seen.
     after = read_documents(attempt)
     return Observation(

@@ -53,10 +53,12 @@ class _Answer:
     problem: str = ""
     is_refusal: bool = False
 
-    def is_fresh(self, age_s: float) -> bool:
+    def is_fresh(self, age_s: float, since: float) -> bool:
         """Return True if the answer may still be used. A slow controller is asked less often."""
-        allowed_s = min(max(age_s, self.took_s / LOAD_MAX), AGE_S_MAX)
-        return 0.0 <= time.time() - self.asked_at <= allowed_s
+        now = time.time()
+        is_too_early = self.asked_at < since <= now
+        allowed_s = min(max(0.0 if is_too_early else age_s, self.took_s / LOAD_MAX), AGE_S_MAX)
+        return 0.0 <= now - self.asked_at <= allowed_s
 
     def read(self) -> str:
         if self.problem:
@@ -65,20 +67,25 @@ class _Answer:
 
 
 def shared_call(
-    arguments: Sequence[str], timeout_s: float = CALL_TIMEOUT_S, *, age_s: float
+    arguments: Sequence[str],
+    timeout_s: float = CALL_TIMEOUT_S,
+    *,
+    age_s: float,
+    since: float = 0.0,
 ) -> str:
     """Return the output of a Slurm command, or an earlier one that is at most `age_s` seconds old.
 
-    Raises like `slurm_client.call`. An error is shared too.
+    From the time `since` (Unix seconds) on, one from before it is used only if the controller is
+    slow. Raises like `slurm_client.call`. An error is shared too.
     """
     place = _place_of(arguments)
-    if (known := _read(place)) and known.is_fresh(age_s):
+    if (known := _read(place)) and known.is_fresh(age_s, since):
         return known.read()
     try:
         with _locked(place):
             # Another process may have asked while this one waited.
             known = _read(place)
-            if known is None or not known.is_fresh(age_s):
+            if known is None or not known.is_fresh(age_s, since):
                 known = _ask(arguments, timeout_s)
                 content = to_json(asdict(known))
                 write_bytes(place, content, mode=0o600, below=holdfast_home())
@@ -88,10 +95,15 @@ def shared_call(
     return known.read()
 
 
-def listed_jobs(age_s: float = JOBS_AGE_S) -> dict[str, JobLine]:
-    """Return this user's jobs that have not ended, by id. Raises like `slurm_client.call`."""
+def listed_jobs(age_s: float = JOBS_AGE_S, since: float = 0.0) -> dict[str, JobLine]:
+    """Return this user's jobs that have not ended, by id. For `since`, see `shared_call`.
+
+    Raises like `slurm_client.call`.
+    """
     command = ["squeue", "-h", "-a", "-u", str(os.getuid()), "-o", _FORMAT]
-    rows = [line.split("|", 7) for line in shared_call(command, age_s=age_s).splitlines()]
+    rows = [
+        line.split("|", 7) for line in shared_call(command, age_s=age_s, since=since).splitlines()
+    ]
     return {row[0]: _job(row) for row in rows if len(row) == 8}
 
 

@@ -82,7 +82,9 @@ class Hosts:
                 start_new_session=True,
             )
 
-    def status(self, request: Request, submission: Submission | None) -> JobStatus:
+    def status(
+        self, request: Request, submission: Submission | None, *, since: float = 0.0
+    ) -> JobStatus:
         agents = self.agents.get(request.job_name, [])
         is_over = all(agent.poll() is not None for agent in agents)
         state = AttemptState.FAILED if is_over else AttemptState.RUNNING

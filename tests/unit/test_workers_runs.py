@@ -213,7 +213,7 @@ class Scheduler(Executor):
         job = self.jobs.get(request.job_name)
         return Submission(job_id=job, executor="fake", submitted_at=1) if job else None
 
-    def status(self, request: Any, submission: Submission | None) -> JobStatus:
+    def status(self, request: Any, submission: Submission | None, **_: float) -> JobStatus:
         if self.is_silent:
             raise SchedulerUnavailableError("no answer")
         return JobStatus(state=AttemptState.PENDING, raw="PENDING")

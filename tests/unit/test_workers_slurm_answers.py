@@ -10,11 +10,18 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.runs import T0, RunFolder
 
+from holdfast.contracts.attempt import Outcome, write_document
 from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
+from holdfast.contracts.states import AttemptState
 from holdfast.workers import slurm_answers, slurm_client
+from holdfast.workers.executors.base import JobStatus
+from holdfast.workers.executors.local import LocalExecutor
+from holdfast.workers.reconcile import JOB_ENDS_S, observe
 from holdfast.workers.slurm_answers import listed_jobs, shared_call
 
 ROWS = (
@@ -91,6 +98,45 @@ def test_a_slow_controller_is_asked_less_often(slurm: Callable[..., Path]) -> No
         shared_call(["squeue"], age_s=0.0)
     # It took half a second, so the answer counts for five.
     assert count(calls) == 1
+
+
+def test_news_are_asked_for_once_and_not_of_a_slow_controller(
+    slurm: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = slurm("echo answer")
+    with monkeypatch.context() as patch:
+        patch.setattr(slurm_answers, "LOAD_MAX", 1e6)
+        shared_call(["squeue"], age_s=60.0)
+        now = time.time()
+        shared_call(["squeue"], age_s=60.0, since=now + 60.0)
+        assert count(calls) == 1
+        for _ in range(3):
+            shared_call(["squeue"], age_s=60.0, since=now)
+        assert count(calls) == 2
+    slurm("sleep 0.5; echo slow")
+    shared_call(["squeue", "-a"], age_s=60.0)
+    shared_call(["squeue", "-a"], age_s=60.0, since=time.time())
+    assert count(calls) == 3
+
+
+def test_the_end_of_an_attempt_is_a_time_of_news(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = RunFolder(tmp_path, "gpt", "a" * 32).submit(1, 2, at=T0)
+    asked = []
+
+    def status(*_: Any, since: float = 0.0) -> JobStatus:
+        asked.append(since)
+        return JobStatus(state=AttemptState.RUNNING, raw="COMPLETING")
+
+    monkeypatch.setattr(LocalExecutor, "status", status)
+    observe(attempt)
+    outcome = Outcome(
+        state=AttemptState.CANCELLED, job_id="101", world_size=2, started_at=T0, ended_at=T0 + 50
+    )
+    write_document(attempt.outcome, outcome)
+    observe(attempt)
+    assert asked == [0.0, T0 + 50 + JOB_ENDS_S]
 
 
 def test_an_error_is_shared_too(slurm: Callable[..., Path]) -> None:

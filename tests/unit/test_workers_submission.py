@@ -90,7 +90,9 @@ class Slurm(Executor):
         shown = [job for job, at in self.shown_at.items() if at <= self.clock.now]
         return tuple(self._named(job) for job in shown if not self.states[job].is_terminal)
 
-    def status(self, request: Request, submission: Submission | None) -> JobStatus:
+    def status(
+        self, request: Request, submission: Submission | None, *, since: float = 0.0
+    ) -> JobStatus:
         job = submission or self.find(request)
         if job is None or self.is_empty:
             return JobStatus(state=AttemptState.LOST, is_absent=True, evidence=("no such job",))

@@ -94,8 +94,13 @@ class Executor(ABC):
         return False
 
     @abstractmethod
-    def status(self, request: Request, submission: Submission | None) -> JobStatus:
-        """Return the job's status. Raises `SchedulerUnavailableError` without an answer."""
+    def status(
+        self, request: Request, submission: Submission | None, *, since: float = 0.0
+    ) -> JobStatus:
+        """Return the job's status. From `since` on (Unix seconds), an earlier one is too old.
+
+        Raises `SchedulerUnavailableError` without an answer.
+        """
 
     @abstractmethod
     def cancel(self, request: Request, submission: Submission) -> None:

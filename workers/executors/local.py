@@ -100,7 +100,9 @@ class LocalExecutor(Executor):
             boot_id=name.boot_id,
         )
 
-    def status(self, request: Request, submission: Submission | None) -> JobStatus:
+    def status(
+        self, request: Request, submission: Submission | None, *, since: float = 0.0
+    ) -> JobStatus:
         paths = _paths(request)
         claim = _claim_here(paths)
         if submission is not None:

@@ -184,13 +184,15 @@ class SlurmExecutor(Executor):
         is_mine = line is not None and line.name == request.job_name
         return is_mine and line is not None and bare_state(line.state) == "PENDING"
 
-    def status(self, request: Request, submission: Submission | None) -> JobStatus:
+    def status(
+        self, request: Request, submission: Submission | None, *, since: float = 0.0
+    ) -> JobStatus:
         _require_cluster(request)
         submission = submission or self.find(request)
         if submission is None:
             return self._absent(request.created_at, request.job_name)
         # Slurm reuses job ids, so a job with another name is another job.
-        line = slurm_answers.listed_jobs().get(submission.job_id)
+        line = slurm_answers.listed_jobs(since=since).get(submission.job_id)
         if line is not None and line.name == request.job_name:
             return _status_of(line)
         # The job has ended, or was submitted after the shared answer.
