@@ -101,6 +101,7 @@ def test_killed_rank_is_restarted_in_the_same_job(make: Make) -> None:
     assert logs == ["l01", "l02"], "an unused warm standby must leave no logs"
 
 
+@pytest.mark.slow
 def test_killed_guard_leaves_no_ranks_and_training_restarts(make: Make) -> None:
     run = make(steps=60, sleep_s=0.05)
     attempt = run.submit()

@@ -9,6 +9,7 @@ import time
 from itertools import groupby
 from pathlib import Path
 
+import pytest
 from slurm_cluster import SlurmCluster
 from tests.process.local_runs import wait_until
 
@@ -27,6 +28,7 @@ gpus_per_node = 2
 """
 
 
+@pytest.mark.slow
 def test_jobs_and_drained_nodes_of_a_cluster_become_a_trace(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
