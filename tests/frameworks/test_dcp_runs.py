@@ -119,3 +119,19 @@ def test_beside_a_session_a_save_has_only_its_lines(tmp_path: Path, run: RunFold
     events, _ = read_journal(run.paths.attempt(1).rank_journal)
     assert [e.data["checkpoint"] for e in events] == [str(tmp_path / "a")] * 2
     assert run.paths.list_checkpoints() == []
+
+
+def test_a_save_that_cannot_be_recorded_has_its_line_and_a_note(
+    tmp_path: Path, run: RunFolder
+) -> None:
+    """A file is in the place of the run's checkpoints. The save itself is complete."""
+    run.paths.checkpoints.parent.mkdir(parents=True, exist_ok=True)
+    run.paths.checkpoints.write_text("")
+    dcp.save(make_state(1), checkpoint_id=tmp_path / "a")
+    channel._close_all()
+    dcp.load(make_state(2), checkpoint_id=tmp_path / "a")
+    channel._close_all()
+    events, _ = read_journal(run.paths.attempt(1).rank_journal)
+    assert [str(e.kind) for e in events] == ["staged", "committed", "note"]
+    assert events[1].data["checkpoint"] == str(tmp_path / "a")
+    assert "not recorded" in events[2].data["text"]

@@ -16,12 +16,13 @@ from typing import Any, Final
 
 from holdfast.contracts import environment as names
 from holdfast.contracts.bounds import NAME_CHARACTERS_MAX
+from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.paths import CheckpointName, RunPaths
 from holdfast.contracts.sources import PROGRAM
 from holdfast.trainer import alone
-from holdfast.trainer.dcp.run_checkpoints import RunCheckpoints
+from holdfast.trainer.dcp.run_checkpoints import Placed, RunCheckpoints
 from holdfast.trainer.metrics import Recorder
 
 REASON: Final = "request"
@@ -121,19 +122,31 @@ class _RunRecord:
             self.write(EventKind.COMMITTED, directory, step)
             return
         facts = {"bytes": manifest.bytes, "flush_s": manifest.flush_s, "reason": REASON}
-        if alone.is_claimed():
+        try:
+            added = None if alone.is_claimed() else self._add(directory, manifest, step)
             self.write(EventKind.COMMITTED, directory, step, **facts)
-            return
+            if added is not None:
+                self._retire_lost(added)
+        except (OSError, ValueError, HoldfastError) as error:
+            self._recorder.event(EventKind.NOTE, text=f"{directory}: not recorded: {error}")
+
+    def _add(self, directory: Path, manifest: Manifest, step: int) -> Placed:
+        """Write the manifest in the run. If that fails, the save has its line nevertheless."""
         try:
             added = self._checkpoints.add(directory, manifest, self._name(step), self._parent)
-            self._parent = added.id
-            self.write(EventKind.COMMITTED, directory, step, **facts)
-            for lost, why in self._checkpoints.retire_lost(added):
-                self._recorder.event(
-                    EventKind.CHECKPOINT_DELETED, checkpoint=lost.name, reason=why, by=PROGRAM
-                )
-        except (OSError, ValueError) as error:
-            self._recorder.event(EventKind.NOTE, text=f"{directory} has no record: {error}")
+        except (OSError, ValueError, HoldfastError):
+            place = str(directory)
+            facts: dict[str, Any] = {"checkpoint": place, "step": step, "directory": place}
+            self._recorder.event(EventKind.COMMITTED, **facts, bytes=manifest.bytes, reason=REASON)
+            raise
+        self._parent = added.id
+        return added
+
+    def _retire_lost(self, newest: Placed) -> None:
+        for lost, why in self._checkpoints.retire_lost(newest):
+            self._recorder.event(
+                EventKind.CHECKPOINT_DELETED, checkpoint=lost.name, reason=why, by=PROGRAM
+            )
 
     def write(self, kind: EventKind, directory: Path, step: int, **facts: Any) -> None:
         checkpoint = str(directory) if alone.is_claimed() else str(self._name(step))

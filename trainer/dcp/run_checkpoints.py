@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from holdfast.contracts.errors import DamagedCheckpointError
+from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths
 from holdfast.contracts.sources import GONE, REPLACED, record_source, retire_source
@@ -103,11 +103,13 @@ class RunCheckpoints:
 
 
 def _read_all(run: RunPaths) -> Iterator[Placed]:
-    for directory in run.list_checkpoints():
-        with contextlib.suppress(DamagedCheckpointError, OSError):
-            manifest = read_manifest(directory)
-            if manifest is not None and manifest.source is not None:
-                yield Placed.of(manifest)
+    """Yield what can be read. Storage that fails here must not end the program."""
+    with contextlib.suppress(OSError, HoldfastError):
+        for directory in run.list_checkpoints():
+            with contextlib.suppress(OSError, HoldfastError):
+                manifest = read_manifest(directory)
+                if manifest is not None and manifest.source is not None:
+                    yield Placed.of(manifest)
 
 
 def _is_gone(directory: Path) -> bool:
