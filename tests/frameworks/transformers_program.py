@@ -128,9 +128,6 @@ class Noting(TrainerCallback):
         self._case.note(f"evaluation {state.global_step}", loss=metrics["eval_loss"])
         self._case.mark("evaluated", state.global_step)
 
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._case.mark("saved", state.global_step)
-
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._passes = 0
         self._case.mark("epoch ends", state.global_step)
@@ -164,7 +161,7 @@ def make_trainer(case: Case, settings: Settings, arguments: dict[str, Any]) -> A
         callbacks.append(EarlyStoppingCallback(settings.patience))
     if settings.kind == "callback":
         callbacks.append(HoldfastCallback())
-    return noted(Trainer if settings.kind == "class" else transformers.Trainer, noting)(
+    made = noted(Trainer if settings.kind == "class" else transformers.Trainer, noting)(
         model=model,
         args=args,
         train_dataset=Sentences(settings.samples),
@@ -172,6 +169,20 @@ def make_trainer(case: Case, settings: Settings, arguments: dict[str, Any]) -> A
         data_collator=collate,
         callbacks=callbacks,
     )
+    mark_saves(made, case)
+    return made
+
+
+def mark_saves(trainer: Any, case: Case) -> None:
+    """Mark where a directory is saved. A callback with `on_save` would be a reader of it."""
+    handler = trainer.callback_handler
+    tell = handler.on_save
+
+    def on_save(args: Any, state: Any, control: Any) -> Any:
+        case.mark("saved", state.global_step)
+        return tell(args, state, control)
+
+    handler.on_save = on_save
 
 
 def train(case: Case, **given: Any) -> None:

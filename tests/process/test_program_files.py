@@ -105,7 +105,7 @@ def test_files_of_a_session_replace_each_other_and_may_grow(
     path = tmp_path / "last.ckpt"
     for size in (10, 20, 30, 3 << 20, 40):
         session.write_file(path, bytes_writer(b"x" * size))
-    session.wait_for_file(path)
+    session.wait_for_files(path)
     assert path.read_bytes() == b"x" * 40
 
 
@@ -123,5 +123,5 @@ def test_failure_is_raised_once_and_names_the_file(
     path = tmp_path / "folder" / "last.ckpt"
     session.write_file(path, bytes_writer(CONTENT))
     with pytest.raises(SaveError, match=r"folder/last\.ckpt was not written: NotADirectory"):
-        session.wait_for_file(path)
+        session.wait_for_files(path)
     session.write_file(tmp_path / "other.ckpt", bytes_writer(CONTENT))

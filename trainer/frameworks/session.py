@@ -134,8 +134,11 @@ class FrameworkSession(Session):
         with self.phase("save"):
             self._saver.files.stage(path, write)
 
-    def wait_for_file(self, path: Path) -> None:
-        """Waits until the file that was last written to `path` is there. Raises `SaveError`."""
+    def wait_for_files(self, path: Path | None = None) -> None:
+        """Waits until the file last written to `path`, or every file, is there.
+
+        Raises `SaveError` if a file could not be written.
+        """
         with self.phase("save"):
             self._saver.files.wait(path)
 

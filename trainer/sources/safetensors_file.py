@@ -42,7 +42,7 @@ TYPES: Final = {
     "F8_E8M0": torch.float8_e8m0fnu,
 }
 _FACTS: Final = frozenset({"dtype", "shape", "data_offsets"})
-_METADATA: Final = "__metadata__"
+METADATA: Final = "__metadata__"
 
 
 def read_safetensors(files: Files, path: str) -> list[Part]:
@@ -89,7 +89,7 @@ def parse_header(
     entries = [
         _entry(name, facts, path=path, data_at=data_at, where=where)
         for name, facts in table.items()
-        if name != _METADATA
+        if name != METADATA
     ]
     entries.sort(key=lambda part: (part.segments[0].offset, part.segments[0].bytes))
     _check_places(entries, data_at, data_bytes, where)

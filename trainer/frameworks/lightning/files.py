@@ -164,7 +164,7 @@ class Files:
         """Wait until the file at `path` is written, on the rank that writes it."""
         local = _local_path(path)
         if self._session is not None and self._trainer.is_global_zero and local is not None:
-            self._session.wait_for_file(local)
+            self._session.wait_for_files(local)
 
 
 def _local_path(path: Any) -> Path | None:

@@ -29,6 +29,7 @@ from holdfast.trainer.frameworks.transformers.global_batch import (
     run_folder,
 )
 from holdfast.trainer.frameworks.transformers.progress import Place, Progress, RankShare, Todo, Told
+from holdfast.trainer.frameworks.transformers.weights import in_background, may_wait
 from holdfast.trainer.state import rng
 
 # In place of a path, when the session has restored the state.
@@ -264,6 +265,9 @@ class TrainerRun:
     def finish(self) -> None:
         """Commit the last step, before the trainer may load its best model."""
         self._open.finish()
+        self._open.wait_for_files()
+        # Other ranks may load what this one has written.
+        self._trainer.accelerator.wait_for_everyone()
         self._rotate()
 
     def close(self) -> None:
@@ -314,12 +318,21 @@ class TrainerRun:
                 held.enter_context(self.session.phase(name))
             yield
 
-    def begin_directory(self) -> None:
-        """Mark the directory that the trainer writes next, so that no relaunch begins with it."""
-        args, step = self._trainer.args, self._trainer.state.global_step
+    @contextlib.contextmanager
+    def writing_directory(self) -> Iterator[None]:
+        """Mark the directory that the trainer writes, so that no relaunch begins with it.
+
+        The flusher writes its weights, if nothing reads them at once.
+        """
+        trainer, args = self._trainer, self._trainer.args
+        name = f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+        directory = Path(args.output_dir) / name
         if args.should_save:
-            name = f"{PREFIX_CHECKPOINT_DIR}-{step}"
-            mark(Path(args.output_dir) / name, self._open.run_directory)
+            mark(directory, self._open.run_directory)
+        with contextlib.ExitStack() as held:
+            if may_wait(trainer):
+                held.enter_context(in_background(self._open, directory))
+            yield
 
     def request_save(self) -> None:
         """Request a checkpoint of this step, and a rotation of directories when it is committed."""

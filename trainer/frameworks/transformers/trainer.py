@@ -195,8 +195,7 @@ class Trainer(transformers.Trainer):
         # Older directories are deleted when the checkpoint is committed.
         self.args.save_total_limit = None
         try:
-            with run.phase("save"):
-                run.begin_directory()
+            with run.phase("save"), run.writing_directory():
                 super()._save_checkpoint(model, trial)
         finally:
             self.args.save_total_limit = limit
