@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 
 from holdfast.contracts.errors import PreflightError
 from holdfast.trainer.frameworks import versions
-from holdfast.trainer.frameworks.versions import FRAMEWORKS, Supported, require
+from holdfast.trainer.frameworks.versions import COMPANIONS, FRAMEWORKS, Supported, require
 
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
@@ -18,9 +18,9 @@ PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 @pytest.mark.parametrize("extra", sorted(FRAMEWORKS))
 def test_extras_have_the_ranges_of_the_table(extra: str) -> None:
     extras = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]
-    wanted = FRAMEWORKS[extra]
     found = {r.name: r.specifier for r in map(Requirement, extras[extra])}
-    assert found[wanted.package] == Requirement(f"{wanted.package}{wanted.range}").specifier
+    for wanted in (FRAMEWORKS[extra], *COMPANIONS.get(extra, ())):
+        assert found[wanted.package] == Requirement(f"{wanted.package}{wanted.range}").specifier
 
 
 def test_a_missing_package_is_named_with_its_extra_and_range(
@@ -43,3 +43,15 @@ def test_an_unsupported_version_is_named_with_the_supported_range(
     monkeypatch.setitem(versions.FRAMEWORKS, "old", old)
     with pytest.raises(PreflightError, match=r"^pytest [0-9.]+ is installed.*supports >=1\.0,<2"):
         require("old")
+
+
+def test_a_companion_is_checked_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Supported(package="pytest", oldest="1.0", below="100")
+    old = Supported(package="packaging", oldest="1.0", below="2")
+    monkeypatch.setitem(versions.FRAMEWORKS, "here", here)
+    assert require("here")
+    monkeypatch.setitem(versions.COMPANIONS, "here", (old,))
+    with pytest.raises(
+        PreflightError, match=r"^packaging .* holdfast\[here\].*packaging>=1\.0,<2$"
+    ):
+        require("here")

@@ -39,15 +39,25 @@ FRAMEWORKS: Final = {
     "mlflow": Supported(package="mlflow-skinny", oldest="3", below="4"),
     "tensorboard": Supported(package="tensorboard", oldest="2.16", below="3"),
 }
+# More packages that an adapter uses, by the name of its extra.
+COMPANIONS: Final = {
+    "transformers": (Supported(package="accelerate", oldest="1.11", below="2"),),
+}
 
 
 def require(extra: str) -> str:
-    """Return the installed version of the extra's package.
+    """Return the installed version of the extra's package, whose companions are checked, too.
 
-    Raises `PreflightError` if it is missing or outside the supported range. The message names the
+    Raises `PreflightError` if one is missing or outside the supported range. The message names the
     extra and the range.
     """
-    wanted = FRAMEWORKS[extra]
+    for companion in COMPANIONS.get(extra, ()):
+        _check(companion, extra)
+    return _check(FRAMEWORKS[extra], extra)
+
+
+def _check(wanted: Supported, extra: str) -> str:
+    """Return the installed version of a package of the extra. Raises `PreflightError`."""
     advice = (
         f"Install holdfast[{extra}] in the job's environment: it needs "
         f"{wanted.package}{wanted.range}"

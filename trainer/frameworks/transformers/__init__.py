@@ -35,6 +35,5 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {__all__}")
-    for extra in ("transformers", "accelerate"):
-        require(extra)
+    require("transformers")
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -4,20 +4,28 @@ A trainer's loader runs one batch ahead. So the batch of the next step was drawn
 step, with other random numbers than those of the checkpoint. A resume sets three states: that of
 the epoch's start before the loader begins, that of the first batch's fetch before this fetch, and
 that of the checkpoint after it. Workers of a loader have random states of their own.
+
+A loader that reports its fetches is a copy. Accelerate asks the loader that is being read how many
+samples of the last batch are no duplicates, so the copy has the answer of the original.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 from accelerate.data_loader import DataLoaderDispatcher, skip_first_batches
 from torch.utils.data import DataLoader
 
+from holdfast.trainer.frameworks.transformers.generators import LoaderGenerators
 from holdfast.trainer.state import rng
 
 States = dict[str, torch.Tensor]
+# What Accelerate's own copy of a loader does not take over.
+NOT_COPIED: Final = ("_drop_last", "_non_blocking")
+NO_REMAINDER: Final = -1
 
 
 class FetchStates:
@@ -29,6 +37,7 @@ class FetchStates:
 
     def __init__(self) -> None:
         self._epoch = self._fetch = rng.note()
+        self.generators = LoaderGenerators()
         self.fetched = self._skipped = 0
         self._is_new = True
         # The restored states, until the loader begins.
@@ -41,6 +50,7 @@ class FetchStates:
         if self._saved is not None:
             return self._saved
         return {
+            "generators": self.generators.state_dict(),
             "epoch": rng.as_tensors(self._epoch),
             "fetch": rng.as_tensors(self._fetch),
             "fetched": self.fetched,
@@ -50,6 +60,7 @@ class FetchStates:
         """Note that the next fetch is the first of an epoch."""
         self._is_new, self._skipped, self.fetched = True, 0, 0
         self._saved = self._first = self._then = None
+        self.generators.begin_epoch()
 
     def resume(self, saved: dict[str, Any], skipped: int) -> None:
         """Prepare a resume within an epoch, after `skipped` of its batches."""
@@ -62,15 +73,20 @@ class FetchStates:
         if self._saved is not None and self._saved["fetched"] >= self._skipped:
             self._then = now
 
-    def before_group(self) -> None:
-        """Called before each group of fetches. The first group of an epoch starts the loader."""
+    def before_group(self) -> bool:
+        """Called before each group of fetches. The first group of an epoch starts the loader.
+
+        Returns True for the first group.
+        """
         if not self._is_new:
-            return
+            return False
         self._is_new = False
+        self.generators.begin()
         if self._saved is not None:
             rng.restore(self._saved["epoch"])
             self._saved = None
         self._epoch = rng.note()
+        return True
 
     def before_fetch(self, number: int) -> None:
         """Called before batch `number` of the epoch, from 0, is fetched or skipped."""
@@ -128,7 +144,26 @@ def watched(loader: Any, states: FetchStates) -> Any:
         return loader
     copy = skip_first_batches(loader, 0)
     copy.batch_sampler.batch_sampler = WatchedBatches(loader.batch_sampler, states)
+    for name in NOT_COPIED:
+        if hasattr(loader, name):
+            setattr(copy, name, getattr(loader, name))
     return copy
+
+
+def keep_remainder(loader: Any, gradient_state: Any) -> None:
+    """Give the loader that is being read the remainder of `loader`, of which it is a copy.
+
+    A copy computes it when it begins, from the attributes of a batch sampler that it lacks.
+    """
+    active = gradient_state.active_dataloader
+    if active is None or active is loader or not hasattr(loader, "remainder"):
+        return
+    active.remainder = NO_REMAINDER
+    # As the loader does: one without these attributes has no remainder.
+    with contextlib.suppress(Exception):
+        if not loader._drop_last:
+            length = getattr(loader.dataset, "total_dataset_length", len(loader.dataset))
+            active.remainder = length % loader.total_batch_size
 
 
 def set_epoch(loader: Any, epoch: int) -> None:

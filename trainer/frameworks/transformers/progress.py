@@ -18,6 +18,7 @@ from transformers.trainer_callback import ExportableState, TrainerControl
 
 from holdfast.contracts.errors import CheckpointError
 from holdfast.trainer.frameworks.transformers.fetching import FetchStates
+from holdfast.trainer.frameworks.transformers.kept import KeptAttributes
 
 FORMAT: Final = 1
 # The fields of `TrainerState` that training changes. The others follow from the arguments.
@@ -61,7 +62,7 @@ class Progress:
     """
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+        self.trainer, self.kept = trainer, KeptAttributes(trainer)
         self.place, self.todo, self.told = Place(), Todo(), Told()
         self.first_step = 0
         self.loaded: dict[str, Any] | None = None
@@ -79,7 +80,7 @@ class Progress:
         return self._earlier_s
 
     def state_dict(self) -> dict[str, Any]:
-        trainer, state = self._trainer, self._trainer.state
+        trainer, state = self.trainer, self.trainer.state
         control: TrainerControl = trainer.control
         norm = self.told.grad_norm
         return {
@@ -99,6 +100,7 @@ class Progress:
             "logged_step": getattr(trainer, "_globalstep_last_logged", 0),
             "first_step": self.first_step,
             "seconds": self.seconds,
+            "kept": self.kept.shared(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -114,7 +116,7 @@ class Progress:
         """Put the loaded state into the trainer's own, its callbacks' and this one."""
         loaded = self.loaded
         assert loaded is not None
-        state: TrainerState = self._trainer.state
+        state: TrainerState = self.trainer.state
         for name in CHANGING:
             setattr(state, name, loaded["state"][name])
         state.log_history = self._history.load(loaded["history"])
@@ -132,8 +134,9 @@ class Progress:
     def restore_window(self) -> None:
         """Put back the sums of losses. The trainer resets them when its loop begins."""
         if self.loaded is not None:
-            self._trainer._total_loss_scalar = self.loaded["total_loss"]
-            self._trainer._globalstep_last_logged = self.loaded["logged_step"]
+            self.trainer._total_loss_scalar = self.loaded["total_loss"]
+            self.trainer._globalstep_last_logged = self.loaded["logged_step"]
+            self.kept.restore(self.loaded["kept"])
 
     @property
     def is_over(self) -> bool:
@@ -141,7 +144,7 @@ class Progress:
 
         A callback's decision no longer counts if the trainer now has another number of steps.
         """
-        state, loaded = self._trainer.state, self.loaded
+        state, loaded = self.trainer.state, self.loaded
         if state.global_step >= state.max_steps:
             return True
         return loaded is not None and loaded["stops"][0] and loaded["max_steps"] == state.max_steps
@@ -155,15 +158,16 @@ class Progress:
         return Place(place.epoch, place.steps)
 
     def _exportable(self) -> list[Any]:
-        callbacks = self._trainer.callback_handler.callbacks
+        callbacks = self.trainer.callback_handler.callbacks
         return [each for each in callbacks if isinstance(each, ExportableState)]
 
 
 class RankShare:
     """One rank's sums since the last log, and its random states in the epoch."""
 
-    def __init__(self, trainer: Any, fetches: FetchStates) -> None:
-        self._trainer, self._fetches = trainer, fetches
+    def __init__(self, progress: Progress, fetches: FetchStates) -> None:
+        self._progress, self._fetches = progress, fetches
+        self._trainer, self._kept = progress.trainer, progress.kept
         self.loaded: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -172,6 +176,8 @@ class RankShare:
             "loss": torch.zeros(()) if loss is None else loss.detach(),
             "flos": float(self._trainer.current_flos),
             "fetches": self._fetches.state_dict(),
+            "epoch": self._progress.place.epoch,
+            "kept": self._kept.of_rank(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -190,6 +196,16 @@ class RankShare:
         trainer._tr_loss = loaded["loss"].to(trainer._tr_loss)
         trainer.current_flos = loaded["flos"]
         trainer._globalstep_last_logged = logged_step
+        self._kept.restore(loaded["kept"])
+
+    def resume_fetches(self, epoch: int, skipped: int) -> None:
+        """Prepare the random states of the loader for `epoch`, of which batches are `skipped`."""
+        if self.loaded is None:
+            return
+        fetches, is_same_epoch = self.loaded["fetches"], self.loaded["epoch"] == epoch
+        if skipped:
+            self._fetches.resume(fetches, skipped)
+        self._fetches.generators.resume(fetches["generators"], is_same_epoch=is_same_epoch)
 
 
 class _HistoryText:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,12 +22,17 @@ from holdfast.trainer.frameworks.transformers.directories import (
     newest_whole,
     step_of,
 )
-from holdfast.trainer.frameworks.transformers.fetching import FetchStates, watched
+from holdfast.trainer.frameworks.transformers.fetching import (
+    FetchStates,
+    keep_remainder,
+    watched,
+)
 from holdfast.trainer.frameworks.transformers.global_batch import (
     GivenBatch,
     agree_on_batch,
     run_folder,
 )
+from holdfast.trainer.frameworks.transformers.kept import check_names
 from holdfast.trainer.frameworks.transformers.progress import Place, Progress, RankShare, Todo, Told
 from holdfast.trainer.frameworks.transformers.weights import in_background, may_wait
 from holdfast.trainer.state import rng
@@ -52,7 +57,7 @@ class TrainerRun:
         self.prepared: Any = None
         self.fetches = FetchStates()
         self.progress = Progress(trainer)
-        self._share = RankShare(trainer, self.fetches)
+        self._share = RankShare(self.progress, self.fetches)
         self._has_trained = False
         # The checkpoint of Transformers to begin with, and what to pass on as resumed from.
         self._path: str | None = None
@@ -70,6 +75,7 @@ class TrainerRun:
         """Check the arguments and set the batch of this launch. Raises `SpecError`."""
         trainer, args = self._trainer, self._trainer.args
         check_arguments(trainer)
+        check_names(trainer)
         if trial is not None:
             raise SpecError("train(trial=…): a run is one training; submit a run for each trial")
         if self._has_trained:
@@ -188,6 +194,7 @@ class TrainerRun:
         loader = given["train_dataloader"]
         if self._watched[0] is not loader:
             self._watched = loader, watched(loader, self.fetches)
+            self.fetches.generators.watch(loader)
         changed = {"train_dataloader": self._watched[1]}
         self.fetches.begin_epoch()
         if self.resumed is None:
@@ -196,8 +203,8 @@ class TrainerRun:
         skipped = given["steps_trained_in_current_epoch"]
         steps = skipped // self._trainer.args.gradient_accumulation_steps
         self.progress.place = Place(given["epoch"], steps)
-        if skipped and self._share.loaded is not None:
-            self.fetches.resume(self._share.loaded["fetches"], skipped)
+        if self.resumed == RESUMED:
+            self._share.resume_fetches(given["epoch"], skipped)
         self.restore_generators()
         return {**changed, "resume_from_checkpoint": self.resumed}
 
@@ -220,6 +227,14 @@ class TrainerRun:
         if progress.loaded is not None and progress.loaded["stops"][1] and progress.place.steps:
             return {"num_update_steps_per_epoch": progress.place.steps}
         return {}
+
+    def fetch(self, fetch: Callable[[], Any]) -> Any:
+        """Return the batches of the next step, which `fetch` takes from the loader."""
+        is_first = self.fetches.before_group()
+        batches = fetch()
+        if is_first:
+            keep_remainder(self._watched[0], self._trainer.accelerator.gradient_state)
+        return batches
 
     def end_epoch(self) -> None:
         """Forget the resume: it concerned this epoch only."""

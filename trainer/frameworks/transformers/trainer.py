@@ -11,7 +11,7 @@ is made when the trainer has prepared its model, and before it computes where it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import transformers
@@ -34,9 +34,14 @@ class Trainer(transformers.Trainer):
     training state.
 
     `session_options` are more arguments of the `Session`, such as `interval` or `directory`.
+
+    `kept_attributes` are names of the trainer's attributes that a resume restores on each rank, as
+    the sums since the last log that a subclass adds: numbers, text, tensors, and lists and
+    dictionaries of them. Those of TRL and of Sentence Transformers are known.
     """
 
     session_options: ClassVar[Mapping[str, Any]] = {}
+    kept_attributes: ClassVar[Sequence[str]] = ()
     _holdfast: TrainerRun
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
@@ -127,8 +132,8 @@ class Trainer(transformers.Trainer):
         run.end_epoch()
 
     def get_batch_samples(self, *arguments: Any, **more: Any) -> Any:
-        self._holdfast.fetches.before_group()
-        return super().get_batch_samples(*arguments, **more)
+        fetch = super().get_batch_samples
+        return self._holdfast.fetch(lambda: fetch(*arguments, **more))
 
     def training_step(self, *arguments: Any, **more: Any) -> Any:
         loss = super().training_step(*arguments, **more)
