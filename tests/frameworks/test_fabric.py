@@ -29,7 +29,12 @@ from holdfast.trainer.frameworks.lightning.fabric_training import FabricProgress
 EXAMPLE: Final = Path(fabric_program.__file__).parents[2] / "examples" / "fabric"
 # Kind → cases: a signal, a place, its number there, the steps between checkpoints. An epoch of
 # "plain" has batches 0 to 5.
-QUICK: Final = {"plain": [["kill", "batch", 9, 2], ["term", "batch", 5, 100]]}
+# A `RandomSampler` draws at the end of its pass from a generator that the program gave it, so
+# "alone" stops at the last batch.
+QUICK: Final = {
+    "plain": [["kill", "batch", 9, 2], ["term", "batch", 5, 100]],
+    "alone": [["term", "batch", 10, 100]],
+}
 EVERYWHERE: Final = {
     kind: [
         case

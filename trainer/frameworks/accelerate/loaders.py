@@ -41,6 +41,9 @@ class Loader(WrappedLoader):
         """Return True if no batch follows. Accelerate has fetched it already if there is one."""
         return bool(self.inner.end_of_dataloader)
 
+    def exhaust(self, batches: Iterator[Any]) -> None:
+        """Accelerate fetches ahead, so it has done this before the last batch."""
+
     def describe(
         self, *, done: int, is_ending: bool = False, is_under_way: bool = False
     ) -> dict[str, Any]:

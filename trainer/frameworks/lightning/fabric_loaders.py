@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from holdfast.trainer.frameworks.program_loop.loader import Resumed, WrappedLoader, wrap_sampler
@@ -27,6 +27,10 @@ class FabricLoader(WrappedLoader):
     def is_at_end(self, done: int) -> bool:
         """Return True if no batch follows."""
         return done >= len(self.inner)
+
+    def exhaust(self, batches: Iterator[Any]) -> None:
+        """Ask for one more batch, as the program does. There is none."""
+        next(batches, None)
 
     def describe(self, *, done: int, is_ending: bool, is_under_way: bool) -> dict[str, Any]:
         """Return what a checkpoint keeps, the same on all ranks.

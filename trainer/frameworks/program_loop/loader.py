@@ -98,6 +98,13 @@ class WrappedLoader(ABC):
         """Return True if no batch follows the newest of a pass, after `done` dealt batches."""
 
     @abstractmethod
+    def exhaust(self, batches: Iterator[Any]) -> None:
+        """Let a pass at its end draw what it draws there, before its last step is complete.
+
+        Torch's `RandomSampler` draws once more from a generator that the program gave it.
+        """
+
+    @abstractmethod
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Restore what a checkpoint keeps, the same on all ranks. Raises `CheckpointError`."""
 

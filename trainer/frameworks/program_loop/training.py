@@ -197,12 +197,15 @@ class LoopTraining(ABC):
         loader.has_begun = True
         done = self._place(loader, skip, resumed)
         one = self.progress.begin(loader, done)
+        batches = iter(loader.inner)
         try:
-            for batch in loader.inner:
+            for batch in batches:
                 one.done += loader.unit
                 yield batch
                 if self.progress.ends_step(one):
                     self.progress.forget_new_pass()
+                    if loader.is_at_end(one.done):
+                        loader.exhaust(batches)
                     self.complete_step()
         finally:
             self.progress.end(one)
