@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.fabric.wrappers import _FabricDataLoader
 from torch.utils.data import DataLoader, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from holdfast.trainer.frameworks.lightning.fabric_loaders import FabricLoader
 from holdfast.trainer.frameworks.lightning.fabric_training import FabricProgress
@@ -138,3 +139,33 @@ def test_a_pass_that_outlives_its_epoch_is_not_one_of_the_next(program: Program)
     program.progress.next_epoch()
     batches.close()  # type: ignore[attr-defined]
     assert loader.passes == 0
+
+
+def orders(loader: FabricLoader) -> list[list[int]]:
+    return [batch[0].tolist() for batch in loader.inner]
+
+
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_continues_its_order_and_has_the_same_next_one(kind: Any, workers: int) -> None:
+    def make(seed: int) -> FabricLoader:
+        torch.manual_seed(seed)
+        dataset = TensorDataset(torch.arange(20))
+        inner = kind(dataset, batch_size=2, shuffle=True, num_workers=workers)
+        return FabricLoader(_FabricDataLoader(inner), 0, lambda loader, _: iter(loader.inner))
+
+    whole = make(1)
+    expected, following = orders(whole), orders(whole)
+    cut = make(1)
+    batches = iter(cut)
+    trained = [next(batches)[0].tolist() for _ in range(3)]
+    generators = torch.get_rng_state()
+    shared = cut.describe(done=3, is_ending=False, is_under_way=True)
+    resumed = make(77)
+    resumed.restore(shared)
+    resumed.restore_rank(cut.describe_rank(is_training=True))
+    assert resumed.resumed is not None
+    torch.set_rng_state(generators)
+    resumed.start_at(resumed.start_of(resumed.resumed))
+    assert trained + orders(resumed) == expected
+    assert orders(resumed) == following

@@ -113,17 +113,18 @@ class Batches(BatchSampler):
         """Called before each fetch."""
 
     def skipped(self, start: Start) -> Iterator[Any]:
-        """Return an iteration from `start` on, which has not drawn anything yet."""
+        """Return an iteration from `start` on."""
         return itertools.islice(self._inner, start.skip, None)
 
     def _remaining(self, start: Start) -> Iterator[Any]:
         """Yield the batches from `start` on. Put back its order before the first is drawn."""
-        batches = self.skipped(start)
+        # Some samplers draw as soon as they are iterated, so the order is noted before.
         if start.order is None:
             self.order = Order.now(self.sampler_of_ids)
-            return batches
+            return self.skipped(start)
         self.order = start.order
         with start.order.put_back(self.sampler_of_ids):
+            batches = self.skipped(start)
             first = list(itertools.islice(batches, 1))
         return itertools.chain(first, batches)
 
