@@ -8,15 +8,14 @@ Prints the type and text of each program's error as JSON, by the name of its fun
 from __future__ import annotations
 
 import json
-import os
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import DataLoaderConfiguration
+from tests.frameworks.refusals import error_of
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from holdfast.trainer import Session
@@ -94,6 +93,35 @@ def two_accelerators() -> None:
     prepared("two")[0].resume()
 
 
+def second_loop() -> None:
+    accelerator, *parts = prepared("loops")
+    train(accelerator.epochs(1), *parts)
+    train(accelerator.epochs(2), *parts)
+
+
+def training_after_free_memory() -> None:
+    accelerator, *parts = prepared("freed")
+    train(accelerator.epochs(1), *parts)
+    accelerator.free_memory()
+    model = torch.nn.Linear(2, 1)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def second_accelerator_after_the_first() -> None:
+    accelerator, *parts = prepared("first")
+    train(accelerator.epochs(1), *parts)
+    accelerator.end_training()
+    accelerator, *parts = prepared("second")
+    train(accelerator.epochs(1), *parts)
+
+
+def step_without_synchronized_gradients() -> None:
+    accelerator, model, optimizer, loader = prepared("local")
+    # As DDP sets it inside of `no_sync`.
+    vars(model)["require_backward_grad_sync"] = False
+    train(accelerator.epochs(1), model, optimizer, loader)
+
+
 def hook_registered_twice() -> None:
     accelerator = Accelerator(cpu=True)
 
@@ -115,10 +143,14 @@ def checkpoint_of_another_program() -> None:
     prepared("other")[0].resume()
 
 
-def another_dataset() -> None:
+def trained() -> None:
     accelerator, *parts = prepared("changed")
     train(accelerator.epochs(1), *parts)
     accelerator.end_training()
+
+
+def another_dataset() -> None:
+    assert error_of(trained) == "no error"
     prepared("changed", numbers(10))[0].resume()
 
 
@@ -183,6 +215,10 @@ PROGRAMS: dict[str, Callable[[], None]] = {
         nothing_prepared,
         optimizer_prepared_late,
         two_accelerators,
+        second_loop,
+        training_after_free_memory,
+        second_accelerator_after_the_first,
+        step_without_synchronized_gradients,
         hook_registered_twice,
         checkpoint_of_another_program,
         another_dataset,
@@ -195,26 +231,6 @@ PROGRAMS: dict[str, Callable[[], None]] = {
         numbered_folder_of_something_else,
     )
 }
-
-
-def error_of(program: Callable[[], None]) -> str:
-    """Run a program in a fork, and return its error."""
-    reader, writer = os.pipe()
-    if not os.fork():
-        text = "no error"
-        try:
-            program()
-        # Whatever ends the program is the answer, also SystemExit.
-        except BaseException as error:
-            traceback.print_exc()
-            text = f"{type(error).__name__}: {error}"
-        os.write(writer, text.encode())
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as stream:
-        text = stream.read().decode()
-    os.wait()
-    return text
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Interrupts the programs of `lightning_program` at chosen points, and compares with full runs.
+"""Interrupts a program at chosen points, and compares with full runs.
 
-    python -m tests.frameworks.lightning_cases '{"kind": [["term", "batch", 3, 100], …]}' FOLDER
+    python -m tests.frameworks.lightning_cases PROGRAM '{"kind": [["term", "batch", 3, 9]]}' FOLDER
+
+PROGRAM is a module of this folder, `lightning_program` or `fabric_program`.
 
 Each case of a kind is a signal, a place, its number there, and the steps between checkpoints. The
 program is interrupted at that point once and started again by the same command. The last notes of
@@ -11,6 +13,7 @@ environment that torchrun makes.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import logging
 import os
@@ -24,7 +27,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch.distributed as dist
-from tests.frameworks.lightning_program import AT_ONE_RANK, train
 
 LAUNCH_S: Final = 90.0
 LAUNCHES_MAX: Final = 3
@@ -56,12 +58,12 @@ def _meet() -> None:
         dist.barrier()
 
 
-def launch(ranks: int, settings: dict[str, Any], mark: Any) -> list[int]:
-    """Start the program on `ranks` ranks, and return their exit statuses."""
+def launch(program: Any, ranks: int, settings: dict[str, Any], mark: Any) -> list[int]:
+    """Start `program.train` on `ranks` ranks, and return their exit statuses."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    left = {_fork(rank, ranks, port, settings, mark): rank for rank in range(ranks)}
+    left = {_fork(program, rank, ranks, port, settings, mark): rank for rank in range(ranks)}
     codes, give_up = [0] * ranks, time.monotonic() + LAUNCH_S
     while left:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -75,7 +77,9 @@ def launch(ranks: int, settings: dict[str, Any], mark: Any) -> list[int]:
     return codes
 
 
-def _fork(rank: int, ranks: int, port: int, settings: dict[str, Any], mark: Any) -> int:
+def _fork(
+    program: Any, rank: int, ranks: int, port: int, settings: dict[str, Any], mark: Any
+) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -91,7 +95,7 @@ def _fork(rank: int, ranks: int, port: int, settings: dict[str, Any], mark: Any)
             "MASTER_PORT": str(port),
             "TORCHELASTIC_RUN_ID": "forked",
         }
-        train(settings, mark)
+        program.train(settings, mark)
         status = 0
     except SystemExit as left:
         status = int(left.code or 0)
@@ -119,12 +123,14 @@ def settings_of(kind: str, folder: Path, interval: int) -> dict[str, Any]:
     return {"folder": str(folder), "kind": kind, "holdfast": options}
 
 
-def compare(kind: str, cases: list[tuple[str, str, int, int]], folder: Path) -> None:
+def compare(program: Any, kind: str, cases: list[tuple[str, str, int, int]], folder: Path) -> None:
     """Run a kind's cases. Raises AssertionError at the first difference."""
-    ranks = 1 if kind in AT_ONE_RANK else 2
+    ranks = 1 if kind in program.AT_ONE_RANK else 2
     full = folder / f"{kind}-full"
     full.mkdir()
-    codes = launch(ranks, settings_of(kind, full, 1000), lambda place, at: None)
+    # A program that can run without Holdfast does so.
+    stock = {**settings_of(kind, full, 1000), "stock": True}
+    codes = launch(program, ranks, stock, lambda place, at: None)
     assert codes == [0] * ranks, (kind, codes)
     expected = [notes_of(full, rank) for rank in range(ranks)]
     for signal_name, place, at, interval in cases:
@@ -132,11 +138,11 @@ def compare(kind: str, cases: list[tuple[str, str, int, int]], folder: Path) -> 
         one = folder / name
         one.mkdir()
         mark = Interruption(one, signal_name, place, at)
-        first = launch(ranks, settings_of(kind, one, interval), mark)
+        first = launch(program, ranks, settings_of(kind, one, interval), mark)
         assert (one / "taken").exists(), f"{name}: the point was not reached"
         assert (first == [0] * ranks) == (signal_name == "term"), (name, first)
         assert not has_ended(one), f"{name}: nothing was interrupted"
-        again = launch(ranks, settings_of(kind, one, interval), mark)
+        again = launch(program, ranks, settings_of(kind, one, interval), mark)
         assert again == [0] * ranks, (name, again)
         for rank in range(ranks):
             found = notes_of(one, rank)
@@ -152,8 +158,9 @@ def compare(kind: str, cases: list[tuple[str, str, int, int]], folder: Path) -> 
 def main() -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    for kind, cases in json.loads(sys.argv[1]).items():
-        compare(kind, [tuple(case) for case in cases], Path(sys.argv[2]))
+    program = importlib.import_module(f"tests.frameworks.{sys.argv[1]}")
+    for kind, cases in json.loads(sys.argv[2]).items():
+        compare(program, kind, [tuple(case) for case in cases], Path(sys.argv[3]))
 
 
 if __name__ == "__main__":

@@ -67,7 +67,8 @@ EVERYWHERE: Final = {
 
 
 def compare(cases: dict[str, list[list[Any]]], folder: Path, timeout_s: float) -> str:
-    return run_program("frameworks.lightning_cases", json.dumps(cases), folder, timeout_s=timeout_s)
+    arguments = "lightning_program", json.dumps(cases), folder
+    return run_program("frameworks.lightning_cases", *arguments, timeout_s=timeout_s)
 
 
 def test_interrupted_programs_equal_uninterrupted_ones(tmp_path: Path) -> None:

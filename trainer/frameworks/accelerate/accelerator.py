@@ -126,16 +126,12 @@ class Accelerator(accelerate.Accelerator):
         """
         if getattr(optimizer, "_is_accelerate_prepared", False):
             return super().prepare_optimizer(optimizer, *args, **kwargs)
-        if self._training.is_open:
-            raise SpecError(
-                f"{type(optimizer).__name__} is prepared after the run has resumed; expected all "
-                "calls of accelerator.prepare before accelerator.epochs, resume and load_state"
-            )
+        self._training.require_unopened(optimizer)
         prepared = super().prepare_optimizer(optimizer, *args, **kwargs)
         inner = prepared.optimizer
         if not isinstance(inner, Optimizer):
             raise SpecError(f"{type(inner).__name__}: expected a torch.optim.Optimizer")
-        inner.register_step_post_hook(lambda *_: self._training.note_step())
+        inner.register_step_post_hook(lambda stepped, *_: self._training.note_step(stepped))
         return prepared
 
     def register_save_state_pre_hook(self, hook: Any) -> Any:

@@ -2,119 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.data_loader import skip_first_batches as skip_in_accelerate
-from torch.utils.data import IterableDataset
 
-from holdfast.contracts.errors import CheckpointError, SpecError
-from holdfast.trainer.frameworks.accelerate.batches import (
-    Batches,
-    Generators,
-    Order,
-    Start,
-    own_generator,
-    set_generator,
+from holdfast.contracts.errors import SpecError
+from holdfast.trainer.frameworks.accelerate.batches import DealtBatches
+from holdfast.trainer.frameworks.program_loop.loader import (
+    Resumed,
+    WrappedLoader,
+    problem_of,
+    wrap_sampler,
 )
+from holdfast.trainer.frameworks.program_loop.order import Order, own_generator, set_generator
 from holdfast.trainer.state import rng
 
-_OWN: Final = frozenset(
-    {"inner", "number", "batches", "problem", "resumed", "passes", "has_begun", "_iterate"}
-)
-Iterate = Callable[["Loader", int], Iterator[Any]]
+# The key of the generators before the newest fetch.
+FETCH: Final = "fetch"
 
 
-@dataclass
-class Resumed:
-    """What is left of the restored epoch: `passes` were complete, and `done` batches of the next.
+class Loader(WrappedLoader):
+    """Wraps a loader that Accelerate prepared."""
 
-    `done` counts batches dealt out to the ranks. `order` is None if the pass began by the program's
-    own resume, in an order that is drawn again.
-    """
+    batches: DealtBatches | None
 
-    passes: int = 0
-    done: int = 0
-    order: Order | None = None
-    fetch: Generators | None = None
+    def find_problem(self) -> str | None:
+        """Return why training over the loader cannot be continued, or None."""
+        return problem_of(self.inner) or problem_of_ranks(self.inner)
 
+    def install(self) -> DealtBatches:
+        """Wrap the loader's batch sampler in place, and return the wrapper."""
+        return install(self.inner)
 
-class Loader:
-    """Wraps a loader that Accelerate prepared. Attributes and the class are the wrapped loader's.
+    def is_at_end(self, done: int) -> bool:
+        """Return True if no batch follows. Accelerate has fetched it already if there is one."""
+        return bool(self.inner.end_of_dataloader)
 
-    `passes` counts the complete training passes of the epoch. `has_begun` is true from the first
-    pass of the run on. `problem` says why training over the
-    loader cannot be continued, or is None. `iterate` runs a pass, given the loader and the number
-    of batches to skip.
-    """
+    def exhaust(self, batches: Iterator[Any]) -> None:
+        """Accelerate fetches ahead, so it has done this before the last batch."""
 
-    inner: Any
-    number: int
-    batches: Batches | None
-    problem: str | None
-    resumed: Resumed | None
-    passes: int
-    has_begun: bool
-    _iterate: Iterate
+    def describe(
+        self, *, done: int, is_ending: bool = False, is_under_way: bool = False
+    ) -> dict[str, Any]:
+        """Return what a checkpoint keeps, the same on all ranks.
 
-    def __init__(self, inner: Any, number: int, iterate: Iterate) -> None:
-        self.inner, self.number, self._iterate = inner, number, iterate
-        self.problem = problem_of(inner)
-        self.batches = None if self.problem else install(inner)
-        self.resumed, self.passes, self.has_begun = None, 0, False
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._iterate(self, 0)
-
-    def __len__(self) -> int:
-        return len(self.inner)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        # As of Accelerate's own wrappers: `isinstance(loader, DataLoader)` stays true.
-        return self.inner.__class__
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _OWN:
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self.inner, name, value)
-
-    @property
-    def unit(self) -> int:
-        """How many dealt batches make one batch of each rank."""
-        return 1 if self.batches is None else self.batches.unit
-
-    def start_at(self, start: Start) -> None:
-        """Let the next pass begin at `start`."""
-        assert self.batches is not None
-        self.batches.start = start
-        self._drop_first_iterator()
-
-    def start_of(self, resumed: Resumed) -> Start:
-        """Return where the restored pass continues at this number of ranks."""
-        is_shared = resumed.done % self.unit == 0
-        return Start(
-            skip=resumed.done // self.unit if is_shared else resumed.done,
-            is_dealt=not is_shared,
-            order=resumed.order,
-            fetch=resumed.fetch,
-            now=rng.capture() if resumed.order is not None else {},
-        )
-
-    def describe(self, *, done: int, is_ending: bool) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the loader.
-
-        `done` are the dealt batches of a pass that is under way, or 0. With `is_ending`, the pass
-        is complete, and Accelerate has not counted it yet.
+        A pass that is ending is one that Accelerate has not counted yet.
         """
         if self.batches is None:
             return {"iteration": int(self.inner.iteration), "has_begun": self.has_begun}
@@ -137,15 +72,10 @@ class Loader:
         self.inner.iteration = int(saved["iteration"])
         self.has_begun = bool(saved["has_begun"])
         if self.has_begun:
-            self._drop_first_iterator()
+            self.before_pass()
         if self.batches is None or "samples" not in saved:
             return
-        if saved["samples"] != len(self.inner.dataset):
-            raise CheckpointError(
-                f"loader {self.number}: its dataset had {saved['samples']} samples and now has "
-                f"{len(self.inner.dataset)}, so its order cannot be continued. Use the same "
-                "dataset"
-            )
+        self.require_samples(saved["samples"])
         sampler = self.batches.sampler_of_ids
         if saved["seed"] is not None:
             sampler.initial_seed = saved["seed"]
@@ -155,6 +85,17 @@ class Loader:
         order = self.batches.order = Order(saved["order"], saved["own"])
         if self.passes or saved["done"]:
             self.resumed = Resumed(passes=self.passes, done=int(saved["done"]), order=order)
+
+    def restore_rank(self, saved: Mapping[str, Any]) -> None:
+        """Restore the generators with which the next batch was fetched, and those of ends."""
+        super().restore_rank(saved)
+        if self.resumed is not None:
+            self.resumed.fetch = saved.get(FETCH)
+
+    def describe_rank(self, *, is_training: bool) -> dict[str, Any]:
+        """Return the generators before the newest fetch of a pass that is under way."""
+        fetch = self.batches.fetch if self.batches is not None and is_training else None
+        return {} if fetch is None else {FETCH: rng.as_tensors(fetch)}
 
     def take_over(self) -> None:
         """Take over the place that Accelerate's own `load_state` gave a stateful loader."""
@@ -169,11 +110,11 @@ class Loader:
                 "load it with num_workers=0, or without use_stateful_dataloader"
             )
         base.next_iter_state = None
-        self._drop_first_iterator()
+        self.before_pass()
         done = 0 if state["_iterator_finished"] else int(state["_num_yielded"]) * self.unit
         self.resumed = Resumed(done=done)
 
-    def _drop_first_iterator(self) -> None:
+    def before_pass(self) -> None:
         """Drop the iterator that a stateful loader made when it was constructed.
 
         Only the first pass of a run may use it. Later ones draw a seed for a new one.
@@ -223,19 +164,8 @@ def is_stateful(base: Any) -> bool:
     return hasattr(base, "next_iter_state")
 
 
-def problem_of(loader: Any) -> str | None:
-    """Return why training over a prepared loader cannot be continued, or None."""
-    try:
-        len(loader)
-        has_length = not isinstance(loader.dataset, IterableDataset)
-    except TypeError:
-        has_length = False
-    if not has_length:
-        return (
-            f"a loader over {type(loader.dataset).__name__}, which has no length or no index, so "
-            "no resume could find its place again; train over a dataset with __len__ and "
-            "__getitem__"
-        )
+def problem_of_ranks(loader: Any) -> str | None:
+    """Return why the ranks cannot continue their shares of a prepared loader, or None."""
     if isinstance(loader, DataLoaderDispatcher):
         return (
             "a loader with dispatch_batches=True, whose place only rank 0 knows; use "
@@ -253,13 +183,12 @@ def problem_of(loader: Any) -> str | None:
     return None
 
 
-def install(loader: Any) -> Batches:
+def install(loader: Any) -> DealtBatches:
     """Wrap the batch sampler of a prepared loader in place, and return the wrapper."""
     base = loader.base_dataloader
-    name = "sampler" if base.batch_sampler is None else "batch_sampler"
-    batches = Batches(getattr(base, name), notes_fetches=base.num_workers == 0)
-    # A DataLoader refuses an assignment. It reads the attribute whenever an iteration begins.
-    object.__setattr__(base, name, batches)
+    batches = wrap_sampler(
+        base, lambda inner: DealtBatches(inner, notes_fetches=base.num_workers == 0)
+    )
     if is_stateful(base):
         _renew_iterator(loader, base)
     return batches

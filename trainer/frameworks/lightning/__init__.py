@@ -1,7 +1,10 @@
-"""Lightning: a callback for `Trainer`, and a session for a loop of your own with `Fabric`.
+"""Lightning: a callback for `Trainer`, and a `Fabric` for loops of your own.
 
     trainer = L.Trainer(**torchrun_size(), callbacks=[Holdfast()])
     trainer.fit(model)
+
+    fabric = Fabric()
+    for epoch in fabric.epochs(10): ...
 
 | module | purpose |
 |---|---|
@@ -12,8 +15,17 @@
 | `data.py` | the position in the training data |
 | `metrics.py` | values that Lightning accumulates over an epoch |
 | `files.py` | the files of `ModelCheckpoint` |
-| `fabric.py` | `Fabric` |
+| `fabric.py` | `Fabric` for a loop of your own; its parts are in `fabric_*.py` |
+| `fabric_elastic.py` | a session for loops that need another number of ranks |
+
+All other names are those of `lightning` and `lightning.fabric`, so a program may import the module
+in place of one of them.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
 
 from holdfast.trainer.frameworks.versions import require
 
@@ -21,6 +33,16 @@ from holdfast.trainer.frameworks.versions import require
 require("lightning")
 
 from holdfast.trainer.frameworks.lightning.callback import Holdfast, torchrun_size  # noqa: E402
-from holdfast.trainer.frameworks.lightning.fabric import fabric_session  # noqa: E402
+from holdfast.trainer.frameworks.lightning.fabric import Fabric  # noqa: E402
+from holdfast.trainer.frameworks.lightning.fabric_elastic import fabric_session  # noqa: E402
 
-__all__ = ["Holdfast", "fabric_session", "torchrun_size"]
+__all__ = ["Fabric", "Holdfast", "fabric_session", "torchrun_size"]
+
+
+def __getattr__(name: str) -> Any:
+    if not name.startswith("__"):
+        for module in ("lightning", "lightning.fabric"):
+            found = import_module(module)
+            if hasattr(found, name):
+                return getattr(found, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,51 +1,183 @@
-"""A session for a loop of your own with Fabric."""
+"""Lightning's `Fabric` with Holdfast's checkpoints, stops and resumes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
-from lightning.fabric.wrappers import _unwrap_objects
+import torch
+from lightning.fabric import Fabric as LightningFabric
+from lightning.fabric.connector import _is_using_cli
+from torch.distributed import is_torchelastic_launched
 
 from holdfast.contracts.errors import SpecError
-from holdfast.trainer.session import Session
+from holdfast.trainer.frameworks.lightning import fabric_schedulers
+from holdfast.trainer.frameworks.lightning.callback import torchrun_size
+from holdfast.trainer.frameworks.lightning.fabric_elastic import check_strategy
+from holdfast.trainer.frameworks.lightning.fabric_loaders import FabricLoader
+from holdfast.trainer.frameworks.lightning.fabric_training import FabricTraining
+from holdfast.trainer.frameworks.session import FrameworkSession
 
-PRECISION: Final = "precision"
-STRATEGIES: Final = (DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy)
+fabric_schedulers.watch()
 
 
-def fabric_session(
-    fabric: Any,
-    model: Any,
-    optimizer: Any = None,
-    scheduler: Any = None,
-    *,
-    extra: Mapping[str, Any] | None = None,
-    **options: Any,
-) -> Session:
-    """Return a `Session` over what `fabric.setup` returned, and resume.
+class Fabric(LightningFabric):
+    """A `Fabric` that resumes by itself and stops on all ranks after the same step.
 
-    It takes Fabric's wrappers off, and adds the state of Fabric's precision, such as a loss scale.
-    `options` are further arguments of `Session`. Raises `SpecError` for a strategy that is not
-    supported, and what `Session` raises.
+    Loop over `fabric.epochs(n)` in place of `range(n)`. A step is complete when the program asks
+    the loader for the batch after the optimizer's step. Then Holdfast saves if a save is due. When
+    the ranks have agreed to stop, the process ends there with status 0.
     """
-    if not isinstance(fabric.strategy, STRATEGIES):
-        raise SpecError(
-            f"the strategy {type(fabric.strategy).__name__} is not supported; use one of "
-            f"{', '.join(kind.__name__ for kind in STRATEGIES)}"
-        )
-    parts = dict(extra or {})
-    if PRECISION in parts:
-        raise SpecError(f"extra[{PRECISION!r}]: Holdfast uses this name for Fabric's precision")
-    precision = fabric.strategy.precision
-    if precision.state_dict():
-        parts[PRECISION] = precision
-    return Session(_unwrapped(model), _unwrapped(optimizer), scheduler, extra=parts, **options)
+
+    def __init__(self, *, session: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        """Takes the arguments of Lightning's, and in `session` further ones of `Session`.
+
+        `session={"interval": "10m"}` is an example. Under torchrun, `devices` and `num_nodes` are
+        those of torchrun, and Fabric is launched. Raises `SpecError` for a strategy that is not
+        supported, and if Fabric itself would start the processes.
+        """
+        is_under_torchrun = is_torchelastic_launched()
+        if (
+            is_under_torchrun
+            and not _is_using_cli()
+            and not isinstance(kwargs.get("devices"), list)
+        ):
+            kwargs |= torchrun_size()
+        super().__init__(**kwargs)
+        check_strategy(self.strategy)
+        self._require_started(is_under_torchrun)
+        self._training = FabricTraining(self, session or {})
+        if is_under_torchrun and not self._launched:
+            super().launch()
+
+    # --- the loop -------------------------------------------------------------------------
+
+    def epochs(self, total: int, start: int = 0) -> Iterator[int]:
+        """Iterates over the remaining epochs, counted from 0, up to `total` - 1.
+
+        It begins with `start` if the run has no checkpoint, and else where the run was:
+        `epochs(n + 1, 1)` in place of `range(1, n + 1)`. All ranks call it after everything is set
+        up. Raises `SpecError` if nothing is set up and for a second loop, `CheckpointError` if the
+        run's checkpoint does not fit or has another number of ranks, and `SaveError` if the last
+        checkpoint could not be committed.
+        """
+        return self._training.epochs(total, start)
+
+    def resume(self) -> int:
+        """Resumes, and returns the number of batches that each rank was trained on so far.
+
+        Call it after everything is set up, and only if the program counts its batches over all
+        epochs: `iteration = fabric.resume()`. `epochs` resumes too. Raises as `epochs`.
+        """
+        self._training.start()
+        return self._training.progress.trained
+
+    @property
+    def first_batch(self) -> int:
+        """The number, from 0, of the first batch that the epoch's training loop gets.
+
+        It is 0 except in the epoch in which the run resumed:
+        `for batch_idx, batch in enumerate(loader, fabric.first_batch)`.
+        """
+        return self._training.progress.first_batch
+
+    def epoch_total(self) -> torch.Tensor:
+        """Returns a sum over the batches of this epoch, which a resume continues: one number.
+
+        It is zero at the start of each epoch: `total_loss = fabric.epoch_total()` in place of
+        `total_loss = 0`. Add to it with `+=`. A program with several sums calls it for each of
+        them, in the same order in each epoch.
+        """
+        return self._training.progress.totals.give()
+
+    @property
+    def session(self) -> FrameworkSession:
+        """The session, which is opened if necessary. Raises as `epochs`."""
+        return self._training.start()
+
+    def register(self, **objects: Any) -> None:
+        """Adds objects with `state_dict` and `load_state_dict` to the checkpoints, by name.
+
+        Models, optimizers and torch's schedulers are there without it. The states must be the same
+        on all ranks. Raises `SpecError` for a name that is taken, and after the run has resumed.
+        """
+        self._training.register(objects)
+
+    def close(self) -> None:
+        """Saves the state that is not saved yet, waits for the commit, and closes the session.
+
+        The end of `epochs` does so. Call it only if the program leaves that loop early, for example
+        by `break`. Such a run is complete. Raises `SaveError` if the commit failed.
+        """
+        self._training.close()
+
+    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Logs to the loggers as Lightning does, and numbers to the run's metrics too."""
+        super().log_dict(metrics, step=step)
+        if self._training.is_open:
+            self.session.log(**{key: float(v) for key, v in metrics.items() if _is_number(v)})
+
+    # --- preparation ----------------------------------------------------------------------
+
+    def setup(self, module: Any, *optimizers: Any, scheduler: Any = None, **kwargs: Any) -> Any:
+        """Sets up as Lightning does. Raises `SpecError` after the run has resumed."""
+        self._training.require_unopened(module)
+        given = super().setup(module, *optimizers, scheduler=scheduler, **kwargs)
+        parts = given if isinstance(given, tuple) else (given,)
+        self._training.add_model(parts[0])
+        for each in parts[1 : 1 + len(optimizers)]:
+            self._training.add_optimizer(each)
+        self._training.add_scheduler(scheduler)
+        return given
+
+    def setup_module(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """Sets up as Lightning does. Raises `SpecError` after the run has resumed."""
+        self._training.require_unopened(module)
+        given = super().setup_module(module, *args, **kwargs)
+        self._training.add_model(given)
+        return given
+
+    def setup_optimizers(self, *optimizers: Any) -> Any:
+        """Sets up as Lightning does. Raises `SpecError` after the run has resumed."""
+        for each in optimizers:
+            self._training.require_unopened(each)
+        given = super().setup_optimizers(*optimizers)
+        for each in given if isinstance(given, tuple) else (given,):
+            self._training.add_optimizer(each)
+        return given
+
+    def _setup_dataloader(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Sets up a loader as Lightning does, so that its place can be restored."""
+        inner = super()._setup_dataloader(dataloader, *args, **kwargs)
+        progress = self._training.progress
+        loader = FabricLoader(inner, len(progress.loaders), self._training.iterate)
+        progress.add(loader)
+        return loader
+
+    # --- the processes --------------------------------------------------------------------
+
+    def _require_started(self, is_under_torchrun: bool) -> None:
+        """Raise `SpecError` if Fabric itself would start processes, or would not use them all."""
+        environment = getattr(self.strategy, "cluster_environment", None)
+        is_external = environment is None or environment.creates_processes_externally
+        starts = getattr(self.strategy, "_start_method", "popen") != "popen"
+        if self.world_size > 1 and (starts or not is_external):
+            raise SpecError(
+                f"Fabric would start {self.world_size} processes itself; start the program with "
+                "`holdfast submit`, or with torchrun, so that each rank has its place in the run"
+            )
+        if is_under_torchrun and self.world_size != _ranks_of_torchrun():
+            raise SpecError(
+                f"Fabric has {self.world_size} ranks and torchrun started {_ranks_of_torchrun()}, "
+                "so each would train alone; leave out devices, num_nodes and strategy"
+            )
 
 
-def _unwrapped(given: Any) -> Any:
-    """Return the modules or optimizers inside of Fabric's wrappers."""
-    if isinstance(given, Sequence):
-        return [_unwrap_objects(each) for each in given]
-    return None if given is None else _unwrap_objects(given)
+def _ranks_of_torchrun() -> int:
+    size = torchrun_size()
+    return size["devices"] * size["num_nodes"]
+
+
+def _is_number(value: Any) -> bool:
+    is_single = isinstance(value, torch.Tensor) and value.numel() == 1
+    return is_single or isinstance(value, int | float)

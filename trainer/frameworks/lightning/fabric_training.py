@@ -1,0 +1,123 @@
+"""The training of one `Fabric`: its objects as parts of a session."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.fabric.wrappers import _unwrap_objects
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from holdfast.contracts.errors import CheckpointError, SpecError
+from holdfast.trainer.frameworks.lightning.fabric_elastic import PRECISION, precision_of
+from holdfast.trainer.frameworks.lightning.fabric_schedulers import created_count, schedulers_of
+from holdfast.trainer.frameworks.program_loop.progress import Progress
+from holdfast.trainer.frameworks.program_loop.training import LoopTraining, Parts, Words
+from holdfast.trainer.frameworks.session import FrameworkSession
+
+
+class FabricProgress(Progress):
+    """The place in the loaders. It continues only at the same number of ranks."""
+
+    def __init__(self, fabric: Any) -> None:
+        super().__init__(fabric.device, prepare="fabric.setup_dataloaders")
+        self._fabric = fabric
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain data and tensors."""
+        return {"world_size": self._fabric.world_size, **super().state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the place. Raises `CheckpointError` at another number of ranks."""
+        if state["world_size"] != self._fabric.world_size:
+            raise CheckpointError(
+                f"saved at {state['world_size']} ranks, and this launch has "
+                f"{self._fabric.world_size}: the loaders of Fabric give each rank a batch, so the "
+                f"steps would have other samples. Run at {state['world_size']} ranks. For a loop "
+                "that continues at another number of ranks, use fabric_session"
+            )
+        super().load_state_dict(state)
+
+
+class FabricTraining(LoopTraining):
+    """Connects the objects that Fabric set up to a `Session`."""
+
+    words = Words(framework="a Fabric", owner="fabric", prepare="fabric.setup")
+    shared_name = "fabric"
+    rank_name = "fabric_rank"
+
+    def __init__(self, fabric: Any, options: Mapping[str, Any]) -> None:
+        """`options` are further arguments of the `Session`."""
+        super().__init__(FabricProgress(fabric), options)
+        self._fabric = fabric
+        self._models: list[nn.Module] = []
+        self._optimizers: list[Any] = []
+        self._schedulers: list[Any] = []
+        self._objects: dict[str, Any] = {}
+        # How many schedulers existed when those over these optimizers were looked up, and these.
+        self._created, self._found = 0, 0
+
+    # --- what the program sets up ---------------------------------------------------------
+
+    def add_model(self, module: Any) -> None:
+        """Add a module that Fabric wrapped."""
+        self._models.append(_unwrap_objects(module))
+
+    def add_optimizer(self, optimizer: Any) -> None:
+        """Add an optimizer that Fabric wrapped, whose steps are seen from now on."""
+        inner = _unwrap_objects(optimizer)
+        self._optimizers.append(inner)
+        inner.register_step_post_hook(lambda stepped, *_: self.note_step(stepped))
+
+    def add_scheduler(self, scheduler: Any) -> None:
+        """Add a scheduler that the program named. Those of torch are found without it."""
+        if scheduler is not None and not isinstance(scheduler, LRScheduler):
+            self._schedulers.append(scheduler)
+
+    def register(self, objects: Mapping[str, Any]) -> None:
+        """Add further objects by name. Raises `SpecError` for a name that is taken."""
+        for name, each in objects.items():
+            self.require_unopened(each)
+            if name in {*self._objects, PRECISION, self.shared_name}:
+                raise SpecError(f"fabric.register({name}=...): this name is taken; use another")
+            self._objects[name] = each
+
+    # --- the session ----------------------------------------------------------------------
+
+    def models(self) -> list[nn.Module]:
+        """Return the modules inside of Fabric's wrappers."""
+        return self._models
+
+    def parts(self) -> Parts:
+        """Return what was set up. Raises `SpecError` if it cannot be saved."""
+        if not self._models or not self._optimizers:
+            raise SpecError(
+                f"{len(self._models)} models and {len(self._optimizers)} optimizers are set up; "
+                "expected fabric.setup(model, optimizer) before the loop over fabric.epochs"
+            )
+        found = schedulers_of(self._optimizers)
+        self._created, self._found = created_count(), len(found)
+        return Parts(
+            optimizers=self._optimizers,
+            schedulers=[*found, *self._schedulers],
+            extra={**precision_of(self._fabric), **self._objects},
+        )
+
+    def end(self) -> None:
+        """Wait for the last commit, close the session, and write what loggers have buffered."""
+        self.close()
+        for logger in self._fabric.loggers:
+            logger.finalize("success")
+
+    def after_boundary(self, session: FrameworkSession) -> None:
+        """Close the session after the last epoch. Raises `SpecError` for a late scheduler."""
+        if created_count() != self._created:
+            self._created = created_count()
+            if len(schedulers_of(self._optimizers)) > self._found:
+                raise SpecError(
+                    "a learning rate scheduler was created after the run has resumed, so no "
+                    "checkpoint contains it; create it before the loop over fabric.epochs"
+                )
+        if not self._is_looping and self._has_looped and not session.should_stop:
+            self.close()

@@ -1,0 +1,215 @@
+"""Prepared loaders that report each batch, so that a checkpoint knows the place in the data."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from torch.utils.data import IterableDataset
+
+from holdfast.contracts.errors import CheckpointError
+from holdfast.trainer.frameworks.program_loop.order import Batches, Generators, Order, Start
+from holdfast.trainer.state import rng
+
+_OWN: Final = frozenset(
+    {"inner", "number", "batches", "problem", "resumed", "passes", "ends", "has_begun", "_iterate"}
+)
+# The key of the generators at the ends of an epoch's training passes.
+ENDS: Final = "ends"
+Iterate = Callable[[Any, int], Iterator[Any]]
+B = TypeVar("B", bound=Batches)
+
+
+@dataclass
+class Resumed:
+    """What is left of the restored epoch: `passes` were complete, and `done` batches of the next.
+
+    `done` counts batches dealt out to the ranks. `order` is None if the pass began by the program's
+    own resume, in an order that is drawn again.
+    """
+
+    passes: int = 0
+    done: int = 0
+    order: Order | None = None
+    fetch: Generators | None = None
+
+
+class WrappedLoader(ABC):
+    """Wraps a loader that a framework prepared. Attributes and the class are the wrapped loader's.
+
+    `passes` counts the complete training passes of the epoch, and `ends` are the generators at
+    their ends. `has_begun` is true from the first pass of the run on. `problem` says why training
+    over the loader cannot be continued, or is None. `iterate` runs a pass, given the loader and the
+    number of batches to skip.
+    """
+
+    inner: Any
+    number: int
+    batches: Batches | None
+    problem: str | None
+    resumed: Resumed | None
+    passes: int
+    ends: list[Generators]
+    has_begun: bool
+    _iterate: Iterate
+
+    def __init__(self, inner: Any, number: int, iterate: Iterate) -> None:
+        self.inner, self.number, self._iterate = inner, number, iterate
+        self.problem = self.find_problem()
+        self.batches = None if self.problem else self.install()
+        self.resumed, self.passes, self.ends, self.has_begun = None, 0, [], False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._iterate(self, 0)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        # The program's `isinstance` checks stay true.
+        return self.inner.__class__
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OWN:
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.inner, name, value)
+
+    # --- what a framework's loader implements ---------------------------------------------
+
+    def find_problem(self) -> str | None:
+        """Return why training over the loader cannot be continued, or None."""
+        return problem_of(self.inner)
+
+    @abstractmethod
+    def install(self) -> Batches:
+        """Wrap the loader's batch sampler in place, and return the wrapper."""
+
+    @abstractmethod
+    def is_at_end(self, done: int) -> bool:
+        """Return True if no batch follows the newest of a pass, after `done` dealt batches."""
+
+    @abstractmethod
+    def exhaust(self, batches: Iterator[Any]) -> None:
+        """Let a pass at its end draw what it draws there, before its last step is complete.
+
+        Torch's `RandomSampler` draws once more from a generator that the program gave it.
+        """
+
+    @abstractmethod
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Restore what a checkpoint keeps, the same on all ranks. Raises `CheckpointError`."""
+
+    def restore_rank(self, saved: Mapping[str, Any]) -> None:
+        """Restore what a checkpoint keeps of this rank."""
+        self.ends = list(saved.get(ENDS, []))
+
+    @abstractmethod
+    def describe(self, *, done: int, is_ending: bool, is_under_way: bool) -> dict[str, Any]:
+        """Return what a checkpoint keeps, the same on all ranks.
+
+        `done` are the dealt batches of a training pass that is under way, or 0. With `is_ending`,
+        the pass is complete and the program has not left it yet.
+        """
+
+    def describe_rank(self, *, is_training: bool) -> dict[str, Any]:
+        """Return what a checkpoint keeps of this rank beside the ends of its passes.
+
+        With `is_training`, a training pass is under way.
+        """
+        return {}
+
+    @abstractmethod
+    def before_pass(self) -> None:
+        """Called when the next pass begins at another place than its first batch."""
+
+    # --- the place ------------------------------------------------------------------------
+
+    @property
+    def unit(self) -> int:
+        """How many dealt batches make one batch of each rank."""
+        return 1 if self.batches is None else self.batches.unit
+
+    def start_at(self, start: Start) -> None:
+        """Let the next pass begin at `start`."""
+        assert self.batches is not None
+        self.batches.start = start
+        self.before_pass()
+
+    def start_of(self, resumed: Resumed, now: Generators | None = None) -> Start:
+        """Return where the restored pass continues at this number of ranks.
+
+        `now` are the generators with which training goes on. By default, those of this moment.
+        """
+        is_shared = resumed.done % self.unit == 0
+        return Start(
+            skip=resumed.done // self.unit if is_shared else resumed.done,
+            is_dealt=not is_shared,
+            order=resumed.order,
+            fetch=resumed.fetch,
+            now=(now or rng.capture()) if resumed.order is not None else {},
+        )
+
+    def leave_out_pass(self, now: Generators) -> None:
+        """Leave out a pass that was complete. Set the generators as they were at its end.
+
+        `now` are the generators of the resume, for the pass that was complete last.
+        """
+        assert self.resumed is not None
+        number = self.passes - self.resumed.passes
+        self.resumed.passes -= 1
+        if number == len(self.ends):
+            self.ends.append(now)
+        if number < len(self.ends):
+            rng.restore(self.ends[number])
+
+    def end_pass(self, generators: Generators | None = None) -> None:
+        """Count a complete training pass. `generators` are those at its end, by default of now."""
+        self.passes += 1
+        self.ends.append(generators or rng.capture())
+
+    def next_epoch(self) -> None:
+        """Forget the passes of the epoch, whose end is complete."""
+        self.passes, self.resumed, self.ends = 0, None, []
+
+    def require_samples(self, saved: int) -> None:
+        """Raise `CheckpointError` for a dataset of another size than the saved one."""
+        if saved != len(self.inner.dataset):
+            raise CheckpointError(
+                f"loader {self.number}: its dataset had {saved} samples and now has "
+                f"{len(self.inner.dataset)}, so its order cannot be continued. Use the same "
+                "dataset"
+            )
+
+
+def problem_of(loader: Any) -> str | None:
+    """Return why a loader has no place that can be restored, or None."""
+    try:
+        len(loader)
+        has_length = not isinstance(loader.dataset, IterableDataset)
+    except TypeError:
+        has_length = False
+    if has_length:
+        return None
+    return (
+        f"a loader over {type(loader.dataset).__name__}, which has no length or no index, so "
+        "no resume could find its place again; train over a dataset with __len__ and "
+        "__getitem__"
+    )
+
+
+def wrap_sampler(base: Any, wrap: Callable[[Any], B]) -> B:
+    """Wrap the batch sampler of a `DataLoader`, or its sampler, in place. Return the wrapper."""
+    name = "sampler" if base.batch_sampler is None else "batch_sampler"
+    batches = wrap(getattr(base, name))
+    # A DataLoader refuses an assignment. It reads the attribute whenever an iteration begins.
+    object.__setattr__(base, name, batches)
+    return batches

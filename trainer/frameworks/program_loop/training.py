@@ -1,0 +1,287 @@
+"""The training of one program: its session, its epochs and the end of each step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from holdfast.contracts.errors import CheckpointError, SpecError
+from holdfast.trainer.frameworks.program_loop.loader import Resumed, WrappedLoader
+from holdfast.trainer.frameworks.program_loop.order import Generators, Start
+from holdfast.trainer.frameworks.program_loop.progress import Progress, RankProgress
+from holdfast.trainer.frameworks.session import FrameworkSession
+from holdfast.trainer.state import rng
+
+
+@dataclass(frozen=True, kw_only=True)
+class Words:
+    """How messages name a framework, its object in the program, and the call that prepares."""
+
+    framework: str
+    owner: str
+    prepare: str
+
+
+@dataclass(kw_only=True)
+class Parts:
+    """What a framework has prepared, as arguments of a `Session`."""
+
+    optimizers: list[Any]
+    schedulers: list[Any]
+    extra: dict[str, Any]
+
+
+class LoopTraining(ABC):
+    """Connects a framework's objects to a `Session`.
+
+    The session is opened by the first call that needs it. By then the program has prepared and
+    registered all its objects. An adapter implements `parts` and `end`.
+    """
+
+    words: ClassVar[Words]
+    # The names of the extra and of the object per rank in a checkpoint.
+    shared_name: ClassVar[str]
+    rank_name: ClassVar[str]
+    _has_trained: ClassVar[bool] = False
+
+    def __init__(self, progress: Progress, options: Mapping[str, Any]) -> None:
+        """`options` are further arguments of the `Session`."""
+        self.progress, self._options = progress, dict(options)
+        self.session: FrameworkSession | None = None
+        self._is_looping = self._has_looped = self._ignores_steps = self._is_closed = False
+        # The generators of the resume, until the restored pass continues.
+        self._resumed_generators: Generators | None = None
+
+    # --- what an adapter implements -------------------------------------------------------
+
+    @abstractmethod
+    def models(self) -> list[nn.Module]:
+        """Return the prepared models."""
+
+    @abstractmethod
+    def parts(self) -> Parts:
+        """Return the prepared objects. Raises `SpecError` if they cannot be saved here."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """End the training, as the program does at its end. It calls `close`."""
+
+    @abstractmethod
+    def after_boundary(self, session: FrameworkSession) -> None:
+        """Called after each step, each epoch and at the end."""
+
+    # --- start and end --------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """True while there is an open session."""
+        return self.session is not None and not self._is_closed
+
+    @property
+    def saves(self) -> bool:
+        """True from the start of the loop until the session is closed: it saves for the program."""
+        return self.is_open and self._has_looped
+
+    def start(self, start_from: Path | None = None) -> FrameworkSession:
+        """Open the session, which resumes. Later calls return it.
+
+        Raises `SpecError` if the program's objects cannot be saved here or for a second training,
+        `CheckpointError` for a checkpoint of another framework, and as `Session` does.
+        """
+        if self.session is not None:
+            return self.session
+        if LoopTraining._has_trained:
+            raise self._second_training()
+        parts, options = self.parts(), dict(self._options)
+        extra = {self.shared_name: self.progress, **parts.extra, **options.pop("extra", {})}
+        mine = {self.rank_name: RankProgress(self.progress), **options.pop("per_rank", {})}
+        session = FrameworkSession(
+            one_model(self.models()),
+            parts.optimizers,
+            parts.schedulers,
+            extra=extra,
+            per_rank=mine,
+            start_from=start_from,
+            **options,
+        )
+        is_excluded = f"extra.{self.shared_name}" in listed(options.get("exclude", ()))
+        if session.resumed_from is not None and not (self.progress.was_restored or is_excluded):
+            with session:
+                raise CheckpointError(
+                    f"{session.resumed_from} was not saved by {self.words.framework} program, so "
+                    "the place in its loaders is unknown. Submit this program as a new run"
+                )
+        self.session = session
+        return session
+
+    def require_unopened(self, what: object) -> None:
+        """Raise `SpecError` if `what` is prepared too late to be in the run's checkpoints."""
+        if LoopTraining._has_trained:
+            raise self._second_training()
+        if self.is_open:
+            raise SpecError(
+                f"{type(what).__name__} is prepared after the run has resumed; expected all calls "
+                f"of {self.words.prepare} before the first use of {self.words.owner}.epochs, "
+                "resume or session"
+            )
+
+    def close(self) -> None:
+        """Complete the last step, wait for the last commit and close the session."""
+        if self.session is None or self._is_closed:
+            return
+        self.complete_step()
+        self._is_closed = True
+        LoopTraining._has_trained = LoopTraining._has_trained or self._has_looped
+        self.session.close()
+        self.after_boundary(self.session)
+
+    def leave(self) -> None:
+        """End this process after all ranks have agreed to stop. The exit status is 0."""
+        self.end()
+        raise SystemExit(0)
+
+    # --- the loop -------------------------------------------------------------------------
+
+    def epochs(self, total: int, start: int) -> Iterator[int]:
+        """Yield the numbers of the remaining epochs, from `start` on without a checkpoint."""
+        session = self.start()
+        if self._has_looped:
+            raise self._second_training()
+        is_fresh = session.resumed_from is None
+        self._is_looping = self._has_looped = True
+        self.progress.begin_loop()
+        try:
+            for epoch in session.epochs(total):
+                self.after_boundary(session)
+                if is_fresh and epoch < start:
+                    continue
+                yield epoch
+                self.complete_step()
+                self.progress.next_epoch()
+                self._resumed_generators = None
+        finally:
+            self._is_looping = False
+        self.after_boundary(session)
+        if session.should_stop:
+            self.leave()
+
+    def iterate(self, loader: WrappedLoader, skip: int) -> Iterator[Any]:
+        """Return one pass over `loader` after `skip` batches, or from its restored place on.
+
+        A pass that was complete before the resume is left out now, also if no batch is asked for.
+        """
+        resumed = loader.resumed if self._is_looping else None
+        if resumed is None or not resumed.passes:
+            return self._run_pass(loader, skip)
+        self._begin_steps()
+        assert self._resumed_generators is not None
+        loader.leave_out_pass(self._resumed_generators)
+        return self.progress.leave_out(loader)
+
+    def _run_pass(self, loader: WrappedLoader, skip: int) -> Iterator[Any]:
+        if not self.progress.is_in_pass:
+            # The program left the loop over the batches in the middle of a pass.
+            self.complete_step()
+        else:
+            self.progress.note_new_pass()
+        resumed = loader.resumed if self._is_looping else None
+        if resumed is not None:
+            self._begin_steps()
+            loader.resumed = None
+        loader.has_begun = True
+        done = self._place(loader, skip, resumed)
+        one = self.progress.begin(loader, done)
+        batches = iter(loader.inner)
+        try:
+            for batch in batches:
+                one.done += loader.unit
+                yield batch
+                if self.progress.ends_step(one):
+                    self.progress.forget_new_pass()
+                    if loader.is_at_end(one.done):
+                        loader.exhaust(batches)
+                    self.complete_step()
+        finally:
+            self.progress.end(one)
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer has stepped. Raises `SpecError` outside of the training loop."""
+        if self._ignores_steps:
+            return
+        if not self._is_looping:
+            raise SpecError(
+                f"an optimizer step outside of a loop over {self.words.owner}.epochs(n); expected "
+                f"`for epoch in {self.words.owner}.epochs(n)` in place of `range(n)`, so that a "
+                "resume finds the epoch"
+            )
+        for model in self.models():
+            if not getattr(model, "require_backward_grad_sync", True):
+                require_other_parameters(model, optimizer)
+        self.progress.note_step()
+
+    def complete_step(self) -> None:
+        """Complete the step whose optimizer has stepped, if any. Ends the process on a stop."""
+        if not self.progress.has_stepped:
+            return
+        assert self.session is not None
+        should_leave = self.session.boundary(ends_epoch=self.progress.close_step())
+        self.after_boundary(self.session)
+        if should_leave:
+            self.leave()
+
+    # --- parts ----------------------------------------------------------------------------
+
+    def _begin_steps(self) -> None:
+        """Restore the random generators before the first step of a resume inside an epoch."""
+        assert self.session is not None
+        if self.session.begin_steps():
+            self.leave()
+        if self._resumed_generators is None:
+            self._resumed_generators = rng.capture()
+
+    def _place(self, loader: WrappedLoader, skip: int, resumed: Resumed | None) -> int:
+        """Let the next pass begin at its place. Return the dealt batches before it."""
+        if resumed is not None and resumed.done:
+            loader.start_at(loader.start_of(resumed, self._resumed_generators))
+            # Another loader that continues finds the generators as this one leaves them.
+            self._resumed_generators = None
+            return resumed.done
+        if skip and loader.batches is not None:
+            loader.start_at(Start(skip=skip))
+        return skip * loader.unit
+
+    def _second_training(self) -> SpecError:
+        return SpecError(
+            f"a second training in this program: its loop over {self.words.owner}.epochs(n) has "
+            "ended or was begun before. A run is one training, and its checkpoints cannot contain "
+            "a second one. Give each training a program and a run of its own"
+        )
+
+
+def require_other_parameters(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise `SpecError` if the optimizer steps with gradients of `model` that are not shared."""
+    own = {id(each) for each in model.parameters()}
+    if any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
+        raise SpecError(
+            f"a step of {type(optimizer).__name__} while the gradients of its model are not "
+            "synchronized (no_sync), as in local SGD: each rank then has weights of its own, and a "
+            "checkpoint has one copy. Take each step with synchronized gradients"
+        )
+
+
+def listed(names: str | Collection[str]) -> Collection[str]:
+    """Return one name or several as a collection."""
+    return (names,) if isinstance(names, str) else names
+
+
+def one_model(models: list[nn.Module]) -> nn.Module:
+    """Return the model, or one over several, whose tensors then have distinct names."""
+    if len(models) == 1:
+        return models[0]
+    return nn.ModuleDict({f"model_{number}": model for number, model in enumerate(models)})
