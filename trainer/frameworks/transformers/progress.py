@@ -136,7 +136,7 @@ class Progress:
         if self.loaded is not None:
             self.trainer._total_loss_scalar = self.loaded["total_loss"]
             self.trainer._globalstep_last_logged = self.loaded["logged_step"]
-            self.kept.restore(self.loaded["kept"])
+            self.kept.restore(self.loaded.get("kept", {}))
 
     @property
     def is_over(self) -> bool:
@@ -196,7 +196,7 @@ class RankShare:
         trainer._tr_loss = loaded["loss"].to(trainer._tr_loss)
         trainer.current_flos = loaded["flos"]
         trainer._globalstep_last_logged = logged_step
-        self._kept.restore(loaded["kept"])
+        self._kept.restore(loaded.get("kept", {}))
 
     def resume_fetches(self, epoch: int, skipped: int) -> None:
         """Prepare the random states of the loader for `epoch`, of which batches are `skipped`."""
@@ -205,7 +205,9 @@ class RankShare:
         fetches, is_same_epoch = self.loaded["fetches"], self.loaded["epoch"] == epoch
         if skipped:
             self._fetches.resume(fetches, skipped)
-        self._fetches.generators.resume(fetches["generators"], is_same_epoch=is_same_epoch)
+        # Checkpoints of earlier versions lack the generators.
+        if "generators" in fetches:
+            self._fetches.generators.resume(fetches["generators"], is_same_epoch=is_same_epoch)
 
 
 class _HistoryText:
