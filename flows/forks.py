@@ -11,7 +11,7 @@ from holdfast.contracts.history import load_history
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.sources import require_own_format
+from holdfast.contracts.sources import is_dcp, require_own_directory
 from holdfast.contracts.spec import RunSpec
 from holdfast.flows.parameters import load_spec
 from holdfast.flows.secrets import require
@@ -41,7 +41,7 @@ def fork_run(
     the errors of `check_everything`.
     """
     manifest = committed_manifest(parent, directory)
-    require_own_format(manifest, "start another run from it")
+    require_own_directory(manifest, "start another run from it", _instead_of_fork(manifest))
     spec = _spec_of_fork(parent, name, overrides, spec_file)
     home = root or parent.directory.parent
     if newest_generation(home, spec.name) is not None:
@@ -58,6 +58,15 @@ def fork_run(
     with JournalWriter(parent.journal_of(writer)) as journal:
         journal.append(EventKind.FORKED, checkpoint=directory, into_uid=uid, into_run=paths.name)
     return paths
+
+
+def _instead_of_fork(manifest: Manifest) -> str:
+    if is_dcp(manifest):
+        return (
+            "Let the program of a new run load this directory, or begin with its weights: "
+            f"`holdfast import {manifest.source} --name NAME`, then fork the imported checkpoint"
+        )
+    return "Let the program of a new run start from a copy of them"
 
 
 def _spec_of_fork(

@@ -13,7 +13,7 @@ from holdfast.contracts.history import load_history
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.paths import RunPaths, checkpoint_id
-from holdfast.contracts.sources import require_own_format
+from holdfast.contracts.sources import require_readable
 from holdfast.workers.trainer_call import ask_trainer, interpreter_of
 
 # Enough for a terabyte on a slow shared file system.
@@ -58,7 +58,7 @@ def export(
     """
     manifest = read_manifest(directory)
     if manifest is not None:
-        require_own_format(manifest, "export it")
+        require_readable(manifest, "export it")
     paths = RunPaths(directory.parent.parent)
     record = read_document(RunRecord, paths.spec)
     python = [sys.executable]

@@ -38,7 +38,7 @@ from holdfast.contracts.journal import AUTOMATIC, FOREIGN_LOCK_S, EventKind, Jou
 from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.paths import AttemptPaths, RunPaths, checkpoint_id, has_spec
 from holdfast.contracts.reading import LOCK_FLAGS, open_beneath
-from holdfast.contracts.sources import require_own_format
+from holdfast.contracts.sources import require_own_directory
 from holdfast.contracts.states import RunState
 from holdfast.workers.executors import executor_for
 from holdfast.workers.feasibility import Feasibility
@@ -286,4 +286,4 @@ def _check_committed(paths: RunPaths, checkpoint: str) -> None:
             f"no committed checkpoint {checkpoint!r} in run {paths.name}; "
             f"list them with `holdfast checkpoints {paths.name}`"
         )
-    require_own_format(manifest, "keep it from being deleted by the program")
+    require_own_directory(manifest, "keep it from being deleted by the program")

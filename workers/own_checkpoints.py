@@ -12,7 +12,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -69,19 +69,26 @@ class OwnCheckpoint:
 
 
 class Pattern:
-    """`program.checkpoints` of a spec, for one working directory."""
+    """`program.checkpoints` of a spec, for one working directory.
+
+    With `is_overwritten`, it is one path, whose name has no step.
+    """
 
     def __init__(self, program: Program, working_directory: str) -> None:
         whole = Path(working_directory) / program.checkpoints
-        before, after = whole.name.split(STEP_FIELD)
         self.text, self.folder = str(whole), whole.parent
-        self._name = re.compile(re.escape(before) + _DIGITS + re.escape(after))
+        self.is_overwritten = program.is_overwritten
+        self._name = re.compile(_DIGITS.join(map(re.escape, whole.name.split(STEP_FIELD))))
 
     def step_of(self, name: str) -> int | None:
-        """Return the step in the name of a file or directory; None if the name does not match."""
+        """Return the step in the name of a file or directory; None if the name does not match.
+
+        It is 0 for a path without a step.
+        """
         match = self._name.fullmatch(name)
-        step = int(match["step"]) if match else STEP_MAX + 1
-        return step if step <= STEP_MAX else None
+        if match is None or self.is_overwritten:
+            return None if match is None else 0
+        return step if (step := int(match["step"])) <= STEP_MAX else None
 
     def find(self) -> list[OwnCheckpoint]:
         """Return what matches the pattern now, by step. Raises `OSError` if storage fails."""
@@ -119,6 +126,16 @@ def look_at(path: Path, step: int) -> OwnCheckpoint | None:
             files.append(FileStamp(inside, each.st_size, each.st_mtime_ns))
     ordered = tuple(sorted(files, key=lambda one: one.path))
     return OwnCheckpoint(step=step, path=path, folder=path, files=ordered, problem=problem)
+
+
+def number(found: OwnCheckpoint, known: Manifest | None, step: int, least: int) -> OwnCheckpoint:
+    """Return a checkpoint that the program overwrites, with the step of its present files.
+
+    That is the step in its record, `known`, or `step`, or `least` if that is larger.
+    """
+    if known is not None and found.is_recorded_by(known):
+        return replace(found, step=known.step)
+    return replace(found, step=min(max(step, least), STEP_MAX))
 
 
 def _walk(

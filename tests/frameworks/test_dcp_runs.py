@@ -7,13 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from tests.frameworks.dcp_states import make_state
 from tests.runs import RunFolder
 
 from holdfast.contracts.damage import find_damage
+from holdfast.contracts.errors import CheckpointError
 from holdfast.contracts.journal import EventKind, read_journal
 from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.sources import GONE, REPLACED
+from holdfast.flows.forks import fork_run
 from holdfast.lineage.database import open_database
 from holdfast.lineage.ingest import ingest_run
 from holdfast.lineage.pages import list_checkpoints
@@ -22,6 +26,7 @@ from holdfast.trainer.alone import claimed, release
 from holdfast.trainer.dcp import channel
 from holdfast.trainer.dcp.errors import DcpSaveError
 from holdfast.trainer.dcp.record import RECORD
+from holdfast.workers.exports import Form, export
 
 pytestmark = pytest.mark.usefixtures("end_flusher", "ignore_stock_hints")
 
@@ -59,7 +64,12 @@ def test_in_a_run_each_save_is_in_its_journal_and_its_lineage(
     assert placed is not None
     assert (placed.run, placed.run_uid) == ("tried", "a" * 32)
     assert (placed.attempt, placed.launch, placed.step) == (1, 2, 40)
-    events, _ = read_journal(run.paths.attempt(1).rank_journal)
+    (begun, *events), _ = read_journal(run.paths.attempt(1).rank_journal)
+    assert (begun.kind, begun.data["checkpoint"], begun.data["step"]) == (
+        EventKind.RESUMED,
+        None,
+        0,
+    )
     assert [(str(e.kind), e.data["step"], Path(e.data["directory"]).name) for e in events] == [
         *(("staged", 1, "a"), ("committed", 1, "a")),
         *(("staged", 40, "step-40"), ("committed", 40, "step-40")),
@@ -78,19 +88,29 @@ def test_in_a_run_each_save_is_in_its_journal_and_its_lineage(
     assert find_damage(run.paths.checkpoint(second), recorded) == []
 
 
-def test_in_a_run_a_load_is_the_parent_of_the_next_save(tmp_path: Path, run: RunFolder) -> None:
+def test_in_a_run_a_load_is_the_parent_of_the_next_save(
+    tmp_path: Path, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also in a later launch, and of a directory that was renamed."""
     dcp.save(make_state(1), checkpoint_id=tmp_path / "a")
     dcp.save(make_state(2), checkpoint_id=tmp_path / "b")
     (tmp_path / "a").rename(tmp_path / "good")
     channel._close_all()
+    monkeypatch.setenv("HOLDFAST_LAUNCH", "3")
     dcp.load(make_state(3), checkpoint_id=tmp_path / "good")
     dcp.save(make_state(4), checkpoint_id=tmp_path / "c")
-    names = [f"step-0000000{step}.a0001.l02" for step in (1, 2, 3)]
+    names = [f"step-0000000{step}.a0001.l0{launch}" for step, launch in ((1, 2), (2, 2), (3, 3))]
     assert checkpoints_of(run, tmp_path) == [
         (names[0], "deleted", None),
         (names[1], "committed", f"tried:{names[0]}"),
         (names[2], "committed", f"tried:{names[0]}"),
+    ]
+    channel._close_all()
+    events, _ = read_journal(run.paths.attempt(1).rank_journal)
+    begun = [e.data for e in events if e.kind is EventKind.RESUMED]
+    assert [(data["launch"], data["checkpoint"], data["step"]) for data in begun] == [
+        (2, None, 0),
+        (3, f"tried:{names[0]}", 1),
     ]
 
 
@@ -132,6 +152,31 @@ def test_a_save_that_cannot_be_recorded_has_its_line_and_a_note(
     dcp.load(make_state(2), checkpoint_id=tmp_path / "a")
     channel._close_all()
     events, _ = read_journal(run.paths.attempt(1).rank_journal)
-    assert [str(e.kind) for e in events] == ["staged", "committed", "note"]
-    assert events[1].data["checkpoint"] == str(tmp_path / "a")
-    assert "not recorded" in events[2].data["text"]
+    assert [str(e.kind) for e in events] == ["resumed", "staged", "committed", "note"]
+    assert events[2].data["checkpoint"] == str(tmp_path / "a")
+    assert "not recorded" in events[3].data["text"]
+
+
+def test_a_save_in_a_run_can_be_exported(tmp_path: Path, run: RunFolder) -> None:
+    """The files are in the program's directory. They must be those that were recorded."""
+    dcp.save({"model": make_state(1)["model"]}, checkpoint_id=tmp_path / "a")
+    channel._close_all()
+    (directory,) = run.paths.list_checkpoints()
+    weights = tmp_path / "weights.safetensors"
+    facts = export(directory, Form.SAFETENSORS, weights, writer="cli")
+    assert facts["checkpoint"] == f"tried:{directory.name}"
+    wanted = make_state(1)["model"]
+    found = load_file(weights)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    export(directory, Form.DCP, tmp_path / "copy", writer="cli")
+    assert (tmp_path / "copy" / ".metadata").exists()
+    data = tmp_path / "a" / "__0_0.distcp"
+    data.write_bytes(bytes(data.stat().st_size))
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp"):
+        export(directory, Form.SAFETENSORS, tmp_path / "other", writer="cli")
+    shutil.rmtree(tmp_path / "a")
+    with pytest.raises(CheckpointError, match=r"a: cannot be read: No such file"):
+        export(directory, Form.SAFETENSORS, tmp_path / "other", writer="cli")
+    with pytest.raises(CheckpointError, match=r"another run from it.*`holdfast import /"):
+        fork_run(run.paths, directory.name, name="other", overrides=(), by="tester")

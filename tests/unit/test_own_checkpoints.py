@@ -43,8 +43,9 @@ WAIT_S = 20
 @pytest.mark.parametrize(
     ("program", "words"),
     [
-        ({"checkpoints": "out/checkpoint"}, "has {step} once"),
-        ({"checkpoints": "{step}/weights"}, "whose last part has {step}"),
+        ({"checkpoints": "out/"}, "has {step} once"),
+        ({"checkpoints": "out/last", "complete": ["done"]}, "complete proves nothing"),
+        ({"checkpoints": "{step}/weights"}, "Its last part has {step} once"),
         ({"checkpoints": "a-{step}-{step}"}, "has {step} once"),
         ({"checkpoints": "../out-{step}"}, "without `..`"),
         ({"checkpoints": CHECKPOINTS, "progress": "step ("}, "not a regular expression"),

@@ -128,6 +128,44 @@ def test_each_complete_checkpoint_is_recorded_with_its_parent(make: Make) -> Non
     assert run.watch.problems == ()
 
 
+@pytest.mark.parametrize("has_progress", [True, False])
+def test_a_file_that_each_save_overwrites_is_recorded_each_time(
+    make: Make, tmp_path: Path, has_progress: bool
+) -> None:
+    """Its step is that of the output when it was written. Without a pattern, saves are counted."""
+    file = tmp_path / "out" / "ckpt.pt"
+    progress = r"step (?P<step>\d+)" if has_progress else ""
+    run = make(checkpoints=str(file), progress=progress)
+    run.begin()
+    file.parent.mkdir()
+
+    def save(step: int, text: str) -> None:
+        run.print(f"step {step}\n")
+        _wait_until(lambda: not has_progress or run.watch.completed == step)
+        file.write_text(text)
+
+    save(10, "a")
+    (first,) = run.wait_for(10 if has_progress else 1)
+    save(20, "ab")
+    (second,) = run.wait_for(20 if has_progress else 2)
+    assert (first.parent, second.parent) == (None, first.id)
+    (replaced,) = run.events(EventKind.CHECKPOINT_DELETED)
+    assert (replaced.data["checkpoint"], replaced.data["reason"]) == (first.name, REPLACED)
+    run.end(None)
+    run.begin(2)
+    _wait_until(lambda: run.watch.resumed == second.step)
+    if has_progress:
+        run.print("step 21\n", launch=2)
+        _wait_until(lambda: run.watch.completed == 21)
+    file.write_text("abc")
+    (third,) = run.wait_for(21 if has_progress else 3)
+    assert third.parent == second.id
+    # It is killed while it overwrites its only checkpoint.
+    file.write_text("abcd")
+    run.end(None)
+    assert run.committed() == []
+
+
 def test_progress_in_the_output_tells_where_a_launch_began(make: Make) -> None:
     run = make(complete=["done"], progress=r"step (?P<step>\d+)")
     run.begin()

@@ -162,6 +162,25 @@ def test_set_epoch_with_another_epoch_is_refused() -> None:
         sampler.set_epoch(0)
 
 
+def test_a_program_may_count_its_epochs_from_1() -> None:
+    run = Run(step=5)
+    sampler = run.position.distributed_sampler(SAMPLES, GLOBAL_BATCH, None)
+    sampler.set_epoch(2)
+    with pytest.raises(SpecError, match=r"set_epoch\(1\): after step 5 training is in epoch 2"):
+        sampler.set_epoch(1)
+    with pytest.raises(SpecError, match=r"set_epoch\(3\): after step 5 training is in epoch 1"):
+        run.position.distributed_sampler(SAMPLES, GLOBAL_BATCH, None).set_epoch(3)
+
+
+def test_a_sampler_at_the_end_of_an_epoch_is_true() -> None:
+    """A program may write `sampler or DistributedSampler(dataset)`."""
+    run = Run(step=5)
+    run.position.open_epoch = 0
+    sampler = run.position.distributed_sampler(SAMPLES, GLOBAL_BATCH, None)
+    assert len(sampler) == 0
+    assert sampler
+
+
 def test_skip_windows_shorten_the_epoch() -> None:
     run = Run(skips=(SkipWindow(2, 3),))
     sampler = run.position.distributed_sampler(SAMPLES, GLOBAL_BATCH, None)

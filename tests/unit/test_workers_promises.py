@@ -12,6 +12,7 @@ from holdfast.workers.agent.promises import judge_completion
 
 Line = tuple[EventKind, dict[str, Any]]
 RESUMED: Line = (EventKind.RESUMED, {})
+SAVES_ONLY: Line = (EventKind.RESUMED, {"counts_steps": False})
 PROMISED = (EventKind.NOTE, {"text": "the program loops over 100 steps", "promised": True})
 LEFT = (EventKind.NOTE, {"text": "left after step 100", "has_left": True, "is_whole": True})
 SHORT_TEXT = "left after step 40 of 100 steps"
@@ -28,6 +29,7 @@ UNTOLD = (EventKind.NOTE, {"text": "left after step 40", "has_left": True, "is_w
         ([RESUMED, PROMISED, SHORT], AttemptState.COMPLETED, SHORT_TEXT),
         ([RESUMED], AttemptState.COMPLETED, "had not declared how many steps"),
         ([], AttemptState.COMPLETED, "without a Session"),
+        ([SAVES_ONLY], AttemptState.COMPLETED, "without a Session"),
         ([RESUMED, PROMISED], AttemptState.FAILED, "after step 40, without session.close()"),
     ],
 )

@@ -132,6 +132,8 @@ class ElasticDistributedSampler(Sampler[int]):
         self.world_size = world_size
         self._place = place
         self.reached = 0
+        # The number that the program gives its first epoch, 0 or 1.
+        self._first_epoch: int | None = None
 
     @property
     def epoch(self) -> int:
@@ -140,13 +142,18 @@ class ElasticDistributedSampler(Sampler[int]):
         return self.order.epoch(self._place.next_step) if epoch is None else epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Do nothing: the epoch follows from the step. Raises `SpecError` on another epoch."""
-        if epoch != self.epoch:
+        """Do nothing: the epoch follows from the step. Raises `SpecError` on another epoch.
+
+        The program may count its epochs from 0 or from 1.
+        """
+        first = epoch - self.epoch
+        if first not in ({0, 1} if self._first_epoch is None else {self._first_epoch}):
             raise SpecError(
                 f"set_epoch({epoch}): after step {self._place.next_step - 1} training is in epoch "
-                f"{self.epoch}; expected that number. Loop over session.epochs(n), and train on "
-                "every batch of an epoch"
+                f"{self.epoch + (self._first_epoch or 0)}; expected that number. Loop over "
+                "session.epochs(n), and train on every batch of an epoch"
             )
+        self._first_epoch = first
 
     def __iter__(self) -> Iterator[int]:
         self._place.begin()
@@ -159,6 +166,10 @@ class ElasticDistributedSampler(Sampler[int]):
 
     def __len__(self) -> int:
         return len(self._steps()) * self.local_batch
+
+    def __bool__(self) -> bool:
+        """True, also at the end of an epoch: a program may ask so whether it has a sampler."""
+        return True
 
     def _steps(self) -> range:
         first, epoch = self._place.next_step, self.epoch

@@ -86,7 +86,7 @@ def load(
             value.load_state_dict(state[key])
         else:
             state_dict[key] = state[key]
-    RECORD.loaded(directory, opened.manifest)
+    RECORD.loaded(directory, opened.manifest, is_root=tree.index == 0)
 
 
 def _state_of(value: Any) -> Any:

@@ -24,6 +24,7 @@ from holdfast.contracts.sources import PROGRAM
 from holdfast.trainer import alone
 from holdfast.trainer.dcp.run_checkpoints import Placed, RunCheckpoints
 from holdfast.trainer.metrics import Recorder
+from holdfast.trainer.program import program_argv, program_digest
 
 REASON: Final = "request"
 # A longer number in a name is a date or a time.
@@ -51,21 +52,23 @@ class SaveRecord:
         self._step = max(self._step + 1, int(named[0]) if named else 0)
         return self._step
 
-    def loaded(self, directory: Path, manifest: Manifest | None) -> None:
-        """Record that the program continues from the checkpoint in `directory`."""
+    def loaded(self, directory: Path, manifest: Manifest | None, *, is_root: bool = True) -> None:
+        """Record that the program continues from the checkpoint in `directory`.
+
+        Only the process with `is_root` writes a line.
+        """
         self.parent = _id_of(directory)
         if manifest is not None:
             self._step = max(self._step, manifest.step)
             with self._lock:
                 if (run := self._under_run()) is not None:
-                    run.loaded(manifest)
+                    run.loaded(manifest, is_root=is_root)
 
     def staged(self, directory: Path, step: int, size: int, blocked_s: float) -> None:
         """Record that a save of `size` bytes on this rank is staged."""
-        facts = {"bytes": size, "blocked_s": round(blocked_s, 6), "reason": REASON}
         with self._lock:
             if (run := self._under_run()) is not None:
-                run.write(EventKind.STAGED, directory, step, **facts)
+                run.staged(directory, step, size, blocked_s)
 
     def committed(self, directory: Path, step: int) -> None:
         """Record that a save is committed."""
@@ -105,10 +108,34 @@ class _RunRecord:
         self._recorder = Recorder(journal, metrics, attempt=self._attempt, launch=self._launch)
         self._checkpoints = RunCheckpoints(run)
         self._parent: str | None = None
+        self._has_begun = int(os.environ.get("RANK", "0")) != 0
 
-    def loaded(self, manifest: Manifest) -> None:
+    def loaded(self, manifest: Manifest, *, is_root: bool) -> None:
         found = self._checkpoints.find(manifest)
         self._parent = found.id if found else None
+        if found and is_root:
+            self._begin(found.id, manifest.step)
+
+    def staged(self, directory: Path, step: int, size: int, blocked_s: float) -> None:
+        """Write the line of a staged save. Without a load before it, training began from 0."""
+        self._begin(None, 0)
+        facts = {"bytes": size, "blocked_s": round(blocked_s, 6), "reason": REASON}
+        self.write(EventKind.STAGED, directory, step, **facts)
+
+    def _begin(self, checkpoint: str | None, step: int) -> None:
+        """Write once in a launch what it continues from. Beside a session, the session does."""
+        if self._has_begun or alone.is_claimed():
+            return
+        self._has_begun = True
+        self._recorder.event(
+            EventKind.RESUMED,
+            checkpoint=checkpoint,
+            step=step,
+            command_digest=program_digest(),
+            argv=program_argv(),
+            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            counts_steps=False,
+        )
 
     def committed(self, directory: Path, step: int) -> None:
         """Write the manifest of a save and its line, and end the records that it has replaced.

@@ -52,7 +52,7 @@ class Source:
 
     @property
     def directory(self) -> Path:
-        """The checkpoint's directory."""
+        """The directory of the checkpoint's files."""
         return self.opened.directory
 
     def read(self, entries: Sequence[Entry]) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class Source:
             for one in entries
         }
         if flat:
-            load_state(self.directory, flat, group=None, strict=False, include=tuple(flat))
+            load_state(self.opened, flat, group=None, strict=False, include=tuple(flat))
         return {one.name: flat[one.key] for one in entries}
 
 
@@ -93,7 +93,7 @@ def open_source(
     }
     pick = Selection(include=tuple(include))
     taken = [key for key in saved if pick.takes(key)]
-    kept = read_train_state(directory, opened.manifest).get("objects", {})
+    kept = read_train_state(opened.directory, opened.manifest).get("objects", {})
     documents = {name: document for name, document in kept.items() if pick.takes(name)}
     if not taken and not documents:
         raise CheckpointError(

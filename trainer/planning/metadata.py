@@ -19,12 +19,13 @@ from typing import Any, Final, TypeVar, cast
 from torch.distributed.checkpoint.metadata import Metadata
 
 from holdfast.contracts.digests import new_checksum
-from holdfast.contracts.errors import DamagedCheckpointError
+from holdfast.contracts.errors import DamagedCheckpointError, ForeignFileError
 from holdfast.contracts.manifest import FileEntry, Manifest, read_manifest
 from holdfast.contracts.paths import MANIFEST
 from holdfast.contracts.paths import METADATA as METADATA
 from holdfast.contracts.reading import open_regular, read_bounded
 from holdfast.contracts.retries import read_again
+from holdfast.contracts.sources import files_folder, require_readable
 from holdfast.trainer.planning.column_reader import OtherForm, read_columns
 from holdfast.trainer.planning.metadata_check import find_problem
 from holdfast.trainer.planning.metadata_makers import BUILDS, KEY_TYPES, find_maker
@@ -107,14 +108,33 @@ def open_checkpoint(directory: Path) -> Opened:
     """Return the merged metadata of all stages of a checkpoint of Holdfast or stock DCP.
 
     If there is a manifest, it must match the bytes before they are used and must list every file
-    that they name. Raises `DamagedCheckpointError` if files differ, are missing, cannot be read,
-    are not DCP's, or lie outside the directory.
+    that they name. A run's checkpoint that its program placed in a directory of its own is opened
+    there. Raises `DamagedCheckpointError` if files differ, are missing, cannot be read, are not
+    DCP's, or lie outside the directory.
     """
     try:
         manifest = read_again(lambda: read_manifest(directory))
     except OSError as error:
         raise _unreadable(directory, MANIFEST, error) from error
+    if manifest is not None and manifest.source is not None:
+        return _open_source(directory, manifest, Path(manifest.source))
     return open_committed(directory, manifest)
+
+
+def _open_source(directory: Path, manifest: Manifest, source: Path) -> Opened:
+    """Open the checkpoint in `source` by the manifest that the run has of it in `directory`."""
+    require_readable(manifest, "load it")
+    try:
+        with files_folder(directory, manifest):
+            pass
+    except ForeignFileError as error:
+        raise DamagedCheckpointError(
+            f"{error}; load another checkpoint", damaged=[error.problem]
+        ) from error
+    except OSError as error:
+        raise _unreadable(source.parent, source.name, error) from error
+    # Another folder in this place would not match the manifest.
+    return open_committed(source, manifest.model_copy(update={"source": None}))
 
 
 def open_committed(directory: Path, manifest: Manifest | None) -> Opened:

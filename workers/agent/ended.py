@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from holdfast.contracts.attempt import LaunchRecord
+from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.rank_status import NOWHERE
 from holdfast.workers.agent.node import CrashReport, NodeReport
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How one launch ended: completed, stopped, crashed, hung or killed."""
+    """How one launch ended: completed, stopped, crashed, hung or killed.
+
+    `saved` are the steps that a program without a session recorded, see `steps_saved`.
+    """
 
     ending: str
     exit_code: int | None
     reports: tuple[NodeReport, ...]
     crash_report: CrashReport
     hang: tuple[str, ...] = ()
+    saved: tuple[int, int] = (NOWHERE, NOWHERE)
 
     @property
     def completed(self) -> int:
-        """The last step that any rank finished, or `NOWHERE`."""
-        return max((r.completed for r in self.reports), default=NOWHERE)
+        """The last step that any rank is known to have finished, or `NOWHERE`."""
+        return max(self.saved[1], *(r.completed for r in self.reports), NOWHERE)
 
     @property
     def resumed(self) -> int:
         """The step after which this launch started, or `NOWHERE`."""
-        return max((r.resumed for r in self.reports), default=NOWHERE)
+        return max(self.saved[0], *(r.resumed for r in self.reports), NOWHERE)
 
     @property
     def gained(self) -> bool:
@@ -46,3 +52,24 @@ class Ended:
             last_step=self.completed if self.gained else None,
             ending=self.ending,
         )
+
+
+def steps_saved(
+    events: Iterable[Event], attempt: int, launch: int, reports: Iterable[NodeReport]
+) -> tuple[int, int]:
+    """Return the step a launch resumed from and its newest saved one, each `NOWHERE` if unknown.
+
+    `events` are rank 0's. Both are `NOWHERE` for a program with a session, whose ranks report.
+    """
+    resumed = saved = NOWHERE
+    if any(report.registered for report in reports):
+        return resumed, saved
+    for event in events:
+        step = event.data.get("step")
+        if (event.data.get("attempt"), event.data.get("launch")) != (attempt, launch):
+            continue
+        if event.kind is EventKind.RESUMED and isinstance(step, int):
+            resumed = step
+        elif event.kind is EventKind.COMMITTED and isinstance(step, int):
+            saved = max(saved, step)
+    return resumed, saved

@@ -14,7 +14,7 @@ from holdfast.contracts.journal import Event, EventKind, JournalWriter, read_jou
 from holdfast.contracts.states import Cause
 from holdfast.workers.agent.context import LAUNCHES_MAX, AgentContext, take_number
 from holdfast.workers.agent.drains import drain_all
-from holdfast.workers.agent.ended import Ended
+from holdfast.workers.agent.ended import Ended, steps_saved
 from holdfast.workers.agent.hangs import HangWatch
 from holdfast.workers.agent.health_watch import HealthWatch
 from holdfast.workers.agent.listener import StopListener
@@ -131,7 +131,7 @@ class Lead:
         self.group.forget_reports()
         ending = self._watch()
         trained_until = time.time()
-        ended = self._end_launch(ending)
+        ended = self._end_launch(ending, number)
         self._journal.append(
             EventKind.LAUNCH_ENDED,
             attempt=self.context.attempt.number,
@@ -211,7 +211,7 @@ class Lead:
         stopped = any("STOP" in report.phases for report in self.group.reports.values())
         return "stopped" if stopped else "completed"
 
-    def _end_launch(self, ending: str) -> Ended:
+    def _end_launch(self, ending: str, number: int) -> Ended:
         """End every node's processes, let the flushers finish, and collect the reports."""
         group = self.group
         group.ask_all(lambda node: node.kill())
@@ -223,12 +223,15 @@ class Lead:
         codes = [report.exit_code for report in reports]
         exit_code = next((code for code in codes if code), codes[0] if codes else None)
         has_left = ending == "left"
+        attempt = self.context.attempt
+        events = read_journal(attempt.rank_journal)[0]
         return Ended(
             ending=self._ending_of_leaving() if has_left else ending,
             exit_code=None if has_left else exit_code,
             reports=reports,
             crash_report=CrashReport.of_all([report for _, report in crash_reports]),
             hang=self._hangs.evidence,
+            saved=steps_saved(events, attempt.number, number, reports),
         )
 
     def _drain(self) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
@@ -19,6 +20,7 @@ from holdfast.contracts.spec_program import STEP_GROUP
 READ_BYTES: Final = 1 << 18
 POLL_S: Final = 0.5
 STOP_WAIT_S: Final = 5.0
+STEPS_KEPT: Final = 10_000
 # A pattern is searched in lines of at most this length, which bounds its time.
 LINE_CHARACTERS_MAX: Final = 2000
 # A progress bar overwrites its line, so a carriage return ends one too.
@@ -35,6 +37,7 @@ class Progress:
         self.first = self.step = NOWHERE
         self.step_s = 0.0
         self.changed_at = clock()
+        self._read: deque[tuple[float, int]] = deque(maxlen=STEPS_KEPT)
 
     def take(self, line: str) -> None:
         """Look for a step in one line. A step that is older than the newest one is ignored."""
@@ -50,6 +53,11 @@ class Progress:
         else:
             self.first = step
         self.step, self.changed_at = step, now
+        self._read.append((time.time(), step))
+
+    def step_at(self, moment: float) -> int:
+        """Return the newest step that had been read at `moment`, in Unix seconds, or `NOWHERE`."""
+        return next((step for read_at, step in reversed(self._read) if read_at <= moment), NOWHERE)
 
 
 class Tail:

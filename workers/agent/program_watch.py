@@ -204,7 +204,7 @@ class ProgramWatch:
             launch.has_looked = True
         self._retire_missing(launch, found)
         for one in found:
-            self._consider(launch, one, ended)
+            self._consider(launch, self._numbered(launch, one), ended)
         self._find_origin(launch, ended)
         if ended and is_read:
             if what := "; ".join(self.problems) or self._unrecorded():
@@ -252,6 +252,17 @@ class ProgramWatch:
         launch.problems[one.path] = why
         if not why:
             del launch.problems[one.path]
+
+    def _numbered(self, launch: _Launch, one: OwnCheckpoint) -> OwnCheckpoint:
+        """Return the checkpoint with its step, which the name of an overwritten one lacks."""
+        if not self._pattern.is_overwritten:
+            return one
+        known = (self._manifests or {}).get(one.path)
+        step, least = self._output.progress.step_at(one.changed_at), launch.committed + 1
+        if not self._program.progress:
+            # Its saves are counted.
+            least = max(least, launch.resumed + 1, 1)
+        return own_checkpoints.number(one, known, step, least)
 
     @staticmethod
     def _still_s(launch: _Launch, one: OwnCheckpoint) -> float:
@@ -325,16 +336,17 @@ class ProgramWatch:
         """Journal once where the launch started: the newest checkpoint before its first step.
 
         Its first step is the first one in its output, or else that of its first checkpoint, which
-        is `before`. Without a pattern for its output, it is taken to start at the newest one.
+        is `before`. Without a pattern for its output, it is taken to start at the newest one. So
+        is a program that has only one.
         """
         if launch.resumed > NOWHERE:
             return
-        first = self._output.progress.first
-        if first > NOWHERE:
+        first, is_only = self._output.progress.first, self._pattern.is_overwritten
+        if first > NOWHERE and not is_only:
             origin = own_checkpoints.newest_before(self._newest(), first, or_at=True)
-        elif before is not None:
+        elif before is not None and not is_only:
             origin = own_checkpoints.newest_before(self._newest(), before)
-        elif not self._program.progress or ended == "exited":
+        elif is_only or not self._program.progress or ended == "exited":
             origin = max(self._newest(), key=lambda one: one.step, default=None)
         else:
             return

@@ -32,7 +32,8 @@ def judge_completion(
     mine = [event for event in events if event.data.get("launch") == launch]
     promises = [str(e.data["text"]) for e in mine if e.data.get("promised")]
     left = next((e.data for e in reversed(mine) if e.data.get("has_left")), None)
-    if not any(event.kind is EventKind.RESUMED for event in mine):
+    begun = [event.data for event in mine if event.kind is EventKind.RESUMED]
+    if not any(data.get("counts_steps", True) for data in begun):
         return _completed("the program ended without a Session: no steps were counted or compared")
     if expected := _unmet(step, steps_total, promises, left):
         how = ", without session.close()" if left is None else ""

@@ -69,6 +69,7 @@ FIELDS: Final[Mapping[str, Field]] = {
     "committed_step": Field(INTEGER, "step of the newest committed checkpoint"),
     "cost": Field(NUMBER, "price of all GPU hours, in `currency`"),
     "count": Field(INTEGER, "number of nodes; `nodes` may list fewer"),
+    "counts_steps": Field(BOOLEAN, "false if only its saves show the program's steps"),
     "currency": Field(STRING, "currency of the prices"),
     "damaged": Field(STRINGS, "files whose bytes differ from the manifest"),
     "deadline": Field(NUMBER, "Unix seconds at which the scheduler or the cloud ends the job"),
@@ -297,7 +298,7 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
         "rank 0, or for an opaque program the agent",
         (
             *(*_LAUNCH, "checkpoint", "step", "skipped", "command_digest", "argv", "world_size"),
-            *("restored", "notes", "load_s", "changed_variables"),
+            *("restored", "notes", "load_s", "changed_variables", "counts_steps"),
         ),
     ),
     Kind.STAGED: EventEntry(

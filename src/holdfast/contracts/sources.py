@@ -15,7 +15,7 @@ from typing import Final
 from holdfast.contracts.durable import create_bytes, fsync_directory, make_directory
 from holdfast.contracts.errors import CheckpointError, ForeignFileError
 from holdfast.contracts.manifest import Manifest, encode_manifest
-from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths
+from holdfast.contracts.paths import MANIFEST, METADATA, CheckpointName, RunPaths
 from holdfast.contracts.reading import held_folder
 
 # Who ended a checkpoint of a program's own, and why, in the journal.
@@ -44,16 +44,27 @@ def files_folder(directory: Path, manifest: Manifest) -> Iterator[Path]:
         yield held
 
 
-def require_own_format(manifest: Manifest, action: str) -> None:
-    """Raise `CheckpointError` if the program wrote the checkpoint itself, in its own format.
+def is_dcp(manifest: Manifest) -> bool:
+    """Return True if the checkpoint's files are those of DCP, in any directory."""
+    return any(entry.path == METADATA for entry in manifest.files)
 
-    `action` says what cannot be done with it, such as `export it`.
+
+def require_own_directory(manifest: Manifest, action: str, instead: str = "") -> None:
+    """Raise `CheckpointError` if the program wrote the checkpoint to a directory of its own.
+
+    `action` says what cannot be done with it, such as `export it`, and `instead` what to do.
     """
     if manifest.source is not None:
         raise CheckpointError(
             f"{manifest.id}: the program itself wrote this checkpoint, so Holdfast cannot "
-            f"{action}; its files are in {manifest.source}"
+            f"{action}; its files are in {manifest.source}" + (f". {instead}" if instead else "")
         )
+
+
+def require_readable(manifest: Manifest, action: str) -> None:
+    """Raise `CheckpointError` if the program wrote the checkpoint in a format of its own."""
+    if not is_dcp(manifest):
+        require_own_directory(manifest, action)
 
 
 def record_source(paths: RunPaths, manifest: Manifest) -> bool:

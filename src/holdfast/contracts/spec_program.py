@@ -25,8 +25,9 @@ class Program(SpecPart):
     checkpoints: str = Field(
         default="",
         description="where the program writes its checkpoints: a path with `{step}` in its last "
-        "part, such as `out/checkpoint-{step}`. A relative one starts at the working directory, "
-        "and node 0 must see it. Empty: the program uses a `Session`, or has no checkpoints",
+        "part, such as `out/checkpoint-{step}`, or without it if each save overwrites the one "
+        "before, such as `out/ckpt.pt`. A relative path starts at the working directory, and node "
+        "0 must see it. Empty: the program uses a `Session`, or has no checkpoints",
     )
     complete: tuple[str, ...] = Field(
         default=(),
@@ -65,15 +66,23 @@ class Program(SpecPart):
         """True if the program writes checkpoints of its own that Holdfast watches."""
         return bool(self.checkpoints)
 
+    @property
+    def is_overwritten(self) -> bool:
+        """True if each save of the program overwrites the checkpoint before it."""
+        return self.is_watched and STEP_FIELD not in self.checkpoints
+
     @field_validator("checkpoints")
     @classmethod
     def _checkpoints_have_a_step(cls, value: str) -> str:
         folder, _, last = value.rpartition("/")
-        is_valid = last.count(STEP_FIELD) == 1 and STEP_FIELD not in folder
+        is_valid = (
+            last.count(STEP_FIELD) <= 1 and STEP_FIELD not in folder and last not in {"", "."}
+        )
         if value and (not is_valid or ".." in value.split("/")):
             raise ValueError(
-                f"{value!r}: expected a path without `..` whose last part has {STEP_FIELD} once, "
-                "such as 'out/checkpoint-{step}'"
+                f"{value!r}: expected a path without `..`. Its last part has {STEP_FIELD} once, "
+                "such as 'out/checkpoint-{step}', or not at all if the program overwrites it, such "
+                "as 'out/ckpt.pt'"
             )
         return value
 
@@ -116,5 +125,11 @@ class Program(SpecPart):
             raise ValueError(
                 f"program.{others[0]} is set without program.checkpoints; set checkpoints to the "
                 "path of the program's own checkpoints, such as 'out/checkpoint-{step}'"
+            )
+        if self.complete and self.is_overwritten:
+            raise ValueError(
+                f"program.complete proves nothing for {self.checkpoints!r}, because its files are "
+                "still there while the program overwrites them; leave it out, or let the program "
+                "write each checkpoint to a path with {step}"
             )
         return self
