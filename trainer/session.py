@@ -299,9 +299,10 @@ class Session(SessionParts):
 
     @staticmethod
     def worker_init(_worker: int) -> None:
-        """Pass it as `worker_init_fn`, so that stop signals do not kill the loader's workers.
+        """Makes a worker of a data loader ignore stop signals. Pass it as `worker_init_fn`.
 
-        The workers still end with the loader or the rank. An agent makes them ignore signals too.
+        Only workers that are not forked need it, in a program without an agent. They still end
+        with the loader or the rank.
         """
         ignore_stop_signals()
 

@@ -19,6 +19,7 @@ from types import FrameType, TracebackType
 from typing import Any, Final
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from torch.utils.data._utils import signal_handling
 
 from holdfast.contracts.rank_status import RankRecord
 
@@ -48,10 +49,26 @@ class SignalFlags:
         self._previous.clear()
 
     def _forget_in_child(self) -> None:
-        """Reset a forked child's handlers: `terminate()` on the child must not stop the run."""
+        """Reset a forked child's handlers: `terminate()` on the child must not stop the run.
+
+        A worker of a data loader ignores the signals, once torch has set its handlers. torchrun
+        passes a signal on to all processes of a rank, and a rank without its workers fails.
+        """
         for number in self._previous:
             signal.signal(number, signal.SIG_DFL)
         self._previous.clear()
+        _torch._set_worker_signal_handlers = _set_handlers_of_worker
+
+
+# Torch has no public name for it.
+_torch: Any = signal_handling
+_set_torch_handlers: Final = _torch._set_worker_signal_handlers
+
+
+def _set_handlers_of_worker() -> None:
+    """Set torch's signal handlers in a worker of a data loader, and then ignore stop signals."""
+    _set_torch_handlers()
+    ignore_stop_signals()
 
 
 def ignore_stop_signals() -> None:

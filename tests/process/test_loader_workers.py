@@ -1,4 +1,4 @@
-"""A program that ends while its data loader is in use, with workers that ignore stop signals."""
+"""Programs with workers of a data loader: one ends while it is in use, one is stopped."""
 
 from __future__ import annotations
 
@@ -24,20 +24,50 @@ for step in session.steps(3):
 session.close()
 print("workers", kept._workers[0].pid, flush=True)
 """
+STOPPED = """
+import os, signal, sys
+import torch
+from torch.utils.data import DataLoader
+from holdfast.trainer import Session
+
+model = torch.nn.Linear(2, 2)
+session = Session(model, directory=sys.argv[1], interval=1000)
+batches = iter(DataLoader(range(1000), num_workers=1, prefetch_factor=1))
+for step in session.steps(1000):
+    next(batches)
+    if step == 2:
+        # As torchrun passes on a signal: to the rank and to all of its children.
+        os.killpg(0, signal.SIGTERM)
+session.close()
+print("stopped after", session.step, flush=True)
+"""
 EXIT_S = 60.0
 
 
-def test_active_data_loader_does_not_block_process_exit(tmp_path: Path) -> None:
+def run(program: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    """Run a program without an agent, in a process group of its own."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("HOLDFAST_")}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path / "run")],
+    return subprocess.run(
+        [sys.executable, "-c", program, str(directory)],
         env=env,
         capture_output=True,
         text=True,
         timeout=EXIT_S,
         check=False,
+        start_new_session=True,
     )
+
+
+def test_active_data_loader_does_not_block_process_exit(tmp_path: Path) -> None:
+    done = run(PROGRAM, tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert "Error" not in done.stderr
     worker = done.stdout.split()[-1]
     assert not Path(f"/proc/{worker}").exists()
+
+
+def test_a_stop_signal_to_all_processes_stops_the_rank_and_not_its_workers(tmp_path: Path) -> None:
+    done = run(STOPPED, tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) < 1000
+    assert "step-" in "".join(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
