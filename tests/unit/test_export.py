@@ -64,6 +64,14 @@ def test_torch_export_has_the_whole_nested_state(
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["all.pt"]
 
 
+def test_safetensors_export_finds_the_weights_below_another_key(
+    state: dict[str, Any], tmp_path: Path
+) -> None:
+    save_with_dcp({"app": state, "step": 7}, checkpoint_id=tmp_path / "d", no_dist=True)
+    export(tmp_path / "d", "safetensors", tmp_path / "w.safetensors")
+    assert load_file(tmp_path / "w.safetensors").keys() == state["model"].keys()
+
+
 def test_safetensors_export_has_the_weights_under_their_own_names(
     saved: Path, state: dict[str, Any], tmp_path: Path
 ) -> None:

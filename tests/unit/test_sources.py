@@ -290,6 +290,29 @@ def test_a_flat_dcp_state_dict_is_weights_as_a_whole(tmp_path: Path) -> None:
     assert {p.name for p in open_source(tmp_path / "d").parts} == {"model.a", "head"}
 
 
+def test_the_weights_may_be_below_another_key(tmp_path: Path) -> None:
+    """As in the recipe of DCP, whose state is `{"app": AppState(model, optimizer)}`."""
+    weights, moment = {"0.weight": torch.ones(2), "head": torch.ones(3)}, torch.zeros(2)
+    inside = {"optim": {"state": {"0.weight": {"exp_avg": moment}}, "lr": 0.1}, "model": weights}
+    save_with_dcp({"app": inside, "step": 7}, checkpoint_id=tmp_path / "d")
+    torch.save({"app": inside, "step": 7}, tmp_path / "x.pt")
+    for place in (tmp_path / "d", tmp_path / "x.pt"):
+        source = open_source(place)
+        assert {part.name for part in source.parts} == weights.keys()
+        assert sorted(source.left_out) == ["app.optim", "step"]
+
+
+def test_weights_below_one_of_several_keys_may_be_an_average(tmp_path: Path) -> None:
+    value: dict[str, Any] = {"net": {"a": torch.ones(2)}, "ema": {"module": {"a": torch.ones(2)}}}
+    torch.save(value, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match="a dict with net, ema; expected a state dict"):
+        open_source(tmp_path / "x.pt")
+    value = {"ema": {"module": {"a": torch.ones(2)}}}
+    value["ema"]["itself"] = value
+    torch.save(value, tmp_path / "y.pt")
+    assert [part.name for part in open_source(tmp_path / "y.pt").parts] == ["a"]
+
+
 def test_names_are_renamed_and_excluded_as_parameters(tmp_path: Path) -> None:
     parts = open_source(save_safetensors(tmp_path)).parts
 

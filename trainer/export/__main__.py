@@ -25,8 +25,8 @@ from holdfast.trainer.export.forms import FORMS, appearing, bytes_in
 from holdfast.trainer.export.whole import open_source
 from holdfast.trainer.loading.checkpoint import check_committed
 
-# The default selection for formats that contain only weights.
-WEIGHTS_ONLY: Final = {"safetensors": ("model",), "hf": ("model",)}
+# The formats that contain only weights by default.
+WEIGHTS_ONLY: Final = ("safetensors", "hf")
 TYPES: Final = ("float64", "float32", "float16", "bfloat16")
 SHARD_BYTES: Final = 5 * 10**9
 
@@ -40,9 +40,10 @@ def export(given: argparse.Namespace) -> dict[str, Any]:
             check_committed(directory)
         source = open_source(
             directory,
-            include=given.include or WEIGHTS_ONLY.get(given.to, ()),
+            include=given.include,
             rename=dict(given.rename),
             dtype=getattr(torch, given.dtype) if given.dtype else None,
+            weights_only=given.to in WEIGHTS_ONLY,
         )
         FORMS[given.to](source, place, given.shard_bytes)
     return {

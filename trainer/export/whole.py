@@ -17,6 +17,7 @@ from holdfast.trainer.loading.compare_keys import Selection, is_of_one_rank, sho
 from holdfast.trainer.loading.reader import load_state
 from holdfast.trainer.loading.train_state import read_train_state
 from holdfast.trainer.planning.metadata import Opened, open_checkpoint, paths_of
+from holdfast.trainer.sources.dcp import weights_at
 
 MODEL: Final = "model."
 
@@ -44,11 +45,15 @@ class Entry:
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint and the entries to write. `documents` are those of objects, by name."""
+    """A checkpoint and the entries to write.
+
+    `documents` are those of objects, by name. `prefix` begins the names of parameters.
+    """
 
     opened: Opened
     entries: tuple[Entry, ...]
     documents: Mapping[str, Any] = field(default_factory=dict)
+    prefix: str = MODEL
 
     @property
     def directory(self) -> Path:
@@ -75,17 +80,22 @@ def open_source(
     include: Collection[str],
     rename: Mapping[str, str],
     dtype: torch.dtype | None,
+    weights_only: bool = False,
 ) -> Source:
     """Open the Holdfast or stock DCP checkpoint in `directory` for an export.
 
-    `include` has keys or key prefixes, and is empty for all. `rename` is that of `Selection`. If
-    given, `dtype` is the type of all floating-point tensors in the export. Per-rank entries, such
-    as the state of random number generators, are left out.
+    `include` has keys or key prefixes. Without any, everything is taken, or with `weights_only` the
+    model's part. `rename` is that of `Selection`. If given, `dtype` is the type of all
+    floating-point tensors in the export. Per-rank entries, such as the state of random number
+    generators, are left out.
 
     Raises `DamagedCheckpointError` if the checkpoint is damaged, `KeyMismatchError` for a rename
     that fits no key, and `CheckpointError` if nothing is left to write.
     """
     opened = open_checkpoint(directory)
+    at = ".".join(map(str, weights_at(opened)))
+    if weights_only and not include and at:
+        include = (at,)
     saved = {
         key: value
         for key, value in opened.metadata.state_dict_metadata.items()
@@ -119,7 +129,7 @@ def open_source(
                 bytes=math.prod(shape) * wanted.itemsize if wanted is not None else 0,
             )
         )
-    return Source(opened, tuple(entries), documents)
+    return Source(opened, tuple(entries), documents, f"{at}." if at else MODEL)
 
 
 def batches(entries: Sequence[Entry], bytes_max: int) -> Iterator[list[Entry]]:
@@ -137,7 +147,7 @@ def batches(entries: Sequence[Entry], bytes_max: int) -> Iterator[list[Entry]]:
 def weights_of(source: Source) -> list[Entry]:
     """Return the tensors to write. Raises `KeyMismatchError` if the selection has numbers.
 
-    The prefix `model.` of a parameter's name is Holdfast's own and is removed.
+    The prefix of a parameter's name, such as `model.`, is removed.
     """
     require_tensors(source)
     numbers = [entry.key for entry in source.entries if not entry.is_tensor]
@@ -147,7 +157,7 @@ def weights_of(source: Source) -> list[Entry]:
             "are numbers; leave them out with --include, or use --to torch",
             extra=numbers,
         )
-    return [replace(one, name=one.name.removeprefix(MODEL)) for one in source.entries]
+    return [replace(one, name=one.name.removeprefix(source.prefix)) for one in source.entries]
 
 
 def require_tensors(source: Source) -> None:

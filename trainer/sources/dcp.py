@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
@@ -53,27 +53,50 @@ def read_dcp(files: Files) -> tuple[list[Part], list[str]]:
 def weights_in(opened: Opened) -> tuple[dict[str, str], list[str]]:
     """Return the names of the weights by key, and the other parts of the checkpoint.
 
-    The weights are what was saved under `model` or `state_dict`. A checkpoint of one flat state
-    dict is weights as a whole. Raises `CheckpointError` for a value that is no tensor.
+    The weights are at `weights_at`. A checkpoint of one flat state dict is weights as a whole.
+    Raises `CheckpointError` for a value that is no tensor.
     """
     entries = opened.metadata.state_dict_metadata
-    paths = {key: _path(key, paths_of(opened.metadata)) for key in entries}
-    tops = list(dict.fromkeys(path[0] for path in paths.values() if len(path) > 1))
-    top = next((name for name in WEIGHTS if name in tops), None)
-    if top is None:
+    at = weights_at(opened)
+    if not at:
         return _tensors(
             {key: key for key in entries if not is_of_one_rank(key)}, entries, opened
         ), []
-    names = {
-        key: ".".join(map(str, path[1:]))
-        for key, path in paths.items()
-        if path[0] == top and len(path) > 1
-    }
-    others = dict.fromkeys(str(path[0]) for key, path in paths.items() if key not in names)
+    names, others = {}, {}
+    for key, path in _paths(opened).items():
+        if len(path) > len(at) and path[: len(at)] == at:
+            names[key] = ".".join(map(str, path[len(at) :]))
+        else:
+            same = next((n for n in range(len(at)) if path[n : n + 1] != at[n : n + 1]), len(at))
+            others[".".join(map(str, path[: same + 1]))] = None
     return _tensors(names, entries, opened), list(others)
 
 
-def _path(key: str, paths: Mapping[str, Any]) -> Sequence[Any]:
+def weights_at(opened: Opened) -> tuple[Any, ...]:
+    """Return the path at which the weights were saved, () for one flat state dict.
+
+    It is the first of `WEIGHTS`. If all nested tensors are below one other key, such as `app`, it
+    may also be below that key, as in `app.model`.
+    """
+    paths = _paths(opened)
+    tops = {path[0] for path in paths.values() if len(path) > 1}
+    if top := next((name for name in WEIGHTS if name in tops), None):
+        return (top,)
+    entries = opened.metadata.state_dict_metadata
+    tensors = [p for key, p in paths.items() if isinstance(entries[key], TensorStorageMetadata)]
+    if len({path[0] for path in tensors if len(path) > 1}) != 1:
+        # The one below another key could be a copy, such as an average.
+        return ()
+    below = {path[1]: path[:2] for path in tensors if len(path) > 2}
+    return next((below[name] for name in WEIGHTS if name in below), ())
+
+
+def _paths(opened: Opened) -> dict[str, tuple[Any, ...]]:
+    known = paths_of(opened.metadata)
+    return {key: _path(key, known) for key in opened.metadata.state_dict_metadata}
+
+
+def _path(key: str, paths: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the path of a key in the nested state. Without one, its first word is its part."""
     found = paths.get(key)
     if isinstance(found, tuple) and found:

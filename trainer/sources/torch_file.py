@@ -170,9 +170,8 @@ def pick_weights(value: Any, where: str) -> tuple[dict[str, Any], list[str]]:
     if isinstance(value, dict):
         if value and all(isinstance(one, Stored) for one in value.values()):
             return value, []
-        for key in WEIGHTS:
-            if isinstance(found := value.get(key), dict) and found:
-                return found, [str(other) for other in value if other != key]
+        if found := _under(value):
+            return found
         if any(isinstance(one, Stored) for one in value.values()):
             return value, []
         has = f"a dict with {', '.join(str(key)[:40] for key in list(value)[:8]) or 'no keys'}"
@@ -182,6 +181,41 @@ def pick_weights(value: Any, where: str) -> tuple[dict[str, Any], list[str]]:
         f"{where}: it contains {has}; expected a state dict, or a dict with one under "
         f"{' or '.join(WEIGHTS)}. Save `model.state_dict()`"
     )
+
+
+def _under(value: dict[Any, Any]) -> tuple[dict[str, Any], list[str]] | None:
+    """Return the dict under a key of `WEIGHTS`, and what else there is, or None.
+
+    If all nested tensors are below one other key, such as `app`, it may also be below that key.
+    """
+    if (key := _key_of_weights(value)) is not None:
+        return value[key], [str(other) for other in value if other != key]
+    tops = [top for top, one in value.items() if isinstance(one, dict) and _has_tensors(one)]
+    if len(tops) != 1 or (key := _key_of_weights(value[tops[0]])) is None:
+        return None
+    others = [str(other) for other in value if other != tops[0]]
+    return value[tops[0]][key], others + [
+        f"{tops[0]}.{one}" for one in value[tops[0]] if one != key
+    ]
+
+
+def _key_of_weights(value: dict[Any, Any]) -> str | None:
+    found = (key for key in WEIGHTS if isinstance(value.get(key), dict) and value[key])
+    return next(found, None)
+
+
+def _has_tensors(value: dict[Any, Any]) -> bool:
+    """Return True if there is a tensor at any depth. A dict may contain itself."""
+    seen: dict[int, dict[Any, Any]] = {}
+    left = [value]
+    while left:
+        one = left.pop()
+        if id(one) not in seen:
+            seen[id(one)] = one
+            if any(isinstance(item, Stored) for item in one.values()):
+                return True
+            left += [item for item in one.values() if isinstance(item, dict)]
+    return False
 
 
 def part_of(name: Any, value: Any, path: str, where: str) -> Part:
