@@ -58,6 +58,10 @@ class Summing(transformers.Trainer):
         self._metrics: Any = {"train": collections.defaultdict(list)}
         self._total_train_tokens = 0
         self.recent: collections.deque[Any] = collections.deque(maxlen=3)
+        # A reference model that follows the model, as TRL's `sync_ref_model` has it.
+        self.args.sync_ref_model = True
+        self.ref_model = torch.nn.Linear(2, 1, bias=False).requires_grad_(False)
+        self.ref_model.weight.zero_()
         self.seen: dict[int, Any] = {}
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Repeating:
@@ -70,6 +74,7 @@ class Summing(transformers.Trainer):
             self._metrics["train"]["first"].append(ids[0])
             self._total_train_tokens += len(ids)
             self.recent.append(loss.detach())
+            self.ref_model.weight.add_(loss.detach())
             reading = self.accelerator.gradient_state
             end = [reading.end_of_dataloader, reading.remainder]
             self.seen[self.state.global_step] = [ids, loss.item(), end]
@@ -79,6 +84,7 @@ class Summing(transformers.Trainer):
         means = {name: sum(each) / len(each) for name, each in self._metrics["train"].items()}
         logs |= {**means, "tokens": self._total_train_tokens}
         logs["recent"] = sum(float(each) for each in self.recent)
+        logs["reference"] = self.ref_model.weight.sum().item()
         super().log(logs, *rest)
         self._metrics["train"].clear()
 

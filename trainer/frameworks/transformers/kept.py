@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from torch import nn
 
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.reporting import report
@@ -31,6 +32,7 @@ OF_RANK: Final = {
     ),
     "sentence_transformers": ("accum_loss_components",),
 }
+REFERENCE: Final = "ref_model"
 NAMES: Final = "kept_attributes"
 # Marks a tensor that was on the trainer's device and not on the CPU.
 ON_DEVICE: Final = "holdfast.on_device"
@@ -84,6 +86,16 @@ class KeptAttributes:
                     report(f"holdfast: {error}. A resume begins without this attribute")
                 self._unsaved.add(name)
         return found
+
+
+def changing_modules(trainer: Any) -> dict[str, nn.Module]:
+    """Return the modules beside the model that training changes, by name in a checkpoint.
+
+    TRL moves a reference model towards the model with `sync_ref_model`.
+    """
+    reference = getattr(trainer, REFERENCE, None)
+    is_synced = getattr(trainer.args, "sync_ref_model", False)
+    return {REFERENCE: reference} if is_synced and isinstance(reference, nn.Module) else {}
 
 
 def as_plain(value: Any, name: str) -> Any:

@@ -32,7 +32,7 @@ from holdfast.trainer.frameworks.transformers.global_batch import (
     agree_on_batch,
     run_folder,
 )
-from holdfast.trainer.frameworks.transformers.kept import check_names
+from holdfast.trainer.frameworks.transformers.kept import changing_modules, check_names
 from holdfast.trainer.frameworks.transformers.progress import Place, Progress, RankShare, Todo, Told
 from holdfast.trainer.frameworks.transformers.weights import in_background, may_wait
 from holdfast.trainer.state import rng
@@ -102,7 +102,8 @@ class TrainerRun:
         """Make the session, which resumes, and begin its loop. All ranks leave if it must end."""
         trainer = self._trainer
         scaler = trainer.accelerator.scaler
-        extra = {"trainer": self.progress, **({} if scaler is None else {"scaler": scaler})}
+        extra = {"trainer": self.progress, **changing_modules(trainer)}
+        extra |= {} if scaler is None else {"scaler": scaler}
         options = {"seed": trainer.args.seed, **trainer.session_options}
         self.session = session = FrameworkSession(
             trainer.model_wrapped,
