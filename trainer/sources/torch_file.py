@@ -248,9 +248,9 @@ def _explained(where: str) -> Iterator[None]:
         # Malicious bytes can raise any exception. Each means that the file is not valid.
         text = (str(error) or type(error).__name__).splitlines()[0][:300]
         raise CheckpointError(
-            f"{where}: it is not opened: {text}; expected a file that torch.save wrote since torch "
-            "1.6, with tensors and plain values only. Open it in a program that you trust, and "
-            "save its state dict again"
+            f"{where}: it is not opened: {text}; expected a complete file that torch.save wrote "
+            "since torch 1.6, with tensors and plain values only. Copy it again, or open it in a "
+            "program that you trust and save its state dict again"
         ) from error
 
 

@@ -258,7 +258,9 @@ class ProgramWatch:
         if not self._pattern.is_overwritten:
             return one
         known = (self._manifests or {}).get(one.path)
-        step, least = self._output.progress.step_at(one.changed_at), launch.committed + 1
+        # Some programs save again before they print a step.
+        step = max(self._output.progress.step_at(one.changed_at), launch.resumed)
+        least = launch.committed + 1
         if not self._program.progress:
             # Its saves are counted.
             least = max(least, launch.resumed + 1, 1)
