@@ -62,7 +62,8 @@ def weights_in(opened: Opened) -> tuple[dict[str, str], list[str]]:
         return _tensors(
             {key: key for key in entries if not is_of_one_rank(key)}, entries, opened
         ), []
-    names, others = {}, {}
+    names: dict[str, str] = {}
+    others: dict[str, None] = {}
     for key, path in _paths(opened).items():
         if len(path) > len(at) and path[: len(at)] == at:
             names[key] = ".".join(map(str, path[len(at) :]))
