@@ -8,6 +8,7 @@ rank 0 kills itself once in the middle of that step; with `stop_at` it asks for 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -97,6 +98,9 @@ def main() -> None:
         accelerator.load_state(settings["load"])
         start, skip = settings.get("start", [0, None])
     overall_step = accelerator.resume()
+    local = model.no_sync() if settings.get("local_sgd") else contextlib.nullcontext()
+    # As Accelerate's `LocalSGD` does.
+    local.__enter__()
     record = Record(accelerator)
     for epoch in accelerator.epochs(settings["epochs"], start):
         model.train()
