@@ -74,9 +74,6 @@ class Average:
 def main() -> None:
     settings = json.loads(sys.argv[1])
     accelerator = make_accelerator(settings)
-    if settings.get("scaler"):
-        # Accelerate makes one for fp16, which no CPU supports.
-        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
     set_seed(7, device_specific=True)
     samples, workers = Samples(noise=settings.get("noise", False)), settings.get("workers", 0)
     loader = DataLoader(samples, batch_size=4, shuffle=True, num_workers=workers)
@@ -155,6 +152,9 @@ def make_accelerator(settings: dict[str, Any]) -> Accelerator:
         project_config=configuration,
         session={"interval": settings.get("interval", 1000), **settings.get("session", {})},
     )
+    if settings.get("scaler"):
+        # Accelerate makes one for fp16, which no CPU supports.
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
     if settings.get("fsdp"):
         # Accelerate chooses FSDP2 only on GPUs. Its code for it runs on CPUs, too.
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
