@@ -8,6 +8,7 @@ rank 0 kills itself once in the middle of that step; with `stop_at` it asks for 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -73,9 +74,6 @@ class Average:
 def main() -> None:
     settings = json.loads(sys.argv[1])
     accelerator = make_accelerator(settings)
-    if settings.get("scaler"):
-        # Accelerate makes one for fp16, which no CPU supports.
-        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
     set_seed(7, device_specific=True)
     samples, workers = Samples(noise=settings.get("noise", False)), settings.get("workers", 0)
     loader = DataLoader(samples, batch_size=4, shuffle=True, num_workers=workers)
@@ -97,6 +95,9 @@ def main() -> None:
         accelerator.load_state(settings["load"])
         start, skip = settings.get("start", [0, None])
     overall_step = accelerator.resume()
+    local = model.no_sync() if settings.get("local_sgd") else contextlib.nullcontext()
+    # As Accelerate's `LocalSGD` does.
+    local.__enter__()
     record = Record(accelerator)
     for epoch in accelerator.epochs(settings["epochs"], start):
         model.train()
@@ -151,6 +152,9 @@ def make_accelerator(settings: dict[str, Any]) -> Accelerator:
         project_config=configuration,
         session={"interval": settings.get("interval", 1000), **settings.get("session", {})},
     )
+    if settings.get("scaler"):
+        # Accelerate makes one for fp16, which no CPU supports.
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
     if settings.get("fsdp"):
         # Accelerate chooses FSDP2 only on GPUs. Its code for it runs on CPUs, too.
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)

@@ -134,6 +134,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         "total_limit": 2,
     }
     made.add("named", 2, 2, save_every=3, interval=4, kill_at=11, project=project)
+    made.add("local_sgd", 2, local_sgd=True)
     made.add("source", 1, save_every=4)
     source = made.folder / "source" / "out" / "step_12"
     made.add("continued", 1, load=str(source), start=[0, 12])
@@ -203,6 +204,11 @@ def test_numbered_folders_go_on_after_a_kill_and_link_to_committed_checkpoints(r
     assert [manifest.step for manifest in steps if manifest is not None] == [12, 15]
     exported = [e for e in load_events(runs.paths("named")) if e.kind is EventKind.EXPORTED]
     assert {str(event.data["path"]) for event in exported} > set(map(str, folders))
+
+
+def test_steps_without_synchronized_gradients_end_the_program(runs: Runs) -> None:
+    assert 0 not in runs.statuses["local_sgd"][0]
+    assert not checkpoints(runs.paths("local_sgd"))
 
 
 def test_a_run_that_starts_from_a_folder_continues_at_its_place(runs: Runs) -> None:

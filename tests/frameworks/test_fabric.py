@@ -138,5 +138,6 @@ def test_schedulers_of_all_kinds_are_found_in_the_order_of_their_creation() -> N
 def test_the_module_has_the_names_of_lightning_and_of_its_fabric() -> None:
     assert drop_in.seed_everything.__module__ == "lightning.fabric.utilities.seed"
     assert drop_in.LightningModule.__name__ == "LightningModule"
+    assert drop_in.fabric.strategies.DDPStrategy.__name__ == "DDPStrategy"
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         drop_in.nothing  # noqa: B018

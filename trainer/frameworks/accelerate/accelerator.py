@@ -119,6 +119,12 @@ class Accelerator(accelerate.Accelerator):
         self._dataloaders[-1] = loader
         return loader
 
+    def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Prepares a model as Accelerate does."""
+        prepared = super().prepare_model(model, *args, **kwargs)
+        self._training.wrapped.append(prepared)
+        return prepared
+
     def prepare_optimizer(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Prepares an optimizer as Accelerate does, so that its steps are seen.
 

@@ -47,6 +47,8 @@ class Training(LoopTraining):
         """`options` are further arguments of the `Session`."""
         super().__init__(AccelerateProgress(accelerator), options)
         self._accelerator = accelerator
+        # Accelerate keeps its list of models without their wrappers.
+        self.wrapped: list[nn.Module] = []
         self._folders = Folders(
             accelerator.project_configuration, is_main=bool(accelerator.is_main_process)
         )
@@ -57,6 +59,10 @@ class Training(LoopTraining):
         """Return the prepared models."""
         found: list[nn.Module] = self._accelerator._models
         return found
+
+    def wrappers(self) -> list[nn.Module]:
+        """Return what `prepare` returned for the models."""
+        return self.wrapped
 
     def parts(self) -> Parts:
         """Return what was prepared and registered. Raises `SpecError` if it cannot be saved."""

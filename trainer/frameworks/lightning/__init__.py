@@ -15,7 +15,7 @@
 | `data.py` | the position in the training data |
 | `metrics.py` | values that Lightning accumulates over an epoch |
 | `files.py` | the files of `ModelCheckpoint` |
-| `fabric.py` | `Fabric` for a loop of your own; its parts are in `fabric_*.py` |
+| `fabric_drop_in.py` | `Fabric` for a loop of your own; its parts are in `fabric_*.py` |
 | `fabric_elastic.py` | a session for loops that need another number of ranks |
 
 All other names are those of `lightning` and `lightning.fabric`, so a program may import the module
@@ -33,7 +33,7 @@ from holdfast.trainer.frameworks.versions import require
 require("lightning")
 
 from holdfast.trainer.frameworks.lightning.callback import Holdfast, torchrun_size  # noqa: E402
-from holdfast.trainer.frameworks.lightning.fabric import Fabric  # noqa: E402
+from holdfast.trainer.frameworks.lightning.fabric_drop_in import Fabric  # noqa: E402
 from holdfast.trainer.frameworks.lightning.fabric_elastic import fabric_session  # noqa: E402
 
 __all__ = ["Fabric", "Holdfast", "fabric_session", "torchrun_size"]

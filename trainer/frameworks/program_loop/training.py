@@ -64,6 +64,10 @@ class LoopTraining(ABC):
     def models(self) -> list[nn.Module]:
         """Return the prepared models."""
 
+    def wrappers(self) -> list[nn.Module]:
+        """Return the modules that the program calls, which synchronize gradients."""
+        return self.models()
+
     @abstractmethod
     def parts(self) -> Parts:
         """Return the prepared objects. Raises `SpecError` if they cannot be saved here."""
@@ -197,6 +201,7 @@ class LoopTraining(ABC):
         loader.has_begun = True
         done = self._place(loader, skip, resumed)
         one = self.progress.begin(loader, done)
+        one.is_training = one.is_of_epoch = resumed is not None and bool(resumed.done)
         batches = iter(loader.inner)
         try:
             for batch in batches:
@@ -220,7 +225,7 @@ class LoopTraining(ABC):
                 f"`for epoch in {self.words.owner}.epochs(n)` in place of `range(n)`, so that a "
                 "resume finds the epoch"
             )
-        for model in self.models():
+        for model in self.wrappers():
             if not getattr(model, "require_backward_grad_sync", True):
                 require_other_parameters(model, optimizer)
         self.progress.note_step()
