@@ -9,31 +9,24 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import DataLoaderConfiguration
-from tests.frameworks.refusals import error_of
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from tests.frameworks.refusals import (
+    Stream,
+    error_of,
+    numbers,
+    print_errors,
+    save_with_a_session,
+)
+from torch.utils.data import DataLoader
 
-from holdfast.trainer import Session
 from holdfast.trainer.frameworks.accelerate import Accelerator
 
 FOLDER = Path(sys.argv[-1])
 Parts = tuple[Accelerator, torch.nn.Module, Any, Any]
-
-
-class Stream(IterableDataset[Any]):
-    """Samples without a length."""
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        yield from torch.ones(8, 2)
-
-
-def numbers(count: int = 8) -> TensorDataset:
-    return TensorDataset(torch.ones(count, 2))
 
 
 def prepared(name: str, dataset: Any = None, **data: Any) -> Parts:
@@ -134,12 +127,7 @@ def hook_registered_twice() -> None:
 
 
 def checkpoint_of_another_program() -> None:
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Session(model, optimizer, directory=FOLDER / "other") as session:
-        for _ in session.steps(1):
-            model(torch.ones(2, 2)).sum().backward()
-            optimizer.step()
+    save_with_a_session(FOLDER / "other")
     prepared("other")[0].resume()
 
 
@@ -205,34 +193,29 @@ def numbered_folder_of_something_else() -> None:
         accelerator.save_state()
 
 
-PROGRAMS: dict[str, Callable[[], None]] = {
-    program.__name__: program
-    for program in (
-        loop_over_a_range,
-        unprepared_loader,
-        loader_without_length,
-        loader_of_rank_0,
-        nothing_prepared,
-        optimizer_prepared_late,
-        two_accelerators,
-        second_loop,
-        training_after_free_memory,
-        second_accelerator_after_the_first,
-        step_without_synchronized_gradients,
-        hook_registered_twice,
-        checkpoint_of_another_program,
-        another_dataset,
-        folder_of_another_framework,
-        missing_folder,
-        link_of_a_newer_version,
-        link_to_nothing,
-        link_to_an_uncommitted_save,
-        load_state_in_the_loop,
-        numbered_folder_of_something_else,
-    )
-}
-
-
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    print(json.dumps({name: error_of(program) for name, program in PROGRAMS.items()}))
+    print_errors(
+        (
+            loop_over_a_range,
+            unprepared_loader,
+            loader_without_length,
+            loader_of_rank_0,
+            nothing_prepared,
+            optimizer_prepared_late,
+            two_accelerators,
+            second_loop,
+            training_after_free_memory,
+            second_accelerator_after_the_first,
+            step_without_synchronized_gradients,
+            hook_registered_twice,
+            checkpoint_of_another_program,
+            another_dataset,
+            folder_of_another_framework,
+            missing_folder,
+            link_of_a_newer_version,
+            link_to_nothing,
+            link_to_an_uncommitted_save,
+            load_state_in_the_loop,
+            numbered_folder_of_something_else,
+        )
+    )

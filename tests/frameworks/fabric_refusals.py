@@ -7,32 +7,24 @@ Prints the type and text of each program's error as JSON, by the name of its fun
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from tests.frameworks.refusals import error_of
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from tests.frameworks.refusals import (
+    Stream,
+    error_of,
+    numbers,
+    print_errors,
+    save_with_a_session,
+)
+from torch.utils.data import DataLoader
 
-from holdfast.trainer import Session
 from holdfast.trainer.frameworks.lightning import Fabric
 
 FOLDER = Path(sys.argv[-1])
 Parts = tuple[Fabric, torch.nn.Module, Any, Any]
-
-
-class Stream(IterableDataset[Any]):
-    """Samples without a length."""
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        yield from torch.ones(8, 2)
-
-
-def numbers(count: int = 8) -> TensorDataset:
-    return TensorDataset(torch.ones(count, 2))
 
 
 def set_up(name: str, dataset: Any = None, **settings: Any) -> Parts:
@@ -104,12 +96,7 @@ def second_fabric() -> None:
 
 
 def checkpoint_of_another_program() -> None:
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Session(model, optimizer, directory=FOLDER / "other") as session:
-        for _ in session.steps(1):
-            model(torch.ones(2, 2)).sum().backward()
-            optimizer.step()
+    save_with_a_session(FOLDER / "other")
     set_up("other")[0].resume()
 
 
@@ -123,24 +110,19 @@ def another_dataset() -> None:
     set_up("changed", numbers(10))[0].resume()
 
 
-PROGRAMS: dict[str, Callable[[], None]] = {
-    program.__name__: program
-    for program in (
-        loop_over_a_range,
-        loader_that_is_not_set_up,
-        loader_without_length,
-        nothing_set_up,
-        model_set_up_late,
-        name_registered_twice,
-        step_without_synchronized_gradients,
-        second_loop,
-        second_fabric,
-        checkpoint_of_another_program,
-        another_dataset,
-    )
-}
-
-
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    print(json.dumps({name: error_of(program) for name, program in PROGRAMS.items()}))
+    print_errors(
+        (
+            loop_over_a_range,
+            loader_that_is_not_set_up,
+            loader_without_length,
+            nothing_set_up,
+            model_set_up_late,
+            name_registered_twice,
+            step_without_synchronized_gradients,
+            second_loop,
+            second_fabric,
+            checkpoint_of_another_program,
+            another_dataset,
+        )
+    )

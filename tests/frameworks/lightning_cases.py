@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch.distributed as dist
+from tests.rank_programs import run_program
 
 LAUNCH_S: Final = 90.0
 LAUNCHES_MAX: Final = 3
@@ -34,6 +35,22 @@ POLL_S: Final = 0.01
 # The stop coordinator polls for signals twenty times a second, so it has proposed a step by then.
 HEARD_S: Final = 0.2
 SIGNALS: Final = {"kill": signal.SIGKILL, "term": signal.SIGTERM}
+
+
+def everywhere(places: range) -> list[list[Any]]:
+    """Return cases of both signals at each of these batches."""
+    return [
+        case for at in places for case in (["term", "batch", at, 100], ["kill", "batch", at, 2])
+    ]
+
+
+def require_equal(
+    program: str, cases: dict[str, list[list[Any]]], folder: Path, *, timeout_s: float
+) -> None:
+    """Run this module for a program. Raises AssertionError if a case differs from a full run."""
+    arguments = program, json.dumps(cases), folder
+    said = run_program("frameworks.lightning_cases", *arguments, timeout_s=timeout_s)
+    assert said.count("notes equal") == sum(map(len, cases.values())), said
 
 
 class Interruption:

@@ -8,12 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Final
 
 import pytest
 import torch
 from lightning.fabric.strategies import FSDPStrategy
 from tests.frameworks import fabric_program
+from tests.frameworks.lightning_cases import everywhere, require_equal
 from tests.rank_programs import run_program
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, SequentialLR
 
@@ -35,25 +36,12 @@ QUICK: Final = {
     "plain": [["kill", "batch", 9, 2], ["term", "batch", 5, 100]],
     "alone": [["term", "batch", 10, 100]],
 }
-EVERYWHERE: Final = {
-    kind: [
-        case
-        for at in range(2, 12)
-        for case in (["term", "batch", at, 100], ["kill", "batch", at, 2])
-    ]
-    for kind in fabric_program.KINDS
-}
-
-
-def compare(cases: dict[str, list[list[Any]]], folder: Path, timeout_s: float) -> str:
-    arguments = "fabric_program", json.dumps(cases), folder
-    return run_program("frameworks.lightning_cases", *arguments, timeout_s=timeout_s)
+PLACES: Final = range(2, 12)
 
 
 def test_interrupted_programs_equal_those_of_plain_fabric(tmp_path: Path) -> None:
     """Samples, losses, rates, random numbers, evaluations and the final weights."""
-    said = compare(QUICK, tmp_path, timeout_s=300)
-    assert said.count("notes equal") == sum(map(len, QUICK.values()))
+    require_equal("fabric_program", QUICK, tmp_path, timeout_s=300)
 
 
 def test_the_example_runs(tmp_path: Path) -> None:
@@ -77,10 +65,9 @@ def test_the_example_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", sorted(EVERYWHERE))
+@pytest.mark.parametrize("kind", sorted(fabric_program.KINDS))
 def test_every_kind_is_interrupted_everywhere(kind: str, tmp_path: Path) -> None:
-    said = compare({kind: EVERYWHERE[kind]}, tmp_path, timeout_s=590)
-    assert said.count("notes equal") == len(EVERYWHERE[kind])
+    require_equal("fabric_program", {kind: everywhere(PLACES)}, tmp_path, timeout_s=590)
 
 
 def test_refusals_say_what_to_do(tmp_path: Path) -> None:

@@ -28,9 +28,9 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from tests.frameworks import lightning_program
+from tests.frameworks.lightning_cases import everywhere, require_equal
 from tests.frameworks.lightning_program import BATCH, SAMPLES
 from tests.process.local_runs import LocalRun, processes_of, send, wait_until
-from tests.rank_programs import run_program
 from torch.utils.data import DataLoader, Dataset
 
 from holdfast.contracts.errors import CheckpointError, SpecError
@@ -56,32 +56,18 @@ QUICK: Final = {
     # The second epoch begins with batch 8.
     "stateful_alone": [["kill", "batch", 8, 8]],
 }
-EVERYWHERE: Final = {
-    kind: [
-        case
-        for at in (range(3, 11) if kind in lightning_program.AT_ONE_RANK else range(8))
-        for case in (["term", "batch", at, 100], ["kill", "batch", at, 2])
-    ]
-    for kind in lightning_program.KINDS
-}
-
-
-def compare(cases: dict[str, list[list[Any]]], folder: Path, timeout_s: float) -> str:
-    arguments = "lightning_program", json.dumps(cases), folder
-    return run_program("frameworks.lightning_cases", *arguments, timeout_s=timeout_s)
 
 
 def test_interrupted_programs_equal_uninterrupted_ones(tmp_path: Path) -> None:
     """Samples, losses, rates, evaluations, epoch metrics, random numbers and the best file."""
-    said = compare(QUICK, tmp_path, timeout_s=300)
-    assert said.count("notes equal") == sum(map(len, QUICK.values()))
+    require_equal("lightning_program", QUICK, tmp_path, timeout_s=300)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", sorted(EVERYWHERE))
+@pytest.mark.parametrize("kind", sorted(lightning_program.KINDS))
 def test_every_kind_is_interrupted_everywhere(kind: str, tmp_path: Path) -> None:
-    said = compare({kind: EVERYWHERE[kind]}, tmp_path, timeout_s=590)
-    assert said.count("notes equal") == len(EVERYWHERE[kind])
+    places = range(3, 11) if kind in lightning_program.AT_ONE_RANK else range(8)
+    require_equal("lightning_program", {kind: everywhere(places)}, tmp_path, timeout_s=590)
 
 
 @pytest.fixture

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import accelerate
-import torch
 from torch.optim import Optimizer
 
 from holdfast.contracts.errors import SpecError
@@ -18,10 +17,10 @@ from holdfast.trainer.frameworks.accelerate.loaders import (
     skip_first_batches,
 )
 from holdfast.trainer.frameworks.accelerate.training import Training
-from holdfast.trainer.frameworks.session import FrameworkSession
+from holdfast.trainer.frameworks.program_loop.methods import LoopMethods
 
 
-class Accelerator(accelerate.Accelerator):
+class Accelerator(LoopMethods[Training], accelerate.Accelerator):
     """An `Accelerator` that resumes by itself and stops on all ranks after the same step.
 
     Loop over `accelerator.epochs(n)` in place of `range(n)`. A step is complete when the program
@@ -40,49 +39,6 @@ class Accelerator(accelerate.Accelerator):
 
     # --- the loop -------------------------------------------------------------------------
 
-    def epochs(self, total: int, start: int = 0) -> Iterator[int]:
-        """Iterates over the remaining epochs, counted from 0, up to `total` - 1.
-
-        It begins with `start` if the run has no checkpoint, and else where the run was. All ranks
-        call it after everything is prepared. Raises `SpecError` if nothing is prepared,
-        `CheckpointError` if the run's checkpoint does not fit, and `SaveError` if the last
-        checkpoint could not be committed.
-        """
-        return self._training.epochs(total, start)
-
-    def resume(self) -> int:
-        """Resumes, and returns the number of batches that each rank was trained on so far.
-
-        Call it after everything is prepared, and only if the program counts its batches over all
-        epochs: `overall_step = accelerator.resume()`. `epochs` resumes too. Raises as `epochs`.
-        """
-        self._training.start()
-        return self._training.progress.trained
-
-    @property
-    def first_batch(self) -> int:
-        """The number, from 0, of the first batch that the epoch's training loop gets.
-
-        It is 0 except in the epoch in which the run resumed:
-        `for step, batch in enumerate(loader, accelerator.first_batch)`.
-        """
-        return self._training.progress.first_batch
-
-    def epoch_total(self) -> torch.Tensor:
-        """Returns a sum over the batches of this epoch, which a resume continues: one number.
-
-        It is zero at the start of each epoch: `total_loss = accelerator.epoch_total()` in place of
-        `total_loss = 0`. Add to it with `+=`. A program with several sums calls it for each of
-        them, in the same order in each epoch. A relaunch at another number of processes begins
-        with zero.
-        """
-        return self._training.progress.totals.give()
-
-    @property
-    def session(self) -> FrameworkSession:
-        """The session, which is opened if necessary. Raises as `epochs`."""
-        return self._training.start()
-
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Returns the loader without its first batches.
 
@@ -93,9 +49,7 @@ class Accelerator(accelerate.Accelerator):
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
         """Logs to the trackers as Accelerate does, and numbers to the run's metrics too."""
         super().log(values, step=step, log_kwargs=log_kwargs or {})
-        if self._training.is_open:
-            numbers = {key: float(v) for key, v in values.items() if isinstance(v, int | float)}
-            self.session.log(**numbers)
+        self._record_numbers(values)
 
     def end_training(self) -> None:
         """Waits for the last commit, closes the session, then does as Accelerate does."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from lightning.fabric import Fabric as LightningFabric
 from lightning.fabric.connector import _is_using_cli
 from torch.distributed import is_torchelastic_launched
@@ -16,12 +15,12 @@ from holdfast.trainer.frameworks.lightning.callback import torchrun_size
 from holdfast.trainer.frameworks.lightning.fabric_elastic import check_strategy
 from holdfast.trainer.frameworks.lightning.fabric_loaders import FabricLoader
 from holdfast.trainer.frameworks.lightning.fabric_training import FabricTraining
-from holdfast.trainer.frameworks.session import FrameworkSession
+from holdfast.trainer.frameworks.program_loop.methods import LoopMethods
 
 fabric_schedulers.watch()
 
 
-class Fabric(LightningFabric):
+class Fabric(LoopMethods[FabricTraining], LightningFabric):
     """A `Fabric` that resumes by itself and stops on all ranks after the same step.
 
     Loop over `fabric.epochs(n)` in place of `range(n)`. A step is complete when the program asks
@@ -52,49 +51,6 @@ class Fabric(LightningFabric):
 
     # --- the loop -------------------------------------------------------------------------
 
-    def epochs(self, total: int, start: int = 0) -> Iterator[int]:
-        """Iterates over the remaining epochs, counted from 0, up to `total` - 1.
-
-        It begins with `start` if the run has no checkpoint, and else where the run was:
-        `epochs(n + 1, 1)` in place of `range(1, n + 1)`. All ranks call it after everything is set
-        up. Raises `SpecError` if nothing is set up and for a second loop, `CheckpointError` if the
-        run's checkpoint does not fit or has another number of ranks, and `SaveError` if the last
-        checkpoint could not be committed.
-        """
-        return self._training.epochs(total, start)
-
-    def resume(self) -> int:
-        """Resumes, and returns the number of batches that each rank was trained on so far.
-
-        Call it after everything is set up, and only if the program counts its batches over all
-        epochs: `iteration = fabric.resume()`. `epochs` resumes too. Raises as `epochs`.
-        """
-        self._training.start()
-        return self._training.progress.trained
-
-    @property
-    def first_batch(self) -> int:
-        """The number, from 0, of the first batch that the epoch's training loop gets.
-
-        It is 0 except in the epoch in which the run resumed:
-        `for batch_idx, batch in enumerate(loader, fabric.first_batch)`.
-        """
-        return self._training.progress.first_batch
-
-    def epoch_total(self) -> torch.Tensor:
-        """Returns a sum over the batches of this epoch, which a resume continues: one number.
-
-        It is zero at the start of each epoch: `total_loss = fabric.epoch_total()` in place of
-        `total_loss = 0`. Add to it with `+=`. A program with several sums calls it for each of
-        them, in the same order in each epoch.
-        """
-        return self._training.progress.totals.give()
-
-    @property
-    def session(self) -> FrameworkSession:
-        """The session, which is opened if necessary. Raises as `epochs`."""
-        return self._training.start()
-
     def register(self, **objects: Any) -> None:
         """Adds objects with `state_dict` and `load_state_dict` to the checkpoints, by name.
 
@@ -114,8 +70,7 @@ class Fabric(LightningFabric):
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Logs to the loggers as Lightning does, and numbers to the run's metrics too."""
         super().log_dict(metrics, step=step)
-        if self._training.is_open:
-            self.session.log(**{key: float(v) for key, v in metrics.items() if _is_number(v)})
+        self._record_numbers(metrics)
 
     # --- preparation ----------------------------------------------------------------------
 
@@ -176,8 +131,3 @@ class Fabric(LightningFabric):
 def _ranks_of_torchrun() -> int:
     size = torchrun_size()
     return size["devices"] * size["num_nodes"]
-
-
-def _is_number(value: Any) -> bool:
-    is_single = isinstance(value, torch.Tensor) and value.numel() == 1
-    return is_single or isinstance(value, int | float)

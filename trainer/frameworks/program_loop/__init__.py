@@ -9,4 +9,5 @@ and the random generators.
 | `loader.py` | a loader that reports each batch |
 | `progress.py` | the passes under way, and the counters of the run |
 | `training.py` | the session, the epochs and the end of each step |
+| `methods.py` | what a program calls |
 """
