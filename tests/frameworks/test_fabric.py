@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Final
 
 import pytest
@@ -18,14 +17,13 @@ from tests.frameworks.lightning_cases import everywhere, require_equal
 from tests.rank_programs import run_program
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, SequentialLR
 
-from holdfast.contracts.errors import CheckpointError, SpecError
+from holdfast.contracts.errors import SpecError
 from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.paths import RunPaths
 from holdfast.trainer.frameworks import lightning as drop_in
 from holdfast.trainer.frameworks.lightning import Fabric
 from holdfast.trainer.frameworks.lightning.fabric_elastic import check_strategy
 from holdfast.trainer.frameworks.lightning.fabric_schedulers import schedulers_of
-from holdfast.trainer.frameworks.lightning.fabric_training import FabricProgress
 
 EXAMPLE: Final = Path(fabric_program.__file__).parents[2] / "examples" / "fabric"
 # Kind → cases: a signal, a place, its number there, the steps between checkpoints. An epoch of
@@ -99,14 +97,6 @@ def test_processes_that_fabric_starts_are_refused(strategy: str) -> None:
 def test_an_unsupported_strategy_is_refused_by_name() -> None:
     with pytest.raises(SpecError, match="the strategy FSDPStrategy is not supported; use one of"):
         check_strategy(FSDPStrategy())
-
-
-def test_another_number_of_ranks_names_the_session_that_can_do_it() -> None:
-    def progress(ranks: int) -> FabricProgress:
-        return FabricProgress(SimpleNamespace(device=torch.device("cpu"), world_size=ranks))
-
-    with pytest.raises(CheckpointError, match=r"saved at 2 ranks, .* has 1: .* use fabric_session"):
-        progress(1).load_state_dict(progress(2).state_dict())
 
 
 def test_schedulers_of_all_kinds_are_found_in_the_order_of_their_creation() -> None:

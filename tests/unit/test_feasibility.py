@@ -51,6 +51,9 @@ def saved_by(world_size: int, **topology: Any) -> Manifest:
         (4, {"mesh": {"dp_shard": 2}, "pipeline": 2}, [2, 4, 6], [1, 3]),
         (8, {"mesh": {"dp_replicate": 2, "ep": 2, "tp": 2}}, [4, 8, 12], [1, 2, 6]),
         (2, {"mesh": {}, "fixed": "its optimizer cannot be converted"}, [2], [1, 4]),
+        (2, {"mesh": {}, "global_batches": [12, 8]}, [1, 2, 4], [3, 6, 8]),
+        (4, {"mesh": {"dp_shard": 2, "tp": 2}, "global_batches": [6]}, [2, 4, 6], [3, 8]),
+        (2, {"mesh": {}, "global_batches": "12"}, [1, 2, 5], []),
     ],
 )
 def test_fixed_dimensions_decide_which_counts_fit(

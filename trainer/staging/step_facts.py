@@ -15,7 +15,7 @@ import torch
 from holdfast.contracts.durable import to_json
 from holdfast.contracts.errors import SaveError
 from holdfast.contracts.paths import CheckpointName, RunPaths
-from holdfast.contracts.topology import FIXED
+from holdfast.contracts.topology import LIMITS
 from holdfast.trainer.identity import Identity
 from holdfast.trainer.placed import Place, PlacedName
 from holdfast.trainer.planning.layout import TRAIN_STATE_BYTES_MAX, Layout, files_of
@@ -82,7 +82,7 @@ class StepFacts:
                 "ranks_per_node": who.local_ranks,
                 "pipeline": who.stages,
                 "mesh": mesh,
-                **{key: document[key] for key in (FIXED,) if document.get(key)},
+                **{key: document[key] for key in LIMITS if document.get(key)},
             },
             "skips": document.get("data", {}).get("skips", ()),
             "metrics": {key: float(value) for key, value in self.metrics.items()},

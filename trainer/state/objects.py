@@ -8,6 +8,7 @@ each rank. Only that rank saves and restores the row, and the row's key contains
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -44,6 +45,14 @@ class Stateful(Protocol):
     def state_dict(self) -> Any: ...
 
     def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+class RankLimited(ABC):
+    """An object of an adapter that knows which numbers of ranks can continue its state."""
+
+    @abstractmethod
+    def rank_limits(self) -> dict[str, Any]:
+        """Return the limits by the keys of `contracts.topology.LIMITS`. Empty if there are none."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +148,14 @@ class Objects:
             documents[name] = {plain.MARK: PER_RANK, "class": kind, "ranks": self._world_size}
             tensors[self._row_key(name)] = self._row(name, item.state_dict())
         return tensors, documents
+
+    def rank_limits(self) -> dict[str, Any]:
+        """Return which numbers of ranks can continue, as `RankLimited` objects say."""
+        found: dict[str, Any] = {}
+        for item in self._shared.values():
+            if isinstance(item, RankLimited):
+                found |= item.rank_limits()
+        return found
 
     def left_behind(self, documents: Mapping[str, Any], exclude: Collection[str]) -> list[str]:
         """Return per-rank objects of another world size that are not restored.

@@ -123,6 +123,7 @@ class TrainState:
                 k: v for each in self._flattened for k, v in each.empty_groups().items()
             },
             "objects": documents,
+            **self._objects.rank_limits(),
         }
         return state, document
 

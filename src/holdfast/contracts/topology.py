@@ -1,7 +1,8 @@
 """How a checkpoint's state was split over ranks, and which rank counts fit the same split. Pure.
 
 The facts come from the manifest's `topology`. The mesh dimensions that split a model (tensor,
-expert, context, pipeline) keep their sizes. The data-parallel dimensions use the remaining ranks.
+expert, context, pipeline) keep their sizes. The data-parallel dimensions use the remaining ranks,
+which divide the samples of a step evenly where the run keeps its global batch.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ DATA: Final = REPLICATING | {"dp", "dp_shard", "fsdp", "shard", "data", "dim0"}
 PIPELINE: Final = "pp"
 # In a manifest's topology: why only the same number of ranks can load the checkpoint, if so.
 FIXED: Final = "fixed"
+# The numbers of samples that all data-parallel ranks together read at a time, at every count.
+GLOBAL_BATCHES: Final = "global_batches"
+# What limits the rank counts apart from the mesh. An absent key limits nothing.
+LIMITS: Final = (FIXED, GLOBAL_BATCHES)
 COUNTS_SHOWN: Final = 8
 
 
@@ -38,6 +43,11 @@ class Degrees:
     @property
     def ranks(self) -> int:
         return self.model * self.data * self.pipeline * self.replicas
+
+    @property
+    def shares(self) -> int:
+        """How many parts of a step's samples there are."""
+        return self.data * self.replicas
 
 
 def degrees_of(manifest: Manifest) -> Degrees:
@@ -62,13 +72,19 @@ def degrees_of(manifest: Manifest) -> Degrees:
 def rescale(now: Degrees, manifest: Manifest, ranks: int) -> Degrees | None:
     """Return the degrees on `ranks` ranks, or None if the fixed degrees do not divide `ranks`.
 
-    None too if only the saved number of ranks can load the state.
+    None too if only the saved number of ranks can load the state, and if the data-parallel ranks
+    cannot share a global batch evenly.
 
     If the mesh has a replicating dimension, the number of copies changes and the shards stay, as in
     hybrid sharding. Otherwise the number of shards changes.
     """
     if manifest.topology.get(FIXED) and ranks != manifest.world_size:
         return None
+    then = _resized(now, manifest, ranks)
+    return None if then is None or _unshared(manifest, then) else then
+
+
+def _resized(now: Degrees, manifest: Manifest, ranks: int) -> Degrees | None:
     mesh = _mesh_of(manifest)
     shards = any(name in DATA and name not in REPLICATING for name in mesh)
     copies = any(name in REPLICATING for name in mesh) or not shards
@@ -91,11 +107,17 @@ def problem_with_mesh(manifest: Manifest, ranks: int) -> str | None:
     now = degrees_of(manifest)
     if ranks == manifest.world_size or rescale(now, manifest, ranks) is not None:
         return None
+    counts = ", ".join(map(str, fitting_counts(manifest, now, around=ranks)))
+    then = _resized(now, manifest, ranks)
+    if then is not None:
+        return (
+            f"{ranks} ranks cannot share its global batch of {_unshared(manifest, then)[0]} "
+            f"samples evenly; rank counts that can: {counts}"
+        )
     parts = dict(_mesh_of(manifest))
     if now.pipeline > 1:
         parts[PIPELINE] = now.pipeline
     layout = " × ".join(f"{name} {size}" for name, size in parts.items())
-    counts = ", ".join(map(str, fitting_counts(manifest, now, around=ranks)))
     return (
         f"{ranks} ranks cannot hold the mesh {layout} that the checkpoint was saved with; rank "
         f"counts that can: {counts}. A program with another mesh may still be able to load it"
@@ -119,3 +141,10 @@ def _mesh_of(manifest: Manifest) -> Mapping[str, int]:
     """Return dimension names and sizes; empty if nothing was sharded or it was not recorded."""
     mesh: Mapping[str, int] = manifest.topology.get("mesh") or {}
     return mesh
+
+
+def _unshared(manifest: Manifest, then: Degrees) -> list[int]:
+    """Return the global batches that the data-parallel ranks cannot share evenly."""
+    sizes = manifest.topology.get(GLOBAL_BATCHES)
+    numbers = sizes if isinstance(sizes, list | tuple) else ()
+    return [each for each in numbers if isinstance(each, int) and each % then.shares]

@@ -18,15 +18,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from itertools import repeat
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler
 
 from holdfast.contracts.errors import CheckpointError, SpecError
-from holdfast.contracts.reporting import report
+from holdfast.contracts.topology import FIXED
+from holdfast.trainer.frameworks.lightning.global_batch import (
+    Share,
+    batch_size,
+    continue_share,
+    has_order,
+    limits_of,
+    sampler_of,
+)
 from holdfast.trainer.state import rng
 
 Draws = dict[str, torch.Tensor]
@@ -87,11 +96,12 @@ class TrainingData:
         self._saved_rank: Mapping[str, Any] = {}
         self._resumes_inside = self._is_loading = False
         self._remaining: list[Remaining] = []
-        self._created = 0
+        # The batch sizes of the loaders as the program gave them.
+        self._given: list[int | None] = []
         process = trainer.strategy.process_dataloader
 
         def process_dataloader(loader: Any) -> Any:
-            return self._scaled(process(loader)) if self._is_loading else process(loader)
+            return self._continued(process(loader)) if self._is_loading else process(loader)
 
         trainer.strategy.process_dataloader = process_dataloader
 
@@ -99,10 +109,12 @@ class TrainingData:
 
     def shared_state(self) -> dict[str, Any]:
         """Return how the order is made, which is the same on all ranks."""
+        shares = self._shares()
         return {
             "world_size": self._trainer.world_size,
-            "batch_sizes": [_batch_size(each) for each in self._loaders],
-            "samplers": [_order_of(each) for each in self._loaders],
+            "batch_sizes": [each.size for each in shares],
+            "samplers": [each.order for each in shares],
+            "given": [each.given for each in shares],
             "has_states": any(map(_has_state, self._loaders)),
         }
 
@@ -139,7 +151,7 @@ class TrainingData:
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
         """Around Lightning's creation of the training loaders and of their first iterator."""
-        now, self._is_loading, self._created = rng.capture(), True, 0
+        now, self._is_loading, self._given = rng.capture(), True, []
         try:
             yield
         finally:
@@ -158,7 +170,6 @@ class TrainingData:
     def before_iterator(self, combined: Any) -> None:
         """Note the random states, or set those of the restored epoch."""
         self._loaders = list(combined.flattened)
-        self._check_order()
         if self._resumes_inside:
             self._prepare_skip()
             return
@@ -191,7 +202,7 @@ class TrainingData:
         """
         if all(map(_has_state, self._loaders)):
             return not all(map(_has_length, self._loaders))
-        return len(self._loaders) != 1 or not _has_order(self._loaders[0])
+        return len(self._loaders) != 1 or not has_order(self._loaders[0])
 
     def _prepare_skip(self) -> None:
         """Set everything that an iterator of the restored epoch reads when it is created."""
@@ -223,48 +234,34 @@ class TrainingData:
 
     # --- another number of ranks ----------------------------------------------------------
 
-    def _scaled(self, loader: Any) -> Any:
-        """Return a loader whose batch keeps the run's global batch at this number of ranks.
+    def _continued(self, loader: Any) -> Any:
+        """Return a loader that keeps the run's order and global batch at this number of ranks.
 
-        Raises `CheckpointError` if the global batch does not split evenly.
+        Raises `CheckpointError` if it cannot.
         """
-        number, self._created = self._created, self._created + 1
-        sizes, former_ranks = self._saved.get("batch_sizes", []), self._saved.get("world_size")
-        ranks = self._trainer.world_size
-        if former_ranks in (None, ranks) or number >= len(sizes) or not _has_order(loader):
-            return loader
-        former = sizes[number]
-        if former is None:
-            return loader
-        wanted, rest = divmod(former * former_ranks, ranks)
-        if rest or not wanted:
-            raise CheckpointError(
-                f"a global batch of {former * former_ranks} ({former} on each of {former_ranks} "
-                f"ranks) does not split evenly over {ranks} ranks; run at a number of ranks that "
-                "divides it"
+        number = len(self._given)
+        self._given.append(batch_size(loader))
+        trainer = self._trainer
+        if number < len(self._saved.get("samplers", ())):
+            saved = Share(
+                ranks=self._saved["world_size"],
+                order=self._saved["samplers"][number],
+                size=self._saved["batch_sizes"][number],
+                given=self._saved.get("given", self._saved["batch_sizes"])[number],
             )
-        if _batch_size(loader) != wanted:
-            _set_batch_size(loader, wanted)
-            if self._trainer.is_global_zero:
-                report(
-                    f"holdfast: {former_ranks} → {ranks} ranks: each rank's batch has {wanted} "
-                    f"samples instead of {former}, so the global batch stays the same"
-                )
+            continue_share(loader, saved, rank=trainer.global_rank, ranks=trainer.world_size)
         return loader
 
-    def _check_order(self) -> None:
-        """Raise `CheckpointError` if another number of ranks changes the order of the samples."""
-        former, ranks = self._saved.get("samplers"), self._trainer.world_size
-        now = [_order_of(each) for each in self._loaders]
-        if former is None or self._saved["world_size"] == ranks:
-            return
-        if now != former or any(each != DistributedSampler.__name__ for each in now):
-            raise CheckpointError(
-                f"the order of the samples came from {former} at {self._saved['world_size']} "
-                f"ranks, and comes from {now} at {ranks}. It continues at another number of ranks "
-                'only with DistributedSampler. Use strategy="ddp": Lightning then uses that '
-                "sampler at one rank too"
-            )
+    def rank_limits(self) -> dict[str, Any]:
+        """Return which numbers of ranks can continue: see `RankLimited`."""
+        if any(map(_has_state, self._loaders)):
+            return {FIXED: "each rank's loader has a state of its own share of the data"}
+        return limits_of(self._shares())
+
+    def _shares(self) -> list[Share]:
+        ranks = self._trainer.world_size
+        given = [*self._given, *(None for _ in self._loaders)]
+        return [Share.of(*each) for each in zip(self._loaders, repeat(ranks), given, strict=False)]
 
 
 def _draws(loaders: list[Any]) -> Draws:
@@ -286,7 +283,7 @@ def _set_draws(loaders: list[Any], states: Draws) -> None:
 
 def _named_generators(loaders: list[Any]) -> Iterator[tuple[str, torch.Generator]]:
     for number, loader in enumerate(loaders):
-        sampler = _sampler_of(loader)
+        sampler = sampler_of(loader)
         # Lightning puts a sampler of another kind into its DistributedSamplerWrapper.
         wrapped = getattr(getattr(sampler, "dataset", None), "_sampler", None)
         for part, owner in (("loader", loader), ("sampler", sampler), ("wrapped", wrapped)):
@@ -300,7 +297,7 @@ def _has_state(loader: Any) -> bool:
 
     torchdata's loader cannot continue a `DistributedSampler` that draws: its resume draws twice.
     """
-    sampler = _sampler_of(loader)
+    sampler = sampler_of(loader)
     if isinstance(sampler, DistributedSampler) and not hasattr(sampler, "state_dict"):
         return False
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
@@ -333,31 +330,6 @@ def _has_length(loader: Any) -> bool:
     return sized_len(loader) is not None
 
 
-def _has_order(loader: Any) -> bool:
-    """Return True if a sampler orders the samples, so that batches can be skipped unread."""
-    return (
-        isinstance(loader, DataLoader)
-        and not isinstance(loader.dataset, IterableDataset)
-        and loader.batch_sampler is not None
-    )
-
-
-def _sampler_of(loader: Any) -> Any:
-    """Return the sampler that orders the samples. Lightning gives some loaders a batch sampler."""
-    found = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    return getattr(loader, "sampler", None) if found is None else found
-
-
-def _order_of(loader: Any) -> str | None:
-    return type(_sampler_of(loader)).__name__ if _has_order(loader) else None
-
-
-def _batch_size(loader: Any) -> int | None:
-    """Return the samples in a batch, or None if a batch sampler of the user's own decides."""
-    found = getattr(loader.batch_sampler, "batch_size", None) if _has_order(loader) else None
-    return found if isinstance(found, int) else None
-
-
 def _skip_batches(loader: Any, count: int) -> Remaining:
     """Make the loader's next iterator begin after `count` batches."""
     remaining = Remaining(loader.batch_sampler, count)
@@ -366,9 +338,3 @@ def _skip_batches(loader: Any, count: int) -> Remaining:
     if loader._iterator is not None:
         loader._iterator._index_sampler = remaining
     return remaining
-
-
-def _set_batch_size(loader: Any, size: int) -> None:
-    loader.batch_sampler.batch_size = size
-    if loader.batch_size is not None:
-        object.__setattr__(loader, "batch_size", size)

@@ -3,41 +3,79 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from lightning.fabric.wrappers import _unwrap_objects
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from holdfast.contracts.errors import CheckpointError, SpecError
+from holdfast.contracts.errors import SpecError
 from holdfast.trainer.frameworks.lightning.fabric_elastic import PRECISION, precision_of
 from holdfast.trainer.frameworks.lightning.fabric_schedulers import created_count, schedulers_of
+from holdfast.trainer.frameworks.lightning.global_batch import (
+    Share,
+    batch_size,
+    continue_share,
+    limits_of,
+)
+from holdfast.trainer.frameworks.program_loop.loader import WrappedLoader
 from holdfast.trainer.frameworks.program_loop.progress import Progress
 from holdfast.trainer.frameworks.program_loop.training import LoopTraining, Parts, Words
 from holdfast.trainer.frameworks.session import FrameworkSession
+from holdfast.trainer.state.objects import RankLimited
 
 
-class FabricProgress(Progress):
-    """The place in the loaders. It continues only at the same number of ranks."""
+class FabricProgress(Progress, RankLimited):
+    """The place in the loaders. Those that are trained on keep their global batch and order."""
 
     def __init__(self, fabric: Any) -> None:
         super().__init__(fabric.device, prepare="fabric.setup_dataloaders")
         self._fabric = fabric
+        # By the numbers of the loaders: the batch size as the program gave it, and how each loader
+        # that was trained on gives the ranks their samples. Some loaders are made in each epoch.
+        self._given: dict[int, int | None] = {}
+        self._shares: dict[int, Share] = {}
+
+    def add(self, loader: WrappedLoader) -> None:
+        """Add a loader that Fabric set up. Raises `CheckpointError` if it cannot be continued."""
+        self._given[loader.number] = batch_size(loader.inner._dataloader)
+        self._continue(loader)
+        super().add(loader)
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data and tensors."""
-        return {"world_size": self._fabric.world_size, **super().state_dict()}
+        self._note_shares()
+        shares = {str(number): asdict(each) for number, each in self._shares.items()}
+        return {"shares": shares, **super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the place. Raises `CheckpointError` at another number of ranks."""
-        if state["world_size"] != self._fabric.world_size:
-            raise CheckpointError(
-                f"saved at {state['world_size']} ranks, and this launch has "
-                f"{self._fabric.world_size}: the loaders of Fabric give each rank a batch, so the "
-                f"steps would have other samples. Run at {state['world_size']} ranks. For a loop "
-                "that continues at another number of ranks, use fabric_session"
-            )
+        """Restore the place. Raises `CheckpointError` if other ranks cannot continue there."""
+        self._shares = {int(number): Share(**each) for number, each in state["shares"].items()}
+        for loader in self.loaders:
+            self._continue(loader)
         super().load_state_dict(state)
+
+    def rank_limits(self) -> dict[str, Any]:
+        """Return which numbers of ranks can continue the order of the samples."""
+        self._note_shares()
+        return limits_of(list(self._shares.values()))
+
+    def _continue(self, loader: WrappedLoader) -> None:
+        saved, fabric = self._shares.get(loader.number), self._fabric
+        if saved is None or loader.batches is None:
+            return
+        inner = loader.inner._dataloader
+        continue_share(inner, saved, rank=fabric.global_rank, ranks=fabric.world_size)
+        loader.batches.find_sampler()
+        # Fabric's loader has the attributes of the one that it wraps.
+        vars(loader.inner).update(vars(inner))
+
+    def _note_shares(self) -> None:
+        for loader in self.loaders:
+            if loader.has_trained:
+                inner, ranks = loader.inner._dataloader, self._fabric.world_size
+                self._shares[loader.number] = Share.of(inner, ranks, self._given[loader.number])
 
 
 class FabricTraining(LoopTraining):

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer import call
 
 from holdfast.contracts.errors import CheckpointError
+from holdfast.trainer.state.objects import RankLimited
 
 if TYPE_CHECKING:
     from holdfast.trainer.frameworks.lightning.fit import Fit
@@ -49,7 +50,7 @@ class Place(StrEnum):
     BETWEEN_EPOCHS = "between_epochs"
 
 
-class SharedState:
+class SharedState(RankLimited):
     """The state of a trainer that is the same on all ranks."""
 
     def __init__(self, fit: Fit) -> None:
@@ -110,6 +111,10 @@ class SharedState:
         fit.data.load_shared(state["data"])
         fit.resume_at(Place(state["place"]), state["trainer"])
         self.is_restored = True
+
+    def rank_limits(self) -> dict[str, Any]:
+        """Return which numbers of ranks can continue the order of the samples."""
+        return self._fit.data.rank_limits()
 
 
 class RankState:

@@ -14,7 +14,10 @@ from holdfast.trainer.frameworks.program_loop.order import Batches, Generators, 
 from holdfast.trainer.state import rng
 
 _OWN: Final = frozenset(
-    {"inner", "number", "batches", "problem", "resumed", "passes", "ends", "has_begun", "_iterate"}
+    {
+        *("inner", "number", "batches", "problem", "resumed", "passes", "ends", "has_begun"),
+        *("has_trained", "_iterate"),
+    }
 )
 # The key of the generators at the ends of an epoch's training passes.
 ENDS: Final = "ends"
@@ -40,9 +43,9 @@ class WrappedLoader(ABC):
     """Wraps a loader that a framework prepared. Attributes and the class are the wrapped loader's.
 
     `passes` counts the complete training passes of the epoch, and `ends` are the generators at
-    their ends. `has_begun` is true from the first pass of the run on. `problem` says why training
-    over the loader cannot be continued, or is None. `iterate` runs a pass, given the loader and the
-    number of batches to skip.
+    their ends. `has_begun` is true from the first pass of the run on, and `has_trained` from the
+    first training pass on. `problem` says why training over the loader cannot be continued, or is
+    None. `iterate` runs a pass, given the loader and the number of batches to skip.
     """
 
     inner: Any
@@ -53,13 +56,15 @@ class WrappedLoader(ABC):
     passes: int
     ends: list[Generators]
     has_begun: bool
+    has_trained: bool
     _iterate: Iterate
 
     def __init__(self, inner: Any, number: int, iterate: Iterate) -> None:
         self.inner, self.number, self._iterate = inner, number, iterate
         self.problem = self.find_problem()
         self.batches = None if self.problem else self.install()
-        self.resumed, self.passes, self.ends, self.has_begun = None, 0, [], False
+        self.resumed, self.passes, self.ends = None, 0, []
+        self.has_begun = self.has_trained = False
 
     def __iter__(self) -> Iterator[Any]:
         return self._iterate(self, 0)

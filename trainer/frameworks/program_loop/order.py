@@ -82,8 +82,12 @@ class Batches(BatchSampler):
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
-        self.sampler_of_ids = innermost(inner)
         self.start = Start()
+        self.find_sampler()
+
+    def find_sampler(self) -> None:
+        """Find the wrapped sampler. Call it after another one took its place."""
+        self.sampler_of_ids = innermost(self._inner)
         self.order = Order.now(self.sampler_of_ids)
 
     def __iter__(self) -> Iterator[Any]:
@@ -99,6 +103,11 @@ class Batches(BatchSampler):
 
     def __len__(self) -> int:
         return len(self._inner)
+
+    @property
+    def inner(self) -> Any:
+        """The wrapped batch sampler."""
+        return self._inner
 
     def __getattr__(self, name: str) -> Any:
         if name == "_inner":

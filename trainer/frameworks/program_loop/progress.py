@@ -163,7 +163,7 @@ class Progress:
         stepping, self._stepping = self._stepping, ()
         is_at_end = False
         for one in stepping:
-            one.is_training = one.is_of_epoch = True
+            one.is_training = one.is_of_epoch = one.loader.has_trained = True
             is_at_end = one.loader.is_at_end(one.done)
             if is_at_end:
                 self._finish(one)

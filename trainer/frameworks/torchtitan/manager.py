@@ -98,6 +98,7 @@ class CheckpointManager(BaseCheckpointManager):
         self._state = TrainerState(self._trainer)
         ordered = isinstance(dataloader, TokenDataLoader) or dataloader is None
         self._loader = None if ordered else LoaderState(dataloader)
+        self._state.keeps_place = not ordered and LOADER not in self._config.exclude_from_loading
 
     # --- begin ----------------------------------------------------------------------------
 

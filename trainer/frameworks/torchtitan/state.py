@@ -9,19 +9,23 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtitan.components.dataloader import BaseDataLoader, ParallelAwareDataloader
 
 from holdfast.contracts.errors import CheckpointError
+from holdfast.contracts.topology import FIXED, GLOBAL_BATCHES
+from holdfast.trainer.state.objects import RankLimited
 
 FORMAT: Final = 1
 TOKENS: Final = "ntokens_seen"
 
 
-class TrainerState:
+class TrainerState(RankLimited):
     """The state of a torchtitan `Trainer`: its step, its tokens and its pending validation.
 
     `saved` describes the launch that saved the restored checkpoint, and is None without one.
+    `keeps_place` says that its loader has a place of its own, kept by each rank.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+        self.keeps_place = False
         # True between the end of a step and the end of the validation that follows it.
         self.awaits_validation = False
         self.saved: Mapping[str, Any] | None = None
@@ -49,6 +53,21 @@ class TrainerState:
             "global_batch": self.global_batch,
             "awaits_validation": self.awaits_validation,
         }
+
+    def rank_limits(self) -> dict[str, Any]:
+        """Return which numbers of ranks can continue with the same samples in each step."""
+        training = self._trainer.config.training
+        if self.keeps_place:
+            return {
+                FIXED: "the place of its data loader is kept by rank; for a new run, use "
+                "TokenDataLoader, which continues at every data-parallel degree"
+            }
+        if training.global_batch_size < 0:
+            return {
+                FIXED: "the global batch follows from the number of ranks; for a new run, set "
+                f"training.global_batch_size={self.global_batch}"
+            }
+        return {GLOBAL_BATCHES: [self.global_batch // int(training.local_batch_size)]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the trainer's counters. Raises `CheckpointError` for a newer format."""

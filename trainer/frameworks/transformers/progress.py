@@ -17,8 +17,10 @@ from transformers import TrainerState
 from transformers.trainer_callback import ExportableState, TrainerControl
 
 from holdfast.contracts.errors import CheckpointError
+from holdfast.contracts.topology import GLOBAL_BATCHES
 from holdfast.trainer.frameworks.transformers.fetching import FetchStates
 from holdfast.trainer.frameworks.transformers.kept import KeptAttributes
+from holdfast.trainer.state.objects import RankLimited
 
 FORMAT: Final = 1
 # The fields of `TrainerState` that training changes. The others follow from the arguments.
@@ -55,7 +57,7 @@ class Told:
     learning_rate: float | None = None
 
 
-class Progress:
+class Progress(RankLimited):
     """A trainer's progress as an object with a state, for `Session(extra=…)`.
 
     `loaded` is the restored state, or None.
@@ -102,6 +104,14 @@ class Progress:
             "seconds": self.seconds,
             "kept": self.kept.shared(),
         }
+
+    def rank_limits(self) -> dict[str, Any]:
+        """Return which numbers of ranks can share the global batch: see `agree_on_batch`."""
+        args = self.trainer.args
+        if args.accelerator_config.split_batches:
+            return {}
+        own = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        return {GLOBAL_BATCHES: [own * args.world_size]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Keep the state until `apply`. Raises `CheckpointError` for one of a newer version."""

@@ -1,0 +1,155 @@
+"""Loaders of Lightning and Fabric that give each step the same samples at every number of ranks.
+
+Both divide the samples by torch's `DistributedSampler`: rank r of R takes every R-th sample of an
+order that follows from the epoch, from number r on. The batches of all ranks are then samples that
+follow each other in that order. So at another number of ranks, a step has the same samples if the
+sampler is of this class, and if the ranks' batches have as many samples together.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from holdfast.contracts.errors import CheckpointError
+from holdfast.contracts.reporting import report
+from holdfast.contracts.topology import FIXED, GLOBAL_BATCHES
+from holdfast.trainer.frameworks.program_loop.order import Batches
+
+DISTRIBUTED: Final = DistributedSampler.__name__
+ADVICE: Final = 'use strategy="ddp" and a loader over a dataset with an index'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """How a loader gives each of `ranks` ranks its samples.
+
+    `order` is the class of the sampler, None if there is none. `size` is the samples in a rank's
+    batch, None if a batch sampler of the program decides. The program gave the loader the size
+    `given`.
+    """
+
+    ranks: int
+    order: str | None
+    size: int | None
+    given: int | None
+
+    @classmethod
+    def of(cls, loader: Any, ranks: int, given: int | None) -> Share:
+        """Return how `loader` does it now."""
+        return cls(ranks=ranks, order=order_of(loader), size=batch_size(loader), given=given)
+
+    @property
+    def is_elastic(self) -> bool:
+        """True if the samples of each step can be the same at another number of ranks."""
+        return self.order == DISTRIBUTED and self.size is not None
+
+
+def continue_share(loader: Any, saved: Share, *, rank: int, ranks: int) -> None:
+    """Let `loader` continue the order and the global batch that another launch saved.
+
+    A program that gives a loader another size than before has the last word. Raises
+    `CheckpointError` if the order or the global batch cannot be the same on `ranks` ranks.
+    """
+    if saved.order == DISTRIBUTED:
+        _distribute(loader, rank, ranks)
+    order = order_of(loader)
+    if saved.ranks != ranks and not (saved.is_elastic and order == DISTRIBUTED):
+        raise CheckpointError(
+            f"the order of the samples came from {saved.order} at {saved.ranks} ranks, and comes "
+            f"from {order} at {ranks}. It continues at another number of ranks only with "
+            f"{DISTRIBUTED} and a batch size. Run at {saved.ranks} ranks; for a new run, {ADVICE}"
+        )
+    given = batch_size(loader)
+    if given is None or saved.size is None or given != saved.given:
+        return
+    size, rest = divmod(saved.size * saved.ranks, ranks)
+    if rest or not size:
+        raise CheckpointError(
+            f"a global batch of {saved.size * saved.ranks} ({saved.size} on each of {saved.ranks} "
+            f"ranks) does not split evenly over {ranks} ranks; run at a number of ranks that "
+            "divides it"
+        )
+    if given != size:
+        _set_batch_size(loader, size)
+        if rank == 0:
+            report(
+                f"holdfast: the loader's batch of {given} samples is {size} on {ranks} ranks, so "
+                f"the global batch of the run stays {size * ranks}"
+            )
+
+
+def limits_of(shares: Sequence[Share]) -> dict[str, Any]:
+    """Return which numbers of ranks can continue, by the keys of `contracts.topology.LIMITS`."""
+    orders = {each.order or "a loader without a sampler" for each in shares if not each.is_elastic}
+    if orders:
+        found = " and ".join(sorted(orders))
+        return {
+            FIXED: f"the order of the samples comes from {found}, and only that of "
+            f"{DISTRIBUTED} can continue at another number of ranks; for a new run, {ADVICE}"
+        }
+    return {GLOBAL_BATCHES: sorted({each.size * each.ranks for each in shares if each.size})}
+
+
+def has_order(loader: Any) -> bool:
+    """Return True if a sampler orders the samples, so that batches can be skipped unread."""
+    return (
+        isinstance(loader, DataLoader)
+        and not isinstance(loader.dataset, IterableDataset)
+        and loader.batch_sampler is not None
+    )
+
+
+def sampler_of(loader: Any) -> Any:
+    """Return the sampler that orders the samples. Lightning gives some loaders a batch sampler."""
+    found = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    return getattr(loader, "sampler", None) if found is None else found
+
+
+def order_of(loader: Any) -> str | None:
+    """Return the class of the sampler, or None without one."""
+    return type(sampler_of(loader)).__name__ if has_order(loader) else None
+
+
+def batch_size(loader: Any) -> int | None:
+    """Return the samples in a batch, or None if a batch sampler of the user's own decides."""
+    found = getattr(loader.batch_sampler, "batch_size", None) if has_order(loader) else None
+    return found if isinstance(found, int) else None
+
+
+def _distribute(loader: Any, rank: int, ranks: int) -> None:
+    """Give `loader` the sampler that Lightning gives it on several ranks, also on one rank."""
+    sampler = sampler_of(loader)
+    if has_order(loader) and type(sampler) in {RandomSampler, SequentialSampler}:
+        sampler = DistributedSampler(
+            loader.dataset,
+            num_replicas=ranks,
+            rank=rank,
+            shuffle=type(sampler) is RandomSampler,
+            seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
+        )
+        _batches_of(loader).sampler = sampler
+        # A DataLoader refuses assignments to its parts.
+        object.__setattr__(loader, "sampler", sampler)
+
+
+def _set_batch_size(loader: Any, size: int) -> None:
+    _batches_of(loader).batch_size = size
+    if loader.batch_size is not None:
+        object.__setattr__(loader, "batch_size", size)
+
+
+def _batches_of(loader: Any) -> Any:
+    """Return the loader's own batch sampler, under the one that counts its batches."""
+    batches = loader.batch_sampler
+    return batches.inner if isinstance(batches, Batches) else batches
