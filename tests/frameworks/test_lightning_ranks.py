@@ -24,7 +24,7 @@ DISTRIBUTED: Final = DistributedSampler.__name__
 
 def share(**changed: Any) -> Share:
     """What two ranks with batches of 6 saved."""
-    return Share(**{"ranks": 2, "order": DISTRIBUTED, "size": 6, "given": 6, **changed})
+    return Share(**{"parts": 2, "order": DISTRIBUTED, "size": 6, "given": 6, **changed})
 
 
 @pytest.mark.parametrize("program", PLAIN)
@@ -38,14 +38,14 @@ def test_each_step_has_the_same_samples_at_every_number_of_ranks(
     assert "batches equal" in said
 
 
-@pytest.mark.parametrize("saved", [share(), share(ranks=1, size=12)])
+@pytest.mark.parametrize("saved", [share(), share(parts=1, size=12)])
 def test_one_rank_gets_the_order_and_the_batch_of_two(saved: Share) -> None:
     loader = DataLoader(DATA, batch_size=6, shuffle=True)
     continue_share(loader, saved, rank=0, ranks=1)
     order = list(DistributedSampler(DATA, num_replicas=1, rank=0, shuffle=True, seed=0))
     assert [batch.tolist() for batch in loader] == [order[:12], order[12:]]
     assert (loader.batch_size, len(loader)) == (12, 2)
-    assert Share.of(loader, 1, 6) == share(ranks=1, size=12)
+    assert Share.of(loader, 1, 6) == share(parts=1, size=12)
 
 
 def test_a_batch_size_that_the_program_changed_counts() -> None:
@@ -58,7 +58,7 @@ def test_a_batch_size_that_the_program_changed_counts() -> None:
     ("saved", "says"),
     [
         (share(size=1, given=6), "a global batch of 2 .* does not split evenly over 4 ranks"),
-        (share(order="RandomSampler"), "came from RandomSampler at 2 .* DistributedSampler at 4"),
+        (share(order="RandomSampler"), "came from RandomSampler on 2 .* DistributedSampler on 4"),
         (share(size=None), "continues at another number of ranks only with DistributedSampler"),
     ],
 )

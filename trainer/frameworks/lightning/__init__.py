@@ -16,7 +16,8 @@
 | `metrics.py` | values that Lightning accumulates over an epoch |
 | `files.py` | the files of `ModelCheckpoint` |
 | `fabric_drop_in.py` | `Fabric` for a loop of your own; its parts are in `fabric_*.py` |
-| `fabric_elastic.py` | a session for loops that need another number of ranks |
+| `fabric_elastic.py` | a session for loops with a sampler of their own |
+| `global_batch.py` | the same samples in each step at another number of ranks |
 
 All other names are those of `lightning` and `lightning.fabric`, so a program may import the module
 in place of one of them.

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from itertools import repeat
 from typing import Any
 
@@ -109,12 +110,9 @@ class TrainingData:
 
     def shared_state(self) -> dict[str, Any]:
         """Return how the order is made, which is the same on all ranks."""
-        shares = self._shares()
         return {
             "world_size": self._trainer.world_size,
-            "batch_sizes": [each.size for each in shares],
-            "samplers": [each.order for each in shares],
-            "given": [each.given for each in shares],
+            "shares": [asdict(each) for each in self._shares()],
             "has_states": any(map(_has_state, self._loaders)),
         }
 
@@ -239,17 +237,12 @@ class TrainingData:
 
         Raises `CheckpointError` if it cannot.
         """
+        saved, trainer = self._saved.get("shares", ()), self._trainer
         number = len(self._given)
         self._given.append(batch_size(loader))
-        trainer = self._trainer
-        if number < len(self._saved.get("samplers", ())):
-            saved = Share(
-                ranks=self._saved["world_size"],
-                order=self._saved["samplers"][number],
-                size=self._saved["batch_sizes"][number],
-                given=self._saved.get("given", self._saved["batch_sizes"])[number],
-            )
-            continue_share(loader, saved, rank=trainer.global_rank, ranks=trainer.world_size)
+        if number < len(saved):
+            former = Share(**saved[number])
+            continue_share(loader, former, rank=trainer.global_rank, ranks=trainer.world_size)
         return loader
 
     def rank_limits(self) -> dict[str, Any]:

@@ -32,27 +32,37 @@ ADVICE: Final = 'use strategy="ddp" and a loader over a dataset with an index'
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """How a loader gives each of `ranks` ranks its samples.
+    """How a loader gives the ranks their samples.
 
-    `order` is the class of the sampler, None if there is none. `size` is the samples in a rank's
-    batch, None if a batch sampler of the program decides. The program gave the loader the size
-    `given`.
+    `order` is the class of the sampler, None if there is none. Each of `parts` data-parallel ranks
+    gets batches of `size` samples, None if a batch sampler of the program decides. The program gave
+    the loader the size `given`.
     """
 
-    ranks: int
+    parts: int
     order: str | None
     size: int | None
     given: int | None
 
     @classmethod
     def of(cls, loader: Any, ranks: int, given: int | None) -> Share:
-        """Return how `loader` does it now."""
-        return cls(ranks=ranks, order=order_of(loader), size=batch_size(loader), given=given)
+        """Return how `loader` does it now. Without `DistributedSampler`, each rank is a part."""
+        return cls(
+            parts=getattr(sampler_of(loader), "num_replicas", ranks),
+            order=order_of(loader),
+            size=batch_size(loader),
+            given=given,
+        )
 
     @property
     def is_elastic(self) -> bool:
         """True if the samples of each step can be the same at another number of ranks."""
         return self.order == DISTRIBUTED and self.size is not None
+
+    @property
+    def global_batch(self) -> int:
+        """The samples of all ranks' batches together."""
+        return (self.size or 0) * self.parts
 
 
 def continue_share(loader: Any, saved: Share, *, rank: int, ranks: int) -> None:
@@ -63,29 +73,28 @@ def continue_share(loader: Any, saved: Share, *, rank: int, ranks: int) -> None:
     """
     if saved.order == DISTRIBUTED:
         _distribute(loader, rank, ranks)
-    order = order_of(loader)
-    if saved.ranks != ranks and not (saved.is_elastic and order == DISTRIBUTED):
+    now = Share.of(loader, ranks, batch_size(loader))
+    if saved.parts != now.parts and not (saved.is_elastic and now.order == DISTRIBUTED):
         raise CheckpointError(
-            f"the order of the samples came from {saved.order} at {saved.ranks} ranks, and comes "
-            f"from {order} at {ranks}. It continues at another number of ranks only with "
-            f"{DISTRIBUTED} and a batch size. Run at {saved.ranks} ranks; for a new run, {ADVICE}"
+            f"the order of the samples came from {saved.order} on {saved.parts} ranks, and comes "
+            f"from {now.order} on {now.parts}. It continues at another number of ranks only with "
+            f"{DISTRIBUTED} and a batch size. Run on {saved.parts} ranks; for a new run, {ADVICE}"
         )
-    given = batch_size(loader)
-    if given is None or saved.size is None or given != saved.given:
+    if now.size is None or saved.size is None or now.size != saved.given:
         return
-    size, rest = divmod(saved.size * saved.ranks, ranks)
+    size, rest = divmod(saved.global_batch, now.parts)
     if rest or not size:
         raise CheckpointError(
-            f"a global batch of {saved.size * saved.ranks} ({saved.size} on each of {saved.ranks} "
-            f"ranks) does not split evenly over {ranks} ranks; run at a number of ranks that "
-            "divides it"
+            f"a global batch of {saved.global_batch} ({saved.size} on each of {saved.parts} ranks) "
+            f"does not split evenly over {now.parts} ranks; run on a number of ranks that divides "
+            "it"
         )
-    if given != size:
+    if now.size != size:
         _set_batch_size(loader, size)
         if rank == 0:
             report(
-                f"holdfast: the loader's batch of {given} samples is {size} on {ranks} ranks, so "
-                f"the global batch of the run stays {size * ranks}"
+                f"holdfast: the loader's batch of {now.size} samples is {size} on {now.parts} "
+                f"ranks, so the global batch of the run stays {saved.global_batch}"
             )
 
 
@@ -98,7 +107,7 @@ def limits_of(shares: Sequence[Share]) -> dict[str, Any]:
             FIXED: f"the order of the samples comes from {found}, and only that of "
             f"{DISTRIBUTED} can continue at another number of ranks; for a new run, {ADVICE}"
         }
-    return {GLOBAL_BATCHES: sorted({each.size * each.ranks for each in shares if each.size})}
+    return {GLOBAL_BATCHES: sorted({each.global_batch for each in shares})}
 
 
 def has_order(loader: Any) -> bool:

@@ -28,7 +28,14 @@ from holdfast_bench.limits.figures import spread
 from holdfast_bench.limits.launch import Launch
 from holdfast_bench.limits.runner import machine, report_progress, versions
 
-FRAMEWORKS: Final = ("transformers", "accelerate", "lightning", "deepspeed")
+# Frameworks, and the packages that contain them.
+FRAMEWORKS: Final = {
+    "transformers": "transformers",
+    "accelerate": "accelerate",
+    "lightning": "lightning",
+    "fabric": "lightning",
+    "deepspeed": "deepspeed",
+}
 KINDS: Final = ("own", "holdfast")
 WIDTH: Final = 1024
 # Parameters and AdamW's two moments, all of them 32-bit floats.
@@ -54,6 +61,7 @@ class Plan:
     # Pairs of programs with short steps for each pair with saves. Two processes of the same
     # program differ by more than the overhead, so this figure needs many.
     short_pairs: int = 5
+    with_blocked: bool = True
 
     def quick(self) -> Plan:
         """Return the shortest plan with all programs, to check that they work, not how fast."""
@@ -77,7 +85,12 @@ class Plan:
 def main() -> int:
     """Return the exit status: 0 measured, 1 a program failed, 2 this machine cannot run it."""
     options = parse_options()
-    plan = Plan(options.directory, tuple(options.framework or FRAMEWORKS), pairs=options.pairs)
+    plan = Plan(
+        options.directory,
+        tuple(options.framework or FRAMEWORKS),
+        pairs=options.pairs,
+        with_blocked=not options.only_steps,
+    )
     try:
         found = measure(plan.quick() if options.quick else plan)
     except HoldfastError as error:
@@ -94,6 +107,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--directory", type=Path, default=default_directory())
     parser.add_argument("--framework", choices=FRAMEWORKS, action="append")
     parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--only-steps", action="store_true", help="no programs with saves")
     parser.add_argument("--quick", action="store_true", help="a few megabytes and one pair")
     return parser.parse_args()
 
@@ -120,12 +134,13 @@ def measure(plan: Plan) -> dict[str, Any]:
 
 
 def installed_version(framework: str) -> str:
+    package = FRAMEWORKS[framework]
     try:
-        return version(framework)
+        return version(package)
     except PackageNotFoundError as error:
         raise PreflightError(
-            f"{framework} is not installed in this environment. Run "
-            f"pip install 'holdfast[{framework}]', or name other ones with --framework"
+            f"{package} is not installed in this environment. Run "
+            f"pip install 'holdfast[{package}]', or name other ones with --framework"
         ) from error
 
 
@@ -136,13 +151,12 @@ def measure_one(plan: Plan, framework: str, work: Path) -> dict[str, Any]:
     for pair in range(plan.pairs):
         report_progress(f"{framework}, pair {pair + 1} of {plan.pairs}")
         order = KINDS if pair % 2 == 0 else KINDS[::-1]
-        saves = {
-            kind: blocked(run(plan.with_saves(), framework, kind, work)["starts"], plan.save_every)
-            for kind in order
-        }
-        for kind in KINDS:
-            seconds[kind] += saves[kind]
-        ratios.append(statistics.median(saves["holdfast"]) / statistics.median(saves["own"]))
+        if plan.with_blocked:
+            saves = {kind: run(plan.with_saves(), framework, kind, work) for kind in order}
+            lasted = {kind: blocked(saves[kind]["starts"], plan.save_every) for kind in KINDS}
+            for kind in KINDS:
+                seconds[kind] += lasted[kind]
+            ratios.append(statistics.median(lasted["holdfast"]) / statistics.median(lasted["own"]))
         for short in range(plan.short_pairs):
             turns = order if short % 2 == 0 else order[::-1]
             steps = {
@@ -151,11 +165,13 @@ def measure_one(plan: Plan, framework: str, work: Path) -> dict[str, Any]:
             for clock, times in (("cpu", "cpu_s"), ("wall", "starts")):
                 own, ours = (usual_step(steps[kind][times]) for kind in KINDS)
                 overheads_us[clock].append(1e6 * (ours - own))
-    return {
-        "blocked": spread(ratios),
-        "blocked_s": {kind: spread(found) for kind, found in seconds.items()},
-        "overhead_us": {clock: spread(found) for clock, found in overheads_us.items()},
+    found: dict[str, Any] = {
+        "overhead_us": {clock: spread(each) for clock, each in overheads_us.items()}
     }
+    if plan.with_blocked:
+        found["blocked"] = spread(ratios)
+        found["blocked_s"] = {kind: spread(each) for kind, each in seconds.items()}
+    return found
 
 
 def run(

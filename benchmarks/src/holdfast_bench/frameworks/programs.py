@@ -126,6 +126,35 @@ def lightning(settings: Settings) -> Model:
     return module.model
 
 
+def fabric(settings: Settings) -> Model:
+    from lightning.fabric import Fabric
+
+    made: Any = None
+    if settings.has_holdfast:
+        from holdfast.trainer.frameworks.lightning import Fabric as HoldfastFabric
+
+        # Holdfast's checkpoints take the place of the program's own.
+        options = session(settings) | (
+            {"interval": settings.save_every} if settings.save_every else {}
+        )
+        made = HoldfastFabric(
+            accelerator="cpu", strategy="ddp", session=options | {"snapshots": "off"}
+        )
+    one = made or Fabric(accelerator="cpu", devices=ranks(), strategy="ddp")
+    one.launch()
+    bare = Model(settings)
+    model, optimizer = one.setup(bare, AdamW(bare.parameters(), lr=LEARNING_RATE))
+    loader = one.setup_dataloaders(DataLoader(Rows(settings, ranks()), batch_size=1))
+    for _ in range(1) if made is None else made.epochs(1):
+        for step, batch in enumerate(loader, 1):
+            one.backward(model(batch["inputs"])["loss"])
+            optimizer.step()
+            optimizer.zero_grad()
+            if made is None and settings.save_every and step % settings.save_every == 0:
+                one.save(settings.folder / f"{step}.ckpt", {"model": model, "optimizer": optimizer})
+    return bare
+
+
 def deepspeed(settings: Settings) -> Model:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
@@ -170,6 +199,7 @@ PROGRAMS: Final[dict[str, Callable[[Settings], Model]]] = {
     "transformers": transformers,
     "accelerate": accelerate,
     "lightning": lightning,
+    "fabric": fabric,
     "deepspeed": deepspeed,
 }
 
