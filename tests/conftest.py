@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,12 +19,28 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from tests.postgres import PostgresServer, postgres_server
 
+# A killed process leaves its temporary files behind, such as a folder of torchrun. They are all in
+# one folder, which is removed at the end. pytest's own folders stay where they are.
+SCRATCH: Path | None = None
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    SCRATCH = Path(tempfile.mkdtemp(prefix="holdfast-tests-"))
+    # Some tests run a program as another user.
+    SCRATCH.chmod(0o1777)
+    os.environ["TMPDIR"] = tempfile.tempdir = str(SCRATCH)
+
 # Folders with the slowest tests first; those of the last folder take seconds.
 ORDER = {"slurm": 0, "process": 1, "unit": 3}
 
 # The duration of an example depends on how busy the machine is, so it has no deadline.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
+
+
+def pytest_unconfigure() -> None:
+    """Remove the temporary files that the tests left."""
+    if SCRATCH is not None:
+        shutil.rmtree(SCRATCH, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

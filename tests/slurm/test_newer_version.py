@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,8 @@ def test_jobs_train_and_are_preempted_with_a_newer_slurm(
     done = subprocess.run(
         [*other, *command],
         cwd=REPOSITORY,
+        # The other root has this folder, which contains pytest's own, in the place of its own.
+        env={**os.environ, "TMPDIR": os.environ["PYTEST_DEBUG_TEMPROOT"]},
         capture_output=True,
         text=True,
         timeout=800,
