@@ -97,7 +97,8 @@ class TrainingData:
         self._saved_rank: Mapping[str, Any] = {}
         self._resumes_inside = self._is_loading = False
         self._remaining: list[Remaining] = []
-        # The batch sizes of the loaders as the program gave them.
+        # How many loaders were created anew, and the batch sizes as the program gave them.
+        self._created = 0
         self._given: list[int | None] = []
         process = trainer.strategy.process_dataloader
 
@@ -149,7 +150,7 @@ class TrainingData:
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
         """Around Lightning's creation of the training loaders and of their first iterator."""
-        now, self._is_loading, self._given = rng.capture(), True, []
+        now, self._is_loading, self._created = rng.capture(), True, 0
         try:
             yield
         finally:
@@ -238,8 +239,8 @@ class TrainingData:
         Raises `CheckpointError` if it cannot.
         """
         saved, trainer = self._saved.get("shares", ()), self._trainer
-        number = len(self._given)
-        self._given.append(batch_size(loader))
+        number, self._created = self._created, self._created + 1
+        self._given[number:] = [batch_size(loader)]
         if number < len(saved):
             former = Share(**saved[number])
             continue_share(loader, former, rank=trainer.global_rank, ranks=trainer.world_size)

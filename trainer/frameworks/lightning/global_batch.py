@@ -8,9 +8,8 @@ sampler is of this class, and if the ranks' batches have as many samples togethe
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from torch.utils.data import (
@@ -36,22 +35,25 @@ class Share:
 
     `order` is the class of the sampler, None if there is none. Each of `parts` data-parallel ranks
     gets batches of `size` samples, None if a batch sampler of the program decides. The program gave
-    the loader the size `given`.
+    the loader the size `given`. `seed` and `shuffle` are those of a `DistributedSampler`.
     """
 
     parts: int
     order: str | None
     size: int | None
     given: int | None
+    seed: int = 0
+    shuffle: bool = False
 
     @classmethod
     def of(cls, loader: Any, ranks: int, given: int | None) -> Share:
         """Return how `loader` does it now. Without `DistributedSampler`, each rank is a part."""
-        return cls(
-            parts=getattr(sampler_of(loader), "num_replicas", ranks),
-            order=order_of(loader),
-            size=batch_size(loader),
-            given=given,
+        found = cls(parts=ranks, order=order_of(loader), size=batch_size(loader), given=given)
+        sampler = sampler_of(loader)
+        if found.order != DISTRIBUTED:
+            return found
+        return replace(
+            found, parts=sampler.num_replicas, seed=sampler.seed, shuffle=sampler.shuffle
         )
 
     @property
@@ -72,7 +74,7 @@ def continue_share(loader: Any, saved: Share, *, rank: int, ranks: int) -> None:
     `CheckpointError` if the order or the global batch cannot be the same on `ranks` ranks.
     """
     if saved.order == DISTRIBUTED:
-        _distribute(loader, rank, ranks)
+        _distribute(loader, saved, rank, ranks)
     now = Share.of(loader, ranks, batch_size(loader))
     if saved.parts != now.parts and not (saved.is_elastic and now.order == DISTRIBUTED):
         raise CheckpointError(
@@ -93,8 +95,8 @@ def continue_share(loader: Any, saved: Share, *, rank: int, ranks: int) -> None:
         _set_batch_size(loader, size)
         if rank == 0:
             report(
-                f"holdfast: the loader's batch of {now.size} samples is {size} on {now.parts} "
-                f"ranks, so the global batch of the run stays {saved.global_batch}"
+                f"holdfast: each rank's batch has {size} samples instead of {now.size}, so that "
+                f"the global batch of the run stays {saved.global_batch} at world size {now.parts}"
             )
 
 
@@ -136,16 +138,15 @@ def batch_size(loader: Any) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def _distribute(loader: Any, rank: int, ranks: int) -> None:
-    """Give `loader` the sampler that Lightning gives it on several ranks, also on one rank."""
-    sampler = sampler_of(loader)
-    if has_order(loader) and type(sampler) in {RandomSampler, SequentialSampler}:
-        sampler = DistributedSampler(
+def _distribute(loader: Any, saved: Share, rank: int, ranks: int) -> None:
+    """Give `loader` the sampler that it had on several ranks, also on one rank."""
+    if has_order(loader) and type(sampler_of(loader)) in {RandomSampler, SequentialSampler}:
+        sampler: Any = DistributedSampler(
             loader.dataset,
             num_replicas=ranks,
             rank=rank,
-            shuffle=type(sampler) is RandomSampler,
-            seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
+            shuffle=saved.shuffle,
+            seed=saved.seed,
         )
         _batches_of(loader).sampler = sampler
         # A DataLoader refuses assignments to its parts.
