@@ -43,6 +43,7 @@ from holdfast.trainer.frameworks.lightning import Holdfast
 from holdfast.trainer.frameworks.lightning.callback import check
 from holdfast.trainer.frameworks.lightning.fit import Fit
 from holdfast.trainer.frameworks.lightning.state import FORMAT, SharedState
+from holdfast.workers.feasibility import Feasibility
 
 PROGRAM: Final = Path(lightning_program.__file__)
 EXAMPLE: Final = PROGRAM.parents[2] / "examples" / "lightning"
@@ -78,6 +79,7 @@ def run(tmp_path: Path) -> Iterator[LocalRun]:
         checkpoint={"interval": 2},
         folder=str(tmp_path),
         kind="plain",
+        trainer={"strategy": "auto"},
         sleep_s=0.3,
     )
     yield one
@@ -94,6 +96,8 @@ def test_run_is_killed_stopped_and_finished_on_one_rank(run: LocalRun, tmp_path:
     run.wait_for_step(first, 4)
     send(run.claim(first).pid, signal.SIGTERM)
     assert run.wait_for_end().state is AttemptState.PREEMPTED
+    problem = Feasibility.of(run.history()).problem(4)
+    assert "4 ranks cannot share its global batch of 6 samples evenly" in str(problem)
     run.submit(gpus=1)
     last = run.wait_for_end()
     assert (last.state, last.evidence) == (AttemptState.COMPLETED, ()), last

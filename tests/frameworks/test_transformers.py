@@ -16,6 +16,7 @@ from tests.rank_programs import ROOT, run_program
 
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.states import AttemptState
+from holdfast.workers.feasibility import Feasibility
 
 PROGRAM: Final = Path(__file__).with_name("transformers_program.py")
 CASES_S: Final = 600.0
@@ -118,6 +119,7 @@ def test_a_run_is_killed_preempted_and_continued_on_one_rank(run: LocalRun, tmp_
     outcome = run.outcome(attempt)
     assert outcome.committed_step == outcome.last_step
     assert [launch.ending for launch in outcome.launches] == ["crashed", "stopped"]
+    assert "cannot share its global batch" in str(Feasibility.of(run.history()).problem(7))
 
     run.submit(gpus=1)
     ended = run.wait_for_end()
