@@ -28,7 +28,9 @@ def share(**changed: Any) -> Share:
     return Share(**usual | changed)
 
 
-@pytest.mark.parametrize("program", PLAIN)
+@pytest.mark.parametrize(
+    "program", [pytest.param("lightning_program", marks=pytest.mark.slow), "fabric_program"]
+)
 def test_each_step_has_the_same_samples_at_every_number_of_ranks(
     program: str, tmp_path: Path
 ) -> None:
