@@ -18,7 +18,7 @@ PLAIN: Final = {
     "lightning_program": [[2, 1], [1, 3], [1, 5], [2, None]],
     "fabric_program": [[2, 1], [1, 5], [1, 7], [2, None]],
 }
-DATA: Final = list(range(24))
+DATA: Final[Any] = list(range(24))
 DISTRIBUTED: Final = DistributedSampler.__name__
 
 
@@ -43,7 +43,7 @@ def test_each_step_has_the_same_samples_at_every_number_of_ranks(
 
 @pytest.mark.parametrize("saved", [share(), share(parts=1, size=12)])
 def test_one_rank_gets_the_order_and_the_batch_of_two(saved: Share) -> None:
-    loader = DataLoader(DATA, batch_size=6, shuffle=True)
+    loader: Any = DataLoader(DATA, batch_size=6, shuffle=True)
     continue_share(loader, saved, rank=0, ranks=1)
     order = list(DistributedSampler(DATA, num_replicas=1, rank=0, shuffle=True, seed=5))
     assert [batch.tolist() for batch in loader] == [order[:12], order[12:]]
