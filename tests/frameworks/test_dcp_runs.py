@@ -169,8 +169,6 @@ def test_a_save_in_a_run_can_be_exported(tmp_path: Path, run: RunFolder) -> None
     found = load_file(weights)
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
-    export(directory, Form.DCP, tmp_path / "copy", writer="cli")
-    assert (tmp_path / "copy" / ".metadata").exists()
     data = tmp_path / "a" / "__0_0.distcp"
     data.write_bytes(bytes(data.stat().st_size))
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp"):

@@ -42,6 +42,7 @@ def test_interrupted_programs_equal_those_of_plain_fabric(tmp_path: Path) -> Non
     require_equal("fabric_program", QUICK, tmp_path, timeout_s=300)
 
 
+@pytest.mark.slow
 def test_the_example_runs(tmp_path: Path) -> None:
     """On one rank, which torchrun starts. Its last checkpoint has the metric of its test."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1"]

@@ -24,7 +24,14 @@ DISTRIBUTED: Final = DistributedSampler.__name__
 
 def share(**changed: Any) -> Share:
     """What two ranks with batches of 6 saved."""
-    usual = {"parts": 2, "order": DISTRIBUTED, "size": 6, "given": 6, "seed": 5, "shuffle": True}
+    usual: dict[str, Any] = {
+        "parts": 2,
+        "order": DISTRIBUTED,
+        "size": 6,
+        "given": 6,
+        "seed": 5,
+        "shuffle": True,
+    }
     return Share(**usual | changed)
 
 
@@ -45,7 +52,7 @@ def test_each_step_has_the_same_samples_at_every_number_of_ranks(
 def test_one_rank_gets_the_order_and_the_batch_of_two(saved: Share) -> None:
     loader: Any = DataLoader(DATA, batch_size=6, shuffle=True)
     continue_share(loader, saved, rank=0, ranks=1)
-    order = list(DistributedSampler(DATA, num_replicas=1, rank=0, shuffle=True, seed=5))
+    order: list[int] = list(DistributedSampler(DATA, num_replicas=1, rank=0, shuffle=True, seed=5))
     assert [batch.tolist() for batch in loader] == [order[:12], order[12:]]
     assert (loader.batch_size, len(loader)) == (12, 2)
     assert Share.of(loader, 1, 6) == share(parts=1, size=12)

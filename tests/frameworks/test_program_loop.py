@@ -23,7 +23,7 @@ class Program:
     """A program's progress, whose loaders report to it as a training's do."""
 
     def __init__(self) -> None:
-        fabric = SimpleNamespace(device=torch.device("cpu"), world_size=1)
+        fabric = SimpleNamespace(device=torch.device("cpu"), world_size=1, global_rank=0)
         self.progress = FabricProgress(fabric)
 
     def loader(self) -> FabricLoader:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,30 @@ STEPS = 9
 KILLED_AT = 6
 
 
-def train(folder: Path, tracker: str, *, kill_at: int | None = None, **arguments: Any) -> int:
+@dataclass(frozen=True)
+class Tracked:
+    """A run that crashed after step 6, was resumed after step `resumed`, and finished.
+
+    `ids` has what each tracker calls the run, by the names of the trackers.
+    """
+
+    folder: Path
+    run: RunPaths
+    ids: dict[str, str]
+    resumed: int
+
+    @property
+    def database(self) -> str:
+        return database_in(self.folder)
+
+
+def database_in(folder: Path) -> str:
+    return f"sqlite:///{folder}/mlflow.db"
+
+
+def train(folder: Path, trackers: dict[str, Any], *, kill_at: int | None = None) -> int:
     """Run the program in `folder`; its exit status."""
-    settings = {"tracker": tracker, "arguments": arguments, "steps": STEPS, "kill_at": kill_at}
+    settings = {"trackers": trackers, "steps": STEPS, "kill_at": kill_at}
     done = subprocess.run(
         [sys.executable, str(PROGRAM), json.dumps(settings)],
         cwd=folder,
@@ -45,51 +67,57 @@ def train(folder: Path, tracker: str, *, kill_at: int | None = None, **arguments
     return done.returncode
 
 
-def train_twice(folder: Path, tracker: str, **arguments: Any) -> tuple[RunPaths, str, int]:
-    """Crash after step 6 and finish; the run, the tracker's id, and the step of the resume."""
-    assert train(folder, tracker, kill_at=KILLED_AT, **arguments) == -signal.SIGKILL
-    assert train(folder, tracker, **arguments) == 0
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory: pytest.TempPathFactory) -> Tracked:
+    """One run with all trackers. Each launch tells the journal what they call the run."""
+    folder = tmp_path_factory.mktemp("tracked")
+    trackers = {
+        "TensorBoardTracker": {},
+        "MlflowTracker": {"tracking_uri": database_in(folder), "experiment": "kelp"},
+        "WandbTracker": {"project": "kelp", "mode": "offline"},
+    }
+    assert train(folder, trackers, kill_at=KILLED_AT) == -signal.SIGKILL
+    assert train(folder, trackers) == 0
     run = RunPaths(folder / "runs" / PROGRAM.stem)
     events = load_events(run)
-    ids = [e.data["tracker_id"] for e in events if e.kind is EventKind.TRACKED]
-    assert len(ids) == 2
-    assert ids[0] == ids[1], "the second launch continues the tracker's run"
+    told = [
+        (e.data["tracker"], e.data["tracker_id"]) for e in events if e.kind is EventKind.TRACKED
+    ]
+    assert len(told) == 2 * len(trackers)
+    assert len(set(told)) == len(trackers), "the second launch continues each tracker's run"
     resumed = [e.data["step"] for e in events if e.kind is EventKind.RESUMED]
     assert 0 <= resumed[-1] < KILLED_AT
-    return run, ids[0], resumed[-1]
+    return Tracked(folder, run, dict(told), resumed[-1])
 
 
-def test_tensorboard_shows_each_step_once_after_a_crash(tmp_path: Path) -> None:
-    run, directory, _ = train_twice(tmp_path, "TensorBoardTracker")
-    assert Path(directory) == run.directory / "tensorboard"
+def test_tensorboard_shows_each_step_once_after_a_crash(tracked: Tracked) -> None:
+    directory = tracked.ids["tensorboard"]
+    assert Path(directory) == tracked.run.directory / "tensorboard"
     shown = EventAccumulator(directory)
     shown.Reload()
     points = [(one.step, one.value) for one in shown.Scalars("loss")]
     assert points == [(step, float(step)) for step in range(1, STEPS + 1)]
 
 
-def test_mlflow_run_continues_after_a_crash_and_a_fork_is_its_child(tmp_path: Path) -> None:
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
-    run, found, resumed = train_twice(
-        tmp_path, "MlflowTracker", tracking_uri=uri, experiment="kelp"
-    )
+def test_mlflow_run_continues_after_a_crash_and_a_fork_is_its_child(tracked: Tracked) -> None:
+    uri, found = tracked.database, tracked.ids["mlflow"]
     client = MlflowClient(tracking_uri=uri)
     points = [(one.step, one.value) for one in client.get_metric_history(found, "loss")]
     assert set(points) == {(step, float(step)) for step in range(1, STEPS + 1)}
     repeated = {step for step, _ in points if points.count((step, float(step))) > 1}
-    assert repeated <= set(range(resumed + 1, KILLED_AT + 1))
+    assert repeated <= set(range(tracked.resumed + 1, KILLED_AT + 1))
     shown = client.get_run(found)
     assert shown.info.status == "FINISHED"
     assert shown.info.run_name == PROGRAM.stem
     fork = TrackedRun(
         uid="f" * 32,
         name="fork",
-        directory=tmp_path,
+        directory=tracked.folder,
         attempt=1,
         launch=1,
         world_size=1,
         step=4,
-        forked_from=f"{run.name}:step-00000004.a0000.l01",
+        forked_from=f"{tracked.run.name}:step-00000004.a0000.l01",
         parent_id=found,
     )
     tracker = MlflowTracker("kelp", tracking_uri=uri)
@@ -102,11 +130,10 @@ def test_mlflow_run_continues_after_a_crash_and_a_fork_is_its_child(tmp_path: Pa
     assert MlflowTracker("kelp", tracking_uri=uri).open(fork) == child
 
 
-def test_wandb_run_continues_after_a_crash(tmp_path: Path) -> None:
-    _, found, _ = train_twice(tmp_path, "WandbTracker", project="kelp", mode="offline")
-    folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
+def test_wandb_run_continues_after_a_crash(tracked: Tracked) -> None:
+    folders = sorted((tracked.folder / "wandb").glob("offline-run-*"))
     assert len(folders) == 2
-    assert all(one.name.endswith(f"-{found}") for one in folders)
+    assert all(one.name.endswith(f"-{tracked.ids['wandb']}") for one in folders)
 
 
 def test_wandb_refuses_arguments_that_would_make_another_run() -> None:
@@ -116,7 +143,8 @@ def test_wandb_refuses_arguments_that_would_make_another_run() -> None:
 
 def test_tracker_that_cannot_be_opened_does_not_stop_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert train(tmp_path, "TensorBoardTracker", directory=str(tmp_path / "file" / "x")) == 0
+    tracker = {"TensorBoardTracker": {"directory": str(tmp_path / "file" / "x")}}
+    assert train(tmp_path, tracker) == 0
     events = load_events(RunPaths(tmp_path / "runs" / PROGRAM.stem))
     (note,) = (e for e in events if "could not be opened" in str(e.data.get("text")))
     assert "tensorboard" in note.data["text"]

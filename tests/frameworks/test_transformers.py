@@ -119,7 +119,7 @@ def test_a_run_is_killed_preempted_and_continued_on_one_rank(run: LocalRun, tmp_
     outcome = run.outcome(attempt)
     assert outcome.committed_step == outcome.last_step
     assert [launch.ending for launch in outcome.launches] == ["crashed", "stopped"]
-    assert "cannot share its global batch" in str(Feasibility.of(run.history()).problem(7))
+    assert "cannot share its global batch" in str(Feasibility.of(run.history()).problem(6))
 
     run.submit(gpus=1)
     ended = run.wait_for_end()

@@ -1,7 +1,7 @@
-"""A program that logs to an experiment tracker, and is killed or left at a step.
+"""A program that logs to experiment trackers, and may be killed at a step.
 
-Its settings are one JSON argument: the tracker, its arguments, the total of steps, and the step
-after whose log the process kills itself.
+Its settings are one JSON argument: the trackers with their arguments, the total of steps, and the
+step after whose log the process kills itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ def main() -> None:
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session = Session(model, optimizer, seed=0, interval=4, snapshots="off")
-    session.track(getattr(trackers, settings["tracker"])(**settings["arguments"]))
+    for name, arguments in settings["trackers"].items():
+        session.track(getattr(trackers, name)(**arguments))
     for step in session.steps(settings["steps"]):
         loss = model(torch.ones(2, 4) * step).square().mean()
         optimizer.zero_grad()
@@ -30,7 +31,7 @@ def main() -> None:
         session.log(loss=float(step))
         if step == settings.get("kill_at"):
             # The metrics of this step are on their way, and its state is in no checkpoint.
-            while session._sinks[0]._queue.qsize():
+            while any(sink._queue.qsize() for sink in session._sinks):
                 pass
             os.kill(os.getpid(), signal.SIGKILL)
     session.close()

@@ -97,7 +97,7 @@ class TrainingData:
         self._saved_rank: Mapping[str, Any] = {}
         self._resumes_inside = self._is_loading = False
         self._remaining: list[Remaining] = []
-        # How many loaders were created anew, and the batch sizes as the program gave them.
+        # How many loaders this load has created, and the batch sizes as the program gave them.
         self._created = 0
         self._given: list[int | None] = []
         process = trainer.strategy.process_dataloader
