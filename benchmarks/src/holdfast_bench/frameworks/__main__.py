@@ -4,25 +4,28 @@ A pair is two programs one after the other, with Holdfast and without, in changi
 is how much longer than others a step with a save takes, Holdfast's ÷ the framework's own.
 `overhead_us` is how much longer a step of a tiny model takes with Holdfast, in microseconds: in CPU
 time of the training thread, and in wall time. One rank runs these steps, because Holdfast sends no
-message in a step, and ranks that wait for each other hide microseconds.
+message in a step, and ranks that wait for each other hide microseconds. The two programs of such a
+pair take turns of a few steps, because a shared machine changes its speed by more than that.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.errors import HoldfastError, PreflightError
-from holdfast_bench.frameworks.steps import Settings, blocked, usual_step
+from holdfast_bench.frameworks.steps import Settings, blocked, extra_per_step, turns_of
 from holdfast_bench.limits.__main__ import default_directory
 from holdfast_bench.limits.figures import spread
 from holdfast_bench.limits.launch import Launch
@@ -42,8 +45,11 @@ WIDTH: Final = 1024
 BYTES_PER_PARAMETER: Final = 12
 RANKS: Final = 2
 PROGRAM_S_MAX: Final = 300.0
+POLL_S: Final = 0.1
 BLOCKED_MAX: Final = 1 / 3
 OVERHEAD_US_MAX: Final = 50.0
+# When each step of a program began, by clock: see `Model`.
+Times = dict[str, list[float]]
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ class Plan:
     def quick(self) -> Plan:
         """Return the shortest plan with all programs, to check that they work, not how fast."""
         return replace(
-            self, state_bytes=4_000_000, pairs=1, saves=2, step_s=0.01, steps=60, short_pairs=1
+            self, state_bytes=4_000_000, pairs=1, saves=2, step_s=0.01, steps=200, short_pairs=1
         )
 
     def with_saves(self) -> Settings:
@@ -158,34 +164,60 @@ def measure_one(plan: Plan, framework: str, work: Path) -> dict[str, Any]:
                 seconds[kind] += lasted[kind]
             ratios.append(statistics.median(lasted["holdfast"]) / statistics.median(lasted["own"]))
         for short in range(plan.short_pairs):
-            turns = order if short % 2 == 0 else order[::-1]
-            steps = {
-                kind: run(plan.with_short_steps(), framework, kind, work, ranks=1) for kind in turns
-            }
+            first = order if short % 2 == 0 else order[::-1]
+            found = take_turns(plan.with_short_steps(), framework, first, work)
             for clock, times in (("cpu", "cpu_s"), ("wall", "starts")):
-                own, ours = (usual_step(steps[kind][times]) for kind in KINDS)
-                overheads_us[clock].append(1e6 * (ours - own))
-    found: dict[str, Any] = {
+                own, ours = (found[kind][times] for kind in KINDS)
+                overheads_us[clock].append(1e6 * extra_per_step(own, ours))
+    figures: dict[str, Any] = {
         "overhead_us": {clock: spread(each) for clock, each in overheads_us.items()}
     }
     if plan.with_blocked:
-        found["blocked"] = spread(ratios)
-        found["blocked_s"] = {kind: spread(each) for kind, each in seconds.items()}
-    return found
+        figures["blocked"] = spread(ratios)
+        figures["blocked_s"] = {kind: spread(each) for kind, each in seconds.items()}
+    return figures
 
 
-def run(
-    settings: Settings, framework: str, kind: str, work: Path, *, ranks: int = RANKS
-) -> dict[str, list[float]]:
+def run(settings: Settings, framework: str, kind: str, work: Path) -> Times:
     """Run one program; return when its steps began, by both clocks: see `Model`."""
+    end_by = time.time() + PROGRAM_S_MAX
+    with started(settings, framework, kind, work, ranks=RANKS, end_by=end_by) as launch:
+        found: Times = launch.result()
+        return found
+
+
+def take_turns(
+    settings: Settings, framework: str, kinds: Sequence[str], work: Path
+) -> dict[str, Times]:
+    """Run the programs of both kinds at once, one rank each, which step in turns."""
+    end_by = time.time() + PROGRAM_S_MAX
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=work)))
+        given = replace(settings, turns=stack.enter_context(turns_of(kinds, folder)))
+        both = {
+            kind: stack.enter_context(started(given, framework, kind, work, ranks=1, end_by=end_by))
+            for kind in kinds
+        }
+        while any(one.process.poll() is None for one in both.values()):
+            for one in both.values():
+                one.check_time()
+                if one.process.poll():
+                    one.result()
+            time.sleep(POLL_S)
+        return {kind: one.result() for kind, one in both.items()}
+
+
+@contextlib.contextmanager
+def started(
+    settings: Settings, framework: str, kind: str, work: Path, *, ranks: int, end_by: float
+) -> Iterator[Launch]:
+    """One program under torchrun, and its folder, until the end of the block."""
     folder = work / f"{framework}-{kind}"
     given = replace(settings, framework=framework, kind=kind, directory=str(folder))
-    end_by = time.time() + PROGRAM_S_MAX
     package = "holdfast_bench.frameworks"
     try:
         with Launch("programs", ranks, asdict(given), end_by=end_by, package=package) as launch:
-            found: dict[str, list[float]] = launch.result()
-            return found
+            yield launch
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -6,11 +6,12 @@ Holdfast do between them. So one definition holds for all frameworks. All times 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +23,12 @@ from torch.utils.data import Dataset
 
 # Steps at the start, in which memory is allocated and the framework prepares itself.
 WARM_UP: Final = 4
+# Two programs that take turns do this many steps at a time. The first steps of a turn find the
+# caches of the processor cold, and the first turns are a warm-up.
+TURN_STEPS: Final = 25
+COLD_STEPS: Final = 2
+WARM_UP_TURNS: Final = 4
+TURNS_LEFT: Final = 1000
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,8 @@ class Settings:
     """One program: `kind` is "own" for the bare framework, or "holdfast".
 
     `width` and `layers` give the size of the model, `sleep_s` is the length of a step beside its
-    computation, and `save_every` the steps between saves, or 0.
+    computation, and `save_every` the steps between saves, or 0. A program with `turns`, the
+    folder of `turns_of`, takes turns with the program of the other kind.
     """
 
     framework: str
@@ -40,6 +48,7 @@ class Settings:
     sleep_s: float
     save_every: int
     directory: str
+    turns: str = ""
     out: str = ""
 
     @property
@@ -53,6 +62,44 @@ class Settings:
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))
+
+
+@contextlib.contextmanager
+def turns_of(kinds: Sequence[str], folder: Path) -> Iterator[str]:
+    """Make a pipe for the program of each kind in `folder`. The first kind has the first turn."""
+    for kind in kinds:
+        os.mkfifo(folder / kind)
+    # The byte stays in the pipe while someone has it open.
+    pipe = os.open(folder / kinds[0], os.O_RDWR)
+    try:
+        os.write(pipe, bytes(1))
+        yield str(folder)
+    finally:
+        os.close(pipe)
+
+
+class Turns:
+    """Lets two programs step in turns, so that both meet the same speeds of a shared machine.
+
+    A program waits for a byte in the pipe of its kind.
+    """
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        # Opened for both directions, so that no open waits, and no reader finds the end.
+        pipes = {each.name: os.open(each, os.O_RDWR) for each in folder.iterdir()}
+        self._mine = pipes.pop(kind)
+        (self._other,) = pipes.values()
+
+    def before_step(self, step: int) -> None:
+        """Pass the turn on after each `TURN_STEPS` steps, and wait for the next one."""
+        if step % TURN_STEPS == 0:
+            if step:
+                self.pass_on()
+            os.read(self._mine, 1)
+
+    def pass_on(self, turns: int = 1) -> None:
+        """Give the other program so many turns."""
+        os.write(self._other, bytes(turns))
 
 
 class Model(nn.Module):
@@ -70,15 +117,23 @@ class Model(nn.Module):
         self.starts: list[float] = []
         self.cpu_s: list[float] = []
         self._sleep_s = settings.sleep_s
+        self._turns = Turns(Path(settings.turns), settings.kind) if settings.turns else None
 
     def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the loss of `inputs`, of shape (batch, width), under the key `loss`."""
+        if self._turns is not None:
+            self._turns.before_step(len(self.starts))
         self.starts.append(time.perf_counter())
         self.cpu_s.append(time.thread_time())
         time.sleep(self._sleep_s)
         for layer in self.layers:
             inputs = layer(inputs)
         return {"loss": inputs.square().mean()}
+
+    def end(self) -> None:
+        """Call it after the last step. A program that takes turns no longer waits for this one."""
+        if self._turns is not None:
+            self._turns.pass_on(TURNS_LEFT)
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
@@ -108,14 +163,30 @@ def blocked(starts: Sequence[float], save_every: int) -> list[float]:
     return [lengths[save] - usual for save in saves if save >= WARM_UP]
 
 
-def usual_step(starts: Sequence[float]) -> float:
-    """Return the median length of a step after the first tenth of them, in the unit of `starts`."""
-    later = starts[len(starts) // 10 :]
-    return statistics.median(b - a for a, b in pairwise(later))
+def extra_per_step(own: Sequence[float], ours: Sequence[float]) -> float:
+    """Return how much longer a step of `ours` takes than one of `own`, which took turns.
+
+    Both are the starts of the steps, and the result is in their unit: the median of the turns'
+    differences, each of which is one between two medians.
+    """
+    turns = zip(_turns_of(own), _turns_of(ours), strict=False)
+    return statistics.median(b - a for a, b in turns)
+
+
+def _turns_of(starts: Sequence[float]) -> list[float]:
+    """Return the median length of a step in each turn after the warm-up."""
+    found = []
+    for first in range(WARM_UP_TURNS * TURN_STEPS, len(starts), TURN_STEPS):
+        # The last step of a turn ends only in the next turn.
+        turn = starts[first + COLD_STEPS : first + TURN_STEPS]
+        if len(turn) == TURN_STEPS - COLD_STEPS:
+            found.append(statistics.median(b - a for a, b in pairwise(turn)))
+    return found
 
 
 def write_result(settings: Settings, model: Model) -> None:
-    """Write the times of rank 0."""
+    """Write the times of rank 0. Call it once after the last step."""
+    model.end()
     if os.environ["RANK"] == "0":
         found = {"starts": model.starts, "cpu_s": model.cpu_s}
         Path(settings.out).write_text(json.dumps(found))
