@@ -21,7 +21,7 @@ DATA: Final = REPLICATING | {"dp", "dp_shard", "fsdp", "shard", "data", "dim0"}
 PIPELINE: Final = "pp"
 # In a manifest's topology: why only the same number of ranks can load the checkpoint, if so.
 FIXED: Final = "fixed"
-# The numbers of samples that all data-parallel ranks together read at a time, at every count.
+# The global batches of its loaders, in samples. They stay the same at every number of ranks.
 GLOBAL_BATCHES: Final = "global_batches"
 # What limits the rank counts apart from the mesh. An absent key limits nothing.
 LIMITS: Final = (FIXED, GLOBAL_BATCHES)
