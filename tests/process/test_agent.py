@@ -80,6 +80,7 @@ def test_preempted_job_loses_no_step_and_the_next_attempt_continues(make: Make) 
     assert decide(run.history(), None, now=time.time()).action == "stop"
 
 
+@pytest.mark.slow
 def test_killed_rank_is_restarted_in_the_same_job(make: Make) -> None:
     run = make(steps=100_000, sleep_s=0.05, supervision={"standby_after_s": 0})
     attempt = run.submit()
@@ -173,6 +174,7 @@ def test_early_exit_is_a_failure_and_relaunch_continues(make: Make) -> None:
     assert view.evidence == ()
 
 
+@pytest.mark.slow
 def test_a_program_that_closes_before_the_steps_of_its_spec_is_incomplete(make: Make) -> None:
     run = make(config={"steps": 12}, steps=12, close_at=7, gpus=1, checkpoint={"interval": 4})
     run.submit()
@@ -197,6 +199,7 @@ def test_program_without_a_session_completes_with_a_note(make: Make) -> None:
     )
 
 
+@pytest.mark.slow
 def test_completed_run_can_be_relaunched_only_if_steps_may_be_missing(
     make: Make,
 ) -> None:

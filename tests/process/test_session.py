@@ -164,6 +164,7 @@ def test_killed_run_resumes_bit_identical(uninterrupted: RunPaths, tmp_path: Pat
     assert f"continues after step {step} from run:step-{step:08d}.a0000.l01" in launch.output
 
 
+@pytest.mark.slow
 def test_run_with_a_custom_planner_resumes(uninterrupted: RunPaths, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     with Launch(directory, ranks=2, dropout=0.2, planner=True, sleep_s=0.02) as launch:
