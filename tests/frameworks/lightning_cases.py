@@ -44,13 +44,16 @@ def everywhere(places: range) -> list[list[Any]]:
     ]
 
 
-def require_equal(
+def count_equal(
     program: str, cases: dict[str, list[list[Any]]], folder: Path, *, timeout_s: float
-) -> None:
-    """Run this module for a program. Raises AssertionError if a case differs from a full run."""
+) -> int:
+    """Run this module for a program, and return how many cases equal a full run.
+
+    Raises AssertionError at the first case that does not.
+    """
     arguments = program, json.dumps(cases), folder
     said = run_program("frameworks.lightning_cases", *arguments, timeout_s=timeout_s)
-    assert said.count("notes equal") == sum(map(len, cases.values())), said
+    return said.count("notes equal")
 
 
 class Interruption:

@@ -21,7 +21,8 @@ DATA: Final = REPLICATING | {"dp", "dp_shard", "fsdp", "shard", "data", "dim0"}
 PIPELINE: Final = "pp"
 # In a manifest's topology: why only the same number of ranks can load the checkpoint, if so.
 FIXED: Final = "fixed"
-# The global batches of its loaders, in samples. They stay the same at every number of ranks.
+# How many equal parts each global batch has: samples, or batches that no rank may divide. The
+# data-parallel ranks must share them evenly.
 GLOBAL_BATCHES: Final = "global_batches"
 # What limits the rank counts apart from the mesh. An absent key limits nothing.
 LIMITS: Final = (FIXED, GLOBAL_BATCHES)
@@ -111,8 +112,8 @@ def problem_with_mesh(manifest: Manifest, ranks: int) -> str | None:
     then = _resized(now, manifest, ranks)
     if then is not None:
         return (
-            f"{ranks} ranks cannot share its global batch of {_unshared(manifest, then)[0]} "
-            f"samples evenly; rank counts that can: {counts}"
+            f"{ranks} ranks cannot share its global batch evenly, which has "
+            f"{_unshared(manifest, then)[0]} parts; rank counts that can: {counts}"
         )
     parts = dict(_mesh_of(manifest))
     if now.pipeline > 1:
