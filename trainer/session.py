@@ -133,7 +133,7 @@ class Session(SessionParts):
     @property
     def step(self) -> int:
         """The number of complete optimizer steps."""
-        return self._loop.completed
+        return self._position.completed
 
     @property
     def epoch(self) -> int:

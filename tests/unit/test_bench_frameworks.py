@@ -15,6 +15,7 @@ from holdfast_bench.frameworks.steps import (
     blocked,
     extra_per_step,
     turns_of,
+    usual_step,
 )
 
 
@@ -37,6 +38,7 @@ def test_what_a_step_takes_longer_is_compared_turn_by_turn() -> None:
     slower = [8.0, 8.0, *(3.5,) * (TURN_STEPS - 3), 70.0]
     ours = starts_of([*[2.0] * TURN_STEPS * WARM_UP_TURNS, *mine * 3, *slower * 2])
     assert extra_per_step(own, ours) == pytest.approx(0.5)
+    assert usual_step(own) == pytest.approx(1.0)
 
 
 def test_two_programs_step_in_turns(tmp_path: Path) -> None:

@@ -18,11 +18,14 @@ CHANGES: list[tuple[str, Callable[[], object]]] = [
     ("python first of a normal pair", lambda: random.gauss(0, 1)),
     ("python second of a normal pair", lambda: random.gauss(0, 1)),
     ("python seed", lambda: random.seed(4)),
+    ("python seed, which leaves the index as it is", lambda: random.seed(5)),
+    ("python, as many numbers as there are words", lambda: random.getrandbits(32 * rng.MT_WORDS)),
     ("numpy uniform", np.random.rand),
     ("numpy first of a normal pair", np.random.standard_normal),
     ("numpy second of a normal pair", np.random.standard_normal),
     ("numpy shuffle", lambda: np.random.permutation(3)),
     ("numpy seed", lambda: np.random.seed(4)),
+    ("numpy, as many numbers as there are words", lambda: np.random.bytes(4 * rng.MT_WORDS)),
     ("torch", lambda: torch.rand(1)),
 ]
 
@@ -97,3 +100,9 @@ def test_another_bit_generator_is_always_read() -> None:
         assert str(rng.note().numpy) == str(expected)
     finally:
         mtrand.set_bit_generator(kept)
+
+
+def test_generator_that_was_not_used_is_not_read_again() -> None:
+    first, second = rng.note(), rng.note()
+    assert first.python is second.python
+    assert first.numpy is second.numpy

@@ -89,6 +89,10 @@ _RECENT_MASK: Final = RECENT_STEPS - 1
 # After those: words, the rank's values for meetings with even and with odd numbers.
 _MEETING_AT: Final = (32, 48)
 SAID_MAX: Final = 16
+# As plain integers, for the step boundary.
+_STATE_AT: Final = int(_Head.STATE)
+_NONE: Final = int(Proposal.NONE)
+_TRAIN: Final = int(Phase.TRAIN)
 _SERIAL_BITS: Final = 24
 _SERIAL_MASK: Final = (1 << _SERIAL_BITS) - 1
 
@@ -250,7 +254,10 @@ class _Word:
 class RankRecord:
     """One rank's record. Its own process writes it, and the stop coordinator reads it."""
 
-    __slots__ = ("_at", "_floats", "_status_table", "_words")
+    __slots__ = (
+        *("_at", "_floats", "_status_table", "_words"),
+        *("_beat_at", "_completed_at", "_entering_at", "_phase_at", "_recent_at", "_step_time_at"),
+    )
 
     pid = _Word(_Record.PID)
     rank = _Word(_Record.RANK)
@@ -270,6 +277,10 @@ class RankRecord:
         at: int,
     ) -> None:
         self._status_table, self._words, self._floats, self._at = status_table, words, floats, at
+        # Plain integers, because additions of enum members would be half the cost of a step.
+        self._completed_at, self._entering_at = at + _Record.COMPLETED, at + _Record.ENTERING
+        self._phase_at, self._beat_at = at + _Record.PHASE, at + _Record.BEAT
+        self._step_time_at, self._recent_at = at + _Record.STEP_TIME, at + _RECENT
 
     def register(self, rank: int, resumed_step: int) -> None:
         """Record this process's id and rank, and the step after which it starts."""
@@ -279,20 +290,20 @@ class RankRecord:
         self._words[self._at + _Record.COMPLETED] = resumed_step
         self._floats[self._at + _Record.BEAT] = time.monotonic()
 
-    def finish_step(self, completed: int, phase: Phase = Phase.TRAIN) -> bool:
+    def finish_step(self, completed: int, phase: int = _TRAIN) -> bool:
         """Publish the end of step `completed`. Return True if there is a proposal to consider.
 
         This is the whole cost of a normal step.
         """
-        words, at, now = self._words, self._at, time.monotonic()
-        floats = self._floats
-        step_s = now - floats[at + _Record.BEAT]
-        floats[at + _Record.STEP_TIME] = floats[at + _RECENT + (completed & _RECENT_MASK)] = step_s
-        floats[at + _Record.BEAT] = now
-        words[at + _Record.COMPLETED] = completed
-        words[at + _Record.PHASE] = phase
-        words[at + _Record.ENTERING] = completed + 1
-        return words[_Head.STATE] != Proposal.NONE
+        words, floats, beat_at = self._words, self._floats, self._beat_at
+        now = time.monotonic()
+        step_s = now - floats[beat_at]
+        floats[self._step_time_at] = floats[self._recent_at + (completed & _RECENT_MASK)] = step_s
+        floats[beat_at] = now
+        words[self._completed_at] = completed
+        words[self._phase_at] = phase
+        words[self._entering_at] = completed + 1
+        return words[_STATE_AT] != _NONE
 
     def wait_at(self, completed: int, serial: int) -> None:
         """Publish that this rank waits after step `completed`, on proposal `serial`."""

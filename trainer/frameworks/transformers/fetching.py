@@ -39,7 +39,8 @@ class FetchStates:
         self._epoch = self._fetch = rng.note()
         self.generators = LoaderGenerators()
         self.fetched = self._skipped = 0
-        self._is_new = True
+        # True until the first fetch of an epoch.
+        self.is_new = True
         # The restored states, until the loader begins.
         self._saved: dict[str, Any] | None = None
         # What a resume must still set: before the first fetch, and after it.
@@ -58,7 +59,7 @@ class FetchStates:
 
     def begin_epoch(self) -> None:
         """Note that the next fetch is the first of an epoch."""
-        self._is_new, self._skipped, self.fetched = True, 0, 0
+        self.is_new, self._skipped, self.fetched = True, 0, 0
         self._saved = self._first = self._then = None
         self.generators.begin_epoch()
 
@@ -73,20 +74,14 @@ class FetchStates:
         if self._saved is not None and self._saved["fetched"] >= self._skipped:
             self._then = now
 
-    def before_group(self) -> bool:
-        """Called before each group of fetches. The first group of an epoch starts the loader.
-
-        Returns True for the first group.
-        """
-        if not self._is_new:
-            return False
-        self._is_new = False
+    def before_first(self) -> None:
+        """Called before the first fetches of an epoch, which start the loader."""
+        self.is_new = False
         self.generators.begin()
         if self._saved is not None:
             rng.restore(self._saved["epoch"])
             self._saved = None
         self._epoch = rng.note()
-        return True
 
     def before_fetch(self, number: int) -> None:
         """Called before batch `number` of the epoch, from 0, is fetched or skipped."""
@@ -95,7 +90,7 @@ class FetchStates:
         if self._first is not None:
             rng.restore(self._first)
             self._first = None
-        else:
+        elif self._then is not None:
             self.after_first()
         self._fetch, self.fetched = rng.note(), number + 1
 

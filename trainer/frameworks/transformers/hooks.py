@@ -19,9 +19,6 @@ class Hooks(TrainerCallback):
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         self._run.restore_generators()
 
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self._run.observe()
-
     def on_prediction_step(self, *_: Any, **__: Any) -> None:
         if self._run.session is not None:
             self._run.session.beat()

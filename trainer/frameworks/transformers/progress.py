@@ -37,6 +37,10 @@ class Todo(NamedTuple):
     save: bool = False
 
 
+# The work of most steps.
+NOTHING: Final = Todo()
+
+
 @dataclasses.dataclass
 class Place:
     """A position in the epochs: `steps` optimizer steps of `epoch` are complete.
@@ -65,7 +69,7 @@ class Progress(RankLimited):
 
     def __init__(self, trainer: Any) -> None:
         self.trainer, self.kept = trainer, KeptAttributes(trainer)
-        self.place, self.todo, self.told = Place(), Todo(), Told()
+        self.place, self.todo, self.told = Place(), NOTHING, Told()
         self.first_step = 0
         self.loaded: dict[str, Any] | None = None
         self._history = _HistoryText()

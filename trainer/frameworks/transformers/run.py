@@ -33,7 +33,13 @@ from holdfast.trainer.frameworks.transformers.global_batch import (
     run_folder,
 )
 from holdfast.trainer.frameworks.transformers.kept import changing_modules, check_names
-from holdfast.trainer.frameworks.transformers.progress import Place, Progress, RankShare, Todo, Told
+from holdfast.trainer.frameworks.transformers.progress import (
+    NOTHING,
+    Place,
+    Progress,
+    RankShare,
+    Todo,
+)
 from holdfast.trainer.frameworks.transformers.weights import in_background, may_wait
 from holdfast.trainer.state import rng
 
@@ -65,7 +71,8 @@ class TrainerRun:
         self._states: dict[str, Any] | None = None
         self._steps_per_epoch = 0
         self._watched: tuple[Any, Any] = (None, None)
-        self._loss: Any = None
+        # The loss of the current step so far.
+        self.loss: Any = None
         # The step whose commit allows older directories to be deleted, and the best one then.
         self._rotation: tuple[int, str | None] | None = None
 
@@ -211,7 +218,7 @@ class TrainerRun:
 
     def take_todo(self) -> Todo:
         """Return the work of the restored step that is still to do."""
-        return self.progress.todo if self.resumed == RESUMED else Todo()
+        return self.progress.todo if self.resumed == RESUMED else NOTHING
 
     def continue_epoch(self) -> dict[str, Any]:
         """Return more arguments of the epoch, when the restored step is complete.
@@ -229,35 +236,35 @@ class TrainerRun:
             return {"num_update_steps_per_epoch": progress.place.steps}
         return {}
 
-    def fetch(self, fetch: Callable[[], Any]) -> Any:
-        """Return the batches of the next step, which `fetch` takes from the loader."""
-        is_first = self.fetches.before_group()
+    def fetch_first(self, fetch: Callable[[], Any]) -> Any:
+        """Return the batches of an epoch's first step, which `fetch` takes from the loader."""
+        self.fetches.before_first()
         batches = fetch()
-        if is_first:
-            keep_remainder(self._watched[0], self._trainer.accelerator.gradient_state)
+        keep_remainder(self._watched[0], self._trainer.accelerator.gradient_state)
         return batches
 
     def end_epoch(self) -> None:
         """Forget the resume: it concerned this epoch only."""
         self.resumed = self._states = None
 
-    def complete_step(self, todo: Todo, told: Told) -> None:
+    def complete_step(self, todo: Todo) -> None:
         """End a step of the session. All ranks leave the program here if they agreed to stop.
 
         Training that has just ended goes on to its last evaluation.
         """
         session, progress, control = self._open, self.progress, self._trainer.control
         progress.place.steps += 1
-        progress.todo, progress.told = todo, told
-        self._rotate()
-        has_end = any(todo) or self.is_at_end_of_epoch or control.should_training_stop
+        progress.todo = todo
+        if self._rotation is not None:
+            self._rotate(*self._rotation)
+        has_end = todo is not NOTHING or self.is_at_end_of_epoch or control.should_training_stop
         if session.boundary(has_end=has_end) and not control.should_training_stop:
             self._leave()
 
     def complete_todo(self) -> None:
         """Note that the step's evaluation and save are complete."""
-        had_todo, self.progress.todo = any(self.progress.todo), Todo()
-        if had_todo and not self.is_at_end_of_epoch and not self._is_stopping:
+        self.progress.todo = NOTHING
+        if not self.is_at_end_of_epoch and not self._is_stopping:
             self._open.finish_end()
 
     def complete_epoch(self) -> None:
@@ -284,7 +291,8 @@ class TrainerRun:
         self._open.wait_for_files()
         # Other ranks may load what this one has written.
         self._trainer.accelerator.wait_for_everyone()
-        self._rotate()
+        if self._rotation is not None:
+            self._rotate(*self._rotation)
 
     def close(self) -> None:
         """Release the session after the training."""
@@ -310,15 +318,11 @@ class TrainerRun:
 
     # --- metrics, phases and directories --------------------------------------------------
 
-    def add_loss(self, loss: Any) -> None:
-        """Add a part of the current step's loss."""
-        self._loss = loss if self._loss is None else self._loss + loss
-
     def observe(self) -> None:
         """Let the session watch the step's loss, which the trainer's logs may average or filter."""
-        loss, self._loss = self._loss, None
-        if self.session is not None and loss is not None:
-            self.session.observe(loss)
+        loss, self.loss = self.loss, None
+        if loss is not None:
+            self._open.observe(loss)
 
     def log(self, logs: Mapping[str, Any]) -> None:
         """Record the numbers that the trainer logs."""
@@ -356,21 +360,21 @@ class TrainerRun:
         state = self._trainer.state
         self._rotation = state.global_step, state.best_model_checkpoint
 
-    def _rotate(self) -> None:
+    def _rotate(self, step: int, best: str | None) -> None:
         """Delete directories beyond `save_total_limit`, once a resume no longer needs them.
 
         Until the checkpoint is committed, a crash leads back to an earlier step, whose best model
         may be in an older directory.
         """
-        trainer, rotation = self._trainer, self._rotation
-        if rotation is None or self._open.committed_step < rotation[0]:
+        trainer = self._trainer
+        if self._open.committed_step < step:
             return
         self._rotation = None
         if trainer.args.should_save:
             rotate_checkpoints(
                 output_dir=trainer.args.output_dir,
                 save_total_limit=trainer.args.save_total_limit,
-                best_model_checkpoint=rotation[1],
+                best_model_checkpoint=best,
                 use_mtime=True,
             )
 

@@ -21,7 +21,7 @@ from holdfast.trainer.frameworks.session import FrameworkSession
 from holdfast.trainer.frameworks.transformers.checks import check_loader
 from holdfast.trainer.frameworks.transformers.fetching import set_epoch
 from holdfast.trainer.frameworks.transformers.hooks import Hooks
-from holdfast.trainer.frameworks.transformers.progress import Todo, Told
+from holdfast.trainer.frameworks.transformers.progress import NOTHING, Todo
 from holdfast.trainer.frameworks.transformers.run import RESUMED, TrainerRun
 
 
@@ -132,12 +132,14 @@ class Trainer(transformers.Trainer):
         run.end_epoch()
 
     def get_batch_samples(self, *arguments: Any, **more: Any) -> Any:
-        fetch = super().get_batch_samples
-        return self._holdfast.fetch(lambda: fetch(*arguments, **more))
+        if self._holdfast.fetches.is_new:
+            fetch = super().get_batch_samples
+            return self._holdfast.fetch_first(lambda: fetch(*arguments, **more))
+        return super().get_batch_samples(*arguments, **more)
 
     def training_step(self, *arguments: Any, **more: Any) -> Any:
-        loss = super().training_step(*arguments, **more)
-        self._holdfast.add_loss(loss)
+        loss, run = super().training_step(*arguments, **more), self._holdfast
+        run.loss = loss if run.loss is None else run.loss + loss
         return loss
 
     def _maybe_log_save_evaluate(
@@ -152,18 +154,20 @@ class Trainer(transformers.Trainer):
         learning_rate: float | None = None,
     ) -> None:
         """Log, end the step, then evaluate and save. After the last step, end the epoch."""
-        run = self._holdfast
-        todo = Todo(self.control.should_evaluate, self.control.should_save)
+        run, control, todo = self._holdfast, self.control, NOTHING
+        if control.should_evaluate or control.should_save:
+            todo = Todo(control.should_evaluate, control.should_save)
+            control.should_evaluate = control.should_save = False
         is_step = run.session is not None and self.state.global_step > run.session.step
-        told = Told(grad_norm, learning_rate)
-        if not is_step and learning_rate is None:
-            told = run.progress.told
-        self.control.should_evaluate = self.control.should_save = False
-        rest = (model, trial, epoch, ignore_keys_for_eval, start_time)
+        told, rest = run.progress.told, (model, trial, epoch, ignore_keys_for_eval, start_time)
+        if is_step:
+            run.observe()
+            told.grad_norm, told.learning_rate = grad_norm, learning_rate
         super()._maybe_log_save_evaluate(tr_loss, told.grad_norm, *rest, told.learning_rate)
         if is_step:
-            run.complete_step(todo, told)
-        self._evaluate_and_save(todo, tr_loss, told.grad_norm, *rest)
+            run.complete_step(todo)
+        if todo is not NOTHING:
+            self._evaluate_and_save(todo, tr_loss, told.grad_norm, *rest)
         if not is_step:
             run.complete_epoch()
 

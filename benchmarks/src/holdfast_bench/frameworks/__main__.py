@@ -6,6 +6,7 @@ is how much longer than others a step with a save takes, Holdfast's ÷ the frame
 time of the training thread, and in wall time. One rank runs these steps, because Holdfast sends no
 message in a step, and ranks that wait for each other hide microseconds. The two programs of such a
 pair take turns of a few steps, because a shared machine changes its speed by more than that.
+`own_step_us` is the wall time of a tiny step without Holdfast, which shows the machine's speed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.errors import HoldfastError, PreflightError
-from holdfast_bench.frameworks.steps import Settings, blocked, extra_per_step, turns_of
+from holdfast_bench.frameworks.steps import (
+    Settings,
+    blocked,
+    extra_per_step,
+    turns_of,
+    usual_step,
+)
 from holdfast_bench.limits.__main__ import default_directory
 from holdfast_bench.limits.figures import spread
 from holdfast_bench.limits.launch import Launch
@@ -154,6 +161,7 @@ def measure_one(plan: Plan, framework: str, work: Path) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     ratios: list[float] = []
     overheads_us: dict[str, list[float]] = {"cpu": [], "wall": []}
+    steps_us: list[float] = []
     for pair in range(plan.pairs):
         report_progress(f"{framework}, pair {pair + 1} of {plan.pairs}")
         order = KINDS if pair % 2 == 0 else KINDS[::-1]
@@ -166,11 +174,13 @@ def measure_one(plan: Plan, framework: str, work: Path) -> dict[str, Any]:
         for short in range(plan.short_pairs):
             first = order if short % 2 == 0 else order[::-1]
             found = take_turns(plan.with_short_steps(), framework, first, work)
+            steps_us.append(1e6 * usual_step(found["own"]["starts"]))
             for clock, times in (("cpu", "cpu_s"), ("wall", "starts")):
                 own, ours = (found[kind][times] for kind in KINDS)
                 overheads_us[clock].append(1e6 * extra_per_step(own, ours))
     figures: dict[str, Any] = {
-        "overhead_us": {clock: spread(each) for clock, each in overheads_us.items()}
+        "overhead_us": {clock: spread(each) for clock, each in overheads_us.items()},
+        "own_step_us": spread(steps_us),
     }
     if plan.with_blocked:
         figures["blocked"] = spread(ratios)

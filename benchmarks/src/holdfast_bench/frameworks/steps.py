@@ -173,6 +173,11 @@ def extra_per_step(own: Sequence[float], ours: Sequence[float]) -> float:
     return statistics.median(b - a for a, b in turns)
 
 
+def usual_step(starts: Sequence[float]) -> float:
+    """Return the median length of a step of a program that took turns, in the unit of `starts`."""
+    return statistics.median(_turns_of(starts))
+
+
 def _turns_of(starts: Sequence[float]) -> list[float]:
     """Return the median length of a step in each turn after the warm-up."""
     found = []
