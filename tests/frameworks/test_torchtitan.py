@@ -25,6 +25,7 @@ from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import AttemptState
+from holdfast.contracts.topology import problem_with_mesh
 
 pytestmark = pytest.mark.slow
 
@@ -96,6 +97,13 @@ def record_of(folder: Path, rank: int) -> tuple[dict[int, Any], dict[int, Any]]:
     return steps, {line["validated"]: line for line in lines_of(folder, rank, "validated")}
 
 
+def problem_with(run: Path, ranks: int) -> str | None:
+    """Return why a relaunch of the run in folder `run` on so many ranks is refused, or None."""
+    newest = read_manifest(RunPaths(run).list_checkpoints()[-1])
+    assert newest is not None
+    return problem_with_mesh(newest, ranks)
+
+
 # --- equal to torchtitan alone ------------------------------------------------------------------
 
 
@@ -127,6 +135,11 @@ def test_run_is_killed_stopped_and_finished_on_one_rank(
     run.wait_for_step(first, 5)
     send(run.claim(first).pid, signal.SIGTERM)
     assert run.wait_for_end().state is AttemptState.PREEMPTED
+    assert problem_with(run.paths.directory, 1) is None
+    # Four samples in each step are two local batches.
+    assert "cannot share its global batch evenly, which has 2 parts" in str(
+        problem_with(run.paths.directory, 4)
+    )
     run.submit(gpus=1)
     last = run.wait_for_end()
     assert (last.state, last.evidence) == (AttemptState.COMPLETED, ()), last
@@ -171,6 +184,8 @@ def test_own_loader_continues_at_its_degree_only(launch: Launch, tmp_path: Path)
     stopped_after = max(record_of(tmp_path / "run", 0)[0])
     assert stopped_after < 5
     assert stopped_after not in record_of(tmp_path / "run", 0)[1]
+    own = tmp_path / "run" / "root" / PROGRAM.stem
+    assert "the place of its data loader is kept by rank" in str(problem_with(own, 1))
     refused = launch("run", ranks=1, **settings)
     assert refused.returncode != 0
     assert (
@@ -202,6 +217,9 @@ def test_own_loader_with_a_worker_continues_between_its_snapshots(
 
 def test_another_global_batch_by_default_is_refused(launch: Launch, tmp_path: Path) -> None:
     assert not succeeded(launch("run", steps=6, global_batch=-1, term=[0, 2]))
+    own = tmp_path / "run" / "root" / PROGRAM.stem
+    assert "set training.global_batch_size=4" in str(problem_with(own, 1))
+    assert problem_with(own, 2) is None
     refused = launch("run", ranks=1, steps=6, global_batch=-1)
     assert refused.returncode != 0
     assert "set training.global_batch_size=4" in refused.stderr
