@@ -193,6 +193,7 @@ def test_failing_program_fails_the_flow_with_its_traceback(runs: FlowRuns) -> No
     assert "holdfast relaunch failing" in again.stderr
 
 
+@pytest.mark.slow
 def test_prefect_deploy_makes_the_same_deployment(runs: FlowRuns) -> None:
     service = runs.service
     inspect = ("prefect", "deployment", "inspect", "train/holdfast", "--output", "json")

@@ -14,6 +14,7 @@ VERSION = "24.11"
 CHOSEN = "two_node_job or preempted_job_commits or every_job_state"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_jobs_train_and_are_preempted_with_a_newer_slurm(
     tmp_path_factory: pytest.TempPathFactory,

@@ -277,7 +277,7 @@ class RankRecord:
         at: int,
     ) -> None:
         self._status_table, self._words, self._floats, self._at = status_table, words, floats, at
-        # Plain integers, because additions of enum members would be half the cost of a step.
+        # Plain integers: sums with enum members would take two thirds of `finish_step`.
         self._completed_at, self._entering_at = at + _Record.COMPLETED, at + _Record.ENTERING
         self._phase_at, self._beat_at = at + _Record.PHASE, at + _Record.BEAT
         self._step_time_at, self._recent_at = at + _Record.STEP_TIME, at + _RECENT
