@@ -68,7 +68,7 @@ class CheckpointEngine:
         self.plan_with(planner)
         self._layout: Layout | None = None
         self._stage: Stage | None = None
-        self.saves = InFlight()
+        self._saves = InFlight()
         self._held = contextlib.ExitStack()
         self._mesh: dict[str, int] = {}
         self._tensor_bytes = 0
@@ -82,6 +82,11 @@ class CheckpointEngine:
     def plan_with(self, planner: SavePlanner | None) -> None:
         """Plan later saves with another planner. All ranks must do so at the same save."""
         self._planner = None if type(planner) is DefaultSavePlanner else planner
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """Steps that are staged and whose results `poll` has not returned yet."""
+        return self._saves.steps
 
     def prepare(self, state: dict[str, Any], *, timeout_s: float = SAVE_TIMEOUT_S) -> None:
         """Plan for states like `state` and allocate the slots, so that the next save is ordinary.
@@ -152,10 +157,10 @@ class CheckpointEngine:
         if staged is None:
             raise SaveError(
                 f"step {step}: no staging slot came free within {timeout_s:.0f} s. Steps "
-                f"{self.saves.update()} are still being written; the storage may be hanging"
+                f"{self._saves.update()} are still being written; the storage may be hanging"
             )
         self._fill(staged, flat, document, facts, began)
-        self.saves.add(staged, facts.name)
+        self._saves.add(staged, facts.name)
         self.connection.notify("sealed", step=step)
         return str(facts.name)
 
@@ -200,20 +205,20 @@ class CheckpointEngine:
 
     def poll(self) -> list[SaveResult]:
         """Return results since the last call, oldest first. This reads shared memory only."""
-        return self.saves.take()
+        return self._saves.take()
 
     def wait(self, timeout_s: float = SAVE_TIMEOUT_S) -> list[SaveResult]:
         """Wait until no save of this rank is in flight. Return results like `poll`.
 
-        After `timeout_s` seconds it returns the results so far. `saves` then has the rest.
+        After `timeout_s` seconds it returns the results so far. `in_flight` then lists the rest.
         """
-        self.saves.wait(timeout_s)
+        self._saves.wait(timeout_s)
         return self.poll()
 
     def close(self) -> None:
         """Release slots and flusher. Sealed steps are still committed."""
         if self._stage is not None:
-            self.saves.close()
+            self._saves.close()
             self._stage.close()
             self._stage = self._layout = None
         self.connection.close()
@@ -296,7 +301,7 @@ class CheckpointEngine:
         """Wait until the old plan's staged steps are written, then release its slots."""
         if self._stage is None:
             return
-        if writing := self.saves.wait(timeout_s):
+        if writing := self._saves.wait(timeout_s):
             raise SaveError(
                 f"steps {writing} were not written within {timeout_s:.0f} s, so the "
                 "layout cannot be planned again; the storage may be hanging"
@@ -378,7 +383,7 @@ class CheckpointEngine:
 
     def wait_for_slot(self, timeout_s: float) -> bool:
         """Wait until a slot is free, so that the next save does not wait. Return False if none."""
-        return self._stage is None or self.saves.find_free(self._stage, timeout_s) is not None
+        return self._stage is None or self._saves.find_free(self._stage, timeout_s) is not None
 
     def _write(self, staged: StagedSlot, flat: Mapping[str, Any], document: bytes | None) -> Layout:
         """Copy all data into the slot. Return the layout, with the files of this save."""
@@ -389,7 +394,7 @@ class CheckpointEngine:
         return self._layout
 
     def _take_slot(self, stage: Stage, step: int, timeout_s: float) -> StagedSlot | None:
-        staged = self.saves.find_free(stage, timeout_s)
+        staged = self._saves.find_free(stage, timeout_s)
         if staged is not None:
             staged.slot.begin(step)
         return staged

@@ -107,8 +107,7 @@ class Loop:
         pace.meter.leave(time.monotonic(), is_flushing=is_flushing)
         if is_flushing:
             saver.collect()
-        if self._guard.copies:
-            self._guard.look()
+        self._guard.look()
         self.is_at_end = has_end or (ends_epoch and self.epochs is not None)
         if self._is_save_due(step) and not (has_end or self._must_wait_for_end(step)):
             self._meet(step)
@@ -234,7 +233,7 @@ class Loop:
         self._recorder.event(EventKind.NOTE, text=text)
 
     def _is_save_due(self, step: int) -> bool:
-        return self.is_checkpoint_wanted or step >= self._pace.cadence.next_step
+        return self.is_checkpoint_wanted or self._pace.cadence.is_due(step)
 
     def _must_wait_for_end(self, step: int) -> bool:
         """Return True if a due save must wait for the end of the current epoch.

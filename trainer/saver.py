@@ -130,7 +130,7 @@ class Saver:
     @property
     def in_flight(self) -> tuple[int, ...]:
         """Steps that are staged and whose results were not processed yet."""
-        return self.engine.saves.steps
+        return self.engine.in_flight
 
     @property
     def is_busy(self) -> bool:

@@ -159,7 +159,7 @@ def test_save_waits_while_both_slots_are_being_written(
     flusher_supervisor.signal(signal.SIGSTOP)
     assert engine.save(make_state(2.0), {}, step=2, **FACTS)
     assert engine.save(make_state(3.0), {}, step=3, **FACTS)
-    assert engine.saves.steps == (2, 3)
+    assert engine.in_flight == (2, 3)
     with pytest.raises(SaveError, match=r"no staging slot came free within 0 s\. Steps \[2, 3\]"):
         engine.save(make_state(), {}, step=4, timeout_s=0.05, **FACTS)
     assert engine.wait(0.05) == []
@@ -199,7 +199,7 @@ def test_save_that_finishes_just_before_its_slot_is_reused_is_reported(
         assert engine.save(make_state(3.0), {}, step=3, **FACTS)
     told = [result.step for result in engine.wait(20)]
     assert told == ([1, 2] if is_snapshot else [1, 2, 3])
-    assert engine.saves.steps == ()
+    assert engine.in_flight == ()
 
 
 def test_save_before_the_slots_are_allocated_is_complete(
@@ -251,7 +251,7 @@ def test_changed_state_is_refused_by_name_until_it_is_planned_again(
     wordy = {**changed, "group": {**changed["group"], "lr": "x" * 5000}}
     with pytest.raises(SaveError, match="call prepare"):
         engine.save(wordy, {}, step=4, **FACTS)
-    assert engine.saves.steps == ()
+    assert engine.in_flight == ()
     engine.prepare(wordy)
     assert engine.save(wordy, {}, step=4, **FACTS)
     assert engine.wait(20)[0].committed

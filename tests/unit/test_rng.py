@@ -106,3 +106,18 @@ def test_generator_that_was_not_used_is_not_read_again() -> None:
     first, second = rng.note(), rng.note()
     assert first.python is second.python
     assert first.numpy is second.numpy
+
+
+def test_state_that_was_set_by_hand_is_noted_if_one_word_differs() -> None:
+    rng.note()
+    version, numbers, gauss = random.getstate()
+    words = list(numbers)
+    words[300] ^= 1
+    random.setstate((version, tuple(words), gauss))
+    state = np.random.get_state(legacy=False)
+    assert isinstance(state, dict)
+    state["state"]["key"][300] ^= 1
+    np.random.set_state(state)
+    noted = rng.note()
+    assert noted.python == random.getstate()
+    assert noted.numpy["state"]["key"].tolist() == state["state"]["key"].tolist()

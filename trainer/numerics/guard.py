@@ -57,8 +57,7 @@ class LossGuard:
         self._position, self._saver, self._state = position, saver, state
         self._numerics = chosen_numerics()
         self._detector = Detector(self._numerics, after=position.reached)
-        # Losses that are on their way from a GPU.
-        self.copies: deque[_Copy] = deque()
+        self._copies: deque[_Copy] = deque()
         self._found: Anomaly | None = None
 
     @property
@@ -73,33 +72,31 @@ class LossGuard:
 
     def observe(self, step: int, loss: float | torch.Tensor) -> None:
         """Check the loss of `step`: a number, or a tensor with one element on any device."""
-        if isinstance(loss, torch.Tensor):
-            if loss.numel() != 1:
-                raise SpecError(f"a loss of shape {tuple(loss.shape)}: expected one number")
-            if loss.is_cuda:
-                self._copy(step, loss)
-                return
-        self._look(step, float(loss))
-
-    def _copy(self, step: int, loss: torch.Tensor) -> None:
-        """Copy a loss in the background."""
+        if not isinstance(loss, torch.Tensor):
+            self._look(step, float(loss))
+            return
+        if loss.numel() != 1:
+            raise SpecError(f"a loss of shape {tuple(loss.shape)}: expected one number")
+        if not loss.is_cuda:
+            self._look(step, float(loss.item()))
+            return
         landing = torch.empty((), dtype=torch.float64, pin_memory=True)
         landing.copy_(loss.detach().reshape(()), non_blocking=True)
         arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrival.record()
-        self.copies.append((step, landing, arrival))
-        if len(self.copies) > COPIES_MAX:
-            self.copies[0][2].synchronize()
+        self._copies.append((step, landing, arrival))
+        if len(self._copies) > COPIES_MAX:
+            self._copies[0][2].synchronize()
 
     def look(self) -> None:
         """At a boundary, check the losses whose copies are complete."""
-        while self.copies and self.copies[0][2].query():  # type: ignore[no-untyped-call]
-            step, landing, _ = self.copies.popleft()
+        while self._copies and self._copies[0][2].query():  # type: ignore[no-untyped-call]
+            step, landing, _ = self._copies.popleft()
             self._look(step, float(landing))
 
     def finish(self) -> None:
         """At the last boundary, wait for all copies and check them."""
-        for _, _, arrival in self.copies:
+        for _, _, arrival in self._copies:
             arrival.synchronize()
         self.look()
 

@@ -25,9 +25,6 @@ CUDA: Final = "cuda"
 # Loaders whose iterators may be created before the first step: one to train, one to evaluate.
 LOADERS_MAX: Final = 2
 MT_WORDS: Final = 624
-# The bytes of a generator that are looked at to see whether it was used: its index and 15 words.
-# A draw changes the index or all words.
-SEEN_BYTES: Final = 64
 SEEDS: Final = 1 << 62
 State = TypeVar("State")
 
@@ -45,15 +42,15 @@ class Noted(NamedTuple):
 
 def note() -> Noted:
     """Return the current states of Python's, NumPy's and torch's generators on the CPU."""
-    return Noted(_read_python(), _read_numpy(), torch.default_generator.get_state())
+    return Noted(_read_python(), _read_numpy(), torch.get_rng_state())
 
 
 class _Reader(Generic[State]):
-    """Reads a generator's state, and only again when the generator was used.
+    """Reads a generator's state, and only again when the generator's memory has changed.
 
     A state has 624 words, each of which becomes an object of Python. That takes a hundred times as
-    long as a look at the memory. `memory` returns bytes that every use changes, or None if they
-    are not known.
+    long as a copy of the memory. `memory` returns the bytes that determine the state, or None if
+    they are not known.
     """
 
     def __init__(self, read: Callable[[], State], memory: Callable[[], object]) -> None:
@@ -68,51 +65,29 @@ class _Reader(Generic[State]):
 
 
 def _python_memory() -> object:
-    """The second number of a normal pair is in an attribute."""
+    """The words are in the object itself, the second number of a normal pair in an attribute."""
     generator = random.random.__self__  # type: ignore[attr-defined]
-    seen = _seen_of_python(generator)
-    return None if seen is None else (seen.tobytes(), generator.gauss_next)
+    return _memory_of(generator).tobytes(), generator.gauss_next
 
 
 def _numpy_memory() -> object:
-    """The second number of a normal pair is in the owner of the bit generator."""
+    """The words are in the bit generator, the second number of a normal pair in its owner."""
     owner = np.random.mtrand._rand
-    seen = _seen_of_numpy(owner._bit_generator)
-    return None if seen is None else (seen.tobytes(), _memory_of(owner).tobytes())
-
-
-# A cache keeps its objects. Without it, their memory could later be that of others.
-@functools.lru_cache(maxsize=2)
-def _seen_of_python(generator: random.Random) -> memoryview | None:
-    """Return the index and the first words, which are where an object's own memory begins."""
-    *words, index = generator.getstate()[1]
-    expected = _as_words([index, *words])[:SEEN_BYTES]
-    found = _memory_of(generator)[:SEEN_BYTES]
-    return found if found.tobytes() == expected else None
-
-
-@functools.lru_cache(maxsize=2)
-def _seen_of_numpy(generator: Any) -> memoryview | None:
-    """Return the last words and the index, which the bit generator itself gives the place of."""
+    generator = owner._bit_generator
     if type(generator) is not np.random.MT19937:
         return None
-    state = generator.state["state"]
-    expected = _as_words([*state["key"].tolist(), state["pos"]])
-    memory = ctypes.c_char * len(expected)
-    found = memoryview(memory.from_address(generator.ctypes.state_address))[-SEEN_BYTES:]
-    return found if found.tobytes() == expected[-SEEN_BYTES:] else None
+    return _memory_of(owner).tobytes(), _memory_of(generator).tobytes()
 
 
 @functools.lru_cache(maxsize=4)
 def _memory_of(item: object) -> memoryview:
-    """Return the memory of an object of C after its reference count and its type."""
+    """Return the memory of an object of C after its reference count and its type.
+
+    The cache keeps the object. Without it, the memory could later be that of another one.
+    """
     start = object.__basicsize__
     memory = ctypes.c_char * (type(item).__basicsize__ - start)
     return memoryview(memory.from_address(id(item) + start))
-
-
-def _as_words(numbers: list[int]) -> bytes:
-    return struct.pack(f"={len(numbers)}I", *numbers)
 
 
 def _numpy_state_now() -> dict[str, Any]:

@@ -71,8 +71,7 @@ class TrainerRun:
         self._states: dict[str, Any] | None = None
         self._steps_per_epoch = 0
         self._watched: tuple[Any, Any] = (None, None)
-        # The loss of the current step so far.
-        self.loss: Any = None
+        self._loss: Any = None
         # The step whose commit allows older directories to be deleted, and the best one then.
         self._rotation: tuple[int, str | None] | None = None
 
@@ -255,8 +254,7 @@ class TrainerRun:
         session, progress, control = self._open, self.progress, self._trainer.control
         progress.place.steps += 1
         progress.todo = todo
-        if self._rotation is not None:
-            self._rotate(*self._rotation)
+        self._rotate()
         has_end = todo is not NOTHING or self.is_at_end_of_epoch or control.should_training_stop
         if session.boundary(has_end=has_end) and not control.should_training_stop:
             self._leave()
@@ -291,8 +289,7 @@ class TrainerRun:
         self._open.wait_for_files()
         # Other ranks may load what this one has written.
         self._trainer.accelerator.wait_for_everyone()
-        if self._rotation is not None:
-            self._rotate(*self._rotation)
+        self._rotate()
 
     def close(self) -> None:
         """Release the session after the training."""
@@ -318,9 +315,13 @@ class TrainerRun:
 
     # --- metrics, phases and directories --------------------------------------------------
 
+    def add_loss(self, loss: Any) -> None:
+        """Add a part of the current step's loss."""
+        self._loss = loss if self._loss is None else self._loss + loss
+
     def observe(self) -> None:
         """Let the session watch the step's loss, which the trainer's logs may average or filter."""
-        loss, self.loss = self.loss, None
+        loss, self._loss = self._loss, None
         if loss is not None:
             self._open.observe(loss)
 
@@ -360,21 +361,21 @@ class TrainerRun:
         state = self._trainer.state
         self._rotation = state.global_step, state.best_model_checkpoint
 
-    def _rotate(self, step: int, best: str | None) -> None:
+    def _rotate(self) -> None:
         """Delete directories beyond `save_total_limit`, once a resume no longer needs them.
 
         Until the checkpoint is committed, a crash leads back to an earlier step, whose best model
         may be in an older directory.
         """
-        trainer = self._trainer
-        if self._open.committed_step < step:
+        trainer, rotation = self._trainer, self._rotation
+        if rotation is None or self._open.committed_step < rotation[0]:
             return
         self._rotation = None
         if trainer.args.should_save:
             rotate_checkpoints(
                 output_dir=trainer.args.output_dir,
                 save_total_limit=trainer.args.save_total_limit,
-                best_model_checkpoint=best,
+                best_model_checkpoint=rotation[1],
                 use_mtime=True,
             )
 

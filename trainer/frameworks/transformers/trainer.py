@@ -138,8 +138,8 @@ class Trainer(transformers.Trainer):
         return super().get_batch_samples(*arguments, **more)
 
     def training_step(self, *arguments: Any, **more: Any) -> Any:
-        loss, run = super().training_step(*arguments, **more), self._holdfast
-        run.loss = loss if run.loss is None else run.loss + loss
+        loss = super().training_step(*arguments, **more)
+        self._holdfast.add_loss(loss)
         return loss
 
     def _maybe_log_save_evaluate(
