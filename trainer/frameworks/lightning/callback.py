@@ -24,6 +24,12 @@ from holdfast.contracts.errors import SpecError
 from holdfast.contracts.reporting import report
 from holdfast.trainer.frameworks.lightning.fit import Fit
 
+# The events of each step, none of which Holdfast uses. For each callback with a method for an
+# event, Lightning enters a context of its profiler.
+EVENTS_OF_STEP: Final = (
+    *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad"),
+    *("on_before_backward", "on_after_backward", "on_before_optimizer_step"),
+)
 STRATEGIES: Final = (DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy)
 REFUSED: Final = {
     OnExceptionCheckpoint: (
@@ -75,6 +81,10 @@ class Holdfast(Callback):
             "exclude": parts,
         }
         self._fit: Fit | None = None
+        for event in EVENTS_OF_STEP:
+            # Lightning leaves out what it cannot call. A subclass keeps its own methods.
+            if getattr(type(self), event) is getattr(Callback, event):
+                setattr(self, event, None)
 
     # Lightning calls all callbacks with (trainer, module).
 
