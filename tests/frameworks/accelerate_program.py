@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from accelerate.utils import (
     DataLoaderConfiguration,
     DistributedType,
@@ -158,7 +159,8 @@ def make_accelerator(settings: dict[str, Any]) -> Accelerator:
     if settings.get("fsdp"):
         # Accelerate chooses FSDP2 only on GPUs. Its code for it runs on CPUs, too.
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-        accelerator.state.distributed_type = DistributedType.FSDP
+        for state in (accelerator.state, PartialState()):
+            state.distributed_type = DistributedType.FSDP
         assert accelerator.is_fsdp2
     return accelerator
 

@@ -61,8 +61,10 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-@pytest.fixture
-def run(tmp_path: Path, environment: None) -> Iterator[LocalRun]:
+@pytest.fixture(
+    params=["", pytest.param("SHARDED_STATE_DICT", marks=pytest.mark.slow)], ids=["ddp", "fsdp2"]
+)
+def run(request: pytest.FixtureRequest, tmp_path: Path, environment: None) -> Iterator[LocalRun]:
     """A run of two ranks."""
     made = LocalRun(
         tmp_path / "root",
@@ -74,6 +76,7 @@ def run(tmp_path: Path, environment: None) -> Iterator[LocalRun]:
         # The last step of an epoch is then the same at every number of ranks.
         samples=40,
         sleep_s=0.2,
+        fsdp=request.param,
     )
     yield made
     made.end_all()
@@ -89,6 +92,15 @@ def test_interrupted_trainers_end_bit_identical_to_the_bare_trainer(
     found = interrupt(shape, tmp_path, ranks=ranks, interval="4", snapshots="off", stride=stride)
     assert found["different"] == []
     assert found["cases"] >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("shape", ["sharded", "whole_files"])
+def test_interrupted_trainers_with_fsdp2_end_bit_identical(shape: str, tmp_path: Path) -> None:
+    found = interrupt(shape, tmp_path, ranks=2, interval="4", snapshots="off", stride=11)
+    assert found["different"] == []
+    assert found["cases"] >= 5
 
 
 @pytest.mark.slow

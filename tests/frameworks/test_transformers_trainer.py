@@ -62,7 +62,7 @@ def trainer_of(case: Case, **arguments: Any) -> Any:
     [
         ({"enable_jit_checkpoint": True}, "each rank save and stop alone"),
         ({"auto_find_batch_size": True}, "changes the batch during the run"),
-        ({"fsdp": True}, "FSDP is not supported by this adapter"),
+        ({"fsdp": True}, "supports the second version on GPUs only"),
     ],
 )
 def test_arguments_that_exclude_a_resume_are_refused(

@@ -31,6 +31,9 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
         "save_strategy": "steps",
         "save_steps": 3,
     },
+    # FSDP2, whose best model comes from the files of all ranks, or from one.
+    "sharded": {"fsdp": "SHARDED_STATE_DICT"},
+    "whole_files": {"fsdp": "FULL_STATE_DICT", "gradient_accumulation_steps": 2},
     # A callback ends the training, and the order depends on random numbers of the epoch's start.
     "stops": {
         "learning_rate": 0.3,

@@ -20,7 +20,10 @@ from typing import Any, Final
 
 import torch
 import transformers
+from accelerate import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from tests.loop_cases import Case
+from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 from transformers import (
     EarlyStoppingCallback,
@@ -60,7 +63,8 @@ TIMED: Final = ("runtime", "per_second")
 class Settings:
     """What the program does besides the arguments of its trainer.
 
-    `kind` is "bare" for the trainer of Transformers, "class" or "callback" for Holdfast's.
+    `kind` is "bare" for the trainer of Transformers, "class" or "callback" for Holdfast's. `fsdp`
+    is the form in which FSDP2 saves a model, or "" for DDP.
     """
 
     kind: str = "class"
@@ -68,6 +72,7 @@ class Settings:
     patience: int = 0
     sleep_s: float = 0.0
     resume: str | bool | None = None
+    fsdp: str = ""
 
 
 class Sentences(Dataset[dict[str, Any]]):
@@ -149,6 +154,28 @@ def noted(kind: type[Any], noting: Noting) -> type[Any]:
     return type(kind.__name__, (kind,), {"compute_loss": compute_loss})
 
 
+def sharded(kind: type[Any], form: str) -> type[Any]:
+    """Return a subclass with FSDP2. Accelerate chooses it only on GPUs; it runs on CPUs, too."""
+
+    def create_accelerator_and_postprocess(self: Any) -> None:
+        kind.create_accelerator_and_postprocess(self)
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=form)
+        self.accelerator.state.fsdp_plugin = plugin
+        for state in (self.accelerator.state, PartialState()):
+            state.distributed_type = DistributedType.FSDP
+        self.is_fsdp_enabled = True
+
+    def save_model(self: Any, output_dir: str, _internal_call: bool = False) -> None:
+        # Transformers looks for this directory before a sharded save creates it. Ranks that find
+        # it then load the best model, and wait for the others.
+        if not issubclass(kind, Trainer):
+            Path(output_dir).mkdir(parents=True, exist_ok=True)
+        kind.save_model(self, output_dir, _internal_call)
+
+    methods = (create_accelerator_and_postprocess, save_model)
+    return type(kind.__name__, (kind,), {each.__name__: each for each in methods})
+
+
 def make_trainer(case: Case, settings: Settings, arguments: dict[str, Any]) -> Any:
     """Return the trainer of a run whose folder is that of the case."""
     args = TrainingArguments(**{**DEFAULTS, "output_dir": str(case.folder / "out"), **arguments})
@@ -161,7 +188,8 @@ def make_trainer(case: Case, settings: Settings, arguments: dict[str, Any]) -> A
         callbacks.append(EarlyStoppingCallback(settings.patience))
     if settings.kind == "callback":
         callbacks.append(HoldfastCallback())
-    made = noted(Trainer if settings.kind == "class" else transformers.Trainer, noting)(
+    kind = noted(Trainer if settings.kind == "class" else transformers.Trainer, noting)
+    made = (sharded(kind, settings.fsdp) if settings.fsdp else kind)(
         model=model,
         args=args,
         train_dataset=Sentences(settings.samples),
@@ -213,7 +241,8 @@ def digest(tensors: dict[str, Any]) -> str:
     """Return a digest of named tensors."""
     found = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        found.update(name.encode() + tensor.detach().contiguous().numpy().tobytes())
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        found.update(name.encode() + whole.detach().contiguous().numpy().tobytes())
     return found.hexdigest()
 
 

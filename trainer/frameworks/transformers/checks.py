@@ -19,8 +19,8 @@ ADVICE: Final = {
     "training. Submit one run for each trial",
     "deepspeed": "DeepSpeed keeps a training state of its own, which this adapter cannot save. Use "
     "DDP",
-    "fsdp": "FSDP is not supported by this adapter. Use DDP, or a loop of your own with a Session, "
-    "which saves FSDP2",
+    "fsdp": "of FSDP, this adapter supports the second version on GPUs only. Set "
+    "fsdp_config={'version': 2}, or FSDP_VERSION=2 for accelerate launch, or use DDP",
     "parallel": "tensor, context and sequence parallelism, and models that are sharded when they "
     "are loaded, are not supported by this adapter. Use DDP",
     "several_gpus": "one process with several GPUs is not supported. Start one rank for each GPU, "
@@ -62,7 +62,8 @@ def _refused(trainer: Any) -> set[str]:
         "auto_batch": args.auto_find_batch_size,
         "search": trainer.hp_search_backend is not None,
         "deepspeed": trainer.is_deepspeed_enabled,
-        "fsdp": args.fsdp,
+        # `accelerate launch` can ask for it, too.
+        "fsdp": (args.fsdp or trainer.is_fsdp_enabled) and not trainer.accelerator.is_fsdp2,
         "parallel": is_sharded or sizes != (1, 1, 1),
         "several_gpus": args.n_gpu > 1,
         "numerics": bool({"skip", "rollback"} & {numerics.on_nan, numerics.on_spike}),

@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import transformers
+from accelerate.utils import save_fsdp_model
+from torch.distributed.fsdp import StateDictType
 
 from holdfast.contracts.errors import SpecError
 from holdfast.trainer.frameworks.session import FrameworkSession
@@ -211,7 +213,14 @@ class Trainer(transformers.Trainer):
         run.request_save()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Do nothing: the session saves them."""
+        """Save no more than a model of FSDP that is loaded again: the session saves the rest."""
+        if not self.is_fsdp_enabled:
+            return
+        plugin = self.accelerator.state.fsdp_plugin
+        is_sharded = plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT
+        # A whole model is in the directory already, but the best one is read from another file.
+        if is_sharded or self.args.load_best_model_at_end:
+            save_fsdp_model(plugin, self.accelerator, self.model, output_dir, adapter_only=True)
 
     def _save_scaler(self, output_dir: str) -> None:
         """Do nothing: the session saves the scaler."""
