@@ -206,6 +206,20 @@ def test_two_callbacks_are_refused(tmp_path: Path) -> None:
         fit(trainer_with(tmp_path, holdfast(tmp_path), holdfast(tmp_path)))
 
 
+def test_a_subclass_gets_the_events_of_steps_that_the_callback_leaves_out(tmp_path: Path) -> None:
+    batches: list[int] = []
+
+    class Counting(Holdfast):
+        def on_train_batch_end(self, *given: Any) -> None:
+            super().on_train_batch_end(*given)
+            batches.append(given[-1])
+
+    one = Counting(directory=tmp_path / "run", interval=1000, snapshots="off")
+    fit(trainer_with(tmp_path, one))
+    assert batches == [0, 1, 2, 3]
+    assert (one.on_before_backward, holdfast(tmp_path).on_train_batch_end) == (None, None)
+
+
 def test_second_fit_of_a_process_is_refused(tmp_path: Path) -> None:
     trainer = trainer_with(tmp_path, holdfast(tmp_path))
     fit(trainer)
