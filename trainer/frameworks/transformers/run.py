@@ -16,6 +16,7 @@ from holdfast.contracts.reporting import report
 from holdfast.trainer.frameworks.session import FrameworkSession
 from holdfast.trainer.frameworks.transformers.checks import check_arguments
 from holdfast.trainer.frameworks.transformers.directories import (
+    has_marked,
     is_marked,
     mark,
     missing_files,
@@ -390,7 +391,8 @@ class TrainerRun:
         """Return the directory to begin with, "" if there must be one and is none, or None."""
         output_dir = self._trainer.args.output_dir
         if given is True:
-            return newest_whole(output_dir) or ""
+            whole = newest_whole(output_dir)
+            return whole if whole or has_marked(output_dir, run) else ""
         path = os.fspath(given) if given else None
         return newest_whole(output_dir) if path is not None and is_marked(path, run) else path
 
