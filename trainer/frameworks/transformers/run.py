@@ -203,6 +203,7 @@ class TrainerRun:
         if self._watched[0] is not loader:
             self._watched = loader, watched(loader, self.fetches)
             self.fetches.generators.watch(loader)
+            self.fetches.data.watch(loader)
         changed = {"train_dataloader": self._watched[1]}
         self.fetches.begin_epoch()
         if self.resumed is None:
