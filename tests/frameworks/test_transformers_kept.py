@@ -21,11 +21,12 @@ from tests.frameworks.transformers_program import (
     collate,
     digest,
 )
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler, Subset
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
 
 from holdfast.contracts.errors import SpecError
 from holdfast.trainer.frameworks.transformers import Trainer
+from holdfast.trainer.frameworks.transformers.generators import DataGenerators
 from holdfast.trainer.frameworks.transformers.kept import as_plain, restored
 
 # Each sentence twice in batches of four: five steps in an epoch, and the last is short.
@@ -193,6 +194,32 @@ def test_sums_orders_and_remainders_are_those_of_an_uninterrupted_trainer(make: 
     assert seen | last.seen == bare.seen
     assert result_of(last) == result_of(bare)
     assert [end for *_, end in bare.seen.values()].count([True, SAMPLES % 4]) == 2
+
+
+class Blurring:
+    """Has a collator as a method, and a generator without a state."""
+
+    def __init__(self) -> None:
+        self.blur, self.system = np.random.RandomState(3), random.SystemRandom()
+
+    def collate(self, items: list[dict[str, Any]]) -> list[float]:
+        return [float(self.blur.normal() + item["input_ids"].sum()) for item in items]
+
+
+def test_generators_of_wrapped_datasets_and_of_methods_are_restored() -> None:
+    loader = DataLoader(Subset(Drawing(SAMPLES), [1, 3]), collate_fn=Blurring().collate)
+    generators = DataGenerators()
+    generators.watch(loader)
+    next(iter(loader))
+    saved = generators.state_dict()
+    assert [(place, state["kind"]) for place, state in saved.items()] == [
+        ("collate_fn.blur", "numpy_legacy"),
+        ("dataset.dataset.places", "numpy"),
+        ("dataset.dataset.words", "python"),
+    ]
+    first = list(loader)
+    generators.load_state_dict(saved)
+    assert list(loader) == first
 
 
 def test_names_of_attributes_that_are_absent_are_refused(make: Make) -> None:
