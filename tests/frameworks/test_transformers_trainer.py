@@ -160,6 +160,14 @@ def test_a_checkpoint_of_a_plain_loop_is_refused(make: Make) -> None:
         trainer_of(case).train()
 
 
+def test_a_replaced_state_dict_without_all_weights_is_refused(make: Make) -> None:
+    trainer = trainer_of(make("run"))
+    # As scripts for LoRA do, so that the trainer saves only adapters.
+    trainer.model.state_dict = lambda *_, **__: {}
+    with pytest.raises(SpecError, match=r"model.state_dict was replaced .* Remove the replacement"):
+        trainer.train()
+
+
 # --- directories ------------------------------------------------------------------------------
 
 
