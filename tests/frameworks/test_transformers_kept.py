@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import collections
+import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -19,11 +21,12 @@ from tests.frameworks.transformers_program import (
     collate,
     digest,
 )
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler, Subset
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
 
 from holdfast.contracts.errors import SpecError
 from holdfast.trainer.frameworks.transformers import Trainer
+from holdfast.trainer.frameworks.transformers.generators import DataGenerators
 from holdfast.trainer.frameworks.transformers.kept import as_plain, restored
 
 # Each sentence twice in batches of four: five steps in an epoch, and the last is short.
@@ -46,6 +49,33 @@ class Repeating(Sampler[int]):
 
     def __len__(self) -> int:
         return 2 * self._samples
+
+
+class Drawing(Sentences):
+    """Replaces a word of each sentence, with numbers of generators of its own."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__(samples)
+        self.places, self.words = np.random.default_rng(4), random.Random(6)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        item = super().__getitem__(index)
+        item["input_ids"][self.places.integers(LENGTH)] = self.words.randrange(WORDS)
+        return item
+
+
+class Masking:
+    """A collator that makes its generator at the first batch, as that for masked words does."""
+
+    def __init__(self) -> None:
+        self.generator: torch.Generator | None = None
+
+    def __call__(self, items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        if self.generator is None:
+            self.generator = torch.Generator().manual_seed(8)
+        batch = collate(items)
+        masked = torch.rand(batch["labels"].shape, generator=self.generator) < 0.2
+        return {**batch, "input_ids": torch.where(masked, 2, batch["input_ids"])}
 
 
 class Summing(transformers.Trainer):
@@ -129,9 +159,9 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         return kind(
             model=GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)),
             args=args,
-            train_dataset=Sentences(SAMPLES),
+            train_dataset=Drawing(SAMPLES),
             eval_dataset=Sentences(4),
-            data_collator=collate,
+            data_collator=Masking(),
             callbacks=list(callbacks),
         )
 
@@ -152,8 +182,8 @@ def test_sums_orders_and_remainders_are_those_of_an_uninterrupted_trainer(make: 
     bare = make(Summing)
     bare.train()
     seen: dict[int, Any] = {}
-    # Within the second epoch, and then near the end of it: two steps after a log.
-    for step in (7, 10):
+    # At the start of the second epoch, within it, and near its end: two steps after a log.
+    for step in (6, 7, 10):
         killed = make(Held, Killing(step))
         with pytest.raises(Killed):
             killed.train()
@@ -164,6 +194,32 @@ def test_sums_orders_and_remainders_are_those_of_an_uninterrupted_trainer(make: 
     assert seen | last.seen == bare.seen
     assert result_of(last) == result_of(bare)
     assert [end for *_, end in bare.seen.values()].count([True, SAMPLES % 4]) == 2
+
+
+class Blurring:
+    """Has a collator as a method, and a generator without a state."""
+
+    def __init__(self) -> None:
+        self.blur, self.system = np.random.RandomState(3), random.SystemRandom()
+
+    def collate(self, items: list[dict[str, Any]]) -> list[float]:
+        return [float(self.blur.normal() + item["input_ids"].sum()) for item in items]
+
+
+def test_generators_of_wrapped_datasets_and_of_methods_are_restored() -> None:
+    loader = DataLoader(Subset(Drawing(SAMPLES), [1, 3]), collate_fn=Blurring().collate)
+    generators = DataGenerators()
+    generators.watch(loader)
+    next(iter(loader))
+    saved = generators.state_dict()
+    assert [(place, state["kind"]) for place, state in saved.items()] == [
+        ("collate_fn.blur", "numpy_legacy"),
+        ("dataset.dataset.places", "numpy"),
+        ("dataset.dataset.words", "python"),
+    ]
+    first = list(loader)
+    generators.load_state_dict(saved)
+    assert list(loader) == first
 
 
 def test_names_of_attributes_that_are_absent_are_refused(make: Make) -> None:

@@ -160,6 +160,14 @@ def test_a_checkpoint_of_a_plain_loop_is_refused(make: Make) -> None:
         trainer_of(case).train()
 
 
+def test_a_replaced_state_dict_without_all_weights_is_refused(make: Make) -> None:
+    trainer = trainer_of(make("run"))
+    # As scripts for LoRA do, so that the trainer saves only adapters.
+    trainer.model.state_dict = lambda *_, **__: {}
+    with pytest.raises(SpecError, match=r"model.state_dict was replaced .* Remove the replacement"):
+        trainer.train()
+
+
 # --- directories ------------------------------------------------------------------------------
 
 
@@ -207,12 +215,15 @@ def test_directories_without_a_training_state_are_refused(make: Make) -> None:
             trainer_of(make(f"another-{path.name}")).train(resume_from_checkpoint=str(path))
 
 
-def test_a_directory_of_a_save_that_was_never_committed_counts_as_none(make: Make) -> None:
+@pytest.mark.parametrize("name", ["checkpoint-6", None])
+def test_a_directory_of_a_save_that_was_never_committed_counts_as_none(
+    name: str | None, make: Make
+) -> None:
     case = make("run")
     train(case, **SMALL)
     shutil.rmtree(case.folder / "run" / "checkpoints")
-    # A program that looks for the newest directory, as published examples do, passes this one.
-    train(case, resume=str(case.folder / "out" / "checkpoint-6"), **SMALL)
+    # A program that finds a directory, as published examples do, passes its path or True.
+    train(case, resume=str(case.folder / "out" / name) if name else True, **SMALL)
     assert [key for key, _ in case.lines("notes")].count("step 1") == 2
     assert case.notes(0)["end"]["step"] == 6
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from torch import nn
 from torch.utils.data import IterableDataset
 from transformers.trainer_utils import has_length
 
@@ -27,6 +28,9 @@ ADVICE: Final = {
     "as holdfast submit and torchrun do",
     "order": "accelerator_config={'use_seedable_sampler': False} gives an order that no resume can "
     "continue after the first epoch. Leave it at True",
+    "state_dict": "model.state_dict was replaced by a function that returns only a part of the "
+    "weights, so a checkpoint would lack the others. Remove the replacement. save_pretrained of a "
+    "PEFT model writes only the adapter without it, too",
     "numerics": "supervision.numerics: the data of a Trainer comes in its own order, of which "
     "Holdfast cannot skip a part. Choose stop or warn for on_nan and on_spike",
 }
@@ -66,7 +70,15 @@ def _refused(trainer: Any) -> set[str]:
         "fsdp": (args.fsdp or trainer.is_fsdp_enabled) and not trainer.accelerator.is_fsdp2,
         "parallel": is_sharded or sizes != (1, 1, 1),
         "several_gpus": args.n_gpu > 1,
+        "state_dict": _lacks_weights(trainer.model),
         "numerics": bool({"skip", "rollback"} & {numerics.on_nan, numerics.on_spike}),
         "order": args.world_size > 1 and not args.accelerator_config.use_seedable_sampler,
     }
     return {name for name, is_so in found.items() if is_so}
+
+
+def _lacks_weights(model: nn.Module) -> bool:
+    """Return True if the program has replaced the model's `state_dict`, and weights are missing."""
+    if all("state_dict" not in vars(module) for module in model.modules()):
+        return False
+    return not {name for name, _ in model.named_parameters()} <= model.state_dict().keys()

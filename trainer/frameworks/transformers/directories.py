@@ -44,6 +44,11 @@ def is_marked(path: str, run: Path) -> bool:
     return found.exists() and found.read_bytes() == _mark_of(run)
 
 
+def has_marked(output_dir: str, run: Path) -> bool:
+    """Return whether the run with folder `run` wrote a directory in `output_dir`."""
+    return any(is_marked(path, run) for path in sort_checkpoints(output_dir))
+
+
 def _mark_of(run: Path) -> bytes:
     return to_json({"run": str(run)})
 

@@ -19,7 +19,7 @@ import torch
 from accelerate.data_loader import DataLoaderDispatcher, skip_first_batches
 from torch.utils.data import DataLoader
 
-from holdfast.trainer.frameworks.transformers.generators import LoaderGenerators
+from holdfast.trainer.frameworks.transformers.generators import DataGenerators, LoaderGenerators
 from holdfast.trainer.state import rng
 
 States = dict[str, torch.Tensor]
@@ -37,20 +37,22 @@ class FetchStates:
 
     def __init__(self) -> None:
         self._epoch = self._fetch = rng.note()
-        self.generators = LoaderGenerators()
+        self.generators, self.data = LoaderGenerators(), DataGenerators()
+        self._data_fetch: dict[str, Any] = {}
         self.fetched = self._skipped = 0
         # True until the first fetch of an epoch.
         self.is_new = True
         # The restored states, until the loader begins.
         self._saved: dict[str, Any] | None = None
         # What a resume must still set: before the first fetch, and after it.
-        self._first: States | None = None
-        self._then: States | None = None
+        self._first: tuple[States, dict[str, Any]] | None = None
+        self._then: tuple[States, dict[str, Any]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         if self._saved is not None:
-            return self._saved
+            return {**self._saved, "data": {**self._saved["data"], "now": self.data.state_dict()}}
         return {
+            "data": {"fetch": self._data_fetch, "now": self.data.state_dict()},
             "generators": self.generators.state_dict(),
             "epoch": rng.as_tensors(self._epoch),
             "fetch": rng.as_tensors(self._fetch),
@@ -65,14 +67,16 @@ class FetchStates:
 
     def resume(self, saved: dict[str, Any], skipped: int) -> None:
         """Prepare a resume within an epoch, after `skipped` of its batches."""
+        # Checkpoints of earlier versions lack the generators of the data.
+        saved = {"data": {"fetch": {}, "now": {}}, **saved}
         self._saved, self._skipped = saved, skipped
         if saved["fetched"] > skipped:
-            self._first = saved["fetch"]
+            self._first = saved["fetch"], saved["data"]["fetch"]
 
     def continue_with(self, now: States) -> None:
         """Set the states that training continues with, once batches are fetched again."""
         if self._saved is not None and self._saved["fetched"] >= self._skipped:
-            self._then = now
+            self._then = now, self.data.state_dict()
 
     def before_first(self) -> None:
         """Called before the first fetches of an epoch, which start the loader."""
@@ -88,17 +92,22 @@ class FetchStates:
         if number < self._skipped:
             return
         if self._first is not None:
-            rng.restore(self._first)
+            self._restore(*self._first)
             self._first = None
         elif self._then is not None:
             self.after_first()
         self._fetch, self.fetched = rng.note(), number + 1
+        self._data_fetch = self.data.state_dict()
 
     def after_first(self) -> None:
         """Set the states to continue with, if no batch must be fetched before that."""
         if self._then is not None and self._first is None:
-            rng.restore(self._then)
+            self._restore(*self._then)
             self._then = None
+
+    def _restore(self, states: States, data: dict[str, Any]) -> None:
+        rng.restore(states)
+        self.data.load_state_dict(data)
 
 
 class WatchedBatches:

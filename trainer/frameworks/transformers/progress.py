@@ -222,6 +222,8 @@ class RankShare:
         # Checkpoints of earlier versions lack the generators.
         if "generators" in fetches:
             self._fetches.generators.resume(fetches["generators"], is_same_epoch=is_same_epoch)
+        if "data" in fetches:
+            self._fetches.data.load_state_dict(fetches["data"]["now"])
 
 
 class _HistoryText:

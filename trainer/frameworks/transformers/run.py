@@ -16,6 +16,7 @@ from holdfast.contracts.reporting import report
 from holdfast.trainer.frameworks.session import FrameworkSession
 from holdfast.trainer.frameworks.transformers.checks import check_arguments
 from holdfast.trainer.frameworks.transformers.directories import (
+    has_marked,
     is_marked,
     mark,
     missing_files,
@@ -202,6 +203,7 @@ class TrainerRun:
         if self._watched[0] is not loader:
             self._watched = loader, watched(loader, self.fetches)
             self.fetches.generators.watch(loader)
+            self.fetches.data.watch(loader)
         changed = {"train_dataloader": self._watched[1]}
         self.fetches.begin_epoch()
         if self.resumed is None:
@@ -390,7 +392,8 @@ class TrainerRun:
         """Return the directory to begin with, "" if there must be one and is none, or None."""
         output_dir = self._trainer.args.output_dir
         if given is True:
-            return newest_whole(output_dir) or ""
+            whole = newest_whole(output_dir)
+            return whole if whole or has_marked(output_dir, run) else ""
         path = os.fspath(given) if given else None
         return newest_whole(output_dir) if path is not None and is_marked(path, run) else path
 
