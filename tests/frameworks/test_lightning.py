@@ -21,6 +21,7 @@ import psutil
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     Callback,
     LearningRateFinder,
     ModelCheckpoint,
@@ -214,9 +215,13 @@ def test_second_fit_of_a_process_is_refused(tmp_path: Path) -> None:
         fit(trainer_with(tmp_path, holdfast(tmp_path)))
 
 
-@pytest.mark.parametrize("kind", ["on exception", "learning rate"])
+@pytest.mark.parametrize("kind", ["on exception", "learning rate", "finetuning"])
 def test_callbacks_that_cannot_work_are_refused(kind: str, tmp_path: Path) -> None:
-    other = OnExceptionCheckpoint(tmp_path) if kind == "on exception" else LearningRateFinder()
+    other = {
+        "on exception": OnExceptionCheckpoint(tmp_path),
+        "learning rate": LearningRateFinder(),
+        "finetuning": BaseFinetuning(),
+    }[kind]
     with pytest.raises(SpecError, match=f"the callback {type(other).__name__} cannot work"):
         fit(trainer_with(tmp_path, holdfast(tmp_path), other, enable_checkpointing=True))
 
