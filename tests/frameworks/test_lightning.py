@@ -21,6 +21,7 @@ import psutil
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     Callback,
     LearningRateFinder,
     ModelCheckpoint,
@@ -32,6 +33,7 @@ from tests.frameworks.lightning_cases import count_equal, everywhere
 from tests.frameworks.lightning_program import BATCH, SAMPLES
 from tests.process.local_runs import LocalRun, processes_of, send, wait_until
 from torch.utils.data import DataLoader, Dataset
+from torchmetrics import SumMetric
 
 from holdfast.contracts.errors import CheckpointError, SpecError
 from holdfast.contracts.journal import EventKind
@@ -227,9 +229,13 @@ def test_second_fit_of_a_process_is_refused(tmp_path: Path) -> None:
         fit(trainer_with(tmp_path, holdfast(tmp_path)))
 
 
-@pytest.mark.parametrize("kind", ["on exception", "learning rate"])
+@pytest.mark.parametrize("kind", ["on exception", "learning rate", "finetuning"])
 def test_callbacks_that_cannot_work_are_refused(kind: str, tmp_path: Path) -> None:
-    other = OnExceptionCheckpoint(tmp_path) if kind == "on exception" else LearningRateFinder()
+    other = {
+        "on exception": OnExceptionCheckpoint(tmp_path),
+        "learning rate": LearningRateFinder(),
+        "finetuning": BaseFinetuning(),
+    }[kind]
     with pytest.raises(SpecError, match=f"the callback {type(other).__name__} cannot work"):
         fit(trainer_with(tmp_path, holdfast(tmp_path), other, enable_checkpointing=True))
 
@@ -280,6 +286,59 @@ def test_ckpt_path_is_the_start_of_the_first_attempt_only(
     again = trainer_with(tmp_path, holdfast(tmp_path), max_steps=7)
     fit(again, ckpt_path=str(start))
     assert again.global_step == 7
+
+
+def test_metrics_that_a_hook_resets_at_the_start_continue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Templates reset a metric of all epochs in `on_train_start`, which each launch calls."""
+
+    class Counting(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = SumMetric()
+
+        def on_train_start(self) -> None:
+            self.seen.reset()
+
+        def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+            self.seen(1)
+            return super().training_step(batch, number)
+
+    for steps in (3, 6):
+        monkeypatch.setattr(Holdfast, "_has_fitted", False)
+        model = Counting()
+        trainer_with(tmp_path, holdfast(tmp_path), max_steps=steps).fit(model, loader())
+        assert model.seen.compute() == steps
+
+
+def test_best_file_stays_known_when_the_folder_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hydra gives each launch a folder of its own, whose name is the time."""
+    found = []
+    for steps in (2, 4):
+        monkeypatch.setattr(Holdfast, "_has_fitted", False)
+        saver = ModelCheckpoint(
+            tmp_path / f"folder-{steps}", monitor="level", mode="max", every_n_train_steps=1
+        )
+
+        class Leveling(Tiny):
+            def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+                self.log("level", float([0, 9, 1, 2][number]))
+                return super().training_step(batch, number)
+
+        trainer = trainer_with(
+            tmp_path, saver, holdfast(tmp_path), enable_checkpointing=True, max_steps=steps
+        )
+        trainer.fit(Leveling(), loader())
+        found.append((saver.best_model_path, saver.best_model_score))
+    first, last = found
+    assert Path(first[0]).parent.name == "folder-2"
+    assert last == first
+    assert Path(first[0]).exists()
+    # New files would be in the new folder.
+    assert saver.dirpath == str(tmp_path / "folder-4")
 
 
 def test_failure_in_a_step_releases_the_session(tmp_path: Path) -> None:

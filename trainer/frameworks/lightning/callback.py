@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     BatchSizeFinder,
     Callback,
     LearningRateFinder,
@@ -38,6 +39,11 @@ REFUSED: Final = {
     ),
     LearningRateFinder: "it trains inside of fit. Find the learning rate in a program of its own",
     BatchSizeFinder: "it trains inside of fit. Find the batch size in a program of its own",
+    BaseFinetuning: (
+        "it adds groups of parameters to the optimizer while it trains, and a resume begins with "
+        "those of configure_optimizers. Give all parameters to the optimizer from the start, and "
+        "let a hook of your module set requires_grad by the epoch"
+    ),
 }
 
 

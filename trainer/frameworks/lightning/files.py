@@ -13,6 +13,8 @@ continues from an earlier step than the files show:
   the same step would get a second file, with `-v1` in its name.
 - The folder stays that of the first launch. Loggers choose a new one for each process, and
   `ModelCheckpoint` then forgets its best score.
+- If the program itself names another folder at each launch, as with Hydra, new files are written
+  there. The best score and the files of earlier launches stay known.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+from holdfast.contracts.reporting import report
 from holdfast.trainer.frameworks.lightning.state import model_checkpoints
 from holdfast.trainer.frameworks.session import FrameworkSession
 from holdfast.trainer.staging.file_writers import torch_writer
@@ -54,6 +57,8 @@ class Files:
         self._deleted = 0
         # How many of these deletions a checkpoint contains, by its step.
         self._covered: dict[int, int] = {}
+        # The states of callbacks in the restored checkpoint.
+        self._callbacks: Mapping[str, Any] = {}
         self._without_folder = [each for each in model_checkpoints(trainer) if each.dirpath is None]
         self._save, self._remove = self._strategy.save_checkpoint, self._strategy.remove_checkpoint
         self._strategy.save_checkpoint = self._write
@@ -75,6 +80,9 @@ class Files:
         recorded = _read(self._record) if self._trainer.is_global_zero else []
         lost = self._lost | set(recorded[self._written :])
         self._lost, self._written = self._strategy.broadcast((lost, len(recorded)))
+        # A fork does not take over files that its parent may still need.
+        if (session.resumed_from or "").startswith(f"{session.run_directory.name}:"):
+            self._keep_scores()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resume needs to know of the files that exist now."""
@@ -88,6 +96,7 @@ class Files:
         """Restore the record, and the folders that the states of the `callbacks` contain."""
         self._written, self._lost = state["written"], set(state["lost"])
         self._unwanted, self._deleted = list(state["unwanted"]), 0
+        self._callbacks = callbacks
         for each in self._without_folder:
             each.dirpath = callbacks.get(each.state_key, {}).get("dirpath", each.dirpath)
 
@@ -110,6 +119,21 @@ class Files:
         self._remove_until(len(self._unwanted))
         self._io.save_checkpoint = self._save_now
         self._strategy.save_checkpoint, self._strategy.remove_checkpoint = self._save, self._remove
+
+    def _keep_scores(self) -> None:
+        """Restore what `ModelCheckpoint` forgets if its folder is another one than before."""
+        for each in model_checkpoints(self._trainer):
+            state = self._callbacks.get(each.state_key)
+            if state is None or state["dirpath"] == each.dirpath:
+                continue
+            folder, each.dirpath = each.dirpath, state["dirpath"]
+            each.load_state_dict(state)
+            each.dirpath = folder
+            if self._trainer.is_global_zero:
+                report(
+                    f"holdfast: the folder of ModelCheckpoint was {state['dirpath']} and is now "
+                    f"{folder}. Its best score and its earlier files are restored all the same"
+                )
 
     def _remove_until(self, count: int) -> None:
         while self._deleted < count:

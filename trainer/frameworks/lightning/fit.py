@@ -181,6 +181,7 @@ class Fit:
             return
         self._has_entered = True
         self._restore_loaders()
+        self.metrics.restore_modules_again()
         if self._generators is not None:
             # Numbers that were drawn while loaders were created again.
             rng.restore(self._generators)

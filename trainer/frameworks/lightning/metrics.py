@@ -32,6 +32,7 @@ class EpochMetrics:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+        self._modules: Mapping[str, Any] = {}
 
     def shared_state(self) -> dict[str, Any]:
         """Return the latest values, which monitors and plateau schedulers read."""
@@ -60,13 +61,22 @@ class EpochMetrics:
         self.load_shared(state["shared"])
         for name in OF_CONNECTOR:
             setattr(self._trainer._logger_connector, name, state["connector"][name])
-        saved = state["modules"]
-        for name, metric in self._metric_modules():
-            if name in saved:
-                _restore(metric, saved[name]["state"], saved[name]["updates"])
+        self._modules = state["modules"]
+        self._restore_modules()
         results = self._trainer.fit_loop.epoch_loop._results
         for key, one in state["results"].items():
             results[key] = self._logged(one)
+
+    def restore_modules_again(self) -> None:
+        """Restore the metrics of the module, which its `on_train_start` may have reset."""
+        self._restore_modules()
+        self._modules = {}
+
+    def _restore_modules(self) -> None:
+        for name, metric in self._metric_modules():
+            if name in self._modules:
+                saved = self._modules[name]
+                _restore(metric, saved["state"], saved["updates"])
 
     def _metric_modules(self) -> Iterator[tuple[str, Any]]:
         for name, module in self._trainer.lightning_module.named_modules():
