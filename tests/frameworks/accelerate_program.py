@@ -40,11 +40,11 @@ HEARD_S = 0.5
 
 
 class Samples(Dataset[Any]):
-    """Samples with their numbers. With `noise`, each fetch draws from all generators."""
+    """Samples with their numbers. With `noise`, a fetch draws from all generators, and its own."""
 
     def __init__(self, *, noise: bool) -> None:
         self._values = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(5))
-        self._noise = noise
+        self._noise, self._own = noise, torch.Generator().manual_seed(9)
 
     def __len__(self) -> int:
         return SAMPLES
@@ -53,6 +53,7 @@ class Samples(Dataset[Any]):
         value = self._values[index]
         if self._noise:
             value = value + torch.randn(WIDTH) + random.random() + np.random.rand()
+            value = value + torch.randn(WIDTH, generator=self._own)
         return index, value
 
 

@@ -32,16 +32,17 @@ AT_ONE_RANK = {"alone"}
 
 
 class Samples(Dataset[Any]):
-    """Samples with their numbers. Each fetch draws from all generators."""
+    """Samples with their numbers. Each fetch draws from all generators, and from its own."""
 
     def __init__(self) -> None:
         self._values = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(5))
+        self._own = random.Random(9)
 
     def __len__(self) -> int:
         return SAMPLES
 
     def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
-        noise = torch.randn(WIDTH) + random.random() + np.random.rand()
+        noise = torch.randn(WIDTH) + random.random() + np.random.rand() + self._own.random()
         return index, self._values[index] + noise
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import lightning as L
+import numpy as np
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, WeightAveraging
@@ -41,16 +42,18 @@ def sample(number: int) -> tuple[int, torch.Tensor]:
 
 
 class Table(Dataset[Any]):
-    """Samples with an index."""
+    """Samples with an index. With `draws`, each fetch draws from a generator of its own."""
 
-    def __init__(self, samples: int) -> None:
+    def __init__(self, samples: int, *, draws: bool = False) -> None:
         self.samples = samples
+        self._own = np.random.default_rng(5) if draws else None
 
     def __len__(self) -> int:
         return self.samples
 
     def __getitem__(self, number: int) -> tuple[int, torch.Tensor]:
-        return sample(number)
+        index, value = sample(number)
+        return index, value if self._own is None else value + self._own.normal()
 
 
 class Stream(IterableDataset[Any]):
@@ -208,7 +211,8 @@ AT_ONE_RANK: Final = ("generator", "stateful_alone")
 
 def loader_of(kind: str) -> Any:
     """The training loader of a kind."""
-    table = Table(SAMPLES)
+    # Workers draw in processes of their own.
+    table = Table(SAMPLES, draws=kind != "workers")
     if kind == "workers":
         return DataLoader(table, BATCH, shuffle=True, num_workers=2, persistent_workers=True)
     if kind in ("stateful", "stateful_alone"):

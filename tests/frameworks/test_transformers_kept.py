@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader, Sampler, Subset
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
 
 from holdfast.contracts.errors import SpecError
+from holdfast.trainer.frameworks.data_generators import DataGenerators
 from holdfast.trainer.frameworks.transformers import Trainer
-from holdfast.trainer.frameworks.transformers.generators import DataGenerators
 from holdfast.trainer.frameworks.transformers.kept import as_plain, restored
 
 # Each sentence twice in batches of four: five steps in an epoch, and the last is short.
@@ -213,9 +213,9 @@ def test_generators_of_wrapped_datasets_and_of_methods_are_restored() -> None:
     next(iter(loader))
     saved = generators.state_dict()
     assert [(place, state["kind"]) for place, state in saved.items()] == [
-        ("collate_fn.blur", "numpy_legacy"),
-        ("dataset.dataset.places", "numpy"),
-        ("dataset.dataset.words", "python"),
+        ("0.collate_fn.blur", "numpy_legacy"),
+        ("0.dataset.dataset.places", "numpy"),
+        ("0.dataset.dataset.words", "python"),
     ]
     first = list(loader)
     generators.load_state_dict(saved)

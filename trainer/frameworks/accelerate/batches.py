@@ -8,12 +8,12 @@ before each fetch in this process. After a resume, that batch is fetched with th
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from accelerate.data_loader import SkipBatchSampler
 
-from holdfast.trainer.frameworks.program_loop.order import Batches, Generators, Start
+from holdfast.trainer.frameworks.program_loop.order import DATA, Batches, Generators, Start
 from holdfast.trainer.state import rng
 
 
@@ -28,6 +28,7 @@ class DealtBatches(Batches):
         super().__init__(inner)
         self._notes_fetches = notes_fetches
         self.fetch: rng.Noted | None = None
+        self._data_fetch: Mapping[str, Any] = {}
 
     @property
     def unit(self) -> int:  # type: ignore[override]
@@ -52,7 +53,13 @@ class DealtBatches(Batches):
     def note_fetch(self) -> None:
         """Note the generators, unless worker processes fetch."""
         if self._notes_fetches:
-            self.fetch = rng.note()
+            self.fetch, self._data_fetch = rng.note(), self.data.before_fetch()
+
+    def before_newest_fetch(self) -> Generators | None:
+        """Return the generators before the newest fetch, if they were noted."""
+        if self.fetch is None:
+            return None
+        return {**rng.as_tensors(self.fetch), DATA: self._data_fetch}
 
     def skipped(self, start: Start) -> Iterator[Any]:
         """Return the batches from `start` on, as this number of ranks shares them."""

@@ -93,9 +93,12 @@ class Loader(WrappedLoader):
             self.resumed.fetch = saved.get(FETCH)
 
     def describe_rank(self, *, is_training: bool) -> dict[str, Any]:
-        """Return the generators before the newest fetch of a pass that is under way."""
-        fetch = self.batches.fetch if self.batches is not None and is_training else None
-        return {} if fetch is None else {FETCH: rng.as_tensors(fetch)}
+        """Return the generators now, and before the newest fetch of a pass that is under way."""
+        found = super().describe_rank(is_training=is_training)
+        if self.batches is None or not is_training:
+            return found
+        fetch = self.batches.before_newest_fetch()
+        return found if fetch is None else {**found, FETCH: fetch}
 
     def take_over(self) -> None:
         """Take over the place that Accelerate's own `load_state` gave a stateful loader."""

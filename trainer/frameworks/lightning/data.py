@@ -20,7 +20,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from itertools import repeat
-from typing import Any
+from typing import Any, Final
 
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from holdfast.contracts.errors import CheckpointError, SpecError
 from holdfast.contracts.topology import FIXED
+from holdfast.trainer.frameworks.data_generators import DataGenerators
 from holdfast.trainer.frameworks.lightning.global_batch import (
     Share,
     batch_size,
@@ -39,7 +40,9 @@ from holdfast.trainer.frameworks.lightning.global_batch import (
 )
 from holdfast.trainer.state import rng
 
-Draws = dict[str, torch.Tensor]
+# The states of generators by their place. `DATA` has those of datasets and collators.
+Draws = dict[str, Any]
+DATA: Final = "data"
 
 
 class Remaining:
@@ -264,8 +267,9 @@ def _draws(loaders: list[Any]) -> Draws:
 
 
 def _generators(loaders: list[Any]) -> Draws:
-    """Return the states of the loaders' own generators, by their place."""
-    return {name: one.get_state() for name, one in _named_generators(loaders)}
+    """Return the states of the generators of the loaders and of their data, by their place."""
+    states: Draws = {name: one.get_state() for name, one in _named_generators(loaders)}
+    return states | {DATA: _of_data(loaders).state_dict()}
 
 
 def _set_draws(loaders: list[Any], states: Draws) -> None:
@@ -273,6 +277,13 @@ def _set_draws(loaders: list[Any], states: Draws) -> None:
     for name, one in _named_generators(loaders):
         if name in states:
             one.set_state(states[name])
+    _of_data(loaders).load_state_dict(states.get(DATA, {}))
+
+
+def _of_data(loaders: list[Any]) -> DataGenerators:
+    found = DataGenerators()
+    found.watch(*loaders)
+    return found
 
 
 def _named_generators(loaders: list[Any]) -> Iterator[tuple[str, torch.Generator]]:

@@ -68,6 +68,7 @@ class FabricLoader(WrappedLoader):
         now = {} if generator is None else {"generator": generator.get_state()}
         own = self.batches.order.own
         return {
+            **super().describe_rank(is_training=is_training),
             "order": dict(self.batches.order.process),
             **({} if own is None else {"own": own}),
             **now,

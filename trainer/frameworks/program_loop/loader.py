@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 from torch.utils.data import IterableDataset
 
 from holdfast.contracts.errors import CheckpointError
-from holdfast.trainer.frameworks.program_loop.order import Batches, Generators, Order, Start
+from holdfast.trainer.frameworks.program_loop.order import DATA, Batches, Generators, Order, Start
 from holdfast.trainer.state import rng
 
 _OWN: Final = frozenset(
@@ -63,6 +63,8 @@ class WrappedLoader(ABC):
         self.inner, self.number, self._iterate = inner, number, iterate
         self.problem = self.find_problem()
         self.batches = None if self.problem else self.install()
+        if self.batches is not None:
+            self.batches.data.watch(inner)
         self.resumed, self.passes, self.ends = None, 0, []
         self.has_begun = self.has_trained = False
 
@@ -116,6 +118,8 @@ class WrappedLoader(ABC):
     def restore_rank(self, saved: Mapping[str, Any]) -> None:
         """Restore what a checkpoint keeps of this rank."""
         self.ends = list(saved.get(ENDS, []))
+        if self.batches is not None:
+            self.batches.data.load_state_dict(saved.get(DATA, {}))
 
     @abstractmethod
     def describe(self, *, done: int, is_ending: bool, is_under_way: bool) -> dict[str, Any]:
@@ -130,7 +134,8 @@ class WrappedLoader(ABC):
 
         With `is_training`, a training pass is under way.
         """
-        return {}
+        data = {} if self.batches is None else self.batches.data.state_dict()
+        return {DATA: data} if data else {}
 
     @abstractmethod
     def before_pass(self) -> None:
@@ -154,13 +159,15 @@ class WrappedLoader(ABC):
 
         `now` are the generators with which training goes on. By default, those of this moment.
         """
+        assert self.batches is not None
         is_shared = resumed.done % self.unit == 0
+        now = {**(now or rng.capture()), DATA: self.batches.data.state_dict()}
         return Start(
             skip=resumed.done // self.unit if is_shared else resumed.done,
             is_dealt=not is_shared,
             order=resumed.order,
             fetch=resumed.fetch,
-            now=(now or rng.capture()) if resumed.order is not None else {},
+            now=now if resumed.order is not None else {},
         )
 
     def leave_out_pass(self, now: Generators) -> None:

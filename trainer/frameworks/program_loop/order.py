@@ -11,14 +11,17 @@ import contextlib
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.utils.data import BatchSampler
 
+from holdfast.trainer.frameworks.data_generators import DataGenerators
 from holdfast.trainer.state import rng
 
-Generators = Mapping[str, torch.Tensor]
+# States of generators by name. `DATA` has those of the dataset and of the collator.
+Generators = Mapping[str, Any]
+DATA: Final = "data"
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class Batches(BatchSampler):
     """Wraps the batch sampler of a prepared loader. Everything else is the wrapped sampler's.
 
     `order` is that of the newest pass. `sampler_of_ids` is the wrapped sampler that draws it.
+    `data` are the generators of the loader's dataset and collator.
     """
 
     # How many dealt batches make one batch of each rank.
@@ -82,7 +86,7 @@ class Batches(BatchSampler):
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
-        self.start = Start()
+        self.start, self.data = Start(), DataGenerators()
         self.find_sampler()
 
     def find_sampler(self) -> None:
@@ -93,13 +97,14 @@ class Batches(BatchSampler):
     def __iter__(self) -> Iterator[Any]:
         start, self.start = self.start, Start()
         states = self.states_of(start) if start.now else []
+        self.data.begin_pass()
         for batch in self._remaining(start):
             if states:
-                rng.restore(states.pop())
+                self._restore(states.pop())
             self.note_fetch()
             yield batch
         if states:
-            rng.restore(start.now)
+            self._restore(start.now)
 
     def __len__(self) -> int:
         return len(self._inner)
@@ -124,6 +129,10 @@ class Batches(BatchSampler):
     def skipped(self, start: Start) -> Iterator[Any]:
         """Return an iteration from `start` on."""
         return itertools.islice(self._inner, start.skip, None)
+
+    def _restore(self, generators: Generators) -> None:
+        rng.restore(generators)
+        self.data.load_state_dict(generators.get(DATA, {}))
 
     def _remaining(self, start: Start) -> Iterator[Any]:
         """Yield the batches from `start` on. Put back its order before the first is drawn."""

@@ -19,7 +19,8 @@ import torch
 from accelerate.data_loader import DataLoaderDispatcher, skip_first_batches
 from torch.utils.data import DataLoader
 
-from holdfast.trainer.frameworks.transformers.generators import DataGenerators, LoaderGenerators
+from holdfast.trainer.frameworks.data_generators import DataGenerators
+from holdfast.trainer.frameworks.transformers.generators import LoaderGenerators
 from holdfast.trainer.state import rng
 
 States = dict[str, torch.Tensor]
@@ -64,6 +65,7 @@ class FetchStates:
         self.is_new, self._skipped, self.fetched = True, 0, 0
         self._saved = self._first = self._then = None
         self.generators.begin_epoch()
+        self.data.begin_pass()
 
     def resume(self, saved: dict[str, Any], skipped: int) -> None:
         """Prepare a resume within an epoch, after `skipped` of its batches."""
@@ -97,7 +99,7 @@ class FetchStates:
         elif self._then is not None:
             self.after_first()
         self._fetch, self.fetched = rng.note(), number + 1
-        self._data_fetch = self.data.state_dict()
+        self._data_fetch = self.data.before_fetch()
 
     def after_first(self) -> None:
         """Set the states to continue with, if no batch must be fetched before that."""

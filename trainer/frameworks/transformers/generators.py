@@ -1,15 +1,13 @@
-"""Random generators that a loader's parts own, which no seed and no epoch resets.
+"""Random generators that a loader or its samplers own, which no seed and no epoch resets.
 
-Each pass over a sampler draws from where the pass before ended. So a resume within an epoch needs
-the states at the epoch's start, to draw the same order again. A resume in a new epoch needs the
-states at the end of the epoch before. Each fetch draws from the generators of the dataset and of
-the collator, so these are like the generators of the process.
+Each pass over such a loader draws from where the pass before ended. So a resume within an epoch
+needs the states at the epoch's start, to draw the same order again. A resume in a new epoch needs
+the states at the end of the epoch before.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -20,16 +18,6 @@ from holdfast.trainer.state.objects import NumpyGenerator, TorchGenerator
 
 # A sampler need not be a `Sampler`, but a loader has it under one of these names.
 PARTS: Final = ("sampler", "batch_sampler", "batch_samplers", "generator", "synchronized_generator")
-
-# Where datasets and collators have others that they wrap.
-WRAPPED: Final = ("dataset", "datasets", "collate_fn", "data_collator")
-# Generators with a state, by the name of their kind in a checkpoint.
-KINDS: Final[dict[str, type[Any]]] = {
-    "torch": torch.Generator,
-    "numpy": np.random.Generator,
-    "numpy_legacy": np.random.RandomState,
-    "python": random.Random,
-}
 
 States = dict[str, Any]
 
@@ -105,94 +93,3 @@ def _is_sampler(item: Any) -> bool:
 
 def _is_part(name: str, item: Any) -> bool:
     return name in PARTS or isinstance(item, torch.Generator | np.random.Generator | Sampler)
-
-
-class DataGenerators:
-    """The generators that one rank's datasets and collators have as attributes."""
-
-    def __init__(self) -> None:
-        self._owners: list[tuple[str, Any]] = []
-
-    def watch(self, loader: Any) -> None:
-        """Watch the generators below `loader` from now on, also those that are made later."""
-        self._owners = list(_data_of(loader))
-
-    def state_dict(self) -> States:
-        found = {}
-        for path, owner in self._owners:
-            for name, item in _attributes(owner):
-                if isinstance(item, tuple(KINDS.values())) and (kind := _kind_of(item)):
-                    found[f"{path}.{name}"] = {"kind": kind, "state": _read(item)}
-        return found
-
-    def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Set the saved states. A generator that is not made yet is made."""
-        owners = dict(self._owners)
-        for place, saved in states.items():
-            path, _, name = place.rpartition(".")
-            owner = owners.get(path)
-            if owner is None:
-                continue
-            item, kind = getattr(owner, name, None), saved["kind"]
-            if item is None:
-                item = _make(kind, saved["state"])
-                setattr(owner, name, item)
-            if isinstance(item, KINDS[kind]):
-                _write(item, saved["state"])
-
-
-def _data_of(loader: Any) -> Iterator[tuple[str, Any]]:
-    """Yield each dataset and collator of a loader with the attributes that lead to it."""
-    found = [(name, getattr(loader, name, None)) for name in WRAPPED]
-    seen: set[int] = set()
-    while found:
-        path, item = found.pop(0)
-        # A collator may be a method of an object that has the generator.
-        item = getattr(item, "__self__", item)
-        if item is None or id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, list | tuple):
-            found += [(f"{path}.{i}", each) for i, each in enumerate(item)]
-        else:
-            yield path, item
-            found += [(f"{path}.{n}", each) for n, each in _attributes(item) if n in WRAPPED]
-
-
-def _kind_of(item: Any) -> str | None:
-    """Return the name of a generator's kind, or None if it has no state."""
-    if isinstance(item, random.SystemRandom):
-        return None
-    return next(name for name, kind in KINDS.items() if isinstance(item, kind))
-
-
-def _make(kind: str, state: Any) -> Any:
-    if kind == "numpy":
-        return np.random.Generator(getattr(np.random, state["bit_generator"])())
-    make: Callable[[], Any] = KINDS[kind]
-    return make()
-
-
-def _read(item: Any) -> Any:
-    """Return a generator's state as a checkpoint can have it."""
-    if isinstance(item, torch.Generator):
-        return item.get_state()
-    if isinstance(item, np.random.Generator):
-        return item.bit_generator.state
-    if isinstance(item, np.random.RandomState):
-        return item.get_state(legacy=False)
-    version, words, gauss = item.getstate()
-    return [version, torch.tensor(words), gauss]
-
-
-def _write(item: Any, state: Any) -> None:
-    """Set a generator to a state of `_read`."""
-    if isinstance(item, torch.Generator):
-        item.set_state(state)
-    elif isinstance(item, np.random.Generator):
-        item.bit_generator.state = state
-    elif isinstance(item, np.random.RandomState):
-        item.set_state(state)
-    else:
-        version, words, gauss = state
-        item.setstate((version, tuple(words.tolist()), gauss))
