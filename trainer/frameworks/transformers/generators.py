@@ -22,7 +22,8 @@ from holdfast.trainer.state.objects import NumpyGenerator, TorchGenerator
 PARTS: Final = ("sampler", "batch_sampler", "batch_samplers", "generator", "synchronized_generator")
 
 # Where datasets and collators have others that they wrap.
-WRAPPED: Final = ("dataset", "datasets", "collate_fn", "data_collator")
+JOINED: Final = "datasets"
+WRAPPED: Final = ("dataset", JOINED, "collate_fn", "data_collator")
 # Generators with a state, by the name of their kind in a checkpoint.
 KINDS: Final[dict[str, type[Any]]] = {
     "torch": torch.Generator,
@@ -152,11 +153,12 @@ def _data_of(loader: Any) -> Iterator[tuple[str, Any]]:
         if item is None or id(item) in seen:
             continue
         seen.add(id(item))
-        if isinstance(item, list | tuple):
-            found += [(f"{path}.{i}", each) for i, each in enumerate(item)]
-        else:
+        if not isinstance(item, list | tuple):
             yield path, item
             found += [(f"{path}.{n}", each) for n, each in _attributes(item) if n in WRAPPED]
+        elif path.endswith(f".{JOINED}"):
+            # Other lists are datasets themselves, and may be long.
+            found += [(f"{path}.{i}", each) for i, each in enumerate(item)]
 
 
 def _kind_of(item: Any) -> str | None:
