@@ -208,7 +208,8 @@ class Blurring:
 
 def test_generators_of_wrapped_datasets_and_of_methods_are_restored() -> None:
     # The samples of a list may be many, and no fetch may look at all of them.
-    joined = ConcatDataset([Subset(Drawing(SAMPLES), [1, 3]), [{"input_ids": torch.ones(2)}]])
+    samples: Any = [{"input_ids": torch.ones(2)}]
+    joined: Any = ConcatDataset([Subset(Drawing(SAMPLES), [1, 3]), samples])
     loader = DataLoader(joined, collate_fn=Blurring().collate)
     generators = DataGenerators()
     generators.watch(loader)
@@ -222,7 +223,8 @@ def test_generators_of_wrapped_datasets_and_of_methods_are_restored() -> None:
     first = list(loader)
     generators.load_state_dict(saved)
     assert list(loader) == first
-    generators.watch(DataLoader([Blurring(), Blurring()]))
+    samples.append(Blurring())
+    generators.watch(DataLoader(samples))
     assert generators.state_dict() == {}
 
 

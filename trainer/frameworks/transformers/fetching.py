@@ -19,7 +19,11 @@ import torch
 from accelerate.data_loader import DataLoaderDispatcher, skip_first_batches
 from torch.utils.data import DataLoader
 
-from holdfast.trainer.frameworks.transformers.generators import DataGenerators, LoaderGenerators
+from holdfast.trainer.frameworks.transformers.generators import (
+    DataGenerators,
+    LoaderGenerators,
+    as_saved,
+)
 from holdfast.trainer.state import rng
 
 States = dict[str, torch.Tensor]
@@ -52,7 +56,7 @@ class FetchStates:
         if self._saved is not None:
             return {**self._saved, "data": {**self._saved["data"], "now": self.data.state_dict()}}
         return {
-            "data": {"fetch": self._data_fetch, "now": self.data.state_dict()},
+            "data": {"fetch": as_saved(self._data_fetch), "now": self.data.state_dict()},
             "generators": self.generators.state_dict(),
             "epoch": rng.as_tensors(self._epoch),
             "fetch": rng.as_tensors(self._fetch),
@@ -76,7 +80,7 @@ class FetchStates:
     def continue_with(self, now: States) -> None:
         """Set the states that training continues with, once batches are fetched again."""
         if self._saved is not None and self._saved["fetched"] >= self._skipped:
-            self._then = now, self.data.state_dict()
+            self._then = now, self.data.note()
 
     def before_first(self) -> None:
         """Called before the first fetches of an epoch, which start the loader."""
@@ -97,7 +101,7 @@ class FetchStates:
         elif self._then is not None:
             self.after_first()
         self._fetch, self.fetched = rng.note(), number + 1
-        self._data_fetch = self.data.state_dict()
+        self._data_fetch = self.data.note()
 
     def after_first(self) -> None:
         """Set the states to continue with, if no batch must be fetched before that."""

@@ -119,6 +119,10 @@ class DataGenerators:
         self._owners = list(_data_of(loader))
 
     def state_dict(self) -> States:
+        return as_saved(self.note())
+
+    def note(self) -> States:
+        """Return the states for `as_saved`, which converts them to tensors."""
         found = {}
         for path, owner in self._owners:
             for name, item in _attributes(owner):
@@ -176,19 +180,28 @@ def _make(kind: str, state: Any) -> Any:
 
 
 def _read(item: Any) -> Any:
-    """Return a generator's state as a checkpoint can have it."""
+    """Return a generator's state as it gives it."""
     if isinstance(item, torch.Generator):
         return item.get_state()
     if isinstance(item, np.random.Generator):
         return item.bit_generator.state
     if isinstance(item, np.random.RandomState):
         return item.get_state(legacy=False)
-    version, words, gauss = item.getstate()
-    return [version, torch.tensor(words), gauss]
+    return item.getstate()
+
+
+def as_saved(noted: States) -> States:
+    """Return the states of `DataGenerators.note` as a checkpoint can have them."""
+    saved = dict(noted)
+    for place, each in noted.items():
+        if each["kind"] == "python":
+            version, words, gauss = each["state"]
+            saved[place] = {**each, "state": [version, torch.tensor(words), gauss]}
+    return saved
 
 
 def _write(item: Any, state: Any) -> None:
-    """Set a generator to a state of `_read`."""
+    """Set a generator to a state that `as_saved` or `_read` returned."""
     if isinstance(item, torch.Generator):
         item.set_state(state)
     elif isinstance(item, np.random.Generator):
@@ -197,4 +210,6 @@ def _write(item: Any, state: Any) -> None:
         item.set_state(state)
     else:
         version, words, gauss = state
-        item.setstate((version, tuple(words.tolist()), gauss))
+        item.setstate(
+            (version, words if isinstance(words, tuple) else tuple(words.tolist()), gauss)
+        )
