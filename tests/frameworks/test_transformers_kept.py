@@ -21,7 +21,7 @@ from tests.frameworks.transformers_program import (
     collate,
     digest,
 )
-from torch.utils.data import DataLoader, Sampler, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Sampler, Subset
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
 
 from holdfast.contracts.errors import SpecError
@@ -207,19 +207,25 @@ class Blurring:
 
 
 def test_generators_of_wrapped_datasets_and_of_methods_are_restored() -> None:
-    loader = DataLoader(Subset(Drawing(SAMPLES), [1, 3]), collate_fn=Blurring().collate)
+    # The samples of a list may be many, and no fetch may look at all of them.
+    samples: Any = [{"input_ids": torch.ones(2)}]
+    joined: Any = ConcatDataset([Subset(Drawing(SAMPLES), [1, 3]), samples])
+    loader = DataLoader(joined, collate_fn=Blurring().collate)
     generators = DataGenerators()
     generators.watch(loader)
     next(iter(loader))
     saved = generators.state_dict()
     assert [(place, state["kind"]) for place, state in saved.items()] == [
         ("0.collate_fn.blur", "numpy_legacy"),
-        ("0.dataset.dataset.places", "numpy"),
-        ("0.dataset.dataset.words", "python"),
+        ("0.dataset.datasets.0.dataset.places", "numpy"),
+        ("0.dataset.datasets.0.dataset.words", "python"),
     ]
     first = list(loader)
     generators.load_state_dict(saved)
     assert list(loader) == first
+    samples.append(Blurring())
+    generators.watch(DataLoader(samples))
+    assert generators.state_dict() == {}
 
 
 def test_names_of_attributes_that_are_absent_are_refused(make: Make) -> None:

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 # Where datasets and collators have others that they wrap.
-WRAPPED: Final = ("dataset", "datasets", "collate_fn", "data_collator")
+JOINED: Final = "datasets"
+WRAPPED: Final = ("dataset", JOINED, "collate_fn", "data_collator")
 # Generators with a state, by the name of their kind in a checkpoint.
 KINDS: Final[dict[str, type[Any]]] = {
     "torch": torch.Generator,
@@ -102,11 +103,12 @@ def _data_of(loader: Any) -> Iterator[tuple[str, Any]]:
         if item is None or id(item) in seen:
             continue
         seen.add(id(item))
-        if isinstance(item, list | tuple):
-            found += [(f"{path}.{i}", each) for i, each in enumerate(item)]
-        else:
+        if not isinstance(item, list | tuple):
             yield path, item
             found += [(f"{path}.{n}", each) for n, each in _attributes(item) if n in WRAPPED]
+        elif path.endswith(f".{JOINED}"):
+            # Other lists are datasets themselves, and may be long.
+            found += [(f"{path}.{i}", each) for i, each in enumerate(item)]
 
 
 def _attributes(item: Any) -> list[tuple[str, Any]]:
@@ -128,15 +130,14 @@ def _make(kind: str, state: Any) -> Any:
 
 
 def _read(item: Any) -> Any:
-    """Return a generator's state as a checkpoint can have it."""
+    """Return a generator's state as plain data and tensors."""
     if isinstance(item, torch.Generator):
         return item.get_state()
     if isinstance(item, np.random.Generator):
         return item.bit_generator.state
     if isinstance(item, np.random.RandomState):
         return item.get_state(legacy=False)
-    version, words, gauss = item.getstate()
-    return [version, torch.tensor(words), gauss]
+    return item.getstate()
 
 
 def _write(item: Any, state: Any) -> None:
@@ -149,4 +150,4 @@ def _write(item: Any, state: Any) -> None:
         item.set_state(state)
     else:
         version, words, gauss = state
-        item.setstate((version, tuple(words.tolist()), gauss))
+        item.setstate((version, tuple(words), gauss))
