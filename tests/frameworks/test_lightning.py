@@ -27,6 +27,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     OnExceptionCheckpoint,
 )
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from tests.frameworks import lightning_program
 from tests.frameworks.lightning_cases import count_equal, everywhere
@@ -35,6 +36,7 @@ from tests.process.local_runs import LocalRun, processes_of, send, wait_until
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import SumMetric
 
+from holdfast.contracts.attempt import RunRecord, write_document
 from holdfast.contracts.errors import CheckpointError, SpecError
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.manifest import read_manifest
@@ -339,6 +341,39 @@ def test_best_file_stays_known_when_the_folder_changes(
     assert Path(first[0]).exists()
     # New files would be in the new folder.
     assert saver.dirpath == str(tmp_path / "folder-4")
+
+
+def test_fork_leaves_the_files_of_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent, fork = RunPaths(tmp_path / "parent"), RunPaths(tmp_path / "fork")
+    folders = []
+    for run, steps in ((parent, 2), (fork, 4)):
+        monkeypatch.setattr(Holdfast, "_has_fitted", False)
+        saver = ModelCheckpoint(every_n_train_steps=1)
+        trainer = L.Trainer(
+            accelerator="cpu",
+            max_steps=steps,
+            callbacks=[saver, Holdfast(directory=run.directory, interval=1000, snapshots="off")],
+            logger=CSVLogger(tmp_path),
+            enable_progress_bar=False,
+        )
+        trainer.fit(Tiny(), loader())
+        folders.append(saver.dirpath)
+        record = {
+            "uid": "1" * 32,
+            "run": fork.name,
+            "name": fork.name,
+            "root": str(tmp_path),
+            "created_at": 1.0,
+            "spec": {},
+            "spec_digest": "",
+            "forked_path": str(parent.list_checkpoints()[-1]),
+        }
+        fork.directory.mkdir(exist_ok=True)
+        write_document(fork.spec, RunRecord(**record))
+    assert os.listdir(folders[0]) == ["epoch=0-step=2.ckpt"]
+    assert os.listdir(folders[1]) == ["epoch=1-step=4.ckpt"]
 
 
 def test_failure_in_a_step_releases_the_session(tmp_path: Path) -> None:

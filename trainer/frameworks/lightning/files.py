@@ -11,7 +11,7 @@ continues from an earlier step than the files show:
   model of the restored state would be gone.
 - A file that was written after the restored step is written again under its own name. Otherwise
   the same step would get a second file, with `-v1` in its name.
-- The folder stays that of the first launch. Loggers choose a new one for each process, and
+- The folder stays that of the run's first launch. Loggers choose a new one for each process, and
   `ModelCheckpoint` then forgets its best score.
 - If the program itself names another folder at each launch, as with Hydra, new files are written
   there. The best score and the files of earlier launches stay known.
@@ -59,6 +59,8 @@ class Files:
         self._covered: dict[int, int] = {}
         # The states of callbacks in the restored checkpoint.
         self._callbacks: Mapping[str, Any] = {}
+        # The folders that loggers chose for this launch.
+        self._new_folders: list[Any] = []
         self._without_folder = [each for each in model_checkpoints(trainer) if each.dirpath is None]
         self._save, self._remove = self._strategy.save_checkpoint, self._strategy.remove_checkpoint
         self._strategy.save_checkpoint = self._write
@@ -80,9 +82,11 @@ class Files:
         recorded = _read(self._record) if self._trainer.is_global_zero else []
         lost = self._lost | set(recorded[self._written :])
         self._lost, self._written = self._strategy.broadcast((lost, len(recorded)))
-        # A fork does not take over files that its parent may still need.
-        if (session.resumed_from or "").startswith(f"{session.run_directory.name}:"):
-            self._keep_scores()
+        if not (session.resumed_from or "").startswith(f"{session.run_directory.name}:"):
+            # A fork has a folder of its own. Lightning deletes nothing outside of it.
+            for each, folder in zip(self._without_folder, self._new_folders, strict=False):
+                each.dirpath = folder
+        self._keep_scores()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resume needs to know of the files that exist now."""
@@ -97,6 +101,7 @@ class Files:
         self._written, self._lost = state["written"], set(state["lost"])
         self._unwanted, self._deleted = list(state["unwanted"]), 0
         self._callbacks = callbacks
+        self._new_folders = [each.dirpath for each in self._without_folder]
         for each in self._without_folder:
             each.dirpath = callbacks.get(each.state_key, {}).get("dirpath", each.dirpath)
 
