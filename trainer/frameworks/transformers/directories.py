@@ -8,6 +8,7 @@ So each has a mark that names its run, and a relaunch of the run then begins as 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Final
 
@@ -21,10 +22,21 @@ WHOLE: Final = (TRAINER_STATE, "scheduler.pt")
 MARK: Final = "holdfast.json"
 
 
-def newest_whole(output_dir: str) -> str | None:
-    """Return the newest directory in `output_dir` that has a training state, or None."""
-    found = [path for path in sort_checkpoints(output_dir) if not missing_files(path)]
-    return found[-1] if found else None
+def begin_with(given: str | bool | None, output_dir: str, run: Path) -> str | None:
+    """Return the directory to begin with, "" if there must be one and is none, or None.
+
+    `given` is `resume_from_checkpoint`. What the run with folder `run` wrote counts as none.
+    """
+    if not given:
+        return None
+    there = sort_checkpoints(output_dir)
+    whole = [path for path in there if not missing_files(path)]
+    newest = whole[-1] if whole else None
+    if given is not True:
+        path = os.fspath(given)
+        return newest if is_marked(path, run) else path
+    has_own = any(is_marked(path, run) for path in there)
+    return newest if newest or has_own else ""
 
 
 def missing_files(path: str) -> list[str]:
@@ -42,11 +54,6 @@ def is_marked(path: str, run: Path) -> bool:
     """Return whether the run with folder `run` wrote the directory. A damaged mark says no."""
     found = Path(path) / MARK
     return found.exists() and found.read_bytes() == _mark_of(run)
-
-
-def has_marked(output_dir: str, run: Path) -> bool:
-    """Return whether the run with folder `run` wrote a directory in `output_dir`."""
-    return any(is_marked(path, run) for path in sort_checkpoints(output_dir))
 
 
 def _mark_of(run: Path) -> bytes:

@@ -16,11 +16,9 @@ from holdfast.contracts.reporting import report
 from holdfast.trainer.frameworks.session import FrameworkSession
 from holdfast.trainer.frameworks.transformers.checks import check_arguments
 from holdfast.trainer.frameworks.transformers.directories import (
-    has_marked,
-    is_marked,
+    begin_with,
     mark,
     missing_files,
-    newest_whole,
     step_of,
 )
 from holdfast.trainer.frameworks.transformers.fetching import (
@@ -92,7 +90,7 @@ class TrainerRun:
             )
         self._has_trained = True
         folder = run_folder(trainer.session_options.get("directory"), os.environ)
-        self._path = self._given_path(resume_from_checkpoint, folder)
+        self._path = begin_with(resume_from_checkpoint, args.output_dir, folder)
         if args.accelerator_config.split_batches:
             return
         given = GivenBatch(
@@ -387,15 +385,6 @@ class TrainerRun:
         if best is not None and not os.path.isdir(best):
             report(f"holdfast: the directory of the best model, {best}, does not exist any more")
             state.best_model_checkpoint = None
-
-    def _given_path(self, given: str | bool | None, run: Path) -> str | None:
-        """Return the directory to begin with, "" if there must be one and is none, or None."""
-        output_dir = self._trainer.args.output_dir
-        if given is True:
-            whole = newest_whole(output_dir)
-            return whole if whole or has_marked(output_dir, run) else ""
-        path = os.fspath(given) if given else None
-        return newest_whole(output_dir) if path is not None and is_marked(path, run) else path
 
     @property
     def _open(self) -> FrameworkSession:
