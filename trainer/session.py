@@ -325,7 +325,7 @@ class Session(SessionParts):
         spec's `supervision.numerics` sets what happens after a loss that is not finite or far above
         those before it.
         """
-        self._observed = self.step + 1
+        self._observed = self._position.completed + 1
         self._guard.observe(self._observed, loss)
 
     def track(self, tracker: Tracker) -> None:

@@ -31,7 +31,12 @@ States = dict[str, Any]
 
 
 class DataGenerators:
-    """The generators that one rank's datasets and collators have as attributes."""
+    """The generators that one rank's datasets and collators have as attributes.
+
+    `is_idle` is true while `before_fetch` would return an empty dictionary.
+    """
+
+    is_idle = False
 
     def __init__(self) -> None:
         self._owners: dict[str, Any] = {}
@@ -50,14 +55,15 @@ class DataGenerators:
 
     def begin_pass(self) -> None:
         """Called before a pass over a loader begins, when the program may have made generators."""
-        self._fetches = 0
+        self._fetches, self.is_idle = 0, False
 
     def before_fetch(self) -> States:
         """Return the states before a fetch. Only a pass's first fetches look for new generators."""
         if self._fetches < FIRST_FETCHES:
             self._fetches += 1
             return self.state_dict()
-        return self._read_found() if self._found else {}
+        self.is_idle = not self._found
+        return self._read_found()
 
     def state_dict(self) -> States:
         """Return the state of each generator by its place."""

@@ -42,7 +42,7 @@ class Noted(NamedTuple):
 
 def note() -> Noted:
     """Return the current states of Python's, NumPy's and torch's generators on the CPU."""
-    return Noted(_read_python(), _read_numpy(), torch.get_rng_state())
+    return Noted(_read_python(), _read_numpy(), torch.default_generator.get_state())
 
 
 class _Reader(Generic[State]):

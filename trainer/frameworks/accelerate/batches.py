@@ -52,8 +52,11 @@ class DealtBatches(Batches):
 
     def note_fetch(self) -> None:
         """Note the generators, unless worker processes fetch."""
-        if self._notes_fetches:
-            self.fetch, self._data_fetch = rng.note(), self.data.before_fetch()
+        if not self._notes_fetches:
+            return
+        self.fetch = rng.note()
+        if not self.data.is_idle:
+            self._data_fetch = self.data.before_fetch()
 
     def before_newest_fetch(self) -> Generators | None:
         """Return the generators before the newest fetch, if they were noted."""

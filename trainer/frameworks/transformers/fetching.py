@@ -99,7 +99,8 @@ class FetchStates:
         elif self._then is not None:
             self.after_first()
         self._fetch, self.fetched = rng.note(), number + 1
-        self._data_fetch = self.data.before_fetch()
+        if not self.data.is_idle:
+            self._data_fetch = self.data.before_fetch()
 
     def after_first(self) -> None:
         """Set the states to continue with, if no batch must be fetched before that."""

@@ -1,27 +1,37 @@
-"""The callback through which a trainer tells its run what happens in the loop."""
+"""The events of a trainer's loop that its run hears of.
+
+A callback would be called at every event of a step, also at those that it ignores. So the run takes
+the place of a few methods of the trainer's callback handler. It hears of an event before the
+trainer's callbacks, which then see restored random generators and the logs as they were.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from transformers import TrainerCallback
+
+def listen(handler: Any, run: Any) -> None:
+    """Tell `run` of the events of a `CallbackHandler` from now on."""
+
+    def log(_: Any, __: Any, ___: Any, logs: Any = None, **____: Any) -> None:
+        run.log(logs or {})
+
+    def beat(*_: Any, **__: Any) -> None:
+        if run.session is not None:
+            run.session.beat()
+
+    _hear(handler, "on_train_begin", lambda *_, **__: run.begin_training())
+    _hear(handler, "on_epoch_begin", lambda *_, **__: run.restore_generators())
+    _hear(handler, "on_prediction_step", beat)
+    _hear(handler, "on_log", log)
 
 
-class Hooks(TrainerCallback):
-    """Passes the trainer's events on to its `TrainerRun`."""
+def _hear(handler: Any, event: str, hear: Callable[..., None]) -> None:
+    tell = getattr(handler, event)
 
-    def __init__(self, run: Any) -> None:
-        self._run = run
+    def both(*given: Any, **more: Any) -> Any:
+        hear(*given, **more)
+        return tell(*given, **more)
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self._run.begin_training()
-
-    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        self._run.restore_generators()
-
-    def on_prediction_step(self, *_: Any, **__: Any) -> None:
-        if self._run.session is not None:
-            self._run.session.beat()
-
-    def on_log(self, _: Any, __: Any, ___: Any, logs: Any = None, **____: Any) -> None:
-        self._run.log(logs or {})
+    setattr(handler, event, both)

@@ -251,10 +251,12 @@ class TrainerRun:
 
         Training that has just ended goes on to its last evaluation.
         """
-        session, progress, control = self._open, self.progress, self._trainer.control
+        session, progress, control = self.session, self.progress, self._trainer.control
+        assert session is not None
         progress.place.steps += 1
         progress.todo = todo
-        self._rotate()
+        if self._rotation is not None:
+            self._rotate()
         has_end = todo is not NOTHING or self.is_at_end_of_epoch or control.should_training_stop
         if session.boundary(has_end=has_end) and not control.should_training_stop:
             self._leave()
@@ -321,9 +323,9 @@ class TrainerRun:
 
     def observe(self) -> None:
         """Let the session watch the step's loss, which the trainer's logs may average or filter."""
-        loss, self._loss = self._loss, None
-        if loss is not None:
-            self._open.observe(loss)
+        session, loss, self._loss = self.session, self._loss, None
+        if session is not None and loss is not None:
+            session.observe(loss)
 
     def log(self, logs: Mapping[str, Any]) -> None:
         """Record the numbers that the trainer logs."""

@@ -22,7 +22,7 @@ from holdfast.contracts.errors import SpecError
 from holdfast.trainer.frameworks.session import FrameworkSession
 from holdfast.trainer.frameworks.transformers.checks import check_loader
 from holdfast.trainer.frameworks.transformers.fetching import set_epoch
-from holdfast.trainer.frameworks.transformers.hooks import Hooks
+from holdfast.trainer.frameworks.transformers.hooks import listen
 from holdfast.trainer.frameworks.transformers.progress import NOTHING, Todo
 from holdfast.trainer.frameworks.transformers.run import RESUMED, TrainerRun
 
@@ -252,7 +252,4 @@ def attach(trainer: Any) -> None:
 
 def _connect(trainer: Any) -> None:
     trainer._holdfast = TrainerRun(trainer)
-    handler = trainer.callback_handler
-    # Ours comes first, so that the others see restored random generators. The handler may be going
-    # through its list at this moment, so that list stays as it is.
-    handler.callbacks = [Hooks(trainer._holdfast), *handler.callbacks]
+    listen(trainer.callback_handler, trainer._holdfast)
