@@ -20,6 +20,7 @@ from holdfast.contracts.errors import CheckpointError
 from holdfast.trainer.collective import ControlGroup
 from holdfast.trainer.loading.compare_keys import Selection
 from holdfast.trainer.state import fsdp1, rng
+from holdfast.trainer.state.ddp_hooks import warn_of_lost_states
 from holdfast.trainer.state.fit import FIT, Fit
 from holdfast.trainer.state.forms import Forms
 from holdfast.trainer.state.imported import FORMAT, find_ties, is_imported, names_in
@@ -89,6 +90,8 @@ class TrainState:
         # FSDP1 converts flat parameters to named ones with collectives of its own.
         self._is_fsdp1 = any(is_fsdp1(model) for model in self._models)
         self._check(find_all(self._models))
+        if rank == 0:
+            warn_of_lost_states(self._models)
 
     def fit_for(self, document: Mapping[str, Any]) -> Fit:
         """Return how to load the checkpoint of `document`."""
