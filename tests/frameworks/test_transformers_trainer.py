@@ -228,6 +228,18 @@ def test_a_directory_of_a_save_that_was_never_committed_counts_as_none(
     assert case.notes(0)["end"]["step"] == 6
 
 
+def test_a_dataset_that_was_made_in_another_way_is_reported(
+    make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = make("run")
+    for steps, fingerprint in ((2, "b1"), (4, "b1"), (6, "c2")):
+        trainer = trainer_of(case, max_steps=steps)
+        trainer.train_dataset._fingerprint = fingerprint
+        trainer.train()
+        said = capsys.readouterr().out
+        assert ("has the fingerprint c2, and b1 in the checkpoint" in said) is (steps == 6)
+
+
 def test_a_path_counts_only_while_the_run_has_no_checkpoint(make: Make) -> None:
     case = make("run")
     train(case, max_steps=4, **SMALL)

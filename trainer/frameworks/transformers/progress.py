@@ -17,6 +17,7 @@ from transformers import TrainerState
 from transformers.trainer_callback import ExportableState, TrainerControl
 
 from holdfast.contracts.errors import CheckpointError
+from holdfast.contracts.reporting import report
 from holdfast.contracts.topology import GLOBAL_BATCHES
 from holdfast.trainer.frameworks.transformers.fetching import FetchStates
 from holdfast.trainer.frameworks.transformers.kept import KeptAttributes
@@ -107,6 +108,7 @@ class Progress(RankLimited):
             "first_step": self.first_step,
             "seconds": self.seconds,
             "kept": self.kept.shared(),
+            "dataset": self._fingerprint(),
         }
 
     def rank_limits(self) -> dict[str, Any]:
@@ -144,6 +146,7 @@ class Progress(RankLimited):
         self.place, self.todo = Place(*loaded["place"]), Todo(*loaded["todo"])
         self.told = Told(loaded["grad_norm"], loaded["learning_rate"])
         self.first_step, self._earlier_s = loaded["first_step"], loaded["seconds"]
+        self._compare_dataset(loaded.get("dataset"))
 
     def restore_window(self) -> None:
         """Put back the sums of losses. The trainer resets them when its loop begins."""
@@ -170,6 +173,20 @@ class Progress(RankLimited):
         if place.is_ended and (is_cut or place.steps >= steps_per_epoch):
             return Place(place.epoch + 1)
         return Place(place.epoch, place.steps)
+
+    def _fingerprint(self) -> str | None:
+        """Return what the datasets library computes from how a dataset was made, or None."""
+        found = getattr(self.trainer.train_dataset, "_fingerprint", None)
+        return found if isinstance(found, str) else None
+
+    def _compare_dataset(self, saved: str | None) -> None:
+        now = self._fingerprint()
+        if saved and now and saved != now and self.trainer.args.process_index == 0:
+            report(
+                f"holdfast: the training dataset has the fingerprint {now}, and {saved} in the "
+                "checkpoint, so its samples may be others. If the program makes it with random "
+                "numbers, as with shuffle(), give it a seed"
+            )
 
     def _exportable(self) -> list[Any]:
         callbacks = self.trainer.callback_handler.callbacks
