@@ -76,8 +76,7 @@ def test_the_first_batch_of_a_complete_pass_is_the_number_of_its_batches(program
     resumed = program.resumed(loader)
     progress, (same,) = resumed.progress, resumed.progress.loaders
     assert progress.first_batch == BATCHES
-    same.leave_out_pass({})
-    left_out = progress.leave_out(same)
+    left_out = progress.leave_out(same, {})
     # A program that asks by `next` looks at the number after it created the iterator.
     assert progress.first_batch == BATCHES
     assert list(left_out) == []
@@ -95,7 +94,7 @@ def test_draws_between_two_passes_are_those_of_the_first_time(program: Program) 
     resumed = program.resumed(first, second)
     left_out, continued = resumed.progress.loaders
     torch.manual_seed(99)
-    left_out.leave_out_pass({})
+    resumed.progress.leave_out(left_out, {})
     assert draw() == between
     assert continued.resumed is not None
     assert continued.resumed.done == 1
@@ -112,7 +111,7 @@ def test_a_program_that_asks_by_next_evaluates_after_its_last_step(program: Prog
     assert program.progress.close_step()
     resumed = program.resumed(loader)
     torch.manual_seed(99)
-    resumed.progress.loaders[0].leave_out_pass({})
+    resumed.progress.leave_out(resumed.progress.loaders[0], {})
     assert draw() == evaluated
 
 

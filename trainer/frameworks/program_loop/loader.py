@@ -10,7 +10,14 @@ from typing import Any, Final, TypeVar
 from torch.utils.data import IterableDataset
 
 from holdfast.contracts.errors import CheckpointError
-from holdfast.trainer.frameworks.program_loop.order import DATA, Batches, Generators, Order, Start
+from holdfast.trainer.frameworks.program_loop.order import (
+    DATA,
+    DATA_OF_LOADERS,
+    Batches,
+    Generators,
+    Order,
+    Start,
+)
 from holdfast.trainer.state import rng
 
 _OWN: Final = frozenset(
@@ -161,7 +168,9 @@ class WrappedLoader(ABC):
         """
         assert self.batches is not None
         is_shared = resumed.done % self.unit == 0
-        now = {**(now or rng.capture()), DATA: self.batches.data.state_dict()}
+        # The data's generators may be those at the end of a pass that was left out.
+        data = (now or {}).get(DATA_OF_LOADERS, {}).get(str(self.number))
+        now = {**(now or rng.capture()), DATA: data or self.batches.data.state_dict()}
         return Start(
             skip=resumed.done // self.unit if is_shared else resumed.done,
             is_dealt=not is_shared,
@@ -170,8 +179,8 @@ class WrappedLoader(ABC):
             now=now if resumed.order is not None else {},
         )
 
-    def leave_out_pass(self, now: Generators) -> None:
-        """Leave out a pass that was complete. Set the generators as they were at its end.
+    def leave_out_pass(self, now: Generators) -> Generators | None:
+        """Leave out a pass that was complete. Return the generators at its end, if they are known.
 
         `now` are the generators of the resume, for the pass that was complete last.
         """
@@ -180,13 +189,12 @@ class WrappedLoader(ABC):
         self.resumed.passes -= 1
         if number == len(self.ends):
             self.ends.append(now)
-        if number < len(self.ends):
-            rng.restore(self.ends[number])
+        return self.ends[number] if number < len(self.ends) else None
 
-    def end_pass(self, generators: Generators | None = None) -> None:
-        """Count a complete training pass. `generators` are those at its end, by default of now."""
+    def end_pass(self, generators: Generators) -> None:
+        """Count a complete training pass. `generators` are those at its end."""
         self.passes += 1
-        self.ends.append(generators or rng.capture())
+        self.ends.append(generators)
 
     def next_epoch(self) -> None:
         """Forget the passes of the epoch, whose end is complete."""

@@ -22,6 +22,8 @@ from holdfast.trainer.state import rng
 # States of generators by name. `DATA` has those of the dataset and of the collator.
 Generators = Mapping[str, Any]
 DATA: Final = "data"
+# Those of all loaders, by their numbers as text.
+DATA_OF_LOADERS: Final = "data_of_loaders"
 
 
 @dataclass(frozen=True)

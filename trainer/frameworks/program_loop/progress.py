@@ -10,7 +10,7 @@ import torch
 
 from holdfast.contracts.errors import SpecError
 from holdfast.trainer.frameworks.program_loop.loader import ENDS, WrappedLoader
-from holdfast.trainer.frameworks.program_loop.order import Generators
+from holdfast.trainer.frameworks.program_loop.order import DATA_OF_LOADERS, Generators
 from holdfast.trainer.state import rng
 
 # The key of the sums beside those of the loaders, which are numbers.
@@ -113,8 +113,13 @@ class Progress:
         self._active.append(one)
         return one
 
-    def leave_out(self, loader: WrappedLoader) -> Iterator[Any]:
-        """Return a pass without batches, for one that was complete before the resume."""
+    def leave_out(self, loader: WrappedLoader, now: Generators) -> Iterator[Any]:
+        """Return a pass without batches, for one that was complete before the resume.
+
+        The generators are then as they were at its end. `now` are those of the resume.
+        """
+        if (at_end := loader.leave_out_pass(now)) is not None:
+            self._restore_generators(at_end)
         self._left_out = loader
         return self._nothing()
 
@@ -136,7 +141,7 @@ class Progress:
         """
         at_end = [one.loader.is_at_end(one.done) for one in self._stepping]
         if at_end and all(at_end) and self._at_end is None:
-            self._at_end = rng.capture()
+            self._at_end = self.generators()
 
     def forget_new_pass(self) -> None:
         """Forget what `note_new_pass` noted: the pass was inside of the step."""
@@ -218,6 +223,19 @@ class Progress:
                 noted[str(loader.number)] = state
         return noted
 
+    def generators(self) -> Generators:
+        """Return the generators of the process, and of the data of all loaders."""
+        known = [(str(each.number), each.batches) for each in self.loaders]
+        data = {number: one.data.state_dict() for number, one in known if one is not None}
+        return {**rng.capture(), DATA_OF_LOADERS: data}
+
+    def _restore_generators(self, generators: Generators) -> None:
+        rng.restore(generators)
+        data = generators.get(DATA_OF_LOADERS, {})
+        for each in self.loaders:
+            if each.batches is not None:
+                each.batches.data.load_state_dict(data.get(str(each.number), {}))
+
     def _restore(self, loader: WrappedLoader) -> None:
         if loader.number < len(self._saved):
             loader.restore(self._saved[loader.number])
@@ -240,7 +258,7 @@ class Progress:
     def _finish(self, one: Pass) -> None:
         if not one.is_over:
             one.is_over = True
-            one.loader.end_pass(self._at_end)
+            one.loader.end_pass(self._at_end or self.generators())
             self._newest_end = one.loader if self._at_end is None else None
             self._count(one)
 

@@ -16,7 +16,6 @@ from holdfast.trainer.frameworks.program_loop.loader import Resumed, WrappedLoad
 from holdfast.trainer.frameworks.program_loop.order import Generators, Start
 from holdfast.trainer.frameworks.program_loop.progress import Progress, RankProgress
 from holdfast.trainer.frameworks.session import FrameworkSession
-from holdfast.trainer.state import rng
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,8 +184,7 @@ class LoopTraining(ABC):
             return self._run_pass(loader, skip)
         self._begin_steps()
         assert self._resumed_generators is not None
-        loader.leave_out_pass(self._resumed_generators)
-        return self.progress.leave_out(loader)
+        return self.progress.leave_out(loader, self._resumed_generators)
 
     def _run_pass(self, loader: WrappedLoader, skip: int) -> Iterator[Any]:
         if not self.progress.is_in_pass:
@@ -248,7 +246,7 @@ class LoopTraining(ABC):
         if self.session.begin_steps():
             self.leave()
         if self._resumed_generators is None:
-            self._resumed_generators = rng.capture()
+            self._resumed_generators = self.progress.generators()
 
     def _place(self, loader: WrappedLoader, skip: int, resumed: Resumed | None) -> int:
         """Let the next pass begin at its place. Return the dealt batches before it."""
