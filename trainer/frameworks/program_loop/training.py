@@ -16,6 +16,7 @@ from holdfast.trainer.frameworks.program_loop.loader import Resumed, WrappedLoad
 from holdfast.trainer.frameworks.program_loop.order import Generators, Start
 from holdfast.trainer.frameworks.program_loop.progress import Progress, RankProgress
 from holdfast.trainer.frameworks.session import FrameworkSession
+from holdfast.trainer.state.ddp_hooks import warn_of_lost_states
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +105,9 @@ class LoopTraining(ABC):
         parts, options = self.parts(), dict(self._options)
         extra = {self.shared_name: self.progress, **parts.extra, **options.pop("extra", {})}
         mine = {self.rank_name: RankProgress(self.progress), **options.pop("per_rank", {})}
+        models = self.models()
         session = FrameworkSession(
-            one_model(self.models()),
+            one_model(models),
             parts.optimizers,
             parts.schedulers,
             extra=extra,
@@ -113,6 +115,9 @@ class LoopTraining(ABC):
             start_from=start_from,
             **options,
         )
+        if session.rank == 0:
+            # The session got the models without some of their wrappers.
+            warn_of_lost_states(each for each in self.wrappers() if each not in models)
         is_excluded = f"extra.{self.shared_name}" in listed(options.get("exclude", ()))
         if session.resumed_from is not None and not (self.progress.was_restored or is_excluded):
             with session:
