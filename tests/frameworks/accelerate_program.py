@@ -24,6 +24,8 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import (
     DataLoaderConfiguration,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
     DistributedType,
     FullyShardedDataParallelPlugin,
     ProjectConfiguration,
@@ -147,11 +149,13 @@ def main() -> None:
 
 def make_accelerator(settings: dict[str, Any]) -> Accelerator:
     configuration = ProjectConfiguration(**settings.get("project", {}))
+    hook = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.POWER_SGD)
     accelerator = Accelerator(
         cpu=True,
         gradient_accumulation_steps=settings.get("accumulate", 1),
         dataloader_config=DataLoaderConfiguration(**settings.get("data", {})),
         project_config=configuration,
+        kwargs_handlers=[hook] if settings.get("power_sgd") else [],
         session={"interval": settings.get("interval", 1000), **settings.get("session", {})},
     )
     if settings.get("scaler"):

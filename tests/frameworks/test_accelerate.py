@@ -46,6 +46,8 @@ class Runs:
         self._launches: list[list[Any]] = []
         self._names: list[str] = []
         self.statuses: dict[str, list[list[int]]] = {}
+        # All that the launches printed.
+        self.said = ""
 
     def add(self, name: str, *ranks: int, **settings: Any) -> None:
         """Add a launch of the run `name` for each number of ranks, with identical settings."""
@@ -74,6 +76,7 @@ class Runs:
         said = run_program(
             "frameworks.accelerate_cases", json.dumps(self._launches), timeout_s=LAUNCHES_S
         )
+        self.said += said
         found = json.loads(said.splitlines()[-1])
         for name, statuses in zip(self._names, found, strict=True):
             self.statuses.setdefault(name, []).append(statuses)
@@ -135,6 +138,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     }
     made.add("named", 2, 2, save_every=3, interval=4, kill_at=11, project=project)
     made.add("local_sgd", 2, local_sgd=True)
+    made.add("power_sgd", 2, epochs=1, power_sgd=True)
     made.add("source", 1, save_every=4)
     source = made.folder / "source" / "out" / "step_12"
     made.add("continued", 1, load=str(source), start=[0, 12])
@@ -209,6 +213,11 @@ def test_numbered_folders_go_on_after_a_kill_and_link_to_committed_checkpoints(r
 def test_steps_without_synchronized_gradients_end_the_program(runs: Runs) -> None:
     assert 0 not in runs.statuses["local_sgd"][0]
     assert not checkpoints(runs.paths("local_sgd"))
+
+
+def test_a_hook_whose_state_is_lost_is_reported_once(runs: Runs) -> None:
+    assert runs.statuses["power_sgd"] == [[0, 0]]
+    assert runs.said.count("the PowerSGDState of DDP's communication hook") == 1
 
 
 def test_a_run_that_starts_from_a_folder_continues_at_its_place(runs: Runs) -> None:
