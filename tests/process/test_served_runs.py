@@ -11,10 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -34,6 +32,7 @@ from holdfast.contracts.states import AttemptState, Cause
 from holdfast.lineage.database import open_database
 from holdfast.lineage.ingest import ingest_run
 from holdfast.lineage.reindex import reindex
+from holdfast.workers import executors
 from holdfast.workers.checkpoints import committed_checkpoints
 from holdfast.workers.executors.base import JobStatus
 from holdfast.workers.executors.slurm import SlurmExecutor
@@ -45,13 +44,13 @@ STEPS = 120
 NODES = {"executor": "slurm", "gpus_per_node": 1, "gres": "none", "nodes": 2}
 
 
-@dataclass
-class Hosts:
+class Hosts(SlurmExecutor):
     """Hosts that start the agents of an attempt, in place of Slurm."""
 
-    shared: Served
-    root: Path
-    agents: dict[str, list[subprocess.Popen[bytes]]] = field(default_factory=dict)
+    def __init__(self, shared: Served, root: Path) -> None:
+        super().__init__()
+        self.shared, self.root = shared, root
+        self.agents: dict[str, list[subprocess.Popen[bytes]]] = {}
 
     def submit(self, paths: AttemptPaths, request: Request) -> Submission:
         names = [f"n{node}" for node in range(request.nodes)]
@@ -90,7 +89,13 @@ class Hosts:
         state = AttemptState.FAILED if is_over else AttemptState.RUNNING
         return JobStatus(state=state, raw="FAILED" if is_over else "RUNNING")
 
-    def cancel(self, request: Request, submission: Submission | None = None) -> None:
+    def find(self, request: Request) -> Submission | None:
+        return None
+
+    def live_jobs(self, request: Request) -> tuple[Submission, ...]:
+        return ()
+
+    def cancel(self, request: Request, submission: Submission) -> None:
         for agent in self.agents.get(request.job_name, []):
             agent.kill()
             agent.wait()
@@ -105,19 +110,12 @@ def hosts(
     point.mkdir()
     with served(request.param, tmp_path / "served") as shared:
         made = Hosts(shared, point / "runs")
-        for name in ("submit", "status", "cancel"):
-            monkeypatch.setattr(SlurmExecutor, name, replaced_by(getattr(made, name)))
-        monkeypatch.setattr(SlurmExecutor, "find", lambda *_: None)
-        monkeypatch.setattr(SlurmExecutor, "live_jobs", lambda *_: ())
+        monkeypatch.setitem(executors._KINDS, "slurm", lambda: made)
         yield made
         for agents in made.agents.values():
             for agent in agents:
                 agent.kill()
                 agent.wait()
-
-
-def replaced_by(act: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda _, *given: act(*given)
 
 
 def run_on(hosts: Hosts) -> LocalRun:
