@@ -27,6 +27,10 @@ class FlowLock:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Release the lock and close its file. The lock cannot be taken again."""
         if self._handle is not None:
             os.close(self._handle)
         self._handle, self.is_held = None, False

@@ -13,12 +13,14 @@ from pydantic import ValidationError
 
 from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.errors import NotFoundError, ServiceError
-from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.supervision import is_supervised
 from holdfast.flows import secrets
 from holdfast.flows.handover import hand_over
+from holdfast.flows.submission import JOURNAL
+from holdfast.workers.operator import has_agent
+from holdfast.workers.reconcile import reconcile
 from holdfast.workers.runs import require_own
 
 LOG_TAIL_BYTES: Final = 4096
@@ -82,13 +84,16 @@ def start_flow(paths: RunPaths, *, preflight: bool = True) -> Started:
 def start_after(paths: RunPaths, *, goes_on: bool, refresh: bool = False) -> Started:
     """Start what a request to a run needs.
 
-    A run that goes on needs a supervisor. A paused run that was cancelled or stopped has ended, and
+    A run that continues needs a supervisor, and so does one whose job could not be taken back,
+    because the scheduler did not answer. A paused run that was cancelled or stopped has ended, and
     its suspended flow run is resumed, so that it ends too. Raises the errors of `start_if_alone`.
     """
     if goes_on:
         return start_if_alone(paths, refresh=refresh)
-    if load_history(paths).state.is_live:
-        return Started()
+    history = reconcile(paths, writer=JOURNAL)
+    if history.state.is_live:
+        is_unfinished = paths.is_mine() and not has_agent(history)
+        return start_if_alone(paths) if is_unfinished else Started()
     try:
         return resume_if_suspended(paths) or Started()
     except ServiceError as error:

@@ -24,14 +24,30 @@ class Submit(Protocol):
     """Submits the next attempt of the run at `paths`. The flow uses a Prefect task."""
 
     def __call__(
-        self, paths: RunPaths, *, gpus: int, reason: str, exclude: Sequence[str], place: int
+        self,
+        paths: RunPaths,
+        *,
+        gpus: int,
+        reason: str,
+        exclude: Sequence[str],
+        place: int,
+        seen: int | None,
     ) -> AttemptPaths: ...
 
 
 def submit_next(
-    paths: RunPaths, *, gpus: int, reason: str, exclude: Sequence[str], place: int = 0
+    paths: RunPaths,
+    *,
+    gpus: int,
+    reason: str,
+    exclude: Sequence[str],
+    place: int = 0,
+    seen: int | None = None,
 ) -> AttemptPaths:
-    """Submit the next attempt from the run's state on disk, and journal it."""
+    """Submit the next attempt from the run's state on disk, and journal it.
+
+    Raises like `workers.attempts.submit_attempt`, for an order after `seen` too.
+    """
     history = load_history(paths)
     with JournalWriter(paths.journal_of(JOURNAL)) as journal:
         return submit_attempt(
@@ -43,4 +59,5 @@ def submit_next(
             exclude=exclude,
             place=place,
             journal=journal,
+            seen=seen,
         )

@@ -20,6 +20,8 @@ from holdfast.contracts.attempt import SubmissionTry, read_document
 from holdfast.contracts.errors import (
     HoldfastError,
     NotFoundError,
+    OrdersChangedError,
+    RequestConflictError,
     RunConflictError,
     SchedulerError,
     SchedulerUnavailableError,
@@ -30,6 +32,7 @@ from holdfast.contracts.filesystems import refresh
 from holdfast.contracts.history import RunHistory, load_history
 from holdfast.contracts.history_cache import HistoryReader
 from holdfast.contracts.journal import GROWER, EventKind, JournalWriter
+from holdfast.contracts.orders import open_orders
 from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows import secrets
@@ -128,13 +131,10 @@ class Supervisor:
         ):
             while time.monotonic() < ends_at:
                 wait_s = self._turn(lock, journal)
-                if wait_s is None:
-                    history = self._finish()
-                    if self.is_leaving or not (self.is_acting and history.state.is_live):
-                        return history
-                    # A request came meanwhile, and its command saw that the run has a supervisor.
-                    wait_s = SOON_S
-                time.sleep(wait_s)
+                if wait_s is None and (history := self._leave(lock)) is not None:
+                    return history
+                # Without a history, an order came meanwhile, and its command saw a supervisor.
+                time.sleep(SOON_S if wait_s is None else wait_s)
         raise ServiceError(
             f"{self.paths.name} has not ended within {SUPERVISION_S_MAX:.0f} s, the limit of one "
             "supervisor. Submit the same spec again to start another."
@@ -227,6 +227,9 @@ class Supervisor:
                 self._tend(history, journal)
         except SchedulerUnavailableError as error:
             self._warn_once("scheduler", "the scheduler does not respond; waiting: %s", error)
+        except (OrdersChangedError, RequestConflictError) as error:
+            self.log.info("%s", error)
+            wait_s = SOON_S
         except RunConflictError as error:
             # A file system may show another supervisor's attempt late, so try again.
             self._warn_once("conflict", "%s", error)
@@ -243,6 +246,8 @@ class Supervisor:
             self._submit_again(history, attempt, journal)
         for message in end_duplicates(attempt, journal):
             self.log.warning("%s", message)
+        if message := operator.carry_out(history):
+            self.log.info("%s", message)
         for message in self._nodes.look(attempt, history.spec.supervision.heartbeat_s, journal):
             self.log.warning("%s", message)
         now = time.time()
@@ -265,10 +270,8 @@ class Supervisor:
         """
         asked = history.pending_request
         if asked is not None and has_no_job(attempt):
-            by = asked.get("by") or "an operator"
-            evidence = f"{asked['action']} by {by} before the job was submitted"
-            state, cause = AttemptState.CANCELLED, Cause.OPERATOR
-            if end_unsubmitted(attempt, journal, state=state, cause=cause, evidence=evidence):
+            who = f"{asked['action']} by {asked.get('by') or 'an operator'}"
+            if _end_by_order(attempt, journal, f"{who} before the job was submitted"):
                 return
         tried = read_document(SubmissionTry, attempt.submitting)
         if tried is not None and tried.refused:
@@ -284,6 +287,8 @@ class Supervisor:
             resume_submission(self.paths, journal, self._absences)
         except NotFoundError:
             abandon_reservation(attempt, journal)
+        except OrdersChangedError as error:
+            _end_by_order(attempt, journal, str(error))
 
     def _grow(self, history: RunHistory) -> None:
         """Relaunch the attempt on more GPUs if the spec allows it and they are free."""
@@ -300,7 +305,14 @@ class Supervisor:
         self._capacity, gpus = find_growth(history, ask, self._capacity, now=now, fits=fits)
         if not gpus:
             return
-        message = operator.request(self.paths, "relaunch", by=GROWER, gpus=gpus, writer=JOURNAL)
+        message = operator.request(
+            self.paths,
+            "relaunch",
+            by=GROWER,
+            gpus=gpus,
+            writer=JOURNAL,
+            seen=history.newest_order,
+        )
         self.log.info("%d GPUs are available: %s", gpus, message)
 
     def _decide(self, history: RunHistory, journal: JournalWriter) -> float | None:
@@ -329,6 +341,7 @@ class Supervisor:
             reason=decision.reason,
             exclude=decision.exclude,
             place=decision.place,
+            seen=history.newest_order,
         )
         return min(poll_s, SOON_S)
 
@@ -372,18 +385,43 @@ class Supervisor:
             return
         journal.append(EventKind.RUN_ENDED, reason=decision.reason, **facts)
 
-    def _finish(self) -> RunHistory:
+    def _leave(self, lock: FlowLock) -> RunHistory | None:
+        """Stop supervising, and return the last history; None if the run needs this supervisor.
+
+        The lock of the orders is held while the run is read and the supervisor's lock is released.
+        So an order either prevents the leave, or its command sees that there is no supervisor.
+        """
         self._ingestion.finish()
         if self.is_acting:
             self._deliveries.finish(load_history(self.paths))
+        try:
+            with open_orders(self.paths):
+                history = load_history(self.paths)
+                if self.is_acting and not self.is_leaving and history.state.is_live:
+                    return None
+                lock.release()
+        except (RunConflictError, OSError) as error:
+            self._warn_once("leave", "the run has ended, but its orders are locked: %s", error)
+            return None
         if not self.is_leaving:
             secrets.forget(self.paths)
-        return load_history(self.paths)
+        return history
 
     def _warn_once(self, topic: str, text: str, *values: object) -> None:
         if topic not in self._warned:
             self._warned.add(topic)
             self.log.warning(text, *values)
+
+
+def _end_by_order(attempt: AttemptPaths, journal: JournalWriter, why: str) -> bool:
+    """End an attempt that has no job, because of an order; return False if a job claimed it."""
+    return end_unsubmitted(
+        attempt,
+        journal,
+        state=AttemptState.CANCELLED,
+        cause=Cause.OPERATOR,
+        evidence=why,
+    )
 
 
 def _due_s(history: RunHistory, decision: Decision, now: float) -> float:

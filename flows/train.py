@@ -48,7 +48,13 @@ from holdfast.workers.preflight import check
     persist_result=False,
 )
 def submit_attempt(
-    paths: RunPaths, *, gpus: int, reason: str, exclude: Sequence[str], place: int = 0
+    paths: RunPaths,
+    *,
+    gpus: int,
+    reason: str,
+    exclude: Sequence[str],
+    place: int = 0,
+    seen: int | None = None,
 ) -> AttemptPaths:
     """Submit one attempt. It is a task so that Prefect's UI shows it; Prefect never retries it."""
     redactor = Redactor()
@@ -56,7 +62,7 @@ def submit_attempt(
     if record is not None:
         redactor.learn(record.spec, paths)
     with redactor.errors():
-        return submit_next(paths, gpus=gpus, reason=reason, exclude=exclude, place=place)
+        return submit_next(paths, gpus=gpus, reason=reason, exclude=exclude, place=place, seen=seen)
 
 
 @flow(name="train", retries=0, on_cancellation=[cancel_run_of_flow], persist_result=False)

@@ -28,6 +28,7 @@ from holdfast.contracts.attempt import (
 from holdfast.contracts.durable import fsync_directory, make_directory
 from holdfast.contracts.errors import (
     NotFoundError,
+    OrdersChangedError,
     RunConflictError,
     SchedulerError,
     SchedulerUnavailableError,
@@ -35,6 +36,7 @@ from holdfast.contracts.errors import (
 )
 from holdfast.contracts.history import RunHistory, load_events
 from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.orders import open_orders
 from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause
@@ -68,16 +70,21 @@ def submit_attempt(
     exclude: Sequence[str] = (),
     place: int = 0,
     journal: JournalWriter,
+    seen: int | None = None,
 ) -> AttemptPaths:
     """Reserve the next attempt and submit it on `gpus` GPUs.
 
-    Raises `RunConflictError` if another process reserved it first, `SchedulerError` if the
-    scheduler refused it, and `SchedulerUnavailableError` if the answer is unknown. In the last
-    case the attempt stays reserved, and `resume_submission` continues it.
+    `seen` is the newest order that the decision took into account, see `RunHistory.newest_order`.
+    Raises `OrdersChangedError` if another came since, `RunConflictError` if another process
+    reserved the attempt first, `SchedulerError` if the scheduler refused it, and
+    `SchedulerUnavailableError` if the answer is unknown. In the last case the attempt stays
+    reserved, and `resume_submission` continues it.
     """
-    taken = paths.list_attempts()
-    number = taken[-1].number + 1 if taken else 1
-    attempt = reserve(paths, number)
+    with open_orders(paths) as book:
+        book.require(seen)
+        taken = paths.list_attempts()
+        number = taken[-1].number + 1 if taken else 1
+        attempt = reserve(paths, number)
     if attempt is None:
         raise RunConflictError(
             f"attempt {number} of {paths.name} was reserved by another process; only one "
@@ -99,10 +106,12 @@ def submit_attempt(
         write_document(attempt.request, request)
     except BaseException:
         # The scheduler was not asked yet. A full disk must not use up a number at each try.
-        shutil.rmtree(attempt.directory, ignore_errors=True)
+        with open_orders(paths) as book:
+            if book.ending(number) is None:
+                shutil.rmtree(attempt.directory, ignore_errors=True)
         raise
     _journal_reserved(request, journal, exclude)
-    _submit(attempt, request, journal)
+    _submit(paths, attempt, request, journal)
     return attempt
 
 
@@ -115,7 +124,8 @@ def resume_submission(
     the scheduler, or that it refused, is submitted. If the answer to a submission is unknown, the
     attempt is submitted again only after the job stayed absent for the executor's `absence_s`
     seconds, counted by `absences`. Until then `SchedulerUnavailableError` is raised: wait and
-    call again. Returns None if no submission is unfinished.
+    call again. Raises `OrdersChangedError` if there certainly is no job, and an order ends the
+    attempt. Returns None if no submission is unfinished.
     """
     taken = paths.list_attempts()
     if not taken or not is_unsubmitted(taken[-1]):
@@ -135,7 +145,7 @@ def resume_submission(
         return attempt
     if tried is not None and not tried.refused:
         _await_answer(attempt, request, tried, absences or Absences())
-    _submit(attempt, request, journal)
+    _submit(paths, attempt, request, journal)
     return attempt
 
 
@@ -294,8 +304,14 @@ def gpus_held_after_end(executor: Executor, run: RunPaths, history: RunHistory) 
     return executor.held_after_end(last.request, submission) if submission else {}
 
 
-def _submit(attempt: AttemptPaths, request: Request, journal: JournalWriter) -> None:
-    """Submit the job, and record both the attempt to submit and the scheduler's answer."""
+def _submit(
+    paths: RunPaths, attempt: AttemptPaths, request: Request, journal: JournalWriter
+) -> None:
+    """Submit the job, and record both the attempt to submit and the scheduler's answer.
+
+    Raises `OrdersChangedError` for an order that came after the attempt was reserved. One that
+    comes after this check finds `submitting.json`, and the supervisor ends the job.
+    """
     before = read_document(SubmissionTry, attempt.submitting)
     now = time.time()
     asked = SubmissionTry(
@@ -305,7 +321,13 @@ def _submit(attempt: AttemptPaths, request: Request, journal: JournalWriter) -> 
         refusals=before.refusals if before else 0,
         refused_since=before.refused_since if before else None,
     )
-    write_document(attempt.submitting, asked)
+    with open_orders(paths) as book:
+        if (order := book.ending(attempt.number)) is not None:
+            raise OrdersChangedError(
+                f"{order.data.get('by') or 'an operator'} asked to {order.data['action']} "
+                f"{paths.name} before attempt {attempt.number} was submitted"
+            )
+        write_document(attempt.submitting, asked)
     try:
         submission = executor_for(request.executor).submit(attempt, request)
     except SchedulerUnavailableError:

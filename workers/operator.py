@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
@@ -21,12 +20,11 @@ from holdfast.contracts.attempt import (
 from holdfast.contracts.errors import (
     HoldfastError,
     NotFoundError,
+    OrdersChangedError,
     RequestConflictError,
-    RunConflictError,
     SchedulerError,
     SpecError,
 )
-from holdfast.contracts.file_locks import wait_for_lock
 from holdfast.contracts.history import (
     OPERATOR_GOES_ON,
     AttemptView,
@@ -34,10 +32,10 @@ from holdfast.contracts.history import (
     load_history,
     pinned_checkpoints,
 )
-from holdfast.contracts.journal import AUTOMATIC, FOREIGN_LOCK_S, EventKind, JournalWriter
+from holdfast.contracts.journal import AUTOMATIC, EventKind
 from holdfast.contracts.manifest import read_manifest
+from holdfast.contracts.orders import OrderBook, OrderState, open_orders, orders_of
 from holdfast.contracts.paths import AttemptPaths, RunPaths, checkpoint_id, has_spec
-from holdfast.contracts.reading import LOCK_FLAGS, open_beneath
 from holdfast.contracts.sources import require_own_directory
 from holdfast.contracts.states import RunState
 from holdfast.workers.executors import executor_for
@@ -49,8 +47,6 @@ Action = Literal["stop", "pause", "resume", "cancel", "relaunch"]
 ACTIONS: Final[tuple[Action, ...]] = ("stop", "pause", "resume", "cancel", "relaunch")
 # Requests that end a live attempt.
 _ENDS_ATTEMPT: Final = frozenset({"stop", "pause", "cancel", "relaunch"})
-# A request holds the lock for milliseconds.
-TURN_S: Final = 30.0
 # For this long, another operator's request is refused while the first is pending.
 UNDER_WAY_S: Final = 60.0
 FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -67,20 +63,26 @@ def request(
     reason: str = "",
     place: int | None = None,
     now: bool = False,
+    seen: int | None = None,
 ) -> str:
     """Request that a run be stopped, paused, resumed, cancelled or relaunched; return what happens.
 
-    The request is journaled. Then a live attempt is asked to end after one last checkpoint, and a
-    queued one is cancelled. Repeating a request is harmless. Raises `SpecError` for a request that
-    does not fit the run's state and `NotFoundError` if there is no run. With `alone`, raises
-    `RequestConflictError` while another recent request is pending. `reason` explains the request.
-    `place` is where a relaunch continues, see `Decision`. With `now`, a run is cancelled without
-    a last checkpoint, also while it saves that one.
+    The request is an order of the run, see `contracts.orders`. Then a live attempt is asked to end
+    after one last checkpoint, and a queued one is cancelled. If the scheduler does not answer, the
+    run's supervisor tries again. Repeating a request is harmless. `writer` names the part of
+    Holdfast that took it. `reason` explains it. `place` is where a relaunch continues, see
+    `Decision`. With `now`, a run is cancelled without a last checkpoint, also while it saves that
+    one. `seen` is the newest order that the caller knew, see `RunHistory.newest_order`.
+
+    Raises `SpecError` for a request that does not fit the run's state, `NotFoundError` if there is
+    no run, `OrdersChangedError` for an order after `seen`, and `RequestConflictError` for one of
+    Holdfast's own requests while a person's is pending, or with `alone` while another recent
+    request is pending.
     """
-    asked = _Asked(action, by=by, gpus=gpus, reason=reason, place=place, now=now)
+    asked = _Asked(action, by=by, gpus=gpus, reason=reason, place=place, now=now, via=writer)
     while True:
         try:
-            return _request(paths, asked, writer=writer, alone=alone)
+            return _request(paths, asked, alone=alone, seen=seen)
         except OSError as error:
             if error.errno not in FULL:
                 raise
@@ -110,32 +112,45 @@ class _Asked:
     place: int | None
     now: bool
 
+    via: str
+
     def facts(self) -> dict[str, Any]:
         """Return the request's facts in the journal that are not in every request."""
         found = {"reason": self.reason or None, "place": self.place, "now": self.now or None}
         return {name: value for name, value in found.items() if value is not None}
 
 
-def _request(paths: RunPaths, asked: _Asked, *, writer: str, alone: bool) -> str:
-    with _operator_lock(paths):
+def _request(paths: RunPaths, asked: _Asked, *, alone: bool, seen: int | None) -> str:
+    with _orders_of_run(paths) as book:
         history = load_history(paths)
+        book.require(seen)
+        _refuse_automatic(history, asked)
         if alone and not asked.now:
             _refuse_second(history, time.time())
         _check(history, asked)
         last = history.last_attempt
-        with JournalWriter(paths.journal_of(writer)) as journal:
-            journal.append(
-                EventKind.OPERATOR_REQUEST,
-                action=asked.action,
-                by=asked.by,
-                gpus=asked.gpus,
-                after_attempt=last.number if last else 0,
-                of_completed=history.state is RunState.COMPLETED,
-                **asked.facts(),
-            )
-    if last is None or last.state.is_terminal or asked.action not in _ENDS_ATTEMPT:
-        return _what_follows(history, asked.action, asked.gpus)
-    return _end_attempt(paths.attempt(last.number), last, asked)
+        number = book.give(
+            EventKind.OPERATOR_REQUEST,
+            action=asked.action,
+            by=asked.by,
+            via=asked.via,
+            gpus=asked.gpus,
+            after_attempt=last.number if last else 0,
+            of_completed=history.state is RunState.COMPLETED,
+            overtakes=_open_request(history),
+            **asked.facts(),
+        )
+        if last is None or last.state.is_terminal or asked.action not in _ENDS_ATTEMPT:
+            return _what_follows(history, asked.action, asked.gpus)
+        # Under the lock, so that the file is that of the newest order.
+        _write_stop(paths.attempt(last.number), asked, number)
+    return _end_attempt(paths, last, asked.action, now=asked.now)
+
+
+def _open_request(history: RunHistory) -> int | None:
+    """Return the number of the request that a new one overtakes, or None."""
+    requests = (order for order in reversed(orders_of(history)) if order.checkpoint is None)
+    return next((order.number for order in requests if order.state.is_open), None)
 
 
 def pin(paths: RunPaths, checkpoint: str, *, by: str, note: str = "", writer: str = "cli") -> str:
@@ -145,47 +160,68 @@ def pin(paths: RunPaths, checkpoint: str, *, by: str, note: str = "", writer: st
     `CheckpointError` for one that the program wrote itself.
     """
     _check_committed(paths, checkpoint)
-    with JournalWriter(paths.journal_of(writer)) as journal:
-        journal.append(EventKind.PINNED, checkpoint=checkpoint, by=by, note=note)
-    # A deletion removes the manifest and then looks for pins, so one of the two sees the other.
-    _check_committed(paths, checkpoint)
+    with _orders_of_run(paths) as book:
+        number = book.give(EventKind.PINNED, checkpoint=checkpoint, by=by, note=note, via=writer)
+        # A deletion removes the manifest and then looks for pins, so one of the two sees the other.
+        try:
+            _check_committed(paths, checkpoint)
+        except HoldfastError as error:
+            book.note(number, OrderState.FAILED, str(error))
+            raise
     return checkpoint_id(paths.name, checkpoint)
 
 
 def unpin(paths: RunPaths, checkpoint: str, *, by: str, writer: str = "cli") -> str:
     """Make a checkpoint subject to the keep rules again; return its id."""
-    if checkpoint not in pinned_checkpoints(load_history(paths).events):
-        raise SpecError(f"{checkpoint_id(paths.name, checkpoint)} is not pinned")
-    with JournalWriter(paths.journal_of(writer)) as journal:
-        journal.append(EventKind.UNPINNED, checkpoint=checkpoint, by=by)
+    with _orders_of_run(paths) as book:
+        if checkpoint not in pinned_checkpoints(load_history(paths).events):
+            raise SpecError(f"{checkpoint_id(paths.name, checkpoint)} is not pinned")
+        book.give(EventKind.UNPINNED, checkpoint=checkpoint, by=by, via=writer)
     return checkpoint_id(paths.name, checkpoint)
 
 
 @contextlib.contextmanager
-def _operator_lock(paths: RunPaths) -> Iterator[None]:
-    """Hold the run's operator lock, so that each request sees the ones before it."""
+def _orders_of_run(paths: RunPaths) -> Iterator[OrderBook]:
+    """Hold the lock of the run's orders. Raises `NotFoundError` if there is no run."""
     if not has_spec(paths.directory):
         # This folder is not a run, so leave no lock in it. Reading the history raises the error.
-        yield
+        load_history(paths)
+    with open_orders(paths) as book:
+        yield book
+
+
+def _refuse_automatic(history: RunHistory, asked: _Asked) -> None:
+    """Raise `RequestConflictError` for a request of Holdfast's own that no longer has a reason.
+
+    One of a person counts before it, and without a live attempt the policy decides what follows.
+    """
+    if asked.by not in AUTOMATIC:
         return
-    handle = open_beneath(paths.operator_lock, LOCK_FLAGS, below=paths.directory)
-    try:
-        wait_s = TURN_S if paths.is_mine() else FOREIGN_LOCK_S
-        if not wait_for_lock(handle, wait_s):
-            raise RunConflictError(
-                f"run {paths.name}: another process has kept {paths.operator_lock} locked for "
-                f"{wait_s:.0f} s; find it with `fuser {paths.operator_lock}`"
-            )
-        yield
-    finally:
-        os.close(handle)
+    last, before = history.last_attempt, history.pending_request
+    if before is not None:
+        raise RequestConflictError(
+            f"run {history.paths.name}: {asked.by} does not {asked.action} it, because "
+            f"{before.get('by') or 'another operator'} asked to {before['action']} it",
+            by=str(before.get("by")),
+            action=str(before["action"]),
+            at=time.time(),
+        )
+    if last is None or last.state.is_terminal:
+        raise OrdersChangedError(
+            f"run {history.paths.name}: {asked.by} does not {asked.action} it, because its attempt "
+            "has ended"
+        )
 
 
 def _refuse_second(history: RunHistory, now: float) -> None:
     """Raise `RequestConflictError` while a recent request is still pending."""
     last, asked = history.last_attempt, history.pending_request
     requests = [e for e in history.events if e.kind is EventKind.OPERATOR_REQUEST]
-    if asked is None or asked.get("by") in AUTOMATIC or now - requests[-1].time > UNDER_WAY_S:
+    if asked is None or asked.get("by") in AUTOMATIC:
+        return
+    # Another host's clock wrote the time. If it is ahead by more than this, it says nothing.
+    age_s = now - requests[-1].time
+    if abs(age_s) > UNDER_WAY_S:
         return
     has_ended = last is None or last.state.is_terminal
     if has_ended and asked["action"] not in OPERATOR_GOES_ON:
@@ -194,8 +230,8 @@ def _refuse_second(history: RunHistory, now: float) -> None:
     size = f" at {asked['gpus']} GPUs" if asked.get("gpus") else ""
     raise RequestConflictError(
         f"{who} asked to {action} run {history.paths.name}{size} "
-        f"{now - requests[-1].time:.0f} s ago, and that request is still pending; wait until it "
-        "is done, then repeat yours",
+        f"{max(age_s, 0.0):.0f} s ago, and that request is still pending; wait until it is done, "
+        "then repeat yours",
         by=who,
         action=action,
         at=requests[-1].time,
@@ -216,7 +252,8 @@ def _check(history: RunHistory, asked: _Asked) -> None:
             f"run {run} is completed, so there is nothing to {action}; start a new run from one of "
             "its checkpoints with `holdfast fork`"
         )
-    if action == "resume" and state is not RunState.PAUSED:
+    before = history.pending_request or {}
+    if action == "resume" and state is not RunState.PAUSED and before.get("action") != "pause":
         raise SpecError(
             f"run {run} is {state}, not paused; continue a run that has ended with "
             f"`holdfast relaunch {run}`"
@@ -242,33 +279,95 @@ def _check(history: RunHistory, asked: _Asked) -> None:
         )
 
 
-def _end_attempt(attempt: AttemptPaths, view: AttemptView, asked: _Asked) -> str:
-    """End a live attempt by a file to its agent, or by the scheduler while it is queued."""
+def _write_stop(attempt: AttemptPaths, asked: _Asked, number: int) -> None:
+    """Ask the attempt's agent to end it. The caller holds the lock of the orders."""
     stop = StopFile(
         action=asked.action,
         by=asked.by,
+        order=number,
         requested_at=time.time(),
         deadline_s=0.0 if asked.now else None,
         detail="without a last checkpoint" if asked.now else "",
     )
     write_document(attempt.stop, stop)
-    how = "ends now, without a last checkpoint" if asked.now else "ends after one last checkpoint"
-    message = f"attempt {view.number} {how} ({asked.action})"
-    request_file = read_document(Request, attempt.request)
-    submission = read_document(Submission, attempt.submission)
-    if request_file is None or request_file.executor == "local" or read_claim(attempt):
-        return message
-    # A queued job has no agent yet. If one starts meanwhile, it finds the file.
-    with contextlib.suppress(SchedulerError):
-        executor = executor_for(request_file.executor)
-        submission = submission or executor.find(request_file)
-        if submission is None:
-            return message
-        status = executor.status(request_file, submission)
-        if status.state == "pending":
-            executor.cancel(request_file, submission)
-            return f"attempt {view.number} was still queued and is cancelled ({asked.action})"
+
+
+def _end_attempt(paths: RunPaths, view: AttemptView, action: Action, *, now: bool) -> str:
+    """Have the scheduler take back a job that is still queued; return what happens.
+
+    If the scheduler does not answer, the supervisor tries again, see `carry_out`.
+    """
+    how = "ends now, without a last checkpoint" if now else "ends after one last checkpoint"
+    message = f"attempt {view.number} {how} ({action})"
+    try:
+        if _take_back(paths.attempt(view.number)):
+            return f"attempt {view.number} was still queued and is cancelled ({action})"
+    except SchedulerError as error:
+        return (
+            f"{action} of attempt {view.number} is pending, because the scheduler does not answer: "
+            f"{error}. The run's supervisor tries again until it does"
+        )
     return message
+
+
+def _take_back(attempt: AttemptPaths) -> bool:
+    """Cancel the attempt's job if no agent runs it yet; return True if it has ended by that.
+
+    A job that starts meanwhile goes on, and its agent finds the stop file. Raises `SchedulerError`.
+    """
+    request_file = read_document(Request, attempt.request)
+    if request_file is None or request_file.executor == "local" or read_claim(attempt):
+        return False
+    executor = executor_for(request_file.executor)
+    submission = read_document(Submission, attempt.submission) or executor.find(request_file)
+    if submission is None or not executor.is_pending(request_file, submission):
+        return False
+    executor.withdraw(request_file, submission)
+    return not executor.is_pending(request_file, submission) and not read_claim(attempt)
+
+
+def has_agent(history: RunHistory) -> bool:
+    """Return True if an agent runs the last attempt, or there is no live one."""
+    last = history.last_attempt
+    if last is None or last.state.is_terminal:
+        return True
+    return read_claim(history.paths.attempt(last.number)) is not None
+
+
+def carry_out(history: RunHistory) -> str:
+    """Do what a pending order asks of a live attempt and is not done yet; return what was done.
+
+    The command that gave the order may have been killed, or the scheduler may not have answered it.
+    Only a supervisor calls this, in each turn. Raises `SchedulerError`, after it has recorded that.
+    """
+    paths, last, asked = history.paths, history.last_attempt, history.pending_request
+    if last is None or last.state.is_terminal or asked is None:
+        return ""
+    action, attempt = asked["action"], paths.attempt(last.number)
+    if action not in _ENDS_ATTEMPT:
+        return ""
+    number = int(asked.get("order") or 0)
+    found = read_document(StopFile, attempt.stop)
+    if found is None or found.order < number:
+        with open_orders(paths) as book:
+            book.require(history.newest_order)
+            given = _Asked(
+                action,
+                by=str(asked.get("by")),
+                gpus=None,
+                reason="",
+                place=None,
+                now=bool(asked.get("now")),
+                via="flow",
+            )
+            _write_stop(attempt, given, number)
+    try:
+        is_done = _take_back(attempt)
+    except SchedulerError as error:
+        with open_orders(paths) as book:
+            book.note(number, OrderState.PENDING, f"the scheduler does not answer: {error}")
+        raise
+    return f"{action} by {asked.get('by')}: the queued job was taken back" if is_done else ""
 
 
 def _what_follows(history: RunHistory, action: Action, gpus: int | None) -> str:

@@ -45,7 +45,13 @@ def take_back_overdue(history: RunHistory, *, now: float, writer: str) -> str:
     gpus = smaller_size(spec, last.gpus, capacity, Feasibility.of(history).allows)
     action: operator.Action = "relaunch" if gpus else "pause"
     done = operator.request(
-        history.paths, action, by=PENDING_TIMEOUT, gpus=gpus, writer=writer, reason=why
+        history.paths,
+        action,
+        by=PENDING_TIMEOUT,
+        gpus=gpus,
+        writer=writer,
+        reason=why,
+        seen=history.newest_order,
     )
     return f"{why}: {done}"
 

@@ -130,5 +130,5 @@ def relaunch_request(last: AttemptView, place: int, why: str) -> dict[str, Any]:
 def _request(history: RunHistory, last: AttemptView, place: int, why: str, writer: str) -> str:
     facts = relaunch_request(last, place, why)
     del facts["after_attempt"]
-    done = operator.request(history.paths, writer=writer, **facts)
+    done = operator.request(history.paths, writer=writer, seen=history.newest_order, **facts)
     return f"{why}: {done}"

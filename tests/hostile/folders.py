@@ -247,7 +247,7 @@ def _odd_file_names(target: Target) -> None:
 
 def _create_lock_files(target: Target) -> None:
     # The test process takes the locks.
-    for path in (target.folder.paths.operator_lock, target.folder.paths.journal_of("cli")):
+    for path in (target.folder.paths.orders_lock, target.folder.paths.journal_of("cli")):
         path.touch()
 
 
@@ -315,7 +315,7 @@ _HOSTILE: Final[dict[str, Callable[[Target], object]]] = {
     "pipe-heartbeat": lambda t: _pipe(t.folder.paths.attempt(2).heartbeats / "nodes-0.json"),
     "pipe-metrics": lambda t: _pipe(t.folder.paths.metrics_of(1, 1)),
     "pipe-locks": lambda t: _each(
-        lambda p: _pipe(p), t.folder.paths.operator_lock, t.folder.paths.flow_lock
+        lambda p: _pipe(p), t.folder.paths.orders_lock, t.folder.paths.flow_lock
     ),
     "zero-journal": lambda t: _link(t.folder.paths.journal_of("flow"), "/dev/zero"),
     "sparse-journal": lambda t: _sparse(t.folder.paths.journal_of("flow")),
@@ -331,7 +331,7 @@ _HOSTILE: Final[dict[str, Callable[[Target], object]]] = {
     ),
     "journal-to-home": lambda t: _replace_folder(t.folder.paths.journal, t.victim.home),
     "journal-hard-link": _hard_link,
-    "lock-to-home": lambda t: _link(t.folder.paths.operator_lock, t.victim.home / "lock"),
+    "lock-to-home": lambda t: _link(t.folder.paths.orders_lock, t.victim.home / "lock"),
     "attempts-to-run": lambda t: _replace_folder(
         t.folder.paths.attempts, t.victim.run / "attempts"
     ),

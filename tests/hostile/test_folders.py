@@ -159,7 +159,7 @@ def lock_as_owner(testbed: Testbed, name: str) -> list[int]:
         return []
     paths = testbed.paths(name)
     held = []
-    for path in (paths.operator_lock, paths.journal_of("cli")):
+    for path in (paths.orders_lock, paths.journal_of("cli")):
         handle = os.open(path, os.O_RDWR)
         fcntl.flock(handle, fcntl.LOCK_EX)
         held.append(handle)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -57,9 +56,7 @@ class SupervisedRun:
         with Index() as index:
             Supervisor(paths=self.run.paths, index=index, log=log, submit=self._submit).run()
 
-    def _submit(
-        self, paths: RunPaths, *, gpus: int, reason: str, exclude: Sequence[str], place: int
-    ) -> AttemptPaths:
+    def _submit(self, paths: RunPaths, *, gpus: int, **_: object) -> AttemptPaths:
         return self.run.submit(gpus)
 
     def attempt(self, number: int) -> AttemptPaths:

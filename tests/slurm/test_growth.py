@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -38,9 +37,7 @@ def test_run_grows_from_two_gpus_to_four_when_another_job_ends(
         sleep_s=0.05,
     )
 
-    def submit(
-        paths: RunPaths, *, gpus: int, reason: str, exclude: Sequence[str], place: int
-    ) -> AttemptPaths:
+    def submit(paths: RunPaths, *, gpus: int, **_: object) -> AttemptPaths:
         return run.submit(gpus)
 
     first = run.submit(2)

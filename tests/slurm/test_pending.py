@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +35,7 @@ def test_an_overdue_job_is_taken_back_for_a_smaller_one_and_then_the_run_pauses(
 ) -> None:
     run = _run(tmp_path, elastic={"choices": [1, 2]})
 
-    def submit(
-        paths: RunPaths, *, gpus: int, reason: str, exclude: Sequence[str], place: int
-    ) -> AttemptPaths:
+    def submit(paths: RunPaths, *, gpus: int, **_: object) -> AttemptPaths:
         return run.submit(gpus)
 
     run.submit(2)

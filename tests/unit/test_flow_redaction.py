@@ -66,7 +66,7 @@ def failed(tmp_path: Path, home: Path) -> RunFolder:
 
 
 def _refuse(
-    paths: RunPaths, *, gpus: int, reason: str, exclude: Sequence[str], place: int
+    paths: RunPaths, *, gpus: int, reason: str, exclude: Sequence[str], **_: object
 ) -> AttemptPaths:
     raise SchedulerError(f"{paths.name}: {gpus} {reason} {exclude}")
 

@@ -218,6 +218,11 @@ class Scheduler(Executor):
             raise SchedulerUnavailableError("no answer")
         return JobStatus(state=AttemptState.PENDING, raw="PENDING")
 
+    def is_pending(self, request: Any, submission: Submission) -> bool:
+        if self.is_silent:
+            raise SchedulerUnavailableError("no answer")
+        return request.job_name in self.jobs
+
     def cancel(self, request: Any, submission: Submission) -> None:
         self.jobs.clear()
 

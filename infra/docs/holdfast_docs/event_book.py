@@ -125,6 +125,8 @@ FIELDS: Final[Mapping[str, Field]] = {
     "note": Field(STRING, "text from the user"),
     "notes": Field(STRINGS, "further messages of the resume"),
     "notice": Field(STRING, "what the cloud announces"),
+    "order": Field(INTEGER, "number of the order; the first order of a run is 1"),
+    "overtakes": Field(INTEGER, "number of the pending order that this one replaces"),
     "of_completed": Field(BOOLEAN, "true when the run had completed"),
     "ok": Field(BOOLEAN, "true if no byte has changed since the commit"),
     "on_demand_cost": Field(NUMBER, "price of the other GPU time without preemptions"),
@@ -175,6 +177,7 @@ FIELDS: Final[Mapping[str, Field]] = {
     "trained_until": Field(NUMBER, "Unix seconds of the last sign of training"),
     "training_s": Field(NUMBER, "seconds of training that counts"),
     "unhealthy_hosts": Field(STRINGS, "hosts whose health checks failed"),
+    "via": Field(STRING, "`cli`, `api` or `flow`: the part of Holdfast that took the order"),
     "url": Field(STRING, "location in the mirror"),
     "value": Field(NUMBER, "the measured value, in the unit of the limit"),
     "waited_s": Field(NUMBER, "seconds until all nodes agreed"),
@@ -224,14 +227,24 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
         "an operator asked for a stop, pause, resume, cancel or relaunch, or Holdfast did: "
         "`by` is then `elastic.grow`, `resources.fallbacks` or `supervision.pending_timeout_min`",
         "command, server or supervisor",
-        ("action", "by", "after_attempt", "gpus", "of_completed", "reason", "place", "now"),
+        (
+            *("order", "action", "by", "via", "after_attempt", "gpus", "of_completed"),
+            *("overtakes", "reason", "place", "now"),
+        ),
+    ),
+    Kind.ORDER_STATE: EventEntry(
+        "why an order is still pending, or why it failed",
+        "command, server or supervisor",
+        ("order", "state", "detail"),
     ),
     Kind.RUN_ENDED: EventEntry("the run ended", "supervisor", ("state", "after_attempt", "reason")),
     Kind.PINNED: EventEntry(
-        "an operator pinned a checkpoint", "command or server", ("checkpoint", "by", "note")
+        "an operator pinned a checkpoint",
+        "command or server",
+        ("order", "checkpoint", "by", "via", "note"),
     ),
     Kind.UNPINNED: EventEntry(
-        "an operator removed a pin", "command or server", ("checkpoint", "by")
+        "an operator removed a pin", "command or server", ("order", "checkpoint", "by", "via")
     ),
     Kind.CHECKPOINT_DELETED: EventEntry(
         "a checkpoint is about to be deleted, or an opaque program has deleted or replaced its own",

@@ -16,6 +16,7 @@ from holdfast.contracts.errors import (
     HoldfastError,
     LineageError,
     NotFoundError,
+    OrdersChangedError,
     PreflightError,
     QueryError,
     RequestConflictError,
@@ -34,6 +35,7 @@ PROBLEMS_MAX: Final = 50
 _STATUS: Final[Sequence[tuple[type[Exception], int, str]]] = (
     (NotFoundError, 404, "not_found"),
     (RequestConflictError, 409, "conflict"),
+    (OrdersChangedError, 409, "conflict"),
     (RunConflictError, 409, "conflict"),
     (SpecError, 422, "invalid"),
     (QueryError, 422, "invalid"),

@@ -19,6 +19,7 @@ from holdfast.contracts.errors import (
     LineageError,
     MirrorError,
     NotFoundError,
+    OrdersChangedError,
     PreflightError,
     RequestConflictError,
     RunConflictError,
@@ -50,6 +51,7 @@ _STATUSES: Final[tuple[tuple[int, tuple[type[HoldfastError], ...]], ...]] = (
     (
         status.REFUSED,
         (
+            OrdersChangedError,
             PreflightError,
             RequestConflictError,
             RunConflictError,

@@ -223,6 +223,7 @@ class StopFile(Document):
 
     action: Name = Field(description="pause, stop, cancel, relaunch or drain")
     by: Name
+    order: Number = Field(default=0, description="the number of the run's order; 0: none")
     requested_at: Moment
     deadline_s: Seconds | None = Field(
         default=None, description="seconds from the request; None: no limit; 0: no last checkpoint"

@@ -5,6 +5,7 @@ HoldfastError
 ├── PreflightError (RuntimeError)        something the run needs is missing; nothing was queued
 ├── RunConflictError (RuntimeError)      the name belongs to another live run
 ├── RequestConflictError (RuntimeError)  another operator's request is pending
+├── OrdersChangedError (RuntimeError)    an order was given after the caller read the run
 ├── RunFailedError (RuntimeError)        a run ended as failed, with its cause
 ├── NotFoundError (LookupError)          no such run, attempt or checkpoint
 ├── UnreadableRunError (ValueError)      a run's folder is unreadable or its files are invalid
@@ -71,6 +72,10 @@ class RequestConflictError(HoldfastError, RuntimeError):
         self.by = by
         self.action = action
         self.at = at
+
+
+class OrdersChangedError(HoldfastError, RuntimeError):
+    """An order was given after the caller read the run. Read the run and decide again."""
 
 
 class RunFailedError(HoldfastError, RuntimeError):

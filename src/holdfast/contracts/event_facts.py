@@ -17,7 +17,7 @@ _WHOLE: Final = frozenset(
     {
         *("attempt", "launch", "step", "first_step", "last_step", "committed_step"),
         *("newest_step", "world_size", "gpus", "after_attempt", "node", "rank", "count", "pid"),
-        *("rounds", "exit_code", "bytes", "place"),
+        *("rounds", "exit_code", "bytes", "place", "order", "overtakes"),
     }
 )
 _TEXT: Final = frozenset(
@@ -43,6 +43,7 @@ _NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
     "exported": ("checkpoint", "path"),
     "imported": ("checkpoint", "path"),
     "operator_request": ("action",),
+    "order_state": ("order", "state"),
     "decision": ("action",),
     "save_failed": ("checkpoint", "step", "error"),
     "node_lost": ("host",),

@@ -1,12 +1,13 @@
 """The history of a run, computed from its files. Decisions, the SQL index and the CLI use it.
 
-Only the `load_…` functions read files. Attempt numbers order the events of different writers, never
-clocks: an operator's request contains the last attempt that existed when it was made.
+Only the `load_…` functions read files. Within one journal, the lines are in the order in which they
+were written, whatever their times say. Attempt numbers order the events of different writers: an
+operator's request contains the last attempt that existed when it was made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,7 +23,7 @@ from holdfast.contracts.attempt import (
     read_documents,
 )
 from holdfast.contracts.errors import NotFoundError, UnreadableRunError, reading_run
-from holdfast.contracts.journal import Event, EventKind, read_journal
+from holdfast.contracts.journal import AUTOMATIC, Event, EventKind, read_journal
 from holdfast.contracts.journal_cache import KEPT
 from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.contracts.spec import RunSpec
@@ -111,21 +112,36 @@ class RunHistory:
 
     @property
     def pending_request(self) -> dict[str, Any] | None:
-        """The newest operator request that no later attempt has answered."""
-        return self._newest(EventKind.OPERATOR_REQUEST, lambda after, last: (after or 0) >= last)
+        """The operator request that counts now: of those that no later attempt has answered.
+
+        The newest one of a person counts before all of Holdfast's own. One of Holdfast's own only
+        ends an attempt. If that attempt has ended otherwise, the request is answered.
+        """
+        last = self.last_asked
+        number = last.number if last else 0
+        pending = [
+            event.data
+            for event in self.events
+            if event.kind is EventKind.OPERATOR_REQUEST
+            and (event.data.get("after_attempt") or 0) >= number
+        ]
+        given = [data for data in pending if data.get("by") not in AUTOMATIC]
+        if given or not pending:
+            return given[-1] if given else None
+        is_answered = last and last.state.is_terminal and last.cause is not Cause.OPERATOR
+        return None if is_answered else pending[-1]
+
+    @property
+    def newest_order(self) -> int:
+        """The number of the newest order; 0 if there is none. See `holdfast.contracts.orders`."""
+        return max(map(order_number, self.events), default=0)
 
     @property
     def last_decision(self) -> dict[str, Any] | None:
         """The decision after the last attempt, or None."""
-        return self._newest(EventKind.DECISION, lambda after, last: after == last)
-
-    def _newest(
-        self, kind: EventKind, fits: Callable[[int | None, int], bool]
-    ) -> dict[str, Any] | None:
-        """Return the newest line of `kind` whose `after_attempt` fits to the last attempt."""
         last = self.last_asked.number if self.last_asked else 0
-        found = (event.data for event in reversed(self.events) if event.kind is kind)
-        return next((data for data in found if fits(data.get("after_attempt"), last)), None)
+        found = (event.data for event in reversed(self.events) if event.kind is EventKind.DECISION)
+        return next((data for data in found if data.get("after_attempt") == last), None)
 
     @property
     def state(self) -> RunState:
@@ -218,13 +234,18 @@ def pinned_checkpoints(events: Iterable[Event]) -> frozenset[str]:
 
 
 def load_events(paths: RunPaths) -> tuple[Event, ...]:
-    """Return every complete line of all journals of the run, by time, writer and number."""
-    return order_events(event for path in paths.list_journals() for event in read_journal(path)[0])
+    """Return every complete line of all journals of the run, see `merge_journals`."""
+    return merge_journals(read_journal(path)[0] for path in paths.list_journals())
 
 
 def read_events(journals: Iterable[Path]) -> tuple[Event, ...]:
     """Return the lines of some journals. Those that this process knows are not read again."""
-    return tuple(event for path in journals for event in KEPT.read(path))
+    return merge_journals(KEPT.read(path) for path in journals)
+
+
+def order_number(event: Event) -> int:
+    """Return the number of the order that a line gives; 0 for any other line."""
+    return 0 if event.kind is EventKind.ORDER_STATE else int(event.data.get("order") or 0)
 
 
 def order_of(event: Event) -> tuple[float, str, int, int]:
@@ -232,9 +253,20 @@ def order_of(event: Event) -> tuple[float, str, int, int]:
     return event.time, event.writer, event.opening, event.sequence
 
 
-def order_events(events: Iterable[Event]) -> tuple[Event, ...]:
-    """Return events by time, writer and number."""
-    return tuple(sorted(events, key=order_of))
+def merge_journals(journals: Iterable[Sequence[Event]]) -> tuple[Event, ...]:
+    """Return the lines of several journals as one sequence, by their times.
+
+    The lines of one journal stay in their order. Where its clock was set back, a line counts as
+    late as the newest one before it.
+    """
+    keyed: list[tuple[float, str, int, int, Event]] = []
+    for journal in journals:
+        newest = 0.0
+        for event in journal:
+            newest = max(newest, event.time)
+            keyed.append((newest, event.writer, event.opening, event.sequence, event))
+    keyed.sort(key=lambda one: one[:4])
+    return tuple(one[4] for one in keyed)
 
 
 def load_history(paths: RunPaths, events: Sequence[Event] | None = None) -> RunHistory:
@@ -252,7 +284,7 @@ def load_history(paths: RunPaths, events: Sequence[Event] | None = None) -> RunH
     check_identity(paths, record)
     with reading_run(paths.directory):
         if events is None:
-            events = order_events(read_events(paths.list_journals()))
+            events = read_events(paths.list_journals())
         events = tuple(events)
         attempts = tuple(view_attempt(attempt, events) for attempt in paths.list_attempts())
         return RunHistory(

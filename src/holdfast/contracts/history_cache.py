@@ -17,11 +17,12 @@ from holdfast.contracts.history import (
     AttemptView,
     RunHistory,
     load_history,
-    order_events,
+    merge_journals,
     read_events,
     view_attempt,
 )
 from holdfast.contracts.journal import Event
+from holdfast.contracts.journal_cache import KEPT
 from holdfast.contracts.paths import AttemptPaths, RunPaths, has_spec
 
 # Nodes may still write lines for this long after an attempt has ended.
@@ -61,10 +62,10 @@ class HistoryReader:
 
     def _load_again(self, first: RunHistory) -> RunHistory:
         now = time.monotonic()
-        own = read_events(sorted(self._paths.journal.glob("*.jsonl")))
+        own = [KEPT.read(path) for path in sorted(self._paths.journal.glob("*.jsonl"))]
         attempts = self._paths.list_attempts()
         events = {attempt.number: self._events_of(attempt, now) for attempt in attempts}
-        ordered = order_events([*own, *(event for found in events.values() for event in found)])
+        ordered = merge_journals([*own, *events.values()])
         views = tuple(self._view(attempt, ordered, now) for attempt in attempts)
         for view in views:
             self._keep(view, events[view.number], now)

@@ -66,6 +66,7 @@ class EventKind(StrEnum):
     ATTEMPT_ENDED = "attempt_ended"
     DECISION = "decision"
     OPERATOR_REQUEST = "operator_request"
+    ORDER_STATE = "order_state"
     RUN_ENDED = "run_ended"
     PINNED = "pinned"
     UNPINNED = "unpinned"

@@ -175,8 +175,8 @@ class RunPaths:
     flow_lock = _Entry("flow.lock")
     # Held by the Prefect worker that starts the run's flow again.
     worker_lock = _Entry("worker.lock")
-    # The lock for checking for a pending request and writing a new one.
-    operator_lock = _Entry("operator.lock")
+    # The lock for giving an order, and for acting on the orders that were read, see `orders`.
+    orders_lock = _Entry("orders.lock")
     # A folder that only the run's user can read.
     private = _Entry("private")
     # The values of secret references that were resolved at submission. Mode 0600.

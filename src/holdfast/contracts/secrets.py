@@ -267,14 +267,14 @@ def write_record(
 def forget_record(paths: RunPaths, is_over: Callable[[], bool]) -> None:
     """Delete the recorded values of a run if `is_over()` is true.
 
-    `is_over()` is called while the operator lock is held, so that values that a relaunch records at
-    the same time are not deleted. If the file system refuses, the next process that reads the run
-    tries again.
+    `is_over()` is called while the lock of the orders is held, so that values that a relaunch
+    records at the same time are not deleted. If the file system refuses, the next process that
+    reads the run tries again.
     """
     with contextlib.suppress(OSError, ForeignFileError):
         if not os.path.lexists(paths.private) or not paths.is_mine():
             return
-        handle = open_beneath(paths.operator_lock, LOCK_FLAGS, below=paths.directory)
+        handle = open_beneath(paths.orders_lock, LOCK_FLAGS, below=paths.directory)
         try:
             if wait_for_lock(handle, LOCK_S) and is_over():
                 _empty(paths)
