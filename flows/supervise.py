@@ -92,6 +92,7 @@ class Supervisor:
     _warned: set[str] = field(default_factory=set)
     _absences: Absences = field(default_factory=Absences)
     _failing_since: float | None = None
+    _lock: FlowLock = field(init=False)
     _ingestion: Ingestion = field(init=False)
     _pruned_at: frozenset[str] = frozenset()
     _prune_again_at: float = 0.0
@@ -105,7 +106,7 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self.log = self.redactor.log(self.log)
-        self._history = HistoryReader(self.paths)
+        self._history, self._lock = HistoryReader(self.paths), FlowLock(self.paths.flow_lock)
         self._progress, self._limits = ProgressLog(self.log), LimitWatch(self.log)
         self._deliveries = Deliveries(self.paths, self.services, self.log, self.redactor)
         self._ingestion = Ingestion(
@@ -126,12 +127,12 @@ class Supervisor:
         require_own(self.paths)
         ends_at = time.monotonic() + SUPERVISION_S_MAX
         with (
-            FlowLock(self.paths.flow_lock) as lock,
+            self._lock,
             JournalWriter(self.paths.journal_of(JOURNAL)) as journal,
         ):
             while time.monotonic() < ends_at:
-                wait_s = self._turn(lock, journal)
-                if wait_s is None and (history := self._leave(lock)) is not None:
+                wait_s = self._turn(journal)
+                if wait_s is None and (history := self._finish()) is not None:
                     return history
                 # Without a history, an order came meanwhile, and its command saw a supervisor.
                 time.sleep(SOON_S if wait_s is None else wait_s)
@@ -140,7 +141,7 @@ class Supervisor:
             "supervisor. Submit the same spec again to start another."
         )
 
-    def _turn(self, lock: FlowLock, journal: JournalWriter) -> float | None:
+    def _turn(self, journal: JournalWriter) -> float | None:
         """Observe and act once. Return the seconds until the next turn, or None at the run's end.
 
         A shared file system can be unavailable or full for a while, so supervision ends only
@@ -148,7 +149,7 @@ class Supervisor:
         its own.
         """
         try:
-            if not self.is_acting and (lock.is_held or lock.try_take()):
+            if not self.is_acting and (self._lock.is_held or self._lock.try_take()):
                 self._take_up(journal)
             history = reconcile(self.paths, writer=JOURNAL, load=self._history.load)
             self.redactor.learn(history.record.spec, self.paths)
@@ -385,7 +386,7 @@ class Supervisor:
             return
         journal.append(EventKind.RUN_ENDED, reason=decision.reason, **facts)
 
-    def _leave(self, lock: FlowLock) -> RunHistory | None:
+    def _finish(self) -> RunHistory | None:
         """Stop supervising, and return the last history; None if the run needs this supervisor.
 
         The lock of the orders is held while the run is read and the supervisor's lock is released.
@@ -399,7 +400,7 @@ class Supervisor:
                 history = load_history(self.paths)
                 if self.is_acting and not self.is_leaving and history.state.is_live:
                     return None
-                lock.release()
+                self._lock.release()
         except (RunConflictError, OSError) as error:
             self._warn_once("leave", "the run has ended, but its orders are locked: %s", error)
             return None

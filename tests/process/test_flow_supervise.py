@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from holdfast.contracts.errors import LineageError
-from holdfast.contracts.history import load_events, load_history
+from holdfast.contracts.history import RunHistory, load_events, load_history
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause, RunState
 from holdfast.contracts.supervision import is_supervised
+from holdfast.flows.deliveries import Deliveries
 from holdfast.flows.flow_lock import FlowLock
 from holdfast.flows.ingestion import Ingestion
 from holdfast.flows.submission import submit_next
@@ -210,3 +211,50 @@ def test_locked_database_delays_no_decision(tmp_path: Path, index: Index) -> Non
     thread.join(WAIT_S)
     assert not thread.is_alive()
     assert queries.show_run(index.open(), str(paths.directory))["state"] == "completed"
+
+
+def test_a_relaunch_while_the_supervisor_leaves_keeps_it(
+    tmp_path: Path, index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command sees a supervisor and starts none, so that one must not leave."""
+    paths = make_run(tmp_path, "raise SystemExit(3)\n")
+    was_supervised: list[bool] = []
+    finish = Deliveries.finish
+
+    def relaunch(deliveries: Deliveries, history: RunHistory) -> None:
+        finish(deliveries, history)
+        if not was_supervised:
+            operator.request(paths, "relaunch", by="tester")
+            was_supervised.append(is_supervised(paths.flow_lock))
+
+    monkeypatch.setattr(Deliveries, "finish", relaunch)
+    history = Supervisor(paths=paths, index=index, log=LOG, submit=submit_next).run()
+    assert was_supervised == [True]
+    assert len(history.attempts) == 2
+
+
+def test_a_relaunch_after_the_supervisor_has_left_finds_none(
+    tmp_path: Path, index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order waits for the leaving supervisor, so its command does not see that one's lock."""
+    paths = make_run(tmp_path, "raise SystemExit(3)\n")
+    was_supervised: list[bool] = []
+
+    def relaunch() -> None:
+        operator.request(paths, "relaunch", by="tester")
+        was_supervised.append(is_supervised(paths.flow_lock))
+
+    thread = threading.Thread(target=relaunch)
+    release = FlowLock.release
+
+    def release_late(lock: FlowLock) -> None:
+        if not thread.ident:
+            thread.start()
+            time.sleep(1.0)
+        release(lock)
+
+    monkeypatch.setattr(FlowLock, "release", release_late)
+    Supervisor(paths=paths, index=index, log=LOG, submit=submit_next).run()
+    thread.join(WAIT_S)
+    assert was_supervised == [False]
+    assert load_history(paths).state is RunState.WAITING

@@ -6,11 +6,12 @@ import { plain } from "./states";
 export const KINDS = [
   "supervised", "attempt_reserved", "attempt_submitted", "attempt_state", "attempt_ended",
   "decision", "operator_request", "order_state", "run_ended", "pinned", "unpinned",
-  "checkpoint_deleted", "forked", "exported", "imported", "rolled_back", "numerics", "claimed", "launch_started",
-  "launch_ended", "signal", "notice", "stop_agreed", "stop_failed", "resumed", "staged",
-  "committed", "save_failed", "mirrored", "mirror_failed", "fetched", "verified", "node_lost",
-  "tracked", "goodput", "hang_suspected", "hang_confirmed", "straggler", "node_silent",
-  "node_unhealthy", "limit_passed", "audit", "note",
+  "checkpoint_deleted", "forked", "exported", "imported", "rolled_back", "numerics",
+  "claimed", "launch_started", "launch_ended", "signal", "notice", "stop_agreed",
+  "stop_failed", "resumed", "staged", "committed", "save_failed", "mirrored", "mirror_failed",
+  "fetched", "verified", "node_lost", "tracked", "goodput", "hang_suspected",
+  "hang_confirmed", "straggler", "node_silent", "node_unhealthy", "limit_passed", "audit",
+  "note",
 ] as const;
 
 const WORDS_MAX = 280;

@@ -234,13 +234,13 @@ def pinned_checkpoints(events: Iterable[Event]) -> frozenset[str]:
 
 
 def load_events(paths: RunPaths) -> tuple[Event, ...]:
-    """Return every complete line of all journals of the run, see `merge_journals`."""
-    return merge_journals(read_journal(path)[0] for path in paths.list_journals())
+    """Return every complete line of all journals of the run, see `order_events`."""
+    return order_events(read_journal(path)[0] for path in paths.list_journals())
 
 
 def read_events(journals: Iterable[Path]) -> tuple[Event, ...]:
     """Return the lines of some journals. Those that this process knows are not read again."""
-    return merge_journals(KEPT.read(path) for path in journals)
+    return order_events(KEPT.read(path) for path in journals)
 
 
 def order_number(event: Event) -> int:
@@ -253,7 +253,7 @@ def order_of(event: Event) -> tuple[float, str, int, int]:
     return event.time, event.writer, event.opening, event.sequence
 
 
-def merge_journals(journals: Iterable[Sequence[Event]]) -> tuple[Event, ...]:
+def order_events(journals: Iterable[Sequence[Event]]) -> tuple[Event, ...]:
     """Return the lines of several journals as one sequence, by their times.
 
     The lines of one journal stay in their order. Where its clock was set back, a line counts as

@@ -17,7 +17,7 @@ from holdfast.contracts.history import (
     AttemptView,
     RunHistory,
     load_history,
-    merge_journals,
+    order_events,
     read_events,
     view_attempt,
 )
@@ -65,7 +65,7 @@ class HistoryReader:
         own = [KEPT.read(path) for path in sorted(self._paths.journal.glob("*.jsonl"))]
         attempts = self._paths.list_attempts()
         events = {attempt.number: self._events_of(attempt, now) for attempt in attempts}
-        ordered = merge_journals([*own, *events.values()])
+        ordered = order_events([*own, *events.values()])
         views = tuple(self._view(attempt, ordered, now) for attempt in attempts)
         for view in views:
             self._keep(view, events[view.number], now)
