@@ -5,6 +5,7 @@ Real folders, journals and locks, and a played scheduler. No process is started.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.cli_calls import Call
 from tests.histories import attempt_of, history_of, spec_of
 
 from holdfast.contracts.attempt import Request, StopFile, Submission, read_document
@@ -383,3 +385,17 @@ def test_the_state_of_a_relaunch_follows_from_the_next_attempt() -> None:
     (done,) = orders_of(history_of(spec, first, second, asked=asked))
     assert (pending.state, done.state) == (OrderState.PENDING, OrderState.DONE)
     assert pending.text == "relaunch at 4 GPUs by ann"
+
+
+def test_show_lists_the_orders(paths: RunPaths, cluster: Cluster, call: Call) -> None:
+    submit(paths)
+    cluster.is_silent = True
+    operator.request(paths, "relaunch", by="ann", gpus=4)
+    operator.request(paths, "cancel", by="bob")
+    shown = json.loads(call("show", paths.directory, "--json").out)
+    first, second = shown["orders"]
+    assert (first["number"], first["state"]) == (1, "overtaken")
+    assert (second["action"], second["by"], second["state"]) == ("cancel", "bob", "pending")
+    printed = call("show", paths.directory).out
+    assert "relaunch at 4 GPUs" in printed
+    assert "by order 2" in printed

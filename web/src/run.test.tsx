@@ -21,7 +21,8 @@ const segment = (of: number, part: string, from: number, to: number): Segment =>
   ({ attempt: of, part, began_at: at(from), ended_at: at(to) });
 
 const asked = (action: string): OperatorRequest =>
-  ({ action, by: "mia", at: 0, gpus: null, after_attempt: 1 });
+  ({ number: 1, action, by: "mia", at: 0, gpus: null, after_attempt: 1, state: "done",
+    detail: "" });
 
 describe("the attempts of a run", () => {
   it("are listed, newest first, with their ends, causes, steps and evidence", async () => {
@@ -42,6 +43,19 @@ describe("the attempts of a run", () => {
       state: "paused", attempts: [paused], requests: [asked("pause")] }) });
     await screen.findByText("#1");
     expect(rowsOf("Attempts")[0]).toMatch(/GPUs · job 41paused.*paused by mia/);
+  });
+
+  it("have a list of the orders, with what became of each", async () => {
+    const detail = "the scheduler does not answer";
+    const requests: OperatorRequest[] = [
+      { ...asked("pause"), state: "overtaken", detail: "by order 2" },
+      { ...asked("relaunch"), number: 2, gpus: 4, state: "pending", detail },
+    ];
+    openPage("/runs/gpt", { "GET /runs/gpt": run({ requests }) });
+    await screen.findByText("Orders");
+    const [newest, oldest] = rowsOf("Orders");
+    expect(newest).toContain(`2relaunch at 4 GPUs by miapending${detail}`);
+    expect(oldest).toContain("1pause by miaovertakenby order 2");
   });
 
   it("in several places have a row for each stretch, with its cost", async () => {
@@ -139,9 +153,8 @@ describe("an operator's action", () => {
   });
 
   it("Cancel becomes Cancel now while the run saves its final checkpoint", async () => {
-    const asked = { action: "cancel", by: "mia", at: 0, gpus: null, after_attempt: 1 };
     const server = openPage("/runs/gpt", {
-      "GET /runs/gpt": run({ requests: [asked] }),
+      "GET /runs/gpt": run({ requests: [{ ...asked("cancel"), state: "taken" }] }),
       "POST /runs/gpt/cancel": done("cancel", "Attempt 1 ends now."),
     });
     const dialog = await begin("Cancel now");

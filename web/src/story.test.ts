@@ -6,7 +6,8 @@ import {
 } from "./story";
 
 const asked = (action: string, after: number): OperatorRequest =>
-  ({ action, by: "mia", at: 0, gpus: null, after_attempt: after });
+  ({ number: 1, action, by: "mia", at: 0, gpus: null, after_attempt: after, state: "done",
+    detail: "" });
 
 const run = (fields: Partial<Run>) => ({ state: "running", attempts: [], ...fields }) as unknown as
   Run;

@@ -13,7 +13,7 @@ const ACTIONS: Record<string, readonly [pending: string, ended: string]> = {
 
 type Asked = Pick<Run, "state" | "attempts" | "requests">;
 
-const gpus = (size: number): string => `${size} GPU${size === 1 ? "" : "s"}`;
+export const gpus = (size: number): string => `${size} GPU${size === 1 ? "" : "s"}`;
 
 /** The last request that was made during an attempt. */
 function requestOf(requests: OperatorRequest[] | undefined, attempt: number) {

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, Generic, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from holdfast.api.tokens import Role
+from holdfast.contracts.orders import OrderState
 from holdfast.lineage import durability, reports, views
 from holdfast.workers import exports
 
@@ -86,14 +87,19 @@ class FailedSave(BaseModel):
 class OperatorRequest(BaseModel):
     """An operator's request for a run; `at` is Unix seconds.
 
-    `after_attempt` is the newest attempt at that time. It is 0 before the first attempt.
+    `after_attempt` is the newest attempt at that time. It is 0 before the first attempt. `number`
+    is the number of the order. `state` is pending, taken, done, failed or overtaken, and `detail`
+    is the reason for it.
     """
 
+    number: int
     action: str
     by: str
     at: float
     gpus: int | None
     after_attempt: int
+    state: OrderState
+    detail: str
 
 
 class Supervision(BaseModel):

@@ -5,30 +5,47 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
 from holdfast.api.schemas import OperatorRequest, Supervision
 from holdfast.contracts.journal import Event, EventKind
+from holdfast.contracts.orders import fold_orders
 from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.states import AttemptState, RunState
 from holdfast.contracts.supervision import is_supervised
+from holdfast.lineage.views import RunView
 
 # A flow that has just started imports Prefect before it takes the run's lock.
 STARTING_S: Final = 60.0
 
 
-def requests_in(events: Sequence[Event]) -> list[OperatorRequest]:
-    """Return the operator requests among `events`."""
-    return [
-        OperatorRequest(
-            action=str(event.data.get("action")),
-            by=str(event.data.get("by") or "unknown"),
-            at=event.time,
-            gpus=event.data.get("gpus"),
-            after_attempt=int(event.data.get("after_attempt") or 0),
+@dataclass(frozen=True, kw_only=True)
+class _Attempt:
+    """An attempt as the index has it."""
+
+    number: int
+    state: AttemptState
+    job_id: str | None
+
+
+def requests_in(events: Sequence[Event], shown: RunView) -> list[OperatorRequest]:
+    """Return the operator requests among `events`, oldest first; `shown` is the run's row."""
+    attempts = [
+        _Attempt(
+            number=row["number"],
+            state=AttemptState(row["state"]),
+            job_id=row["job_id"],
         )
-        for event in events
-        if event.kind is EventKind.OPERATOR_REQUEST
+        for row in shown["attempts"]
+    ]
+    is_live = RunState(shown["state"]).is_live
+    orders = fold_orders(events, attempts, is_live=is_live, why=shown["reason"] or "")
+    return [
+        OperatorRequest.model_validate(order, from_attributes=True)
+        for order in orders
+        if order.checkpoint is None
     ]
 
 

@@ -41,7 +41,7 @@ from holdfast.lineage.queries import RunRef
 RUN_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 LIVE: Final = tuple(state for state in RunState if state.is_live)
 NEWEST_EVENTS_MAX: Final = 200
-STEERING: Final = (EventKind.OPERATOR_REQUEST, EventKind.SUPERVISED)
+STEERING: Final = (EventKind.OPERATOR_REQUEST, EventKind.ORDER_STATE, EventKind.SUPERVISED)
 SECRETS_MAX: Final = 10_000
 
 T = TypeVar("T")

@@ -28,7 +28,8 @@ from holdfast.cli.views import refreshed_directory
 from holdfast.contracts.alerts import FAILED_SAVES_MAX, failed_saves, noticed
 from holdfast.contracts.errors import reading_run
 from holdfast.contracts.goodput import PARTS
-from holdfast.contracts.history import load_events
+from holdfast.contracts.history import load_events, load_history
+from holdfast.contracts.orders import orders_of
 from holdfast.contracts.paths import RunPaths, has_spec
 from holdfast.contracts.redaction import redact
 from holdfast.contracts.spec import RunSpec
@@ -36,6 +37,7 @@ from holdfast.contracts.states import RunState
 
 DIGEST_CHARACTERS: Final = 12
 WATCH_S: Final = 2.0
+ORDERS_MAX: Final = 5
 # ANSI: clear the screen, and move the cursor to its first line.
 CLEAR: Final = "\x1b[2J\x1b[H"
 
@@ -94,6 +96,7 @@ def _shown(run: str, root: str | None) -> dict[str, Any]:
                 "failed_saves": failed_saves(events),
                 "noticed": noticed(events),
                 "live_step": live_step(paths) if shown["state"] == RunState.RUNNING else None,
+                "orders": [vars(order) for order in orders_of(load_history(paths, events))],
                 "warnings": _warnings(shown),
             }
         return {**shown, **redact(found, secrets_in(paths))}
@@ -152,12 +155,26 @@ def _render_run(run: Mapping[str, Any]) -> None:
         print_stretches(run["stretches"])
     headings = ("attempt", "state", "cause", "GPUs", "steps", "resumed from", "job", "started")
     print_table(headings, [_attempt_cells(attempt) for attempt in run["attempts"]])
+    _print_orders(run["orders"])
     for one in run["noticed"]:
         dumps = f" ({', '.join(one['dumps'])})" if one["dumps"] else ""
         say(f"attempt {one['attempt']}, {time_text(one['at'])}: {one['text']}{dumps}")
     _print_failures(run)
     for warning in run["warnings"]:
         say(f"warning: {warning}")
+
+
+def _print_orders(orders: Sequence[Mapping[str, Any]]) -> None:
+    """Print the newest orders, and all that are not done yet."""
+    shown = [one for one in orders[:-ORDERS_MAX] if one["state"].is_open]
+    rows = []
+    for one in [*shown, *orders[-ORDERS_MAX:]]:
+        what = [one["action"], one["checkpoint"], one["gpus"] and f"at {one['gpus']} GPUs"]
+        text = " ".join(str(part) for part in what if part)
+        facts = one["by"], time_text(one["at"]), one["state"], one["detail"]
+        rows.append((one["number"], text, *facts))
+    if rows:
+        print_table(("order", "what", "by", "given", "state", "detail"), rows)
 
 
 def _cost_facts(good: Mapping[str, Any]) -> dict[str, str]:

@@ -22,7 +22,7 @@ from holdfast.contracts.journal import FOREIGN_LOCK_S, Event, EventKind, Journal
 from holdfast.contracts.journal_cache import KEPT
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.reading import LOCK_FLAGS, open_beneath
-from holdfast.contracts.states import AttemptState, Cause
+from holdfast.contracts.states import AttemptState
 
 ORDERS: Final = "orders"
 # Whoever holds the lock needs it for milliseconds.
@@ -146,8 +146,6 @@ class Attempted(Protocol):
     def number(self) -> int: ...
     @property
     def state(self) -> AttemptState: ...
-    @property
-    def cause(self) -> Cause | None: ...
     @property
     def job_id(self) -> str | None: ...
 

@@ -434,14 +434,20 @@ export interface Noticed {
   dumps: string[];
 }
 
-/** An operator's request for a run; `at` is Unix seconds. `after_attempt` is the newest attempt at that time. It is 0 before the first attempt. */
+/** An operator's request for a run; `at` is Unix seconds. `after_attempt` is the newest attempt at that time. It is 0 before the first attempt. `number` is the number of the order. `state` is pending, taken, done, failed or overtaken, and `detail` is the reason for it. */
 export interface OperatorRequest {
+  number: number;
   action: string;
   by: string;
   at: number;
   gpus: number | null;
   after_attempt: number;
+  state: OrderState;
+  detail: string;
 }
+
+/** What became of an order. */
+export type OrderState = "pending" | "taken" | "done" | "failed" | "overtaken";
 
 /** The new pin state of a checkpoint. */
 export interface Pinned {

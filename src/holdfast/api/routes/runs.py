@@ -100,7 +100,7 @@ def show_run(request: Request, run: RunId) -> RunDetail:
         "live_step": live_step(paths) if is_live else None,
         "step_s": pace.step_s if pace else None,
         "supervision": read_supervision(paths, steering, shown["created_at"]) if is_live else None,
-        "requests": requests_in(steering),
+        "requests": requests_in(steering, shown),
         **_gpu_range(shown["spec"]),
     }
     return cast(RunDetail, detail)

@@ -3,13 +3,13 @@ import { useParams } from "@tanstack/react-router";
 import { useMemo, useState } from "react";
 import { stitch } from "../../curves";
 import { useMetrics, useNewestCheckpoints, useRun, useTimeline } from "../../api/queries";
-import type { Run } from "../../api/types";
+import type { OperatorRequest, Run } from "../../api/types";
 import { Chart } from "../../parts/Chart";
 import { GoodputBar, PartLegend } from "../../parts/bars";
 import { Copy, Empty, Loaded, Time } from "../../parts/basics";
 import { attemptOf, count, figure, isoOf, money, percent, span } from "../../format";
 import { plain } from "../../states";
-import { isCurrent, marksOf, noticesOf, unsupervised } from "../../story";
+import { gpus, isCurrent, marksOf, noticesOf, unsupervised } from "../../story";
 import { Attempts, Timeline } from "./Timeline";
 
 const NOTICES_MAX = 5;
@@ -121,6 +121,45 @@ function AttemptsSection({ run }: { run: Run }) {
   );
 }
 
+/** The newest orders, and what became of each. */
+function Orders({ requests }: { requests: OperatorRequest[] }) {
+  return (
+    <section className="section">
+      <h2>Orders</h2>
+      <div className="table-wrap" tabIndex={0} role="region" aria-label="Orders">
+        <table>
+          <thead>
+            <tr>
+              <th className="number">Order</th>
+              <th>What</th>
+              <th>State</th>
+              <th className="wide-only">Detail</th>
+              <th className="number">Given</th>
+            </tr>
+          </thead>
+          <tbody>
+            {requests.toReversed().map((one) => (
+              <tr key={one.number}>
+                <td className="number">{one.number}</td>
+                <td>
+                  {one.action}{one.gpus === null ? "" : ` at ${gpus(one.gpus)}`}
+                  <span className="second"> by {one.by}</span>
+                </td>
+                <td>
+                  {one.state}
+                  {one.detail ? <div className="second narrow-only">{one.detail}</div> : null}
+                </td>
+                <td className="wide-only">{one.detail}</td>
+                <td className="number"><Time at={isoOf(one.at)} /></td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+    </section>
+  );
+}
+
 /** What the run's time at each place of its resources cost. */
 function Places({ stretches }: { stretches: Run["stretches"] }) {
   const hasPrices = stretches.some((one) => one.cost !== null);
@@ -170,6 +209,7 @@ export function Overview() {
         <>
           <Notices run={run} />
           <AttemptsSection run={run} />
+          {run.requests?.length ? <Orders requests={run.requests.slice(-ROWS_MAX)} /> : null}
           <section className="section">
             <h2>Where the time went</h2>
             <GoodputBar parts={run.goodput} />
