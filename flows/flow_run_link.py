@@ -18,7 +18,7 @@ from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.exceptions import Pause
 from prefect.states import Running, Suspended
 
-from holdfast.contracts.errors import HoldfastError, ServiceError
+from holdfast.contracts.errors import HoldfastError, OrdersChangedError, ServiceError
 from holdfast.contracts.history import RunHistory, load_history
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.states import RunState
@@ -118,7 +118,7 @@ class FlowRunLink:
                 self._pause_there(client, found)
             elif history.state is RunState.PAUSED:
                 self._is_paused_there = False
-                self._request("resume")
+                self._request("resume", history)
             else:
                 self._is_paused_there = self.is_suspended = False
                 self._name(client, state, state_name(history))
@@ -139,7 +139,7 @@ class FlowRunLink:
         history = load_history(self._paths)
         asked = history.pending_request
         if history.state is not RunState.PAUSED and not (asked and asked["action"] == "pause"):
-            self._request("pause")
+            self._request("pause", history)
 
     def _pause_there(self, client: SyncPrefectClient, found: FlowRun) -> None:
         """Suspend the flow run, because the run is paused.
@@ -157,9 +157,13 @@ class FlowRunLink:
         client.set_flow_run_state(self._id, Suspended(message=RUN_IS_PAUSED))
         self._is_paused_there = self.is_suspended = True
 
-    def _request(self, action: operator.Action) -> None:
+    def _request(self, action: operator.Action, history: RunHistory) -> None:
+        """Ask for `action`, unless someone gave an order since `history` was read."""
         try:
-            self._log.info("%s", operator.request(self._paths, action, by=BY, writer=JOURNAL))
+            message = operator.request(
+                self._paths, action, by=BY, writer=JOURNAL, seen=history.newest_order
+            )
+            self._log.info("%s", message)
         except HoldfastError as error:
             self._log.warning("Prefect's request to %s the run is refused: %s", action, error)
 
@@ -213,7 +217,15 @@ def take_up_requests(paths: RunPaths, flow_run: str, log: Log) -> None:
     before = state_before_scheduling(states)
     if before is None:
         return
+    action: operator.Action
     if before.is_paused() and history.state is RunState.PAUSED:
-        log.info("%s", operator.request(paths, "resume", by=BY, writer=JOURNAL))
+        action = "resume"
     elif before.is_final() and history.state in {RunState.FAILED, RunState.CANCELLED}:
-        log.info("%s", operator.request(paths, "relaunch", by=BY, writer=JOURNAL))
+        action = "relaunch"
+    else:
+        return
+    seen = history.newest_order
+    try:
+        log.info("%s", operator.request(paths, action, by=BY, writer=JOURNAL, seen=seen))
+    except OrdersChangedError as error:
+        log.warning("Prefect's request to %s the run is dropped: %s", action, error)

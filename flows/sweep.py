@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.contracts.errors import SpecError
+from holdfast.contracts.errors import HoldfastError, SpecError
 from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.spec import RunSpec
@@ -87,8 +87,12 @@ class Sweep:
     def cancel(self) -> None:
         """Cancel the runs that were started, after a last checkpoint of each."""
         for paths in self._runs.values():
-            if load_history(paths).state.is_live:
-                self._log.info("%s", operator.request(paths, "cancel", by=BY))
+            try:
+                if load_history(paths).state.is_live:
+                    self._log.info("%s", operator.request(paths, "cancel", by=BY))
+            except (HoldfastError, OSError) as error:
+                # A run that cannot be cancelled does not keep the others from it.
+                self._log.error("%s was not cancelled: %s", paths.name, error)
 
     def _turn(self) -> int:
         """Start what fits, and return how many runs have not ended."""

@@ -375,6 +375,8 @@ def _what_follows(history: RunHistory, action: Action, gpus: int | None) -> str:
     if action in {"resume", "relaunch"}:
         before = history.last_attempt.gpus if history.last_attempt else history.spec.gpus
         return f"run {run} continues at {gpus or before or history.spec.gpus} GPUs"
+    if action == "pause":
+        return f"run {run} is paused; continue it with `holdfast resume {run}`"
     return f"run {run} will not be relaunched ({action})"
 
 
