@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import subprocess
 import time
@@ -24,9 +25,13 @@ from holdfast.contracts.attempt import Submission, read_document
 from holdfast.contracts.errors import PreflightError, SchedulerUnavailableError
 from holdfast.contracts.history import AttemptView
 from holdfast.contracts.journal import EventKind
+from holdfast.contracts.orders import OrderState, orders_of
 from holdfast.contracts.spec import RunSpec
-from holdfast.contracts.states import AttemptState, Cause
+from holdfast.contracts.states import AttemptState, Cause, RunState
 from holdfast.flows.parameters import load_spec
+from holdfast.flows.submission import submit_next
+from holdfast.flows.supervise import Supervisor
+from holdfast.lineage.index import Index
 from holdfast.workers import operator, preflight, slurm_client
 from holdfast.workers.checkpoints import committed_checkpoints
 from holdfast.workers.executors import executor_for
@@ -195,6 +200,29 @@ def test_job_is_not_lost_while_the_slurm_controller_is_unreachable(
     run.wait_for_step(attempt, 1)
     operator.request(run.paths, "stop", by="tester")
     assert ended(run.wait_for_end()) == (AttemptState.CANCELLED, Cause.OPERATOR)
+
+
+@pytest.mark.slow
+def test_a_supervisor_repeats_a_cancel_that_the_controller_did_not_answer(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = make(resources={"nodes": 1, "extra": {"begin": "now+1hour"}}, supervision={"poll_s": 0.5})
+    run.submit()
+    job = run.history().attempts[0].job_id
+    elsewhere = tmp_path / "slurm.conf"
+    elsewhere.write_text("ClusterName=none\nSlurmctldHost=localhost\nSlurmctldPort=1\n")
+    with monkeypatch.context() as patch:
+        patch.setenv("SLURM_CONF", str(elsewhere))
+        message = operator.request(run.paths, "cancel", by="tester")
+    assert "is pending, because the scheduler does not answer" in message
+    assert slurm_client.queued_jobs(_request(run.history().attempts[0]).job_name)[0].job_id == job
+    with Index() as index:
+        log = logging.getLogger("holdfast.test")
+        history = Supervisor(paths=run.paths, index=index, log=log, submit=submit_next).run()
+    assert (history.state, len(history.attempts)) == (RunState.CANCELLED, 1)
+    assert history.attempts[0].started_at is None
+    (order,) = orders_of(history)
+    assert order.state is OrderState.DONE
 
 
 def test_preflight_names_unknown_slurm_settings_before_submission(
