@@ -92,8 +92,9 @@ def start_after(paths: RunPaths, *, goes_on: bool, refresh: bool = False) -> Sta
         return start_if_alone(paths, refresh=refresh)
     history = reconcile(paths, writer=JOURNAL)
     if history.state.is_live:
-        is_unfinished = paths.is_mine() and not has_agent(history)
-        return start_if_alone(paths) if is_unfinished else Started()
+        is_alone = paths.is_mine() and not is_supervised(paths.flow_lock)
+        # No secret is needed to end an attempt, so none is recorded.
+        return start_flow(paths) if is_alone and not has_agent(history) else Started()
     try:
         return resume_if_suspended(paths) or Started()
     except ServiceError as error:
