@@ -57,7 +57,8 @@ def read_supervision(paths: RunPaths, events: Sequence[Event], created_at: str) 
     is_alive: bool | None = is_supervised(paths.flow_lock)
     began = datetime.fromisoformat(created_at).timestamp()
     asked = max((event.time for event in events), default=began)
-    if not is_alive and time.time() - max(began, asked) < STARTING_S:
+    # Other hosts wrote these times. One that is far in the future says nothing.
+    if not is_alive and abs(time.time() - max(began, asked)) < STARTING_S:
         is_alive = None
     return Supervision(
         is_alive=is_alive,
