@@ -17,10 +17,9 @@ from typing import Final
 
 from holdfast.contracts.durable import make_directory
 from holdfast.contracts.errors import HoldfastError, RunConflictError
-from holdfast.contracts.file_locks import wait_for_lock
+from holdfast.contracts.file_locks import open_lock, wait_for_lock
 from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import RUN_NAME, RunPaths, list_runs
-from holdfast.contracts.reading import LOCK_FLAGS, open_beneath
 from holdfast.contracts.supervision import is_supervised
 from holdfast.flows.carry import carry
 from holdfast.flows.handover import LOCK, NAME_BYTES_MAX, WANTED, service_folder
@@ -72,7 +71,7 @@ class SupervisorService:
             raise RunConflictError(
                 f"{self._folder} belongs to another user; delete it, or give another --root"
             )
-        handle = open_beneath(self._folder / LOCK, LOCK_FLAGS, below=self._folder)
+        handle = open_lock(self._folder / LOCK, owner_only=True)
         try:
             if not wait_for_lock(handle, SCAN_S):
                 other = os.pread(handle, NAME_BYTES_MAX, 0).decode(errors="replace")

@@ -284,7 +284,8 @@ def _is_abandoned(paths: RunPaths) -> bool:
     """Return True for the caller's own folder that a crash left before it held a run."""
     is_empty = not has_spec(paths.directory) and not any(paths.attempts.glob("*"))
     # An import holds the lock until the folder is a run.
-    return is_empty and is_mine(paths.directory) and not is_supervised(paths.flow_lock)
+    is_free = is_supervised(paths.flow_lock) is False
+    return is_empty and is_free and is_mine(paths.directory)
 
 
 def _ended(state: RunState) -> str:
