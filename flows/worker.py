@@ -329,7 +329,13 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
         looks = {}
         for flow_run in others:
             number = str(flow_run.id)
-            if not await run_sync(self._is_lost, flow_run):
+            try:
+                is_lost = await run_sync(self._is_lost, flow_run)
+            # Such as a root that cannot be read. The next flow run may have another one.
+            except Exception as error:
+                self._logger.warning("flow run '%s': not looked at: %s", flow_run.name, error)
+                continue
+            if not is_lost:
                 if flow_run.state is not None and flow_run.state.is_final():
                     self._over.add(number)
                 continue
