@@ -23,7 +23,8 @@ from prefect.logging import get_logger
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.history import load_events, load_history
 from holdfast.contracts.journal import Event, EventKind
-from holdfast.contracts.paths import RunPaths, default_root, list_runs
+from holdfast.contracts.paths import RunPaths, default_root
+from holdfast.contracts.visits import own_runs, visit
 from holdfast.flows.redactor import Log
 from holdfast.flows.submission import JOURNAL
 from holdfast.workers import operator
@@ -109,8 +110,17 @@ def cancel_run_of_flow(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any
 
 
 def find_supervised(root: Path, flow_run: str) -> RunPaths | None:
-    """Return the run under `root` whose last supervisor was this flow run, or None."""
-    return next((one for one in list_runs(root) if last_supervisor(one) == flow_run), None)
+    """Return this user's run under `root` whose last supervisor was this flow run, or None.
+
+    Flows supervise own runs only, so what other users' journals say does not count.
+    """
+    log = get_logger("holdfast")
+    for one in visit(own_runs(root), last_supervisor):
+        if one.error is not None:
+            log.warning("%s: skipped: %s", one.paths.name, one.reason)
+        elif one.result == flow_run:
+            return one.paths
+    return None
 
 
 def last_supervisor(paths: RunPaths) -> str:

@@ -44,7 +44,7 @@ def is_under_way(root: Path, spec: RunSpec, run: str | None) -> bool:
     Such a run must be supervised even if checks for a new run would fail, for example because the
     scheduler or the database is unavailable.
     """
-    paths = RunPaths(root / run) if run else runs.newest_generation(root, spec.name)
+    paths = RunPaths(root / run) if run else runs.own_generation(root, spec.name)
     if paths is None or not paths.spec.is_file():
         return False
     history = load_history(paths)

@@ -1,6 +1,6 @@
 """The lock of a supervisor, and of other processes of which one may act at a time.
 
-The kernel releases it when the process dies.
+The kernel releases it when the process dies. Only the owner of the lock's folder can hold it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from holdfast.contracts.file_locks import wait_for_lock
+from holdfast.contracts.file_locks import open_lock, wait_for_lock
 
 
 class FlowLock:
@@ -20,8 +20,8 @@ class FlowLock:
         self._handle: int | None = None
 
     def __enter__(self) -> FlowLock:
-        # Close on exec, because a job started from here would otherwise keep the lock.
-        self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        # Closed on exec, because a job started from here would otherwise keep the lock.
+        self._handle = open_lock(self.path, owner_only=True)
         # Some network file systems show a new file to other hosts only once it is synced.
         os.fsync(self._handle)
         return self

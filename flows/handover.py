@@ -33,7 +33,7 @@ def hand_over(paths: RunPaths) -> str:
     """
     folder = service_folder(paths.directory.parent)
     try:
-        # Anyone may create the folder in a shared root.
+        # Anyone may create the folder in a shared root. Only the folder's owner can hold the lock.
         if folder.lstat().st_uid != os.geteuid() or not is_supervised(folder / LOCK):
             return ""
         flags = os.O_WRONLY | os.O_CREAT

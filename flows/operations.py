@@ -5,6 +5,7 @@ Each works on the runs on disk, and can be started again after any crash.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,9 +16,10 @@ from prefect.runtime import flow_run as current_flow_run
 
 from holdfast.contracts.errors import DamagedCheckpointError, RunFailedError, SpecError
 from holdfast.contracts.history import load_history
-from holdfast.contracts.paths import RunPaths, list_runs
+from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.states import RunState
 from holdfast.contracts.supervision import is_supervised
+from holdfast.contracts.visits import Visit, own_runs, visit
 from holdfast.flows import secrets
 from holdfast.flows.cancellation import (
     BY,
@@ -128,19 +130,37 @@ def verify(run: str, checkpoint: str = NEWEST, root: str | None = None) -> dict[
 def prune(run: str | None = None, root: str | None = None, dry_run: bool = False) -> dict[str, Any]:
     """Delete checkpoints that no keep rule, pin or use keeps. Their manifests remain.
 
+    A run that cannot be read is reported. If deleting fails in a run, the others are pruned first.
+
     Args:
         run: The run's folder name, or its name in the spec. By default all runs of this user.
         root: The folder that contains the runs. By default that of the worker's environment.
         dry_run: Whether only to say what would be deleted.
     """
     log, home = get_run_logger(), home_of(root)
-    found = [find_run(home, run)] if run else [one for one in list_runs(home) if one.is_mine()]
-    facts = []
-    for paths in found:
-        facts.append(pruning.prune(paths, by=BY, writer=JOURNAL, dry_run=dry_run))
-        for one in facts[-1]["deleted"]:
+
+    def prune_one(paths: RunPaths) -> dict[str, Any]:
+        facts = pruning.prune(paths, by=BY, writer=JOURNAL, dry_run=dry_run)
+        for one in facts["deleted"]:
             log.info("%s:%s: %s", paths.name, one["checkpoint"], one["reason"])
-    return {"runs": facts, "bytes_deleted": sum(one["bytes_deleted"] for one in facts)}
+        return facts
+
+    if run is not None:
+        found, unreadable = [find_run(home, run)], {}
+    else:
+        seen = list(visit(own_runs(home), load_history))
+        found = [one.paths for one in seen if one.error is None]
+        unreadable = {one.paths.name: one.reason for one in seen if one.error is not None}
+    for name, reason in unreadable.items():
+        log.warning("%s: not pruned: %s", name, reason)
+    pruned = list(visit(found, prune_one))
+    _raise_failures(pruned, "not pruned")
+    facts = [one.result for one in pruned if one.result is not None]
+    return {
+        "runs": facts,
+        "bytes_deleted": sum(one["bytes_deleted"] for one in facts),
+        "unreadable": unreadable,
+    }
 
 
 @flow(name="export", persist_result=False)
@@ -196,6 +216,8 @@ def drill(
 def resume(run: str | None = None, root: str | None = None) -> dict[str, Any]:
     """Continue paused runs, and start a supervisor for one that has none.
 
+    If a run cannot continue, such as for a secret without a value, the others continue first.
+
     Args:
         run: The run's folder name, or its name in the spec. By default all runs that were paused
             until capacity returns, oldest first, as far as they fit on free GPUs.
@@ -203,11 +225,15 @@ def resume(run: str | None = None, root: str | None = None) -> dict[str, Any]:
     """
     log, home = get_run_logger(), home_of(root)
     chosen = [find_run(home, run)] if run else ready_runs(home)
-    for paths in chosen:
+
+    def resume_one(paths: RunPaths) -> None:
         secrets.require_again(paths)
         log.info("%s", operator.request(paths, "resume", by=BY, writer=JOURNAL))
         start_if_alone(paths)
-    return {"resumed": [paths.name for paths in chosen]}
+
+    resumed = list(visit(chosen, resume_one))
+    _raise_failures(resumed, "not resumed")
+    return {"resumed": [one.paths.name for one in resumed]}
 
 
 @flow(name="sweep", persist_result=False)
@@ -244,6 +270,15 @@ def sweep(
     if failed:
         raise RunFailedError(f"not completed: {', '.join(failed)}; `holdfast show` says why")
     return done
+
+
+def _raise_failures(visits: Sequence[Visit[Any]], what: str) -> None:
+    """Raise the error of a single run, or `RunFailedError` with those of several."""
+    if len(visits) == 1 and visits[0].error is not None:
+        raise visits[0].error
+    failed = [f"{one.paths.name}: {one.reason}" for one in visits if one.error is not None]
+    if failed:
+        raise RunFailedError(f"{what}: {'; '.join(failed)}")
 
 
 def _supervise(paths: RunPaths) -> Answer:

@@ -20,6 +20,7 @@ from uuid import UUID, uuid5
 from pydantic import Field
 
 from holdfast.contracts.attempt import Document, read_document, write_document
+from holdfast.contracts.bounds import Count, Moment
 from holdfast.contracts.durable import make_directory
 from holdfast.contracts.errors import HoldfastError, ServiceError
 from holdfast.contracts.history import order_of
@@ -41,7 +42,7 @@ SAVE_S: Final = 5.0
 # While the run's end waits for the service.
 HURRY_S: Final = 0.3
 
-Number = tuple[int, int]
+Number = tuple[Count, Count]
 
 
 class RefusedLineError(ServiceError):
@@ -87,9 +88,9 @@ class Service(Protocol):
 class Delivered(Document):
     """How far the journals are delivered: the last `opening` and `sequence` of each."""
 
-    format: int = 1
+    format: Count = 1
     last: dict[str, Number] = Field(default_factory=dict)
-    newest: float = 0.0
+    newest: Moment = 0.0
 
 
 @dataclass

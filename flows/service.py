@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Final
 
 from holdfast.contracts.durable import make_directory
-from holdfast.contracts.errors import HoldfastError, RunConflictError
-from holdfast.contracts.file_locks import wait_for_lock
+from holdfast.contracts.errors import RunConflictError
+from holdfast.contracts.file_locks import open_lock, wait_for_lock
 from holdfast.contracts.history import load_history
-from holdfast.contracts.paths import RUN_NAME, RunPaths, list_runs
-from holdfast.contracts.reading import LOCK_FLAGS, open_beneath
+from holdfast.contracts.paths import RUN_NAME, RunPaths
 from holdfast.contracts.supervision import is_supervised
+from holdfast.contracts.visits import own_runs, visit
 from holdfast.flows.carry import carry
 from holdfast.flows.handover import LOCK, NAME_BYTES_MAX, WANTED, service_folder
 from holdfast.lineage.index import Index
@@ -67,12 +67,9 @@ class SupervisorService:
     @contextlib.contextmanager
     def _only_one(self) -> Iterator[None]:
         """Hold the service's lock."""
-        make_directory(self._folder / WANTED)
-        if self._folder.lstat().st_uid != os.geteuid():
-            raise RunConflictError(
-                f"{self._folder} belongs to another user; delete it, or give another --root"
-            )
-        handle = open_beneath(self._folder / LOCK, LOCK_FLAGS, below=self._folder)
+        make_directory(self.root)
+        self._make_folder()
+        handle = open_lock(self._folder / LOCK, owner_only=True)
         try:
             if not wait_for_lock(handle, SCAN_S):
                 other = os.pread(handle, NAME_BYTES_MAX, 0).decode(errors="replace")
@@ -86,14 +83,41 @@ class SupervisorService:
         finally:
             os.close(handle)
 
+    def _make_folder(self) -> None:
+        """Create the service's folder, which only this user can enter."""
+        with contextlib.suppress(FileExistsError):
+            self._folder.mkdir(mode=0o700)
+        # Anyone may create it in a shared root, also as a link to a folder of this user's.
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            folder = os.open(self._folder, flags)
+        except OSError as error:
+            raise RunConflictError(
+                f"{self._folder}: not a folder of this user ({error.strerror}); delete it, or give "
+                "another --root"
+            ) from error
+        try:
+            if (owner := os.fstat(folder).st_uid) != os.geteuid():
+                raise RunConflictError(
+                    f"{self._folder} belongs to another user (uid {owner}); delete it, or give "
+                    "another --root"
+                )
+            os.fchmod(folder, 0o700)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(WANTED, dir_fd=folder)
+        finally:
+            os.close(folder)
+
     def _look_at_all(self) -> None:
         names = self._take_wanted()
         now = time.monotonic()
         if now >= self._scan_at:
-            names |= {paths.name for paths in list_runs(self.root)}
+            names |= {paths.name for paths in own_runs(self.root)}
             self._scan_at = now + SCAN_S
-        for name in sorted(names):
-            self._look(RunPaths(self.root / name))
+        for one in visit([RunPaths(self.root / name) for name in sorted(names)], self._look):
+            if one.error is not None:
+                self._log.warning("%s: %s", one.paths.name, one.reason)
+                self._next_look[one.paths.name] = now + FAILED_S
 
     def _take_wanted(self) -> set[str]:
         """Return the runs that commands have left for the service, and forget them."""
@@ -111,16 +135,11 @@ class SupervisorService:
         now = time.monotonic()
         if self._next_look.get(name, 0.0) > now:
             return
-        try:
-            is_mine = paths.is_mine()
-            if is_mine and is_supervised(paths.flow_lock):
-                return
-            if not is_mine or not load_history(paths).state.is_live:
-                self._next_look[name] = now + ENDED_S
-                return
-        except (HoldfastError, OSError) as error:
-            self._log.warning("%s: %s", name, error)
-            self._next_look[name] = now + FAILED_S
+        is_mine = paths.is_mine()
+        if is_mine and is_supervised(paths.flow_lock):
+            return
+        if not is_mine or not load_history(paths).state.is_live:
+            self._next_look[name] = now + ENDED_S
             return
         self._log.info("supervising %s", name)
         self._threads[name] = threading.Thread(

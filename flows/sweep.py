@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.contracts.errors import HoldfastError, SpecError
+from holdfast.contracts.errors import SpecError
 from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import RunState
+from holdfast.contracts.visits import visit
 from holdfast.flows.parameters import load_spec
 from holdfast.flows.redactor import Log
 from holdfast.flows.secrets import require
@@ -78,7 +79,7 @@ class Sweep:
         for member in self._members:
             if self._state(member) is None:
                 check(member.spec, self._root)
-                require(member.spec, runs.newest_generation(self._root, member.spec.name))
+                require(member.spec, runs.own_generation(self._root, member.spec.name))
         while waiting := self._turn():
             self._log.debug("%d runs have not ended", waiting)
             time.sleep(POLL_S)
@@ -86,13 +87,11 @@ class Sweep:
 
     def cancel(self) -> None:
         """Cancel the runs that were started, after a last checkpoint of each."""
-        for paths in self._runs.values():
-            try:
-                if load_history(paths).state.is_live:
-                    self._log.info("%s", operator.request(paths, "cancel", by=BY))
-            except (HoldfastError, OSError) as error:
-                # A run that cannot be cancelled does not keep the others from it.
-                self._log.error("%s was not cancelled: %s", paths.name, error)
+        for one in visit(self._runs.values(), _cancel):
+            if one.error is not None:
+                self._log.error("%s was not cancelled: %s", one.paths.name, one.reason)
+            elif one.result:
+                self._log.info("%s", one.result)
 
     def _turn(self) -> int:
         """Start what fits, and return how many runs have not ended."""
@@ -115,7 +114,7 @@ class Sweep:
     def _state(self, member: Member) -> RunState | None:
         """Return the state of the member's run, or None if it was not started."""
         name = member.spec.name
-        paths = self._runs.get(name) or runs.newest_generation(self._root, name)
+        paths = self._runs.get(name) or runs.own_generation(self._root, name)
         if paths is None or not runs.is_same_spec(runs.read_record(paths), member.spec):
             return None
         self._runs[name] = paths
@@ -138,3 +137,8 @@ class Sweep:
     def _summary(self, paths: RunPaths) -> dict[str, Any]:
         history = load_history(paths)
         return summarize(history, end_reason(history))
+
+
+def _cancel(paths: RunPaths) -> str:
+    """Cancel a run if it is live; return what happens."""
+    return operator.request(paths, "cancel", by=BY) if load_history(paths).state.is_live else ""

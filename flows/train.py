@@ -103,7 +103,7 @@ def train(
             index.open()
             if preflight:
                 check(run_spec, home)
-            known = runs.newest_generation(home, run_spec.name) if run is None else None
+            known = runs.own_generation(home, run_spec.name) if run is None else None
             for warning in require(run_spec, known if run is None else RunPaths(home / run)):
                 log.warning("%s", warning)
         return supervise_here(take_up(run_spec, home, run), index, redactor)
@@ -111,7 +111,7 @@ def train(
 
 def _own_run(root: Path, name: str) -> RunPaths | None:
     """Return the run that this flow run supervised before it was started again, or None."""
-    paths = runs.newest_generation(root, name)
+    paths = runs.own_generation(root, name)
     if paths is None or not current_flow_run.id:
         return None
     return paths if last_supervisor(paths) == str(current_flow_run.id) else None

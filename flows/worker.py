@@ -225,7 +225,7 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
         if paths is None or number in self._claimed:
             return paths is not None
         lock = locks.enter_context(FlowLock(paths.worker_lock))
-        if not lock.try_take() or is_supervised(paths.flow_lock):
+        if not lock.try_take() or is_supervised(paths.flow_lock) is not False:
             return False
         self._claimed.add(number)
         locks.callback(self._claimed.discard, number)
@@ -329,7 +329,13 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
         looks = {}
         for flow_run in others:
             number = str(flow_run.id)
-            if not await run_sync(self._is_lost, flow_run):
+            try:
+                is_lost = await run_sync(self._is_lost, flow_run)
+            # Such as a root that cannot be read. The next flow run may have another one.
+            except Exception as error:
+                self._logger.warning("flow run '%s': not looked at: %s", flow_run.name, error)
+                continue
+            if not is_lost:
                 if flow_run.state is not None and flow_run.state.is_final():
                     self._over.add(number)
                 continue
@@ -368,7 +374,7 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
             # It has not begun yet, or is of another flow. The search reads all runs.
             self._search_at[number] = now + SEARCH_S
             return False
-        return not is_supervised(paths.flow_lock) and self._has_live_run(flow_run)
+        return is_supervised(paths.flow_lock) is False and self._has_live_run(flow_run)
 
     def _find_run(self, flow_run: FlowRun) -> RunPaths | None:
         """Return the run that the flow run supervises or supervised last, or None."""

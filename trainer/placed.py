@@ -22,7 +22,7 @@ from typing import Final
 
 from holdfast.contracts.durable import fsync_directory, make_directory
 from holdfast.contracts.errors import DamagedCheckpointError
-from holdfast.contracts.file_locks import wait_for_lock
+from holdfast.contracts.file_locks import locked
 from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.paths import MANIFEST, METADATA
 from holdfast.contracts.reading import is_mine
@@ -106,17 +106,15 @@ def publish(folder: Path) -> None:
     Raises `OSError` if storage fails, its subclass `TimeoutError` if the other process does not end
     within `LOCK_S`, and `DamagedCheckpointError` if the manifest is invalid.
     """
-    try:
-        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except FileNotFoundError:
-        # Another process has completed the move.
-        return
-    try:
-        if not wait_for_lock(handle, LOCK_S):
+    with contextlib.ExitStack() as stack:
+        try:
+            is_locked = stack.enter_context(locked(folder / LOCK, LOCK_S))
+        except FileNotFoundError:
+            # Another process has completed the move.
+            return
+        if not is_locked:
             raise TimeoutError(f"{folder}: another process has moved its files for {LOCK_S:.0f} s")
         _publish(folder)
-    finally:
-        os.close(handle)
 
 
 def _publish(folder: Path) -> None:

@@ -97,6 +97,10 @@ class Saves:
             return 0.0
         return (1 + since_s // self._cycle_s) * self._interval_s
 
+    def count(self, until: float) -> float:
+        """Return about how many saves there are until `until`."""
+        return max(0.0, until - self._begin) / self._cycle_s
+
     def held(self, until: float) -> Iterator[tuple[float, float]]:
         """Yield the periods in which saves block training."""
         if self._costs.blocked_s <= 0:

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from holdfast.contracts.bounds import Name
+from holdfast.contracts.bounds import JobId, Name, Number, Seconds
 from holdfast.contracts.durable import make_directory, to_json, write_bytes
 from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
 from holdfast.workers import slurm_answers, slurm_client
@@ -35,13 +35,13 @@ class FlowPlace(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    flow_run: str
+    flow_run: Name
     kind: Literal["process", "slurm"]
     host: Name
-    pid: int = 0
-    start_s: float = 0.0
-    boot_id: str = ""
-    job_id: str = ""
+    pid: Number = 0
+    start_s: Seconds = 0.0
+    boot_id: Name = ""
+    job_id: JobId = ""
 
     def __str__(self) -> str:
         """Return the place as Prefect's identifier of infrastructure."""

@@ -14,13 +14,23 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import xxhash
 from pydantic import Field, ValidationError
 
 from holdfast.contracts.attempt import Document
-from holdfast.contracts.bounds import Name, Number, Ranks, Seconds, Step
+from holdfast.contracts.bounds import (
+    ByteCount,
+    Count,
+    Moment,
+    Name,
+    Number,
+    Percent,
+    Ranks,
+    Seconds,
+    Step,
+)
 from holdfast.contracts.durable import make_directory
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.filesystems import fetch_attributes, send_flag
@@ -49,17 +59,17 @@ class RankBeat(Document):
     rank: Number
     step: Step
     phase: Name
-    age_s: float | None
-    step_time_s: float
+    age_s: Seconds | None
+    step_time_s: Seconds
     pid: Number
-    step_p50_s: float = 0.0
-    step_p99_s: float = 0.0
-    own_s: float = 0.0
-    rss_bytes: int | None = None
-    cpu_percent: float | None = None
+    step_p50_s: Seconds = 0.0
+    step_p99_s: Seconds = 0.0
+    own_s: Seconds = 0.0
+    rss_bytes: ByteCount | None = None
+    cpu_percent: Percent | None = None
     threads: Number | None = None
-    read_bytes: int | None = None
-    write_bytes: int | None = None
+    read_bytes: Count | None = None
+    write_bytes: Count | None = None
 
 
 class NodeBeat(Document):
@@ -72,7 +82,7 @@ class NodeBeat(Document):
 
     node: Number
     host: Name
-    time: Annotated[float, Field(allow_inf_nan=False)]
+    time: Moment
     attempt: Number
     launch: Number
     agent_pid: Number
@@ -83,7 +93,7 @@ class NodeBeat(Document):
     ranks: tuple[RankBeat, ...] = ()
     gpus: tuple[GpuBeat, ...] = ()
     phases: dict[str, PhaseTimes] = Field(default_factory=dict)
-    memory_percent: float | None = None
+    memory_percent: Percent | None = None
 
 
 def interval_s(heartbeat_s: float, nodes: int) -> float:
@@ -224,7 +234,7 @@ class _Mark(Document):
 
     node: Number
     launch: Number
-    time: float
+    time: Moment
     monotonic_s: Seconds = 0.0
     every_s: Seconds = 0.0
 

@@ -2,7 +2,8 @@
 
 A committed one has a directory of its own in the run's folder, with nothing but a manifest. The
 manifest names the program's folder, with the size and the digest of each file. Holdfast never
-changes the program's files. Links, pipes and devices among them are never opened.
+changes the program's files. Links, pipes and devices among them are never opened, and nothing that
+another user owns becomes a checkpoint.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import contextlib
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -28,6 +30,7 @@ from holdfast.contracts.spec_program import STEP_FIELD, Program
 READ_BYTES: Final = 1 << 20
 FILES_MAX: Final = 100_000
 DEPTH_MAX: Final = 16
+TOO_DEEP: Final = "/…"
 _DIGITS: Final = r"(?P<step>[0-9]{1,15})"
 
 
@@ -45,7 +48,7 @@ class OwnCheckpoint:
     """A checkpoint as the program has it on disk: a directory, or a single file.
 
     `folder` is what the paths of its files are relative to. With a `problem`, it cannot be
-    recorded whatever its files are.
+    recorded whatever its files are. `owners` are the users whose files count.
     """
 
     step: int
@@ -53,6 +56,7 @@ class OwnCheckpoint:
     folder: Path
     files: tuple[FileStamp, ...]
     problem: str = ""
+    owners: frozenset[int] = frozenset()
 
     @property
     def changed_at(self) -> float:
@@ -71,10 +75,14 @@ class OwnCheckpoint:
 class Pattern:
     """`program.checkpoints` of a spec, for one working directory.
 
-    With `is_overwritten`, it is one path, whose name has no step.
+    With `is_overwritten`, it is one path, whose name has no step. `owners` are the users whose
+    files count, besides this process's user and root.
     """
 
-    def __init__(self, program: Program, working_directory: str) -> None:
+    def __init__(
+        self, program: Program, working_directory: str, *, owners: Collection[int] = ()
+    ) -> None:
+        self._owners = frozenset({os.geteuid(), 0, *owners})
         whole = Path(working_directory) / program.checkpoints
         self.text, self.folder = str(whole), whole.parent
         self.is_overwritten = program.is_overwritten
@@ -98,25 +106,33 @@ class Pattern:
             return []
         steps = {name: step for name in names if (step := self.step_of(name)) is not None}
         ordered = sorted(steps, key=lambda name: (steps[name], name))
-        found = (look_at(self.folder / name, steps[name]) for name in ordered)
+        found = (look_at(self.folder / name, steps[name], self._owners) for name in ordered)
         return [one for one in found if one is not None]
 
 
-def look_at(path: Path, step: int) -> OwnCheckpoint | None:
-    """Return the checkpoint at `path`; None if it was deleted meanwhile."""
+def look_at(path: Path, step: int, owners: frozenset[int]) -> OwnCheckpoint | None:
+    """Return the checkpoint at `path`; None if it was deleted meanwhile.
+
+    It has a problem if another user than the `owners` owns it, or anything in it.
+    """
     try:
         status = path.lstat()
     except FileNotFoundError:
         return None
+    problem = "" if status.st_uid in owners else f"belongs to another user (uid {status.st_uid})"
+    made = partial(OwnCheckpoint, step=step, path=path, owners=owners)
     if stat.S_ISREG(status.st_mode):
         one = FileStamp(path.name, status.st_size, status.st_mtime_ns)
-        return OwnCheckpoint(step=step, path=path, folder=path.parent, files=(one,))
-    if not stat.S_ISDIR(status.st_mode):
-        problem = "is a link or a special file"
-        return OwnCheckpoint(step=step, path=path, folder=path, files=(), problem=problem)
+        return made(folder=path.parent, files=(one,), problem=problem)
+    if problem or not stat.S_ISDIR(status.st_mode):
+        return made(folder=path, files=(), problem=problem or "is a link or a special file")
     files: list[FileStamp] = []
-    problem = ""
     for inside, each in _walk(path):
+        if each.st_uid not in owners:
+            problem = f"contains {inside} of another user (uid {each.st_uid})"
+            break
+        if stat.S_ISDIR(each.st_mode) and not inside.endswith(TOO_DEEP):
+            continue
         if not stat.S_ISREG(each.st_mode):
             problem = problem or f"contains the link or special file {inside}"
         elif len(files) == FILES_MAX:
@@ -125,7 +141,7 @@ def look_at(path: Path, step: int) -> OwnCheckpoint | None:
         else:
             files.append(FileStamp(inside, each.st_size, each.st_mtime_ns))
     ordered = tuple(sorted(files, key=lambda one: one.path))
-    return OwnCheckpoint(step=step, path=path, folder=path, files=ordered, problem=problem)
+    return made(folder=path, files=ordered, problem=problem)
 
 
 def number(found: OwnCheckpoint, known: Manifest | None, step: int, least: int) -> OwnCheckpoint:
@@ -141,9 +157,9 @@ def number(found: OwnCheckpoint, known: Manifest | None, step: int, least: int) 
 def _walk(
     folder: Path, inside: str = "", depth: int = DEPTH_MAX
 ) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield (path, status) of everything in `folder` but folders, without following links.
+    """Yield (path, status) of everything in `folder`, without following links.
 
-    What disappears meanwhile is left out. A folder that is too deep counts as a special file.
+    What disappears meanwhile is left out. The path of a folder that is too deep ends in `TOO_DEEP`.
     """
     try:
         entries = list(os.scandir(folder))
@@ -152,10 +168,10 @@ def _walk(
     for entry in entries:
         with contextlib.suppress(FileNotFoundError):
             status = entry.stat(follow_symlinks=False)
-            if stat.S_ISDIR(status.st_mode) and depth:
+            is_folder = stat.S_ISDIR(status.st_mode)
+            yield f"{inside}{entry.name}" + (TOO_DEEP if is_folder and not depth else ""), status
+            if is_folder and depth:
                 yield from _walk(Path(entry.path), f"{inside}{entry.name}/", depth - 1)
-            else:
-                yield f"{inside}{entry.name}", status
 
 
 def why_incomplete(
@@ -200,8 +216,8 @@ def seal(found: OwnCheckpoint, goes_on: Callable[[], bool]) -> tuple[FileEntry, 
     folders = {(found.folder / one.path).parent for one in found.files}
     for folder in sorted({*folders, found.folder, found.path.parent}):
         fsync_directory(folder)
-    again = look_at(found.path, found.step)
-    if again is None or again.files != found.files:
+    again = look_at(found.path, found.step, found.owners)
+    if again is None or again.problem or again.files != found.files:
         raise CheckpointError(f"{found.path}: the program changed its files while they were read")
     return entries
 
@@ -212,6 +228,8 @@ def _seal_file(found: OwnCheckpoint, one: FileStamp, goes_on: Callable[[], bool]
     except (FileNotFoundError, ForeignFileError) as error:
         raise CheckpointError(f"{found.path}: {one.path} was replaced: {error}") from error
     try:
+        if (owner := os.fstat(handle).st_uid) not in found.owners:
+            raise CheckpointError(f"{found.path}: {one.path} belongs to another user (uid {owner})")
         os.fsync(handle)
         checksum, left = FileChecksum(one.bytes), one.bytes
         while left and goes_on():

@@ -8,7 +8,6 @@ if the flow, Prefect and its worker were killed long before.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -34,12 +33,12 @@ from holdfast.contracts.errors import (
     SchedulerUnavailableError,
     reading_run,
 )
-from holdfast.contracts.file_locks import wait_for_lock
+from holdfast.contracts.file_locks import locked
 from holdfast.contracts.filesystems import delay_s, is_there, revalidate
 from holdfast.contracts.history import AttemptView, RunHistory, load_events, load_history
 from holdfast.contracts.journal import Event, EventKind, JournalWriter
 from holdfast.contracts.paths import AttemptPaths, RunPaths, folder_of
-from holdfast.contracts.reading import LOCK_FLAGS, open_beneath, read_tail
+from holdfast.contracts.reading import read_tail
 from holdfast.contracts.secrets import forget_record
 from holdfast.contracts.states import ATTEMPT_MOVES, AttemptState
 from holdfast.contracts.timeline import goodput_of
@@ -309,16 +308,13 @@ def _awaits_submission(seen: Observation) -> bool:
 def _ending_lock(attempt: AttemptPaths) -> Iterator[None]:
     """Hold the lock under which one process writes the attempt's ending."""
     below = folder_of(attempt.ending_lock)
-    handle = open_beneath(attempt.ending_lock, LOCK_FLAGS, below=below)
-    try:
-        if not wait_for_lock(handle, ENDING_LOCK_S):
+    with locked(attempt.ending_lock, ENDING_LOCK_S, below=below) as is_locked:
+        if not is_locked:
             raise TimeoutError(
                 f"{attempt.ending_lock}: locked for {ENDING_LOCK_S:.0f} s; the process that writes "
                 "the attempt's ending hangs, or the file system's lock service does"
             )
         yield
-    finally:
-        os.close(handle)
 
 
 def _events_of(paths: RunPaths, number: int) -> list[Event]:

@@ -228,6 +228,15 @@ def newest_generation(root: Path, name: str) -> RunPaths | None:
     return max(found, key=lambda run: (_is_own(run), _generation(run.name)), default=None)
 
 
+def own_generation(root: Path, name: str) -> RunPaths | None:
+    """Return the caller's own newest run with spec name `name` under `root`, or None.
+
+    Another user's run of that name is no reason to do or not to do anything.
+    """
+    newest = newest_generation(root, name)
+    return newest if newest is not None and _is_own(newest) else None
+
+
 def _last_generation(root: Path, name: str) -> int:
     return max((_generation(run.name) for run in _generations(root, name)), default=0)
 
@@ -284,7 +293,8 @@ def _is_abandoned(paths: RunPaths) -> bool:
     """Return True for the caller's own folder that a crash left before it held a run."""
     is_empty = not has_spec(paths.directory) and not any(paths.attempts.glob("*"))
     # An import holds the lock until the folder is a run.
-    return is_empty and is_mine(paths.directory) and not is_supervised(paths.flow_lock)
+    is_free = is_supervised(paths.flow_lock) is False
+    return is_empty and is_free and is_mine(paths.directory)
 
 
 def _ended(state: RunState) -> str:

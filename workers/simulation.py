@@ -38,6 +38,8 @@ from holdfast.workers.traces import Trace
 # A run that takes longer does not end.
 END_S_MAX: Final = 10 * 366 * 24 * 3600.0
 ATTEMPTS_MAX: Final = 20_000
+SAVES_MAX: Final = 200_000
+LOOKS_MAX: Final = 1_000_000
 # More than any run has.
 GPUS_ALWAYS: Final = 2**31
 
@@ -88,6 +90,8 @@ class _Run:
     now: float = 0.0
     committed: int = 0
     trained_s: float = 0.0
+    saves: float = 0.0
+    looks: int = 0
     views: list[AttemptView] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
@@ -129,6 +133,12 @@ class _Run:
         self._add_view(gpus, place, reason, AttemptState.RUNNING, began)
         saves = Saves(self._interval_s(gpus, step_s), self.costs, trained_from)
         stops_at, cause = self._stop(began, saves, gpus, step_s)
+        self.saves += saves.count(stops_at)
+        if self.saves > SAVES_MAX:
+            raise SpecError(
+                f"the run has {self.saves:.3g} checkpoints or more, expected at most {SAVES_MAX}; "
+                "give a longer --interval, or fewer --steps"
+            )
         resumed = self.committed
         trained_s = saves.trained_s(stops_at)
         last = min(self.steps, resumed + int(trained_s / step_s + 1e-9))
@@ -217,6 +227,12 @@ class _Run:
 
     def _next_look(self, now: float, due: float) -> float:
         """Return the next time at which the free GPUs of the first choice may differ."""
+        self.looks += 1
+        if self.looks > LOOKS_MAX:
+            raise SpecError(
+                f"the run is looked at {self.looks} times, once per entry of the trace, expected "
+                f"at most {LOOKS_MAX}; give a trace with a longer gap, or fewer --steps"
+            )
         gap_s = self.traces[0].gap_s
         tick = (now // gap_s + 1) * gap_s
         return due if now < due < tick else tick
@@ -351,6 +367,11 @@ def simulate(
     `fallbacks` are the traces of the spec's fallbacks in order. One without a trace always has
     enough GPUs. Raises `SpecError` if no place of the run ever has enough GPUs for it.
     """
+    if steps * costs.step_s > END_S_MAX:
+        raise SpecError(
+            f"{steps} steps of {costs.step_s:g} s take {steps * costs.step_s:.3g} s, expected at "
+            f"most {END_S_MAX:.3g} s; give fewer --steps, or a smaller --cost step_s"
+        )
     places = [*fallbacks, *[None] * len(spec.resources.fallbacks)][: len(spec.resources.fallbacks)]
     always = Trace((GPUS_ALWAYS,), trace.gap_s)
     traces = (trace, *(one or always for one in places))

@@ -25,9 +25,9 @@ from holdfast.contracts.errors import (
     SchedulerError,
     SchedulerUnavailableError,
 )
-from holdfast.contracts.file_locks import wait_for_lock
+from holdfast.contracts.file_locks import locked
 from holdfast.contracts.paths import holdfast_home
-from holdfast.contracts.reading import LOCK_FLAGS, open_beneath, open_regular
+from holdfast.contracts.reading import open_regular
 from holdfast.workers import slurm_client
 from holdfast.workers.slurm_client import CALL_TIMEOUT_S, JobLine, call, parse_time
 
@@ -139,15 +139,12 @@ def _locked(place: Path) -> Iterator[None]:
     """Let one process ask at a time."""
     place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = place.with_suffix(".lock")
-    handle = open_beneath(lock, LOCK_FLAGS, mode=0o600, below=holdfast_home())
-    try:
-        if not wait_for_lock(handle, LOCK_S):
+    with locked(lock, LOCK_S, below=holdfast_home(), owner_only=True) as is_locked:
+        if not is_locked:
             raise SchedulerUnavailableError(
                 f"another process has asked Slurm for {LOCK_S:.0f} s and has no answer yet"
             )
         yield
-    finally:
-        os.close(handle)
 
 
 def _ask(arguments: Sequence[str], timeout_s: float) -> _Answer:

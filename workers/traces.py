@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Final
 
+from holdfast.contracts.bounds import NODES_MAX, SECONDS_MAX
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.reading import read_bounded
+
+GAP_S_MIN: Final = 1.0
+SHOWN_CHARACTERS: Final = 40
 
 
 class Trace:
@@ -40,17 +45,20 @@ def read_trace(path: Path, gpus_per_instance: int) -> Trace:
     try:
         document = json.loads(read_bounded(path))
         gap_s, counts = float(document["metadata"]["gap_seconds"]), document["data"]
-        wrong = [n for n, one in enumerate(counts) if type(one) is not int or one < 0]
+        wrong = [
+            n for n, one in enumerate(counts) if type(one) is not int or not 0 <= one <= NODES_MAX
+        ]
         if wrong or not counts:
-            what = f"data[{wrong[0]}] is {counts[wrong[0]]!r}" if wrong else "data is empty"
+            shown = f"{counts[wrong[0]]!r}"[:SHOWN_CHARACTERS] if wrong else ""
+            what = f"data[{wrong[0]}] is {shown}" if wrong else "data is empty"
             raise ValueError(f"{what}; a gap in the trace must be filled")
-        if not 0 < gap_s < math.inf:
+        if not GAP_S_MIN <= gap_s <= SECONDS_MAX:
             raise ValueError(f"metadata.gap_seconds is {gap_s}")
     except OSError as error:
         raise SpecError(f"--trace {path}: {error.strerror}") from error
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
         raise SpecError(
-            f"--trace {path}: {error}; expected JSON with metadata.gap_seconds above 0 and data, "
-            "the number of available instances at each time"
+            f"--trace {path}: {error}; expected JSON with metadata.gap_seconds from {GAP_S_MIN:g} "
+            f"to {SECONDS_MAX:g} and data, the number of available instances at each time"
         ) from error
     return Trace(tuple(count * gpus_per_instance for count in counts), gap_s)

@@ -19,6 +19,8 @@ NEUTRAL_FOLDER: Final = "/"
 ANSWER_S_MAX: Final = 300.0
 LOOK_S: Final = 0.5
 LEAVE_S: Final = 10.0
+# The last line of a traceback of the trainer itself. A missing module has another type.
+_FAILED: Final = ("KeyError", "ValueError", "TypeError", "RuntimeError", "IndexError", "OSError")
 
 
 def interpreter_of(paths: RunPaths, spec: RunSpec) -> list[str]:
@@ -60,6 +62,11 @@ def ask_trainer(
         last = errors.strip().rpartition("\n")[2]
         if last.startswith("holdfast: "):
             raise CheckpointError(last.removeprefix("holdfast: ")) from None
+        if last.startswith(_FAILED):
+            raise CheckpointError(
+                f"the checkpoint cannot be read: {last}; verify it, and report the error if it is "
+                "whole"
+            ) from None
         raise PreflightError(
             f"{name} cannot read checkpoints: {last or 'it printed no error'}; install "
             "`holdfast[trainer]` there, or use a machine that has the job's environment"

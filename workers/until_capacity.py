@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.history import RunHistory, load_history
 from holdfast.contracts.journal import EventKind
-from holdfast.contracts.paths import RunPaths, list_runs
+from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.states import RunState
+from holdfast.contracts.visits import own_runs, visit
 from holdfast.workers.executors import executor_for
 
 # The reason of such a request to pause, in the journal and in `holdfast show`.
@@ -22,15 +22,14 @@ def ready_runs(root: Path) -> list[RunPaths]:
     A run that cannot be read is skipped. Raises `SchedulerError` if free GPUs cannot be counted.
     """
     waiting = []
-    for paths in list_runs(root):
-        try:
-            history = load_history(paths)
-        except (HoldfastError, OSError):
+    for one in visit(own_runs(root), load_history):
+        history = one.result
+        if history is None:
             continue
         asked = history.pending_request or {}
-        is_waiting = asked.get("reason") == UNTIL_CAPACITY and paths.is_mine()
+        is_waiting = asked.get("reason") == UNTIL_CAPACITY
         if history.state is RunState.PAUSED and is_waiting:
-            waiting.append((_asked_at(history), paths.name, history))
+            waiting.append((_asked_at(history), one.paths.name, history))
     ready, taken = [], 0
     for _, _, history in sorted(waiting, key=lambda one: one[:2]):
         resources, gpus = history.spec.resources, _gpus(history)

@@ -156,6 +156,10 @@ def test_forwarded_headers_count_only_from_a_trusted_proxy(
     [
         ({"Host": "evil.example"}, 421),
         ({"Host": "127.0.0.1.evil.example"}, 421),
+        ({"Host": "[::1].evil.example"}, 421),
+        ({"Host": "[::1]evil.example:80"}, 421),
+        ({"Host": "[::1]:80.evil.example"}, 421),
+        ({"Host": "[::1"}, 421),
         ({"Host": ""}, 421),
         ({"Origin": "http://evil.example"}, 403),
         ({"Origin": "null"}, 403),

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from tests.runs import RunFolder
 
-from holdfast.contracts.journal import EventKind
+from holdfast.contracts.journal import EventKind, journal_lock
 from holdfast.contracts.paths import AttemptPaths
 from holdfast.contracts.states import AttemptState, Cause
 
@@ -247,7 +247,8 @@ def _odd_file_names(target: Target) -> None:
 
 def _create_lock_files(target: Target) -> None:
     # The test process takes the locks.
-    for path in (target.folder.paths.orders_lock, target.folder.paths.journal_of("cli")):
+    cli = target.folder.paths.journal_of("cli")
+    for path in (target.folder.paths.orders_lock, journal_lock(cli)):
         path.touch()
 
 

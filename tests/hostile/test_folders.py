@@ -25,6 +25,7 @@ from tests.hostile.testbed import (
     timed,
 )
 
+from holdfast.contracts.journal import journal_lock
 from holdfast.contracts.paths import RunPaths
 
 NAMES = sorted(HOSTILE)
@@ -159,7 +160,7 @@ def lock_as_owner(testbed: Testbed, name: str) -> list[int]:
         return []
     paths = testbed.paths(name)
     held = []
-    for path in (paths.orders_lock, paths.journal_of("cli")):
+    for path in (paths.orders_lock, journal_lock(paths.journal_of("cli"))):
         handle = os.open(path, os.O_RDWR)
         fcntl.flock(handle, fcntl.LOCK_EX)
         held.append(handle)

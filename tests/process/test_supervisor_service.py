@@ -175,6 +175,7 @@ def test_no_service_of_another_user_is_trusted(tmp_path: Path) -> None:
     folder = service_folder(tmp_path)
     (folder / "wanted").mkdir(parents=True)
     (folder / "lock").write_text("process 1 on here")
+    (folder / "lock").chmod(0o600)
     assert hand_over(paths) == "", "nobody holds the lock"
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(folder / "lock")], stdout=subprocess.PIPE, text=True

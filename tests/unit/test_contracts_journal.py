@@ -14,7 +14,7 @@ import pytest
 
 from holdfast.contracts import journal
 from holdfast.contracts import journal as journal_module
-from holdfast.contracts.journal import EventKind, JournalWriter, read_journal
+from holdfast.contracts.journal import EventKind, JournalWriter, journal_lock, read_journal
 
 JOIN_S = 60.0
 
@@ -199,9 +199,12 @@ def test_waiting_for_a_locked_journal_times_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "OWN_LOCK_S", 0.2)
-    with JournalWriter(tmp_path / "flow.jsonl") as writer, open(writer.path, "rb") as other:
+    with (
+        JournalWriter(tmp_path / "flow.jsonl") as writer,
+        open(journal_lock(writer.path), "rb") as other,
+    ):
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(TimeoutError, match=r"flow\.jsonl: locked by another process"):
+        with pytest.raises(TimeoutError, match=r"\.flow\.lock: locked by another process"):
             writer.append(EventKind.NOTE, text="a")
         fcntl.flock(other, fcntl.LOCK_UN)
         writer.append(EventKind.NOTE, text="b")

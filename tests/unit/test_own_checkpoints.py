@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 from tests.histories import record_of, spec_of
+from tests.other_users import STRANGER
 from tests.runs import RunFolder
 
 from holdfast.contracts.damage import find_damage
@@ -176,7 +177,7 @@ def test_a_log_that_is_a_pipe_or_leads_elsewhere_is_not_read(tmp_path: Path) -> 
 
 
 def _found(folder: Path, step: int = 50) -> OwnCheckpoint:
-    found = own_checkpoints.look_at(folder, step)
+    found = own_checkpoints.look_at(folder, step, frozenset({os.geteuid()}))
     assert found is not None
     return found
 
@@ -416,3 +417,35 @@ def test_the_parent_is_the_newest_checkpoint_before_a_step(run: RunFolder, tmp_p
     assert own_checkpoints.newest_before(manifests, 20) == manifests[0]
     assert own_checkpoints.newest_before(manifests, 20, or_at=True) == manifests[1]
     assert own_checkpoints.newest_before(manifests, 10) is None
+
+
+@pytest.mark.parametrize("what", ["", "state", "deep", "deep/state"])
+def test_nothing_of_another_user_becomes_a_checkpoint(
+    run: RunFolder, tmp_path: Path, what: str
+) -> None:
+    """The directory, a file in it, a directory in it, and a file in that."""
+    folder = _write(tmp_path / "checkpoint-50", state="x")
+    _write(folder / "deep", state="y")
+    assert _found(folder).problem == ""
+    os.chown(folder / what, STRANGER, STRANGER)
+    found = _found(folder)
+    named = f"contains {what} of another user" if what else "belongs to another user"
+    assert found.problem == f"{named} (uid {STRANGER})"
+    program = Program(checkpoints="checkpoint-{step}", complete=["state"])
+    why = own_checkpoints.why_incomplete(found, program, still_s=1e9, was_seen=True, ended="exited")
+    assert why == found.problem
+    owned = own_checkpoints.look_at(folder, 50, frozenset({os.geteuid(), STRANGER}))
+    assert owned is not None
+    assert owned.problem == ""
+
+
+def test_a_file_that_another_user_puts_in_place_of_one_is_not_read(tmp_path: Path) -> None:
+    folder = _write(tmp_path / "checkpoint-50", state="x")
+    found = _found(folder)
+    os.chown(folder / "state", STRANGER, STRANGER)
+    with pytest.raises(CheckpointError, match=f"state belongs to another user .uid {STRANGER}"):
+        own_checkpoints.seal(found, lambda: True)
+    _write(tmp_path, **{"m-5.pt": "abc"})
+    os.chown(tmp_path / "m-5.pt", STRANGER, STRANGER)
+    (one,) = Pattern(Program(checkpoints="m-{step}.pt"), str(tmp_path)).find()
+    assert one.problem == f"belongs to another user (uid {STRANGER})"

@@ -27,9 +27,15 @@ def mode_of(path: Path) -> int:
     return path.stat().st_mode & 0o777
 
 
-@pytest.mark.parametrize(("mask", "expected"), [(0o022, 0o644), (0o077, 0o600), (0o007, 0o660)])
+@pytest.mark.parametrize(
+    ("mask", "expected", "of_locks"),
+    [(0o022, 0o644, 0o600), (0o077, 0o600, 0o600), (0o007, 0o660, 0o660)],
+)
 @pytest.mark.usefixtures("umask")
-def test_the_umask_decides_who_can_read_a_run(tmp_path: Path, mask: int, expected: int) -> None:
+def test_the_umask_decides_who_can_read_a_run(
+    tmp_path: Path, mask: int, expected: int, of_locks: int
+) -> None:
+    """It decides who may write to the folders, and only those users can open the locks."""
     os.umask(mask)
     run = RunFolder(tmp_path, "run", "a" * 32)
     run.submit(1, 1, 1.7e9)
@@ -41,7 +47,9 @@ def test_the_umask_decides_who_can_read_a_run(tmp_path: Path, mask: int, expecte
     files = [path for path in run.paths.directory.rglob("*") if path.is_file()]
     assert len(files) > 5
     assert leases
-    assert {path.name for path in files if mode_of(path) != expected} == set()
+    locks = [path for path in files if path.suffix == ".lock"]
+    assert {mode_of(path) for path in locks} == {of_locks}
+    assert {p.name for p in files if mode_of(p) != expected and p not in locks} == set()
 
 
 @pytest.mark.usefixtures("umask")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.other_users import STRANGER
 from tests.runs import RunFolder
 
 from holdfast.contracts.durable import make_directory
@@ -291,3 +292,20 @@ def test_without_a_match_the_pattern_is_named(make: Make, tmp_path: Path) -> Non
     run.end(1)
     (why,) = run.watch.problems
     assert f"nothing new matched {tmp_path}/out/checkpoint-{{step}}" in why
+
+
+def test_a_directory_that_another_user_plants_is_no_checkpoint(make: Make) -> None:
+    """It has the newest step, beyond the last one, and all that makes one complete."""
+    run = make(complete=["done"])
+    run.begin()
+    run.save(10)
+    planted = run.save(999)
+    for path in (planted, *planted.iterdir()):
+        os.chown(path, STRANGER, STRANGER)
+    run.wait_for(10)
+    run.save(20)
+    run.wait_for(10, 20)
+    run.end(0)
+    assert [one.step for one in run.committed()] == [10, 20]
+    assert run.watch.completed == 20
+    assert run.watch.reasons == {planted: f"belongs to another user (uid {STRANGER})"}

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as stock
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from holdfast.contracts.errors import CheckpointError, SaveError
-from holdfast.trainer import Session
+from holdfast.trainer import Session, dcp
 from holdfast.trainer.loading.targets import collect
 from holdfast.trainer.planning.layout import (
     encode_number,
@@ -62,6 +63,38 @@ class Quantised(torch.Tensor):
         return func(*dense, **(kwargs or {}))
 
 
+class Hidden(torch.Tensor):
+    """A wrapper whose class does not tell what it consists of."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Hidden:
+        made = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+        assert isinstance(made, Hidden)
+        return made
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    def dense(self) -> torch.Tensor:
+        return self.codes.float() * self.scale
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.view.default):
+            return Hidden(args[0].codes, args[0].scale)
+        return func(*tree_map_only(Hidden, Hidden.dense, args), **(kwargs or {}))
+
+
+class Plain(torch.Tensor):
+    """A subclass with memory, such as those that only add methods."""
+
+
+def hidden() -> Hidden:
+    return Hidden(torch.ones(4, dtype=torch.int8), torch.full((4,), 0.5))
+
+
 def quantised() -> Quantised:
     return Quantised(torch.ones(4, dtype=torch.int8), torch.full((4,), 0.5))
 
@@ -77,11 +110,12 @@ class EightBit(torch.optim.SGD):
     ("value", "said"),
     [
         (quantised(), "a Quantised with inner tensors codes, scale"),
+        (hidden(), "a Hidden that has its values in other tensors"),
         (torch.ones(2, 2).to_sparse(), "of layout torch.sparse_coo"),
         (torch.ones(2, 2).to_mkldnn(), "of layout torch._mkldnn"),
         (torch.empty(2, device="meta"), "on the meta device"),
     ],
-    ids=["wrapper", "sparse", "mkldnn", "meta"],
+    ids=["wrapper", "hidden", "sparse", "mkldnn", "meta"],
 )
 def test_a_tensor_without_plain_storage_is_refused_by_its_key(
     value: torch.Tensor, said: str, tmp_path: Path
@@ -116,8 +150,24 @@ def test_loading_into_a_tensor_subclass_is_refused() -> None:
     size = torch.Size((4,))
     chunk = ChunkStorageMetadata(torch.Size((0,)), size)
     entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), size, [chunk])
-    with pytest.raises(CheckpointError, match="w: in this program it is a Quantised"):
-        collect({"w": quantised()}, {"w": entry}, BoxTable.of(Metadata({"w": entry})))
+    table = BoxTable.of(Metadata({"w": entry}))
+    for made, name in ((quantised(), "Quantised"), (hidden(), "Hidden")):
+        with pytest.raises(CheckpointError, match=f"w: in this program it is a {name}"):
+            collect({"w": made}, {"w": entry}, table)
+
+
+def test_a_wrapper_in_a_stock_checkpoint_is_refused_by_its_key(tmp_path: Path) -> None:
+    """Its entry is no plain tensor, even if the program allows its class."""
+    with torch.serialization.safe_globals([Hidden]):
+        stock.save({"w": hidden()}, checkpoint_id=tmp_path)
+        with pytest.raises(CheckpointError, match="w: it was saved as a Hidden"):
+            dcp.load({"w": torch.zeros(4)}, checkpoint_id=tmp_path)
+
+
+def test_a_subclass_with_memory_is_saved() -> None:
+    value = torch.ones(4).as_subclass(Plain)
+    (entry,) = (one for kind in describe_rank({"model": {"odd": value}}).entries for one in kind)
+    assert entry.key == "model.odd"
 
 
 def test_a_growing_list_of_numbers_gets_a_larger_plan() -> None:

@@ -223,6 +223,12 @@ def test_trace_repeats_and_finds_its_changes(tmp_path: Path) -> None:
         ('{"metadata": {"gap_seconds": 60}, "data": []}', "data is empty"),
         ('{"metadata": {"gap_seconds": 60}, "data": [1, null, 1]}', "data[1] is None; a gap"),
         ('{"metadata": {"gap_seconds": 60}, "data": [1, -1]}', "data[1] is -1"),
+        ('{"metadata": {"gap_seconds": 1e308}, "data": [1]}', "gap_seconds is 1e+308"),
+        ('{"metadata": {"gap_seconds": 1e-9}, "data": [1]}', "gap_seconds is 1e-09"),
+        ('{"metadata": {"gap_seconds": NaN}, "data": [1]}', "gap_seconds is nan"),
+        ('{"metadata": {"gap_seconds": 1%s}, "data": [1]}' % ("0" * 400), "too large"),
+        ('{"metadata": {"gap_seconds": 60}, "data": [1%s]}' % ("0" * 400), "data[0] is 1000"),
+        ("[" * 100_000, "recursion"),
     ],
 )
 def test_wrong_traces_are_refused(tmp_path: Path, text: str, problem: str) -> None:
@@ -231,6 +237,28 @@ def test_wrong_traces_are_refused(tmp_path: Path, text: str, problem: str) -> No
     with pytest.raises(SpecError) as caught:
         read_trace(path, 8)
     assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("interval", "steps", "costs", "words"),
+    [
+        (1, 100_000_000, COSTS, "checkpoints or more, expected at most"),
+        ("100s", 10**15, COSTS, "give fewer --steps"),
+        ("100s", 10, dataclasses.replace(COSTS, step_s=1e300), "a smaller --cost step_s"),
+    ],
+)
+def test_a_run_that_would_take_too_long_to_play_is_refused(
+    interval: Any, steps: int, costs: Costs, words: str
+) -> None:
+    with pytest.raises(SpecError, match=words):
+        play(spec_of(checkpoint={"interval": interval}), steps, [16], costs)
+
+
+def test_a_run_that_looks_for_larger_sizes_too_often_is_refused() -> None:
+    elastic = {"min_gpus": 8, "max_gpus": 32, "grow": True}
+    trace = Trace((16, 16), 1.0)
+    with pytest.raises(SpecError, match="give a trace with a longer gap"):
+        simulate(spec_of(elastic=elastic), 10_000_000, COSTS, trace)
 
 
 NODES = """

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +14,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.other_users import STRANGER
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 
 from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError, KeyMismatchError
+from holdfast.contracts.paths import IMPORTED, RunPaths
+from holdfast.trainer.export.forms import appearing
+from holdfast.trainer.importing.__main__ import import_into
 from holdfast.trainer.sources.find import open_source
 from holdfast.trainer.sources.safetensors_file import TYPES, parse_header
-from holdfast.trainer.sources.tensors import select
+from holdfast.trainer.sources.tensors import rights_of, select
 
 F4 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
@@ -119,6 +125,105 @@ def test_a_snapshot_of_the_hub_has_links_to_its_blobs(tmp_path: Path) -> None:
     (snapshot / "model.safetensors").symlink_to("../../blobs/0123")
     source = open_source(snapshot)
     assert content_of(source.base, source.parts[0]) == raw(torch.ones(2))
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """A snapshot in a cache of the Hugging Face hub that someone has made; returns the snapshot."""
+    snapshot = tmp_path / "home" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "home" / "blobs").mkdir()
+    save_file({"private": torch.ones(2)}, tmp_path / "home" / "private.safetensors")
+    save_file({"a": torch.ones(2)}, tmp_path / "home" / "blobs" / "0123")
+    return snapshot
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        "../../private.safetensors",
+        "../other/x",
+        "../../blobs/../private.safetensors",
+        "../../blobs/deep/0123",
+        "/etc/passwd",
+    ],
+)
+def test_a_link_of_a_snapshot_that_does_not_end_in_blobs_is_refused(
+    cache: Path, name: str, target: str
+) -> None:
+    """A forged cache would have the import read files beside it."""
+    save_file({"a": torch.ones(2)}, cache / "model.safetensors")
+    (cache / name).unlink(missing_ok=True)
+    (cache / name).symlink_to(target)
+    with pytest.raises(CheckpointError, match="a link that does not end in"):
+        open_source(cache)
+
+
+def test_a_link_in_blobs_is_not_followed(cache: Path) -> None:
+    blobs = cache.parent.parent / "blobs"
+    (blobs / "4567").symlink_to("../private.safetensors")
+    (cache / "model.safetensors").symlink_to("../../blobs/4567")
+    with pytest.raises(CheckpointError, match="a link"):
+        open_source(cache)
+    (cache / "model.safetensors").unlink()
+    (cache / "model.safetensors").symlink_to("../../blobs/0123")
+    assert [part.name for part in open_source(cache).parts] == ["a"]
+    shutil.rmtree(blobs)
+    blobs.symlink_to("/")
+    with pytest.raises(CheckpointError, match="a link"):
+        open_source(cache)
+
+
+@pytest.mark.parametrize(("mode", "expected"), [(0o600, 0o600), (0o640, 0o640), (0o644, 0o644)])
+def test_what_is_made_from_private_files_is_private(
+    tmp_path: Path, mode: int, expected: int
+) -> None:
+    before = os.umask(0o022)
+    try:
+        (tmp_path / "in").mkdir()
+        save_file({"a": torch.ones(2)}, tmp_path / "in" / "model.safetensors")
+        (tmp_path / "in" / "model.safetensors").chmod(mode)
+        run = RunPaths(tmp_path / "run")
+        import_into(run, "a" * 32, open_source(tmp_path / "in"))
+        directory = run.checkpoint(IMPORTED)
+        modes = {path.name: path.stat().st_mode & 0o777 for path in directory.iterdir()}
+        assert modes.pop("manifest.json") == 0o644
+        assert set(modes.values()) == {expected}
+        with appearing(tmp_path / "out.pt", directory) as place:
+            place.write_bytes(b"x")
+        assert (tmp_path / "out.pt").stat().st_mode & 0o777 == expected
+    finally:
+        os.umask(before)
+
+
+def test_files_of_another_group_are_not_shared_with_the_own_group(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.touch()
+    path.chmod(0o660)
+    assert rights_of(path.stat()) == 0o660
+    os.chown(path, -1, STRANGER)
+    assert rights_of(path.stat()) == 0o600
+
+
+@pytest.mark.parametrize(
+    "name", ["../../weights", "a/../b", "/a", "a//b", "", "\x1b]0;owned\x07", "a\nb", "\u202ex"]
+)
+def test_names_that_no_tensor_has_are_refused(tmp_path: Path, name: str) -> None:
+    write_raw(tmp_path / "model.safetensors", {name: F4})
+    with pytest.raises(CheckpointError, match="is no name of a tensor") as caught:
+        open_source(tmp_path)
+    assert str(caught.value).isprintable()
+
+
+def test_a_file_with_very_many_empty_tensors_is_refused(tmp_path: Path) -> None:
+    empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    many = {f"t{number}": empty for number in range(300_000)}
+    write_raw(tmp_path / "model.safetensors", many, b"")
+    began = time.thread_time()
+    with pytest.raises(CheckpointError, match="300000 of its tensors have no elements"):
+        open_source(tmp_path)
+    assert time.thread_time() - began < 10
 
 
 @pytest.mark.parametrize(

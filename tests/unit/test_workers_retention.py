@@ -22,7 +22,7 @@ from holdfast.contracts.damage import find_damage
 from holdfast.contracts.durable import make_directory
 from holdfast.contracts.errors import NotFoundError, SpecError
 from holdfast.contracts.history import load_history, pinned_checkpoints
-from holdfast.contracts.journal import EventKind
+from holdfast.contracts.journal import EventKind, journal_lock
 from holdfast.contracts.leases import reading
 from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.paths import MANIFEST, RunPaths
@@ -301,7 +301,8 @@ def paused_deletion(run: RunFolder, name: str) -> Iterator[None]:
     deleter = context.Process(target=_delete_one, args=(str(run.paths.directory), name, ready))
     # Started before the journal is opened, so that it inherits no handle of it.
     deleter.start()
-    with open(journal, "a") as stream:
+    journal.parent.mkdir(exist_ok=True)
+    with open(journal_lock(journal), "a") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         ready.wait(60)
         give_up = time.monotonic() + 60

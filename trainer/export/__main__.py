@@ -34,7 +34,7 @@ SHARD_BYTES: Final = 5 * 10**9
 def export(given: argparse.Namespace) -> dict[str, Any]:
     """Write the export and return its facts. Raises `CheckpointError` if it is not possible."""
     directory, output = plain_checkpoint(given.directory), Path(given.output)
-    with appearing(output) as place, ExitStack() as held:
+    with appearing(output, directory) as place, ExitStack() as held:
         if CheckpointName.parse(directory.name) is not None:
             held.enter_context(reading(directory))
             check_committed(directory)

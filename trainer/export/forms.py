@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import reduce
+from operator import and_
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +27,7 @@ from holdfast.trainer.export.usable import OPTIMIZER, make_objects, make_optimiz
 from holdfast.trainer.export.whole import Entry, Source, batches, require_tensors, weights_of
 from holdfast.trainer.loading.compare_keys import is_of_one_rank
 from holdfast.trainer.planning.metadata import METADATA
+from holdfast.trainer.sources.tensors import rights_of
 
 # The file names that Hugging Face's libraries use.
 HF_WHOLE: Final = "model.safetensors"
@@ -105,10 +109,11 @@ FORMS: Final[dict[str, Callable[[Source, Path, int], None]]] = {
 
 
 @contextmanager
-def appearing(output: Path) -> Iterator[Path]:
+def appearing(output: Path, checkpoint: Path) -> Iterator[Path]:
     """Yield a path to write to. At the end of the block, move it to `output`, whole and durable.
 
-    Raises `CheckpointError` if `output` exists. Nothing is ever overwritten.
+    Its files get no more permissions than the files of the `checkpoint` have. Raises
+    `CheckpointError` if `output` exists. Nothing is ever overwritten.
     """
     _refuse_existing(output)
     make_directory(output.absolute().parent)
@@ -117,6 +122,7 @@ def appearing(output: Path) -> Iterator[Path]:
         yield scratch / output.name
         # `os.rename` would silently replace an empty directory.
         _refuse_existing(output)
+        _limit_rights(scratch / output.name, checkpoint)
         os.rename(scratch / output.name, output)
         fsync_directory(output.absolute().parent)
     finally:
@@ -125,8 +131,21 @@ def appearing(output: Path) -> Iterator[Path]:
 
 def bytes_in(output: Path) -> int:
     """Return the bytes of a file, or of all files in a folder."""
-    files = [output] if output.is_file() else [path for path in output.rglob("*") if path.is_file()]
-    return sum(path.stat().st_size for path in files)
+    return sum(path.stat().st_size for path in _files_in(output))
+
+
+def _limit_rights(place: Path, checkpoint: Path) -> None:
+    """Take permissions from the files at `place` that the checkpoint's files do not have."""
+    rights = reduce(and_, (rights_of(p.stat()) for p in _files_in(checkpoint)), 0o666)
+    for path in _files_in(place):
+        mode = stat.S_IMODE(path.stat().st_mode)
+        if mode & ~rights:
+            path.chmod(mode & rights)
+
+
+def _files_in(place: Path) -> list[Path]:
+    """Return a file, or all files in a folder."""
+    return [place] if place.is_file() else [path for path in place.rglob("*") if path.is_file()]
 
 
 def _refuse_existing(output: Path) -> None:

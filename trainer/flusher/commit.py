@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from holdfast.contracts.bounds import SECONDS_MAX
 from holdfast.contracts.durable import (
     create_bytes,
     make_directory,
@@ -153,7 +154,7 @@ def _write_manifest(run: RunPaths, directory: Path, parts: Sequence[dict[str, An
         **facts,
         files=tuple(FileEntry(**f) for part in parts for f in part["files"]),
         blocked_s=max(part["blocked_s"] for part in parts),
-        flush_s=max(0.0, max(part["fsynced_at"] for part in parts) - staged_at),
+        flush_s=min(max(0.0, max(part["fsynced_at"] for part in parts) - staged_at), SECONDS_MAX),
         staged_at=staged_at,
         committed_at=time.time(),
     )

@@ -58,7 +58,7 @@ def import_into(run: RunPaths, uid: str, source: Source) -> dict[str, Any]:
             (METADATA, encode_metadata(images)),
             (TRAIN_STATE, to_json(document_of(origin))),
         ):
-            write_bytes(directory / name, content)
+            write_bytes(directory / name, content, mode=source.rights)
             checksum = FileChecksum(len(content))
             checksum.update(content)
             entries.append(FileEntry.of(name, len(content), checksum))

@@ -53,7 +53,7 @@ def write_images(
 
 def check_unchanged(source: Source) -> None:
     """Raise `CheckpointError` if a file of the source has changed since it was opened."""
-    files = Files(source.base)
+    files = Files(source.base, is_snapshot=source.is_snapshot)
     for path, state in source.files.items():
         os.close(files.open(path))
         if files.states[path] != state:
@@ -66,7 +66,7 @@ def check_unchanged(source: Source) -> None:
 def _write(image: Image, source: Source, directory: Path) -> tuple[FileEntry, Digests]:
     """Write one file and return its entry, and the digests of its tensors."""
     place = directory / image.name
-    handle = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    handle = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, source.rights)
     digests: Digests = {}
     try:
         with _Reader(source) as reader:
@@ -205,7 +205,7 @@ class _Reader:
     """The open files of a source."""
 
     def __init__(self, source: Source) -> None:
-        self._files = Files(source.base)
+        self._files = Files(source.base, is_snapshot=source.is_snapshot)
         self._handles: dict[str, int] = {}
 
     def __enter__(self) -> _Reader:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.contracts.attempt import RunRecord, read_document
-from holdfast.contracts.damage import find_damage
+from holdfast.contracts.damage import find_damage, word_for
 from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.contracts.history import excluded_checkpoints, load_events
 from holdfast.contracts.manifest import Manifest, read_manifest
@@ -115,4 +115,5 @@ def inspect(
 
 
 def _describe(damage: Iterable[str]) -> str:
-    return "damaged: " + "; ".join(damage)
+    lines = list(damage)
+    return f"{word_for(lines)}: {'; '.join(lines)}"

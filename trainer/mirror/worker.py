@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from holdfast.contracts.durable import make_directory
 from holdfast.contracts.errors import HoldfastError, MirrorError
-from holdfast.contracts.file_locks import wait_for_lock
+from holdfast.contracts.file_locks import locked
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.mirrors import MirrorRecord, Tiers, read_record, write_record
@@ -272,13 +272,10 @@ class MirrorWorker:
         """Hold a lock so that one flusher at a time sends a node's files, also after a restart."""
         make_directory(run.directory / "mirror")
         path = run.directory / "mirror" / f"node-{self._node:04d}.lock"
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            if not wait_for_lock(handle, PEERS_WAIT_S):
+        with locked(path, PEERS_WAIT_S, below=run.directory, owner_only=True) as is_locked:
+            if not is_locked:
                 raise MirrorError(f"another flusher held {path} for {PEERS_WAIT_S:.0f} s")
             yield
-        finally:
-            os.close(handle)
 
 
 def _has_files(directory: Path) -> bool:

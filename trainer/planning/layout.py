@@ -284,11 +284,34 @@ def make_template(shape: torch.Size, dtype: torch.dtype, *, crc: bool = False) -
 
 def is_wrapper(part: torch.Tensor) -> bool:
     """Return True for a tensor made of others, unless of a single one with its shape and type."""
-    if isinstance(part, DTensor) or not is_traceable_wrapper_subclass(part):
+    if isinstance(part, DTensor):
         return False
+    if not is_traceable_wrapper_subclass(part):
+        return _lacks_memory(part)
     attributes, _ = part.__tensor_flatten__()
     inner = [getattr(part, name) for name in attributes]
     return len(inner) != 1 or (inner[0].shape, inner[0].dtype) != (part.shape, part.dtype)
+
+
+def inner_names(part: torch.Tensor) -> str:
+    """Return the names of a wrapper's inner tensors; '' if its class does not tell them."""
+    if not is_traceable_wrapper_subclass(part):
+        return ""
+    return ", ".join(part.__tensor_flatten__()[0])
+
+
+def _lacks_memory(part: torch.Tensor) -> bool:
+    """Return True for a tensor of a subclass that holds its values elsewhere.
+
+    A subclass need not have `__tensor_flatten__`, which names the inner tensors.
+    """
+    if type(part) in {torch.Tensor, torch.nn.Parameter} or part.is_meta or not part.numel():
+        return False
+    try:
+        return part.layout is torch.strided and part.untyped_storage().data_ptr() == 0
+    except (RuntimeError, NotImplementedError):
+        # torch refuses to name the memory of such a tensor.
+        return True
 
 
 def _align(offset: int, alignment: int) -> int:

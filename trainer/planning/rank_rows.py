@@ -30,6 +30,7 @@ from holdfast.trainer.planning.layout import (
     Template,
     TensorEntry,
     encode_number,
+    inner_names,
     is_wrapper,
     make_template,
 )
@@ -106,8 +107,9 @@ def check_form(key: str, value: torch.Tensor) -> None:
 def problem_with_form(part: torch.Tensor) -> str:
     """Return why the bytes of a tensor are not its values in order, or an empty text."""
     if is_wrapper(part):
-        attributes, _ = part.__tensor_flatten__()  # type: ignore[attr-defined]
-        return f"a {type(part).__name__} with inner tensors {', '.join(attributes)}"
+        inner = inner_names(part)
+        held = f"with inner tensors {inner}" if inner else "that has its values in other tensors"
+        return f"a {type(part).__name__} {held}"
     if part.is_meta:
         return "on the meta device, without bytes"
     if part.layout is not torch.strided:

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.errors import CheckpointError, ForeignFileError
-from holdfast.contracts.reading import read_bounded
 from holdfast.trainer.loading.compare_keys import shorten
 from holdfast.trainer.planning.metadata import METADATA
 from holdfast.trainer.sources.dcp import read_dcp
 from holdfast.trainer.sources.deepspeed_zero import is_zero_folder, read_zero
 from holdfast.trainer.sources.safetensors_file import read_safetensors
-from holdfast.trainer.sources.tensors import Files, Part, Source, base_of, check_all, twice
+from holdfast.trainer.sources.tensors import Files, Part, Source, check_all, twice
 from holdfast.trainer.sources.torch_file import read_torch
 
 AUTO: Final = "auto"
@@ -59,11 +58,14 @@ def open_source(place: Path, form: str = AUTO, *, reads_dcp: bool = True) -> Sou
         files = Files(directory)
         parts, left_out = read_zero(files, directory, names)
     else:
-        files = Files(base_of(directory))
+        files = Files.of(directory)
         parts, left_out = _read_files(files, directory, found, names, is_file=place.is_file())
     _check_twice(parts, place)
     check_all(parts, files, place)
-    return Source(place, files.base, found, tuple(parts), files.states, tuple(left_out))
+    return Source(
+        *(place, files.base, found, tuple(parts), files.states, tuple(left_out)),
+        is_snapshot=files.is_snapshot,
+    )
 
 
 def _names_in(place: Path) -> list[str]:
@@ -106,7 +108,7 @@ def _read_files(
     files: Files, directory: Path, form: str, names: Sequence[str], *, is_file: bool
 ) -> tuple[list[Part], list[str]]:
     """Return the tensors of all files of a form, and what else the files have."""
-    index = None if is_file else _index_of(directory, form, names)
+    index = None if is_file else _index_of(files, directory, form, names)
     chosen = sorted(set(index.values())) if index is not None else _choose(directory, form, names)
     parts: list[Part] = []
     left_out: list[str] = []
@@ -116,7 +118,8 @@ def _read_files(
                 f"{directory}: the file {name} is missing, which {_INDEX[form]} names; copy it "
                 "there, or download the folder again"
             )
-        more, others = _reader(form)(files, os.path.relpath(directory / name, files.base))
+        place = files.resolve(os.path.relpath(directory / name, files.base))
+        more, others = _reader(form)(files, place)
         parts += more
         left_out += others
     if index is not None:
@@ -147,14 +150,16 @@ def _choose(directory: Path, form: str, names: Sequence[str]) -> list[str]:
     return found
 
 
-def _index_of(directory: Path, form: str, names: Sequence[str]) -> dict[str, str] | None:
+def _index_of(
+    files: Files, directory: Path, form: str, names: Sequence[str]
+) -> dict[str, str] | None:
     """Return the file of each tensor by the folder's index, or None without an index."""
     if _INDEX[form] not in names:
         return None
     path = directory / _INDEX[form]
-    base = base_of(directory)
     try:
-        table = json.loads(read_bounded(path, INDEX_BYTES_MAX, below=base, follow=True))
+        place = files.resolve(os.path.relpath(path, files.base))
+        table = json.loads(files.read(place, INDEX_BYTES_MAX))
         where: Any = table["weight_map"]
         is_sound = isinstance(where, dict) and all(map(_is_file_name, where.values()))
     except (OSError, ForeignFileError, ValueError, RecursionError, TypeError, KeyError) as error:

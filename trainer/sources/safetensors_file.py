@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 
 from holdfast.contracts.errors import CheckpointError
-from holdfast.trainer.sources.tensors import Files, Part, Segment, check_shape
+from holdfast.trainer.sources.tensors import Files, Part, Segment, check_empty, check_shape
 
 # The limit of the safetensors library itself.
 HEADER_BYTES_MAX: Final = 100_000_000
@@ -86,6 +86,9 @@ def parse_header(
         raise CheckpointError(
             f"{where}: its header is a {type(table).__name__}, expected an object"
         )
+    places = [facts.get("data_offsets") for facts in table.values() if isinstance(facts, dict)]
+    pairs = [place for place in places if isinstance(place, list) and len(place) == 2]
+    check_empty(sum(begin == end for begin, end in pairs), where)
     entries = [
         _entry(name, facts, path=path, data_at=data_at, where=where)
         for name, facts in table.items()

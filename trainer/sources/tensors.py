@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial, reduce
 from itertools import pairwise
 from math import prod
+from operator import and_
 from pathlib import Path
 from typing import Final
 
 import torch
 
-from holdfast.contracts.errors import CheckpointError
+from holdfast.contracts.errors import CheckpointError, ForeignFileError
 from holdfast.contracts.reading import open_regular
 from holdfast.contracts.retries import read_again
 from holdfast.trainer.loading.compare_keys import Selection, shorten
@@ -22,6 +24,9 @@ MODEL: Final = "model."
 # fill the disk.
 SHARING_MAX: Final = 8
 DIMENSIONS_MAX: Final = 64
+EMPTY_MAX: Final = 10_000
+NAME_SHOWN: Final = 100
+BLOBS: Final = "blobs"
 _BYTES_MAX: Final = (1 << 63) - 1
 
 
@@ -72,10 +77,18 @@ class Part:
 
 @dataclass(frozen=True)
 class FileState:
-    """The size and the time of change of a file, to notice that it changes while it is read."""
+    """The size and the time of change of a file, to notice that it changes while it is read.
+
+    `rights` are the permissions that a copy of it may have.
+    """
 
     bytes: int
     changed_ns: int
+    rights: int = 0o666
+
+    @classmethod
+    def of(cls, found: os.stat_result) -> FileState:
+        return cls(found.st_size, found.st_mtime_ns, rights_of(found))
 
 
 @dataclass(frozen=True)
@@ -83,7 +96,7 @@ class Source:
     """Weights to import. `base` is the folder that all paths of segments start at.
 
     `files` are the files that were opened, with their states. `left_out` are lines for people on
-    what else the source has.
+    what else the source has. `is_snapshot` as in `Files`.
     """
 
     place: Path
@@ -92,19 +105,39 @@ class Source:
     parts: tuple[Part, ...]
     files: Mapping[str, FileState]
     left_out: tuple[str, ...] = ()
+    is_snapshot: bool = False
 
     @property
     def bytes(self) -> int:
         """The bytes of all tensors."""
         return sum(part.bytes for part in self.parts)
 
+    @property
+    def rights(self) -> int:
+        """The permissions of files that are made from the source's files."""
+        return reduce(and_, (state.rights for state in self.files.values()), 0o666)
+
 
 class Files:
-    """Opens the regular files of a source, and remembers their states."""
+    """Opens the regular files of a source, and remembers their states.
 
-    def __init__(self, base: Path) -> None:
-        self.base = base
+    Paths are relative to `base`, which no link may leave. In a snapshot of the Hugging Face hub's
+    cache, links may end in `blobs` only.
+    """
+
+    def __init__(self, base: Path, *, is_snapshot: bool = False) -> None:
+        self.base, self.is_snapshot = base, is_snapshot
         self.states: dict[str, FileState] = {}
+
+    @classmethod
+    def of(cls, directory: Path) -> Files:
+        """Return the files of a folder, which may be a snapshot in a cache."""
+        repository = directory.parent.parent
+        blobs = repository / BLOBS
+        is_snapshot = (
+            directory.parent.name == "snapshots" and blobs.is_dir() and not blobs.is_symlink()
+        )
+        return cls(repository if is_snapshot else directory, is_snapshot=is_snapshot)
 
     def open(self, path: str) -> int:
         """Return a descriptor of the file `path`, relative to the base. The caller closes it.
@@ -114,30 +147,52 @@ class Files:
         """
         place = self.base / path
         try:
-            handle = read_again(lambda: open_regular(place, below=self.base, follow=True))
+            handle = read_again(partial(self._open, path))
         except (OSError, ValueError) as error:
             reason = getattr(error, "problem", None) or getattr(error, "strerror", None) or error
             raise CheckpointError(
                 f"{place}: {reason}; expected a file of weights that can be read"
             ) from error
         found = os.fstat(handle)
-        self.states[path] = FileState(found.st_size, found.st_mtime_ns)
+        self.states[path] = FileState.of(found)
         return handle
+
+    def read(self, path: str, bytes_max: int) -> bytes:
+        """Return the bytes of a small file. Raises `OSError` and `ForeignFileError`."""
+        with open(self._open(path), "rb") as stream:
+            if (size := os.fstat(stream.fileno()).st_size) > bytes_max:
+                text = f"{size} bytes, expected {bytes_max} or less"
+                raise ForeignFileError(self.base / path, text)
+            return stream.read(size)
+
+    def resolve(self, path: str) -> str:
+        """Return the path of the file that a link in a snapshot leads to, else `path` itself.
+
+        Raises `CheckpointError` for a link that leads elsewhere.
+        """
+        place = self.base / path
+        if not self.is_snapshot or not place.is_symlink():
+            return path
+        target = os.path.normpath(os.path.join(os.path.dirname(path), os.readlink(place)))
+        if os.path.dirname(target) != BLOBS:
+            raise CheckpointError(
+                f"{place}: a link that does not end in {self.base / BLOBS}; download it again"
+            )
+        return target
+
+    def _open(self, path: str) -> int:
+        return open_regular(self.base / path, below=self.base, follow=not self.is_snapshot)
 
     def size(self, path: str) -> int:
         """Return the size of a file that was opened."""
         return self.states[path].bytes
 
 
-def base_of(directory: Path) -> Path:
-    """Return the folder that links of `directory` may not leave.
-
-    In the cache of the Hugging Face hub, a snapshot has links to the files in `blobs`, two folders
-    up.
-    """
-    repository = directory.parent.parent
-    is_snapshot = directory.parent.name == "snapshots" and (repository / "blobs").is_dir()
-    return repository if is_snapshot else directory
+def rights_of(found: os.stat_result) -> int:
+    """Return the permissions that a copy of a file may have: no user gets more than before."""
+    rights = found.st_mode & 0o666 | 0o600
+    # The copy belongs to another group.
+    return rights if found.st_gid == os.getegid() or rights & 0o006 else rights & ~0o060
 
 
 def check_shape(name: str, shape: object, dtype: torch.dtype, where: str) -> tuple[int, ...]:
@@ -202,7 +257,18 @@ def model_names(names: Collection[str]) -> tuple[str, ...]:
 
 
 def check_all(parts: Sequence[Part], files: Files, where: Path) -> None:
-    """Raise `CheckpointError` if bytes lie outside their file, or if far too many share them."""
+    """Raise `CheckpointError` for tensors that no program saves.
+
+    Those are names that are not printable or lead to another folder, bytes outside their file,
+    bytes that far too many tensors share, and many thousand tensors without elements.
+    """
+    for part in parts:
+        if not part.name.isprintable() or {"", "..", "."} & set(part.name.split("/")):
+            raise CheckpointError(
+                f"{where}: {part.name[:NAME_SHOWN]!a} is no name of a tensor; expected "
+                "printable characters and no `..`. Save it under another name"
+            )
+    check_empty(sum(not part.bytes for part in parts), str(where))
     for part in parts:
         for segment in part.segments:
             size = files.size(segment.path)
@@ -217,6 +283,15 @@ def check_all(parts: Sequence[Part], files: Files, where: Path) -> None:
         raise CheckpointError(
             f"{where}: its tensors have {needed} bytes, but its files have only {there}; expected "
             f"at most {SHARING_MAX} times as many. Save the tensors with .clone()"
+        )
+
+
+def check_empty(count: int, where: str) -> None:
+    """Raise `CheckpointError` if too many tensors have no elements: each costs time."""
+    if count > EMPTY_MAX:
+        raise CheckpointError(
+            f"{where}: {count} of its tensors have no elements, expected at most {EMPTY_MAX}; "
+            "leave them out when the file is written"
         )
 
 

@@ -40,10 +40,13 @@ def decode(document: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if kind is None:
         return {key: decode(item, tensors) for key, item in document.items()}
     value = document["value"]
-    if kind == "tensor":
-        return tensors[value]
-    if kind == "array":
-        return tensors[value].numpy()
+    if kind in {"tensor", "array"}:
+        if not isinstance(value, str) or (tensor := tensors.get(value)) is None:
+            raise CheckpointError(
+                f"train_state.json names the tensor {ascii(value)[:100]}, which the checkpoint "
+                "does not have; verify the checkpoint, and load another one if it is damaged"
+            )
+        return tensor if kind == "tensor" else tensor.numpy()
     if kind == "tuple":
         return tuple(decode(item, tensors) for item in value)
     if kind == "mapping":

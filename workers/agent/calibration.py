@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from holdfast.contracts.attempt import Document
+from holdfast.contracts.bounds import Count, Seconds
 
 WINDOW: Final = 256
 # With this many silences of its own, an attempt no longer needs those of earlier attempts.
@@ -24,10 +25,10 @@ class PhaseTimes(Document):
     `recurring_s` is the longest one that occurred more than once in the run's life.
     """
 
-    count: int
-    p50_s: float
-    p99_s: float
-    recurring_s: float = 0.0
+    count: Count
+    p50_s: Seconds
+    p99_s: Seconds
+    recurring_s: Seconds = 0.0
 
 
 class Calibration:

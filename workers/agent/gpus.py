@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.attempt import Document
+from holdfast.contracts.bounds import ByteCount, Count, Name, Number
 
 CONTROL: Final = Path("/dev/nvidiactl")
 MODULE: Final = "pynvml"
@@ -24,14 +25,14 @@ XIDS_KEPT: Final = 4
 class GpuBeat(Document):
     """One GPU. A value is None if the GPU does not report it. `xids` are its newest errors."""
 
-    index: int
-    uuid: str = ""
-    memory_used_bytes: int | None = None
-    memory_total_bytes: int | None = None
-    utilisation_percent: int | None = None
-    temperature_c: int | None = None
-    ecc_uncorrected: int | None = None
-    xids: tuple[int, ...] = ()
+    index: Number
+    uuid: Name = ""
+    memory_used_bytes: ByteCount | None = None
+    memory_total_bytes: ByteCount | None = None
+    utilisation_percent: Number | None = None
+    temperature_c: Number | None = None
+    ecc_uncorrected: Count | None = None
+    xids: tuple[Number, ...] = ()
 
 
 class GpuWatch:

@@ -58,7 +58,12 @@ class ProgramWatch:
     def __init__(self, context: AgentContext) -> None:
         self._context, self._request = context, context.request
         self._program = context.request.program
-        self._pattern = Pattern(self._program, context.request.working_directory)
+        # Where root is mapped to another user, the run's folder shows to which.
+        self._pattern = Pattern(
+            self._program,
+            context.request.working_directory,
+            owners={context.run.directory.stat().st_uid},
+        )
         self._output = OutputWatch(self._program.progress, context.attempt.directory)
         self._journal = JournalWriter(context.attempt.node_journal(context.node))
         self._manifests: dict[Path, Manifest] | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from datetime import datetime
 from typing import Any, Final
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -12,6 +11,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from holdfast.api.services import Services
 from holdfast.contracts.states import RunState
+from holdfast.lineage import views
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 Row = Mapping[str, Any]
@@ -24,7 +24,7 @@ _RUN_METRICS: Final[tuple[tuple[str, str, Callable[[Row], float | None]], ...]] 
     (
         "run_committed_timestamp_seconds",
         "when the newest checkpoint was committed",
-        lambda row: _unix_time(row["committed_at"]),
+        lambda row: views.unix_time(row["committed_at"]),
     ),
     ("run_ettr", "effective training time ratio", lambda row: row["goodput"].get("ettr")),
     ("run_steps_lost", "steps trained again", lambda row: row["goodput"].get("steps_lost")),
@@ -85,7 +85,3 @@ def _gauge(name: str, text: str, value: float | None) -> Metric:
     if value is not None:
         family.add_metric([], value)
     return family
-
-
-def _unix_time(moment: str | None) -> float | None:
-    return datetime.fromisoformat(moment).timestamp() if moment else None

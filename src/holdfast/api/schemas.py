@@ -105,9 +105,10 @@ class OperatorRequest(BaseModel):
 class Supervision(BaseModel):
     """The supervisor of a live run.
 
-    `is_alive` is false if no process holds the run's lock, and null while a supervisor may still
-    be starting. `host` and `pid` are those of the newest supervisor. If `is_remote` is true, that
-    host is another one, and its lock may not be visible from this server.
+    `is_alive` is false if no process holds the run's lock. It is null while a supervisor may still
+    be starting, and for the run of another user, whose lock the server cannot read. `host` and
+    `pid` are those of the newest supervisor. If `is_remote` is true, that host is another one, and
+    its lock may not be visible from this server.
     """
 
     is_alive: bool | None

@@ -165,7 +165,10 @@ def _foreign_problem(headers: Headers, host: str) -> tuple[int, str] | None:
 def host_name(host: str) -> str:
     """Return the name in a `Host` header without port and brackets, in lower case."""
     if host.startswith("["):
-        return host[1:].partition("]")[0].lower()
+        # A bracket without its pair, or with anything but a port behind it, names no host.
+        name, bracket, port = host[1:].partition("]")
+        is_name = bracket and (not port or (port[0] == ":" and port[1:].isdigit()))
+        return name.lower() if is_name else host.lower()
     return host.rpartition(":")[0].lower() if host.count(":") == 1 else host.lower()
 
 

@@ -6,7 +6,6 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Final
 
 from holdfast.api.schemas import OperatorRequest, Supervision
@@ -15,7 +14,7 @@ from holdfast.contracts.orders import fold_orders
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.states import AttemptState, RunState
 from holdfast.contracts.supervision import is_supervised
-from holdfast.lineage.views import RunView
+from holdfast.lineage.views import RunView, unix_time
 
 # A flow that has just started imports Prefect before it takes the run's lock.
 STARTING_S: Final = 60.0
@@ -55,7 +54,7 @@ def read_supervision(paths: RunPaths, events: Sequence[Event], created_at: str) 
     facts = newest.data if newest else {}
     host = str(facts.get("host") or "") or None
     is_alive: bool | None = is_supervised(paths.flow_lock)
-    began = datetime.fromisoformat(created_at).timestamp()
+    began = unix_time(created_at) or 0.0
     asked = max((event.time for event in events), default=began)
     # Other hosts wrote these times. One that is far in the future says nothing.
     if not is_alive and abs(time.time() - max(began, asked)) < STARTING_S:

@@ -6,7 +6,6 @@ import functools
 import re
 import time
 from collections.abc import Callable, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
@@ -232,7 +231,7 @@ class Store:
                 writer=Path(row["journal"]).stem,
                 opening=row["opening"],
                 sequence=row["sequence"],
-                time=datetime.fromisoformat(row["time"]).timestamp(),
+                time=views.unix_time(row["time"]) or 0.0,
                 kind=EventKind(row["kind"]),
                 data=row["data"],
             )

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
-import os
 import re
 import secrets
 import time
@@ -24,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from holdfast.contracts.durable import make_directory, to_json, write_bytes
 from holdfast.contracts.errors import NotFoundError, SpecError
-from holdfast.contracts.file_locks import wait_for_lock
+from holdfast.contracts.file_locks import locked
 from holdfast.contracts.paths import holdfast_home
 
 FILE: Final = "tokens.json"
@@ -149,16 +148,13 @@ class TokenStore:
         """Lock the file, so that only one process changes it at a time."""
         make_directory(self.path.parent)
         lock = self.path.with_suffix(".lock")
-        handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            if not wait_for_lock(handle, LOCK_S):
+        with locked(lock, LOCK_S, owner_only=True) as is_locked:
+            if not is_locked:
                 raise TimeoutError(
                     f"{lock}: locked by another process for {LOCK_S:.0f} s; find the process with "
                     f"`fuser {lock}`"
                 )
             yield
-        finally:
-            os.close(handle)
 
 
 def _make(name: str, role: Role) -> tuple[Token, str]:

@@ -23,6 +23,7 @@ from holdfast.contracts.journal import Event, read_journal
 from holdfast.contracts.paths import RunPaths, has_spec, real_folder
 from holdfast.contracts.plain_text import plain_line
 from holdfast.contracts.redaction import redact
+from holdfast.contracts.visits import Visit, visit
 from holdfast.lineage import views
 from holdfast.lineage.ingest import ingest_run
 from holdfast.lineage.metric_ingest import follow_metrics
@@ -118,11 +119,12 @@ class Watch:
         self._notice_new_index()
         due = [path for path, seen in self._runs.items() if seen.is_live]
         urgent, self._urgent = self._urgent, set()
-        for path in dict.fromkeys([*urgent, *due, *self._next_quiet()]):
+        looked = dict.fromkeys([*urgent, *due, *self._next_quiet()])
+        seen = [self._runs[path].paths for path in looked if path in self._runs]
+        for one in visit(seen, self._look_at):
+            self._note_problem(one)
             if self._stop.is_set():
                 return
-            if path in self._runs:
-                self._look_at(self._runs[path])
         self.round_s = time.monotonic() - began
         if "database" not in self.problems:
             self.round_ended_at = time.monotonic()
@@ -183,24 +185,26 @@ class Watch:
         turn, self._quiet = self._quiet[:QUIET_PER_ROUND_MAX], self._quiet[QUIET_PER_ROUND_MAX:]
         return turn
 
-    def _look_at(self, seen: _Seen) -> None:
-        name = str(seen.paths.directory)
-        try:
-            stamp = take_stamp(seen.paths)
-            if not stamp:
-                self._forget(seen.paths.directory)
-                return
-            if stamp != seen.stamp:
-                self._ingest(seen)
-                seen.stamp = stamp
-            if seen.is_live:
-                self._publish_beat(seen)
-            self.problems.pop(name, None)
-        except LineageError as error:
-            self.problems["database"] = plain_line(error)
-        # A problem with one folder must not stop the check of the others.
-        except Exception as error:
-            self.problems[name] = plain_line(f"skipped: {error}")[:PROBLEM_CHARACTERS_MAX]
+    def _look_at(self, paths: RunPaths) -> None:
+        seen = self._runs[paths.directory]
+        stamp = take_stamp(paths)
+        if not stamp:
+            self._forget(paths.directory)
+            return
+        if stamp != seen.stamp:
+            self._ingest(seen)
+            seen.stamp = stamp
+        if seen.is_live:
+            self._publish_beat(seen)
+        self.problems.pop(str(paths.directory), None)
+
+    def _note_problem(self, one: Visit[None]) -> None:
+        """Keep the reason why a run could not be checked."""
+        if isinstance(one.error, LineageError):
+            self.problems["database"] = plain_line(one.error)
+        elif one.error is not None:
+            problem = plain_line(f"skipped: {one.reason}")[:PROBLEM_CHARACTERS_MAX]
+            self.problems[str(one.paths.directory)] = problem
 
     def _forget(self, folder: Path) -> None:
         del self._runs[folder]
@@ -249,17 +253,16 @@ class Watch:
 
     def _reconcile(self) -> None:
         while not self._stop.wait(RECONCILE_S):
-            for seen in [one for one in list(self._runs.values()) if one.is_live]:
-                if self._stop.is_set():
-                    return
-                try:
-                    # Do not write into another user's folder unless a user asks for it.
-                    if seen.paths.is_mine():
-                        reconcile(seen.paths, writer=WRITER)
-                # A problem with one run must not stop the others from being reconciled.
-                except Exception as error:
-                    problem = plain_line(error)[:PROBLEM_CHARACTERS_MAX]
-                    LOG.warning("%s: cannot reconcile: %s", plain_line(seen.paths.name), problem)
+            live = [seen.paths for seen in list(self._runs.values()) if seen.is_live]
+            for one in visit(live, self._reconcile_own):
+                if one.error is not None:
+                    problem = plain_line(one.reason)[:PROBLEM_CHARACTERS_MAX]
+                    LOG.warning("%s: cannot reconcile: %s", plain_line(one.paths.name), problem)
+
+    def _reconcile_own(self, paths: RunPaths) -> None:
+        # Do not write into another user's folder unless a user asks for it.
+        if not self._stop.is_set() and paths.is_mine():
+            reconcile(paths, writer=WRITER)
 
 
 def _new_beat(seen: _Seen, attempt: int) -> NodeBeat | None:
@@ -314,7 +317,9 @@ def _stats(files: Iterable[Path]) -> Iterator[tuple[str, int, int]]:
 def _sizes(folder: Path) -> list[tuple[str, int, int]]:
     try:
         with os.scandir(folder) as entries:
-            found = [(entry.path, entry.stat(follow_symlinks=False)) for entry in entries]
+            # Hidden files are locks and unfinished files.
+            seen = [entry for entry in entries if not entry.name.startswith(".")]
+            found = [(entry.path, entry.stat(follow_symlinks=False)) for entry in seen]
             return [(path, facts.st_size, facts.st_mtime_ns) for path, facts in found]
     except OSError:
         return []

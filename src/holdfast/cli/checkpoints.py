@@ -13,7 +13,7 @@ from holdfast.cli.arguments import RunArgument
 from holdfast.cli.exit_status import REFUSED
 from holdfast.cli.index import locate_checkpoint, locate_run, look_at, user_name
 from holdfast.cli.output import AsJson, RootOption, answer, bytes_text, print_table, say, warn
-from holdfast.contracts.damage import find_damage
+from holdfast.contracts.damage import find_damage, word_for
 from holdfast.contracts.errors import ForeignFileError, SpecError
 from holdfast.contracts.manifest import Manifest
 from holdfast.contracts.paths import checkpoint_id, plain_checkpoint
@@ -162,6 +162,6 @@ def _render_verify(facts: dict[str, Any]) -> None:
         if facts["mirror"]:
             say(f"  also in {facts['mirror']}")
         return
-    say(f"{facts['checkpoint']}: damaged")
+    say(f"{facts['checkpoint']}: {word_for(facts['damaged'])}")
     for line in facts["damaged"]:
         say(f"  {line}")

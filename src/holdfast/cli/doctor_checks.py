@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import shutil
@@ -20,7 +19,8 @@ from holdfast.contracts.durable import make_directory
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.filesystems import NODE_LOCAL, filesystem_of
 from holdfast.contracts.history import load_history
-from holdfast.contracts.paths import list_runs
+from holdfast.contracts.paths import RunPaths, list_runs
+from holdfast.contracts.visits import visit
 from holdfast.workers.root_probe import ADVICE, describe, find_problems
 
 Level = Literal["ok", "warn", "fail"]
@@ -162,15 +162,17 @@ def check_supervisors(root: Path) -> Finding:
             detail = f"checked only {number} of {len(found)} runs within {COMMAND_S_MAX:.0f} s"
             return Finding("supervisors", "warn", f"{detail}{_named(lost)}", command(root, "--all"))
         # A run that cannot be read is listed by `holdfast runs` with the reason.
-        with contextlib.suppress(HoldfastError, OSError, ValueError, LookupError):
-            if supervisor_warning(paths) and load_history(paths).state.is_live:
-                lost.append(paths.name)
+        lost += [one.paths.name for one in visit([paths], _has_lost_supervisor) if one.result]
     if lost:
         runs = "run" if len(lost) == 1 else "runs"
         detail = f"this host sees no supervisor of {len(lost)} live {runs}"
         step = command(root, *(lost if len(lost) == 1 else ["--all"]))
         return Finding("supervisors", "warn", f"{detail}{_named(lost)}", step)
     return Finding("supervisors", "ok", "all your live runs have one")
+
+
+def _has_lost_supervisor(paths: RunPaths) -> bool:
+    return bool(supervisor_warning(paths)) and load_history(paths).state.is_live
 
 
 def _named(runs: list[str]) -> str:

@@ -83,13 +83,13 @@ class _FlowWatch:
     def _why_gone(self) -> str | None:
         process = self._started.process
         if process is not None and process.poll() is not None:
-            if is_supervised(self._paths.flow_lock):
+            if is_supervised(self._paths.flow_lock) is not False:
                 return None
             log = self._started.log
             return f"exit status {process.returncode}\n{log_tail(log) if log else ''}"
         if self._started.service is not None:
             # It takes up the run within a second.
-            is_watched = is_supervised(self._paths.flow_lock)
+            is_watched = is_supervised(self._paths.flow_lock) is not False
             return None if is_watched else f"the supervisor, {self._started.service}, has ended"
         if self._started.flow_run is None or process is not None:
             return None
@@ -111,7 +111,7 @@ class _FlowWatch:
             name, is_final = flow_run_state(self._started.flow_run)
         except ServiceError:
             return None
-        if not is_final or is_supervised(self._paths.flow_lock):
+        if not is_final or is_supervised(self._paths.flow_lock) is not False:
             return None
         return f"Prefect's flow run {self._started.flow_run} is {name}"
 

@@ -18,7 +18,6 @@ from holdfast.cli.output import warn
 from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.bounds import MADE_UID, UID
 from holdfast.contracts.errors import (
-    HoldfastError,
     LineageError,
     NotFoundError,
     SpecError,
@@ -35,6 +34,7 @@ from holdfast.contracts.paths import (
 )
 from holdfast.contracts.reading import read_bounded
 from holdfast.contracts.secrets import known_secrets
+from holdfast.contracts.visits import visit
 
 # Importing SQLAlchemy and submitit takes most of a second, so only commands that use them do it.
 if TYPE_CHECKING:
@@ -117,17 +117,18 @@ def _find_uid(home: Path, uid: str, database: Database | None) -> RunPaths | Non
 
 def _search_uid(home: Path, uid: str) -> RunPaths | None:
     """Return the run under `home` with the uid. Only specs that contain the uid are parsed."""
-    found = [paths for paths in list_runs(home) if _has_uid(paths, uid)]
-    return min(found, key=precedence, default=None)
+    # Ignore folders that cannot be read: another one may have the uid.
+    seen = visit(list_runs(home), lambda paths: precedence(paths) if _has_uid(paths, uid) else None)
+    found = [(one.result, one.paths) for one in seen if one.result is not None]
+    return min(found, key=itemgetter(0))[1] if found else None
 
 
 def _has_uid(paths: RunPaths, uid: str) -> bool:
-    # Ignore folders that cannot be read: another one may have the uid.
-    with contextlib.suppress(HoldfastError, OSError):
-        if uid.encode() in read_bounded(paths.spec, below=paths.directory):
-            record = read_document(RunRecord, paths.spec)
-            return record is not None and record.uid == uid
-    return False
+    """Return True if the run has the uid. Raises `OSError` or `HoldfastError` for its spec."""
+    if uid.encode() not in read_bounded(paths.spec, below=paths.directory):
+        return False
+    record = read_document(RunRecord, paths.spec)
+    return record is not None and record.uid == uid
 
 
 def locate_known(name: str, root: str | None, database: Database) -> RunPaths:
@@ -216,15 +217,10 @@ def refresh_all(folders: Iterable[RunPaths], database: Database) -> dict[RunPath
 
 def _each(folders: Iterable[RunPaths], work: Callable[[RunPaths], object]) -> dict[RunPaths, str]:
     unreadable = {}
-    for paths in folders:
-        try:
-            work(paths)
-        except LineageError:
-            raise
-        # Unexpected or damaged files in one run's folder must not hide the other runs.
-        except (HoldfastError, OSError) as error:
-            unreadable[paths] = str(error)
-            warn(f"holdfast: {paths.name}: skipped: {error}")
+    for one in visit(folders, work, raises=(LineageError,)):
+        if one.error is not None:
+            unreadable[one.paths] = one.reason
+            warn(f"holdfast: {one.paths.name}: skipped: {one.reason}")
     return unreadable
 
 

@@ -195,9 +195,13 @@ def time_text(moment: str | float | None) -> str:
     """Return an ISO 8601 text or Unix seconds as local date and time."""
     if moment is None or moment == "":
         return "-"
-    when = (
-        datetime.fromisoformat(moment)
-        if isinstance(moment, str)
-        else datetime.fromtimestamp(moment, UTC)
-    )
+    try:
+        when = (
+            datetime.fromisoformat(moment)
+            if isinstance(moment, str)
+            else datetime.fromtimestamp(moment, UTC)
+        )
+    except (ValueError, OverflowError, OSError):
+        # Such as the text of a number that is no time.
+        return str(moment)
     return when.astimezone().strftime("%Y-%m-%d %H:%M:%S")

@@ -86,10 +86,10 @@ def submit(
 
         check_everything(run_spec, home)
     from holdfast.workers.grace import warnings_of
-    from holdfast.workers.runs import attach_or_create, newest_generation
+    from holdfast.workers.runs import attach_or_create, own_generation
     from holdfast.workers.slurm_defaults import warnings_of_defaults
 
-    earlier = newest_generation(home, run_spec.name)
+    earlier = own_generation(home, run_spec.name)
     warnings = [*secrets.require(run_spec, earlier), *warnings_of(run_spec, earlier)]
     warnings += warnings_of_defaults(run_spec)
     paths, created = attach_or_create(run_spec, home, created_by=user_name())

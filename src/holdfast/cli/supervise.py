@@ -14,9 +14,11 @@ import typer
 from holdfast.cli.arguments import complete_run, locate_runs
 from holdfast.cli.index import choose_root, look_at
 from holdfast.cli.output import AsJson, RootOption, answer, warn
-from holdfast.contracts.errors import HoldfastError, SpecError
-from holdfast.contracts.paths import RunPaths, default_root, list_runs
+from holdfast.contracts.errors import SpecError
+from holdfast.contracts.paths import RunPaths, default_root
+from holdfast.contracts.states import RunState
 from holdfast.contracts.supervision import is_supervised, lost_supervisor
+from holdfast.contracts.visits import own_runs, visit
 
 
 def register(app: typer.Typer) -> None:
@@ -59,8 +61,10 @@ def supervise(
         return
     if bool(runs) == every:
         raise SpecError("supervise: expected RUNs, or --all for every live run under the root")
-    chosen = locate_runs(runs, root) if runs else _mine(list_runs(choose_root(root)))
-    facts = [fact for paths in chosen if (fact := _start(paths, is_named=bool(runs)))]
+    if runs:
+        facts = [_start(paths, look_at(paths).state) for paths in locate_runs(runs, root)]
+    else:
+        facts = _start_all(choose_root(root))
     answer(facts, as_json, _render)
 
 
@@ -106,32 +110,32 @@ def _serve(root: Path) -> None:
         service.run()
 
 
-def _mine(found: list[RunPaths]) -> list[RunPaths]:
-    """Return the runs whose folder belongs to this user."""
-    return [paths for paths in found if paths.directory.stat().st_uid == os.geteuid()]
+def _start_all(root: Path) -> list[dict[str, Any]]:
+    """Start supervisors for this user's live runs that need one; return the facts of each."""
+
+    def start(paths: RunPaths) -> dict[str, Any] | None:
+        if paths.directory.stat().st_uid != os.geteuid():
+            return None
+        state = look_at(paths).state
+        return _start(paths, state) if state.is_live else None
+
+    facts = []
+    for one in visit(own_runs(root), start):
+        if one.error is not None:
+            warn(f"holdfast: {one.paths.name}: {one.reason}")
+        elif one.result is not None:
+            facts.append(one.result)
+    return facts
 
 
-def _start(paths: RunPaths, *, is_named: bool) -> dict[str, Any] | None:
-    """Start a supervisor if the run needs one; return the facts.
-
-    Unless the run `is_named`, returns None if it has ended or cannot be read.
-    """
+def _start(paths: RunPaths, state: RunState) -> dict[str, Any]:
+    """Start a supervisor if the run needs one; return the facts."""
     from holdfast.flows.start import start_if_alone
 
-    try:
-        state = look_at(paths).state
-        facts: dict[str, Any] = {"run": paths.name, "state": state.value}
-        if not state.is_live:
-            return {**facts, "started": False, "warning": None} if is_named else None
-        if is_supervised(paths.flow_lock):
-            return {**facts, "started": False, "warning": None}
-        started = start_if_alone(paths)
-    # With --all, a damaged run must not prevent supervision of the others.
-    except (HoldfastError, OSError, ValueError, LookupError) as error:
-        if is_named:
-            raise
-        warn(f"holdfast: {paths.name}: {error}")
-        return None
+    facts: dict[str, Any] = {"run": paths.name, "state": state.value}
+    if not state.is_live or is_supervised(paths.flow_lock):
+        return {**facts, "started": False, "warning": None}
+    started = start_if_alone(paths)
     return {**facts, "started": True, **started.as_json(), "warning": started.warning}
 
 

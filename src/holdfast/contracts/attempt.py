@@ -23,7 +23,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from holdfast.contracts.bounds import (
     GPUS_PER_NODE_MAX,
     NODES_MAX,
+    NUMBER_MAX,
     FilePath,
+    JobId,
     Moment,
     Name,
     Number,
@@ -68,7 +70,7 @@ class Document(BaseModel):
 class RunRecord(Document):
     """`spec.json`: the identity of a run, and the spec that it was created with."""
 
-    format: int = 1
+    format: Number = 1
     uid: Uid = Field(description="unique id of the run, 32 hexadecimal digits")
     run: Annotated[str, Field(pattern=f"^{RUN_NAME.pattern}$")] = Field(
         description="name of the run's folder: the spec's name, with .r2, .r3 … if it was taken"
@@ -120,7 +122,7 @@ class Request(Document):
     cluster: Name | None = None
     nproc_per_node: Annotated[int, Field(ge=1, le=GPUS_PER_NODE_MAX)] | None = None
     exclude: tuple[Name, ...] = ()
-    place: Annotated[int, Field(ge=0)] = 0  # n for the n-th of `resources.fallbacks`
+    place: Annotated[int, Field(ge=0, le=NUMBER_MAX)] = 0  # n for the n-th of `resources.fallbacks`
     command: tuple[Text, ...]
     working_directory: FilePath
     environment: dict[Name, EnvironmentValue]
@@ -165,7 +167,7 @@ class Request(Document):
 class Submission(Document):
     """`submission.json`: the scheduler accepted the job."""
 
-    job_id: Name
+    job_id: JobId
     executor: Name
     submitted_at: Moment
     # Local executor: the leader of the job's session, when it started (seconds after boot), where.
@@ -209,7 +211,7 @@ class Claim(Document):
     A claim with `is_closed` belongs to no job: the attempt ended unclaimed, and no job may run it.
     """
 
-    job_id: Name
+    job_id: JobId
     pid: Number
     process_start_s: Seconds = Field(description="start of the process, seconds after boot")
     boot_id: Name
@@ -254,7 +256,7 @@ class Outcome(Document):
     state: AttemptState
     cause: Cause | None = None
     evidence: tuple[Text, ...] = ()
-    job_id: Name
+    job_id: JobId
     hosts: tuple[Name, ...] = ()
     world_size: Ranks
     command_digest: Name | None = None

@@ -7,6 +7,7 @@ clock that uses the value.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
@@ -22,6 +23,7 @@ RANKS_MAX: Final = 10**7
 NODES_MAX: Final = 10**6
 GPUS_PER_NODE_MAX: Final = 10**4
 NUMBER_MAX: Final = 10**9
+REAL_MAX: Final = sys.float_info.max
 NAME_CHARACTERS_MAX: Final = 1000
 PATH_CHARACTERS_MAX: Final = 8192
 TEXT_CHARACTERS_MAX: Final = 4 * 1024 * 1024
@@ -40,9 +42,14 @@ Step = Annotated[int, Field(ge=-1, le=STEP_MAX)]
 Ranks = Annotated[int, Field(ge=0, le=RANKS_MAX)]
 # Numbers of attempts, launches, nodes and processes. Exit codes of signals are negative.
 Number = Annotated[int, Field(ge=-NUMBER_MAX, le=NUMBER_MAX)]
+# Any finite number, such as a metric that the program logged.
+Real = Annotated[float, Field(ge=-REAL_MAX, le=REAL_MAX)]
+Percent = Annotated[float, Field(ge=0, le=SECONDS_MAX)]
 Name = Annotated[str, Field(max_length=NAME_CHARACTERS_MAX)]
 FilePath = Annotated[str, Field(max_length=PATH_CHARACTERS_MAX)]
 Text = Annotated[str, Field(max_length=TEXT_CHARACTERS_MAX)]
+# It reaches command lines of the scheduler. A claim that is closed has none.
+JobId = Annotated[str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9_.+\[\]-]{0,99})?$")]
 Uid = Annotated[str, Field(pattern=f"^{UID.pattern}$")]
 
 _LONG_NUMBER: Final = re.compile(rb"[0-9]{19}")

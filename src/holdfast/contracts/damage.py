@@ -17,6 +17,7 @@ from holdfast.contracts.retries import read_again
 from holdfast.contracts.sources import files_folder
 
 READERS_MAX: Final = 4
+UNREADABLE: Final = "cannot be read: "
 # The problems of each damaged file, by path.
 Problems = dict[str, list[str]]
 _EntrySpan = tuple[FileEntry, tuple[int, int, str]]
@@ -90,6 +91,16 @@ def describe_problems(manifest: Manifest, shares: Iterable[Problems]) -> list[st
     ]
 
 
+def word_for(damaged: Iterable[str]) -> str:
+    """Return what the lines of `find_damage` say about a checkpoint: `damaged` or `unreadable`.
+
+    Storage that fails says nothing about the bytes.
+    """
+    lines = list(damaged)
+    is_unreadable = bool(lines) and all(f": {UNREADABLE}" in line for line in lines)
+    return "unreadable" if is_unreadable else "damaged"
+
+
 def _share_of(entries: Iterable[FileEntry], number: int, count: int) -> list[_EntrySpan]:
     """Return the spans that belong to one share: those that begin in its part of all bytes."""
     every = [(entry, span) for entry in entries for span in entry.spans()]
@@ -111,7 +122,7 @@ def _misfit(directory: Path, entry: FileEntry) -> str | None:
     except ForeignFileError as error:
         return error.problem
     except OSError as error:
-        return f"cannot be read: {error.strerror}"
+        return f"{UNREADABLE}{error.strerror}"
     return None if size == entry.bytes else f"{size} bytes, expected {entry.bytes}"
 
 
@@ -143,7 +154,7 @@ def _differing(
         except ForeignFileError as error:
             return entry, size, error.problem
         except OSError as error:
-            return entry, size, f"cannot be read: {error.strerror}"
+            return entry, size, f"{UNREADABLE}{error.strerror}"
         return entry, size, None if digest == expected else entry.describe(start, digest)
 
     problems: Problems = {}

@@ -6,20 +6,22 @@ a line with facts of a wrong type counts as damaged and is skipped.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, Final
 
-from holdfast.contracts.bounds import INTEGER_MAX
+from holdfast.contracts.bounds import BYTES_MAX, NUMBER_MAX, RANKS_MAX, STEP_MAX, TIME_MAX
 from holdfast.contracts.states import AttemptState
 
-_WHOLE: Final = frozenset(
-    {
-        *("attempt", "launch", "step", "first_step", "last_step", "committed_step"),
-        *("newest_step", "world_size", "gpus", "after_attempt", "node", "rank", "count", "pid"),
-        *("rounds", "exit_code", "bytes", "place", "order", "overtakes"),
-    }
-)
+# Whole numbers and the largest absolute value of each.
+_WHOLE: Final[Mapping[str, int]] = {
+    **dict.fromkeys(("step", "first_step", "last_step"), STEP_MAX),
+    **dict.fromkeys(("committed_step", "newest_step"), STEP_MAX),
+    **dict.fromkeys(("attempt", "launch", "after_attempt", "node", "rank"), NUMBER_MAX),
+    **dict.fromkeys(("count", "pid", "rounds", "exit_code", "place"), NUMBER_MAX),
+    **dict.fromkeys(("order", "overtakes"), NUMBER_MAX),
+    **dict.fromkeys(("world_size", "gpus"), RANKS_MAX),
+    "bytes": BYTES_MAX,
+}
 _TEXT: Final = frozenset(
     {
         *("checkpoint", "to", "action", "by", "state", "cause", "host", "error", "reason", "path"),
@@ -80,16 +82,19 @@ def problem_with_facts(kind: str, facts: Mapping[str, Any]) -> str | None:
 
 def _fits(name: str, value: Any) -> bool:
     kind = type(value)
+    if name == "skip":
+        return kind is list and all(_is_pair(item) for item in value)
     if name in _WHOLE:
-        return kind is int and abs(value) <= INTEGER_MAX
+        return kind is int and abs(value) <= _WHOLE[name]
     if name in _TEXT:
         return kind is str
     if name in _TEXTS:
         return _are_texts(value)
-    if name == "skip":
-        return kind is list and all(_is_pair(item) for item in value)
-    if name.endswith(("_s", "_at")):
-        return kind is int or (kind is float and math.isfinite(value))
+    if name.endswith("_at"):
+        return kind in {int, float} and 0 <= value <= TIME_MAX
+    if name.endswith("_s"):
+        # The clocks of two machines may differ by any time.
+        return kind in {int, float} and abs(value) <= TIME_MAX
     return True
 
 
@@ -99,4 +104,4 @@ def _are_texts(value: Any) -> bool:
 
 def _is_pair(value: Any) -> bool:
     is_pair = isinstance(value, list) and len(value) == 2
-    return is_pair and all(type(item) is int and abs(item) <= INTEGER_MAX for item in value)
+    return is_pair and all(type(item) is int and abs(item) <= STEP_MAX for item in value)

@@ -9,7 +9,6 @@ survive the database is written to a journal first.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import stat
@@ -32,7 +31,7 @@ from holdfast.contracts.bounds import (
 from holdfast.contracts.durable import fsync_directory, make_directory
 from holdfast.contracts.errors import ForeignFileError
 from holdfast.contracts.event_facts import problem_with_facts
-from holdfast.contracts.file_locks import wait_for_lock
+from holdfast.contracts.file_locks import open_lock, release, wait_for_lock
 from holdfast.contracts.filesystems import fetch_attributes
 from holdfast.contracts.paths import folder_of
 from holdfast.contracts.reading import is_mine, open_beneath, open_regular
@@ -124,8 +123,8 @@ class Event(BaseModel):
 class JournalWriter:
     """Appends lines to one journal file. Several processes may share a writer's name.
 
-    Each append holds an exclusive lock for one write. It reads the last line again if another
-    process has written since.
+    Each append holds an exclusive lock for one write, on a file beside the journal. It reads the
+    last line again if another process has written since.
     """
 
     def __init__(self, path: Path) -> None:
@@ -135,6 +134,12 @@ class JournalWriter:
         self.path = path
         self.writer = path.stem
         self._handle, self._is_own = _open_for_appending(path)
+        try:
+            # Every reader of a file can lock it, so the journal itself is never locked.
+            self._lock = open_lock(journal_lock(path), below=folder_of(path))
+        except BaseException:
+            os.close(self._handle)
+            raise
         self._size_seen = -1
         self._opening = 0
         self._sequence = 0
@@ -146,15 +151,16 @@ class JournalWriter:
         `TimeoutError` if another process keeps the file locked.
         """
         lock_s = OWN_LOCK_S if self._is_own else FOREIGN_LOCK_S
-        if not wait_for_lock(self._handle, lock_s):
+        if not wait_for_lock(self._lock, lock_s):
+            lock = journal_lock(self.path)
             raise TimeoutError(
-                f"{self.path}: locked by another process for {lock_s:.0f} s; find the process that "
-                "writes to this file and hangs, or check the file system's lock service"
+                f"{lock}: locked by another process for {lock_s:.0f} s; find the process with "
+                f"`fuser {lock}`, or check the file system's lock service"
             )
         try:
             event = self._write(kind, data)
         finally:
-            fcntl.flock(self._handle, fcntl.LOCK_UN)
+            release(self._lock)
         if durable:
             os.fsync(self._handle)
         return event
@@ -192,6 +198,7 @@ class JournalWriter:
     def close(self) -> None:
         """Close the file. The writer cannot be used afterwards."""
         os.close(self._handle)
+        os.close(self._lock)
 
     def __enter__(self) -> JournalWriter:
         return self
@@ -226,6 +233,11 @@ class JournalWriter:
             if events or start == 0:
                 return events[-1] if events else None
             reach *= 4
+
+
+def journal_lock(path: Path) -> Path:
+    """Return the lock file of the journal `path`."""
+    return path.with_name(f".{path.stem}.lock")
 
 
 def read_journal(path: Path, offset: int = 0) -> tuple[list[Event], int]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -24,10 +23,14 @@ from holdfast.contracts.bounds import (
     BYTES_MAX,
     NUMBER_MAX,
     RANKS_MAX,
+    REAL_MAX,
     STEP_MAX,
     ByteCount,
     FilePath,
+    Moment,
     Name,
+    Real,
+    Seconds,
     Step,
     Text,
     problem_with_numbers,
@@ -159,18 +162,20 @@ class Manifest(BaseModel):
         default=None,
         description="folder of the files that the program wrote itself; None: the checkpoint's own",
     )
-    blocked_s: float = Field(
+    blocked_s: Seconds = Field(
         default=0.0, description="seconds for which the save blocked the slowest rank"
     )
-    flush_s: float = Field(default=0.0, description="seconds from the seal to the last data fsync")
-    staged_at: float = 0.0
-    committed_at: float
+    flush_s: Seconds = Field(
+        default=0.0, description="seconds from the seal to the last data fsync"
+    )
+    staged_at: Moment = 0.0
+    committed_at: Moment
     versions: dict[str, str] = Field(default_factory=dict)
     topology: dict[str, Any] = Field(default_factory=dict)
     skips: tuple[tuple[Step, Step], ...] = Field(
         default=(), description="skipped data: [first_step, steps]"
     )
-    metrics: dict[str, float] = Field(
+    metrics: dict[str, Real] = Field(
         default_factory=dict, description="finite values only, because JSON has no others"
     )
     is_placed: bool = Field(
@@ -203,7 +208,8 @@ class Manifest(BaseModel):
         return {
             name: number
             for name, number in value.items()
-            if number is not None and not (isinstance(number, float) and not isfinite(number))
+            if number is not None
+            and (not isinstance(number, float | int) or abs(number) <= REAL_MAX)
         }
 
     @property

@@ -9,19 +9,17 @@ again. So an order is either seen before the act, or it sees the act.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Final, Protocol
 
 from holdfast.contracts.errors import OrdersChangedError, RunConflictError
-from holdfast.contracts.file_locks import wait_for_lock
+from holdfast.contracts.file_locks import locked
 from holdfast.contracts.history import OPERATOR_GOES_ON, RunHistory, order_number
 from holdfast.contracts.journal import FOREIGN_LOCK_S, Event, EventKind, JournalWriter
 from holdfast.contracts.journal_cache import KEPT
 from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.reading import LOCK_FLAGS, open_beneath
 from holdfast.contracts.states import AttemptState
 
 ORDERS: Final = "orders"
@@ -126,17 +124,14 @@ class OrderBook:
 @contextlib.contextmanager
 def open_orders(paths: RunPaths) -> Iterator[OrderBook]:
     """Hold the lock of the run's orders. Raises `RunConflictError` if another process keeps it."""
-    handle = open_beneath(paths.orders_lock, LOCK_FLAGS, below=paths.directory)
-    try:
-        wait_s = TURN_S if paths.is_mine() else FOREIGN_LOCK_S
-        if not wait_for_lock(handle, wait_s):
+    wait_s = TURN_S if paths.is_mine() else FOREIGN_LOCK_S
+    with locked(paths.orders_lock, wait_s) as is_locked:
+        if not is_locked:
             raise RunConflictError(
                 f"run {paths.name}: another process has kept {paths.orders_lock} locked for "
                 f"{wait_s:.0f} s; find it with `fuser {paths.orders_lock}`"
             )
         yield OrderBook(paths)
-    finally:
-        os.close(handle)
 
 
 class Attempted(Protocol):

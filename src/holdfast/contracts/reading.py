@@ -24,8 +24,6 @@ from holdfast.contracts.errors import ForeignFileError
 DOCUMENT_BYTES_MAX: Final = 16 * 1024 * 1024
 LINKS_MAX: Final = 40
 TRIES_MAX: Final = 16
-# For files that are only locked.
-LOCK_FLAGS: Final = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY
 _READ: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 # Where the kernel shows the folders that this process holds open.
 HELD: Final = Path("/proc/self/fd")

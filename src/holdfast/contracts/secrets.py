@@ -23,12 +23,10 @@ from pydantic import PlainSerializer, PlainValidator
 from holdfast.contracts.bounds import TEXT_CHARACTERS_MAX
 from holdfast.contracts.durable import write_bytes
 from holdfast.contracts.errors import ForeignFileError, SecretError
-from holdfast.contracts.file_locks import wait_for_lock
+from holdfast.contracts.file_locks import locked
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.reading import (
-    LOCK_FLAGS,
     held_folder,
-    open_beneath,
     open_regular,
 )
 from holdfast.contracts.redaction import HIDDEN, SECRET_CHARACTERS_MIN, secrets_of
@@ -274,12 +272,9 @@ def forget_record(paths: RunPaths, is_over: Callable[[], bool]) -> None:
     with contextlib.suppress(OSError, ForeignFileError):
         if not os.path.lexists(paths.private) or not paths.is_mine():
             return
-        handle = open_beneath(paths.orders_lock, LOCK_FLAGS, below=paths.directory)
-        try:
-            if wait_for_lock(handle, LOCK_S) and is_over():
+        with locked(paths.orders_lock, LOCK_S) as is_locked:
+            if is_locked and is_over():
                 _empty(paths)
-        finally:
-            os.close(handle)
 
 
 def _empty(paths: RunPaths) -> None:

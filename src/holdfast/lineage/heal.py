@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Final
 
 from holdfast.contracts.errors import LineageError
-from holdfast.contracts.file_locks import wait_for_lock
+from holdfast.contracts.file_locks import locked
 
 DAMAGED: Final = ".damaged"
+LOCK: Final = ".index.lock"
 LOCK_TIMEOUT_S: Final = 60.0
 # Longer than a process takes between finding the name of the log and opening it.
 GRACE_S: Final = 0.1
@@ -104,14 +105,12 @@ def _is_sound(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lock the folder, so that only one process moves the file."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        if not wait_for_lock(handle, LOCK_TIMEOUT_S):
+    """Hold the folder's lock, so that only one process moves the file."""
+    path = folder / LOCK
+    with locked(path, LOCK_TIMEOUT_S) as is_locked:
+        if not is_locked:
             raise LineageError(
-                f"{folder}: locked for {LOCK_TIMEOUT_S:.0f} s by another process that is replacing "
-                f"a damaged index; `fuser {folder}` shows the process"
+                f"{path}: locked for {LOCK_TIMEOUT_S:.0f} s by another process that is replacing "
+                f"a damaged index; `fuser {path}` shows the process"
             )
         yield
-    finally:
-        os.close(handle)

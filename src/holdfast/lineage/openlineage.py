@@ -88,7 +88,7 @@ def openlineage_events(
         written[one["attempt"]].append(one)
     events = []
     for attempt in run["attempts"]:
-        started_at, ended = attempt["started_at"] or attempt["submitted_at"], attempt["ended_at"]
+        started_at, ended = _start_of(attempt), _time(attempt["ended_at"])
         inputs = [_input(attempt["resumed_from"], known)] if attempt["resumed_from"] else []
         facets = _facets(run, attempt)
         if started_at:
@@ -124,7 +124,7 @@ def _event(
 
 
 def _facets(run: views.RunView, attempt: views.AttemptView) -> dict[str, Any]:
-    started_at = attempt["started_at"] or attempt["submitted_at"]
+    started_at = _start_of(attempt)
     facets: dict[str, Any] = {
         "parent": parent_run.ParentRunFacet(
             run=parent_run.Run(runId=str(uuid.UUID(hex=run["uid"]))),
@@ -136,9 +136,18 @@ def _facets(run: views.RunView, attempt: views.AttemptView) -> dict[str, Any]:
     }
     if started_at:
         facets["nominalTime"] = nominal_time_run.NominalTimeRunFacet(
-            nominalStartTime=started_at, nominalEndTime=attempt["ended_at"]
+            nominalStartTime=started_at, nominalEndTime=_time(attempt["ended_at"])
         )
     return facets
+
+
+def _start_of(attempt: views.AttemptView) -> str | None:
+    return _time(attempt["started_at"]) or _time(attempt["submitted_at"])
+
+
+def _time(moment: str | None) -> str | None:
+    """Return a time of the index; None for a text that is no time, which the format forbids."""
+    return None if views.unix_time(moment) is None else moment
 
 
 def _error(attempt: views.AttemptView) -> error_message_run.ErrorMessageRunFacet:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from pydantic import BaseModel
 from sqlalchemy import select
 
-from holdfast.contracts.errors import HoldfastError, LineageError, NotFoundError
+from holdfast.contracts.errors import LineageError, NotFoundError
 from holdfast.contracts.paths import RunPaths, list_runs
 from holdfast.contracts.roots import read_root_id
+from holdfast.contracts.visits import visit
 from holdfast.lineage.database import Database
 from holdfast.lineage.ingest import forget_run, ingest_run
 from holdfast.lineage.tables import RUNS
@@ -74,24 +76,18 @@ def _forget_missing(database: Database, root: Path, there: set[str]) -> list[str
 
 def _ingest_all(database: Database, found: Sequence[RunPaths]) -> Iterator[str]:
     """Ingest each run; yield in turn the reason why it failed, or an empty text."""
+
+    def ingest(paths: RunPaths) -> str:
+        (one,) = visit([paths], partial(ingest_run, database, fresh=True), raises=(LineageError,))
+        return f"{type(one.error).__name__}: {one.error}" if one.error is not None else ""
+
     if not database.is_postgresql:
         # SQLite allows one writer at a time.
-        yield from (_ingest(database, paths) for paths in found)
+        yield from map(ingest, found)
         return
     # While PostgreSQL writes the rows of one run, read the folder of another.
     with ThreadPoolExecutor(RUNS_AT_ONCE, thread_name_prefix="reindex") as pool:
         try:
-            yield from pool.map(lambda paths: _ingest(database, paths), found)
+            yield from pool.map(ingest, found)
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-def _ingest(database: Database, paths: RunPaths) -> str:
-    """Ingest one run; return the reason why it failed, or an empty text."""
-    try:
-        ingest_run(database, paths, fresh=True)
-    except LineageError:
-        raise
-    except (HoldfastError, OSError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from typing_extensions import TypedDict
 
+from holdfast.contracts.bounds import TIME_MAX
 from holdfast.contracts.paths import checkpoint_id
 from holdfast.contracts.steps_total import steps_total
 from holdfast.lineage.rows import attempt_node
@@ -256,12 +257,23 @@ def iso(time: float | None) -> str | None:
 def iso_time(time: float) -> str:
     """Return Unix seconds as ISO 8601 in UTC with milliseconds.
 
-    The date and hour are cached, because a long list has ten thousand times.
+    The date and hour are cached, because a long list has ten thousand times. A number that is no
+    time, in a row of an earlier version, becomes a text that says so.
     """
+    if not 0 <= time <= TIME_MAX:
+        return f"not a time: {time:.6g}"
     hour, within = divmod(round(time * 1e6), 3_600_000_000)
     minute, within = divmod(within, 60_000_000)
     second, micro = divmod(within, 1_000_000)
     return f"{_hour_of(hour)}:{minute:02d}:{second:02d}.{micro // 1000:03d}Z"
+
+
+def unix_time(moment: str | None) -> float | None:
+    """Return the Unix seconds of a text by `iso_time`; None for None and for no time."""
+    try:
+        return datetime.fromisoformat(moment).timestamp() if moment else None
+    except ValueError:
+        return None
 
 
 @functools.lru_cache(maxsize=4096)
