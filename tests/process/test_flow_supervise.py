@@ -218,7 +218,7 @@ def test_a_relaunch_while_the_supervisor_leaves_keeps_it(
 ) -> None:
     """The command sees a supervisor and starts none, so that one must not leave."""
     paths = make_run(tmp_path, "raise SystemExit(3)\n")
-    was_supervised: list[bool] = []
+    was_supervised: list[bool | None] = []
     finish = Deliveries.finish
 
     def relaunch(deliveries: Deliveries, history: RunHistory) -> None:
@@ -238,7 +238,7 @@ def test_a_relaunch_after_the_supervisor_has_left_finds_none(
 ) -> None:
     """The order waits for the leaving supervisor, so its command does not see that one's lock."""
     paths = make_run(tmp_path, "raise SystemExit(3)\n")
-    was_supervised: list[bool] = []
+    was_supervised: list[bool | None] = []
 
     def relaunch() -> None:
         operator.request(paths, "relaunch", by="tester")
