@@ -58,12 +58,14 @@ from holdfast.workers.attempts import (
     is_unsubmitted,
     resume_submission,
 )
+from holdfast.workers.exclusions import excluded_hosts
 from holdfast.workers.executors import executor_for
+from holdfast.workers.executors.slurm_capacity import Room
 from holdfast.workers.feasibility import Feasibility
-from holdfast.workers.growth import CapacityObservation, find_growth
+from holdfast.workers.growth import CapacityObservation, ask_capacity, find_growth
 from holdfast.workers.heartbeats import read_heartbeats
-from holdfast.workers.pending import take_back_overdue
-from holdfast.workers.places import ReturnWatch, move_on, return_when_free
+from holdfast.workers.pending import allow_hosts_again, take_back_overdue
+from holdfast.workers.places import ReturnWatch, move_on, place_of, return_when_free
 from holdfast.workers.policy import Decision, decide, wait_after_refusal
 from holdfast.workers.reconcile import complete_goodput, reconcile
 from holdfast.workers.runs import keep_reserve, require_own, why_not_submitted
@@ -256,6 +258,7 @@ class Supervisor:
             move_on(history, now=now, writer=JOURNAL)
             or return_when_free(self._return, history, now=now, writer=JOURNAL)
             or take_back_overdue(history, now=now, writer=JOURNAL)
+            or allow_hosts_again(history, now=now, writer=JOURNAL)
         ):
             self.log.warning("%s", message)
         self._progress.show(history)
@@ -300,9 +303,9 @@ class Supervisor:
         attempt = self.paths.attempt(last.number)
         per_node = last.request.gpus_on_node if last.request else 0
         held = {beat.host: per_node for beat in read_heartbeats(attempt)}
-        executor = executor_for(spec.resources.executor)
-        ask = partial(executor.capacity, spec.resources, held)
         now, fits = time.time(), Feasibility.of(history).allows
+        exclude = excluded_hosts(history.attempts, now)
+        ask = ask_capacity(spec.resources.at(place_of(last)), held, exclude)
         self._capacity, gpus = find_growth(history, ask, self._capacity, now=now, fits=fits)
         if not gpus:
             return
@@ -318,13 +321,11 @@ class Supervisor:
 
     def _decide(self, history: RunHistory, journal: JournalWriter) -> float | None:
         """Apply the policy's decision to a run that has no live attempt."""
-        executor = executor_for(history.spec.resources.executor)
         now = time.time()
-        capacity = executor.capacity(
-            history.spec.resources, gpus_held_after_end(executor, self.paths, history)
-        )
-        decision = decide(history, capacity, now=now, fits=Feasibility.of(history).allows)
-        due_s = _due_s(history, decision, now)
+        ask = partial(_room_at, history, self.paths)
+        decision = decide(history, ask, now=now, fits=Feasibility.of(history).allows)
+        number = history.last_asked.number if history.last_asked else 0
+        due_s = _due_s(history, decision, now, self._absences.seconds(number, 0))
         if decision.action == "relaunch" and due_s <= 0:
             decision = self._if_possible(history, decision)
         # The reason quotes evidence, and is written to the journal, the request and Prefect.
@@ -425,11 +426,21 @@ def _end_by_order(attempt: AttemptPaths, journal: JournalWriter, why: str) -> bo
     )
 
 
-def _due_s(history: RunHistory, decision: Decision, now: float) -> float:
+def _room_at(history: RunHistory, paths: RunPaths, place: int) -> Room | None:
+    """Return the room for the next attempt at a place. Raises `SchedulerUnavailableError`."""
+    resources = history.spec.resources.at(place)
+    executor = executor_for(resources.executor)
+    return executor.room(resources, gpus_held_after_end(executor, paths, history))
+
+
+def _due_s(history: RunHistory, decision: Decision, now: float, waited_s: float = 0.0) -> float:
     """Return the seconds until the decision takes effect. Its delay starts at the attempt's end.
 
-    A supervisor that restarts in between therefore does not wait longer.
+    A supervisor that restarts in between therefore does not wait longer. A node wrote the end by
+    its clock, so the time at which this side noticed it counts, and `waited_s`, the seconds for
+    which this supervisor has known it. The result is never longer than the delay.
     """
     last = history.last_asked
-    began = last.ended_at if last and last.ended_at else now
-    return max(0.0, began + decision.delay_s - now)
+    began = (last.facts.get("noticed_at") or last.ended_at or now) if last else now
+    passed_s = max(now - began, waited_s, 0.0)
+    return max(0.0, decision.delay_s - passed_s)

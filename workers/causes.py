@@ -21,7 +21,7 @@ from holdfast.workers.evidence import (
     is_of_command,
     last_message,
 )
-from holdfast.workers.executors.base import GONE, REBOOTED, JobStatus
+from holdfast.workers.executors.base import FORGOTTEN, GONE, REBOOTED, JobStatus
 from holdfast.workers.slurm_client import is_refusal, may_pass
 
 _S = AttemptState
@@ -44,7 +44,7 @@ STATE_OF_CAUSE: Final[dict[Cause, AttemptState]] = {
     Cause.UNKNOWN: _S.FAILED,
 }
 
-# Slurm's final states that give the cause without further evidence.
+# Final states that give the cause without further evidence.
 _OF_SCHEDULER: Final[dict[str, Cause]] = {
     "PREEMPTED": Cause.PREEMPTION,
     "TIMEOUT": Cause.TIME_LIMIT,
@@ -53,6 +53,7 @@ _OF_SCHEDULER: Final[dict[str, Cause]] = {
     "BOOT_FAIL": Cause.NODE_FAILURE,
     "OUT_OF_MEMORY": Cause.HOST_OOM,
     "CANCELLED": Cause.OPERATOR,
+    FORGOTTEN: Cause.INFRASTRUCTURE,
     "LAUNCH_FAILED": Cause.INFRASTRUCTURE,
     "RECONFIG_FAIL": Cause.INFRASTRUCTURE,
 }

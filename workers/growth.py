@@ -1,18 +1,21 @@
-"""Decide when a running attempt stops so that a larger one can start, as a pure function.
+"""Decide when a running attempt stops so that a larger one can start.
 
-More GPUs cost a restart. So they must have been free for a while, and the attempt must have trained
-as long. That delay doubles each time a grown attempt was preempted.
+More GPUs cost a restart. So they must have been free for a while during this attempt. That delay
+doubles each time a grown attempt was preempted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from holdfast.contracts.errors import SchedulerUnavailableError
 from holdfast.contracts.history import RunHistory
 from holdfast.contracts.journal import GROWER
+from holdfast.contracts.spec_resources import Resources
 from holdfast.contracts.states import AttemptState, Cause
+from holdfast.workers.executors import executor_for
 from holdfast.workers.sizes import allowed_sizes
 
 DOUBLINGS_MAX: Final = 5
@@ -20,10 +23,11 @@ DOUBLINGS_MAX: Final = 5
 
 @dataclass(frozen=True, kw_only=True)
 class CapacityObservation:
-    """Capacity for `gpus` GPUs at every check since `since` (Unix seconds)."""
+    """Capacity for `gpus` GPUs at every check since `since` (Unix seconds), while `attempt` ran."""
 
     gpus: int
     since: float
+    attempt: int = 1
 
 
 def observe_capacity(
@@ -38,7 +42,7 @@ def observe_capacity(
 
     `capacity` counts free GPUs and the attempt's own. `fits` returns whether the checkpoint can
     continue at a count. Returns None without such capacity or if it is unknown. A larger size than
-    before keeps the start time, a smaller one resets it.
+    before keeps the start time, a smaller one or another attempt resets it.
     """
     last, spec = history.last_attempt, history.spec
     if not spec.elastic.grow or capacity is None or last is None:
@@ -49,25 +53,45 @@ def observe_capacity(
     fitting = [size for size in larger if fits(size)]
     if not fitting:
         return None
-    if before is None or before.gpus > fitting[-1]:
-        return CapacityObservation(gpus=fitting[-1], since=now)
-    return CapacityObservation(gpus=fitting[-1], since=before.since)
+    keeps = before is not None and before.gpus <= fitting[-1] and before.attempt == last.number
+    since = before.since if before is not None and keeps else now
+    return CapacityObservation(gpus=fitting[-1], since=since, attempt=last.number)
 
 
 def is_due(history: RunHistory, seen: CapacityObservation | None, *, now: float) -> bool:
-    """Return True if the attempt should save, stop and continue at `seen.gpus`."""
-    last = history.last_attempt
-    if seen is None or last is None or history.pending_request is not None:
+    """Return True if the attempt should save, stop and continue at `seen.gpus`.
+
+    The attempt has run at least since `seen.since`, so the clock of its node does not matter.
+    """
+    if seen is None or history.last_attempt is None or history.pending_request is not None:
         return False
-    delay_s = grow_delay(history)
-    began = last.started_at or now
-    return now - seen.since >= delay_s and now - began >= delay_s
+    return now - seen.since >= grow_delay(history)
 
 
 class AskCapacity(Protocol):
     """Returns how many GPUs are free or the attempt's own; None if unknown."""
 
     def __call__(self, *, is_urgent: bool) -> int | None: ...
+
+
+def ask_capacity(
+    resources: Resources, held: Mapping[str, int] | None = None, exclude: Sequence[str] = ()
+) -> AskCapacity:
+    """Return a question about the GPUs free for `resources` without the hosts `exclude`.
+
+    For `held`, see `Executor.room`. Its answer is None if the scheduler does not respond, so that
+    a run neither grows nor moves by a guess.
+    """
+    executor = executor_for(resources.executor)
+
+    def ask(*, is_urgent: bool) -> int | None:
+        try:
+            return executor.capacity(resources, held, is_urgent=is_urgent, exclude=exclude)
+        except SchedulerUnavailableError:
+            # The supervisor reports this when it next asks about the job.
+            return None
+
+    return ask
 
 
 def find_growth(

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from holdfast.contracts.attempt import Submission, read_claim, read_document
+from holdfast.contracts.attempt import Submission, read_document
+from holdfast.contracts.errors import SchedulerUnavailableError
 from holdfast.contracts.history import AttemptView, RunHistory
-from holdfast.contracts.journal import PENDING_TIMEOUT
+from holdfast.contracts.journal import PENDING_TIMEOUT, EventKind, JournalWriter
 from holdfast.contracts.spec import RunSpec
-from holdfast.contracts.states import AttemptState
 from holdfast.workers import operator
+from holdfast.workers.exclusions import Rooms, exclude_for, excluded_hosts
 from holdfast.workers.executors import executor_for
 from holdfast.workers.feasibility import Feasibility
+from holdfast.workers.growth import ask_capacity
+from holdfast.workers.places import is_pending_now, is_queued, place_of, waited_s
 from holdfast.workers.sizes import allowed_sizes
 
 
@@ -28,21 +31,18 @@ def take_back_overdue(history: RunHistory, *, now: float, writer: str) -> str:
     last, spec = history.last_attempt, history.spec
     if last is None or last.request is None or not is_overdue(spec, last, now=now):
         return ""
-    attempt = history.paths.attempt(last.number)
-    submission = read_document(Submission, attempt.submission)
-    if history.pending_request is not None or submission is None or read_claim(attempt):
+    if history.pending_request is not None or not is_pending_now(history, last):
         return ""
-    executor = executor_for(last.request.executor)
-    if not executor.is_pending(last.request, submission):
-        return ""
+    submission = read_document(Submission, history.paths.attempt(last.number).submission)
     waits_for = last.pending.data.get("detail") if last.pending else ""
-    waited_min = (now - submission.submitted_at) / 60
     why = (
-        f"job {submission.job_id} of attempt {last.number} was pending for {waited_min:.0f} min, "
+        f"job {submission.job_id if submission else ''} of attempt {last.number} was pending for "
+        f"{waited_s(last, now) / 60:.0f} min, "
         f"last because of {waits_for or 'no reason that the scheduler gave'}"
     )
-    capacity = executor.capacity(spec.resources)
-    gpus = smaller_size(spec, last.gpus, capacity, Feasibility.of(history).allows)
+    exclude = excluded_hosts(history.attempts, now)
+    ask = ask_capacity(spec.resources.at(place_of(last)), exclude=exclude)
+    gpus = smaller_size(spec, last.gpus, ask(is_urgent=True), Feasibility.of(history).allows)
     action: operator.Action = "relaunch" if gpus else "pause"
     done = operator.request(
         history.paths,
@@ -56,13 +56,50 @@ def take_back_overdue(history: RunHistory, *, now: float, writer: str) -> str:
     return f"{why}: {done}"
 
 
+def allow_hosts_again(history: RunHistory, *, now: float, writer: str) -> str:
+    """Let a pending job use hosts that it need not or cannot exclude any more; return the news.
+
+    `now` is Unix seconds. Nodes may have gone down since the job was submitted, and an exclusion
+    ends after a while. Raises `SchedulerError` if the scheduler refuses the change.
+    """
+    last = history.last_attempt
+    if last is None or last.request is None or not last.request.exclude or not is_queued(last):
+        return ""
+    place = place_of(last)
+    resources, executor = history.spec.resources.at(place), executor_for(last.request.executor)
+    rooms = Rooms(lambda _: executor.room(resources, is_urgent=False))
+    try:
+        needed = exclude_for(history, rooms, place=place, gpus=last.gpus, now=now)
+    except SchedulerUnavailableError:
+        # The supervisor reports this when it next asks about the job.
+        return ""
+    kept = [host for host in last.request.exclude if host in needed]
+    again = [host for host in last.request.exclude if host not in needed]
+    attempt = history.paths.attempt(last.number)
+    submission = read_document(Submission, attempt.submission)
+    text = f"the pending job may use {', '.join(again)} again"
+    is_known = any(
+        (event.kind, event.data.get("attempt"), event.data.get("text"))
+        == (EventKind.NOTE, last.number, text)
+        for event in history.events
+    )
+    if not again or submission is None or is_known:
+        return ""
+    executor.change_exclusion(last.request, submission, kept)
+    with JournalWriter(history.paths.journal_of(writer)) as journal:
+        journal.append(EventKind.NOTE, attempt=last.number, text=text)
+    return f"attempt {last.number}: {text}"
+
+
 def is_overdue(spec: RunSpec, last: AttemptView, *, now: float) -> bool:
-    """Return True if the attempt's job is in the queue for longer than the spec allows."""
+    """Return True if the attempt's job is in the queue for longer than the spec allows.
+
+    A job that waits before the last fallback goes to the next one instead.
+    """
     limit_min = spec.supervision.pending_timeout_min
-    if limit_min is None or last.submitted_at is None or last.started_at is not None:
+    if limit_min is None or place_of(last) < len(spec.resources.fallbacks) or not is_queued(last):
         return False
-    is_queued = last.state in {AttemptState.SUBMITTED, AttemptState.PENDING}
-    return is_queued and now - last.submitted_at >= 60 * limit_min
+    return waited_s(last, now) >= 60 * limit_min
 
 
 def smaller_size(

@@ -8,19 +8,21 @@ the attempt saves and ends first, so a run never holds two allocations.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from holdfast.contracts.attempt import Submission, read_claim, read_document
+from holdfast.contracts.errors import SchedulerUnavailableError
 from holdfast.contracts.history import AttemptView, RunHistory
 from holdfast.contracts.journal import FALLBACKS
 from holdfast.contracts.states import AttemptState
 from holdfast.workers import operator
+from holdfast.workers.exclusions import Capacity, Rooms, exclude_for
 from holdfast.workers.executors import executor_for
-from holdfast.workers.growth import AskCapacity
+from holdfast.workers.growth import AskCapacity, ask_capacity
 
 # Slurm's forecasts of a job that was just submitted are not worth much.
 FORECAST_AFTER_S = 60.0
+_QUEUED = frozenset({AttemptState.SUBMITTED, AttemptState.PENDING})
 
 
 def place_of(last: AttemptView | None) -> int:
@@ -28,11 +30,15 @@ def place_of(last: AttemptView | None) -> int:
     return last.request.place if last is not None and last.request is not None else 0
 
 
-def place_after(history: RunHistory, capacity: int | None) -> int:
+def place_after(history: RunHistory, capacity: Capacity | Rooms, *, now: float) -> int:
     """Return the place of the next attempt: the first choice, unless it is known to be full."""
-    place = place_of(history.last_asked)
-    is_full = capacity is not None and capacity < history.spec.gpus_min
-    return place if is_full and place <= len(history.spec.resources.fallbacks) else 0
+    spec, place = history.spec, place_of(history.last_asked)
+    if not 0 < place <= len(spec.resources.fallbacks):
+        return 0
+    rooms = capacity if isinstance(capacity, Rooms) else Rooms(capacity)
+    exclude = exclude_for(history, rooms, place=0, gpus=spec.gpus_min, now=now)
+    free = rooms.free(0, exclude)
+    return place if free is not None and free < spec.gpus_min else 0
 
 
 def move_on(history: RunHistory, *, now: float, writer: str) -> str:
@@ -42,15 +48,31 @@ def move_on(history: RunHistory, *, now: float, writer: str) -> str:
     """
     last = history.last_attempt
     why = reason_to_move(history, now=now)
-    if last is None or last.request is None or not why:
-        return ""
-    attempt = history.paths.attempt(last.number)
-    submission = read_document(Submission, attempt.submission)
-    if submission is None or read_claim(attempt):
-        return ""
-    if not executor_for(last.request.executor).is_pending(last.request, submission):
+    if last is None or not why or not is_pending_now(history, last):
         return ""
     return _request(history, last, place_of(last) + 1, why, writer)
+
+
+def is_pending_now(history: RunHistory, last: AttemptView) -> bool:
+    """Return True if the scheduler still has the attempt's job in its queue.
+
+    Raises `SchedulerError` if the scheduler does not answer.
+    """
+    attempt = history.paths.attempt(last.number)
+    submission = read_document(Submission, attempt.submission)
+    if last.request is None or submission is None or read_claim(attempt):
+        return False
+    return executor_for(last.request.executor).is_pending(last.request, submission)
+
+
+def is_queued(view: AttemptView) -> bool:
+    """Return True if the attempt's job waits, as far as the journal knows."""
+    return view.state in _QUEUED and view.submitted_at is not None and view.started_at is None
+
+
+def waited_s(view: AttemptView, now: float) -> float:
+    """Return for how long a queued job has waited. A clock that was set back gives 0."""
+    return max(0.0, now - (view.submitted_at or now))
 
 
 def reason_to_move(history: RunHistory, *, now: float) -> str:
@@ -59,14 +81,13 @@ def reason_to_move(history: RunHistory, *, now: float) -> str:
     place = place_of(last)
     if last is None or place >= len(fallbacks) or history.pending_request is not None:
         return ""
-    is_queued = last.state in {AttemptState.SUBMITTED, AttemptState.PENDING}
-    if not is_queued or last.submitted_at is None or last.started_at is not None:
+    if not is_queued(last):
         return ""
-    waited_s, limit_s = now - last.submitted_at, 60 * fallbacks[place].after_min
-    if waited_s >= limit_s:
-        return f"attempt {last.number} was pending for {waited_s / 60:.0f} min"
+    queued_s, limit_s = waited_s(last, now), 60 * fallbacks[place].after_min
+    if queued_s >= limit_s:
+        return f"attempt {last.number} was pending for {queued_s / 60:.0f} min"
     starts_at = last.pending.data.get("starts_at") if last.pending else None
-    if starts_at is None or waited_s < FORECAST_AFTER_S or starts_at - now <= limit_s - waited_s:
+    if starts_at is None or queued_s < FORECAST_AFTER_S or starts_at - now <= limit_s - queued_s:
         return ""
     return (
         f"Slurm expects attempt {last.number} to wait for {(starts_at - now) / 60:.0f} min more, "
@@ -76,17 +97,24 @@ def reason_to_move(history: RunHistory, *, now: float) -> str:
 
 @dataclass
 class ReturnWatch:
-    """Notices that the first choice has had enough free GPUs since a time (Unix seconds)."""
+    """Notices that the first choice has had enough free GPUs since a time, while `attempt` lived.
+
+    Times are Unix seconds.
+    """
 
     free_since: float | None = None
+    attempt: int = 0
 
     def look(self, history: RunHistory, ask: AskCapacity, *, now: float) -> str:
-        """Return why the attempt should save and continue at the first choice now, or ''.
+        """Return why the run should continue at the first choice now, or ''.
 
-        `ask` returns the free GPUs there.
+        `ask` returns the free GPUs there. The attempt runs or waits elsewhere.
         """
         last, resources = history.last_attempt, history.spec.resources
-        is_away = last is not None and last.state is AttemptState.RUNNING and place_of(last) > 0
+        if last is None or last.number != self.attempt:
+            self.free_since, self.attempt = None, last.number if last else 0
+        is_live = last is not None and (last.state is AttemptState.RUNNING or is_queued(last))
+        is_away = is_live and place_of(last) > 0
         if not is_away or last is None or history.pending_request is not None:
             self.free_since = None
             return ""
@@ -97,22 +125,31 @@ class ReturnWatch:
             self.free_since = None
             return ""
         self.free_since = now if self.free_since is None else self.free_since
-        has_trained = last.started_at is not None and now - last.started_at >= delay_s
-        if not has_trained or now - self.free_since < delay_s:
+        if now - self.free_since < delay_s:
             return ""
         self.free_since = None
         return f"the first choice has {free} free GPUs for {delay_s / 60:.3g} min"
 
 
 def return_when_free(watch: ReturnWatch, history: RunHistory, *, now: float, writer: str) -> str:
-    """Have a running attempt save and continue at the first choice if it is time.
+    """Have an attempt that runs or waits elsewhere continue at the first choice if it is time.
 
-    Returns what follows, or ''. Raises `SchedulerError` if the scheduler does not answer.
+    Returns what follows, or ''. Raises `SchedulerError` if the scheduler does not answer about the
+    job.
     """
     last, resources = history.last_attempt, history.spec.resources
-    executor = executor_for(resources.executor)
-    why = watch.look(history, partial(executor.capacity, resources), now=now)
-    return _request(history, last, 0, why, writer) if last is not None and why else ""
+    if last is None or place_of(last) == 0:
+        return ""
+    rooms = Rooms(lambda _: executor_for(resources.executor).room(resources, is_urgent=False))
+    try:
+        exclude = exclude_for(history, rooms, place=0, gpus=last.gpus, now=now)
+    except SchedulerUnavailableError:
+        # Without an answer the run stays where it is.
+        return ""
+    why = watch.look(history, ask_capacity(resources, exclude=exclude), now=now)
+    if not why or (last.state is not AttemptState.RUNNING and not is_pending_now(history, last)):
+        return ""
+    return _request(history, last, 0, why, writer)
 
 
 def relaunch_request(last: AttemptView, place: int, why: str) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -21,9 +20,18 @@ from holdfast.contracts.paths import CheckpointName
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.causes import Ending
 from holdfast.workers.evidence import names_hardware
-from holdfast.workers.fingerprints import failed_host, fingerprint, same_failure_elsewhere
-from holdfast.workers.places import place_after
-from holdfast.workers.sizes import allowed_sizes, choose_gpus
+from holdfast.workers.exclusions import (
+    FROM_OUTSIDE,
+    Capacity,
+    Choice,
+    Rooms,
+    choose_nodes,
+    is_refused_exclusion,
+)
+from holdfast.workers.executors.base import BECAUSE_EXCLUDED
+from holdfast.workers.fingerprints import failed_host, same_failure_elsewhere
+from holdfast.workers.places import place_after, place_of
+from holdfast.workers.sizes import choose_gpus, is_single, largest_within
 
 Action = Literal["relaunch", "restart", "wait", "stop"]
 
@@ -47,22 +55,15 @@ BREAKER_ATTEMPTS: Final = 3
 # Slurm starts the job that preempted ours only after ours has ended. An earlier query would count
 # as free the GPUs that the other job is about to take.
 PREEMPTOR_S: Final = 6.0
-EXCLUDE_S: Final = 6 * 3600.0
-EXCLUDED_MAX: Final = 16
-# One hang or broken connection may be another host's fault. The second on one host is its own.
-SUSPICIONS_MAX: Final = 2
 BACKOFF_S_MAX: Final = 600.0
 BACKOFF_DOUBLINGS_MAX: Final = 6
 # A refused job is submitted again after this time, which doubles with each refusal.
 REFUSAL_WAIT_S: Final = 10.0
 REFUSAL_WAIT_S_MAX: Final = 600.0
-# A refusal that may pass is retried for this long.
-REFUSED_S_MAX: Final = 7 * 24 * 3600.0
+# A refusal that may pass is retried for about a week. No clock counts it.
+PASSING_REFUSALS_MAX: Final = 1000
 # Other refusals come from the spec or this machine, so more tries do not help.
 REFUSALS_MAX: Final = 3
-# These causes come from outside the program, so a longer wait would only waste the cluster.
-_NO_BACKOFF: Final = frozenset({Cause.PREEMPTION, Cause.TIME_LIMIT, Cause.OPERATOR})
-_SUSPICIOUS: Final = frozenset({Cause.HANG, Cause.INFRASTRUCTURE, Cause.UNKNOWN})
 _RESTARTABLE: Final = frozenset({Cause.INFRASTRUCTURE, Cause.UNKNOWN, Cause.HANG})
 
 
@@ -87,12 +88,18 @@ def fits_any(_gpus: int) -> bool:
 
 
 def decide(
-    history: RunHistory, capacity: int | None, *, now: float, fits: Callable[[int], bool] = fits_any
+    history: RunHistory,
+    capacity: Capacity,
+    *,
+    now: float,
+    fits: Callable[[int], bool] = fits_any,
 ) -> Decision:
     """Return what the supervisor does next with a run.
 
-    `capacity` is the number of GPUs free now (None: unknown or unlimited). `now` is Unix seconds.
-    `fits` returns whether the newest checkpoint can continue at a GPU count.
+    `capacity` is the number of GPUs free now at the first choice (None: unknown or unlimited), or a
+    function that returns the room at a place. It is called only if the answer matters, and what it
+    raises is raised. `now` is Unix seconds. `fits` returns whether the newest checkpoint can
+    continue at a GPU count.
     """
     last, spec = history.last_asked, history.spec
     if last is not None and not last.state.is_terminal:
@@ -100,21 +107,24 @@ def decide(
     is_completed = last is not None and last.state is AttemptState.COMPLETED
     if is_completed and not takes_up_completed(history.pending_request):
         return Decision(action="stop", reason="completed")
-    requested = _decide_by_request(history, capacity, fits)
+    rooms = Rooms(capacity)
+    requested = _decide_by_request(history, rooms, now, fits)
     if requested is not None:
         return requested
     if last is None:
         return Decision(action="relaunch", gpus=spec.gpus, reason="first")
-    return _decide_after(history, last, capacity, now, fits)
+    if is_refused_exclusion(last):
+        return _repeat(history, last, rooms, now)
+    return _decide_after(history, last, rooms, now, fits)
 
 
 def _decide_by_request(
-    history: RunHistory, capacity: int | None, fits: Callable[[int], bool]
+    history: RunHistory, rooms: Rooms, now: float, fits: Callable[[int], bool]
 ) -> Decision | None:
     """Return the decision that an operator's pending request makes, or None.
 
-    A request that Holdfast itself made to grow the run only stops the attempt. The number of GPUs
-    free now decides the next size.
+    A person's number of GPUs is kept. Of a request that Holdfast itself made, the nodes of the
+    place limit the size, and for growth also the GPUs that are free now.
     """
     request = history.pending_request
     if request is None:
@@ -128,64 +138,105 @@ def _decide_by_request(
     last = history.last_asked
     before = last.gpus if last is not None else 0
     gpus = int(request.get("gpus") or before or history.spec.gpus)
-    if by == GROWER and capacity is not None:
-        free = [size for size in allowed_sizes(history.spec) if size <= min(gpus, capacity)]
-        gpus = max(filter(fits, free), default=before or gpus)
-    place = int(request.get("place") or 0) if by == FALLBACKS else place_after(history, capacity)
-    reason = f"{action} at {gpus} GPUs by {by}{why}"
-    return Decision(action="relaunch", gpus=gpus, reason=reason, place=place)
+    if by == FALLBACKS:
+        place = int(request.get("place") or 0)
+    else:
+        place = place_of(last) if by == GROWER else place_after(history, rooms, now=now)
+
+    def choose(exclude: tuple[str, ...]) -> tuple[int, str]:
+        if by not in AUTOMATIC:
+            return gpus, ""
+        most = rooms.largest_job(place, exclude) if not is_single(history.spec) else None
+        if by == GROWER and (free := rooms.free(place, exclude)) is not None:
+            return largest_within(history.spec, min(gpus, free), fits) or before or gpus, ""
+        if most is None or gpus <= most:
+            return gpus, ""
+        return largest_within(history.spec, most, fits) or gpus, ""
+
+    found = choose_nodes(history, rooms, place, choose, now=now)
+    reason = f"{action} at {found.gpus} GPUs by {by}{why}"
+    return _relaunch(found, place, reason)
+
+
+def _relaunch(found: Choice, place: int, reason: str, delay_s: float = 0.0) -> Decision:
+    if found.waits_for:
+        return Decision(action="wait", reason=f"{reason}{found.text}; {found.waits_for}")
+    return Decision(
+        action="relaunch",
+        gpus=found.gpus,
+        exclude=found.exclude,
+        place=place,
+        delay_s=delay_s,
+        reason=f"{reason}{found.text}",
+    )
+
+
+def _repeat(history: RunHistory, last: AttemptView, rooms: Rooms, now: float) -> Decision:
+    """Return the same attempt with fewer exclusions, because Slurm refused it with them."""
+    place = place_of(last)
+    found = choose_nodes(history, rooms, place, lambda _: (last.gpus, ""), now=now)
+    return _relaunch(found, place, f"{last.gpus} GPUs as for attempt {last.number}")
 
 
 def _decide_after(
     history: RunHistory,
     last: AttemptView,
-    capacity: int | None,
+    rooms: Rooms,
     now: float,
     fits: Callable[[int], bool],
 ) -> Decision:
     """Return what follows an attempt that ended without an operator's request."""
-    cause = last.cause or Cause.UNKNOWN
-    if cause is Cause.OPERATOR:
-        return Decision(action="stop", reason="cancelled from outside Holdfast")
+    cause, spec = last.cause or Cause.UNKNOWN, history.spec
     spent = _spent(history, cause)
+    if reason := _why_stop(history, last, cause, spent):
+        return Decision(action="stop", reason=reason)
+    place = place_after(history, rooms, now=now)
+
+    def choose(exclude: tuple[str, ...]) -> tuple[int, str]:
+        # A run of one size goes on without an answer of the scheduler.
+        return choose_gpus(
+            spec,
+            current=last.gpus or spec.gpus,
+            preemptions=_spent(history, Cause.PREEMPTION),
+            after_preemption=cause is Cause.PREEMPTION,
+            capacity=None if is_single(spec) else rooms.free(place, exclude),
+            most=None if is_single(spec) else rooms.largest_job(place, exclude),
+            fits=fits,
+        )
+
+    found = choose_nodes(history, rooms, place, choose, now=now)
+    reason = f"after {cause} of attempt {last.number}: {found.gpus} GPUs ({found.why})"
+    has_queue = rooms.is_known or spec.resources.executor == "slurm"
+    is_early = cause is Cause.PREEMPTION and has_queue
+    delay_s = PREEMPTOR_S if is_early else backoff_s(history, last, spent)
+    return _relaunch(found, place, reason, delay_s)
+
+
+def _why_stop(history: RunHistory, last: AttemptView, cause: Cause, spent: int) -> str:
+    """Return why the run ends after its last attempt, or '' if another one follows."""
+    if cause is Cause.OPERATOR:
+        return "cancelled from outside Holdfast"
     budget = history.spec.supervision.budgets.get(cause, BUDGETS[cause])
     if spent > budget:
         again = f" ({spent} times, {budget} allowed)" if budget else ""
-        return Decision(action="stop", reason=f"{cause}{again}: {_why(last)}")
-    if len(history.attempts) >= history.spec.supervision.attempts_max:
-        limit = history.spec.supervision.attempts_max
-        return Decision(action="stop", reason=f"supervision.attempts_max ({limit}) is reached")
+        return f"{cause}{again}: {_why(last)}"
+    limit = history.spec.supervision.attempts_max
+    if sum(not is_refused_exclusion(one) for one in history.attempts) >= limit:
+        return f"supervision.attempts_max ({limit}) is reached"
     same = same_failure_elsewhere(_since_relaunch(history), last)
     if same is not None:
-        return Decision(
-            action="stop",
-            reason=f"attempts {same.number} and {last.number} failed by the same error after step "
+        return (
+            f"attempts {same.number} and {last.number} failed by the same error after step "
             f"{last.last_step}, on {failed_host(same)} and {failed_host(last)}, so no host is at "
-            f"fault: {_why(last)}; fix the cause, then run `holdfast relaunch`",
+            f"fault: {_why(last)}; fix the cause, then run `holdfast relaunch`"
         )
     stuck = _attempts_without_progress(history)
     if stuck >= BREAKER_ATTEMPTS:
-        return Decision(
-            action="stop",
-            reason=f"{stuck} attempts in a row committed no new step, the last ended by {cause}; "
-            "fix the cause, then run `holdfast relaunch`",
+        return (
+            f"{stuck} attempts in a row committed no new step, the last ended by {cause}; "
+            "fix the cause, then run `holdfast relaunch`"
         )
-    gpus, why = choose_gpus(
-        history.spec,
-        current=last.gpus or history.spec.gpus,
-        preemptions=_spent(history, Cause.PREEMPTION),
-        after_preemption=cause is Cause.PREEMPTION,
-        capacity=capacity,
-        fits=fits,
-    )
-    return Decision(
-        action="relaunch",
-        gpus=gpus,
-        exclude=excluded_hosts(history.attempts, now),
-        place=place_after(history, capacity),
-        delay_s=_delay_s(history, last, spent, capacity),
-        reason=f"after {cause} of attempt {last.number}: {gpus} GPUs ({why})",
-    )
+    return ""
 
 
 def _why(last: AttemptView) -> str:
@@ -211,25 +262,36 @@ def _spent(history: RunHistory, cause: Cause) -> int:
         # The ranks count rollbacks themselves and stop when there are too many.
         not (cause is Cause.NUMERICS and goes_on_after_numerics(history.events, a.number))
         for a in _since_relaunch(history)
-        if a.cause is cause and a.was_submitted
+        if a.cause is cause and _counts(a)
     )
+
+
+def _counts(attempt: AttemptView) -> bool:
+    """Return False for an attempt that ended by a choice of Holdfast before the job existed."""
+    return attempt.was_submitted and not is_refused_exclusion(attempt)
 
 
 def _attempts_without_progress(history: RunHistory) -> int:
     """Return the number of last attempts in a row that committed no new step.
 
     An operator's relaunch is no failure and starts the count again. A preempted attempt says
-    nothing about the run and is not counted.
+    nothing about the run and is not counted. Neither is one that ended by the failure of nodes that
+    had failed before: the run had to use them again, because it had too few others.
     """
     newest, stuck = -1, 0
     committed = _committed_steps(history)
+    faulty: set[str] = set()
     for attempt in history.attempts:
         step = committed.get(attempt.number, -1)
-        if not attempt.was_submitted:
+        if not _counts(attempt):
             continue
+        failed = {*(attempt.facts.get("unhealthy_hosts") or ())}
+        failed |= {*(attempt.facts.get("lost_hosts") or ())}
+        is_known = attempt.cause is Cause.NODE_FAILURE and bool(failed) and failed <= faulty
+        faulty |= failed
         if attempt.cause is Cause.OPERATOR or step > newest:
             stuck = 0
-        elif attempt.cause is not Cause.PREEMPTION:
+        elif attempt.cause is not Cause.PREEMPTION and not is_known:
             stuck += 1
         newest = max(newest, step)
     return stuck
@@ -260,46 +322,12 @@ def _committed_steps(history: RunHistory) -> dict[int, int]:
     return steps
 
 
-def excluded_hosts(attempts: Sequence[AttemptView], now: float) -> tuple[str, ...]:
-    """Return the hosts that failed within `EXCLUDE_S` seconds, newest first.
-
-    At most `EXCLUDED_MAX` hosts are returned. A host is excluded if it was lost, if a health check
-    failed on it, if the evidence names a hardware fault of it, or if its ranks failed first in
-    `SUSPICIONS_MAX` attempts: by different errors, or by a hang or a cause outside the program.
-    """
-    hosts: list[str] = []
-    suspicions: Counter[str] = Counter()
-    errors: defaultdict[str, set[str]] = defaultdict(set)
-    for attempt in reversed(attempts):
-        if attempt.ended_at is not None and now - attempt.ended_at > EXCLUDE_S:
-            continue
-        hosts += attempt.facts.get("unhealthy_hosts") or ()
-        if attempt.cause is Cause.NODE_FAILURE:
-            lost = attempt.facts.get("lost_hosts")
-            named = lost if lost is not None else attempt.hosts
-            # If the lost host is unknown, do not exclude all hosts of a large job.
-            hosts += named if lost or len(named) == 1 else ()
-        suspect = failed_host(attempt)
-        if suspect is None or attempt.cause in _NO_BACKOFF:
-            continue
-        errors[suspect] |= {fingerprint(attempt.traceback or "")} - {""}
-        suspicions[suspect] += attempt.cause in _SUSPICIOUS
-        is_faulty = attempt.cause in _SUSPICIOUS and names_hardware(attempt.evidence)
-        count = max(suspicions[suspect], len(errors[suspect]))
-        hosts += [suspect] if is_faulty or count >= SUSPICIONS_MAX else []
-    return tuple(dict.fromkeys(hosts))[:EXCLUDED_MAX]
-
-
-def _delay_s(history: RunHistory, last: AttemptView, spent: int, capacity: int | None) -> float:
-    """Return the seconds between an attempt's end and the next one."""
-    if last.cause is Cause.PREEMPTION and capacity is not None:
-        return PREEMPTOR_S
-    return backoff_s(history, last, spent)
-
-
 def backoff_s(history: RunHistory, last: AttemptView, spent: int) -> float:
     """Return the seconds to wait: doubling with each failure, with a deterministic jitter."""
-    if last.cause in _NO_BACKOFF:
+    # These causes come from outside, so a longer wait would only waste the cluster. A lost node is
+    # excluded, or waited for in the scheduler's queue.
+    is_first_loss = last.cause is Cause.NODE_FAILURE and spent <= 1
+    if last.cause in FROM_OUTSIDE or is_first_loss:
         return 0.0
     doublings = min(max(spent - 1, 0), BACKOFF_DOUBLINGS_MAX)
     seed = f"{history.record.uid}:{last.number}".encode()
@@ -309,15 +337,20 @@ def backoff_s(history: RunHistory, last: AttemptView, spent: int) -> float:
 
 
 def wait_after_refusal(tried: SubmissionTry, *, now: float) -> float | None:
-    """Return the seconds until a refused job is submitted again (0: now), or None to give up."""
+    """Return the seconds until a refused job is submitted again (0: now), or None to give up.
+
+    If the hosts that the request excludes may be the reason, another attempt follows without them.
+    """
     if not tried.may_pass:
-        return None if tried.refusals >= REFUSALS_MAX else 0.0
-    if now - (tried.refused_since or now) > REFUSED_S_MAX:
+        is_over = tried.refusals >= REFUSALS_MAX or BECAUSE_EXCLUDED in tried.refused
+        return None if is_over else 0.0
+    if tried.refusals > PASSING_REFUSALS_MAX:
         return None
     doublings = min(max(tried.refusals - 1, 0), BACKOFF_DOUBLINGS_MAX)
     wait_s = min(REFUSAL_WAIT_S * 2.0**doublings, REFUSAL_WAIT_S_MAX)
-    # If the clock was set back, the wait still does not exceed `wait_s`.
-    return min(max(tried.tried_at + wait_s - now, 0.0), wait_s)
+    waited_s = now - tried.tried_at
+    # If a clock was set back, the job is submitted now, which renews that time.
+    return wait_s - waited_s if 0 <= waited_s < wait_s else 0.0
 
 
 def decide_in_place(

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Final
 
+import xxhash
+
 from holdfast.contracts.attempt import (
     Claim,
     Missing,
@@ -47,18 +49,19 @@ from holdfast.workers.causes import classify, is_certain
 from holdfast.workers.checkpoints import newest_committed
 from holdfast.workers.executors import JobStatus, executor_for
 from holdfast.workers.heartbeats import newest_step, read_heartbeats
+from holdfast.workers.processes import boot_id
 
 # How long an outcome waits for the scheduler's final state.
 VERDICT_WAIT_S: Final = 60.0
 # How long a job usually takes to end after its agent has written the outcome.
 JOB_ENDS_S: Final = 3.0
-# Agents write heartbeats every few seconds, and the clocks of hosts may differ by some of these.
-BEATS_S: Final = 120.0
 ENDING_LOCK_S: Final = 60.0
 # A new forecast of a pending job's start is journaled if it moves by this, and so seldom.
 FORECAST_MOVE_S: Final = 60.0
 FORECAST_EVERY_S: Final = 300.0
 LOG_TAIL_BYTES: Final = 4096
+# `missing.json` has the notes of this many other hosts at most.
+NOTED_HOSTS_MAX: Final = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,25 +75,26 @@ class Observation:
     stop: StopFile | None
     status: JobStatus | None
 
-    def has_ended(self, now: float) -> bool:
+    @property
+    def has_ended(self) -> bool:
         """Return True if the outcome says how the attempt ended and nothing can change that."""
-        return self.outcome is not None and self._is_final(self.outcome, now)
+        return self.outcome is not None and self._is_final(self.outcome)
 
     @property
     def misses(self) -> str:
-        """What is missing although the scheduler reports the end: "job", "outcome" or ""."""
+        """What is missing although the attempt seems over: "job", "outcome", "verdict" or ""."""
+        if self.outcome is not None:
+            return "" if self._is_final(self.outcome) else "verdict"
         if self.status is None or not self.status.has_ended:
             return ""
-        if self.status.is_absent:
-            return "job"
-        return "" if self.outcome else "outcome"
+        return "job" if self.status.is_absent else "outcome"
 
     @property
     def job(self) -> Submission | None:
         """The job that runs the attempt."""
         return job_of(self.submission, self.claim)
 
-    def _is_final(self, outcome: Outcome, now: float) -> bool:
+    def _is_final(self, outcome: Outcome) -> bool:
         """Return True if no later answer of the scheduler would change the ending.
 
         Slurm reports a job as COMPLETING until its nodes are free, and only then why it ended.
@@ -99,8 +103,7 @@ class Observation:
             return True
         if outcome.state is AttemptState.COMPLETED or is_certain(outcome):
             return True
-        has_reported = self.status is not None and self.status.has_ended
-        return has_reported or now - outcome.ended_at >= VERDICT_WAIT_S
+        return self.status is not None and self.status.has_ended
 
 
 def reconcile(
@@ -172,7 +175,7 @@ def _reconcile_attempt(paths: RunPaths, view: AttemptView, writer: str) -> bool:
     seen = observe(attempt)
     if seen.status is not None and seen.status.is_leaderless and seen.outcome is None:
         _end_leaderless(paths, attempt, seen, writer)
-    if not _awaits_submission(seen) and _is_over(attempt, seen, time.time()):
+    if not _awaits_submission(seen) and _is_over(attempt, seen):
         return _end(paths, attempt, seen, writer)
     status = seen.status
     if status is None or status.state is None or status.state.is_terminal:
@@ -202,16 +205,18 @@ def _is_new_forecast(view: AttemptView, status: JobStatus, now: float) -> bool:
     has_moved = before != after and (
         before is None or after is None or abs(after - before) >= FORECAST_MOVE_S
     )
-    return has_moved and now - last.time >= FORECAST_EVERY_S
+    return has_moved and not 0 <= now - last.time < FORECAST_EVERY_S
 
 
-def _is_over(attempt: AttemptPaths, seen: Observation, now: float) -> bool:
+def _is_over(attempt: AttemptPaths, seen: Observation) -> bool:
     """Return True if the attempt has ended and nothing that is missing can still appear.
 
-    An outcome counts at once. A missing outcome or job must stay missing for as long as a file
-    system or scheduler can be late, counted from the first process that noticed it.
+    An outcome counts at once, unless Slurm may still report why the job ended. What is missing
+    must stay missing for as long as a file system or scheduler can be late, counted from when a
+    process of this host first noticed it. A job is not missing while its agents write heartbeats: a
+    command that queries the wrong cluster finds no job of this one.
     """
-    if seen.has_ended(now):
+    if seen.has_ended:
         return True
     if not seen.misses:
         if seen.status is not None:
@@ -220,11 +225,24 @@ def _is_over(attempt: AttemptPaths, seen: Observation, now: float) -> bool:
     absence_s = _absence_s(attempt, seen)
     if not absence_s:
         return True
+    boot, now = boot_id(), time.monotonic()
+    heard = _digest_of_beats(attempt) if seen.misses == "job" else ""
     noted = read_document(Missing, attempt.missing)
-    if noted is None or noted.what != seen.misses or noted.since > now:
-        noted = Missing(what=seen.misses, since=now)
-        write_document(attempt.missing, noted)
-    return now - noted.since >= absence_s
+    if noted is None or (noted.what, noted.heard) != (seen.misses, heard):
+        noted = Missing(what=seen.misses, since={}, heard=heard)
+    since = noted.since.get(boot)
+    if since is None or since > now:
+        # Other hosts count for themselves.
+        others = dict(list(noted.since.items())[-NOTED_HOSTS_MAX:])
+        write_document(attempt.missing, noted.model_copy(update={"since": {**others, boot: now}}))
+        return False
+    return now - since >= absence_s
+
+
+def _digest_of_beats(attempt: AttemptPaths) -> str:
+    """Return a digest that changes with each heartbeat; '' if there are none."""
+    marks = [(beat.host, beat.time) for beat in read_heartbeats(attempt)]
+    return xxhash.xxh3_64_hexdigest(repr(marks).encode()) if marks else ""
 
 
 def _absence_s(attempt: AttemptPaths, seen: Observation) -> float:
@@ -234,13 +252,15 @@ def _absence_s(attempt: AttemptPaths, seen: Observation) -> float:
     if seen.request.executor == "local":
         # The job ran on this host, which sees its own files at once.
         return 0.0
+    if seen.misses == "verdict":
+        return VERDICT_WAIT_S
     if seen.misses == "job":
         return executor_for(seen.request.executor).absence_s
     return delay_s(attempt.directory)
 
 
 def _end(paths: RunPaths, attempt: AttemptPaths, seen: Observation, writer: str) -> bool:
-    """Journal the attempt's ending once; return False if a second check finds it alive."""
+    """Journal the attempt's ending once; return False if a job has just claimed the attempt."""
     with _ending_lock(attempt):
         own = _events_of(paths, attempt.number)
         if any(event.kind is EventKind.ATTEMPT_ENDED for event in own):
@@ -249,8 +269,6 @@ def _end(paths: RunPaths, attempt: AttemptPaths, seen: Observation, writer: str)
             revalidate(attempt.directory)
             found = read_documents(attempt)
             seen = replace(seen, outcome=found.outcome, claim=found.claim)
-            if seen.outcome is None and _is_alive(attempt, seen):
-                return False
             # A job that starts late must not run an attempt that has ended.
             if seen.claim is None and not close_claim(attempt):
                 return False
@@ -261,17 +279,6 @@ def _end(paths: RunPaths, attempt: AttemptPaths, seen: Observation, writer: str)
     if seen.request is not None:
         cancel_leftovers(attempt, seen.request, ended=_job_id(seen))
     return True
-
-
-def _is_alive(attempt: AttemptPaths, seen: Observation) -> bool:
-    """Return True if agents still write heartbeats although the scheduler has no such job.
-
-    A command that queries the wrong cluster finds no job of this one.
-    """
-    if seen.status is None or not seen.status.is_absent:
-        return False
-    newest = max((beat.time for beat in read_heartbeats(attempt)), default=0.0)
-    return time.time() - newest < BEATS_S
 
 
 def _end_leaderless(paths: RunPaths, attempt: AttemptPaths, seen: Observation, writer: str) -> None:
@@ -346,6 +353,8 @@ def _ending_data(
         "scheduler_state": status.raw if status else None,
         "world_size": seen.request.world_size if seen.request else None,
         "lost_hosts": lost_hosts,
+        # Nodes and schedulers write `ended_at` by clocks that may differ from this one.
+        "noticed_at": time.time(),
     }
     if outcome is not None:
         facts = outcome.model_dump(mode="json", exclude={"state", "cause", "evidence", "job_id"})

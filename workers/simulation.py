@@ -244,17 +244,21 @@ class _Run:
         history, now, seen = self.history, began, None
         delay_s = grow_delay(history)
         while now < until:
-            seen, size = find_growth(
-                history, partial(self._capacity, now), seen, now=now, fits=fits_any
-            )
+            ask = partial(self._capacity, now, place=place_of(self.views[-1]))
+            seen, size = find_growth(history, ask, seen, now=now, fits=fits_any)
             if size:
                 return now, size
             due = math.inf if seen is None else max(seen.since, began) + delay_s
             now = self._next_look(now, due)
         return until, 0
 
-    def _capacity(self, at: float, *, is_urgent: bool) -> int:
-        return self.traces[0].free(at)
+    def room_at(self, place: int) -> int | None:
+        """Return the GPUs free now at a place; None for the local executor, which has no queue."""
+        on_slurm = self.spec.resources.executor == "slurm"
+        return self.traces[place].free(self.now) if on_slurm else None
+
+    def _capacity(self, at: float, *, is_urgent: bool, place: int = 0) -> int:
+        return self.traces[place].free(at)
 
     @property
     def _trace(self) -> Trace:
@@ -377,9 +381,7 @@ def simulate(
     traces = (trace, *(one or always for one in places))
     run = _Run(spec, steps, costs, traces, random.Random(seed))
     while True:
-        # The local executor does not know how many GPUs are free.
-        free = trace.free(run.now) if spec.resources.executor == "slurm" else None
-        decision = decide(run.history, free, now=run.now)
+        decision = decide(run.history, run.room_at, now=run.now)
         if decision.action != "relaunch":
             break
         run.now += decision.delay_s + costs.relaunch_s

@@ -9,7 +9,7 @@ from holdfast.contracts.spec import RunSpec
 
 def problem_with(spec: RunSpec, gpus: int) -> str | None:
     """Return None if a relaunch may use `gpus` GPUs, otherwise why not and what is allowed."""
-    if not spec.gpus_min <= gpus <= spec.gpus_max and not _is_single(spec):
+    if not spec.gpus_min <= gpus <= spec.gpus_max and not is_single(spec):
         return (
             f"{gpus} GPUs lie outside elastic {spec.gpus_min} to {spec.gpus_max}; "
             f"allowed: {_listing(spec)}"
@@ -47,6 +47,7 @@ def choose_gpus(
     after_preemption: bool,
     capacity: int | None,
     fits: Callable[[int], bool],
+    most: int | None = None,
 ) -> tuple[int, str]:
     """Return the GPUs of the next attempt, and why.
 
@@ -54,26 +55,37 @@ def choose_gpus(
     n-th preemption, with the last one repeating. Otherwise the largest allowed count that is free
     now is used. If none is free, the job queues at the smallest. If the capacity is unknown, the
     count stays. A count that the checkpoint does not fit is used only if the spec allows no other.
+    `most` is the largest count that the nodes can ever hold, None if unknown.
     """
     plan = spec.elastic.on_preemption
     if plan and preemptions:
         chosen = plan[min(preemptions, len(plan)) - 1]
         verb = "after" if after_preemption else "still after"
         return chosen, f"elastic.on_preemption {verb} {preemptions}"
-    sizes = tuple(size for size in allowed_sizes(spec) if fits(size)) or allowed_sizes(spec)
-    if len(sizes) == 1 or capacity is None:
-        keep = current if current in sizes or problem_with(spec, current) is None else sizes[-1]
-        return keep, "as before"
+    allowed = allowed_sizes(spec)
+    if problem_with(spec, current) is None:
+        # The spec's own count and an operator's are allowed beside `elastic.choices`.
+        allowed = tuple(sorted({*allowed, current}))
+    sizes = tuple(size for size in allowed if fits(size)) or allowed_sizes(spec)
+    sizes = tuple(size for size in sizes if most is None or size <= most) or sizes
+    if is_single(spec) or capacity is None:
+        return current if current in sizes else sizes[-1], "as before"
     fitting = [size for size in sizes if size <= capacity]
     if fitting:
         return fitting[-1], f"{capacity} are free"
     return sizes[0], f"the smallest allowed, {capacity} are free"
 
 
-def _is_single(spec: RunSpec) -> bool:
+def is_single(spec: RunSpec) -> bool:
     """Return True if the spec has no elastic bounds, so that an operator may give any count."""
     elastic = spec.elastic
     return not (elastic.min_gpus or elastic.max_gpus or elastic.choices or elastic.on_preemption)
+
+
+def largest_within(spec: RunSpec, most: int, fits: Callable[[int], bool]) -> int | None:
+    """Return the largest allowed count of at most `most` that fits; None if there is none."""
+    found = [size for size in allowed_sizes(spec) if size <= most and fits(size)]
+    return max(found, default=None)
 
 
 def _listing(spec: RunSpec) -> str:

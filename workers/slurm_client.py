@@ -16,6 +16,8 @@ from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
 from holdfast.contracts.spec_resources import Resources
 
 CALL_TIMEOUT_S: Final = 20.0
+# Slurm's default of SlurmdTimeout.
+NOTICE_S: Final = 300.0
 # How often a command that a signal killed is repeated.
 KILLED_MAX: Final = 3
 SACCT_FIELDS: Final = ("JobIDRaw", "JobName", "State", "Start", "End", "NodeList", "ExitCode")
@@ -171,6 +173,21 @@ def may_pass(message: str) -> bool:
     return not any(sign in message.lower() for sign in _FINAL)
 
 
+# Refusals of a request for nodes that do not exist, or that the request itself excludes.
+_OF_NODES = (
+    "requested node configuration is not available",
+    "node count specification invalid",
+    "invalid node name",
+    "invalid node list",
+    "required node not available",
+)
+
+
+def concerns_nodes(message: str) -> bool:
+    """Return True for a refusal that may come from the hosts that the request excludes."""
+    return any(sign in message.lower() for sign in _OF_NODES)
+
+
 def queued_jobs(name: str) -> list[JobLine]:
     """Return the jobs called `name` that the controller still knows, newest last, even if ended."""
     # With `-a`, jobs of hidden partitions too.
@@ -186,7 +203,9 @@ def recorded_jobs(*, name: str = "", job_id: str = "", since: float = 0.0) -> li
     Empty if the site has no accounting. `since` is Unix seconds.
     """
     chosen = [f"--jobs={job_id}"] if job_id else [f"--name={name}"]
-    start = datetime.fromtimestamp(max(since - 24 * 3600.0, 0.0)).strftime("%Y-%m-%dT%H:%M:%S")
+    # The clock that wrote `since` may have been ahead. sacct finds no job before its start.
+    since = min(since, now()) - 24 * 3600.0
+    start = datetime.fromtimestamp(max(since, 0.0)).strftime("%Y-%m-%dT%H:%M:%S")
     command = ["sacct", "-n", "-P", "-X", "-D", f"-S{start}", *chosen, "-o", ",".join(SACCT_FIELDS)]
     try:
         out = call(command)
@@ -291,6 +310,13 @@ def settings(timeout_s: float = CALL_TIMEOUT_S, ask: Ask | None = None) -> dict[
     out = (ask or partial(call, timeout_s=timeout_s))(["scontrol", "show", "config"])
     pairs = (line.partition("=") for line in out.splitlines())
     return {name.strip(): value.strip() for name, mark, value in pairs if mark}
+
+
+def notice_s(ask: Ask = call) -> float:
+    """Return the seconds after which the controller reports that a silent node is down."""
+    found = re.match(r"[0-9]+", settings(ask=ask).get("SlurmdTimeout", ""))
+    # 0 stands for never, so the usual time is assumed.
+    return float(found[0]) if found and int(found[0]) else NOTICE_S
 
 
 def qos_limits(name: str, ask: Ask = call) -> dict[str, str]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Final
 
+from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
 from holdfast.contracts.history import RunHistory, load_history
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.states import RunState
 from holdfast.contracts.visits import own_runs, visit
+from holdfast.workers.exclusions import Rooms, exclude_for
 from holdfast.workers.executors import executor_for
 
 # The reason of such a request to pause, in the journal and in `holdfast show`.
@@ -19,7 +22,8 @@ UNTIL_CAPACITY: Final = "until capacity returns"
 def ready_runs(root: Path) -> list[RunPaths]:
     """Return this user's waiting runs under `root` that fit on free GPUs, oldest request first.
 
-    A run that cannot be read is skipped. Raises `SchedulerError` if free GPUs cannot be counted.
+    A run that cannot be read is skipped. While the scheduler does not answer, its runs stay paused.
+    Raises `SchedulerError` if no run can continue and the GPUs of some could not be counted.
     """
     waiting = []
     for one in visit(own_runs(root), load_history):
@@ -31,14 +35,34 @@ def ready_runs(root: Path) -> list[RunPaths]:
         if history.state is RunState.PAUSED and is_waiting:
             waiting.append((_asked_at(history), one.paths.name, history))
     ready, taken = [], 0
+    silent: dict[str, SchedulerError] = {}
     for _, _, history in sorted(waiting, key=lambda one: one[:2]):
-        resources, gpus = history.spec.resources, _gpus(history)
-        free = executor_for(resources.executor).capacity(resources)
+        kind, gpus = history.spec.resources.executor, _gpus(history)
+        if kind in silent:
+            continue
+        try:
+            free = _free(history, gpus)
+        except SchedulerError as error:
+            silent[kind] = error
+            continue
         # Runs may want the same GPUs, so those that were given to one count for all others.
         if free is None or free - taken >= gpus:
             ready.append(history.paths)
             taken += gpus
+    if silent and not ready:
+        raise next(iter(silent.values()))
     return ready
+
+
+def _free(history: RunHistory, gpus: int) -> int | None:
+    """Return the GPUs that the run's next attempt could have now; None if nothing limits them."""
+    resources = history.spec.resources
+    room = executor_for(resources.executor).room(resources)
+    if room is not None and room.problem:
+        raise SchedulerUnavailableError(room.problem)
+    rooms = Rooms(lambda _: room)
+    exclude = exclude_for(history, rooms, place=0, gpus=gpus, now=time.time())
+    return rooms.free(0, exclude)
 
 
 def _gpus(history: RunHistory) -> int:

@@ -205,6 +205,18 @@ class SlurmCluster:
         self._wait_for("slurmctld", ["scontrol", "reconfigure"])
         self._wait_for_nodes(self.node_names, allow_busy=True)
 
+    def lose_state(self) -> None:
+        """Restart slurmctld without its saved state, as after the loss of its disk.
+
+        It then knows no jobs, and the accounting ends those that were live. Only the process that
+        started the cluster may call this.
+        """
+        daemons.stop_process(self._processes["slurmctld"], TERM_WAIT_S)
+        shutil.rmtree(self.paths.ctld_state)
+        self.paths.ctld_state.mkdir(mode=0o700)
+        self._start_slurmctld()
+        self._wait_for_nodes(self.node_names, allow_busy=True)
+
     def describe(self) -> str:
         """Return the state of the daemons and the nodes as `sinfo` shows them, as text."""
         lines = []

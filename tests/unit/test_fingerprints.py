@@ -9,8 +9,9 @@ from tests.histories import NOW, attempt_of, history_of, spec_of
 
 from holdfast.contracts.history import AttemptView
 from holdfast.contracts.states import Cause
+from holdfast.workers.exclusions import excluded_hosts
 from holdfast.workers.fingerprints import fingerprint
-from holdfast.workers.policy import decide, excluded_hosts
+from holdfast.workers.policy import decide
 
 TORCH = "/opt/venv/lib/python3.11/site-packages/torch/nn/functional.py"
 

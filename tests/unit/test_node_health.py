@@ -24,7 +24,8 @@ from holdfast.workers import health
 from holdfast.workers.agent.context import load_context
 from holdfast.workers.agent.health import HealthChecks, HealthFinding
 from holdfast.workers.causes import UnhealthyNode, unhealthy_ending
-from holdfast.workers.policy import EXCLUDE_S, decide, excluded_hosts
+from holdfast.workers.exclusions import EXCLUDE_S, excluded_hosts
+from holdfast.workers.policy import decide
 
 
 @pytest.mark.parametrize(

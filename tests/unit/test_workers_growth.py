@@ -66,20 +66,23 @@ def test_a_size_that_the_checkpoint_does_not_fit_is_not_observed() -> None:
     assert seen == CapacityObservation(gpus=3, since=NOW)
 
 
-@pytest.mark.parametrize(
-    ("since", "began", "due"),
-    [
-        (NOW - AFTER_S, NOW - AFTER_S, True),
-        (NOW - AFTER_S + 1, NOW - AFTER_S, False),
-        (NOW - AFTER_S, NOW - AFTER_S + 1, False),
-    ],
-)
-def test_growth_is_due_when_capacity_and_attempt_are_old_enough(
-    since: float, began: float, due: bool
+@pytest.mark.parametrize("skew_s", [0.0, 3600.0, -3600.0])
+@pytest.mark.parametrize(("since", "due"), [(NOW - AFTER_S, True), (NOW - AFTER_S + 1, False)])
+def test_growth_is_due_when_capacity_was_free_for_long_enough(
+    since: float, due: bool, skew_s: float
 ) -> None:
     spec = growing_spec()
-    history = history_of(spec, running(spec, began=began))
+    # The node's clock has no effect.
+    history = history_of(spec, running(spec, began=NOW - AFTER_S + skew_s))
     assert is_due(history, CapacityObservation(gpus=4, since=since), now=NOW) is due
+
+
+def test_capacity_that_was_observed_during_another_attempt_does_not_count() -> None:
+    spec = growing_spec()
+    before = CapacityObservation(gpus=4, since=NOW - 10 * AFTER_S, attempt=1)
+    again = attempt_of(spec, 2, None, gpus=2, state=RUNNING, started_at=NOW)
+    seen = observe_capacity(history_of(spec, again), 4, before, now=NOW, fits=fits_any)
+    assert seen == CapacityObservation(gpus=4, since=NOW, attempt=2)
 
 
 def test_no_growth_without_capacity_or_with_a_pending_request() -> None:

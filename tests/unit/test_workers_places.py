@@ -116,7 +116,7 @@ def test_after_an_ending_the_first_choice_is_tried_unless_it_is_full() -> None:
     assert view.request is not None
     away = replace(view, request=view.request.model_copy(update={"place": 2}))
     history = history_of(spec, away)
-    assert [place_after(history, capacity) for capacity in (None, 4, 0)] == [0, 0, 2]
+    assert [place_after(history, capacity, now=NOW) for capacity in (None, 4, 0)] == [0, 0, 2]
     assert decide(history, 0, now=NOW).place == 2
     assert decide(history, 4, now=NOW).place == 0
 

@@ -12,15 +12,14 @@ from holdfast.contracts.attempt import SubmissionTry
 from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.causes import RankFailure, classify_crash
+from holdfast.workers.exclusions import EXCLUDE_S, excluded_hosts
 from holdfast.workers.policy import (
     BACKOFF_S_MAX,
     BUDGETS,
-    EXCLUDE_S,
     PREEMPTOR_S,
     UNLIMITED,
     decide,
     decide_in_place,
-    excluded_hosts,
     wait_after_refusal,
 )
 from holdfast.workers.sizes import allowed_sizes, problem_with
@@ -145,7 +144,7 @@ REFUSED = {"count": 1, "host": "login", "tried_at": NOW, "refused": "no", "refus
         ({"refusals": 1, "may_pass": True}, 10.0, 0.0),
         ({"refusals": 4, "may_pass": True}, 30.0, 50.0),
         ({"refusals": 500, "may_pass": True}, 0.0, 600.0),
-        ({"refusals": 500, "may_pass": True}, -9_000.0, 600.0),
+        ({"refusals": 500, "may_pass": True}, -9_000.0, 0.0),
         ({"refusals": 900, "may_pass": True}, 6 * 86_400.0, 0.0),
         ({"refusals": 2000, "may_pass": True}, 8 * 86_400.0, None),
         ({"refusals": 2}, 0.0, 0.0),
@@ -227,6 +226,9 @@ def test_backoff_doubles_up_to_a_maximum_and_is_deterministic() -> None:
         ({"min_gpus": 2, "max_gpus": 4}, 3, 1, None, 3),
         ({"choices": [1, 2, 4]}, 4, 1, 3, 2),
         ({"choices": [2, 4]}, 4, 1, 1, 2),
+        ({"choices": [1]}, 4, 1, 3, 1),
+        ({"choices": [1]}, 4, 1, 4, 4),
+        ({"choices": [1]}, 1, 1, 4, 1),
     ],
 )
 def test_the_size_after_a_preemption(

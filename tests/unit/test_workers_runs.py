@@ -226,9 +226,6 @@ class Scheduler(Executor):
     def cancel(self, request: Any, submission: Submission) -> None:
         self.jobs.clear()
 
-    def capacity(self, resources: Any, held: Any = None, *, is_urgent: bool = True) -> int | None:
-        return None
-
 
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> Scheduler:

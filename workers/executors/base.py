@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from holdfast.contracts.attempt import Request, Submission
+from holdfast.contracts.errors import SchedulerUnavailableError
 from holdfast.contracts.paths import AttemptPaths
 from holdfast.contracts.spec_resources import Resources
 from holdfast.contracts.states import AttemptState
+from holdfast.workers.executors.slurm_capacity import Room
 
 # The local executor's states in place of a scheduler's: the processes are gone although the machine
 # stayed up, or the machine was rebooted.
 GONE: Final = "gone"
 REBOOTED: Final = "rebooted"
+# In place of Slurm's state for a job that ended when the controller lost its records.
+FORGOTTEN: Final = "forgotten"
+# In the message of a refusal that may come from the hosts that Holdfast excluded.
+BECAUSE_EXCLUDED: Final = "which excludes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +99,16 @@ class Executor(ABC):
         del request, submission
         return False
 
+    def change_exclusion(
+        self, request: Request, submission: Submission, exclude: Collection[str]
+    ) -> bool:
+        """Let a pending job use every node but `exclude`. Return False if it did so already.
+
+        Raises `SchedulerError` if the scheduler refuses the change or does not answer.
+        """
+        del request, submission, exclude
+        return False
+
     @abstractmethod
     def status(
         self, request: Request, submission: Submission | None, *, since: float = 0.0
@@ -106,19 +122,39 @@ class Executor(ABC):
     def cancel(self, request: Request, submission: Submission) -> None:
         """Kill the job without a last checkpoint; harmless if it has ended."""
 
-    @abstractmethod
+    def room(
+        self,
+        resources: Resources,
+        held: Mapping[str, int] | None = None,
+        *,
+        is_urgent: bool = True,
+    ) -> Room | None:
+        """Return the nodes for a job of `resources`; None if this executor never knows them.
+
+        `held` maps hosts to GPUs of our own job that count as free, because it will release them.
+        If it is not urgent, the scheduler's answer may be a minute old. Raises
+        `SchedulerUnavailableError` without an answer.
+        """
+        del resources, held, is_urgent
+        return None
+
     def capacity(
         self,
         resources: Resources,
         held: Mapping[str, int] | None = None,
         *,
         is_urgent: bool = True,
+        exclude: Collection[str] = (),
     ) -> int | None:
-        """Return the GPUs free now for `resources`; None if unknown or unlimited.
+        """Return the GPUs free now for `resources`, without those of the hosts `exclude`.
 
-        `held` maps hosts to GPUs of our own job that count as free, because it will release them.
-        If it is not urgent, the scheduler's answer may be a minute old.
+        None if they are not limited, or if this executor never knows them. Raises
+        `SchedulerUnavailableError` without an answer. For the other arguments, see `room`.
         """
+        found = self.room(resources, held, is_urgent=is_urgent)
+        if found is not None and found.problem:
+            raise SchedulerUnavailableError(found.problem)
+        return None if found is None else found.free_gpus(exclude)
 
     def held_after_end(self, request: Request, submission: Submission) -> dict[str, int]:
         """Return the GPUs by host that an ended job still holds while Slurm cleans up its nodes."""

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +17,6 @@ from holdfast.contracts.attempt import Claim, Request, Submission, read_claim
 from holdfast.contracts.durable import make_directory
 from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
 from holdfast.contracts.paths import AttemptPaths, RunPaths
-from holdfast.contracts.spec_resources import Resources
 from holdfast.contracts.states import AttemptState
 from holdfast.workers.executors.base import GONE, REBOOTED, Executor, JobStatus
 from holdfast.workers.processes import (
@@ -134,15 +132,6 @@ class LocalExecutor(Executor):
                 f"processes {left} of attempt {request.attempt} did not end; they may wait for "
                 "a device or a file system"
             )
-
-    def capacity(
-        self,
-        resources: Resources,
-        held: Mapping[str, int] | None = None,
-        *,
-        is_urgent: bool = True,
-    ) -> int | None:
-        return None
 
 
 def _paths(request: Request) -> AttemptPaths:

@@ -8,7 +8,8 @@ import pwd
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -29,13 +30,13 @@ from holdfast.contracts.spec_resources import Resources
 from holdfast.contracts.spec_values import problem_with_value
 from holdfast.contracts.states import AttemptState
 from holdfast.workers import slurm_answers, slurm_client
-from holdfast.workers.executors.base import Executor, JobStatus
-from holdfast.workers.executors.slurm_capacity import (
-    free_gpus,
-    gpus_that_fit,
-    gpus_under_qos,
-    wanted_of,
+from holdfast.workers.executors.base import (
+    BECAUSE_EXCLUDED,
+    FORGOTTEN,
+    Executor,
+    JobStatus,
 )
+from holdfast.workers.executors.slurm_capacity import Room, gpus_under_qos, room_of, wanted_of
 from holdfast.workers.slurm_client import JobLine
 from holdfast.workers.slurm_states import bare_state, translate
 
@@ -137,9 +138,10 @@ class SlurmExecutor(Executor):
             passes = slurm_client.may_pass(message)
             is_answer = "Batch job submission failed" in message or not passes
             if is_answer and slurm_client.is_refusal(message):
+                hosts = request.exclude if slurm_client.concerns_nodes(message) else ()
+                because = f", {BECAUSE_EXCLUDED} {', '.join(hosts)}" if hosts else ""
                 raise SubmissionRefusedError(
-                    f"Slurm refused {request.job_name}: {message}",
-                    may_pass=passes,
+                    f"Slurm refused {request.job_name}{because}: {message}", may_pass=passes
                 ) from error
             raise SchedulerUnavailableError(
                 f"it is unknown whether Slurm accepted {request.job_name}: {message}; it is looked "
@@ -184,6 +186,20 @@ class SlurmExecutor(Executor):
         is_mine = line is not None and line.name == request.job_name
         return is_mine and line is not None and bare_state(line.state) == "PENDING"
 
+    def change_exclusion(
+        self, request: Request, submission: Submission, exclude: Collection[str]
+    ) -> bool:
+        _require_cluster(request)
+        line = slurm_client.show_job(submission.job_id)
+        if line is None or line.name != request.job_name or bare_state(line.state) != "PENDING":
+            return False
+        before = slurm_client.expand_hosts((line.fields or {}).get("ExcNodeList", ""))
+        if set(before) == set(exclude):
+            return False
+        hosts = f"ExcNodeList={','.join(exclude)}"
+        slurm_client.call(["scontrol", "update", f"JobId={submission.job_id}", hosts])
+        return True
+
     def status(
         self, request: Request, submission: Submission | None, *, since: float = 0.0
     ) -> JobStatus:
@@ -204,7 +220,7 @@ class SlurmExecutor(Executor):
         )
         mine = [job for job in recorded if job.name == request.job_name]
         if mine:
-            return _status_of(mine[-1])
+            return _recorded_status(mine[-1])
         return self._absent(submission.submitted_at, request.job_name)
 
     def cancel(self, request: Request, submission: Submission) -> None:
@@ -224,27 +240,43 @@ class SlurmExecutor(Executor):
             if "invalid job id" not in str(error).lower():
                 raise
 
-    def capacity(
+    def room(
         self,
         resources: Resources,
         held: Mapping[str, int] | None = None,
         *,
         is_urgent: bool = True,
-    ) -> int | None:
+    ) -> Room | None:
         held = held or {}
         shared = partial(slurm_answers.shared_call, age_s=slurm_answers.CAPACITY_AGE_S)
         ask = slurm_client.call if is_urgent else shared
+        allowed, problem, notice_s = None, "", slurm_client.NOTICE_S
+        with contextlib.suppress(SchedulerError):
+            notice_s = slurm_client.notice_s(shared)
         try:
             nodes = slurm_client.show_nodes(ask)
             names = str(resources.extra.get("reservation", ""))
             chosen = slurm_client.reservation_nodes(names, ask) if names else None
             wanted = wanted_of(resources, chosen, slurm_client.partitions(ask=ask))
-            allowed = self._gpus_under_qos(resources.qos, held, ask)
+            try:
+                allowed = self._gpus_under_qos(resources.qos, held, ask)
+            except SchedulerUnavailableError as error:
+                # The nodes are known even while slurmdbd, which has the limits, does not answer.
+                problem = f"the limits of QOS {resources.qos} are unknown: {error}"
+        except SchedulerUnavailableError:
+            raise
         except SchedulerError:
+            # Slurm refuses the question, for example about a reservation that does not exist.
             return None
-        free = [free_gpus(node, wanted, held.get(node.get("NodeName", ""), 0)) for node in nodes]
-        fit = gpus_that_fit(free, resources)
-        return fit if fit is None or allowed is None else min(fit, allowed)
+        return room_of(
+            nodes,
+            resources,
+            wanted,
+            held,
+            allowed=allowed,
+            problem=problem,
+            notice_s=notice_s,
+        )
 
     def _gpus_under_qos(
         self, qos: str | None, held: Mapping[str, int], ask: slurm_client.Ask
@@ -267,7 +299,8 @@ class SlurmExecutor(Executor):
         return dict.fromkeys(slurm_client.expand_hosts(line.nodes), request.gpus_on_node)
 
     def _absent(self, since: float, name: str) -> JobStatus:
-        if slurm_client.now() - since < ABSENCE_S:
+        # If a clock was set back, the absence counts. It must be seen again later anyway.
+        if 0 <= slurm_client.now() - since < ABSENCE_S:
             return JobStatus(state=None, detail="Slurm does not list the job yet")
         message = f"neither squeue nor sacct lists {name}"
         return JobStatus(
@@ -318,6 +351,22 @@ def _status_of(line: JobLine) -> JobStatus:
         ended_at=line.ended_at if has_ended else None,
         evidence=tuple(evidence),
     )
+
+
+def _recorded_status(line: JobLine) -> JobStatus:
+    """Return the status of a job that only the accounting still knows.
+
+    The accounting names the user who cancelled a job: `CANCELLED by 1000`. If a controller starts
+    without its saved state, it no longer knows its jobs, and slurmdbd ends them as `CANCELLED`.
+    """
+    status = _status_of(line)
+    if line.state != "CANCELLED":
+        return status
+    lost = (
+        f"Slurm: job {line.job_id} is CANCELLED by no user: the controller no longer knows it, as "
+        "after a restart without its saved state"
+    )
+    return replace(status, raw=FORGOTTEN, state=AttemptState.LOST, evidence=(lost,))
 
 
 def _serial(job_id: str) -> tuple[int, str]:

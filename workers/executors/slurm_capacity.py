@@ -1,4 +1,4 @@
-"""Compute the GPUs a job could have now from Slurm's nodes, reservations and QOS, purely."""
+"""Compute the GPUs a job could have from Slurm's nodes, reservations and QOS, purely."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Final
 
 from holdfast.contracts.node_share import gpu_kind, gpus_of
 from holdfast.contracts.spec_resources import Resources
-from holdfast.workers.slurm_client import chosen_partitions, takes_whole_nodes
+from holdfast.workers.slurm_client import chosen_partitions, expand_hosts, takes_whole_nodes
 
 # The marks that Slurm appends to a state: not responding, powering up, rebooting, planned etc.
 _STATE_MARKS: Final = "*~#!%$@^-+"
+_SILENT_MARK: Final = "*"
 # Base states and flags in which a node starts no job. A powered-down node is not listed here,
 # because Slurm powers it up for the job.
 _UNUSABLE: Final = frozenset(
@@ -32,10 +33,11 @@ class Wanted:
     """What our job needs of a node. `reserved` is None without a reservation.
 
     With `whole`, the job shares no node with other jobs. If `is_closed`, no partition of the job
-    starts jobs now.
+    starts jobs now. `named` are all partitions that the job may run in, closed ones too.
     """
 
     partitions: frozenset[str] = frozenset()
+    named: frozenset[str] = frozenset()
     gpu_kind: str = ""
     constraint: str = ""
     reserved: frozenset[str] | None = None
@@ -56,8 +58,10 @@ def wanted_of(
     named = frozenset((resources.partition or "").split(",")) - {""}
     closed = {one.get("PartitionName") for one in partitions if one.get("State", "UP") != "UP"}
     mine = chosen_partitions(resources, partitions) or [{}]
+    default = {one.get("PartitionName", "") for one in mine} - {""}
     return Wanted(
         partitions=named - closed,
+        named=named or frozenset(default),
         is_closed=bool(named) and named <= closed,
         gpu_kind=resources.gpu_type or gpu_kind(resources.gres or ""),
         constraint=resources.constraint or "",
@@ -66,12 +70,82 @@ def wanted_of(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """The nodes that a job of `resources` may use, and how many GPUs it could have on each.
+
+    `free` counts the GPUs that it could have now, `up` all GPUs of the nodes that start jobs, and
+    `has` all GPUs of every node, also of those that are down. `required` are the hosts of the
+    spec's `nodelist`. `allowed` is the most GPUs under a QOS, or None without a limit. `problem` is
+    why that limit is unknown. Within `notice_s` seconds, Slurm reports that a lost node is down.
+    """
+
+    resources: Resources
+    free: Mapping[str, int]
+    up: Mapping[str, int]
+    has: Mapping[str, int]
+    required: frozenset[str] = frozenset()
+    allowed: int | None = None
+    problem: str = ""
+    notice_s: float = 0.0
+
+    def free_gpus(self, exclude: Collection[str] = ()) -> int | None:
+        """Return the size of the largest job that could start now without the hosts `exclude`.
+
+        None if GPUs do not limit the job, or if the limit of its QOS is unknown.
+        """
+        if self.problem:
+            return None
+        free = [gpus for host, gpus in self.free.items() if host not in exclude]
+        fit = gpus_that_fit(free, self.resources)
+        return fit if fit is None or self.allowed is None else min(fit, self.allowed)
+
+    def largest_job(self, exclude: Collection[str] = (), *, is_up: bool = False) -> int:
+        """Return the size of the largest job on all nodes without the hosts `exclude`.
+
+        With `is_up`, only nodes that start jobs count. Other jobs are ignored.
+        """
+        if not self.required.isdisjoint(exclude):
+            return 0
+        nodes = self.up if is_up else self.has
+        return _largest(
+            [gpus for host, gpus in nodes.items() if host not in exclude], self.resources
+        )
+
+
+def room_of(
+    nodes: Sequence[Mapping[str, str]],
+    resources: Resources,
+    wanted: Wanted,
+    held: Mapping[str, int],
+    *,
+    allowed: int | None = None,
+    problem: str = "",
+    notice_s: float = 0.0,
+) -> Room:
+    """Return the room on `nodes`, as Slurm shows them. `held` maps hosts to our own job's GPUs."""
+    mine = {node.get("NodeName", ""): node for node in nodes if _matches(node, wanted)}
+    has = {host: gpus_of(node.get("Gres", ""), wanted.gpu_kind) for host, node in mine.items()}
+    return Room(
+        resources=resources,
+        free={host: free_gpus(node, wanted, held.get(host, 0)) for host, node in mine.items()},
+        up={host: gpus for host, gpus in has.items() if _is_up(mine[host], wanted)},
+        has=has,
+        required=frozenset(expand_hosts(str(resources.extra.get("nodelist", "")))),
+        allowed=allowed,
+        problem=problem,
+        notice_s=notice_s,
+    )
+
+
 def free_gpus(node: Mapping[str, str], wanted: Wanted, held: int = 0) -> int:
     """Return the GPUs of one node that a job could have now.
 
     `held` are GPUs of the node that our own job has and will release before that.
     """
-    if not _is_usable(node, wanted):
+    if wanted.is_closed or not _matches(node, wanted) or not _is_up(node, wanted):
+        return 0
+    if wanted.partitions and not wanted.partitions & _partitions_of(node):
         return 0
     if wanted.whole and not held and node.get("CPUAlloc", "0") != "0":
         return 0
@@ -80,20 +154,32 @@ def free_gpus(node: Mapping[str, str], wanted: Wanted, held: int = 0) -> int:
     return max(has - used + held, 0)
 
 
-def _is_usable(node: Mapping[str, str], wanted: Wanted) -> bool:
-    states = {state.strip(_STATE_MARKS) for state in node.get("State", "").upper().split("+")}
-    if wanted.is_closed or states & _UNUSABLE:
+def _is_up(node: Mapping[str, str], wanted: Wanted) -> bool:
+    """Return True if the node starts jobs of ours, perhaps after the jobs that it runs now."""
+    states = _states_of(node)
+    return not states & _UNUSABLE and (wanted.reserved is not None or not states & _KEPT)
+
+
+def _matches(node: Mapping[str, str], wanted: Wanted) -> bool:
+    """Return True if the node may run the job when it is up and free."""
+    if "FUTURE" in _states_of(node):
         return False
-    if wanted.reserved is None:
-        if states & _KEPT:
-            return False
-    elif node.get("NodeName", "") not in wanted.reserved:
+    if wanted.reserved is not None and node.get("NodeName", "") not in wanted.reserved:
         return False
-    theirs = set(node.get("Partitions", "").split(","))
-    if wanted.partitions and not wanted.partitions & theirs:
+    if wanted.named and not wanted.named & _partitions_of(node):
         return False
     features = node.get("ActiveFeatures", "")
     return satisfies(wanted.constraint, set(features.split(",")))
+
+
+def _states_of(node: Mapping[str, str]) -> set[str]:
+    shown = node.get("State", "").upper()
+    states = {state.strip(_STATE_MARKS) for state in shown.split("+")}
+    return states | ({"NOT_RESPONDING"} if _SILENT_MARK in shown else set())
+
+
+def _partitions_of(node: Mapping[str, str]) -> set[str]:
+    return set(node.get("Partitions", "").split(","))
 
 
 def satisfies(constraint: str, features: Collection[str]) -> bool:
@@ -168,10 +254,12 @@ def gpus_that_fit(free: Sequence[int], resources: Resources) -> int | None:
     A job on several nodes needs the spec's full count on each of them. A job on one node may use a
     part, unless the spec's GRES sets the count per node.
     """
+    return _largest(free, resources) if resources.gpus_on_node else None
+
+
+def _largest(counts: Sequence[int], resources: Resources) -> int:
     wanted = resources.gpus_on_node
-    if not wanted:
-        return None
-    whole = sum(1 for count in free if count >= wanted)
-    if whole or resources.gres:
-        return whole * resources.gpus_per_node
-    return max(free, default=0)
+    whole = sum(1 for count in counts if count >= wanted)
+    if whole or resources.gres or not wanted:
+        return whole * resources.size_per_node
+    return max(counts, default=0)

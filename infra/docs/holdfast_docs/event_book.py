@@ -125,6 +125,9 @@ FIELDS: Final[Mapping[str, Field]] = {
     "note": Field(STRING, "text from the user"),
     "notes": Field(STRINGS, "further messages of the resume"),
     "notice": Field(STRING, "what the cloud announces"),
+    "noticed_at": Field(
+        NUMBER, "Unix seconds at which the end was recorded, by the clock of that host"
+    ),
     "order": Field(INTEGER, "number of the order; the first order of a run is 1"),
     "overtakes": Field(INTEGER, "number of the pending order that this one replaces"),
     "of_completed": Field(BOOLEAN, "true when the run had completed"),
@@ -215,7 +218,7 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
         "process that reconciles",
         (
             *("attempt", "state", "cause", "evidence", "job_id", "scheduler_state"),
-            *("world_size", "lost_hosts", *_OUTCOME),
+            *("world_size", "lost_hosts", "noticed_at", *_OUTCOME),
         ),
     ),
     Kind.DECISION: EventEntry(

@@ -199,10 +199,15 @@ class SubmissionTry(Document):
 
 
 class Missing(Document):
-    """`missing.json`: since when a job, or the outcome of an ended job, could not be found."""
+    """`missing.json`: since when a job, an ended job's outcome or its final state is missing.
+
+    `since` maps boot ids to monotonic seconds, because each host counts by a clock of its own that
+    nobody can set. `heard` is the digest of the heartbeats at that time.
+    """
 
     what: Name
-    since: Moment
+    since: Annotated[dict[Name, Seconds], Field(max_length=64)]
+    heard: Name = ""
 
 
 class Claim(Document):

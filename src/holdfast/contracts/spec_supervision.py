@@ -114,8 +114,8 @@ class Supervision(SpecPart):
     backoff_s: Annotated[float, Field(ge=0)] = Field(
         default=10.0,
         description="seconds before the first relaunch after a failure. Each further failure of "
-        "the same cause doubles the delay, up to ten minutes. Preemptions and time "
-        "limits have no back-off",
+        "the same cause doubles the delay, up to ten minutes. Preemptions, time limits "
+        "and the first loss of a node have no back-off",
     )
     allow_early_exit: bool = Field(
         default=False,
