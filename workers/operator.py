@@ -300,7 +300,8 @@ def _end_attempt(paths: RunPaths, view: AttemptView, action: Action, *, now: boo
     how = "ends now, without a last checkpoint" if now else "ends after one last checkpoint"
     message = f"attempt {view.number} {how} ({action})"
     try:
-        if _take_back(paths.attempt(view.number)):
+        # Another user's run could name a job of this user's. Its own supervisor takes jobs back.
+        if paths.is_mine() and _take_back(paths.attempt(view.number)):
             return f"attempt {view.number} was still queued and is cancelled ({action})"
     except SchedulerError as error:
         return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -103,6 +103,18 @@ def _pipe(path: Path) -> None:
 
 def _pipe_document(target: Target, name: str) -> None:
     _pipe(getattr(target.attempt, name))
+
+
+def _link_document(target: Target, name: str, to: str) -> None:
+    _link(getattr(target.attempt, name), to)
+
+
+def _replace_document(target: Target, name: str) -> None:
+    _put(getattr(target.attempt, name), os.mkdir)
+
+
+def _deepen_document(target: Target, name: str) -> None:
+    _put(getattr(target.attempt, name), lambda at: at.write_text("[" * 100_000))
 
 
 def _sparse(path: Path) -> None:
@@ -287,6 +299,8 @@ _KEYS: Final = (
     *("after_attempt", "evidence", "excluded", "skip", "skipped", "dumps", "silent", "own_s"),
     *("peers_s", "rank", "finding", "reason", "error", "path", "to", "hosts", "ended_at", "gpus"),
 )
+# How a plain folder is made hostile, by name.
+Kinds = Mapping[str, Callable[[Target], object]]
 _HOSTILE: Final[dict[str, Callable[[Target], object]]] = {
     "attempt-nines": lambda t: (t.folder.paths.attempts / NINES).mkdir(),
     "attempt-zeros": lambda t: (t.folder.paths.attempts / "000000001").mkdir(),
@@ -376,8 +390,30 @@ _HOSTILE: Final[dict[str, Callable[[Target], object]]] = {
     "spec-wrong": lambda t: _edit_spec(t, command=[], nonsense=1),
     "spec-controls": _control_characters,
     "spec-time": lambda t: _edit(t.folder.paths.spec, created_at=1e300),
+    "manifest-time": lambda t: _edit(t.checkpoint / "manifest.json", committed_at=3e11),
+    "manifest-times": lambda t: _edit(
+        t.checkpoint / "manifest.json", committed_at=1e300, staged_at=-1e300, flush_s=1e300
+    ),
+    "job-of-another": lambda t: _edit(t.attempt.submission, job_id="--user=root"),
+    "locks-to-home": lambda t: _each(
+        lambda path: _link(path, t.victim.home / "lock"),
+        *(t.folder.paths.flow_lock, t.folder.paths.worker_lock),
+        *(journal_lock(t.folder.paths.journal_of(writer)) for writer in ("cli", "api", "orders")),
+    ),
 }
 HOSTILE: Final = _HOSTILE
+_DOCUMENTS: Final = ("request", "submission", "claim", "outcome", "stop")
+# More of the same kinds, for tests that do not try every command on every folder.
+MANY: Final[dict[str, Callable[[Target], object]]] = {
+    **HOSTILE,
+    **{f"zero-{one}": partial(_link_document, name=one, to="/dev/zero") for one in _DOCUMENTS},
+    **{f"loop-{one}": partial(_link_document, name=one, to=f"{one}.json") for one in _DOCUMENTS},
+    **{f"folder-{one}": partial(_replace_document, name=one) for one in _DOCUMENTS},
+    **{f"deep-{one}": partial(_deepen_document, name=one) for one in _DOCUMENTS},
+    "zero-manifest": lambda t: _link(t.checkpoint / "manifest.json", "/dev/zero"),
+    "zero-spec": lambda t: _link(t.folder.paths.spec, "/dev/zero"),
+    "zero-lock": lambda t: _link(t.folder.paths.flow_lock, "/dev/zero"),
+}
 
 
 def _edit_entry(target: Target, source: str | None = None, **changes: Any) -> None:
@@ -386,8 +422,8 @@ def _edit_entry(target: Target, source: str | None = None, **changes: Any) -> No
     _edit(path, files=[{**document["files"][0], **changes}], source=source)
 
 
-def make_hostile(root: Path, victim: Victim) -> None:
+def make_hostile(root: Path, victim: Victim, kinds: Kinds = HOSTILE) -> None:
     """Write every hostile folder under `root`; call it as the attacker."""
-    for number, (name, change) in enumerate(HOSTILE.items()):
+    for number, (name, change) in enumerate(kinds.items()):
         folder = plain_run(root, name, f"{number:032x}")
         change(Target(folder, victim))

@@ -28,7 +28,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from tests.hostile.folders import CANARY, Victim, make_hostile, plain_run
+from tests.hostile.folders import CANARY, HOSTILE, Kinds, Victim, make_hostile, plain_run
+from tests.other_users import become
 from typer.testing import CliRunner
 
 from holdfast.contracts.errors import HoldfastError
@@ -63,7 +64,7 @@ class Testbed:
     # Not a test class, despite its name.
     __test__ = False
 
-    def __init__(self, place: Path, url: str) -> None:
+    def __init__(self, place: Path, url: str, kinds: Kinds) -> None:
         self.place, self.root = place, place / "runs"
         self.victim = Victim(
             home=place / "victim",
@@ -84,7 +85,7 @@ class Testbed:
         plain_run(self.root, VICTIM_RUN, VICTIM_UID)
         copy = self.victim.mirror / f"{VICTIM_RUN}.{VICTIM_UID}" / "checkpoints"
         shutil.copytree(self.victim.run / "checkpoints", copy)
-        in_child(lambda: _become_attacker(self))
+        in_child(lambda: _make_hostile(self, kinds))
 
     def paths(self, name: str) -> RunPaths:
         """The folder of a run under the shared root."""
@@ -97,7 +98,9 @@ class Testbed:
 
 
 @contextlib.contextmanager
-def open_testbed() -> Iterator[Testbed]:
+def open_testbed(
+    kinds: Kinds = HOSTILE,
+) -> Iterator[Testbed]:
     """A testbed in a temporary folder that the attacker may enter; removed at the end."""
     asked: list[str] = []
 
@@ -117,7 +120,7 @@ def open_testbed() -> Iterator[Testbed]:
     place = Path(tempfile.mkdtemp(prefix="holdfast-hostile-"))
     place.chmod(0o711)
     try:
-        yield Testbed(place, f"http://127.0.0.1:{server.server_address[1]}")
+        yield Testbed(place, f"http://127.0.0.1:{server.server_address[1]}", kinds)
         assert asked == []
     finally:
         server.shutdown()
@@ -163,11 +166,9 @@ def in_child(work: Callable[[], Any]) -> Any:
     return json.loads(said)
 
 
-def _become_attacker(testbed: Testbed) -> None:
-    os.setgroups([])
-    os.setgid(ATTACKER)
-    os.setuid(ATTACKER)
-    make_hostile(testbed.root, testbed.victim)
+def _make_hostile(testbed: Testbed, kinds: Kinds) -> None:
+    become(ATTACKER)
+    make_hostile(testbed.root, testbed.victim, kinds)
 
 
 def contents(place: Path) -> dict[str, str]:

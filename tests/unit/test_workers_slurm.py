@@ -377,3 +377,46 @@ def test_hidden_partitions_are_queried(tmp_path: Path, monkeypatch: pytest.Monke
     assert [p["PartitionName"] for p in slurm_client.partitions()] == ["hidden"]
     fake_command(tmp_path, "scontrol", hidden.replace("PartitionName=hidden ", ""))
     assert [n["NodeName"] for n in slurm_client.show_nodes()] == ["n1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "cancelled"), [("holdfast-r-0001", True), ("another", False), (None, False)]
+)
+def test_only_a_job_of_the_attempts_name_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch, name: str | None, cancelled: bool
+) -> None:
+    """The id comes from a file. Slurm also reuses ids."""
+    request = build_request(record_of(spec_of()), spec_of(), attempt=1, gpus=1, reason="first")
+    request = request.model_copy(update={"job_name": "holdfast-r-0001", "cluster": None})
+    job = Submission(job_id="4711", executor="slurm", submitted_at=1.0)
+    calls: list[list[str]] = []
+
+    def call(command: list[str], timeout_s: float = 0.0) -> str:
+        calls.append(command)
+        if command[0] == "scancel":
+            return ""
+        if name is None:
+            raise SchedulerError("scontrol: Invalid job id specified")
+        return f"JobId=4711 JobName={name} JobState=PENDING"
+
+    monkeypatch.setattr(slurm_client, "call", call)
+    SlurmExecutor().cancel(request, job)
+    SlurmExecutor().withdraw(request, job)
+    sent = [command[1:] for command in calls if command[0] == "scancel"]
+    assert sent == ([["4711"], ["--state=PENDING", "4711"]] if cancelled else [])
+
+
+def test_nothing_is_cancelled_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = build_request(record_of(spec_of()), spec_of(), attempt=1, gpus=1, reason="first")
+    job = Submission(job_id="4711", executor="slurm", submitted_at=1.0)
+    calls: list[str] = []
+
+    def call(command: list[str], timeout_s: float = 0.0) -> str:
+        calls.append(command[0])
+        raise SchedulerUnavailableError("slurmctld does not answer")
+
+    monkeypatch.setattr(slurm_client, "call", call)
+    for ends in (SlurmExecutor().cancel, SlurmExecutor().withdraw):
+        with pytest.raises(SchedulerUnavailableError):
+            ends(request.model_copy(update={"cluster": None}), job)
+    assert set(calls) == {"scontrol"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pwd
 import shlex
@@ -176,15 +175,13 @@ class SlurmExecutor(Executor):
         )
 
     def withdraw(self, request: Request, submission: Submission) -> None:
-        _require_cluster(request)
         # Slurm checks the state itself, so a job that starts at this moment is not cancelled.
-        self._scancel("--state=PENDING", submission.job_id)
+        if self._show(request, submission) is not None:
+            self._scancel("--state=PENDING", submission.job_id)
 
     def is_pending(self, request: Request, submission: Submission) -> bool:
-        _require_cluster(request)
-        line = slurm_client.show_job(submission.job_id)
-        is_mine = line is not None and line.name == request.job_name
-        return is_mine and line is not None and bare_state(line.state) == "PENDING"
+        line = self._show(request, submission)
+        return line is not None and bare_state(line.state) == "PENDING"
 
     def change_exclusion(
         self, request: Request, submission: Submission, exclude: Collection[str]
@@ -224,12 +221,15 @@ class SlurmExecutor(Executor):
         return self._absent(submission.submitted_at, request.job_name)
 
     def cancel(self, request: Request, submission: Submission) -> None:
+        # Without an answer, nothing is cancelled: the id may be that of another job by now.
+        if self._show(request, submission) is not None:
+            self._scancel(submission.job_id)
+
+    def _show(self, request: Request, submission: Submission) -> JobLine | None:
+        """Return the job as Slurm knows it; None if the id is unknown or of another job."""
         _require_cluster(request)
-        with contextlib.suppress(SchedulerError):
-            line = slurm_client.show_job(submission.job_id)
-            if line is not None and line.name != request.job_name:
-                return
-        self._scancel(submission.job_id)
+        line = slurm_client.show_job(submission.job_id)
+        return line if line is not None and line.name == request.job_name else None
 
     def _scancel(self, *arguments: str) -> None:
         try:
