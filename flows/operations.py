@@ -38,7 +38,7 @@ from holdfast.lineage.index import Index
 from holdfast.workers import exports, operator, pruning, verification
 from holdfast.workers.checkpoints import newest_of_run
 from holdfast.workers.runs import find_run, require_own
-from holdfast.workers.until_capacity import ready_runs
+from holdfast.workers.until_capacity import ready_runs, waits_for_capacity
 
 NEWEST: Final = "newest"
 
@@ -228,7 +228,13 @@ def resume(run: str | None = None, root: str | None = None) -> dict[str, Any]:
 
     def resume_one(paths: RunPaths) -> None:
         secrets.require_again(paths)
-        log.info("%s", operator.request(paths, "resume", by=BY, writer=JOURNAL))
+        history = load_history(paths)
+        if not (run or waits_for_capacity(history)):
+            log.info("%s: another order came meanwhile", paths.name)
+            return
+        seen = None if run else history.newest_order
+        message = operator.request(paths, "resume", by=BY, writer=JOURNAL, seen=seen)
+        log.info("%s", message)
         start_if_alone(paths)
 
     resumed = list(visit(chosen, resume_one))

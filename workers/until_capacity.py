@@ -30,9 +30,7 @@ def ready_runs(root: Path) -> list[RunPaths]:
         history = one.result
         if history is None:
             continue
-        asked = history.pending_request or {}
-        is_waiting = asked.get("reason") == UNTIL_CAPACITY
-        if history.state is RunState.PAUSED and is_waiting:
+        if waits_for_capacity(history):
             waiting.append((_asked_at(history), one.paths.name, history))
     ready, taken = [], 0
     silent: dict[str, SchedulerError] = {}
@@ -52,6 +50,12 @@ def ready_runs(root: Path) -> list[RunPaths]:
     if silent and not ready:
         raise next(iter(silent.values()))
     return ready
+
+
+def waits_for_capacity(history: RunHistory) -> bool:
+    """Return True if the run is paused until capacity returns."""
+    asked = history.pending_request or {}
+    return history.state is RunState.PAUSED and asked.get("reason") == UNTIL_CAPACITY
 
 
 def _free(history: RunHistory, gpus: int) -> int | None:
