@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from holdfast.contracts.attempt import Submission, read_document
-from holdfast.contracts.errors import SchedulerUnavailableError
+from holdfast.contracts.errors import SchedulerError
 from holdfast.contracts.history import AttemptView, RunHistory
 from holdfast.contracts.journal import PENDING_TIMEOUT, EventKind, JournalWriter
 from holdfast.contracts.spec import RunSpec
@@ -60,32 +60,27 @@ def allow_hosts_again(history: RunHistory, *, now: float, writer: str) -> str:
     """Let a pending job use hosts that it need not or cannot exclude any more; return the news.
 
     `now` is Unix seconds. Nodes may have gone down since the job was submitted, and an exclusion
-    ends after a while. Raises `SchedulerError` if the scheduler refuses the change.
+    ends after a while. Without an answer of the scheduler, the job waits as before.
     """
     last = history.last_attempt
     if last is None or last.request is None or not last.request.exclude or not is_queued(last):
         return ""
-    place = place_of(last)
+    place, attempt = place_of(last), history.paths.attempt(last.number)
+    submission = read_document(Submission, attempt.submission)
     resources, executor = history.spec.resources.at(place), executor_for(last.request.executor)
     rooms = Rooms(lambda _: executor.room(resources, is_urgent=False))
     try:
         needed = exclude_for(history, rooms, place=place, gpus=last.gpus, now=now)
-    except SchedulerUnavailableError:
-        # The supervisor reports this when it next asks about the job.
+        kept = [host for host in last.request.exclude if host in needed]
+        again = [host for host in last.request.exclude if host not in needed]
+        if not again or submission is None:
+            return ""
+        if not executor.change_exclusion(last.request, submission, kept):
+            return ""
+    except SchedulerError:
+        # The next turn tries again.
         return ""
-    kept = [host for host in last.request.exclude if host in needed]
-    again = [host for host in last.request.exclude if host not in needed]
-    attempt = history.paths.attempt(last.number)
-    submission = read_document(Submission, attempt.submission)
     text = f"the pending job may use {', '.join(again)} again"
-    is_known = any(
-        (event.kind, event.data.get("attempt"), event.data.get("text"))
-        == (EventKind.NOTE, last.number, text)
-        for event in history.events
-    )
-    if not again or submission is None or is_known:
-        return ""
-    executor.change_exclusion(last.request, submission, kept)
     with JournalWriter(history.paths.journal_of(writer)) as journal:
         journal.append(EventKind.NOTE, attempt=last.number, text=text)
     return f"attempt {last.number}: {text}"

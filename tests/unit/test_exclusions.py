@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.histories import NOW, attempt_of, history_of, spec_of
 
+from holdfast.cli.show import newest_reason
 from holdfast.contracts.history import AttemptView, RunHistory
 from holdfast.contracts.journal import FALLBACKS, GROWER, PENDING_TIMEOUT
 from holdfast.contracts.spec import RunSpec
@@ -358,3 +359,12 @@ def test_a_run_of_one_size_needs_no_answer_of_the_scheduler() -> None:
     asked = {"action": "cancel"}
     ended = history_of(elastic(), attempt_of(elastic(), 1, Cause.PREEMPTION), asked=asked)
     assert decide(ended, silence, now=NOW).action == "stop"
+
+
+def test_show_prints_which_hosts_the_newest_attempt_does_not_use() -> None:
+    why = decided(lost(rigid(3)), room()).reason
+    run = {"state": "running", "reason": None, "attempts": [{"reason": "first"}, {"reason": why}]}
+    assert newest_reason(run) == why
+    assert "without n3 (lost)" in why
+    assert newest_reason({**run, "state": "completed"}) is None
+    assert newest_reason({**run, "reason": why}) is None, "it is printed once"

@@ -242,6 +242,8 @@ def test_a_pending_job_may_use_a_host_again_when_others_go_down(
     assert slurm.calls("scontrol update") == [
         f"{slurm.folder}/scontrol update JobId=7 ExcNodeList="
     ]
+    changed = JOB.format(name.job_name).replace("ExcNodeList=n2", "ExcNodeList=(null)")
+    (slurm.folder / "job.out").write_text(changed + "\n")
     assert allow() == "", "it is said once"
     notes = [e.data["text"] for e in load_history(paths).events if e.kind is EventKind.NOTE]
     assert notes == ["the pending job may use n2 again"]

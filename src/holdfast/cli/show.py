@@ -131,6 +131,7 @@ def _render_run(run: Mapping[str, Any]) -> None:
             "run": run["run"],
             "state": run["state"],
             "reason": run["reason"],
+            "newest attempt": newest_reason(run),
             "step": run["step"],
             "live step": run["live_step"],
             "folder": run["path"],
@@ -175,6 +176,14 @@ def _print_orders(orders: Sequence[Mapping[str, Any]]) -> None:
         rows.append((one["number"], text, *facts))
     if rows:
         print_table(("order", "what", "by", "given", "state", "detail"), rows)
+
+
+def newest_reason(run: Mapping[str, Any]) -> str | None:
+    """Return why a live run's newest attempt was submitted, and which hosts it does not use."""
+    if len(run["attempts"]) < 2 or not RunState(run["state"]).is_live:
+        return None
+    reason: str | None = run["attempts"][-1]["reason"]
+    return None if reason == run["reason"] else reason
 
 
 def _cost_facts(good: Mapping[str, Any]) -> dict[str, str]:
