@@ -11,7 +11,8 @@ the heartbeats of all nodes. A tenth of the jobs is pending, and a tenth of the 
 one core together. `uss_mb` is the memory per supervisor that no other process shares. Supervisors
 are forked here, so one that starts by itself needs more: `alone_uss_mb`, measured with the first.
 With `--service`, one `holdfast supervise --stay` supervises all runs. `uss_mb` is then its memory
-divided by the runs, and `alone_uss_mb` all of it.
+divided by the runs, and `alone_uss_mb` all of it. With `--saves`, the runs are a year old, and only
+their turns are measured, see `benchmarks.supervisor_turns`.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ from typing import Any, Final
 
 import psutil
 from benchmarks.heartbeats import make_beat
+from benchmarks.supervisor_turns import compare, grow_old, journal_mb, write_saves
 
-from holdfast.contracts.attempt import Request, read_document
+from holdfast.contracts.attempt import Request, Submission, read_document
 from holdfast.contracts.journal import JournalWriter
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.spec import RunSpec
@@ -94,10 +96,15 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=500)
     parser.add_argument("--seconds", type=float, default=180.0)
     parser.add_argument("--service", action="store_true", help="one process for all runs")
+    parser.add_argument("--saves", type=int, help="measure the turns in runs with so many saves")
+    parser.add_argument("--attempts", type=int, default=10, help="of each run with --saves")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="holdfast-supervisors-") as folder:
-        facts = measure(Path(folder), options.runs, options.seconds, service=options.service)
+        if options.saves is None:
+            facts = measure(Path(folder), options.runs, options.seconds, service=options.service)
+        else:
+            facts = measure_old(Path(folder), options.runs, options.saves, options.attempts)
     if options.json:
         print(json.dumps(facts))
         return
@@ -110,11 +117,7 @@ def measure(folder: Path, runs: int, seconds: float, *, service: bool) -> dict[s
 
     With `service`, start one process for all of them.
     """
-    cluster = folder / "cluster"
-    play_cluster(cluster, runs)
-    os.environ["PATH"] = f"{cluster}:{os.environ['PATH']}"
-    os.environ["HOLDFAST_HOME"] = str(folder / "home")
-    os.environ.pop("PREFECT_API_URL", None)
+    cluster = play_site(folder, runs)
     made = [make_run(folder / "root", number) for number in range(runs)]
     with Index() as index:
         index.open()
@@ -154,6 +157,32 @@ def measure(folder: Path, runs: int, seconds: float, *, service: bool) -> dict[s
             os.waitpid(pid, 0)
 
 
+def measure_old(folder: Path, runs: int, saves: int, attempts: int) -> dict[str, Any]:
+    """Return what a turn costs in each of `runs` runs that are a year old, in one process."""
+    play_site(folder, 2 * runs)
+    young, old = [], []
+    for number in range(runs):
+        young.append(make_run(folder / "young", number, is_pending=False))
+    for number in range(runs):
+        like = old[0] if old else None
+        age = partial(grow_old, saves=saves, attempts=attempts, like=like)
+        old.append(make_run(folder / "old", number, is_pending=False, age=age))
+        newest = old[-1].attempt(attempts)
+        write_saves(newest, saves // attempts, saves - saves // attempts, is_live=True)
+    journal = {"journal_mb": journal_mb(old[0])}
+    return {"runs": runs, "saves": saves, "attempts": attempts, **journal, **compare(young, old)}
+
+
+def play_site(folder: Path, nodes: int) -> Path:
+    """Play a cluster, and use a home and an index in `folder`; return the cluster's place."""
+    cluster = folder / "cluster"
+    play_cluster(cluster, nodes)
+    os.environ["PATH"] = f"{cluster}:{os.environ['PATH']}"
+    os.environ["HOLDFAST_HOME"] = str(folder / "home")
+    os.environ.pop("PREFECT_API_URL", None)
+    return cluster
+
+
 def play_cluster(place: Path, nodes: int) -> None:
     """Write the commands of a cluster with `nodes` nodes, all of them in use."""
     place.mkdir()
@@ -169,8 +198,17 @@ def play_cluster(place: Path, nodes: int) -> None:
     (place / "nodes").write_text("".join(lines))
 
 
-def make_run(root: Path, number: int) -> RunPaths:
-    """Create a run and submit its first attempt; claim it unless its job is pending."""
+def make_run(
+    root: Path,
+    number: int,
+    *,
+    is_pending: bool | None = None,
+    age: Callable[[RunPaths], None] | None = None,
+) -> RunPaths:
+    """Create a run and submit an attempt; claim it unless its job is pending.
+
+    `age` gives the run former attempts.
+    """
     spec = RunSpec.model_validate(
         {
             "name": f"run-{number:04d}",
@@ -181,10 +219,17 @@ def make_run(root: Path, number: int) -> RunPaths:
         }
     )
     paths = create_run(spec, root, created_by="benchmark")
+    if age is not None:
+        age(paths)
     attempt = submit_next(paths, gpus=GPUS, reason="first attempt", exclude=())
-    job = number + 1
-    request = read_document(Request, attempt.request)
-    if job % PENDING_EACH and request is not None:
+    request, submission = (
+        read_document(Request, attempt.request),
+        read_document(Submission, attempt.submission),
+    )
+    assert request is not None
+    assert submission is not None
+    job = int(submission.job_id)
+    if not (job % PENDING_EACH == 0 if is_pending is None else is_pending):
         context = AgentContext(
             request=request,
             run=paths,

@@ -48,7 +48,7 @@ class Ingestion:
         metrics. An ingest looks at every file of the run.
         """
         now = time.monotonic()
-        state = None if history is None else (len(history.events), history.state)
+        state = None if history is None else (history.tally.lines, history.state)
         with self._lock:
             if state is not None and state == self._asked and now - self._asked_at < QUIET_S:
                 return

@@ -94,8 +94,11 @@ def _checkpoint_age_s(history: RunHistory, now: float) -> float | None:
     last = history.last_attempt
     if last is None or last.state is not AttemptState.RUNNING:
         return None
-    marks = (EventKind.RESUMED, EventKind.COMMITTED)
     times = [
-        e.time for e in history.events if e.kind in marks and e.data.get("attempt") == last.number
+        event.time
+        for event in history.events
+        if event.kind is EventKind.RESUMED and event.data.get("attempt") == last.number
     ]
+    if last.number in history.tally.commits:
+        times.append(history.tally.commits[last.number].newest_at)
     return now - max(times) if times else None

@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
@@ -108,8 +108,9 @@ class _Entry:
 class Outbox:
     """Delivers the journals of the run `uid` to `service`.
 
-    `file` has how far. `look` returns the journals' lines that may be new. `failed` is called with
-    the error when the service fails for the first time, and `refused` with that of a lost line.
+    `file` has how far. `look` gives each line that may be new to the function that it gets. It may
+    leave out lines that it gave before. `failed` is called with the error when the service fails
+    for the first time, and `refused` with that of a lost line.
     """
 
     def __init__(
@@ -118,15 +119,13 @@ class Outbox:
         uid: str,
         service: Service,
         *,
-        look: Callable[[], Iterable[Event]] = tuple,
+        look: Callable[[Callable[[Event], None]], None],
         failed: Callable[[Exception], None] = lambda _: None,
         refused: Callable[[Exception], None] = lambda _: None,
     ) -> None:
         self._file, self._run, self._service = file, UUID(uid), service
         self._look, self._failed, self._refused = look, failed, refused
         self._entries: deque[_Entry] = deque()
-        self._offered: Sequence[Event] = ()
-        self._sizes: tuple[int, int] | None = None
         self._wake = threading.Event()
         self._closes_at: float | None = None
         self._thread: threading.Thread | None = None
@@ -136,9 +135,8 @@ class Outbox:
         self._is_changed = self._has_begun = self._has_failed = False
         self._save_at = self._retry_at = self._back_off_s = 0.0
 
-    def offer(self, events: Sequence[Event]) -> None:
-        """Give all lines of the run. Returns at once; a thread delivers those that are new."""
-        self._offered = events
+    def offer(self) -> None:
+        """Have a thread deliver what is new. Returns at once."""
         if self._thread is None or not self._thread.is_alive():
             self._closes_at = None
             self._thread = threading.Thread(target=self._work, name="holdfast-outbox", daemon=True)
@@ -219,18 +217,24 @@ class Outbox:
 
     def _collect(self, now: float, *, is_inherited: bool) -> None:
         """Queue the lines that are new, oldest first."""
-        offered, looked = self._offered, tuple(self._look())
-        if (sizes := (len(offered), len(looked))) == self._sizes:
-            # Journals only grow, so nothing is new.
-            return
-        self._sizes = sizes
         new: dict[UUID, tuple[str, Event]] = {}
-        for event in (*offered, *looked):
+
+        def take(event: Event) -> None:
             stream = f"{event.data.get('attempt', 0)}/{event.writer}"
             is_new = (event.opening, event.sequence) > self._taken.get(stream, (0, -1))
             if is_new and self._service.wants(event):
                 text = f"{stream}/{event.opening}/{event.sequence}/{event.time!r}"
                 new[uuid5(self._run, text)] = stream, event
+
+        try:
+            self._look(take)
+        finally:
+            # If one journal cannot be read, the lines of the others are not given again.
+            self._queue(new, now, is_inherited=is_inherited)
+
+    def _queue(
+        self, new: Mapping[UUID, tuple[str, Event]], now: float, *, is_inherited: bool
+    ) -> None:
         for id_, (stream, event) in sorted(new.items(), key=lambda one: order_of(one[1][1])):
             # Hosts' clocks differ, and lines can come late. The service orders by time.
             self._newest = max(event.time, self._newest + 1e-6)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from holdfast.contracts.history import AttemptView, RunHistory
-from holdfast.contracts.journal import EventKind
 from holdfast.flows.redactor import Log
 from holdfast.workers.heartbeats import NodeBeat, newest_step, read_heartbeats
 
@@ -79,8 +78,7 @@ def _common_phase(beats: list[NodeBeat]) -> str:
 
 def _committed_step(history: RunHistory) -> int | None:
     """Return the newest step that the journal records as committed."""
-    steps = [e.data.get("step") for e in history.events if e.kind is EventKind.COMMITTED]
-    return max((step for step in steps if step is not None), default=None)
+    return history.tally.newest_step
 
 
 def _ending(attempt: AttemptView) -> str:

@@ -23,7 +23,6 @@ from holdfast.workers.heartbeats import newest_step, read_heartbeats
 
 # The address of `holdfast serve`, for links in artifacts.
 PAGE_VARIABLE: Final = "HOLDFAST_PAGE_URL"
-CHECKPOINTS_SHOWN: Final = 20
 _QUEUED: Final = frozenset({AttemptState.CREATED, AttemptState.SUBMITTED, AttemptState.PENDING})
 
 
@@ -109,13 +108,12 @@ def _markdown(history: RunHistory, progress: str) -> str:
 
 def _graph(history: RunHistory) -> Mapping[str, Any]:
     """Return attempts and the newest checkpoints as a graph, as `lineage_graph` does from SQL."""
-    found = [e.data for e in history.events if e.kind is EventKind.COMMITTED]
-    kept = [one for one in found if one.get("checkpoint")][-CHECKPOINTS_SHOWN:]
-    names = {str(one["checkpoint"]) for one in kept}
+    kept = history.tally.recent
+    names = {one.checkpoint for one in kept}
     nodes: list[dict[str, Any]] = []
     edges: list[dict[str, Any]] = []
     for view in history.attempts:
-        own = [one for one in kept if one.get("attempt") == view.number]
+        own = [one for one in kept if one.attempt == view.number]
         came_from = (view.resumed_from or "").rpartition(":")[2]
         if not own and came_from not in names and view is not history.attempts[-1]:
             continue
@@ -125,6 +123,6 @@ def _graph(history: RunHistory) -> Mapping[str, Any]:
         if came_from in names:
             edges.append({"from": attempt, "to": came_from, "kind": "resumed_from"})
         for one in own:
-            nodes.append({"id": one["checkpoint"], "kind": "checkpoint"})
-            edges.append({"from": one["checkpoint"], "to": attempt, "kind": "written_by"})
+            nodes.append({"id": one.checkpoint, "kind": "checkpoint"})
+            edges.append({"from": one.checkpoint, "to": attempt, "kind": "written_by"})
     return {"nodes": nodes, "edges": edges}

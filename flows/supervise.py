@@ -29,8 +29,8 @@ from holdfast.contracts.errors import (
     ServiceError,
 )
 from holdfast.contracts.filesystems import refresh
-from holdfast.contracts.history import RunHistory, load_history
-from holdfast.contracts.history_cache import HistoryReader
+from holdfast.contracts.history import RunHistory
+from holdfast.contracts.history_cache import HistoryReader, load_tallied
 from holdfast.contracts.journal import GROWER, EventKind, JournalWriter
 from holdfast.contracts.orders import open_orders
 from holdfast.contracts.paths import AttemptPaths, RunPaths
@@ -72,6 +72,10 @@ from holdfast.workers.runs import keep_reserve, require_own, why_not_submitted
 
 SUPERVISION_S_MAX: Final = 366 * 24 * 3600.0
 PRUNE_S: Final = 60.0
+# Pruning a run that keeps tens of thousands of checkpoints takes long, so it is done less often:
+# after so many times the processor time that it took beyond `PRUNE_FREE_S`.
+PRUNE_REST: Final = 250.0
+PRUNE_FREE_S: Final = 0.05
 SOON_S: Final = 1.0
 FAILING_S_MAX: Final = 24 * 3600.0
 FAILURE_WAIT_S: Final = 10.0
@@ -96,7 +100,8 @@ class Supervisor:
     _failing_since: float | None = None
     _lock: FlowLock = field(init=False)
     _ingestion: Ingestion = field(init=False)
-    _pruned_at: frozenset[str] = frozenset()
+    _pruned_at: int = -1
+    _prune_after: float = 0.0
     _prune_again_at: float = 0.0
     _capacity: CapacityObservation | None = None
     _nodes: NodeWatch = field(default_factory=NodeWatch)
@@ -109,6 +114,7 @@ class Supervisor:
     def __post_init__(self) -> None:
         self.log = self.redactor.log(self.log)
         self._history, self._lock = HistoryReader(self.paths), FlowLock(self.paths.flow_lock)
+        self._history.share()
         self._progress, self._limits = ProgressLog(self.log), LimitWatch(self.log)
         self._deliveries = Deliveries(self.paths, self.services, self.log, self.redactor)
         self._ingestion = Ingestion(
@@ -197,18 +203,20 @@ class Supervisor:
         """
         if not self.is_acting or not history.spec.checkpoint.keep.is_limited:
             return
-        now = time.monotonic()
-        lines = [event.data for event in history.events if event.kind is EventKind.COMMITTED]
-        committed = frozenset(str(line.get("checkpoint")) for line in lines)
-        if committed == self._pruned_at and now < self._prune_again_at:
+        now, committed = time.monotonic(), history.tally.committed
+        is_due = committed != self._pruned_at or now >= self._prune_again_at
+        if not is_due or now < self._prune_after:
             return
+        spent_s = -time.thread_time()
         try:
-            for one in deletion.apply(self.paths, by="keep rules", writer=JOURNAL):
+            for one in deletion.apply(self.paths, by="keep rules", writer=JOURNAL, history=history):
                 self.log.info("deleted %s: %s", one.name, one.reason)
         except HoldfastError as error:
             self.log.warning("checkpoints were not pruned: %s", error)
         # If a checkpoint was committed meanwhile, the next turn prunes again.
         self._pruned_at = committed
+        spent_s += time.thread_time()
+        self._prune_after = now + PRUNE_REST * max(0.0, spent_s - PRUNE_FREE_S)
         self._prune_again_at = now + PRUNE_S
 
     def _follow(self, history: RunHistory) -> float | None:
@@ -244,7 +252,7 @@ class Supervisor:
 
     def _tend(self, history: RunHistory, journal: JournalWriter) -> None:
         """Manage a live attempt: complete its submission, log problems and progress, grow it."""
-        attempt = self.paths.list_attempts()[-1]
+        attempt = self.paths.attempt(self.paths.attempt_numbers()[-1])
         if is_unsubmitted(attempt):
             self._submit_again(history, attempt, journal)
         for message in end_duplicates(attempt, journal):
@@ -379,7 +387,7 @@ class Supervisor:
             self.log.info("%s: %s", decision.action, decision.reason)
 
     def _record_end(self, decision: Decision, journal: JournalWriter) -> None:
-        history = load_history(self.paths)
+        history = load_tallied(self.paths)
         last = history.last_asked.number if history.last_asked else 0
         ends = [e for e in history.events if e.kind is EventKind.RUN_ENDED]
         facts: dict[str, Any] = {"state": history.state, "after_attempt": last}
@@ -395,10 +403,10 @@ class Supervisor:
         """
         self._ingestion.finish()
         if self.is_acting:
-            self._deliveries.finish(load_history(self.paths))
+            self._deliveries.finish(load_tallied(self.paths))
         try:
             with open_orders(self.paths):
-                history = load_history(self.paths)
+                history = load_tallied(self.paths)
                 if self.is_acting and not self.is_leaving and history.state.is_live:
                     return None
                 self._lock.release()

@@ -34,7 +34,8 @@ from holdfast.contracts.errors import (
     SchedulerUnavailableError,
     SubmissionRefusedError,
 )
-from holdfast.contracts.history import RunHistory, load_events
+from holdfast.contracts.history import RunHistory
+from holdfast.contracts.history_cache import load_tallied
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.orders import open_orders
 from holdfast.contracts.paths import AttemptPaths, RunPaths
@@ -240,7 +241,10 @@ def complete_journal(paths: RunPaths, journal: JournalWriter) -> None:
     Each of them was written as a document first. Only the process that holds the run's flow lock
     may call this.
     """
-    journaled = {(event.kind, event.data.get("attempt")) for event in load_events(paths)}
+    history = load_tallied(paths)
+    journaled = history.tally.listed | {
+        (str(event.kind), event.data.get("attempt")) for event in history.events
+    }
     for attempt in paths.list_attempts():
         request = read_document(Request, attempt.request)
         if request and (EventKind.ATTEMPT_RESERVED, attempt.number) not in journaled:

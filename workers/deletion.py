@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from holdfast.contracts.durable import fsync_directory, make_directory
-from holdfast.contracts.history import load_events, load_history, pinned_checkpoints
+from holdfast.contracts.history import RunHistory, load_identity, pinned_checkpoints
+from holdfast.contracts.history_cache import load_tallied
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.leases import readers, storage_time
 from holdfast.contracts.manifest import read_tombstone
@@ -33,15 +34,23 @@ LATELY_S: Final = 60.0
 _DISK_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
-def apply(paths: RunPaths, *, by: str, writer: str = "flow", copies: bool = True) -> list[Verdict]:
+def apply(
+    paths: RunPaths,
+    *,
+    by: str,
+    writer: str = "flow",
+    copies: bool = True,
+    history: RunHistory | None = None,
+) -> list[Verdict]:
     """Delete the checkpoints that nothing keeps; return their verdicts.
 
+    `history` is what the caller has just read of the run. Pins are read again before each deletion.
     With `copies`, their copies in the run's mirror are deleted too, which may take long. Several
     processes may call this at once: each checkpoint is deleted and journaled by one of them.
     """
     with _held(paths) as held:
         finish_deletions(held)
-        verdicts = [one for one in retention.plan_run(held) if not one.is_kept]
+        verdicts = [one for one in retention.plan_run(held, history) if not one.is_kept]
         if verdicts:
             make_newest_durable(held)
         deleted = [
@@ -49,7 +58,7 @@ def apply(paths: RunPaths, *, by: str, writer: str = "flow", copies: bool = True
             for one in verdicts
             if _delete(held, one.name, reason=one.reason, by=by, writer=writer)
         ]
-    if copies:
+    if copies and load_identity(paths)[1].checkpoint.mirror:
         delete_copies(paths, writer=writer)
     return deleted
 
@@ -115,7 +124,7 @@ def remove_torn(paths: RunPaths) -> int:
 
     No process can finish them. A save that changed within `UNDECIDED_S` is left alone anyway.
     """
-    over = {a.number for a in load_history(paths).attempts if a.state.is_terminal}
+    over = {a.number for a in load_tallied(paths).attempts if a.state.is_terminal}
     freed = 0
     for directory in paths.list_checkpoints():
         name = CheckpointName.parse(directory.name)
@@ -179,7 +188,7 @@ def _protected_since(paths: RunPaths, checkpoint: str) -> str:
     who = readers(paths.checkpoint(checkpoint))
     if who:
         return f"being read by {', '.join(who)}"
-    return "pinned" if checkpoint in pinned_checkpoints(load_events(paths)) else ""
+    return "pinned" if checkpoint in pinned_checkpoints(load_tallied(paths).events) else ""
 
 
 def _journal(paths: RunPaths, writer: str, kind: EventKind, **facts: Any) -> bool:

@@ -7,6 +7,7 @@ libraries for object stores. The deleting process needs the store's credentials.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -105,12 +106,17 @@ def delete_copies(paths: RunPaths, *, writer: str) -> list[str]:
 
 def _deleted_here(paths: RunPaths) -> list[str]:
     """Return the checkpoints that are deleted here and may still have copies in the mirror."""
+    try:
+        found = set(os.listdir(paths.tombstones))
+    except FileNotFoundError:
+        return []
+    names = (name.removesuffix(".json") for name in found if name.endswith(".json"))
     return [
-        path.stem
-        for path in sorted(paths.tombstones.glob("step-*.json"))
-        if CheckpointName.parse(path.stem)
-        and not path.with_suffix(DONE_SUFFIX).exists()
-        and not paths.checkpoint(path.stem).exists()
+        name
+        for name in sorted(names)
+        if f"{name}{DONE_SUFFIX}" not in found
+        and CheckpointName.parse(name)
+        and not paths.checkpoint(name).exists()
     ]
 
 

@@ -311,10 +311,11 @@ def _committed_steps(history: RunHistory) -> dict[int, int]:
         recorded += [(attempt.number, attempt.facts.get("committed_step"))]
         recorded += [(attempt.number, outcome_step)]
     recorded = [pair for pair in recorded if pair not in undone]
-    for event in history.events:
-        is_commit = event.kind == "committed" and "attempt" in event.data
-        if is_commit and event.data.get("checkpoint") not in excluded:
-            recorded.append((int(event.data["attempt"]), event.data.get("step")))
+    recorded += [
+        (number, found.branch_step)
+        for number, found in history.tally.commits.items()
+        if number is not None
+    ]
     steps: dict[int, int] = {}
     for number, step in recorded:
         if isinstance(step, int):

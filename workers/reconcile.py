@@ -37,7 +37,8 @@ from holdfast.contracts.errors import (
 )
 from holdfast.contracts.file_locks import locked
 from holdfast.contracts.filesystems import delay_s, is_there, revalidate
-from holdfast.contracts.history import AttemptView, RunHistory, load_events, load_history
+from holdfast.contracts.history import AttemptView, RunHistory
+from holdfast.contracts.history_cache import load_tallied
 from holdfast.contracts.journal import Event, EventKind, JournalWriter
 from holdfast.contracts.paths import AttemptPaths, RunPaths, folder_of
 from holdfast.contracts.reading import read_tail
@@ -111,35 +112,34 @@ def reconcile(
 ) -> RunHistory:
     """Journal what happened to the run's attempts since the last call; return the history.
 
-    `load` returns the history, by default `load_history`. If the scheduler does not answer, nothing
+    `load` returns the history, by default `load_tallied`. If the scheduler does not answer, nothing
     changes. Raises `NotFoundError` if there is no run.
     """
-    load = load or partial(load_history, paths)
+    load = load or partial(load_tallied, paths)
     history = load()
     open_attempts = [view for view in history.attempts if not view.state.is_terminal]
     changed = False
     with reading_run(paths.directory):
         for view in open_attempts:
-            changed |= _reconcile_attempt(paths, view, writer)
+            changed |= _reconcile_attempt(paths, view, writer, load)
     history = load() if changed else history
     if not history.state.is_live:
         # The supervisor may be dead, and secrets must not stay on disk after the run.
-        forget_record(paths, lambda: not load_history(paths).state.is_live)
+        forget_record(paths, lambda: not load().state.is_live)
     return history
 
 
 def complete_goodput(paths: RunPaths, journal: JournalWriter) -> None:
     """Journal the goodput of attempts whose ending was written by a process that then died."""
-    history = load_history(paths)
-    journaled = {e.data.get("attempt") for e in history.events if e.kind is EventKind.GOODPUT}
+    history = load_tallied(paths)
     for view in history.attempts:
-        if view.was_submitted and view.state.is_terminal and view.number not in journaled:
-            _journal_goodput(paths, view.number, journal)
+        is_journaled = (EventKind.GOODPUT, view.number) in history.tally.listed
+        if view.was_submitted and view.state.is_terminal and not is_journaled:
+            _journal_goodput(history, view.number, journal)
 
 
-def _journal_goodput(paths: RunPaths, number: int, journal: JournalWriter) -> None:
+def _journal_goodput(history: RunHistory, number: int, journal: JournalWriter) -> None:
     """Journal the goodput of the run up to the end of attempt `number`."""
-    history = load_history(paths)
     count = [view.number for view in history.attempts].index(number) + 1
     goodput = goodput_of(
         history, until=history.attempts[count - 1].ended_at or time.time(), attempts=count
@@ -169,14 +169,16 @@ def observe(attempt: AttemptPaths) -> Observation:
     )
 
 
-def _reconcile_attempt(paths: RunPaths, view: AttemptView, writer: str) -> bool:
+def _reconcile_attempt(
+    paths: RunPaths, view: AttemptView, writer: str, load: Callable[[], RunHistory]
+) -> bool:
     """Journal what is new about one attempt; return True if anything was."""
     attempt = paths.attempt(view.number)
     seen = observe(attempt)
     if seen.status is not None and seen.status.is_leaderless and seen.outcome is None:
-        _end_leaderless(paths, attempt, seen, writer)
+        _end_leaderless(paths, attempt, seen, writer, load)
     if not _awaits_submission(seen) and _is_over(attempt, seen):
-        return _end(paths, attempt, seen, writer)
+        return _end(paths, attempt, seen, writer, load)
     status = seen.status
     if status is None or status.state is None or status.state.is_terminal:
         return False
@@ -259,10 +261,16 @@ def _absence_s(attempt: AttemptPaths, seen: Observation) -> float:
     return delay_s(attempt.directory)
 
 
-def _end(paths: RunPaths, attempt: AttemptPaths, seen: Observation, writer: str) -> bool:
+def _end(
+    paths: RunPaths,
+    attempt: AttemptPaths,
+    seen: Observation,
+    writer: str,
+    load: Callable[[], RunHistory],
+) -> bool:
     """Journal the attempt's ending once; return False if a job has just claimed the attempt."""
     with _ending_lock(attempt):
-        own = _events_of(paths, attempt.number)
+        own = _events_of(load(), attempt.number)
         if any(event.kind is EventKind.ATTEMPT_ENDED for event in own):
             return True
         if seen.outcome is None:
@@ -274,19 +282,25 @@ def _end(paths: RunPaths, attempt: AttemptPaths, seen: Observation, writer: str)
                 return False
         with JournalWriter(paths.journal_of(writer)) as journal:
             journal.append(EventKind.ATTEMPT_ENDED, **_ending_data(paths, attempt, seen, own))
-            _journal_goodput(paths, attempt.number, journal)
+            _journal_goodput(load(), attempt.number, journal)
     attempt.missing.unlink(missing_ok=True)
     if seen.request is not None:
         cancel_leftovers(attempt, seen.request, ended=_job_id(seen))
     return True
 
 
-def _end_leaderless(paths: RunPaths, attempt: AttemptPaths, seen: Observation, writer: str) -> None:
+def _end_leaderless(
+    paths: RunPaths,
+    attempt: AttemptPaths,
+    seen: Observation,
+    writer: str,
+    load: Callable[[], RunHistory],
+) -> None:
     """Cancel a job that lost its leading node, because it would hold the other nodes idle.
 
     The loss is journaled first, so that the ending does not count as an operator's cancellation.
     """
-    known = [e for e in _events_of(paths, attempt.number) if e.kind is EventKind.NODE_LOST]
+    known = [e for e in _events_of(load(), attempt.number) if e.kind is EventKind.NODE_LOST]
     if not known:
         with JournalWriter(paths.journal_of(writer)) as journal:
             journal.append(
@@ -324,8 +338,8 @@ def _ending_lock(attempt: AttemptPaths) -> Iterator[None]:
         yield
 
 
-def _events_of(paths: RunPaths, number: int) -> list[Event]:
-    return [event for event in load_events(paths) if event.data.get("attempt") == number]
+def _events_of(history: RunHistory, number: int) -> list[Event]:
+    return [event for event in history.events if event.data.get("attempt") == number]
 
 
 def _ending_data(

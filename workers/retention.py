@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -17,9 +17,9 @@ from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.contracts.history import (
     RunHistory,
     excluded_checkpoints,
-    load_history,
     pinned_checkpoints,
 )
+from holdfast.contracts.history_cache import load_tallied
 from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.keep_rules import kept_by_rules, why_not_kept
 from holdfast.contracts.leases import readers
@@ -168,9 +168,12 @@ def _mirrored(history: RunHistory, manifests: Sequence[Manifest]) -> frozenset[s
     return frozenset(m.name for m in manifests if read_record(paths.checkpoint(m.name)))
 
 
-def plan_run(paths: RunPaths) -> list[Verdict]:
-    """Return `plan_prune` of a run on disk by its keep rules, including unreadable manifests."""
-    history = load_history(paths)
+def plan_run(paths: RunPaths, history: RunHistory | None = None) -> list[Verdict]:
+    """Return `plan_prune` of a run on disk by its keep rules, including unreadable manifests.
+
+    `history` is what the caller has just read of the run. Raises like `load_history`.
+    """
+    history = replace(history, paths=paths) if history else load_tallied(paths)
     manifests, unreadable = _read_manifests(paths)
     verdicts = plan_prune(
         manifests,

@@ -12,7 +12,7 @@ from tests.runs import T0, RunFolder
 
 from holdfast.contracts import history_cache
 from holdfast.contracts.errors import NotFoundError
-from holdfast.contracts.history import load_history
+from holdfast.contracts.history import RunHistory, load_history
 from holdfast.contracts.history_cache import AGAIN_S, SETTLED_S, HistoryReader
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.paths import RunPaths
@@ -77,6 +77,10 @@ def cost_of_a_turn(folder: RunFolder, reader: HistoryReader) -> list[str]:
     return list(_done)
 
 
+def facts(history: RunHistory) -> tuple[object, ...]:
+    return history.attempts, history.state, history.tally.commits, history.tally.lines
+
+
 def test_the_cost_of_a_turn_does_not_grow_with_attempts_or_nodes(
     tmp_path: Path, clock: Clock
 ) -> None:
@@ -100,7 +104,7 @@ def test_kept_attempts_are_what_a_whole_reading_returns(tmp_path: Path, clock: C
         clock.now += SETTLED_S
         folder.tell("flow", EventKind.NOTE, attempt=4, text=f"turn {step}")
         folder.commit(10 * (step + 1), 4)
-        assert reader.load() == load_history(folder.paths)
+        assert facts(reader.load()) == facts(load_history(folder.paths))
 
 
 def test_a_line_that_comes_late_is_seen_later(tmp_path: Path, clock: Clock) -> None:
@@ -110,9 +114,9 @@ def test_a_line_that_comes_late_is_seen_later(tmp_path: Path, clock: Clock) -> N
         before = reader.load()
         clock.now += SETTLED_S
     note(folder.paths.attempt(1).mirror_journal(0), 1)
-    assert reader.load().events == before.events
+    assert reader.load().tally.lines == before.tally.lines
     clock.now += AGAIN_S
-    assert reader.load() == load_history(folder.paths)
+    assert facts(reader.load()) == facts(load_history(folder.paths))
 
 
 def test_a_run_that_was_deleted_is_not_found(tmp_path: Path, clock: Clock) -> None:

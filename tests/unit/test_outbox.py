@@ -74,7 +74,7 @@ class Delivery:
             folder.paths.deliveries / "played.json",
             UID,
             service,
-            look=lambda: load_events(folder.paths),
+            look=lambda take: [take(event) for event in load_events(folder.paths)],
             failed=lambda error: self.problems.append(f"failed: {error}"),
             refused=lambda error: self.problems.append(f"refused: {error}"),
         )
@@ -208,14 +208,14 @@ def test_end_of_the_run_waits_for_the_service(folder: RunFolder) -> None:
     service = Quick()
     box = Delivery(folder, service).box
     commit(folder, 1)
-    box.offer(load_events(folder.paths))
+    box.offer()
     assert box.close(30)
     commit(folder, 2)
-    box.offer(())
+    box.offer()
     assert box.close(30), "a run can go on after its end"
     service.is_down = True
     commit(folder, 3)
-    box.offer(())
+    box.offer()
     assert not box.close(0.5)
     assert service.steps == [1, 2]
 

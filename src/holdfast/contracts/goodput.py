@@ -286,6 +286,8 @@ def _walk_launch(
     trained_s = kept.go_to(worked_until, "training", limit)
     held = _overlaps(launch.held, began_at, kept.cursor)
     held_s = sum(end - begin for begin, end in held)
+    if launch.blocked is not None:
+        held_s = min(trained_s, held_s + launch.blocked.within(began_at, kept.cursor))
     pieces = kept.split(held, span, began_at)
     kept.add("training", -held_s)
     kept.add("blocked", held_s)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from holdfast.contracts.journal_cache import KEPT
 from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause, RunState
+from holdfast.contracts.tally import Tally, tally_of
 
 OPERATOR_HOLDS = frozenset({"pause", "stop", "cancel"})
 _CAUSES = frozenset(Cause)
@@ -92,13 +94,25 @@ class AttemptView:
 
 @dataclass(frozen=True, kw_only=True)
 class RunHistory:
-    """One run: its identity, its attempts in order, and all journal lines in order of time."""
+    """One run: its identity, its attempts in order, and its journal lines in order of time.
+
+    With `tallied`, `events` lacks the lines that are only counted, see `contracts.tally`. What
+    decides about a run must therefore use `tally` for these kinds.
+    """
 
     paths: RunPaths
     record: RunRecord
     spec: RunSpec
     attempts: tuple[AttemptView, ...]
     events: tuple[Event, ...]
+    tallied: Tally | None = None
+
+    @cached_property
+    def tally(self) -> Tally:
+        """The sums over all lines of the run."""
+        if self.tallied is not None:
+            return self.tallied
+        return tally_of(self.events, excluded_checkpoints(self.events))
 
     @property
     def last_attempt(self) -> AttemptView | None:
@@ -107,10 +121,9 @@ class RunHistory:
     @property
     def last_asked(self) -> AttemptView | None:
         """The newest attempt that a supervisor could submit, see `AttemptView.was_submitted`."""
-        asked = [attempt for attempt in self.attempts if attempt.was_submitted]
-        return asked[-1] if asked else None
+        return next((one for one in reversed(self.attempts) if one.was_submitted), None)
 
-    @property
+    @cached_property
     def pending_request(self) -> dict[str, Any] | None:
         """The operator request that counts now: of those that no later attempt has answered.
 
@@ -131,19 +144,19 @@ class RunHistory:
         is_answered = last and last.state.is_terminal and last.cause is not Cause.OPERATOR
         return None if is_answered else pending[-1]
 
-    @property
+    @cached_property
     def newest_order(self) -> int:
         """The number of the newest order; 0 if there is none. See `holdfast.contracts.orders`."""
         return max(map(order_number, self.events), default=0)
 
-    @property
+    @cached_property
     def last_decision(self) -> dict[str, Any] | None:
         """The decision after the last attempt, or None."""
         last = self.last_asked.number if self.last_asked else 0
         found = (event.data for event in reversed(self.events) if event.kind is EventKind.DECISION)
         return next((data for data in found if data.get("after_attempt") == last), None)
 
-    @property
+    @cached_property
     def state(self) -> RunState:
         if self.record.imported_from is not None:
             return RunState.COMPLETED
@@ -276,6 +289,17 @@ def load_history(paths: RunPaths, events: Sequence[Event] | None = None) -> RunH
     `load_events` as `events` to avoid reading the journals. Raises `NotFoundError` if there is no
     run, and `UnreadableRunError` if its files have invalid contents.
     """
+    record, spec = load_identity(paths)
+    with reading_run(paths.directory):
+        if events is None:
+            events = read_events(paths.list_journals())
+        events = tuple(events)
+        attempts = tuple(view_attempt(attempt, events) for attempt in paths.list_attempts())
+        return RunHistory(paths=paths, record=record, spec=spec, attempts=attempts, events=events)
+
+
+def load_identity(paths: RunPaths) -> tuple[RunRecord, RunSpec]:
+    """Return the record and the spec of a run, which never change. Raises like `load_history`."""
     record = read_document(RunRecord, paths.spec)
     if record is None:
         raise NotFoundError(
@@ -283,17 +307,7 @@ def load_history(paths: RunPaths, events: Sequence[Event] | None = None) -> RunH
         )
     check_identity(paths, record)
     with reading_run(paths.directory):
-        if events is None:
-            events = read_events(paths.list_journals())
-        events = tuple(events)
-        attempts = tuple(view_attempt(attempt, events) for attempt in paths.list_attempts())
-        return RunHistory(
-            paths=paths,
-            record=record,
-            spec=RunSpec.read(record.spec),
-            attempts=attempts,
-            events=events,
-        )
+        return record, RunSpec.read(record.spec)
 
 
 def check_identity(paths: RunPaths, record: RunRecord) -> None:

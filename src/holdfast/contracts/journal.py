@@ -247,8 +247,12 @@ def read_journal(path: Path, offset: int = 0) -> tuple[list[Event], int]:
     skipped, with a warning that gives its position. Raises `ForeignFileError` for a link, a pipe, a
     device or a file of more than `JOURNAL_BYTES_MAX`.
     """
+    events: list[Event] = []
     with open_journal(path) as stream:
-        return ([], offset) if stream is None else read_lines(stream, path, offset)
+        for found, end in each_line(stream, path, offset) if stream else ():
+            events += found
+            offset = end
+    return events, offset
 
 
 @contextlib.contextmanager
@@ -267,9 +271,11 @@ def open_journal(path: Path) -> Iterator[BinaryIO | None]:
         yield stream
 
 
-def read_lines(stream: BinaryIO, path: Path, offset: int) -> tuple[list[Event], int]:
-    """Return the same as `read_journal` for an open journal. `path` is its name."""
-    events: list[Event] = []
+def each_line(stream: BinaryIO, path: Path, offset: int) -> Iterator[tuple[tuple[Event, ...], int]]:
+    """Yield the event of each complete line from byte `offset`, and the offset after the line.
+
+    A damaged line has no event. Only one line at a time is in memory.
+    """
     stream.seek(offset)
     while line := stream.readline(LINE_BYTES_MAX + 1):
         length = len(line)
@@ -277,16 +283,16 @@ def read_lines(stream: BinaryIO, path: Path, offset: int) -> tuple[list[Event], 
             length += len(line)
         if not line:
             break
-        if length <= LINE_BYTES_MAX + 1:
-            events.extend(_parse(line))
-        else:
-            warnings.warn(
-                f"{path}: the line at byte {offset} has {length} bytes, expected at most "
-                f"{LINE_BYTES_MAX}; it is damaged and was skipped",
-                stacklevel=2,
-            )
         offset += length
-    return events, offset
+        if length <= LINE_BYTES_MAX + 1:
+            yield tuple(_parse(line)), offset
+            continue
+        warnings.warn(
+            f"{path}: the line at byte {offset - length} has {length} bytes, expected at most "
+            f"{LINE_BYTES_MAX}; it is damaged and was skipped",
+            stacklevel=3,
+        )
+        yield (), offset
 
 
 def _open_for_appending(path: Path) -> tuple[int, bool]:

@@ -238,9 +238,13 @@ class RunPaths:
     def tombstone(self, name: CheckpointName | str) -> Path:
         return self.tombstones / f"{name}.json"
 
+    def attempt_numbers(self) -> list[int]:
+        """Return the numbers of the reserved attempts, in order."""
+        return sorted(map(int, _names(self.attempts, _ATTEMPT)))
+
     def list_attempts(self) -> list[AttemptPaths]:
         """Return the reserved attempts, in order of number."""
-        return [self.attempt(n) for n in sorted(map(int, _names(self.attempts, _ATTEMPT)))]
+        return [self.attempt(number) for number in self.attempt_numbers()]
 
     def list_checkpoint_names(self) -> list[CheckpointName]:
         """Return the names of all checkpoint directories, committed or not, oldest step first."""

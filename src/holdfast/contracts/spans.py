@@ -5,12 +5,43 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """The saves of one launch that blocked training: `count` periods of `seconds` together."""
+
+    began_at: float
+    ended_at: float
+    seconds: float
+    count: int = 1
+
+    def plus(self, other: Blocked) -> Blocked:
+        """Return both together. Where they overlap, `other` counts only from the end of this."""
+        if other.began_at < self.began_at:
+            return other.plus(self)
+        length_s = other.ended_at - other.began_at
+        new_s = max(0.0, other.ended_at - max(other.began_at, self.ended_at))
+        share = new_s / length_s if length_s > 0 else 0.0
+        return Blocked(
+            self.began_at,
+            max(self.ended_at, other.ended_at),
+            self.seconds + share * other.seconds,
+            self.count + other.count,
+        )
+
+    def within(self, low: float, high: float) -> float:
+        """Return the seconds from `low` to `high`: all, or a share if not all periods are there."""
+        length_s = self.ended_at - self.began_at
+        inside_s = min(high, self.ended_at) - max(low, self.began_at)
+        return self.seconds * min(1.0, max(0.0, inside_s / length_s)) if length_s > 0 else 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Launch:
     """One launch of torchrun. Times are Unix seconds; None means unknown.
 
     Ranks restore their state from `loads_from` to `trained_from`. They train until `hangs_from` or
-    `trained_until`. `held` are the periods in which saves blocked training.
+    `trained_until`. `held` are the periods in which saves blocked training. `blocked` has the
+    sum of further ones.
     """
 
     started_at: float | None = None
@@ -22,6 +53,7 @@ class Launch:
     resumed_step: int | None = None
     last_step: int | None = None
     held: tuple[tuple[float, float], ...] = ()
+    blocked: Blocked | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

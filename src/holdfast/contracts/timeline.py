@@ -15,8 +15,9 @@ from holdfast.contracts.goodput import Goodput, account
 from holdfast.contracts.history import RunHistory
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.prices import prices_of
-from holdfast.contracts.spans import Launch, Span
+from holdfast.contracts.spans import Blocked, Launch, Span
 from holdfast.contracts.states import Cause
+from holdfast.contracts.tally import FINAL
 
 KINDS: Final = (
     EventKind.LAUNCH_STARTED.value,
@@ -27,7 +28,6 @@ KINDS: Final = (
     EventKind.HANG_CONFIRMED.value,
 )
 RECORDED: Final = ("started_at", "trained_from", "ended_at", "resumed_step", "last_step")
-FINAL: Final = "final"
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,17 @@ class Mark:
 
 
 def launches_of(
-    marks: Iterable[Mark], records: Iterable[tuple[int, int, Mapping[str, Any]]] = ()
+    marks: Iterable[Mark],
+    records: Iterable[tuple[int, int, Mapping[str, Any]]] = (),
+    blocked: Mapping[tuple[int, int], Blocked] | None = None,
 ) -> dict[int, tuple[Launch, ...]]:
     """Return the launches of each attempt, in order. Invalid marks are ignored.
 
     `marks` are in order of time. `records` are (attempt, launch, facts) of the launches in an
-    outcome or in the index. They supply facts that no line contains.
+    outcome or in the index. They supply facts that no line contains. `blocked` has the sums of the
+    saves that are not among the marks, by attempt and launch.
     """
+    blocked = blocked or {}
     found: defaultdict[int, dict[int, Launch]] = defaultdict(dict)
     held: defaultdict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
     for mark in marks:
@@ -66,11 +70,17 @@ def launches_of(
             own[number] = launch
         else:
             own[number] = _update(launch, mark)
+    for attempt, number in blocked:
+        found[attempt].setdefault(number, Launch())
     for attempt, number, facts in records:
         found[attempt][number] = _complete(found[attempt].get(number, Launch()), facts)
     return {
         attempt: tuple(
-            replace(launches[number], held=tuple(held.get((attempt, number), ())))
+            replace(
+                launches[number],
+                held=tuple(held.get((attempt, number), ())),
+                blocked=blocked.get((attempt, number)),
+            )
             for number in sorted(launches)
         )
         for attempt, launches in found.items()
@@ -97,7 +107,7 @@ def spans_of(history: RunHistory) -> list[Span]:
         for view in history.attempts
         for record in (view.outcome.launches if view.outcome else ())
     )
-    launches = launches_of(marks, records)
+    launches = launches_of(marks, records, history.tallied.blocked if history.tallied else None)
     return [
         Span(
             gpus=history.spec.gpus_held(
@@ -121,7 +131,7 @@ def safe_step_of(history: RunHistory) -> int:
     """Return the newest step that an attempt of the run committed, from disk; 0 for none."""
     steps = [view.facts.get("committed_step") for view in history.attempts]
     steps += [view.outcome.committed_step for view in history.attempts if view.outcome]
-    steps += [e.data.get("step") for e in history.events if e.kind is EventKind.COMMITTED]
+    steps.append(history.tally.newest_step)
     return max((step for value in steps if (step := _whole(value)) is not None), default=0)
 
 

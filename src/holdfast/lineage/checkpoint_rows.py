@@ -14,6 +14,7 @@ from holdfast.lineage.disk import FoundCheckpoint, Row, empty_facts
 from holdfast.lineage.origins import Origins, bare
 from holdfast.lineage.states import INTEGER_MAX, CheckpointState
 
+_DELETED: Final = ("deleted_reason", "deleted_by", "deleted_at")
 _NAME_INSIDE: Final = re.compile(r"step-\d{8,}\.a\d{4,}\.l\d{2,}")
 
 
@@ -22,7 +23,7 @@ class _Journaled:
     """What the journals record of checkpoints, by directory name."""
 
     pins: Mapping[str, Event]
-    deletions: Mapping[str, Event]
+    deletions: Mapping[str, Row]
     excluded: frozenset[str]
     damage: Mapping[str, str]
 
@@ -30,27 +31,49 @@ class _Journaled:
 def checkpoint_rows(
     history: RunHistory,
     found: Sequence[FoundCheckpoint],
-    events: Sequence[Event],
+    deleted: Mapping[str, Row],
     origins: Origins,
 ) -> list[Row]:
-    """Return a row for each checkpoint that was committed, by step; `events` are in order."""
-    journaled = _read_events(events)
+    """Return a row for each checkpoint that was committed, by step.
+
+    `deleted` has the deletions, by name, see `deletions`.
+    """
+    journaled = _read_events(history.events, deleted)
     every = [*found, *_only_journaled(found, journaled.deletions)]
     rows = [_row(history, one, journaled, origins) for one in every]
     return sorted(rows, key=lambda r: (r["step"], r["attempt"], r["launch"]))
 
 
-def _read_events(events: Sequence[Event]) -> _Journaled:
-    def newest(kind: EventKind) -> dict[str, Event]:
-        return {bare(one.data.get("checkpoint")): one for one in events if one.kind is kind}
-
+def _read_events(events: Sequence[Event], deleted: Mapping[str, Row]) -> _Journaled:
+    pins = {bare(e.data.get("checkpoint")): e for e in events if e.kind is EventKind.PINNED}
     pinned = {bare(name) for name in pinned_checkpoints(events)}
     return _Journaled(
-        pins={name: one for name, one in newest(EventKind.PINNED).items() if name in pinned},
-        deletions=newest(EventKind.CHECKPOINT_DELETED),
+        pins={name: one for name, one in pins.items() if name in pinned},
+        deletions=deleted,
         excluded=frozenset(bare(name) for name in excluded_checkpoints(events)),
         damage=_damage_at_resume(events),
     )
+
+
+def deletions_in(rows: Mapping[str, Row]) -> dict[str, Row]:
+    """Return who deleted which checkpoint, when and why, from rows of the index by name."""
+    return {
+        name: {column: row[column] for column in _DELETED}
+        for name, row in rows.items()
+        if row["deleted_at"] is not None
+    }
+
+
+def deletions(lines: Iterable[Event], before: Mapping[str, Row]) -> dict[str, Row]:
+    """Return the deletions in `before` and in journal lines. The newest of a checkpoint counts."""
+    found = dict(before)
+    for event in lines:
+        if event.kind is EventKind.CHECKPOINT_DELETED:
+            name, data = bare(event.data.get("checkpoint")), event.data
+            if name not in found or event.time >= found[name]["deleted_at"]:
+                facts = (data.get("reason"), data.get("by"), event.time)
+                found[name] = dict(zip(_DELETED, facts, strict=True))
+    return found
 
 
 def _row(history: RunHistory, one: FoundCheckpoint, journaled: _Journaled, origins: Origins) -> Row:
@@ -82,9 +105,7 @@ def _row(history: RunHistory, one: FoundCheckpoint, journaled: _Journaled, origi
         "pinned_at": pin.time if pin else None,
         "pin_note": str(pin.data.get("note") or "") or None if pin else None,
         "rolled_back": is_excluded,
-        "deleted_reason": deleted.data.get("reason") if deleted else None,
-        "deleted_by": deleted.data.get("by") if deleted else None,
-        "deleted_at": deleted.time if deleted else None,
+        **(deleted or dict.fromkeys(_DELETED)),
         "stamp": one.stamp,
     }
 

@@ -1,4 +1,4 @@
-"""Reads a run's folder for the index: its checkpoints, journal lines and fingerprint.
+"""Reads a run's folder for the index: its checkpoints and fingerprint.
 
 A folder may change while it is read. Therefore the survey, which computes the fingerprint, comes
 first: a change after it gives another fingerprint at the next ingest.
@@ -17,8 +17,6 @@ from typing import Any, Final
 
 from holdfast.contracts.digests import document_digest
 from holdfast.contracts.errors import DamagedCheckpointError
-from holdfast.contracts.journal import Event
-from holdfast.contracts.journal_cache import KEPT
 from holdfast.contracts.manifest import Manifest, read_manifest, read_tombstone
 from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths
 from holdfast.lineage.states import INTEGER_MAX
@@ -75,15 +73,6 @@ class FoundCheckpoint:
     stamp: str
     is_deleted: bool
     files: FileFacts | None = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class JournalLines:
-    """All complete lines of one journal; `attempt` is set for the journal of an attempt."""
-
-    journal: str
-    attempt: int | None
-    events: tuple[Event, ...]
 
 
 def survey(paths: RunPaths) -> Survey:
@@ -143,27 +132,6 @@ def read_checkpoints(
     """
     found = [_found(one, known) for one in records]
     return sorted(found, key=lambda one: (one.name.step, one.name.attempt, one.name.launch))
-
-
-def read_lines(paths: RunPaths, *, fresh: bool = False) -> list[JournalLines]:
-    """Return every journal of the run with all its complete lines, in file order.
-
-    If this process has read a journal before, only the added lines are read, unless `fresh`.
-    """
-    lines = []
-    for path in paths.list_journals():
-        if fresh:
-            KEPT.forget(path)
-        inside = path.relative_to(paths.directory)
-        is_attempts = inside.parts[0] == paths.attempts.name
-        lines.append(
-            JournalLines(
-                journal=inside.as_posix(),
-                attempt=int(inside.parts[1]) if is_attempts else None,
-                events=KEPT.read(path),
-            )
-        )
-    return lines
 
 
 def list_metrics(paths: RunPaths) -> dict[tuple[int, int], Path]:

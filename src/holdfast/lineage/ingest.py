@@ -7,8 +7,8 @@ folder, so the rows always come from the newest read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Final
 
@@ -22,27 +22,28 @@ from holdfast.contracts.errors import (
     UnreadableRunError,
     reading_run,
 )
-from holdfast.contracts.history import check_identity, load_history
+from holdfast.contracts.history import check_identity
+from holdfast.contracts.history_cache import HistoryReader, load_tallied
 from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.redaction import redact
 from holdfast.contracts.secrets import known_secrets
+from holdfast.lineage.checkpoint_rows import deletions, deletions_in
 from holdfast.lineage.claims import check_uid
 from holdfast.lineage.clean import clean, redacted
 from holdfast.lineage.database import Database
 from holdfast.lineage.disk import (
     INGEST_VERSION,
     FoundCheckpoint,
-    JournalLines,
     Row,
     is_same_state,
     read_checkpoints,
-    read_lines,
     survey,
     version_of,
 )
+from holdfast.lineage.journal_lines import NewLines, read_new_lines
 from holdfast.lineage.metric_ingest import follow_metrics, write_metrics
-from holdfast.lineage.rows import RunRows, attempt_of, build_rows, in_order
+from holdfast.lineage.rows import RunRows, attempt_of, build_rows
 from holdfast.lineage.tables import (
     ATTEMPTS,
     CHECKPOINTS,
@@ -92,50 +93,112 @@ def _ingest(database: Database, paths: RunPaths, record: RunRecord, *, fresh: bo
     if not fresh and _is_current(database, paths, record.uid):
         follow_metrics(database, paths, record.uid)
         return
-    for _ in range(READS_MAX):
+    conflicts, deleted = 0, dict[str, Row]()
+    while conflicts < READS_MAX:
         with database.reading() as connection:
-            stored = _before(connection, record.uid, fresh=fresh)
-        content = _read_folder(paths, *stored, fresh=fresh)
+            before = _before(connection, record.uid, fresh=fresh)
+        content = _read_folder(paths, before, deleted)
         with database.writing() as connection:
             lock_run(connection, record.uid)
-            if _fingerprint(connection, record.uid) == content.fingerprint_before:
-                _write_state(connection, paths, record.uid, content, fresh=fresh)
-                return
+            if _fingerprint(connection, record.uid) != before.fingerprint:
+                conflicts += 1
+                continue
+            _write_state(connection, paths, record.uid, content, fresh=fresh)
+        if content.is_whole:
+            return
+        fresh = False
+        deleted |= _write_more_lines(database, paths, record.uid, content)
     with database.writing() as connection:
         # Other processes keep writing this run, so read the folder while holding the lock.
         lock_run(connection, record.uid)
-        stored = _before(connection, record.uid, fresh=fresh)
-        content = _read_folder(paths, *stored, fresh=fresh)
+        content = _read_folder(paths, _before(connection, record.uid, fresh=fresh), deleted)
         _write_state(connection, paths, record.uid, content, fresh=fresh)
 
 
 @dataclass(frozen=True)
-class _Content:
-    """The content of a run's folder, and the fingerprint that the index had before the read."""
+class _Before:
+    """What the index had of a run before its folder was read. All else `is_ignored` if fresh."""
 
-    fingerprint_before: str | None
+    fingerprint: str | None
+    is_ignored: bool = False
+    unknown_kinds: list[str] | None = None
+    checkpoints: dict[str, Row] = field(default_factory=dict)
+    lines: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Content:
+    """The content of a run's folder. Unless it `is_whole`, more journal lines follow."""
+
     found: list[FoundCheckpoint]
-    lines: list[JournalLines]
+    lines: list[NewLines]
     rows: RunRows
     secrets: tuple[str, ...]
 
+    @property
+    def is_whole(self) -> bool:
+        return all(one.is_whole for one in self.lines)
 
-def _before(connection: Connection, uid: str, *, fresh: bool) -> tuple[str | None, list[Row]]:
-    """Return the run's fingerprint and its checkpoint rows (none if `fresh`) in the index."""
-    return _fingerprint(connection, uid), [] if fresh else _stored(connection, CHECKPOINTS, uid)
+
+def _before(connection: Connection, uid: str, *, fresh: bool) -> _Before:
+    query = select(RUNS.c.fingerprint, RUNS.c.unknown_kinds).where(RUNS.c.uid == uid)
+    row = connection.execute(query).first()
+    if row is None or fresh:
+        return _Before(row.fingerprint if row else None, is_ignored=fresh)
+    checkpoints, lines = _stored(connection, CHECKPOINTS, uid), _stored(connection, JOURNALS, uid)
+    return _Before(
+        row.fingerprint,
+        unknown_kinds=row.unknown_kinds,
+        checkpoints={one["name"]: one for one in checkpoints},
+        lines={one["journal"]: one["lines"] for one in lines},
+    )
 
 
-def _read_folder(
-    paths: RunPaths, before: str | None, checkpoints: Sequence[Row], *, fresh: bool
-) -> _Content:
+def _read_folder(paths: RunPaths, before: _Before, deleted: Mapping[str, Row]) -> _Content:
+    """Read the folder. `deleted` are the deletions in lines that were just written."""
     seen = survey(paths)
-    found = read_checkpoints(seen.records, {row["name"]: row for row in checkpoints})
-    lines = read_lines(paths, fresh=fresh)
-    events = in_order(lines)
-    history = load_history(paths, [one.event for one in events])
+    history = HistoryReader(paths).load() if before.is_ignored else load_tallied(paths)
+    # Another version, which knows other event kinds, may have counted the lines differently.
+    is_other = version_of(before.fingerprint or "") != INGEST_VERSION or (
+        before.unknown_kinds != sorted(history.tally.unknown_kinds)
+    )
+    lines = list(read_new_lines(paths, {} if is_other else before.lines))
+    found = read_checkpoints(seen.records, before.checkpoints)
+    is_whole = all(one.is_whole for one in lines)
+    known = before.checkpoints if not any(one.is_replaced for one in lines) else {}
+    new = [event for one in lines for event in one.events]
+    rows = build_rows(
+        history,
+        found,
+        deletions([*history.events, *new], {**deletions_in(known), **deleted}),
+        # Without a digest, the next ingest continues.
+        seen.fingerprint if is_whole else f"{INGEST_VERSION}:",
+    )
     secrets = known_secrets(history.record.spec, paths)
-    rows = redacted(build_rows(history, found, events, seen.fingerprint), secrets)
-    return _Content(before, found, lines, rows, secrets)
+    return _Content(found, lines, redacted(rows, secrets), secrets)
+
+
+def _write_more_lines(
+    database: Database, paths: RunPaths, uid: str, content: _Content
+) -> dict[str, Row]:
+    """Write the lines that follow, except the last ones; return the deletions that they record.
+
+    Ends early if another process ingests the run.
+    """
+    found: dict[str, Row] = {}
+    fingerprint = content.rows.run["fingerprint"]
+    while True:
+        with database.reading() as connection:
+            stored = _stored(connection, JOURNALS, uid)
+        lines = list(read_new_lines(paths, {one["journal"]: one["lines"] for one in stored}))
+        if all(one.is_whole for one in lines):
+            return found
+        with database.writing() as connection:
+            lock_run(connection, uid)
+            if _fingerprint(connection, uid) != fingerprint:
+                return found
+            _write_lines(connection, uid, lines, content.secrets, stored)
+        found = deletions((event for one in lines for event in one.events), found)
 
 
 def _fingerprint(connection: Connection, uid: str) -> str | None:
@@ -186,14 +249,7 @@ def _is_current(database: Database, paths: RunPaths, uid: str) -> bool:
 
 def _write_run(connection: Connection, uid: str, content: _Content) -> None:
     # A run without a row in `runs` has no other rows, so they need no query.
-    query = select(RUNS.c.uid, RUNS.c.fingerprint, RUNS.c.unknown_kinds).where(RUNS.c.uid == uid)
-    row = connection.execute(query).first()
-    known = row.uid if row else None
-    # Another version, which knows other event kinds, may have counted the lines differently.
-    is_other = row is not None and (
-        version_of(row.fingerprint) != INGEST_VERSION
-        or row.unknown_kinds != content.rows.run["unknown_kinds"]
-    )
+    known = connection.scalar(select(RUNS.c.uid).where(RUNS.c.uid == uid))
     checkpoints = _stored(connection, CHECKPOINTS, known)
     rows = content.rows
     upsert(connection, RUNS, [clean(rows.run)])
@@ -203,7 +259,8 @@ def _write_run(connection: Connection, uid: str, content: _Content) -> None:
     _sync(connection, CHECKPOINTS, rows.checkpoints, checkpoints)
     _write_files(connection, uid, content.found, bool(checkpoints))
     _sync(connection, EDGES, rows.edges, _stored(connection, EDGES, known))
-    _write_lines(connection, uid, content, _stored(connection, JOURNALS, known), is_other=is_other)
+    stored = _stored(connection, JOURNALS, known)
+    _write_lines(connection, uid, content.lines, content.secrets, stored)
 
 
 def _write_files(
@@ -233,32 +290,26 @@ def _file_rows(uid: str, found: FoundCheckpoint) -> Iterator[Row]:
 
 
 def _write_lines(
-    connection: Connection, uid: str, content: _Content, stored: Sequence[Row], *, is_other: bool
+    connection: Connection,
+    uid: str,
+    lines: Sequence[NewLines],
+    secrets: Sequence[str],
+    stored: Sequence[Row],
 ) -> None:
-    """Add the new lines of the journals, which are append-only.
-
-    With `is_other`, all lines are written, because another version read the journals before.
-    """
-    lines = content.lines
-    counts = {row["journal"]: 0 if is_other else row["lines"] for row in stored}
-    wanted = [{"run_uid": uid, "journal": j.journal, "lines": len(j.events)} for j in lines]
-    shrunk = [j.journal for j in lines if len(j.events) < counts.get(j.journal, 0)]
-    if shrunk:
+    """Add the new lines of the journals, which are append-only."""
+    replaced = [one.journal for one in lines if one.is_replaced]
+    if replaced:
         # A journal with fewer lines was replaced, so write all its lines again.
         connection.execute(
-            delete(EVENTS).where(EVENTS.c.run_uid == uid, EVENTS.c.journal.in_(shrunk))
+            delete(EVENTS).where(EVENTS.c.run_uid == uid, EVENTS.c.journal.in_(replaced))
         )
+    wanted = [{"run_uid": uid, "journal": one.journal, "lines": one.lines} for one in lines]
     _sync(connection, JOURNALS, wanted, stored)
-    begins = {j.journal: 0 if j.journal in shrunk else counts.get(j.journal, 0) for j in lines}
-    rows = (
-        _event_row(uid, part, event, content.secrets)
-        for part in lines
-        for event in part.events[begins[part.journal] :]
-    )
+    rows = (_event_row(uid, one, event, secrets) for one in lines for event in one.events)
     upsert(connection, EVENTS, rows, is_new=not stored)
 
 
-def _event_row(uid: str, part: JournalLines, event: Event, secrets: Sequence[str]) -> Row:
+def _event_row(uid: str, part: NewLines, event: Event, secrets: Sequence[str]) -> Row:
     row: Row = clean(
         {
             "run_uid": uid,

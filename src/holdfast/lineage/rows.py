@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Final
 
@@ -15,7 +16,7 @@ from holdfast.contracts.roots import ensure_root_id
 from holdfast.contracts.states import RunState
 from holdfast.contracts.timeline import goodput_of
 from holdfast.lineage.checkpoint_rows import checkpoint_rows
-from holdfast.lineage.disk import FoundCheckpoint, JournalLines, Row
+from holdfast.lineage.disk import FoundCheckpoint, Row
 from holdfast.lineage.node_rows import node_rows
 from holdfast.lineage.origins import Origins, bare
 from holdfast.lineage.states import INTEGER_MAX, CheckpointState, EdgeKind
@@ -44,26 +45,29 @@ class RunRows:
     edges: list[Row]
 
 
-@dataclass(frozen=True)
-class AttemptEvent:
-    """A journal line and the attempt that it belongs to, if any."""
-
-    attempt: int | None
-    event: Event
-
-
 def build_rows(
     history: RunHistory,
     found: Sequence[FoundCheckpoint],
-    events: Sequence[AttemptEvent],
+    deleted: Mapping[str, Row],
     fingerprint: str,
 ) -> RunRows:
-    """Return all rows of the run except its journal lines; `events` are from `in_order`."""
+    """Return all rows of the run except its journal lines.
+
+    `deleted` has the deletions of checkpoints, by name.
+    """
     origins = Origins(history.record, {str(one.name): one.name for one in found})
-    checkpoints = checkpoint_rows(history, found, [one.event for one in events], origins)
-    launches = _launch_rows(history, events, origins)
+    checkpoints = checkpoint_rows(history, found, deleted, origins)
+    launches = _launch_rows(history, origins)
+    launches_of, checkpoints_of = _by_attempt(launches), _by_attempt(checkpoints)
     attempts = [
-        _attempt_row(history, view, checkpoints, launches, origins) for view in history.attempts
+        _attempt_row(
+            history,
+            view,
+            checkpoints_of.get(view.number, []),
+            launches_of.get(view.number, []),
+            origins,
+        )
+        for view in history.attempts
     ]
     return RunRows(
         run=_run_row(history, attempts, checkpoints, fingerprint),
@@ -75,22 +79,11 @@ def build_rows(
     )
 
 
-def in_order(lines: Sequence[JournalLines]) -> list[AttemptEvent]:
-    """Return the lines of all journals by time, writer and number, as in `contracts.history`."""
-    events = [
-        AttemptEvent(attempt_of(event, part.attempt), event)
-        for part in lines
-        for event in part.events
-    ]
-    events.sort(
-        key=lambda one: (
-            one.event.time,
-            one.event.writer,
-            one.event.opening,
-            one.event.sequence,
-        )
-    )
-    return events
+def _by_attempt(rows: Iterable[Row]) -> dict[int, list[Row]]:
+    found: defaultdict[int, list[Row]] = defaultdict(list)
+    for row in rows:
+        found[row["attempt"]].append(row)
+    return found
 
 
 def attempt_of(event: Event, own: int | None) -> int | None:
@@ -144,9 +137,7 @@ def _run_row(
         "goodput": asdict(goodput),
         "fingerprint": fingerprint,
         "root_id": ensure_root_id(history.paths.directory.parent),
-        "unknown_kinds": sorted(
-            {str(event.kind) for event in history.events} - {str(kind) for kind in EventKind}
-        ),
+        "unknown_kinds": sorted(history.tally.unknown_kinds),
         "attempts": len(attempts),
         "world_size": attempts[-1]["world_size"] if attempts else None,
         **_storage(checkpoints),
@@ -194,7 +185,7 @@ def on_branch(checkpoints: Iterable[Row]) -> list[Row]:
 
 def newest_time(history: RunHistory, attempts: Iterable[Row], checkpoints: Iterable[Row]) -> float:
     """Return the newest time in the folder, in Unix seconds. Implausible times are ignored."""
-    times = [event.time for event in history.events]
+    times = [history.tally.newest_at or None]
     times += [row[key] for row in attempts for key in ("submitted_at", "started_at", "ended_at")]
     times += [row[key] for row in checkpoints for key in ("committed_at", "deleted_at")]
     plausible = (time for time in times if time is not None and 0 <= time <= TIME_MAX)
@@ -208,10 +199,10 @@ def _attempt_row(
     launches: Sequence[Row],
     origins: Origins,
 ) -> Row:
+    """Return the row of an attempt. `checkpoints` and `launches` are its own."""
     request, outcome = view.request, view.outcome
-    launches = [i for i in launches if i["attempt"] == view.number]
     resumed = next((i for i in launches if i["resumed_step"] is not None), None)
-    committed = [c["step"] for c in checkpoints if c["attempt"] == view.number and c["checksum"]]
+    committed = [c["step"] for c in checkpoints if c["checksum"]]
     recorded_step = outcome.committed_step if outcome else None
     digest = view.command_digest or (outcome.command_digest if outcome else None)
     return {
@@ -246,9 +237,7 @@ def _attempt_row(
     }
 
 
-def _launch_rows(
-    history: RunHistory, events: Iterable[AttemptEvent], origins: Origins
-) -> list[Row]:
+def _launch_rows(history: RunHistory, origins: Origins) -> list[Row]:
     rows: dict[tuple[int, int], Row] = {}
 
     def row(attempt: int, number: int) -> Row:
@@ -261,11 +250,11 @@ def _launch_rows(
         return rows.setdefault((attempt, number), {**key, **blank})
 
     known = {view.number for view in history.attempts}
-    for one in events:
-        number = whole(one.event.data.get("launch"))
-        facts = _launch_facts(one.event, origins)
-        if one.attempt in known and number is not None and facts:
-            target = row(one.attempt or 0, number)
+    for event in history.events:
+        attempt, number = whole(event.data.get("attempt")), whole(event.data.get("launch"))
+        facts = _launch_facts(event, origins)
+        if attempt in known and number is not None and facts:
+            target = row(attempt or 0, number)
             target.update({key: fact for key, fact in facts.items() if target[key] is None})
     for view in history.attempts:
         for record in view.outcome.launches if view.outcome else ():
