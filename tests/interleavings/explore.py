@@ -1,0 +1,296 @@
+"""Plays two actors against each other, the first one held before each call that matters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from tests.interleavings import checks
+from tests.interleavings.situations import Situations
+from tests.interleavings.stage import CALLS_MAX, Actor, Call
+from tests.interleavings.world import HORIZON_S, POLL_S, Situation, World, world_at
+
+# A supervisor does everything that a situation calls for within this many turns.
+TURNS: Final = 2
+OTHERS_LEAVE_S: Final = 220.0
+QUEUED_HOLD_S: Final = 150.0
+HOUR_S: Final = 3600.0
+SILENT_S: Final = 60.0
+
+
+@dataclass(frozen=True)
+class Item:
+    """One of the actors that are played against each other.
+
+    `start` adds its process, or does at once what is not a process and returns None. `prepare`
+    comes before anything runs.
+    """
+
+    name: str
+    start: Callable[[World], Actor | None]
+    situations: tuple[str, ...]
+    flavours: tuple[str, ...] = ("plain",)
+    # False if a supervisor must not have looked at the run before.
+    follows_supervisor: bool = True
+    is_supervisor: bool = False
+
+
+def _supervisor(world: World) -> Actor:
+    return world.start_supervisor()
+
+
+def _agent_ends(how: str) -> Callable[[World], Actor | None]:
+    def start(world: World) -> Actor | None:
+        for agent, actor in world.agents.values():
+            if agent.trains:
+                agent.ends = how
+                # It looks when it wakes up.
+                actor.wake_at = world.stage.now
+                return actor
+        return None
+
+    return start
+
+
+def _lose_node(world: World) -> None:
+    for job in world.live_jobs:
+        if job.state == "RUNNING":
+            world.cluster.lose_node(job)
+
+
+def _silence(world: World) -> None:
+    world.cluster.silent_until = world.stage.now + SILENT_S
+
+
+LIVE: Final = ("queued", "running", "crashed", "pausing", "paused", "unanswered")
+ALL: Final = (*LIVE, "failing", "failed")
+
+ITEMS: Final = {
+    item.name: item
+    for item in (
+        Item("supervisor", _supervisor, ("fresh", *ALL), ("plain",), is_supervisor=True),
+        Item("second", _supervisor, ("fresh", *ALL), ("plain",), is_supervisor=True),
+        Item("cancel", lambda w: w.order("cancel"), ("fresh", *LIVE, "failing")),
+        Item("pause", lambda w: w.order("pause"), ("fresh", *LIVE, "failing")),
+        Item("resume", lambda w: w.order("resume"), ("pausing", "paused")),
+        Item("relaunch", lambda w: w.order("relaunch", 4), ALL),
+        Item("pin", lambda w: w.pin(), ("running", "crashed"), follows_supervisor=False),
+        Item("unpin", lambda w: w.unpin(), ("running",), follows_supervisor=False),
+        Item("prune", lambda w: w.prune(), ("running", "crashed"), follows_supervisor=False),
+        Item("grow", _supervisor, ("running",), ("grow",), False, True),
+        Item("fallback", _supervisor, ("queued",), ("fallback",), False, True),
+        Item("crash", _agent_ends("crash"), ("running", "pausing")),
+        Item("complete", _agent_ends("complete"), ("running", "pausing")),
+        Item("user error", _agent_ends("user_error"), ("running", "pausing")),
+        Item("node lost", _lose_node, ("running", "pausing")),  # type: ignore[arg-type]
+        Item("silent", _silence, ALL),  # type: ignore[arg-type]
+        Item("empty", lambda w: w.cluster.restart_empty(), ALL),  # type: ignore[arg-type, func-returns-value]
+    )
+}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One way to play two actors: `first` is held before its call number `held_at` + 1."""
+
+    situation: str
+    flavour: str
+    first: str
+    second: str
+    held_at: int | None
+    # Whose clock is wrong, and by how many seconds it is ahead.
+    clock: tuple[str, float] | None = None
+
+    def __str__(self) -> str:
+        held = "not held" if self.held_at is None else f"held after {self.held_at} calls"
+        text = f"{self.situation}/{self.flavour}: {self.first} ({held}), then {self.second}"
+        return text if self.clock is None else f"{text}; {self.clock[0]} {self.clock[1]:+.0f} s"
+
+
+@dataclass
+class Played:
+    """What came of a schedule."""
+
+    schedule: Schedule
+    problems: list[str]
+    first_calls: list[Call] = field(default_factory=list)
+    second_calls: list[Call] = field(default_factory=list)
+    trace: list[str] = field(default_factory=list)
+
+
+def play(situations: Situations, schedule: Schedule) -> Played:
+    """Play one schedule to its end, and check the run."""
+    situation = situations.get(schedule.situation, schedule.flavour)
+    with world_at(situations.base, 0.0, situation) as world:
+        world.started_as = situation.name
+        first, second = ITEMS[schedule.first], ITEMS[schedule.second]
+        _before(world, situation, first, second)
+        one = _begin(world, first, schedule.held_at)
+        two = second.start(world)
+        if two is not None:
+            world.stage.run(two)
+        if one is not None:
+            world.stage.run(one)
+        _after(world, situation)
+        _settle(world)
+        found = checks.problems(world) + checks.late_attempts(world)
+        assert not world.cluster.strange, world.cluster.strange
+        return Played(
+            schedule,
+            found,
+            one.calls if one else [],
+            two.calls if two else [],
+            list(world.stage.trace) if found else [],
+        )
+
+
+# What somebody with a right clock orders once all is settled.
+FOLLOWS: Final = {
+    "pause": ("resume",),
+    "cancel": ("relaunch",),
+    "relaunch": ("pause", "resume"),
+    "resume": ("pause",),
+    "unpin": ("pin", "prune"),
+}
+
+
+def play_clock(situations: Situations, schedule: Schedule) -> Played:
+    """Play one actor while a clock is wrong, and then what follows by a right clock."""
+    situation = situations.get(schedule.situation, schedule.flavour)
+    assert schedule.clock is not None
+    with world_at(situations.base, 0.0, situation) as world:
+        world.started_as = situation.name
+        world.ahead_s = dict([schedule.clock])
+        for _, actor in world.agents.values():
+            actor.ahead_s = world.ahead_s.get("nodes", 0.0)
+        first = ITEMS[schedule.first]
+        world.leave_at(OTHERS_LEAVE_S)
+        if first.name == "unpin":
+            world.stage.run(world.pin())
+            world.pins.clear()
+        actor = first.start(world)
+        if actor is not None:
+            world.stage.run(actor)
+        if not first.is_supervisor:
+            _after(world, situation)
+        found = []
+        if first.follows_supervisor:
+            _settle(world)
+            found = checks.problems(world)
+        world.ahead_s.pop("orders", None)
+        for name in FOLLOWS.get(first.name, ()):
+            follower = ITEMS[name].start(world)
+            assert follower is not None
+            world.stage.run(follower)
+            if ITEMS[name].follows_supervisor:
+                _settle(world)
+                found += [f"then {name}: {one}" for one in checks.problems(world)]
+        _settle(world)
+        found += checks.problems(world)
+        return Played(schedule, found, trace=list(world.stage.trace) if found else [])
+
+
+def clock_schedules() -> Iterator[Schedule]:
+    """Yield every schedule with a clock that is off by an hour."""
+    for item in ITEMS.values():
+        for situation in item.situations:
+            for flavour in item.flavours:
+                for whose in ("orders", "supervisors", "nodes"):
+                    for ahead_s in (HOUR_S, -HOUR_S):
+                        yield Schedule(
+                            situation, flavour, item.name, "clock", None, (whose, ahead_s)
+                        )
+
+
+def _before(world: World, situation: Situation, first: Item, second: Item) -> None:
+    """Let a supervisor look at the run first, if it has one that is not played itself."""
+    world.leave_at(OTHERS_LEAVE_S)
+    items = (first, second)
+    if any(item.is_supervisor or not item.follows_supervisor for item in items):
+        return
+    if situation.name in {"running", "queued", "pausing", "paused"}:
+        world.stage.run(world.start_supervisor())
+
+
+def _begin(world: World, item: Item, held_at: int | None) -> Actor | None:
+    actor = item.start(world)
+    if actor is None:
+        return None
+    if held_at is None:
+        world.stage.run(actor)
+    else:
+        world.stage.run_to(actor, held_at, TURNS * POLL_S)
+    return actor
+
+
+def _after(world: World, situation: Situation) -> None:
+    """If the run was promised a supervisor that is gone, one is started, as after a crash."""
+    if situation.is_supervised and not any(not one.has_ended for one in world.supervisors):
+        if not world.supervisors:
+            world.start_supervisor()
+
+
+def _settle(world: World) -> None:
+    """Let time pass until nothing is wrong, for as long as that may take."""
+    orders = checks.accepted_orders(world)
+    is_held = bool(orders) and orders[-1].action in checks.HOLDS
+    # A job in the queue is cancelled long before it would start.
+    horizon_s = QUEUED_HOLD_S if is_held and world.started_as == "queued" else HORIZON_S
+    world.settle(lambda: not checks.problems(world), horizon_s)
+
+
+def calls_alone(
+    situations: Situations, situation: str, flavour: str, first: Item, second: Item
+) -> list[Call]:
+    """Return the calls that `first` makes by itself, in the turns in which it may be held."""
+    recorded = situations.get(situation, flavour)
+    with world_at(situations.base, 0.0, recorded) as world:
+        world.started_as = recorded.name
+        _before(world, recorded, first, second)
+        actor = _begin(world, first, CALLS_MAX)
+        return actor.calls if actor is not None else []
+
+
+def holds(
+    situations: Situations, situation: str, flavour: str, first: str, second: str
+) -> list[int]:
+    """Return the numbers of calls after which it matters to hold `first` while `second` runs."""
+    one, two = ITEMS[first], ITEMS[second]
+    mine = calls_alone(situations, situation, flavour, one, two)
+    after = play(situations, Schedule(situation, flavour, first, second, None))
+    theirs = {*after.second_calls, *calls_alone(situations, situation, flavour, two, one)}
+    by_what: dict[str, list[Call]] = {}
+    for call in theirs:
+        by_what.setdefault(call.what, []).append(call)
+        if call.kind == "name":
+            by_what.setdefault(call.what.rpartition("/")[0], []).append(call)
+    found = []
+    for number, call in enumerate(mine):
+        near = list(by_what.get(call.what, ()))
+        if call.kind == "name":
+            near += by_what.get(call.what.rpartition("/")[0], ())
+        # What is no process, such as a lost node, may matter to any change and any question.
+        is_near = any(call.conflicts(other) for other in near)
+        if is_near or (not theirs and call.kind in {"ask", "order", "name", "write"}):
+            found.append(number)
+    # After the last of them, everything of the second comes too late for the first.
+    if found and found[-1] + 1 < len(mine):
+        found.append(found[-1] + 1)
+    return found
+
+
+def schedules(
+    situations: Situations, first: str, second: str, most: int | None = None
+) -> Iterator[Schedule]:
+    """Yield every schedule of a pair in which `first` is held; at most `most` per situation."""
+    a, b = ITEMS[first], ITEMS[second]
+    for name in (one for one in a.situations if one in b.situations):
+        for flavour in {*a.flavours, *b.flavours} - ({"plain"} if len({*a.flavours, *b.flavours}) > 1 else set()):
+            yield Schedule(name, flavour, first, second, None)
+            if a.start in (_lose_node, _silence):
+                continue
+            numbers = holds(situations, name, flavour, first, second)
+            step = max(1, len(numbers) // most) if most else 1
+            for number in numbers[::step]:
+                yield Schedule(name, flavour, first, second, number)
