@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from tests.interleavings import checks
 from tests.interleavings.situations import Situations
@@ -23,17 +24,18 @@ SILENT_S: Final = 60.0
 class Item:
     """One of the actors that are played against each other.
 
-    `start` adds its process, or does at once what is not a process and returns None. `prepare`
-    comes before anything runs.
+    `start` adds its process and returns it, or does at once what is not a process.
     """
 
     name: str
-    start: Callable[[World], Actor | None]
+    start: Callable[[World], Any]
     situations: tuple[str, ...]
-    flavours: tuple[str, ...] = ("plain",)
+    flavour: str = "plain"
     # False if a supervisor must not have looked at the run before.
     follows_supervisor: bool = True
     is_supervisor: bool = False
+    # False for what happens at once, such as a lost node.
+    is_process: bool = True
 
 
 def _supervisor(world: World) -> Actor:
@@ -63,29 +65,50 @@ def _silence(world: World) -> None:
     world.cluster.silent_until = world.stage.now + SILENT_S
 
 
+def _preempt(world: World) -> Actor | None:
+    """Slurm takes the job back by a signal."""
+    for agent, actor in world.agents.values():
+        if agent.trains:
+            agent.signals.append("SIGTERM")
+            actor.wake_at = world.stage.now
+            return actor
+    return None
+
+
+def _lose_idle(world: World) -> None:
+    """The leading node of the running job is lost, or one that is idle."""
+    if not any(job.state == "RUNNING" for job in world.live_jobs):
+        world.cluster.nodes["n1"].is_up = False
+    _lose_node(world)
+
+
 LIVE: Final = ("queued", "running", "crashed", "pausing", "paused", "unanswered")
 ALL: Final = (*LIVE, "failing", "failed")
+HAS_AGENT: Final = ("running", "pausing")
+SAVED: Final = ("running", "crashed", "paused")
+MAY_MOVE: Final = ("queued", "running", "pausing", "paused")
 
 ITEMS: Final = {
     item.name: item
     for item in (
-        Item("supervisor", _supervisor, ("fresh", *ALL), ("plain",), is_supervisor=True),
-        Item("second", _supervisor, ("fresh", *ALL), ("plain",), is_supervisor=True),
+        Item("supervisor", _supervisor, ("fresh", *ALL), is_supervisor=True),
+        Item("second", _supervisor, ("fresh", *ALL), is_supervisor=True),
+        Item("stay", lambda w: w.stay(), ("fresh", *ALL), is_supervisor=True),
         Item("cancel", lambda w: w.order("cancel"), ("fresh", *LIVE, "failing")),
         Item("pause", lambda w: w.order("pause"), ("fresh", *LIVE, "failing")),
         Item("resume", lambda w: w.order("resume"), ("pausing", "paused")),
         Item("relaunch", lambda w: w.order("relaunch", 4), ALL),
-        Item("pin", lambda w: w.pin(), ("running", "crashed"), follows_supervisor=False),
-        Item("unpin", lambda w: w.unpin(), ("running",), follows_supervisor=False),
-        Item("prune", lambda w: w.prune(), ("running", "crashed"), follows_supervisor=False),
-        Item("grow", _supervisor, ("running",), ("grow",), False, True),
-        Item("fallback", _supervisor, ("queued",), ("fallback",), False, True),
-        Item("crash", _agent_ends("crash"), ("running", "pausing")),
-        Item("complete", _agent_ends("complete"), ("running", "pausing")),
-        Item("user error", _agent_ends("user_error"), ("running", "pausing")),
-        Item("node lost", _lose_node, ("running", "pausing")),  # type: ignore[arg-type]
-        Item("silent", _silence, ALL),  # type: ignore[arg-type]
-        Item("empty", lambda w: w.cluster.restart_empty(), ALL),  # type: ignore[arg-type, func-returns-value]
+        Item("pin", lambda w: w.pin(), SAVED, follows_supervisor=False),
+        Item("prune", lambda w: w.prune(), SAVED, follows_supervisor=False),
+        Item("grow", _supervisor, MAY_MOVE, "grow", False, True),
+        Item("fallback", _supervisor, MAY_MOVE, "fallback", False, True),
+        Item("crash", _agent_ends("crash"), HAS_AGENT),
+        Item("complete", _agent_ends("complete"), HAS_AGENT),
+        Item("user error", _agent_ends("user_error"), HAS_AGENT),
+        Item("preempt", _preempt, HAS_AGENT),
+        Item("node lost", _lose_idle, ALL, is_process=False),
+        Item("silent", _silence, ALL, is_process=False),
+        Item("empty", lambda w: w.cluster.restart_empty(), ALL, is_process=False),
     )
 }
 
@@ -125,15 +148,17 @@ def play(situations: Situations, schedule: Schedule) -> Played:
     with world_at(situations.base, 0.0, situation) as world:
         world.started_as = situation.name
         first, second = ITEMS[schedule.first], ITEMS[schedule.second]
-        _before(world, situation, first, second)
+        before(world, situation, first, second)
         one = _begin(world, first, schedule.held_at)
         two = second.start(world)
-        if two is not None:
+        if isinstance(two, Actor):
             world.stage.run(two)
+        else:
+            two = None
         if one is not None:
             world.stage.run(one)
-        _after(world, situation)
-        _settle(world)
+        after(world)
+        settle(world)
         found = checks.problems(world) + checks.late_attempts(world)
         assert not world.cluster.strange, world.cluster.strange
         return Played(
@@ -164,49 +189,45 @@ def play_clock(situations: Situations, schedule: Schedule) -> Played:
         world.ahead_s = dict([schedule.clock])
         for _, actor in world.agents.values():
             actor.ahead_s = world.ahead_s.get("nodes", 0.0)
-        first = ITEMS[schedule.first]
+        first = {**ITEMS, "unpin": UNPIN}[schedule.first]
         world.leave_at(OTHERS_LEAVE_S)
         if first.name == "unpin":
             world.stage.run(world.pin())
             world.pins.clear()
-        actor = first.start(world)
-        if actor is not None:
-            world.stage.run(actor)
+        _begin(world, first, None)
         if not first.is_supervisor:
-            _after(world, situation)
+            after(world)
         found = []
         if first.follows_supervisor:
-            _settle(world)
+            settle(world)
             found = checks.problems(world)
         world.ahead_s.pop("orders", None)
         for name in FOLLOWS.get(first.name, ()):
-            follower = ITEMS[name].start(world)
-            assert follower is not None
-            world.stage.run(follower)
+            _begin(world, ITEMS[name], None)
             if ITEMS[name].follows_supervisor:
-                _settle(world)
+                settle(world)
                 found += [f"then {name}: {one}" for one in checks.problems(world)]
-        _settle(world)
+        settle(world)
         found += checks.problems(world)
         return Played(schedule, found, trace=list(world.stage.trace) if found else [])
 
 
-def clock_schedules() -> Iterator[Schedule]:
-    """Yield every schedule with a clock that is off by an hour."""
-    for item in ITEMS.values():
-        for situation in item.situations:
-            for flavour in item.flavours:
-                for whose in ("orders", "supervisors", "nodes"):
-                    for ahead_s in (HOUR_S, -HOUR_S):
-                        yield Schedule(
-                            situation, flavour, item.name, "clock", None, (whose, ahead_s)
-                        )
+UNPIN: Final = Item("unpin", lambda w: w.unpin(), ("running",), follows_supervisor=False)
 
 
-def _before(world: World, situation: Situation, first: Item, second: Item) -> None:
+def clock_schedules(name: str) -> Iterator[Schedule]:
+    """Yield every schedule in which the item `name` meets a clock that is off by an hour."""
+    item = {**ITEMS, UNPIN.name: UNPIN}[name]
+    for situation in item.situations:
+        for whose in ("orders", "supervisors", "nodes"):
+            for ahead_s in (HOUR_S, -HOUR_S):
+                clock = whose, ahead_s
+                yield Schedule(situation, item.flavour, name, "clock", None, clock)
+
+
+def before(world: World, situation: Situation, *items: Item) -> None:
     """Let a supervisor look at the run first, if it has one that is not played itself."""
     world.leave_at(OTHERS_LEAVE_S)
-    items = (first, second)
     if any(item.is_supervisor or not item.follows_supervisor for item in items):
         return
     if situation.name in {"running", "queued", "pausing", "paused"}:
@@ -215,7 +236,7 @@ def _before(world: World, situation: Situation, first: Item, second: Item) -> No
 
 def _begin(world: World, item: Item, held_at: int | None) -> Actor | None:
     actor = item.start(world)
-    if actor is None:
+    if not isinstance(actor, Actor):
         return None
     if held_at is None:
         world.stage.run(actor)
@@ -224,20 +245,24 @@ def _begin(world: World, item: Item, held_at: int | None) -> Actor | None:
     return actor
 
 
-def _after(world: World, situation: Situation) -> None:
-    """If the run was promised a supervisor that is gone, one is started, as after a crash."""
-    if situation.is_supervised and not any(not one.has_ended for one in world.supervisors):
-        if not world.supervisors:
-            world.start_supervisor()
+def after(world: World) -> None:
+    """If the run was promised a supervisor and none has come, one starts, as after a crash."""
+    if world.started_as != "failed" and not world.supervisors and not world.stays:
+        world.start_supervisor()
 
 
-def _settle(world: World) -> None:
+def settle(world: World) -> None:
     """Let time pass until nothing is wrong, for as long as that may take."""
-    orders = checks.accepted_orders(world)
-    is_held = bool(orders) and orders[-1].action in checks.HOLDS
-    # A job in the queue is cancelled long before it would start.
-    horizon_s = QUEUED_HOLD_S if is_held and world.started_as == "queued" else HORIZON_S
-    world.settle(lambda: not checks.problems(world), horizon_s)
+    if world.started_as == "queued" and not _settles(world, QUEUED_HOLD_S):
+        # A job in the queue is cancelled long before it would start.
+        orders = checks.accepted_orders(world)
+        if orders and orders[-1].action in checks.HOLDS:
+            return
+    _settles(world, HORIZON_S)
+
+
+def _settles(world: World, horizon_s: float) -> bool:
+    return world.settle(lambda: not checks.problems(world), horizon_s)
 
 
 def calls_alone(
@@ -247,7 +272,7 @@ def calls_alone(
     recorded = situations.get(situation, flavour)
     with world_at(situations.base, 0.0, recorded) as world:
         world.started_as = recorded.name
-        _before(world, recorded, first, second)
+        before(world, recorded, first, second)
         actor = _begin(world, first, CALLS_MAX)
         return actor.calls if actor is not None else []
 
@@ -280,17 +305,35 @@ def holds(
     return found
 
 
+def flavour_of(*items: Item) -> str:
+    """Return the flavour of the run's spec in which all items can do what they are for."""
+    named = {item.flavour for item in items} - {"plain"}
+    return "both" if len(named) > 1 else named.pop() if named else "plain"
+
+
+def places(first: str, second: str) -> Iterator[tuple[str, str]]:
+    """Yield the situations, and the flavour, in which both items have something to do."""
+    a, b = ITEMS[first], ITEMS[second]
+    for name in a.situations:
+        if name in b.situations:
+            yield name, flavour_of(a, b)
+
+
 def schedules(
     situations: Situations, first: str, second: str, most: int | None = None
 ) -> Iterator[Schedule]:
-    """Yield every schedule of a pair in which `first` is held; at most `most` per situation."""
-    a, b = ITEMS[first], ITEMS[second]
-    for name in (one for one in a.situations if one in b.situations):
-        for flavour in {*a.flavours, *b.flavours} - ({"plain"} if len({*a.flavours, *b.flavours}) > 1 else set()):
-            yield Schedule(name, flavour, first, second, None)
-            if a.start in (_lose_node, _silence):
-                continue
-            numbers = holds(situations, name, flavour, first, second)
-            step = max(1, len(numbers) // most) if most else 1
-            for number in numbers[::step]:
-                yield Schedule(name, flavour, first, second, number)
+    """Yield the schedules of a pair in which `first` may be held.
+
+    It is held before every call whose order with one of `second` can matter, or before `most` of
+    them in each situation, which are drawn always alike.
+    """
+    for name, flavour in places(first, second):
+        yield Schedule(name, flavour, first, second, None)
+        if most == 0 or not ITEMS[first].is_process:
+            continue
+        numbers = holds(situations, name, flavour, first, second)
+        if most is not None and len(numbers) > most:
+            chance = random.Random(f"{name} {first} {second}")
+            numbers = sorted(chance.sample(numbers, most))
+        for number in numbers:
+            yield Schedule(name, flavour, first, second, number)

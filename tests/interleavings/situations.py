@@ -150,5 +150,5 @@ class Situations:
                 # Slurm's answers from before are forgotten, as after a minute.
                 shutil.rmtree(world.home)
                 folder = self.folder / f"{name}-{flavour}"
-                self._known[key] = world.record(name, flavour, folder, name != "failed")
+                self._known[key] = world.record(name, flavour, folder)
         return self._known[key]

@@ -53,7 +53,10 @@ class Actor:
     state: str = "ready"
     wake_at: float = 0.0
     calls: list[Call] = field(default_factory=list)
+    # Held before the call of this number, and before the change of this number.
     hold_at: int = 0
+    changes: int = 0
+    hold_at_change: int = 0
     result: object = None
     error: BaseException | None = None
     thread: threading.Thread | None = None
@@ -90,16 +93,19 @@ class Stage:
         self.actors.append(actor)
         return actor
 
-    def run(self, actor: Actor, calls: int | None = None) -> str:
+    def run(self, actor: Actor, calls: int | None = None, changes: int | None = None) -> str:
         """Let an actor run until it sleeps, ends, or has made `calls` more calls.
 
-        With `calls`, it is held before the call after those. Returns its state.
+        With `calls`, it is held before the call after those, and with `changes` before the lock,
+        command or write after that many more of them. Returns its state.
         """
         self._reap()
         if actor.has_ended:
             return actor.state
         if calls is not None:
             actor.hold_at = len(actor.calls) + calls + 1
+        if changes is not None:
+            actor.hold_at_change = actor.changes + changes + 1
         if actor.thread is None:
             actor.thread = threading.Thread(target=self._body, args=(actor,), daemon=True)
             actor.thread.start()
@@ -195,11 +201,13 @@ class Stage:
         if actor is None or actor.is_halted:
             return
         actor.calls.append(Call(kind, what))
+        actor.changes += kind not in {"read", "list"}
         if len(actor.calls) > CALLS_MAX:
             raise RuntimeError(f"{actor.name} made {CALLS_MAX} calls: {self.tail()}")
         if kind not in {"read", "list", "ask"} and "/heartbeats/" not in what:
             self._note(actor, f"{kind} {what}")
-        if actor.hold_at and len(actor.calls) == actor.hold_at:
+        is_change = kind not in {"read", "list"} and actor.changes == actor.hold_at_change
+        if is_change or len(actor.calls) == actor.hold_at:
             actor.state, actor.wake_at = "held", self.now
             self._hand_over(actor)
 

@@ -6,17 +6,22 @@ import copy
 import logging
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
+from unittest import mock
 
 from holdfast.cli import operate
 from holdfast.contracts.history import RunHistory, load_history
 from holdfast.contracts.journal_cache import KEPT
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.supervision import is_supervised
+from holdfast.flows import service
 from holdfast.flows.carry import carry
 from holdfast.flows.parameters import load_spec
 from holdfast.workers import operator, pruning, runs, slurm_answers
@@ -33,13 +38,16 @@ HORIZON_S: Final = 900.0
 CALM_S: Final = 2.5 * POLL_S
 NAME: Final = "r"
 LOG: Final = logging.getLogger("holdfast.interleavings")
-LOG.addHandler(logging.NullHandler())
+LOG.disabled = True
 LOG.propagate = False
 
+_GROWS: Final = {"elastic": {"min_gpus": 4, "max_gpus": 16, "grow": True, "grow_after_s": 1}}
+_FALLS_BACK: Final = {"resources": {"fallbacks": [{"partition": "spare", "after_min": 0.01}]}}
 FLAVOURS: Final[dict[str, dict[str, Any]]] = {
     "plain": {},
-    "grow": {"elastic": {"min_gpus": 4, "max_gpus": 16, "grow": True, "grow_after_s": 1}},
-    "fallback": {"resources": {"fallbacks": [{"partition": "spare", "after_min": 0.01}]}},
+    "grow": _GROWS,
+    "fallback": _FALLS_BACK,
+    "both": {**_GROWS, **_FALLS_BACK},
 }
 
 
@@ -65,6 +73,37 @@ class NoIndex:
         """Do nothing."""
 
 
+class PlayedEvent:
+    """An event that nobody sets; a wait for it passes virtual time."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+
+    def wait(self, seconds: float) -> bool:
+        self._stage.sleep(seconds)
+        return False
+
+    def is_set(self) -> bool:
+        return False
+
+
+class PlayedThread:
+    """A thread of the supervisor service."""
+
+    def __init__(self, world: World, target: Callable[..., object], args: tuple[Any, ...]) -> None:
+        self._world, self._work = world, partial(target, *args)
+        self._actor: Actor | None = None
+
+    def start(self) -> None:
+        world = self._world
+        name = f"stays{len(world.supervisors) + 1}"
+        self._actor = world.stage.add(name, self._work, world.ahead_s.get("supervisors", 0.0))
+        world.supervisors.append(self._actor)
+
+    def is_alive(self) -> bool:
+        return self._actor is not None and not self._actor.has_ended
+
+
 @dataclass(frozen=True)
 class Situation:
     """A run's folder and cluster at a moment, from which many schedules start."""
@@ -77,7 +116,6 @@ class Situation:
     jobs: dict[str, Job]
     # By job: the step of each agent that trains.
     training: dict[str, int]
-    is_supervised: bool
 
 
 class World:
@@ -99,9 +137,9 @@ class World:
         # Orders that were made on the stage, with their actors, and the checkpoints pinned.
         self.orders: list[tuple[str, Actor]] = []
         self.pins: list[tuple[str, Actor]] = []
-        # Whether somebody was promised a supervisor before the schedule began.
-        self.is_supervised = False
+        # The name of the situation in which the schedule began.
         self.started_as = ""
+        self.stays = False
         self.stage.add("slurmctld", self._cycle)
 
     # --- processes ----------------------------------------------------------------------
@@ -144,6 +182,17 @@ class World:
 
     def _supervise(self) -> RunHistory:
         return carry(self.paths, LOG, NoIndex())  # type: ignore[arg-type]
+
+    def stay(self) -> Actor:
+        """Start `holdfast supervise --stay`; the thread of each run is an actor too."""
+        one = service.SupervisorService(self.root, NoIndex(), LOG)  # type: ignore[arg-type]
+        self.stays = True
+        one.stop = PlayedEvent(self.stage)  # type: ignore[assignment]
+        return self.stage.add("stay", one.run, self.ahead_s.get("supervisors", 0.0))
+
+    def _thread(self, target: Callable[..., object], args: tuple[Any, ...], **_: object) -> Any:
+        """Return a thread of the service, which is a supervisor like any other."""
+        return PlayedThread(self, target, args)
 
     def order(self, action: operator.Action, gpus: int | None = None) -> Actor:
         """Add the process of one of `holdfast relaunch|stop|pause|resume|cancel`."""
@@ -198,7 +247,7 @@ class World:
         program.mkdir()
         runs.attach_or_create(load_spec(spec_of(flavour, program)), self.root, created_by="alice")
 
-    def record(self, name: str, flavour: str, folder: Path, is_supervised: bool) -> Situation:
+    def record(self, name: str, flavour: str, folder: Path) -> Situation:
         """Record the present moment."""
         shutil.copytree(self.base, folder, symlinks=True)
         live = {j: a.step for j, (a, _) in self.agents.items() if a.trains}
@@ -210,7 +259,6 @@ class World:
             copy.deepcopy(self.cluster.nodes),
             copy.deepcopy(self.cluster.jobs),
             live,
-            is_supervised,
         )
 
     def restore(self, situation: Situation) -> None:
@@ -297,7 +345,8 @@ def world_at(base: Path, start: float, situation: Situation | None = None) -> It
     before = os.environ.get("HOLDFAST_HOME")
     os.environ["HOLDFAST_HOME"] = str(world.home)
     try:
-        with installed(world.hooks):
+        threads = SimpleNamespace(Thread=world._thread, Event=threading.Event)
+        with installed(world.hooks), mock.patch.object(service, "threading", threads):
             if situation is not None:
                 world.restore(situation)
             try:
