@@ -36,6 +36,8 @@ class Agent:
     cluster: Cluster
     job: Job
     ends: str = ""
+    # How it ended by itself, once it has: a later wish comes too late.
+    ended_as: str = ""
     step: int = 0
     signals: list[str] = field(default_factory=list)
     # Set once the claim is made; only then does the job train.
@@ -92,6 +94,7 @@ class Agent:
             self.step += 1
             stop = self._stop(stops, context)
         beats.close()
+        self.ended_as = "" if stop is not None else self.ends
         number = context.attempt.number
         if stop is not None:
             journal.append(
@@ -104,11 +107,11 @@ class Agent:
                 detail=stop.detail,
             )
         is_hasty = stop is not None and stop.deadline is not None and stop.deadline <= time.time()
-        if self.ends != "crash" and not is_hasty:
+        if self.ended_as != "crash" and not is_hasty:
             commit(context, self.step)
         outcome = build_outcome(self._lead(context, stop, began, first))
         leave_outcome(context, outcome, journal)
-        return "COMPLETED" if self.ends != "crash" else "FAILED"
+        return "COMPLETED" if self.ended_as != "crash" else "FAILED"
 
     def _stop(self, stops: StopWatch, context: AgentContext) -> StopRequest | None:
         now = time.time()
@@ -138,10 +141,10 @@ class Agent:
     ) -> Any:
         """Return what `build_outcome` reads of the object that leads an attempt."""
         kinds = {"crash": "crashed", "user_error": "crashed", "complete": "completed"}
-        ending = kinds.get(self.ends, "stopped") if stop is None else "stopped"
+        ending = kinds.get(self.ended_as, "stopped")
         crash = CrashReport()
         if ending == "crashed":
-            killed = self.ends == "crash"
+            killed = self.ended_as == "crash"
             text = "" if killed else "Traceback\nValueError: the loss is a string"
             crash = CrashReport(
                 failures=[

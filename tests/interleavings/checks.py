@@ -48,8 +48,7 @@ def problems(world: World) -> list[str]:
     found = list(world.broken)
     state, live = history.state, world.live_jobs
     ended_by_program = {
-        ENDS[agent.ends] for agent, actor in world.agents.values() if agent.ends in ENDS
-        and actor.has_ended
+        ENDS[agent.ended_as] for agent, _ in world.agents.values() if agent.ended_as in ENDS
     }
     if last is not None and last.action in HOLDS:
         wanted = RunState.PAUSED if last.action == "pause" else RunState.CANCELLED

@@ -228,10 +228,13 @@ def clock_schedules(name: str) -> Iterator[Schedule]:
 def before(world: World, situation: Situation, *items: Item) -> None:
     """Let a supervisor look at the run first, if it has one that is not played itself."""
     world.leave_at(OTHERS_LEAVE_S)
-    if any(item.is_supervisor or not item.follows_supervisor for item in items):
-        return
-    if situation.name in {"running", "queued", "pausing", "paused"}:
+    if lets_look(*items) and situation.name in {"running", "queued", "pausing", "paused"}:
         world.stage.run(world.start_supervisor())
+
+
+def lets_look(*items: Item) -> bool:
+    """Return True if a supervisor may look at the run before these items."""
+    return all(item.follows_supervisor and not item.is_supervisor for item in items)
 
 
 def _begin(world: World, item: Item, held_at: int | None) -> Actor | None:
@@ -269,12 +272,15 @@ def calls_alone(
     situations: Situations, situation: str, flavour: str, first: Item, second: Item
 ) -> list[Call]:
     """Return the calls that `first` makes by itself, in the turns in which it may be held."""
-    recorded = situations.get(situation, flavour)
-    with world_at(situations.base, 0.0, recorded) as world:
-        world.started_as = recorded.name
-        before(world, recorded, first, second)
-        actor = _begin(world, first, CALLS_MAX)
-        return actor.calls if actor is not None else []
+    key = situation, flavour, first.name, lets_look(first, second)
+    if key not in situations.calls:
+        recorded = situations.get(situation, flavour)
+        with world_at(situations.base, 0.0, recorded) as world:
+            world.started_as = recorded.name
+            before(world, recorded, first, second)
+            actor = _begin(world, first, CALLS_MAX)
+            situations.calls[key] = actor.calls if actor is not None else []
+    return situations.calls[key]
 
 
 def holds(
@@ -320,16 +326,22 @@ def places(first: str, second: str) -> Iterator[tuple[str, str]]:
 
 
 def schedules(
-    situations: Situations, first: str, second: str, most: int | None = None
+    situations: Situations,
+    first: str,
+    second: str,
+    most: int | None = None,
+    only: str | None = None,
 ) -> Iterator[Schedule]:
     """Yield the schedules of a pair in which `first` may be held.
 
     It is held before every call whose order with one of `second` can matter, or before `most` of
-    them in each situation, which are drawn always alike.
+    them in each situation, which are drawn always alike. `only` names the one situation wanted.
     """
     for name, flavour in places(first, second):
+        if only not in {None, name}:
+            continue
         yield Schedule(name, flavour, first, second, None)
-        if most == 0 or not ITEMS[first].is_process:
+        if not ITEMS[first].is_process:
             continue
         numbers = holds(situations, name, flavour, first, second)
         if most is not None and len(numbers) > most:
@@ -337,3 +349,16 @@ def schedules(
             numbers = sorted(chance.sample(numbers, most))
         for number in numbers:
             yield Schedule(name, flavour, first, second, number)
+
+
+def one_each(situations: Situations, first: str, second: str) -> Iterator[Schedule]:
+    """Yield one schedule of a pair in each situation: who is held, and where, is drawn."""
+    for name, flavour in places(first, second):
+        chance = random.Random(f"{name} {first} {second}")
+        pair = [first, second]
+        if chance.random() < 0.5 or not ITEMS[first].is_process:
+            pair.reverse()
+        calls = calls_alone(situations, name, flavour, ITEMS[pair[0]], ITEMS[pair[1]])
+        changes = [n for n, call in enumerate(calls) if call.kind not in {"read", "list"}]
+        held_at = chance.choice(changes) if changes else None
+        yield Schedule(name, flavour, pair[0], pair[1], held_at)

@@ -10,7 +10,7 @@ from typing import Final
 from holdfast.contracts.states import RunState
 from holdfast.workers.agent.context import load_context
 from tests.interleavings.agents import commit
-from tests.interleavings.stage import Actor
+from tests.interleavings.stage import Actor, Call
 from tests.interleavings.world import Situation, World, world_at
 
 # Whole seconds, because Slurm prints no others.
@@ -135,6 +135,8 @@ class Situations:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._known: dict[tuple[str, str], Situation] = {}
+        # What each actor does by itself in each situation, see `explore.calls_alone`.
+        self.calls: dict[tuple[object, ...], list[Call]] = {}
 
     @property
     def base(self) -> Path:
