@@ -1,0 +1,293 @@
+"""A played Slurm: it answers the commands that Holdfast's own Slurm client runs.
+
+It queues and starts jobs, keeps ended ones as a controller and an accounting database do, and can be
+silent, lose a node, or restart without its state.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Final
+
+from tests.interleavings.stage import Stage
+
+SILENT: Final = "Unable to contact slurm controller (connect failure)"
+# A command that gets no answer takes this long.
+SILENT_S: Final = 5.0
+START_S: Final = 1.0
+ENDED_KNOWN_S: Final = 300.0
+LIVE: Final = frozenset({"PENDING", "RUNNING", "COMPLETING"})
+_OPTION: Final = re.compile(r"^#SBATCH --?([a-zA-Z-]+)(?:=(.*))?$", re.MULTILINE)
+_REQUEST: Final = re.compile(r"(/\S+/request\.json)")
+
+
+@dataclass
+class Job:
+    """One job. `state` is as sacct prints it, so `CANCELLED by 0` after a scancel."""
+
+    id: str
+    name: str
+    nodes: int
+    gpus: int
+    partition: str
+    exclude: frozenset[str]
+    request: Path | None
+    submitted_at: float
+    state: str = "PENDING"
+    hosts: tuple[str, ...] = ()
+    batch_host: str = ""
+    started_at: float | None = None
+    ended_at: float | None = None
+    # The controller forgets jobs a while after they ended, or when it loses its state.
+    is_known: bool = True
+
+    @property
+    def is_live(self) -> bool:
+        return self.state in LIVE
+
+
+@dataclass
+class Node:
+    """A node and what it has."""
+
+    name: str
+    partition: str
+    gpus: int = 4
+    is_up: bool = True
+    # GPUs that other users' jobs hold.
+    taken: int = 0
+
+
+@dataclass
+class Cluster:
+    """The controller, its nodes and its jobs. Nothing happens unless the stage runs something."""
+
+    stage: Stage
+    start_agent: Callable[[Job], None]
+    signal_agent: Callable[[Job, str], None]
+    nodes: dict[str, Node] = field(default_factory=dict)
+    jobs: dict[str, Job] = field(default_factory=dict)
+    silent_until: float = 0.0
+    # The next submission is accepted, and its answer does not arrive.
+    loses_answer: bool = False
+    submissions: list[tuple[float, str]] = field(default_factory=list)
+    strange: list[str] = field(default_factory=list)
+
+    # --- the controller -----------------------------------------------------------------
+
+    def free_on(self, node: Node) -> int:
+        held = sum(j.gpus for j in self.jobs.values() if node.name in j.hosts and j.is_live)
+        return node.gpus - node.taken - held
+
+    def schedule(self) -> None:
+        """Start the pending jobs that fit, oldest first."""
+        if self.is_silent:
+            return
+        for job in self.jobs.values():
+            if job.state != "PENDING" or self.stage.now - job.submitted_at < START_S:
+                continue
+            fit = [
+                node.name
+                for node in self.nodes.values()
+                if node.is_up
+                and node.partition == job.partition
+                and node.name not in job.exclude
+                and self.free_on(node) >= job.gpus
+            ]
+            if len(fit) >= job.nodes:
+                job.hosts = tuple(fit[: job.nodes])
+                job.batch_host, job.started_at = job.hosts[0], self.stage.now
+                job.state = "RUNNING"
+                self.start_agent(job)
+
+    def end(self, job: Job, state: str) -> None:
+        """A job has ended, and its nodes are free."""
+        if job.is_live:
+            job.state, job.ended_at = state, self.stage.now
+
+    @property
+    def is_silent(self) -> bool:
+        return self.stage.now < self.silent_until
+
+    def lose_node(self, job: Job) -> None:
+        """The leading node of a job is lost, and with it the agent. Slurm ends the job."""
+        self.nodes[job.batch_host].is_up = False
+        self.signal_agent(job, "SIGKILL")
+        self.end(job, "NODE_FAIL")
+
+    def restart_empty(self) -> None:
+        """The controller restarts without its state: its jobs are gone, and slurmd kills them.
+
+        The accounting database then calls them cancelled, without a user.
+        """
+        for job in self.jobs.values():
+            if job.is_live:
+                self.signal_agent(job, "SIGKILL")
+                self.end(job, "CANCELLED")
+            job.is_known = False
+
+    def _known(self, job: Job) -> bool:
+        is_recent = job.ended_at is None or self.stage.now - job.ended_at < ENDED_KNOWN_S
+        return job.is_known and is_recent
+
+    # --- commands -----------------------------------------------------------------------
+
+    def run(self, words: list[str]) -> tuple[int, str, str]:
+        """Run a command; return its exit status, output and errors."""
+        if "sbatch" in words:
+            return self._sbatch(words)
+        name = words[0]
+        if name == "git":
+            return 128, "", "fatal: not a git repository"
+        answer = {
+            "squeue": self._squeue,
+            "sacct": self._sacct,
+            "scontrol": self._scontrol,
+            "scancel": self._scancel,
+        }.get(name)
+        if answer is None:
+            return self._unknown(words)
+        self.stage.call("order" if name == "scancel" else "ask", "scheduler")
+        if self.is_silent:
+            self.stage.sleep(SILENT_S)
+            return 1, "", f"{name}: error: {SILENT}"
+        return answer(words)
+
+    def _unknown(self, words: list[str]) -> tuple[int, str, str]:
+        self.strange.append(shlex.join(words))
+        return 1, "", f"{words[0]}: error: unrecognized option"
+
+    def _sbatch(self, words: list[str]) -> tuple[int, str, str]:
+        self.stage.call("order", "scheduler")
+        failed = "sbatch: error: Batch job submission failed: "
+        if self.is_silent:
+            self.stage.sleep(SILENT_S)
+            return 1, "", failed + SILENT
+        text = Path(words[-1]).read_text()
+        given = {name: (value or "").strip('"') for name, value in _OPTION.findall(text)}
+        request = _REQUEST.search(text)
+        per_node = given.get("gpus-per-node", "0").rpartition(":")[2]
+        job = Job(
+            id=str(len(self.jobs) + 101),
+            name=given.get("job-name", ""),
+            nodes=int(given.get("nodes", "1")),
+            gpus=int(per_node or 0),
+            partition=given.get("partition", "main"),
+            exclude=frozenset(filter(None, given.get("exclude", "").split(","))),
+            request=Path(request[1]) if request else None,
+            submitted_at=self.stage.now,
+        )
+        could = [
+            node
+            for node in self.nodes.values()
+            if node.partition == job.partition and node.name not in job.exclude
+        ]
+        if len(could) < job.nodes:
+            return 1, "", failed + "Requested node configuration is not available"
+        self.jobs[job.id] = job
+        self.submissions.append((self.stage.now, job.name))
+        self.stage.call("order", "scheduler")
+        if self.loses_answer:
+            self.loses_answer = False
+            self.stage.sleep(SILENT_S)
+            return 1, "", failed + "Socket timed out on send/recv operation"
+        return 0, f"Submitted batch job {job.id}\n", ""
+
+    def _squeue(self, words: list[str]) -> tuple[int, str, str]:
+        names = {w.partition("=")[2] for w in words if w.startswith("--name=")}
+        is_all = "all" in words
+        rows = [
+            words[words.index("-o") + 1]
+            .replace("%i", job.id)
+            .replace("%T", job.state.split(" ")[0])
+            .replace("%r", "Resources" if job.state == "PENDING" else "None")
+            .replace("%N", ",".join(job.hosts))
+            .replace("%S", _time(job.started_at, "N/A"))
+            .replace("%e", _time(job.ended_at, "N/A"))
+            .replace("%B", job.batch_host or "n/a")
+            .replace("%j", job.name)
+            for job in self.jobs.values()
+            if self._known(job) and (job.is_live or is_all) and (not names or job.name in names)
+        ]
+        return 0, "".join(f"{row}\n" for row in rows), ""
+
+    def _sacct(self, words: list[str]) -> tuple[int, str, str]:
+        chosen = [w.partition("=") for w in words if w.startswith(("--jobs=", "--name="))]
+        fields = words[words.index("-o") + 1].split(",")
+        rows = []
+        for job in self.jobs.values():
+            if not all((job.id if key == "--jobs" else job.name) == v for key, _, v in chosen):
+                continue
+            facts = {
+                "JobIDRaw": job.id,
+                "JobName": job.name,
+                "State": job.state,
+                "Start": _time(job.started_at, "Unknown"),
+                "End": _time(job.ended_at, "Unknown"),
+                "NodeList": ",".join(job.hosts) or "None assigned",
+                "ExitCode": "0:0",
+            }
+            rows.append("|".join(facts.get(name, "") for name in fields))
+        return 0, "".join(f"{row}\n" for row in rows), ""
+
+    def _scontrol(self, words: list[str]) -> tuple[int, str, str]:
+        if words[-2:] == ["show", "config"]:
+            as_of = _time(self.stage.now, "")
+            text = f"Configuration data as of {as_of}\nClusterName = played\n"
+            return 0, text + "AccountingStorageEnforce = none\nPreemptType = preempt/none\n", ""
+        if words[-2:] == ["show", "node"]:
+            return 0, "".join(self._node_line(node) for node in self.nodes.values()), ""
+        if words[-2:] == ["show", "partition"]:
+            named = sorted({node.partition for node in self.nodes.values()})
+            rows = [
+                f"PartitionName={n} Default={'YES' if n == 'main' else 'NO'} State=UP "
+                "OverSubscribe=NO\n"
+                for n in named
+            ]
+            return 0, "".join(rows), ""
+        if words[-3:-1] == ["show", "job"]:
+            job = self.jobs.get(words[-1])
+            if job is None or not self._known(job):
+                return 1, "", "slurm_load_jobs error: Invalid job id specified"
+            return 0, self._job_line(job), ""
+        return self._unknown(words)
+
+    def _node_line(self, node: Node) -> str:
+        used = node.gpus - self.free_on(node)
+        state = "DOWN" if not node.is_up else "ALLOCATED" if used else "IDLE"
+        return (
+            f"NodeName={node.name} CPUAlloc={used} CPUTot=16 Gres=gpu:{node.gpus} "
+            f"GresUsed=gpu:{used} State={state} Partitions={node.partition}\n"
+        )
+
+    def _job_line(self, job: Job) -> str:
+        return (
+            f"JobId={job.id} JobName={job.name} JobState={job.state.split(' ')[0]} "
+            f"Reason={'Resources' if job.state == 'PENDING' else 'None'} "
+            f"StartTime={_time(job.started_at, 'Unknown')} EndTime={_time(job.ended_at, 'Unknown')} "
+            f"NodeList={','.join(job.hosts) or '(null)'} BatchHost={job.batch_host} ExitCode=0:0\n"
+        )
+
+    def _scancel(self, words: list[str]) -> tuple[int, str, str]:
+        if any(word.startswith("-") and word != "--state=PENDING" for word in words[1:]):
+            return self._unknown(words)
+        job = self.jobs.get(words[-1])
+        if job is None or not self._known(job):
+            return 1, "", f"scancel: error: Kill job error on job id {words[-1]}: Invalid job id"
+        if job.state == "PENDING":
+            self.end(job, "CANCELLED by 0")
+        elif job.state == "RUNNING" and "--state=PENDING" not in words:
+            self.signal_agent(job, "SIGTERM")
+        return 0, "", ""
+
+
+def _time(moment: float | None, missing: str) -> str:
+    """Return Unix seconds as Slurm prints them, in local time."""
+    if moment is None:
+        return missing
+    return datetime.fromtimestamp(moment).strftime("%Y-%m-%dT%H:%M:%S")
