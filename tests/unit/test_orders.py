@@ -89,9 +89,8 @@ class Cluster(Executor):
         self._ask("cancel")
         self.queued.pop(request.job_name, None)
 
-    def capacity(self, resources: Any, held: Any = None, *, is_urgent: bool = True) -> int | None:
-        self._ask("capacity")
-        return None
+    def room(self, resources: Any, held: Any = None, *, is_urgent: bool = True) -> None:
+        self._ask("room")
 
 
 @pytest.fixture
@@ -200,16 +199,19 @@ def test_a_request_that_was_decided_on_an_older_state_is_refused(paths: RunPaths
 
 
 def test_a_cancel_between_the_look_and_the_reservation_counts(
-    paths: RunPaths, cluster: Cluster, index: Index
+    tmp_path: Path, cluster: Cluster, index: Index
 ) -> None:
-    cluster.at["capacity"] = lambda: operator.request(paths, "cancel", by="ann")
+    spec = spec_of(resources=SLURM, elastic={"choices": [2, 4]})
+    paths = create_run(spec, tmp_path, created_by="ann")
+    end(submit(paths), paths)
+    cluster.at["room"] = lambda: operator.request(paths, "cancel", by="ann")
     turns = Turns(paths, index)
     turns.act()
-    assert load_history(paths).newest_order == 1
-    assert not paths.list_attempts()
-    assert turns.act() is None
+    assert "room" not in cluster.at
+    turns.act_to_the_end()
     history = load_history(paths)
-    assert (history.state, history.attempts, cluster.submissions) == (RunState.CANCELLED, (), 0)
+    assert (history.state, len(history.attempts)) == (RunState.CANCELLED, 1)
+    assert cluster.submissions == 1
 
 
 def test_a_cancel_between_the_reservation_and_the_submission_counts(
