@@ -123,8 +123,8 @@ def _decide_by_request(
 ) -> Decision | None:
     """Return the decision that an operator's pending request makes, or None.
 
-    A person's number of GPUs is kept. Of a request that Holdfast itself made, the nodes of the
-    place limit the size, and for growth also the GPUs that are free now.
+    The number of GPUs that a person gives is kept. Otherwise the nodes of the place limit the size,
+    and for growth also the GPUs that are free now.
     """
     request = history.pending_request
     if request is None:
@@ -144,7 +144,7 @@ def _decide_by_request(
         place = place_of(last) if by == GROWER else place_after(history, rooms, now=now)
 
     def choose(exclude: tuple[str, ...]) -> tuple[int, str]:
-        if by not in AUTOMATIC:
+        if by not in AUTOMATIC and request.get("gpus"):
             return gpus, ""
         most = rooms.largest_job(place, exclude) if not is_single(history.spec) else None
         if by == GROWER and (free := rooms.free(place, exclude)) is not None:

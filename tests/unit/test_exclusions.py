@@ -139,6 +139,13 @@ def test_every_request_for_an_attempt_excludes_what_every_other_attempt_excludes
     assert decision.gpus == (12 if spec == elastic() else spec.gpus)
 
 
+def test_a_resumed_elastic_run_chooses_a_size_without_the_lost_node() -> None:
+    spec = elastic()
+    views = [failed(spec, 1, "n3", Certainty.LOST), attempt_of(spec, 2, Cause.OPERATOR)]
+    decision = decided(history_of(spec, *views, asked={"action": "resume"}), room())
+    assert (decision.action, decision.gpus, decision.exclude) == ("relaunch", 12, ("n3",))
+
+
 def test_a_grown_run_does_not_use_the_faulty_idle_node() -> None:
     spec = elastic(grow=True)
     views = [

@@ -252,10 +252,10 @@ class SlurmExecutor(Executor):
         shared = partial(slurm_answers.shared_call, age_s=slurm_answers.CAPACITY_AGE_S)
         ask = slurm_client.call if is_urgent else shared
         allowed, problem, notice_s = None, "", slurm_client.NOTICE_S
-        with contextlib.suppress(SchedulerError):
-            notice_s = slurm_client.notice_s(shared)
         try:
             nodes = slurm_client.show_nodes(ask)
+            with contextlib.suppress(SchedulerError):
+                notice_s = slurm_client.notice_s(shared)
             names = str(resources.extra.get("reservation", ""))
             chosen = slurm_client.reservation_nodes(names, ask) if names else None
             wanted = wanted_of(resources, chosen, slurm_client.partitions(ask=ask))
