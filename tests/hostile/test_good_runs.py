@@ -208,10 +208,15 @@ def in_flow(name: str, work: Callable[[], Any]) -> Any:
     from holdfast.flows import operations
 
     def child() -> Any:
-        operations.get_run_logger = lambda: logging.getLogger("test")
-        with supervisors_recorded() as started:
+        with pytest.MonkeyPatch.context() as patch, supervisors_recorded() as started:
+            patch.setattr(operations, "get_run_logger", lambda: logging.getLogger("test"))
             found: list[Any] = []
-            quick(timed(name, lambda: found.append(work()) or ""))
+
+            def run() -> str:
+                found.append(work())
+                return ""
+
+            quick(timed(name, run))
             return [found[0], started]
 
     return in_child(child)
@@ -264,8 +269,13 @@ def test_a_service_and_a_lost_supervisor_s_successor_take_up_every_good_run(
         with pytest.MonkeyPatch.context() as patch, Index() as index:
             patch.setattr(service, "carry", lambda paths, *_: _take(paths, taken))
             one = service.SupervisorService(testbed.root, index, logging.getLogger("test"))
+
+            def look() -> str:
+                one._look_at_all()
+                return ""
+
             with one._only_one():
-                quick(timed("look", lambda: one._look_at_all() or ""))
+                quick(timed("look", look))
             for thread in one._threads.values():
                 thread.join(COMMAND_S_MAX)
         return taken

@@ -1,4 +1,4 @@
-"""Every number of every document on disk has a bound, whoever wrote the document."""
+"""Every number of every document on disk has a bound, as another user could have written it."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as stock
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 from torch.utils._pytree import tree_map_only
 
 from holdfast.contracts.errors import CheckpointError, SaveError
@@ -159,7 +159,7 @@ def test_loading_into_a_tensor_subclass_is_refused() -> None:
 def test_a_wrapper_in_a_stock_checkpoint_is_refused_by_its_key(tmp_path: Path) -> None:
     """Its entry is no plain tensor, even if the program allows its class."""
     with torch.serialization.safe_globals([Hidden]):
-        stock.save({"w": hidden()}, checkpoint_id=tmp_path)
+        save_with_dcp({"w": hidden()}, checkpoint_id=tmp_path)
         with pytest.raises(CheckpointError, match="w: it was saved as a Hidden"):
             dcp.load({"w": torch.zeros(4)}, checkpoint_id=tmp_path)
 

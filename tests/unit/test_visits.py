@@ -12,7 +12,12 @@ import pytest
 from tests.other_users import STRANGER
 from tests.runs import RunFolder
 
-from holdfast.contracts.errors import LineageError, RunFailedError, UnreadableRunError
+from holdfast.contracts.errors import (
+    LineageError,
+    RunConflictError,
+    RunFailedError,
+    UnreadableRunError,
+)
 from holdfast.contracts.history import load_history
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.paths import RunPaths, list_runs
@@ -22,7 +27,7 @@ from holdfast.flows import operations, service
 from holdfast.flows.cancellation import cancel_run_of_flow, find_supervised
 from holdfast.flows.handover import service_folder
 from holdfast.lineage.index import Index
-from holdfast.workers import operator
+from holdfast.workers import operator, pruning
 from holdfast.workers.until_capacity import UNTIL_CAPACITY, ready_runs
 
 pytestmark = pytest.mark.usefixtures("home")
@@ -125,14 +130,14 @@ def test_a_prune_that_fails_in_one_run_fails_after_the_others(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = RunFolder(root, "kelp", "d" * 32, {"checkpoint": {"keep": {"last": 1}}})
-    real = operations.pruning.prune
+    real = pruning.prune
 
     def prune(paths: RunPaths, **options: Any) -> dict[str, Any]:
         if paths == other.paths:
             raise OSError("read-only file system")
         return real(paths, **options)
 
-    monkeypatch.setattr(operations.pruning, "prune", prune)
+    monkeypatch.setattr(pruning, "prune", prune)
     with pytest.raises(RunFailedError, match="not pruned: kelp: read-only file system"):
         operations.prune.fn(root=str(root))
     names = [path.name for path in RunPaths(root / "mine").list_checkpoints()]
@@ -196,6 +201,6 @@ def test_the_service_makes_nothing_through_a_link(
     folder.symlink_to(victim)
     if is_foreign:
         os.lchown(folder, STRANGER, STRANGER)
-    with Index() as index, pytest.raises(service.RunConflictError, match="delete it"):
+    with Index() as index, pytest.raises(RunConflictError, match="delete it"):
         service.SupervisorService(root, index, logging.getLogger("test")).run()
     assert list(victim.iterdir()) == []

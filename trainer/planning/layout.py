@@ -309,7 +309,7 @@ def _lacks_memory(part: torch.Tensor) -> bool:
         return False
     try:
         return part.layout is torch.strided and part.untyped_storage().data_ptr() == 0
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         # torch refuses to name the memory of such a tensor.
         return True
 
