@@ -5,6 +5,7 @@ Every call to the API has a timeout, and every error names the command that fixe
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -135,7 +136,7 @@ def open_client() -> Iterator[SyncPrefectClient]:
     with (
         temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
         translate_errors(),
-        get_client(sync_client=True, httpx_settings={"timeout": API_S_MAX}) as client,
+        get_client(sync_client=True, httpx_settings=_bounded()) as client,
     ):
         failure = client.api_healthcheck()
         if failure is not None:
@@ -145,6 +146,26 @@ def open_client() -> Iterator[SyncPrefectClient]:
             )
         with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: RETRIES_MAX}):
             yield client
+
+
+def _bounded() -> dict[str, Any]:
+    """Return settings of the client that end its retries if a server does not answer at all."""
+
+    def about_to_send(request: httpx.Request) -> None:
+        # The client sends the same object again.
+        facts = request.extensions
+        waited_s = time.monotonic() - facts.setdefault("holdfast_began", time.monotonic())
+        if waited_s >= API_S_MAX and not facts.get("holdfast_answered"):
+            raise ServiceError(
+                f"Prefect's API at {api_url()} did not answer for {waited_s:.0f} s, though its "
+                "health check did. Check its log and its database."
+            )
+
+    def answered(response: httpx.Response) -> None:
+        response.request.extensions["holdfast_answered"] = True
+
+    hooks = {"request": [about_to_send], "response": [answered]}
+    return {"timeout": API_S_MAX, "event_hooks": hooks}
 
 
 def read_deployment(client: SyncPrefectClient, name: str = f"{FLOW}/{DEPLOYMENT}") -> Any:

@@ -76,6 +76,7 @@ def reindex(
 
     The exit status is 1 if a run cannot be read. The rows of that run do not change.
     """
+    from holdfast.lineage.db_limits import REINDEX
     from holdfast.lineage.reindex import reindex as rebuild
 
     home = choose_root(str(root) if root else None)
@@ -83,7 +84,7 @@ def reindex(
         raise NotFoundError(
             f"{home}: no such directory. Expected the folder that contains the runs."
         )
-    with open_index() as database:
+    with open_index(REINDEX) as database:
         return_free_memory()
         report = rebuild(database, home)
     facts: dict[str, Any] = {"root": str(home), **vars(report)}

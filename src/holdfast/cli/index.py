@@ -39,6 +39,7 @@ from holdfast.contracts.visits import visit
 # Importing SQLAlchemy and submitit takes most of a second, so only commands that use them do it.
 if TYPE_CHECKING:
     from holdfast.lineage.database import Database
+    from holdfast.lineage.db_limits import Limits
 
 WRITER = "cli"
 
@@ -230,8 +231,8 @@ def secrets_in(paths: RunPaths) -> tuple[str, ...]:
     return known_secrets(record.spec, paths) if record else ()
 
 
-def open_index() -> Database:
+def open_index(limits: Limits | None = None) -> Database:
     """Open the index. Raises `LineageError`, with the next step, if it cannot be used."""
     from holdfast.lineage.database import open_database
 
-    return open_database()
+    return open_database(limits=limits) if limits else open_database()
