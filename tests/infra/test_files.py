@@ -118,6 +118,20 @@ def test_prometheus_accepts_the_alert_rules_and_holdfast_has_their_metrics() -> 
     assert names <= has
 
 
+def test_each_alert_fires_when_it_should_and_not_for_healthy_runs(tmp_path: Path) -> None:
+    rules = INFRA / "grafana" / "alerts.yaml"
+    tests = Path(__file__).with_name("alert_tests.yaml")
+    for path in (rules, tests):
+        shutil.copy(path, tmp_path)
+    check(CHECKERS / "usr/bin/promtool", "test", "rules", tmp_path / tests.name)
+    names = {
+        rule["alert"] for g in yaml.safe_load(rules.read_text())["groups"] for rule in g["rules"]
+    }
+    cases = [c for t in yaml.safe_load(tests.read_text())["tests"] for c in t["alert_rule_test"]]
+    assert {case["alertname"] for case in cases if case["exp_alerts"]} == names
+    assert {case["alertname"] for case in cases if not case["exp_alerts"]} == names
+
+
 def test_caddy_accepts_its_file(tmp_path: Path) -> None:
     shutil.copy(INFRA / "compose" / "Caddyfile", tmp_path)
     check(
