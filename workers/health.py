@@ -53,7 +53,7 @@ def _problems_with_gpus(expected: int) -> Iterator[str]:
         yield f"nvidia-smi lists {len(rows)} GPUs, expected {expected}"
     for index, errors in rows:
         # GPUs without ECC report "[N/A]".
-        if errors.strip().isdigit() and int(errors) > 0:
+        if errors.strip().isdecimal() and int(errors) > 0:
             yield f"GPU {index.strip()} has {errors.strip()} uncorrected memory (ECC) errors"
     down = sum("inactive" in line.lower() for line in links.splitlines())
     if down:

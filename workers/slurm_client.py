@@ -380,7 +380,7 @@ def parse_minutes(text: str) -> float | None:
     """Return the minutes of a Slurm duration (`1-02:03:04`, `30:00`); None for `UNLIMITED` etc."""
     days, _, clock = text.rpartition("-")
     parts = clock.split(":")
-    if not all(p.isdigit() for p in parts) or (days and not days.isdigit()):
+    if not all(p.isdecimal() for p in parts) or (days and not days.isdecimal()):
         return None
     numbers = [int(p) for p in parts]
     if days:

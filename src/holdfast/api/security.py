@@ -140,7 +140,7 @@ def problem_with(
             "start it with `holdfast serve --name NAME`"
         )
     length = headers.get("content-length", "0")
-    if not length.isdigit():
+    if not length.isdecimal():
         return 400, f"Content-Length is {length[:20]!r}; expected a number"
     if int(length) > BODY_BYTES_MAX:
         return 413, f"the request body has {length} bytes; expected at most {BODY_BYTES_MAX}"

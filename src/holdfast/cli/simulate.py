@@ -194,7 +194,7 @@ def _scenarios(
 
 
 def _size(word: str, per_node: int) -> int:
-    if not word.strip().isdigit() or not int(word) or int(word) % per_node:
+    if not word.strip().isdecimal() or not int(word) or int(word) % per_node:
         raise SpecError(
             f"--gpus {word.strip()!r}: expected multiples of the {per_node} GPUs of a node"
         )
