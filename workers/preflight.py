@@ -168,6 +168,17 @@ def _module_problems(python: str, modules: list[str], directory: Path) -> list[s
     ]
 
 
+def _pattern_problems(root: Path) -> list[str]:
+    if "%" not in str(root):
+        return []
+    return [
+        (
+            f"root {root}: it contains %, which Slurm and submitit replace in the paths of logs, "
+            "so the jobs would log elsewhere; give a root without % with --root or HOLDFAST_ROOT"
+        )
+    ]
+
+
 def _slurm_problems(spec: RunSpec, places: Sequence[_Place]) -> list[str]:
     absent = [name for name in SLURM_COMMANDS if shutil.which(name) is None]
     if absent:
@@ -184,7 +195,7 @@ def _slurm_problems(spec: RunSpec, places: Sequence[_Place]) -> list[str]:
         accounting = slurm_client.settings().get("AccountingStorageType", "")
     except SchedulerError as error:
         return [f"Slurm: {error}"]
-    problems = []
+    problems = _pattern_problems(places[0].folder)
     if federation:
         problems.append(
             f"Slurm: this cluster is in the federation {federation!r}, so another cluster may run "
