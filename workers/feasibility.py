@@ -14,6 +14,7 @@ from holdfast.contracts.errors import DamagedCheckpointError, NotFoundError
 from holdfast.contracts.history import RunHistory, excluded_checkpoints
 from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.plain_text import counted
 from holdfast.contracts.topology import has_mesh, problem_with_mesh
 
 
@@ -57,7 +58,7 @@ class Feasibility:
             return None
         return (
             f"its checkpoint {self.newest.name} does not record its mesh, so whether it fits "
-            f"{gpus} GPUs shows only when it is loaded"
+            f"{counted(gpus, 'GPU')} shows only when it is loaded"
         )
 
 

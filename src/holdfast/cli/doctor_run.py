@@ -9,6 +9,7 @@ from holdfast.cli.output import bytes_text, print_facts, say
 from holdfast.contracts.errors import NotFoundError
 from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import RunPaths, checkpoint_id
+from holdfast.contracts.plain_text import counted
 from holdfast.workers.trainer_call import ask_trainer, interpreter_of
 
 # Keys in the output of `python -m holdfast.trainer.shape` → labels.
@@ -59,7 +60,7 @@ def render(facts: dict[str, Any]) -> None:
     """Print the result."""
     memory = facts["bytes_per_rank"]
     fits = "fits" if facts["ok"] else "does not fit"
-    say(f"{facts['checkpoint']} {fits} {facts['gpus']} GPUs")
+    say(f"{facts['checkpoint']} {fits} {counted(facts['gpus'], 'GPU')}")
     for line in facts["secrets"]:
         say(f"  {line}")
     for line in facts["warnings"]:
