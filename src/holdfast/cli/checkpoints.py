@@ -20,7 +20,10 @@ from holdfast.contracts.paths import checkpoint_id, plain_checkpoint
 from holdfast.contracts.plain_text import counted
 
 CheckpointArgument = Annotated[
-    str, typer.Argument(metavar="CHECKPOINT", help="The checkpoint's id (run:step-…) or path.")
+    str,
+    typer.Argument(
+        metavar="CHECKPOINT", help="The checkpoint's id (run:step-…, run:latest, run:best) or path."
+    ),
 ]
 
 
@@ -94,7 +97,11 @@ def _confirm(facts: dict[str, Any], as_json: bool) -> None:
 
 def verify(
     checkpoint: Annotated[
-        str, typer.Argument(metavar="CHECKPOINT|DIR", help="A checkpoint's id or its directory.")
+        str,
+        typer.Argument(
+            metavar="CHECKPOINT|DIR",
+            help="A checkpoint's id (run:step-…, run:latest, run:best) or directory.",
+        ),
     ],
     root: RootOption = None,
     as_json: AsJson = False,
