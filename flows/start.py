@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.errors import NotFoundError, ServiceError
+from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.supervision import is_supervised

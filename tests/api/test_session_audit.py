@@ -79,7 +79,7 @@ def test_the_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_last_event_id_of_other_digits_resets_the_stream(served: Served) -> None:
     boot = served.services.hub._boot
     for text in (f"{boot}-²", "abc-²", f"{boot}-", f"{boot}-{'9' * 80}"):
-        headers = {"Last-Event-ID": text.encode("latin-1")}
+        headers = {b"Last-Event-ID": text.encode("latin-1")}
         with (
             served.client() as client,
             client.stream("GET", "/api/v1/events", headers=headers) as answer,
