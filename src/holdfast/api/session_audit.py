@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 
 from holdfast.api.problems import LOG
-from holdfast.contracts.file_locks import wait_for_lock
-from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.errors import ForeignFileError
+from holdfast.contracts.file_locks import locked
+from holdfast.contracts.journal import EventKind, JournalWriter, journal_lock
 from holdfast.contracts.paths import holdfast_home
 
 WRITER: Final = "api"
@@ -42,7 +42,7 @@ class SessionAudit:
             _rotate(path)
             with JournalWriter(path) as journal:
                 journal.append(EventKind.AUDIT, action=action, address=address, **facts)
-        except OSError as error:
+        except (OSError, ForeignFileError) as error:
             LOG.warning("cannot write the audit line (%s): %s from %s", error, action, address)
 
     def refused(self, address: str, status: int) -> None:
@@ -77,11 +77,7 @@ class SessionAudit:
 def _rotate(path: Path) -> None:
     if not path.exists() or path.stat().st_size < FILE_BYTES_MAX:
         return
-    handle = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with locked(journal_lock(path), LOCK_S) as is_locked:
         # Another server may have moved the file meanwhile.
-        is_locked = wait_for_lock(handle, LOCK_S)
         if is_locked and path.exists() and path.stat().st_size >= FILE_BYTES_MAX:
             path.replace(path.with_name(f"{WRITER}.1.jsonl"))
-    finally:
-        os.close(handle)
