@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
+# The wait for a connection of a pool whose connections are all in use.
+POOL_S: Final = 5.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:

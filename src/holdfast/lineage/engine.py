@@ -17,7 +17,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from holdfast.contracts.errors import DamagedIndexError, LineageError
 from holdfast.contracts.filesystems import filesystem_of
 from holdfast.contracts.paths import holdfast_home
-from holdfast.lineage.db_limits import ORDINARY, Limits
+from holdfast.lineage.db_limits import ORDINARY, POOL_S, Limits
 from holdfast.lineage.heal import says_damage
 
 URL_VARIABLE: Final = "HOLDFAST_DATABASE_URL"
@@ -90,6 +90,8 @@ def make_engine(
     url: URL, limits: Limits = ORDINARY, *, foreign_keys: bool = True, **options: Any
 ) -> Engine:
     """Create an engine whose uses of the database are bounded by `limits`."""
+    if "poolclass" not in options:
+        options["pool_timeout"] = POOL_S
     try:
         if url.get_backend_name() == "sqlite":
             _create_private(Path(url.database or ""))

@@ -21,7 +21,6 @@ from holdfast.lineage.db_limits import ORDINARY, WRITES, Limits
 CONNECT_S: Final = 4
 # For a pooled connection, which is checked before its next use.
 PING: Final = Limits(silent_s=3.0, statement_s=0, lock_s=0, is_patient=False)
-POOL_S: Final = 5.0
 # After the server did not answer, connections are refused for this long.
 PAUSE_S: Final = 10.0
 # A failed attempt to connect that took longer counts as no answer.
@@ -124,8 +123,6 @@ class Connection(psycopg.Connection[Any]):
 
 def make_engine(url: URL, limits: Limits, **options: Any) -> Engine:
     """Create an engine whose connections have `limits`."""
-    if "poolclass" not in options:
-        options["pool_timeout"] = POOL_S
     settings = {name: value for name, value in _SETTINGS.items() if name not in url.query}
     engine = create_engine(url, connect_args=settings, pool_pre_ping=True, **options)
     server = _SERVERS.setdefault(url.render_as_string(hide_password=True), _Server())
