@@ -19,6 +19,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import TerminationSignal
 from prefect.logging import get_logger
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.history import load_events, load_history
@@ -71,7 +72,10 @@ def is_cancelling(flow_run: str) -> bool:
     if not flow_run:
         return False
     try:
-        with get_client(sync_client=True, httpx_settings={"timeout": ASK_S_MAX}) as client:
+        with (
+            temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
+            get_client(sync_client=True, httpx_settings={"timeout": ASK_S_MAX}) as client,
+        ):
             state = client.read_flow_run(UUID(flow_run)).state
     # The process is about to be killed, so no error may prevent its exit.
     except Exception as error:

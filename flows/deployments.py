@@ -5,15 +5,19 @@ Every call to the API has a timeout, and every error names the command that fixe
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import Any, Final
 from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.objects import WorkerStatus
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
+from prefect.client.schemas.objects import FlowRun, WorkerStatus
+from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.utilities.urls import url_for
@@ -26,17 +30,27 @@ API_S_MAX: Final = 10.0
 # A server whose SQLite is busy responds with 503: the client retries after 2, 4 and 8 seconds.
 RETRIES_MAX: Final = 3
 WORKERS_MAX: Final = 200
+# A flow run has this tag with the uid of the run that it supervises.
+RUN_TAG: Final = "holdfast-run-"
+FLOW_RUNS_MAX: Final = 50
+CREATES_MAX: Final = 3
+# From a worker's taking a flow run to the lock of its supervisor.
+START_S_MAX: Final = 120.0
 BLOCKS_SHOWN: Final = 50
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlowRunStarted:
-    """A flow run that Prefect accepted. `warning` is the reason why it may not start soon."""
+    """A flow run that Prefect accepted, or that was there before, as `is_new` says.
+
+    `warning` is the reason why it may not start soon.
+    """
 
     id: str
     name: str
     url: str | None
     warning: str | None
+    is_new: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +68,12 @@ def api_url() -> str | None:
     return url
 
 
-def submit_to_prefect(parameters: dict[str, Any], *, name: str | None = None) -> FlowRunStarted:
-    """Create a flow run of the deployment with these `parameters`. Returns at once.
+def submit_to_prefect(
+    parameters: dict[str, Any], *, name: str | None = None, uid: str
+) -> FlowRunStarted:
+    """Create a flow run that supervises the run `uid`, unless one waits or starts. Returns at once.
 
+    Two commands at once create one flow run: both have the same idempotency key.
     Raises `ServiceError` if the API cannot be reached within `API_S_MAX` seconds, has no such
     deployment, or rejects the parameters.
     """
@@ -67,19 +84,74 @@ def submit_to_prefect(parameters: dict[str, Any], *, name: str | None = None) ->
                 f"deployment {FLOW}/{DEPLOYMENT} is paused; "
                 f"resume it with `prefect deployment resume {FLOW}/{DEPLOYMENT}`"
             )
-        flow_run = client.create_flow_run_from_deployment(
-            deployment.id, parameters=parameters, name=name
-        )
-        pool = deployment.work_pool_name
-        warning = None
-        if pool and not _live_workers(client, pool):
-            warning = (
-                f"no worker polls pool {pool}, so the run waits; start a worker: "
-                f"`prefect worker start --pool {pool}`"
+        tag = f"{RUN_TAG}{uid}"
+        for _ in range(CREATES_MAX):
+            newest = _newest_flow_run(client, tag)
+            if newest is not None and _will_supervise(client, newest):
+                return _started(client, newest, deployment.work_pool_name, is_new=False)
+            flow_run = client.create_flow_run_from_deployment(
+                deployment.id,
+                parameters=parameters,
+                name=name,
+                tags=[tag],
+                idempotency_key=f"{tag}-after-{newest.id if newest else 'none'}",
             )
-        return FlowRunStarted(
-            id=str(flow_run.id), name=flow_run.name, url=url_for(flow_run), warning=warning
+            # The flow run of another command, which has the same key, may have ended meanwhile.
+            if flow_run.state is None or not flow_run.state.is_final():
+                return _started(client, flow_run, deployment.work_pool_name, is_new=True)
+        raise ServiceError(
+            f"each of {CREATES_MAX} flow runs of this run ended before it supervised anything; "
+            f"see their logs in Prefect: they have the tag {tag}"
         )
+
+
+def _newest_flow_run(client: SyncPrefectClient, tag: str) -> FlowRun | None:
+    found = client.read_flow_runs(
+        flow_run_filter=FlowRunFilter(tags=FlowRunFilterTags(all_=[tag])),
+        sort=FlowRunSort.EXPECTED_START_TIME_DESC,
+        limit=FLOW_RUNS_MAX,
+    )
+    return max(found, key=lambda one: (one.created is not None, one.created), default=None)
+
+
+def _will_supervise(client: SyncPrefectClient, found: FlowRun) -> bool:
+    """Return whether a flow run, whose process holds no lock yet, will supervise its run.
+
+    One that waits for a worker will, also if it is late. One that a worker has taken is lost if
+    it does not supervise within `START_S_MAX` seconds.
+    """
+    state = found.state
+    if state is None or state.is_final() or state.is_cancelling():
+        return False
+    if state.is_scheduled():
+        return True
+    if state.is_paused() and state.state_details.pause_reschedule:
+        client.resume_flow_run(found.id)
+        return True
+    return _server_time(client) - state.timestamp.timestamp() < START_S_MAX
+
+
+def _server_time(client: SyncPrefectClient) -> float:
+    """Return the server's clock, by which its states have their times."""
+    return parsedate_to_datetime(client.request("GET", "/health").headers["date"]).timestamp()
+
+
+def _started(
+    client: SyncPrefectClient, flow_run: FlowRun, pool: str | None, *, is_new: bool
+) -> FlowRunStarted:
+    warning = None
+    if pool and not _live_workers(client, pool):
+        warning = (
+            f"no worker polls pool {pool}, so the run waits; start a worker: "
+            f"`prefect worker start --pool {pool}`"
+        )
+    return FlowRunStarted(
+        id=str(flow_run.id),
+        name=flow_run.name,
+        url=url_for(flow_run),
+        warning=warning,
+        is_new=is_new,
+    )
 
 
 def resume_flow_run(flow_run: str) -> FlowRunStarted | None:
@@ -93,7 +165,7 @@ def resume_flow_run(flow_run: str) -> FlowRunStarted | None:
         if state is None or not state.is_paused() or not state.state_details.pause_reschedule:
             return None
         client.resume_flow_run(found.id)
-        return FlowRunStarted(id=flow_run, name=found.name, url=url_for(found), warning=None)
+        return _started(client, found, None, is_new=False)
 
 
 def check_service() -> ServiceReport:
@@ -135,7 +207,7 @@ def open_client() -> Iterator[SyncPrefectClient]:
     with (
         temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
         translate_errors(),
-        get_client(sync_client=True, httpx_settings={"timeout": API_S_MAX}) as client,
+        get_client(sync_client=True, httpx_settings=_bounded()) as client,
     ):
         failure = client.api_healthcheck()
         if failure is not None:
@@ -145,6 +217,26 @@ def open_client() -> Iterator[SyncPrefectClient]:
             )
         with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: RETRIES_MAX}):
             yield client
+
+
+def _bounded() -> dict[str, Any]:
+    """Return settings of the client that end its retries if a server does not answer at all."""
+
+    def about_to_send(request: httpx.Request) -> None:
+        # The client sends the same object again.
+        facts = request.extensions
+        waited_s = time.monotonic() - facts.setdefault("holdfast_began", time.monotonic())
+        if waited_s >= API_S_MAX and not facts.get("holdfast_answered"):
+            raise ServiceError(
+                f"Prefect's API at {api_url()} did not answer for {waited_s:.0f} s, though its "
+                "health check did. Check its log and its database."
+            )
+
+    def answered(response: httpx.Response) -> None:
+        response.request.extensions["holdfast_answered"] = True
+
+    hooks = {"request": [about_to_send], "response": [answered]}
+    return {"timeout": API_S_MAX, "event_hooks": hooks}
 
 
 def read_deployment(client: SyncPrefectClient, name: str = f"{FLOW}/{DEPLOYMENT}") -> Any:

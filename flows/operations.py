@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
 from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run as current_flow_run
 
+from holdfast.contracts.checkpoint_choice import choose_checkpoint
 from holdfast.contracts.errors import DamagedCheckpointError, RunFailedError, SpecError
 from holdfast.contracts.history import load_history
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.paths import LATEST, RunPaths
 from holdfast.contracts.states import RunState
 from holdfast.contracts.supervision import is_supervised
 from holdfast.contracts.visits import Visit, own_runs, visit
@@ -36,11 +37,8 @@ from holdfast.flows.sweep import Sweep, members_of
 from holdfast.flows.train import home_of, supervise_here, train
 from holdfast.lineage.index import Index
 from holdfast.workers import exports, operator, pruning, verification
-from holdfast.workers.checkpoints import newest_of_run
 from holdfast.workers.runs import find_run, require_own
 from holdfast.workers.until_capacity import ready_runs, waits_for_capacity
-
-NEWEST: Final = "newest"
 
 Answer = dict[str, Any] | State[Any]
 
@@ -106,16 +104,17 @@ def supervise(
 
 
 @flow(name="verify", persist_result=False)
-def verify(run: str, checkpoint: str = NEWEST, root: str | None = None) -> dict[str, Any]:
+def verify(run: str, checkpoint: str = LATEST, root: str | None = None) -> dict[str, Any]:
     """Read every byte of a checkpoint and compare it with the manifest. Damage fails the flow.
 
     Args:
         run: The run's folder name, or its name in the spec.
-        checkpoint: The checkpoint's name, such as `step-00000100.a0001.l01`, or `newest`.
+        checkpoint: The checkpoint's name, such as `step-00000100.a0001.l01`, or a word:
+            `latest`, `best` or `step-100`.
         root: The folder that contains the runs. By default that of the worker's environment.
     """
     paths = find_run(home_of(root), run)
-    directory = verification.directory_to_verify(paths, _checkpoint(paths, checkpoint))
+    directory = verification.directory_to_verify(paths, choose_checkpoint(paths, checkpoint))
     facts = verification.verify(directory)
     verification.record(directory, facts, by=BY, writer=JOURNAL)
     if not facts["ok"]:
@@ -168,7 +167,7 @@ def export(
     run: str,
     output: str,
     to: exports.Form = exports.Form.SAFETENSORS,
-    checkpoint: str = NEWEST,
+    checkpoint: str = LATEST,
     root: str | None = None,
 ) -> dict[str, Any]:
     """Write a checkpoint for programs without Holdfast.
@@ -177,11 +176,12 @@ def export(
         run: The run's folder name, or its name in the spec.
         output: The absolute path to write. It must not exist.
         to: The format. torch and safetensors write a file, others a folder.
-        checkpoint: The checkpoint's name, such as `step-00000100.a0001.l01`, or `newest`.
+        checkpoint: The checkpoint's name, such as `step-00000100.a0001.l01`, or a word:
+            `latest`, `best` or `step-100`.
         root: The folder that contains the runs. By default that of the worker's environment.
     """
     paths = find_run(home_of(root), run)
-    name = _checkpoint(paths, checkpoint)
+    name = choose_checkpoint(paths, checkpoint)
     directory = verification.directory_to_verify(paths, name)
     return exports.export(directory, exports.Form(to), Path(output), writer=JOURNAL)
 
@@ -291,8 +291,3 @@ def _supervise(paths: RunPaths) -> Answer:
     redactor = Redactor()
     with redactor.errors(), Index() as index:
         return supervise_here(paths, index, redactor)
-
-
-def _checkpoint(paths: RunPaths, name: str) -> str:
-    """Return the name of the checkpoint. Raises `NotFoundError` if `newest` finds none."""
-    return name if name != NEWEST else newest_of_run(paths).name

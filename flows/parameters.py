@@ -17,6 +17,7 @@ import yaml
 from pydantic import ValidationError
 
 from holdfast.contracts.errors import ForeignFileError, SpecError
+from holdfast.contracts.plain_text import counted
 from holdfast.contracts.reading import read_bounded
 from holdfast.contracts.spec import RunSpec
 from holdfast.flows.spec_problems import describe_error, drop_unknown_keys, is_answered
@@ -58,7 +59,7 @@ def load_spec(
         unanswered = [each for each in error.errors() if not is_answered(each, problems)]
         problems += [describe_error(each, RunSpec) for each in unanswered]
     if problems or spec is None:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        count = counted(len(problems), "problem")
         listing = "".join(f"\n  {problem}" for problem in problems)
         raise SpecError(f"{origin}: {count}; nothing was queued{listing}", problems)
     return resolve_directory(spec, folder)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from holdfast.contracts.history import AttemptView, RunHistory
+from holdfast.contracts.plain_text import counted
 from holdfast.flows.redactor import Log
 from holdfast.workers.heartbeats import NodeBeat, newest_step, read_heartbeats
 
@@ -41,7 +42,7 @@ def describe_progress(history: RunHistory) -> Progress:
     parts = [f"{name}: attempt {last.number} {last.state}"]
     # An attempt that was just created has no request yet.
     if last.gpus:
-        parts.append(f"{last.gpus} GPUs")
+        parts.append(counted(last.gpus, "GPU"))
     if step is not None:
         parts.append(f"step {step}")
     if phase:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import difflib
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
+from holdfast.workers.preflight import is_python
+
 GIVEN_CHARACTERS_MAX: Final = 80
 _NEAR: Final = 0.6
+# Keys whose value is a part of a command line. The others with lists have one element a line.
+_ARGUMENTS: Final = frozenset({"command", "wrapper", "container", "srun", "torchrun"})
 
 
 def drop_unknown_keys(table: dict[str, Any], model: type[BaseModel], where: str = "") -> list[str]:
@@ -43,6 +48,8 @@ def describe_error(error: ErrorDetails, model: type[BaseModel]) -> str:
         text = error["msg"].removeprefix("Value error, ")
         return f"{where}: {text}" if where else text
     given = shorten(error["input"])
+    if error["type"] == "tuple_type":
+        return f"{where}: given {given}; expected {_expected_list(where, error['input'])}"
     expected = _expected(error)
     near = _nearest_choice(error)
     step = "fix the key" if is_key else f"fix it or use --set {where}=…"
@@ -101,6 +108,25 @@ def _field_description(where: str, model: type[BaseModel]) -> str:
     if where == "command":
         return 'the program\'s own argv, such as ["train.py"]'
     return (field.description if field else None) or "a value"
+
+
+def _expected_list(where: str, value: Any) -> str:
+    """Return what to write instead of `value`, which is no list."""
+    if not isinstance(value, str):
+        return "a list"
+    if where.rpartition(".")[2] not in _ARGUMENTS:
+        return f"a list: {json.dumps([value])}"
+    try:
+        words = shlex.split(value)
+    except ValueError:
+        # A quote is open, so the words are unknown.
+        words = [value]
+    if where == "command" and words and is_python(words[0]):
+        return (
+            f"a list of arguments: {json.dumps(words[1:])}, because torchrun starts Python itself, "
+            f'or {json.dumps(words)} with program.launcher = "none"'
+        )
+    return f"a list of arguments: {json.dumps(words)}"
 
 
 def _expected(error: ErrorDetails) -> str:

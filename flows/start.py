@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.errors import NotFoundError, ServiceError
+from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.supervision import is_supervised
@@ -31,6 +32,7 @@ class Started:
     """A supervisor: `flow_run` of Prefect's deployment, `process` on this machine, or a `service`.
 
     `service` says where the user's supervisor service runs, which takes up the run in a moment.
+    A flow run that is not `is_new` was there before: it waits for a worker, or was suspended.
     """
 
     flow_run: str | None = None
@@ -39,6 +41,7 @@ class Started:
     process: subprocess.Popen[bytes] | None = None
     log: Path | None = None
     service: str | None = None
+    is_new: bool = True
 
     def as_json(self) -> dict[str, Any]:
         """Return the facts for `--json`."""
@@ -77,8 +80,11 @@ def start_flow(paths: RunPaths, *, preflight: bool = True) -> Started:
     from holdfast.flows.deployments import submit_to_prefect
 
     parameters = {**flow_parameters(paths), **({} if preflight else {"preflight": False})}
-    flow_run = submit_to_prefect(parameters, name=paths.name)
-    return Started(flow_run=flow_run.id, url=flow_run.url, warning=flow_run.warning)
+    uid = load_history(paths).record.uid
+    flow_run = submit_to_prefect(parameters, name=paths.name, uid=uid)
+    return Started(
+        flow_run=flow_run.id, url=flow_run.url, warning=flow_run.warning, is_new=flow_run.is_new
+    )
 
 
 def start_after(paths: RunPaths, *, goes_on: bool, refresh: bool = False) -> Started:
@@ -118,7 +124,7 @@ def resume_if_suspended(paths: RunPaths) -> Started | None:
     again = resume_flow_run(before)
     if again is None:
         return None
-    return Started(flow_run=again.id, url=again.url, warning=again.warning)
+    return Started(flow_run=again.id, url=again.url, warning=again.warning, is_new=again.is_new)
 
 
 def start_if_alone(paths: RunPaths, *, preflight: bool = True, refresh: bool = False) -> Started:

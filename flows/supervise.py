@@ -34,6 +34,7 @@ from holdfast.contracts.history_cache import HistoryReader, load_tallied
 from holdfast.contracts.journal import GROWER, EventKind, JournalWriter
 from holdfast.contracts.orders import open_orders
 from holdfast.contracts.paths import AttemptPaths, RunPaths
+from holdfast.contracts.plain_text import counted
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows import secrets
 from holdfast.flows.deliveries import Deliveries
@@ -289,7 +290,8 @@ class Supervisor:
         if tried is not None and tried.refused:
             wait_s = wait_after_refusal(tried, now=time.time())
             if wait_s is None:
-                evidence = f"the scheduler refused the job {tried.refusals} times: {tried.refused}"
+                times = counted(tried.refusals, "time")
+                evidence = f"the scheduler refused the job {times}: {tried.refused}"
                 state, cause = AttemptState.FAILED, Cause.INFRASTRUCTURE
                 end_unsubmitted(attempt, journal, state=state, cause=cause, evidence=evidence)
                 return

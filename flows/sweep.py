@@ -15,6 +15,7 @@ from typing import Any, Final
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.plain_text import counted
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import RunState
 from holdfast.contracts.visits import visit
@@ -55,7 +56,8 @@ def members_of(
         most = max(own.gpus, *allowed_sizes(own), *own.elastic.on_preemption)
         if most > gpus:
             raise SpecError(
-                f"variant {key}: the run can hold {most} GPUs, and the quota is {gpus}; lower "
+                f"variant {key}: the run can hold {counted(most, 'GPU')}, and the quota is "
+                f"{gpus}; lower "
                 "resources or elastic.max_gpus, or raise the quota. Nothing was queued"
             )
         found.append(Member(own, most))

@@ -41,7 +41,7 @@ from holdfast.workers.preflight import check
 
 @task(
     name="submit attempt",
-    task_run_name="attempt with {gpus} GPUs",
+    task_run_name="attempt, GPUs: {gpus}",
     retries=0,
     # A relaunch with the same arguments is another attempt, so results must not be cached.
     cache_policy=NO_CACHE,

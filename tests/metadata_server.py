@@ -118,7 +118,7 @@ class AwsService(MetadataServer):
 
     def _give_token(self, asked: RecordedRequest) -> Reply:
         seconds = asked.headers.get(aws.TTL_HEADER.lower(), "")
-        return text_reply(self.token) if seconds.isdigit() else text_reply("", 400)
+        return text_reply(self.token) if seconds.isdecimal() else text_reply("", 400)
 
     def _say(self, asked: RecordedRequest, document: dict[str, Any] | None) -> Reply:
         if asked.headers.get(aws.TOKEN_HEADER.lower()) != self.token:

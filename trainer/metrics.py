@@ -22,6 +22,7 @@ from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.filesystems import send_flag
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.paths import folder_of
+from holdfast.contracts.plain_text import counted
 from holdfast.contracts.reading import open_beneath
 from holdfast.contracts.reporting import report
 from holdfast.trainer.rank_context import RankContext
@@ -69,7 +70,7 @@ class Recorder:
     def close(self) -> None:
         """Write the queued lines, for `CLOSE_TIMEOUT_S` at most, and end the thread."""
         if self._dropped:
-            text = f"{self._dropped} lines of metrics were dropped"
+            text = f"dropped {counted(self._dropped, 'line')} of metrics"
             self._queue.put((EventKind.NOTE, {"text": text}, None))
         self._queue.put(None)
         self._thread.join(CLOSE_TIMEOUT_S)

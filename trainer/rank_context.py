@@ -230,7 +230,7 @@ def _take_launch(attempt: AttemptPaths) -> int:
     """Take the next launch number by creating its folder."""
     parent = attempt.launch(1).parent
     make_directory(parent)
-    taken = [int(entry.name) for entry in parent.iterdir() if entry.name.isdigit()]
+    taken = [int(entry.name) for entry in parent.iterdir() if entry.name.isdecimal()]
     for number in range(max(taken, default=0) + 1, LAUNCHES_MAX):
         try:
             attempt.launch(number).mkdir()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.contracts.errors import DamagedCheckpointError, NotFoundError
+from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.paths import CheckpointName, RunPaths
 
@@ -36,11 +36,3 @@ def newest_committed(paths: RunPaths, attempt: int) -> Manifest | None:
         if manifest is not None:
             return manifest
     return None
-
-
-def newest_of_run(paths: RunPaths) -> Manifest:
-    """Return the manifest of the newest committed checkpoint. Raises `NotFoundError` for none."""
-    found = committed_checkpoints(paths)
-    if not found:
-        raise NotFoundError(f"run {paths.name} has no committed checkpoint yet")
-    return found[-1]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from datetime import datetime
 from functools import partial
 from typing import Final
 
@@ -17,7 +16,14 @@ from holdfast.contracts.errors import SpecError
 from holdfast.contracts.node_share import gpu_kind, gpus_of
 from holdfast.contracts.spec_resources import Resources
 from holdfast.workers import slurm_client
-from holdfast.workers.slurm_client import Ask, call, chosen_partitions, expand_hosts, parse_time
+from holdfast.workers.slurm_client import (
+    Ask,
+    call,
+    chosen_partitions,
+    expand_hosts,
+    format_time,
+    parse_time,
+)
 from holdfast.workers.traces import Trace
 
 GAP_S_MAX: Final = 300.0
@@ -90,7 +96,7 @@ def read_history(resources: Resources, days: float, *, now: float, ask: Ask | No
         )
     since = now - days * DAY_S
     use = _Use(gpus, since, now)
-    period = _slurm_time(since), _slurm_time(now)
+    period = format_time(since), format_time(now)
     for began, ended, nodes in _jobs(period, ask):
         use.add(began, ended, nodes)
     for node, began, ended in _events(period, ask):
@@ -125,10 +131,6 @@ def _events(period: tuple[str, str], ask: Ask) -> Iterator[tuple[str, float, flo
         began = parse_time(start)
         if began is not None:
             yield node, began, parse_time(end)
-
-
-def _slurm_time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).isoformat(timespec="seconds")
 
 
 def _gpus_by_node(resources: Resources, ask: Ask) -> dict[str, int]:

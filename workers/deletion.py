@@ -24,6 +24,7 @@ from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.leases import readers, storage_time
 from holdfast.contracts.manifest import read_tombstone
 from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths, hold
+from holdfast.contracts.plain_text import counted
 from holdfast.workers import retention
 from holdfast.workers.checkpoints import committed_checkpoints
 from holdfast.workers.mirrors import delete_copies
@@ -72,7 +73,7 @@ def free_space(paths: RunPaths, *, writer: str) -> tuple[int, str]:
     deleted = apply(paths, by="a full disk", writer=writer, copies=False)
     with _held(paths) as held:
         torn_bytes = remove_torn(held)
-    done = [f"{len(deleted)} checkpoints that nothing keeps were deleted"]
+    done = [f"deleted {counted(len(deleted), 'checkpoint')} that nothing keeps"]
     if torn_bytes:
         done.append(f"{torn_bytes} bytes of uncommitted saves were removed")
     left = [f"{one.name} ({one.reason})" for one in retention.plan_run(paths) if one.is_kept]

@@ -6,14 +6,14 @@ the memory needed.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from holdfast.contracts.errors import DamagedCheckpointError, NotFoundError
-from holdfast.contracts.history import RunHistory, excluded_checkpoints
-from holdfast.contracts.manifest import Manifest, read_manifest
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.checkpoint_choice import newest_of_branch
+from holdfast.contracts.errors import NotFoundError
+from holdfast.contracts.history import RunHistory
+from holdfast.contracts.manifest import Manifest
+from holdfast.contracts.plain_text import counted
 from holdfast.contracts.topology import has_mesh, problem_with_mesh
 
 
@@ -57,18 +57,5 @@ class Feasibility:
             return None
         return (
             f"its checkpoint {self.newest.name} does not record its mesh, so whether it fits "
-            f"{gpus} GPUs shows only when it is loaded"
+            f"{counted(gpus, 'GPU')} shows only when it is loaded"
         )
-
-
-def newest_of_branch(paths: RunPaths, history: RunHistory) -> Manifest:
-    """Return the newest committed checkpoint of the run's branch. Raises `NotFoundError`."""
-    excluded = excluded_checkpoints(history.events)
-    for directory in reversed(paths.list_checkpoints()):
-        with contextlib.suppress(DamagedCheckpointError):
-            manifest = None if directory.name in excluded else read_manifest(directory)
-            if manifest is not None:
-                return manifest
-    raise NotFoundError(
-        f"{paths.name} has no committed checkpoint yet; repeat the command after its first save"
-    )

@@ -175,6 +175,7 @@ def end(place: FlowPlace) -> None:
     """Ask the flow to end: SIGTERM to its process, or `scancel`. Raises `SchedulerError`."""
     if place.kind == "slurm":
         # With `--full`, also the flow itself gets the signal, not only the script's shell.
-        slurm_client.call(["scancel", "--full", "--signal=TERM", place.job_id])
+        chosen = (f"--name={JOB_NAME}", slurm_client.checked_id(place.job_id))
+        slurm_client.call(["scancel", "--full", "--signal=TERM", *chosen])
     elif is_alive(place.process):
         os.kill(place.pid, signal.SIGTERM)

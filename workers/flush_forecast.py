@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from holdfast.contracts.journal import Event, EventKind
+from holdfast.contracts.plain_text import counted
 
 # The forecast is the slowest of this many saves, because shared storage is slow at times.
 SAVES_RECENT: Final = 10
@@ -84,7 +85,8 @@ def grace_warnings(
     if forecast is not None and forecast.needed_s > shortest_s:
         warnings.append(
             f"a grace of {shortest_s:.0f} s is too short for the last flush: the slowest of the "
-            f"last {forecast.saves} saves took {forecast.seconds:.1f} s, and {FACTOR:g} times that "
+            f"last {counted(forecast.saves, 'save')} took {forecast.seconds:.1f} s, and "
+            f"{FACTOR:g} times that "
             f"is {forecast.needed_s:.1f} s. A preemption may lose the steps since the last "
             "checkpoint: use a longer grace, faster storage or a shorter checkpoint interval"
         )

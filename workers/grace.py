@@ -75,5 +75,5 @@ def grace_of_partition(
         if name in wanted.split(",") if wanted else is_default:
             grace = fields.get("GraceTime", "")
             is_preempted = fields.get("PreemptMode", "OFF") != "OFF"
-            found.append((name, float(grace) if is_preempted and grace.isdigit() else None))
+            found.append((name, float(grace) if is_preempted and grace.isdecimal() else None))
     return min(found, key=lambda one: math.inf if one[1] is None else one[1], default=("", None))

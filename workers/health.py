@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from holdfast.contracts.plain_text import counted
+
 QUERY_S: Final = 30.0
 CLOCK_S_MAX: Final = 60.0
 FREE_GB: Final = 1.0
@@ -46,14 +48,14 @@ def _problems_with_gpus(expected: int) -> Iterator[str]:
         links = _ask("nvlink", "--status")
     except (OSError, subprocess.SubprocessError) as error:
         detail = str(getattr(error, "stderr", "") or getattr(error, "stdout", "") or error).strip()
-        yield f"nvidia-smi failed: {detail}; expected {expected} GPUs"
+        yield f"nvidia-smi failed: {detail}; expected {counted(expected, 'GPU')}"
         return
     rows = [line.split(",") for line in answer.splitlines() if "," in line]
     if len(rows) < expected:
-        yield f"nvidia-smi lists {len(rows)} GPUs, expected {expected}"
+        yield f"nvidia-smi lists {counted(len(rows), 'GPU')}, expected {expected}"
     for index, errors in rows:
         # GPUs without ECC report "[N/A]".
-        if errors.strip().isdigit() and int(errors) > 0:
+        if errors.strip().isdecimal() and int(errors) > 0:
             yield f"GPU {index.strip()} has {errors.strip()} uncorrected memory (ECC) errors"
     down = sum("inactive" in line.lower() for line in links.splitlines())
     if down:

@@ -36,6 +36,7 @@ from holdfast.contracts.journal import AUTOMATIC, EventKind
 from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.orders import OrderBook, OrderState, open_orders, orders_of
 from holdfast.contracts.paths import AttemptPaths, RunPaths, checkpoint_id, has_spec
+from holdfast.contracts.plain_text import counted
 from holdfast.contracts.sources import require_own_directory
 from holdfast.contracts.states import RunState
 from holdfast.workers.executors import executor_for
@@ -227,7 +228,7 @@ def _refuse_second(history: RunHistory, now: float) -> None:
     if has_ended and asked["action"] not in OPERATOR_GOES_ON:
         return
     who, action = str(asked.get("by") or "another operator"), str(asked["action"])
-    size = f" at {asked['gpus']} GPUs" if asked.get("gpus") else ""
+    size = f" at {counted(asked['gpus'], 'GPU')}" if asked.get("gpus") else ""
     raise RequestConflictError(
         f"{who} asked to {action} run {history.paths.name}{size} "
         f"{max(age_s, 0.0):.0f} s ago, and that request is still pending; wait until it is done, "
@@ -375,7 +376,7 @@ def _what_follows(history: RunHistory, action: Action, gpus: int | None) -> str:
     run = history.paths.name
     if action in {"resume", "relaunch"}:
         before = history.last_attempt.gpus if history.last_attempt else history.spec.gpus
-        return f"run {run} continues at {gpus or before or history.spec.gpus} GPUs"
+        return f"run {run} continues at {counted(gpus or before or history.spec.gpus, 'GPU')}"
     if action == "pause":
         return f"run {run} is paused; continue it with `holdfast resume {run}`"
     return f"run {run} will not be relaunched ({action})"

@@ -17,6 +17,7 @@ from holdfast.contracts.history import (
 )
 from holdfast.contracts.journal import AUTOMATIC, FALLBACKS, GROWER
 from holdfast.contracts.paths import CheckpointName
+from holdfast.contracts.plain_text import counted
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.causes import Ending
 from holdfast.workers.evidence import names_hardware
@@ -154,7 +155,7 @@ def _decide_by_request(
         return largest_within(history.spec, most, fits) or gpus, ""
 
     found = choose_nodes(history, rooms, place, choose, now=now)
-    reason = f"{action} at {found.gpus} GPUs by {by}{why}"
+    reason = f"{action} at {counted(found.gpus, 'GPU')} by {by}{why}"
     return _relaunch(found, place, reason)
 
 
@@ -175,7 +176,7 @@ def _repeat(history: RunHistory, last: AttemptView, rooms: Rooms, now: float) ->
     """Return the same attempt with fewer exclusions, because Slurm refused it with them."""
     place = place_of(last)
     found = choose_nodes(history, rooms, place, lambda _: (last.gpus, ""), now=now)
-    return _relaunch(found, place, f"{last.gpus} GPUs as for attempt {last.number}")
+    return _relaunch(found, place, f"{counted(last.gpus, 'GPU')} as for attempt {last.number}")
 
 
 def _decide_after(
@@ -205,7 +206,7 @@ def _decide_after(
         )
 
     found = choose_nodes(history, rooms, place, choose, now=now)
-    reason = f"after {cause} of attempt {last.number}: {found.gpus} GPUs ({found.why})"
+    reason = f"after {cause} of attempt {last.number}: {counted(found.gpus, 'GPU')} ({found.why})"
     has_queue = rooms.is_known or spec.resources.executor == "slurm"
     is_early = cause is Cause.PREEMPTION and has_queue
     delay_s = PREEMPTOR_S if is_early else backoff_s(history, last, spent)
@@ -218,7 +219,7 @@ def _why_stop(history: RunHistory, last: AttemptView, cause: Cause, spent: int) 
         return "cancelled from outside Holdfast"
     budget = history.spec.supervision.budgets.get(cause, BUDGETS[cause])
     if spent > budget:
-        again = f" ({spent} times, {budget} allowed)" if budget else ""
+        again = f" ({counted(spent, 'time')}, {budget} allowed)" if budget else ""
         return f"{cause}{again}: {_why(last)}"
     limit = history.spec.supervision.attempts_max
     if sum(not is_refused_exclusion(one) for one in history.attempts) >= limit:
@@ -233,7 +234,8 @@ def _why_stop(history: RunHistory, last: AttemptView, cause: Cause, spent: int) 
     stuck = _attempts_without_progress(history)
     if stuck >= BREAKER_ATTEMPTS:
         return (
-            f"{stuck} attempts in a row committed no new step, the last ended by {cause}; "
+            f"{counted(stuck, 'attempt')} in a row committed no new step, the last ended by "
+            f"{cause}; "
             "fix the cause, then run `holdfast relaunch`"
         )
     return ""
@@ -380,7 +382,9 @@ def decide_in_place(
     if restarts > 0 and not gained_steps:
         return Decision(action="stop", reason="the last restart in place made no progress")
     if ending.cause is Cause.HANG and hangs > hangs_max:
-        return Decision(action="stop", reason=f"hung {hangs} times, {hangs_max} allowed: {why}")
+        return Decision(
+            action="stop", reason=f"hung {counted(hangs, 'time')}, {hangs_max} allowed: {why}"
+        )
     if ending.cause is Cause.NUMERICS and rolled_back:
         return Decision(action="restart", reason=f"{ending.cause}: {why}")
     if ending.cause not in _RESTARTABLE or names_hardware(ending.evidence):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import socket
 import subprocess
@@ -15,12 +17,14 @@ from holdfast.contracts.durable import make_directory
 from holdfast.contracts.errors import PreflightError, SchedulerError, SchedulerUnavailableError
 from holdfast.contracts.filesystems import NODE_LOCAL, filesystem_of
 from holdfast.contracts.node_share import gpu_kind, gpus_of
+from holdfast.contracts.plain_text import counted
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.spec_resources import Resources
 from holdfast.workers import slurm_client
 from holdfast.workers.root_probe import describe, find_problems
 
 PYTHON_TIMEOUT_S: Final = 20.0
+_PYTHON: Final = re.compile(r"python(3(\.[0-9]+)?)?")
 SLURM_COMMANDS: Final = ("sbatch", "squeue", "sacct", "scontrol", "scancel", "srun")
 _FIND_MODULES = (
     "import importlib.util as u, sys; "
@@ -53,7 +57,8 @@ def check(spec: RunSpec, root: Path) -> None:
     if problems:
         listing = "\n".join(f"  - {problem}" for problem in problems)
         raise PreflightError(
-            f"run {spec.name} cannot start, {len(problems)} problems to fix:\n{listing}", problems
+            f"run {spec.name} cannot start, {counted(len(problems), 'problem')} to fix:\n{listing}",
+            problems,
         )
 
 
@@ -117,11 +122,33 @@ def _program_problems(spec: RunSpec) -> list[str]:
             return ["command: -m needs a module name after it"]
         modules.append(spec.command[1])
     elif not (directory / spec.command[0]).is_file():
-        problems.append(
-            f"command: {spec.command[0]} is not a file under {directory}; give the program's path "
-            "relative to launch.working_directory"
-        )
+        problems.append(_script_problem(spec.command[0], directory))
     return problems + _module_problems(python, modules, directory)
+
+
+def is_python(word: str) -> bool:
+    """Return whether a command's first word is a Python interpreter."""
+    return _PYTHON.fullmatch(Path(word).name) is not None
+
+
+def _script_problem(name: str, directory: Path) -> str:
+    """Return why torchrun cannot start the script `name`, and what to write instead."""
+    if is_python(name):
+        return (
+            f"command: torchrun starts Python itself: leave {name!r} out, or set program.launcher "
+            "= 'none' for a program that needs no torchrun"
+        )
+    if name == "torchrun":
+        return "command: Holdfast starts torchrun: leave 'torchrun' and its options out"
+    if name.startswith("~") or "$" in name:
+        whole = os.path.expandvars(os.path.expanduser(name))
+        is_known = "$" not in whole and not whole.startswith("~")
+        step = f"{whole!r}" if is_known else "the whole path"
+        return f"command: {name!r}: nothing expands ~ and variables: write {step}"
+    return (
+        f"command: {name} is not a file under {directory}; give the program's path relative to "
+        "launch.working_directory"
+    )
 
 
 def _command_problems(spec: RunSpec, directory: Path) -> list[str]:
@@ -168,6 +195,17 @@ def _module_problems(python: str, modules: list[str], directory: Path) -> list[s
     ]
 
 
+def _pattern_problems(root: Path) -> list[str]:
+    if "%" not in str(root):
+        return []
+    return [
+        (
+            f"root {root}: it contains %, which Slurm and submitit replace in the paths of logs, "
+            "so the jobs would log elsewhere; give a root without % with --root or HOLDFAST_ROOT"
+        )
+    ]
+
+
 def _slurm_problems(spec: RunSpec, places: Sequence[_Place]) -> list[str]:
     absent = [name for name in SLURM_COMMANDS if shutil.which(name) is None]
     if absent:
@@ -184,7 +222,7 @@ def _slurm_problems(spec: RunSpec, places: Sequence[_Place]) -> list[str]:
         accounting = slurm_client.settings().get("AccountingStorageType", "")
     except SchedulerError as error:
         return [f"Slurm: {error}"]
-    problems = []
+    problems = _pattern_problems(places[0].folder)
     if federation:
         problems.append(
             f"Slurm: this cluster is in the federation {federation!r}, so another cluster may run "

@@ -24,6 +24,7 @@ from holdfast.contracts.durable import create_bytes, fsync_directory
 from holdfast.contracts.file_locks import wait_for_lock
 from holdfast.contracts.filesystems import fetch_attributes, filesystem_of, is_there, send_flag
 from holdfast.contracts.paths import real_folder
+from holdfast.contracts.plain_text import counted
 from holdfast.contracts.reading import is_mine
 
 PREFIX: Final = ".probe."
@@ -321,8 +322,8 @@ def judge_races(winners: Sequence[int]) -> list[RootProblem]:
     if not twice:
         return []
     text = (
-        f"two nodes created the same name at the same moment, {twice} times of {len(winners)}, so "
-        "a run could be trained twice and a commit be lost"
+        f"two nodes created the same name at the same moment, {counted(twice, 'time')} of "
+        f"{len(winners)}, so a run could be trained twice and a commit be lost"
     )
     return [RootProblem(NAMES, text)]
 

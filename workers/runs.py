@@ -32,6 +32,7 @@ from holdfast.contracts.paths import (
     list_runs,
     real_folder,
 )
+from holdfast.contracts.plain_text import counted
 from holdfast.contracts.reading import is_mine
 from holdfast.contracts.roots import ensure_root_id
 from holdfast.contracts.spec import RunSpec
@@ -276,7 +277,9 @@ def find_run(root: Path, name: str) -> RunPaths:
     there = [run.name for run in list_runs(root)]
     near = difflib.get_close_matches(name, there, n=3, cutoff=0.4)
     hint = f"did you mean {', '.join(near)}?" if near else "list the runs with `holdfast runs`"
-    raise NotFoundError(f"no run {name!r} under {root} ({len(there)} runs there); {hint}")
+    raise NotFoundError(
+        f"no run {name!r} under {root} ({counted(len(there), 'run')} there); {hint}"
+    )
 
 
 def read_record(paths: RunPaths) -> RunRecord:

@@ -21,6 +21,7 @@ from holdfast.contracts.goodput import Goodput, account
 from holdfast.contracts.history import AttemptView, RunHistory
 from holdfast.contracts.journal import GROWER, Event, EventKind
 from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.plain_text import counted
 from holdfast.contracts.prices import Prices
 from holdfast.contracts.save_interval import PRIOR_NODE_S, Failures, choose_interval
 from holdfast.contracts.spans import Launch, Span
@@ -386,11 +387,14 @@ def simulate(
             break
         run.now += decision.delay_s + costs.relaunch_s
         if run.now > END_S_MAX or len(run.views) >= ATTEMPTS_MAX:
-            decision = replace(decision, reason=f"not complete after {len(run.views)} attempts")
+            decision = replace(
+                decision, reason=f"not complete after {counted(len(run.views), 'attempt')}"
+            )
             break
         if not run.play(decision.gpus, decision.place, decision.reason):
             raise SpecError(
-                f"the trace has {max(traces[decision.place].gpus)} GPUs at most, and the run needs "
+                f"the trace has {counted(max(traces[decision.place].gpus), 'GPU')} at most, "
+                f"and the run needs "
                 f"{decision.gpus}; give a smaller size, or lower elastic.min_gpus"
             )
     return _outcome(run, decision.reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from holdfast.contracts.plain_text import counted
 from holdfast.contracts.spec import RunSpec
 
 
@@ -11,7 +12,7 @@ def problem_with(spec: RunSpec, gpus: int) -> str | None:
     """Return None if a relaunch may use `gpus` GPUs, otherwise why not and what is allowed."""
     if not spec.gpus_min <= gpus <= spec.gpus_max and not is_single(spec):
         return (
-            f"{gpus} GPUs lie outside elastic {spec.gpus_min} to {spec.gpus_max}; "
+            f"{counted(gpus, 'GPU')}: outside elastic {spec.gpus_min} to {spec.gpus_max}; "
             f"allowed: {_listing(spec)}"
         )
     if gpus < 1:
@@ -22,9 +23,9 @@ def problem_with(spec: RunSpec, gpus: int) -> str | None:
         return str(error)
     if spec.resources.executor == "local" and nodes > 1:
         most = spec.resources.size_per_node
-        return f"{gpus} GPUs do not fit on one node of {most}; the local executor has one node"
+        return f"{counted(gpus, 'GPU')}: more than {most}, and the local executor has one node"
     if spec.elastic.choices and gpus not in spec.elastic.choices and gpus != spec.gpus:
-        return f"{gpus} GPUs are not among elastic.choices; allowed: {_listing(spec)}"
+        return f"{counted(gpus, 'GPU')}: not among elastic.choices; allowed: {_listing(spec)}"
     return None
 
 

@@ -8,7 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import partial
 from typing import Final
 
@@ -25,6 +25,8 @@ _COMMANDS: Final = "SLURM SLURMD SBATCH SRUN SALLOC SQUEUE SACCT SINFO SCONTROL 
 _DEFAULTS: Final = tuple(f"{name}_" for name in _COMMANDS.split())
 _KEPT: Final = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_SACK_KEY"})
 _FIELD = re.compile(r"(?:^| )([A-Za-z][A-Za-z0-9_/:]*)=")
+# Also of a task of an array and of a component of a heterogeneous job.
+_JOB_ID: Final = re.compile(r"[1-9][0-9]{0,18}(?:[_+][0-9]{1,9})?")
 _NO_ACCOUNTING = ("accounting storage is disabled", "not running a supported accounting_storage")
 _NO_JOB = ("invalid job id", "no job", "not found")
 # The versions of Slurm on which the tests of this version of Holdfast ran.
@@ -68,7 +70,11 @@ def call(arguments: Sequence[str], timeout_s: float = CALL_TIMEOUT_S) -> str:
 
 
 def _run(arguments: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """Run a Slurm command. Raises `SchedulerUnavailableError` if it is missing or too slow."""
+    """Run a Slurm command, which prints and takes times in UTC.
+
+    A local time is ambiguous in the hour that a clock change repeats. Raises
+    `SchedulerUnavailableError` if the command is missing or too slow.
+    """
     try:
         return subprocess.run(
             list(arguments),
@@ -76,7 +82,7 @@ def _run(arguments: Sequence[str], timeout_s: float) -> subprocess.CompletedProc
             text=True,
             timeout=timeout_s,
             check=False,
-            env={name: value for name, value in os.environ.items() if not is_users_default(name)},
+            env={**{k: v for k, v in os.environ.items() if not is_users_default(k)}, "TZ": "UTC"},
         )
     except FileNotFoundError:
         raise SchedulerUnavailableError(
@@ -188,6 +194,16 @@ def concerns_nodes(message: str) -> bool:
     return any(sign in message.lower() for sign in _OF_NODES)
 
 
+def checked_id(job_id: str) -> str:
+    """Return a job's id. Raises `SchedulerError` if it is none, but perhaps an option."""
+    if not _JOB_ID.fullmatch(job_id):
+        raise SchedulerError(
+            f"{job_id[:99]!r} is recorded as the id of a Slurm job; expected a number. Nothing was "
+            "sent to Slurm; find the job by its name with `squeue`"
+        )
+    return job_id
+
+
 def queued_jobs(name: str) -> list[JobLine]:
     """Return the jobs called `name` that the controller still knows, newest last, even if ended."""
     # With `-a`, jobs of hidden partitions too.
@@ -202,10 +218,9 @@ def recorded_jobs(*, name: str = "", job_id: str = "", since: float = 0.0) -> li
 
     Empty if the site has no accounting. `since` is Unix seconds.
     """
-    chosen = [f"--jobs={job_id}"] if job_id else [f"--name={name}"]
+    chosen = [f"--jobs={checked_id(job_id)}"] if job_id else [f"--name={name}"]
     # The clock that wrote `since` may have been ahead. sacct finds no job before its start.
-    since = min(since, now()) - 24 * 3600.0
-    start = datetime.fromtimestamp(max(since, 0.0)).strftime("%Y-%m-%dT%H:%M:%S")
+    start = format_time(max(min(since, now()) - 24 * 3600.0, 0.0))
     command = ["sacct", "-n", "-P", "-X", "-D", f"-S{start}", *chosen, "-o", ",".join(SACCT_FIELDS)]
     try:
         out = call(command)
@@ -220,7 +235,7 @@ def recorded_jobs(*, name: str = "", job_id: str = "", since: float = 0.0) -> li
 def show_job(job_id: str, timeout_s: float = CALL_TIMEOUT_S) -> JobLine | None:
     """Return the job as the controller knows it, or None if it no longer knows the job."""
     try:
-        out = call(["scontrol", "--all", "-o", "show", "job", job_id], timeout_s)
+        out = call(["scontrol", "--all", "-o", "show", "job", checked_id(job_id)], timeout_s)
     except SchedulerUnavailableError:
         raise
     except SchedulerError as error:
@@ -369,18 +384,23 @@ def parse_fields(text: str) -> dict[str, str]:
 
 
 def parse_time(text: str) -> float | None:
-    """Return Slurm's local time as Unix seconds; None for `Unknown`, `N/A`, `None` and the like."""
+    """Return a time that `call` got as Unix seconds; None for `Unknown`, `N/A` and the like."""
     try:
-        return datetime.fromisoformat(text).timestamp()
+        return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
     except ValueError:
         return None
+
+
+def format_time(seconds: float) -> str:
+    """Return Unix seconds as a time for a command that `call` runs."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
 def parse_minutes(text: str) -> float | None:
     """Return the minutes of a Slurm duration (`1-02:03:04`, `30:00`); None for `UNLIMITED` etc."""
     days, _, clock = text.rpartition("-")
     parts = clock.split(":")
-    if not all(p.isdigit() for p in parts) or (days and not days.isdigit()):
+    if not all(p.isdecimal() for p in parts) or (days and not days.isdecimal()):
         return None
     numbers = [int(p) for p in parts]
     if days:

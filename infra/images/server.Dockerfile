@@ -4,7 +4,8 @@
 FROM python:3.11-slim-bookworm AS wheel
 COPY . /src
 # The wheel contains the page, which `make page` has built.
-RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels /src
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels /src \
+    && cp /src/requirements.lock /wheels
 
 FROM python:3.11-slim-bookworm
 # Slurm's commands and MUNGE, so that workers can submit jobs. The cluster's own packages must have
@@ -13,7 +14,10 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends slurm-client=22.05.* munge=0.5.* tini=0.19.* \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=wheel /wheels /wheels
-RUN pip install --no-cache-dir "$(ls /wheels/holdfast-*.whl)[server,redis]" && rm -rf /wheels
+# The versions that the tests of this version of Holdfast ran with.
+RUN pip install --no-cache-dir --constraint /wheels/requirements.lock \
+        "$(ls /wheels/holdfast-*.whl)[server,redis]" \
+    && rm -rf /wheels
 # Jobs run as this account, so its number must be that of the account on the cluster.
 ARG UID=1500
 RUN useradd --uid "$UID" --create-home holdfast

@@ -63,7 +63,7 @@ def _read_environment(pid: int) -> dict[str, str]:
 
 def _pids() -> list[int]:
     """Return all pids of the machine."""
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
 
 
 def start_daemon(argv: list[str], environment: dict[str, str], output: Path) -> ProcessRecord:

@@ -236,6 +236,15 @@ def test_metrics_nodes_storage_and_comparison_are_returned(api: httpx.Client) ->
     assert told["manifest"]["step"] == 200
 
 
+def test_a_checkpoint_is_also_found_by_a_word(api: httpx.Client) -> None:
+    listed = get(api, "/runs/gpt-b/checkpoints")["items"]
+    assert get(api, "/checkpoints/gpt-b:latest")["step"] == max(one["step"] for one in listed)
+    assert get(api, "/checkpoints/gpt-b:step-150")["id"] == "gpt-b:step-00000150.a0001.l01"
+    refused = api.get("/api/v1/checkpoints/gpt-b:best")
+    assert refused.status_code == 404
+    assert "checkpoint.keep.best" in refused.json()["message"]
+
+
 def test_health_and_prometheus_metrics_are_returned(api: httpx.Client) -> None:
     assert api.get("/healthz").json()["ok"]
     figures = api.get("/metrics").text

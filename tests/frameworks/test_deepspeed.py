@@ -156,7 +156,7 @@ def test_a_state_that_deepspeed_cannot_convert_stays_on_its_number_of_ranks(
     found = cases["unconvertible"]
     assert found["saved"] == ["", ""]
     (refused,) = found["alone"]
-    assert "2 ranks saved it, and 1 ranks cannot load it" in refused
+    assert "2 ranks saved it, and 1 rank cannot load it" in refused
     assert "RMSprop has square_avg" in refused
 
 

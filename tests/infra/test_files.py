@@ -107,6 +107,14 @@ def test_images_install_extras_that_exist() -> None:
             assert set(extras.split(",")) <= set(project["optional-dependencies"])
 
 
+def test_images_install_the_tested_versions() -> None:
+    for path in (INFRA / "images").glob("*.Dockerfile"):
+        text = path.read_text()
+        assert re.search(r"/src/requirements.lock.* /wheels", text)
+        (install,) = re.findall(r"RUN pip install (.*)", text)
+        assert "--constraint /wheels/requirements.lock" in install
+
+
 def test_prometheus_accepts_the_alert_rules_and_holdfast_has_their_metrics() -> None:
     rules = INFRA / "grafana" / "alerts.yaml"
     check(CHECKERS / "usr/bin/promtool", "check", "rules", rules)
@@ -116,6 +124,20 @@ def test_prometheus_accepts_the_alert_rules_and_holdfast_has_their_metrics() -> 
     names = set(re.findall(r"\b(holdfast_[a-z_]+?)(?:_bucket)?\b(?=[{\[ )\\])", asked))
     assert len(names) > 10
     assert names <= has
+
+
+def test_each_alert_fires_when_it_should_and_not_for_healthy_runs(tmp_path: Path) -> None:
+    rules = INFRA / "grafana" / "alerts.yaml"
+    tests = Path(__file__).with_name("alert_tests.yaml")
+    for path in (rules, tests):
+        shutil.copy(path, tmp_path)
+    check(CHECKERS / "usr/bin/promtool", "test", "rules", tmp_path / tests.name)
+    names = {
+        rule["alert"] for g in yaml.safe_load(rules.read_text())["groups"] for rule in g["rules"]
+    }
+    cases = [c for t in yaml.safe_load(tests.read_text())["tests"] for c in t["alert_rule_test"]]
+    assert {case["alertname"] for case in cases if case["exp_alerts"]} == names
+    assert {case["alertname"] for case in cases if not case["exp_alerts"]} == names
 
 
 def test_caddy_accepts_its_file(tmp_path: Path) -> None:
@@ -147,3 +169,23 @@ def test_systemd_accepts_the_units(unit: Path, tmp_path: Path) -> None:
     own = tmp_path / unit.name
     own.write_text(text)
     assert "Unknown" not in check("systemd-analyze", "verify", own)
+
+
+@pytest.mark.parametrize(
+    ("name", "exposure_max"), [("serve", 50), ("prefect", 50), ("supervise", 90), ("worker", 90)]
+)
+def test_units_restart_for_ever_wait_for_mounts_and_are_sandboxed(
+    name: str, exposure_max: int, tmp_path: Path
+) -> None:
+    unit = INFRA / "systemd" / f"holdfast-{name}.service"
+    text = unit.read_text()
+    head, _, service = text.partition("[Service]")
+    assert "\nStartLimitIntervalSec=0\n" in head, "it is a setting of [Unit]"
+    (mounts,) = re.findall(r"^RequiresMountsFor=(.+)$", head, re.M)
+    (program,) = re.findall(r"^ExecStart=(\S+)", service, re.M)
+    assert any(program.startswith(f"{one}/") for one in mounts.split())
+    assert "\nProtectSystem=" in service
+    own = tmp_path / unit.name
+    own.write_text(text.replace("/shared/holdfast/bin", str(PROGRAMS)))
+    words = ("systemd-analyze", "security", "--offline=true", "--no-pager")
+    check(*words, f"--threshold={exposure_max}", own)

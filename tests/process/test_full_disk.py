@@ -23,7 +23,7 @@ MB = 1 << 20
 DISK_MB = 24
 FLOATS_PER_MB = MB // 4
 LEFT_BYTES = 2 * MB
-NONE = "0 checkpoints that nothing keeps were deleted"
+NONE = "deleted 0 checkpoints that nothing keeps"
 
 pytestmark = pytest.mark.timeout(280)
 

@@ -331,7 +331,7 @@ def test_pin_and_prune(call: Call, ended_run: RunPaths) -> None:
     assert ended_run.checkpoint(first).is_dir()
     refused = call("prune", "kelp")
     assert refused.status == 2
-    assert "would delete 1 checkpoints of kelp" in refused.err
+    assert "would delete 1 checkpoint of kelp" in refused.err
     assert ended_run.checkpoint(first).exists(), "without a terminal, only --yes deletes"
     done = call("prune", "kelp", "--yes", "--json").json
     assert [each["checkpoint"] for each in done["deleted"]] == [first]

@@ -90,7 +90,7 @@ SLURM = {"executor": "slurm", "nodes": 2, "gpus_per_node": 4}
         ({"resources": SLURM, "elastic": {"max_gpus": 4}}, "min_gpus 8 is above"),
         (
             {"resources": SLURM, "elastic": {"min_gpus": 4, "max_gpus": 8, "choices": [12]}},
-            "12 GPUs lie outside elastic 4 to 8",
+            "12 GPUs: outside elastic 4 to 8",
         ),
         ({"elastic": {"min_gpus": 4, "max_gpus": 2}}, "is above elastic.max_gpus"),
         ({"environment": {"1BAD": "x"}}, "expected names such as"),

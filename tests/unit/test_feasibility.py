@@ -9,6 +9,7 @@ import pytest
 from tests.histories import NOW, attempt_of, history_of, spec_of
 from tests.runs import T0, RunFolder
 
+from holdfast.contracts.checkpoint_choice import newest_of_branch
 from holdfast.contracts.errors import NotFoundError, SpecError
 from holdfast.contracts.history import load_history
 from holdfast.contracts.journal import EventKind
@@ -16,7 +17,7 @@ from holdfast.contracts.manifest import Manifest
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.contracts.topology import degrees_of, fitting_counts, problem_with_mesh
 from holdfast.workers import operator
-from holdfast.workers.feasibility import Feasibility, newest_of_branch
+from holdfast.workers.feasibility import Feasibility
 from holdfast.workers.policy import decide
 
 TENSOR_PARALLEL = {"mesh": {"dp_shard": 2, "tp": 2}, "pipeline": 1}

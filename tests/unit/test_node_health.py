@@ -104,7 +104,7 @@ def install_nvidia_smi(folder: Path, rows: str, links: str = "") -> None:
     ("rows", "links", "problem"),
     [
         ("0, 0\n1, [N/A]\n", "Link 0: 26.5 GB/s\n", "ready"),
-        ("0, 0\n", "", "lists 1 GPUs, expected 2"),
+        ("0, 0\n", "", "lists 1 GPU, expected 2"),
         ("0, 0\n1, 3\n", "", "GPU 1 has 3 uncorrected"),
         ("0, 0\n1, 0\n", "Link 0: <inactive>\n", "1 NVLinks are inactive"),
     ],

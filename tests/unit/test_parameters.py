@@ -103,7 +103,7 @@ MISTAKES: list[tuple[dict[str, Any], list[str], str]] = [
     ({"checkpoint": {"interval": "often"}}, [], "expected steps (50), a time above 0"),
     ({"environment": {"A-B": "1"}}, [], "expected names such as OMP_NUM_THREADS"),
     ({"name": "a b"}, [], "expected up to 100 letters"),
-    ({"elastic": {"on_preemption": [3], "max_gpus": 2}}, [], "lie outside elastic"),
+    ({"elastic": {"on_preemption": [3], "max_gpus": 2}}, [], "outside elastic"),
     ({}, ["name.first=x"], 'name is "kelp", not a table'),
     ({}, ["nodes"], "expected key=value"),
 ]

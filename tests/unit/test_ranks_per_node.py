@@ -72,10 +72,10 @@ def test_a_request_of_an_older_version_has_one_rank_per_gpu() -> None:
     [
         ({"gpus_per_node": 0}, {}, "needs resources.nproc_per_node"),
         ({"nproc_per_node": 0}, {}, "greater than or equal to 1"),
-        (WHOLE, {"choices": [4, 16]}, "4 GPUs are a part of a node that has 8 GPUs"),
+        (WHOLE, {"choices": [4, 16]}, "4 GPUs: a part of a node that has 8 GPUs"),
         (WHOLE, {"min_gpus": 4}, "no whole number"),
         (WHOLE, {"on_preemption": [2]}, "no whole number"),
-        ({**SHARED, "nproc_per_node": 6}, {"choices": [1, 8]}, "1 GPUs are a part"),
+        ({**SHARED, "nproc_per_node": 6}, {"choices": [1, 8]}, "1 GPU: a part"),
         (CPU, {"choices": [6, 8]}, "6 ranks do not fill nodes of 4"),
         ({**CPU, "gres": "gpu:2"}, {}, "'gpu:2', which asks for GPUs"),
         ({**CPU, "gpu_type": "h100"}, {}, "'h100', which asks for GPUs"),

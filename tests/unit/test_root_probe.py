@@ -151,4 +151,4 @@ def test_of_two_processes_one_gets_each_name(tmp_path: Path) -> None:
     assert winners == [1] * RACES
     assert judge_races(winners) == []
     (problem,) = judge_races([1, 2, 1])
-    assert "1 times of 3" in problem.text
+    assert "1 time of 3" in problem.text

@@ -241,3 +241,9 @@ def test_make_targets_named_in_the_pages_exist() -> None:
     }
     assert {"demo", "test", "bench", "check"} <= targets
     assert not {(page, target) for page, target in named if target not in targets}
+
+
+def test_text_is_parsed_as_a_number_only_if_it_is_one() -> None:
+    """`isdigit` is true for "²", which `int` refuses."""
+    found = [str(path) for path in walk(".py") if f".is{'digit()'}" in path.read_text()]
+    assert found == []

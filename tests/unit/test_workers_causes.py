@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import Any
 
 import pytest
@@ -28,6 +27,7 @@ from holdfast.workers.evidence import (
     messages,
 )
 from holdfast.workers.executors import JobStatus
+from holdfast.workers.slurm_client import format_time
 from holdfast.workers.slurm_states import translate
 
 STOP = StopFile(action="pause", by="ann", requested_at=1.0)
@@ -412,7 +412,7 @@ def test_the_cause_and_first_rank_of_a_crash(
 
 
 def at(unix_s: float) -> str:
-    return datetime.fromtimestamp(unix_s).isoformat(timespec="seconds")
+    return format_time(unix_s)
 
 
 NOW = 1_700_000_000.0

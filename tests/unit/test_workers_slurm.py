@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.histories import record_of, spec_of
 
+from holdfast.contracts import steady
 from holdfast.contracts.attempt import Request, Submission
 from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
 from holdfast.contracts.node_share import gpus_of
@@ -17,6 +20,7 @@ from holdfast.contracts.paths import AttemptPaths
 from holdfast.contracts.spec_resources import Resources
 from holdfast.contracts.states import AttemptState
 from holdfast.workers import slurm_client
+from holdfast.workers.agent.slurm_clock import slurm_lead_s
 from holdfast.workers.executors.slurm import SlurmExecutor
 from holdfast.workers.executors.slurm_capacity import (
     free_gpus,
@@ -420,3 +424,48 @@ def test_nothing_is_cancelled_without_an_answer(monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(SchedulerUnavailableError):
             ends(request.model_copy(update={"cluster": None}), job)
     assert set(calls) == {"scontrol"}
+
+
+CLOCK_CHANGE = 1_792_891_800.0
+"""02:30 in Berlin on 2026-10-25, for the second time: 01:30 in UTC."""
+
+
+def test_times_are_asked_in_utc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The local hour that a clock change repeats would be one of two."""
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    time.tzset()
+    try:
+        shown = f"date -d @{CLOCK_CHANGE:.0f} +%FT%T"
+        config = f"Configuration data as of $({shown})"
+        job = f"JobId=7 JobName=x JobState=RUNNING EndTime=$({shown})"
+        fake_command(
+            tmp_path, "scontrol", f'case "$*" in *config) echo "{config}";; *) echo "{job}";; esac'
+        )
+        fake_command(tmp_path, "sacct", f'echo "$*" > {tmp_path}/asked')
+        line = slurm_client.show_job("7")
+        assert line is not None
+        assert line.ended_at == CLOCK_CHANGE
+        monkeypatch.setattr(steady, "now", lambda: CLOCK_CHANGE + 600)
+        assert slurm_lead_s(20.0) == -600
+        slurm_client.recorded_jobs(name="x", since=CLOCK_CHANGE + 24 * 3600)
+        assert "-S2026-10-25T01:30:00" in (tmp_path / "asked").read_text()
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+@pytest.mark.parametrize("act", [SlurmExecutor.cancel, SlurmExecutor.withdraw])
+def test_only_a_job_id_is_passed_to_slurm(
+    act: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The id comes from a file, and could be an option."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for name in ("scontrol", "scancel"):
+        fake_command(tmp_path, name, f'echo "$*" >> {tmp_path}/called')
+    known = Submission(job_id="17", executor="slurm", submitted_at=1.0)
+    for text in ("--user=root", "17 18", "", "0", "-1", "1\n2", "²", "9" * 30):
+        other = known.model_copy(update={"job_id": text})
+        with pytest.raises(SchedulerError, match="expected a number"):
+            act(SlurmExecutor(), request_of(), other)
+    assert not (tmp_path / "called").exists()

@@ -159,3 +159,14 @@ def test_preflight_refuses_a_cluster_without_records_of_ended_jobs(
     with pytest.raises(PreflightError, match=r"keeps no records of ended jobs .*run slurmdbd") as e:
         preflight.check(spec, tmp_path / "root")
     assert f"AccountingStorageType = {storage}" in str(e.value)
+
+
+def test_preflight_refuses_a_root_whose_path_slurm_would_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "t.py").write_text("")
+    resources = {"executor": "slurm", "gpus_per_node": 4}
+    spec = spec_of(launch={"working_directory": str(tmp_path)}, resources=resources)
+    set_up_slurm(tmp_path / "slurm", monkeypatch)
+    with pytest.raises(PreflightError, match=r"/%j/runs: it contains %.*--root"):
+        preflight.check(spec, tmp_path / "%j" / "runs")

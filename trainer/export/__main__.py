@@ -21,6 +21,7 @@ import torch
 from holdfast.contracts.errors import CheckpointError, NotFoundError
 from holdfast.contracts.leases import reading
 from holdfast.contracts.paths import CheckpointName, plain_checkpoint
+from holdfast.contracts.plain_text import counted
 from holdfast.trainer.export.forms import FORMS, appearing, bytes_in
 from holdfast.trainer.export.whole import open_source
 from holdfast.trainer.loading.checkpoint import check_committed
@@ -78,7 +79,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"holdfast: {given.output}: not written: {error}", file=sys.stderr)
         return 1
-    print(json.dumps(facts) if given.json else f"{facts['path']}: {facts['tensors']} tensors")
+    print(
+        json.dumps(facts)
+        if given.json
+        else f"{facts['path']}: {counted(facts['tensors'], 'tensor')}"
+    )
     return 0
 
 

@@ -23,6 +23,7 @@ from holdfast.contracts.durable import fsync_directory, make_directory, to_json,
 from holdfast.contracts.errors import CheckpointError
 from holdfast.contracts.manifest import FileEntry
 from holdfast.contracts.paths import IMPORTED, TRAIN_STATE, RunPaths
+from holdfast.contracts.plain_text import counted
 from holdfast.trainer.flusher.commit import commit_alone
 from holdfast.trainer.importing.image import encode_metadata, plan_images
 from holdfast.trainer.importing.write import Digests, write_images
@@ -108,7 +109,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"holdfast: {given.run}: not written: {error}", file=sys.stderr)
         return 1
-    print(json.dumps(facts) if given.json else f"{facts['checkpoint']}: {facts['tensors']} tensors")
+    print(
+        json.dumps(facts)
+        if given.json
+        else f"{facts['checkpoint']}: {counted(facts['tensors'], 'tensor')}"
+    )
     return 0
 
 

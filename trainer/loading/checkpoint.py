@@ -10,6 +10,7 @@ from typing import Any, Final
 from torch import nn
 from torch.optim import Optimizer
 
+from holdfast.contracts.checkpoint_choice import choose_checkpoint, is_checkpoint
 from holdfast.contracts.errors import NotFoundError
 from holdfast.contracts.filesystems import is_there
 from holdfast.contracts.leases import reading
@@ -44,8 +45,8 @@ def load_checkpoint(
     """Load a Holdfast or stock DCP checkpoint into `model` and `optimizer`, at any world size.
 
     Every rank calls this, with its own part of a sharded model. `checkpoint` is a directory, or an
-    id `<run>:<step-…>` under `$HOLDFAST_ROOT`. Keys are `model.<name>`,
-    `optimizer.state.<name>.<key>` and `optimizer.param_groups.<name>.<key>`.
+    id `<run>:<step-…>`, `<run>:latest` or `<run>:best` under `$HOLDFAST_ROOT`. Keys are
+    `model.<name>`, `optimizer.state.<name>.<key>` and `optimizer.param_groups.<name>.<key>`.
 
     Args:
         checkpoint: the checkpoint to load.
@@ -155,8 +156,11 @@ def find_directory(checkpoint: str | Path) -> Path:
         plain = plain_checkpoint(path)
         return plain if CheckpointName.parse(plain.name) else path.resolve()
     run, _, name = str(checkpoint).rpartition(":")
-    if run and CheckpointName.parse(name):
-        path = RunPaths(default_root() / run).checkpoint(name)
+    paths = RunPaths(default_root() / run)
+    is_whole = CheckpointName.parse(name) is not None
+    # Without Holdfast around it, a run has no record to read.
+    if run and (is_whole or (is_checkpoint(name) and paths.spec.is_file())):
+        path = paths.checkpoint(choose_checkpoint(paths, name))
         if path.is_dir():
             return path
     raise NotFoundError(

@@ -132,7 +132,7 @@ def resume(
             _report(context, found, restored, choice.skipped, notes, load_s, recorder)
         return found
     raise DamagedCheckpointError(
-        f"{context.run.directory}: {len(passed)} checkpoints were read and all are damaged; "
+        f"{context.run.directory}: all checkpoints that were read are damaged ({len(passed)}); "
         "check the storage with `holdfast verify`",
         damaged=[f"{Path(path).name}: {problem}" for path, problem in passed.items()],
     )

@@ -25,6 +25,7 @@ from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.mirrors import MirrorRecord, Tiers, read_record, write_record
 from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths
+from holdfast.contracts.plain_text import counted
 from holdfast.trainer.mirror.store import Store, open_store
 from holdfast.trainer.mirror.upload import (
     Retries,
@@ -192,7 +193,9 @@ class MirrorWorker:
             self._try_again_later(task, PEERS_POLL_S)
         else:
             lacking = ", ".join(missing[:5])
-            raise MirrorError(f"the mirror lacks {len(missing)} files of other nodes: {lacking}")
+            raise MirrorError(
+                f"the mirror lacks {counted(len(missing), 'file')} of other nodes: {lacking}"
+            )
 
     def _try_again_later(self, task: Task, pause_s: float) -> None:
         task.due_at = time.monotonic() + pause_s

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdfast.contracts.paths import CheckpointName
+from holdfast.contracts.plain_text import counted
 from holdfast.contracts.spec_supervision import Numerics, NumericsAction
 from holdfast.trainer.data.order import SkipWindow
 from holdfast.trainer.numerics.detector import Anomaly
@@ -77,7 +78,7 @@ def answer(anomaly: Anomaly, numerics: Numerics, known: Known) -> Answer:
     return Answer(
         action="rollback",
         reason=f"{anomaly}; roll back to {to or 'the beginning'}, and skip the data of "
-        f"{numerics.skip_steps} steps from step {first} on",
+        f"{counted(numerics.skip_steps, 'step')} from step {first} on",
         to=to,
         excluded=excluded,
         skip=(window,),

@@ -45,7 +45,7 @@ class Interval:
     @classmethod
     def parse(cls, value: int | str) -> Interval:
         """Parse 50, "50", "300s", "10m", "1h" or "auto". Raises `SpecError` for anything else."""
-        given: int | str = int(value) if str(value).strip().isdigit() else value
+        given: int | str = int(value) if str(value).strip().isdecimal() else value
         try:
             checked = Checkpointing(interval=given)
         except ValidationError as error:

@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from holdfast.contracts.errors import CheckpointError
+from holdfast.contracts.plain_text import counted
 from holdfast.contracts.topology import FIXED
 from holdfast.trainer.collective import ControlGroup
 from holdfast.trainer.staging.file_writers import Writer, torch_writer
@@ -158,8 +159,9 @@ class FileState:
         saved, now = int(document["world_size"]), self._ranks.world_size
         if saved != now and (reason := document.get(FIXED)):
             raise CheckpointError(
-                f"{directory}: {saved} ranks saved it, and {now} ranks cannot load it: {reason}. "
-                f"Relaunch on {saved} ranks"
+                f"{directory}: {counted(saved, 'rank')} saved it, and "
+                f"{counted(now, 'rank')} cannot load it: {reason}. "
+                f"Relaunch on {counted(saved, 'rank')}"
             )
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from holdfast.contracts.errors import CheckpointError
+from holdfast.contracts.plain_text import counted
 from holdfast.trainer.state import plain
 from holdfast.trainer.state.names import Named, Views, as_buffer, copy_unless_same, find_named
 
@@ -251,7 +252,8 @@ class Objects:
             raise CheckpointError(
                 f"{name}: this {saved['class']} was saved by each of {saved['ranks']} ranks and "
                 f"cannot continue at {self._world_size}: it contains one rank's share. {_ELASTIC}. "
-                f"Run at {saved['ranks']} ranks, or start it afresh once with exclude=[{name!r}]"
+                f"Run at {counted(saved['ranks'], 'rank')}, or start it afresh once with "
+                f"exclude=[{name!r}]"
             )
 
     # --- rows of bytes --------------------------------------------------------------------

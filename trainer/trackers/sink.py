@@ -13,6 +13,7 @@ from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.history import load_events
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.plain_text import counted
 from holdfast.contracts.reporting import report
 from holdfast.trainer.metrics import Recorder
 from holdfast.trainer.rank_context import RankContext
@@ -50,7 +51,7 @@ class TrackerSink:
         """Send what is queued and close the tracker, for `CLOSE_TIMEOUT_S` at most."""
         self._is_orderly = is_orderly
         if self._dropped:
-            self._report(f"{self._dropped} lines of metrics were dropped")
+            self._report(f"dropped {counted(self._dropped, 'line')} of metrics")
         self._queue.put(None)
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():

@@ -56,7 +56,7 @@ def descendants(root: int, exempt: frozenset[int] = frozenset()) -> list[int]:
     """Return the ids of all live processes below `root`, without `exempt` and all below those."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
-        if not entry.isdigit():
+        if not entry.isdecimal():
             continue
         with contextlib.suppress(OSError, IndexError, ValueError):
             with open(f"/proc/{entry}/stat", "rb") as stream:

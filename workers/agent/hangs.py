@@ -296,4 +296,4 @@ class HangWatch:
 
 
 def _folders(directory: Path) -> list[Path]:
-    return [path for path in directory.glob("node-*-*") if path.name[-1].isdigit()]
+    return [path for path in directory.glob("node-*-*") if path.name[-1].isdecimal()]

@@ -43,7 +43,7 @@ class Progress:
         """Look for a step in one line. A step that is older than the newest one is ignored."""
         match = self._pattern.search(line[:LINE_CHARACTERS_MAX])
         text = (match[STEP_GROUP] or "").translate(_GROUPED) if match else ""
-        if not (text.isascii() and text.isdigit()) or int(text) > STEP_MAX:
+        if not (text.isascii() and text.isdecimal()) or int(text) > STEP_MAX:
             return
         step, now = int(text), self._clock()
         if step <= self.step:

@@ -105,7 +105,7 @@ def read_faulthandler(rank: int, output: str) -> tuple[RankStack, str]:
     for line in output[starts[-1] :].splitlines():
         match = _FAULT_FRAME.match(line)
         if match:
-            number = int(match["line"]) if match["line"].isdigit() else 0
+            number = int(match["line"]) if match["line"].isdecimal() else 0
             frames.append(Frame(match["name"], match["file"], number))
     traces = "".join(
         f"{frame.file}:{frame.line}:{frame.name}\n" for frame in _outside_polls(frames)

@@ -212,11 +212,11 @@ class StopWatch:
             return None if end_at is None else end_at - self._lead_of_slurm_s
         if known is not None:
             return known
-        if self._on_slurm and (end := os.environ.get(END_VARIABLE, "")).isdigit():
+        if self._on_slurm and (end := os.environ.get(END_VARIABLE, "")).isdecimal():
             return float(end)
         limit = self._context.request.resources.time_limit_min
         began = os.environ.get(START_VARIABLE, "") if self._on_slurm else ""
-        first = float(began) if began.isdigit() else started_at
+        first = float(began) if began.isdecimal() else started_at
         return first + 60.0 * limit if limit else None
 
     def _job(self) -> Mapping[str, str] | None:

@@ -197,7 +197,7 @@ class Torchrun:
             for launcher in psutil.Process(self._process.pid).children():
                 for process in launcher.children():
                     local = process.environ().get("LOCAL_RANK", "")
-                    if local.isdigit():
+                    if local.isdecimal():
                         found[int(local)] = process.pid
         return found
 

@@ -52,7 +52,7 @@ def launch(request_path: Path) -> dict[str, object]:
 def _visible_gpus(given: str | None, count: int) -> dict[str, tuple[int, ...]]:
     """Return the first `count` GPUs that the submitter sees; submitit would take 0 to n-1."""
     parts = [part.strip() for part in (given or "").split(",")]
-    if len(parts) < count or not all(part.isdigit() for part in parts):
+    if len(parts) < count or not all(part.isdecimal() for part in parts):
         return {}
     return {"visible_gpus": tuple(int(part) for part in parts)}
 

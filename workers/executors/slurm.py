@@ -373,4 +373,4 @@ def _recorded_status(line: JobLine) -> JobStatus:
 def _serial(job_id: str) -> tuple[int, str]:
     """Return a sort key: Slurm numbers jobs in order, so 999 is older than 1000."""
     head = job_id.split("_")[0]
-    return (int(head) if head.isdigit() else 0, job_id)
+    return (int(head) if head.isdecimal() else 0, job_id)

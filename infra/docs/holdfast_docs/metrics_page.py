@@ -17,6 +17,7 @@ _RUN: Final = {
     **dict.fromkeys(("step", "world_size", "attempts"), 1),
     "run": "gpt",
     "uid": "0",
+    "state": "running",
     "committed_at": "2026-01-01T00:00:00+00:00",
 }
 
@@ -58,7 +59,9 @@ def _services() -> Any:
     run = {**_RUN, "goodput": SimpleNamespace(get=lambda _name: 1.0)}
     return SimpleNamespace(
         measures=measures,
-        watch=SimpleNamespace(lag_s=lambda: 0.0, round_s=0.0, problems=()),
+        watch=SimpleNamespace(
+            lag_s=lambda: 0.0, round_s=0.0, unreadable_count=lambda: 0, pace=lambda _uid: None
+        ),
         hub=SimpleNamespace(readers=0),
         store=SimpleNamespace(count_runs=dict, live_runs=lambda: [run]),
     )

@@ -71,7 +71,7 @@ def _operation(method: str, path: str, operation: Schema) -> str:
 
 def _answer(status: str, response: Schema) -> str:
     """The status and what comes with it; errors are the same everywhere and are said once."""
-    if not status.isdigit() or (int(status) >= HTTPStatus.BAD_REQUEST and status != "503"):
+    if not status.isdecimal() or (int(status) >= HTTPStatus.BAD_REQUEST and status != "503"):
         return ""
     content = response.get("content", {})
     kinds = [

@@ -62,4 +62,5 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         services.hub.close()
         services.watch.stop()
         services.jobs.close()
+        services.session_audit.flush()
         services.store.index.close()

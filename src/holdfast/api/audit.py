@@ -1,4 +1,4 @@
-"""The audit log: a journal line for every action and login, with user, address and outcome."""
+"""The audit log: a journal line for every action, with user, address and outcome."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holdfast.api.access import Caller
 from holdfast.api.problems import LOG
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.paths import RunPaths, holdfast_home
+from holdfast.contracts.paths import RunPaths
 
 WRITER: Final = "api"
 OUTCOME_CHARACTERS_MAX: Final = 500
@@ -35,15 +35,6 @@ def audited(paths: RunPaths, action: str, caller: Caller, **facts: Any) -> Itera
                 journal.append(EventKind.AUDIT, **entry)
         except OSError as error:
             LOG.warning("%s: cannot write the audit line (%s): %s", paths.name, error, entry)
-
-
-def audit_session(action: str, address: str, **facts: Any) -> None:
-    """Record a login, a failed login or a logout in the journal of the Holdfast home."""
-    try:
-        with JournalWriter(holdfast_home() / "journal" / f"{WRITER}.jsonl") as journal:
-            journal.append(EventKind.AUDIT, action=action, address=address, **facts)
-    except OSError as error:
-        LOG.warning("cannot write the audit line (%s): %s from %s", error, action, address)
 
 
 def _caller_facts(caller: Caller) -> dict[str, Any]:

@@ -155,7 +155,7 @@ class Hub:
         if after is None:
             return [Message(number, "hello", "{}")]
         boot, _, text = after.rpartition("-")
-        seen = int(text) if text.isdigit() and len(text) < 19 else -1
+        seen = int(text) if text.isdecimal() and len(text) < 19 else -1
         oldest = recent[0].number if recent else number + 1
         if boot != self._boot or seen > number or seen + 1 < oldest:
             reason = '{"reason": "some missed events are no longer available; reload all data"}'

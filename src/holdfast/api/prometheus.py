@@ -9,7 +9,9 @@ from typing import Any, Final
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from holdfast.api.problems import LOG
 from holdfast.api.services import Services
+from holdfast.contracts.errors import LineageError
 from holdfast.contracts.states import RunState
 from holdfast.lineage import views
 
@@ -17,8 +19,19 @@ CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 Row = Mapping[str, Any]
 
 # The metrics of each live run: (name, help text, function that reads the value from its row).
+# `trained` is its last step by its heartbeats, if the server has seen one.
 _RUN_METRICS: Final[tuple[tuple[str, str, Callable[[Row], float | None]], ...]] = (
-    ("run_step", "last step that any rank finished", lambda row: row["step"]),
+    (
+        "run_step",
+        "last step that any rank finished, 0 before the first",
+        lambda row: row["trained"] if row["trained"] is not None else row["step"] or 0,
+    ),
+    ("run_committed_step", "step of the newest checkpoint", lambda row: row["step"]),
+    (
+        "run_running",
+        "1 while an attempt runs, 0 while the run waits or is paused",
+        lambda row: row["state"] == RunState.RUNNING,
+    ),
     ("run_ranks", "ranks of the newest attempt", lambda row: row["world_size"]),
     ("run_attempts", "attempts so far", lambda row: row["attempts"]),
     (
@@ -39,9 +52,15 @@ _RUN_METRICS: Final[tuple[tuple[str, str, Callable[[Row], float | None]], ...]] 
 
 
 def render(services: Services) -> bytes:
-    """Return all metrics in Prometheus' text format. Raises `LineageError` if the index fails."""
+    """Return all metrics in Prometheus' text format; those of the server if the index fails."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector([*_server(services), *_runs(services)]))
+    try:
+        runs = list(_runs(services))
+    except LineageError as error:
+        LOG.warning("/metrics has no runs: %s", error)
+        runs = []
+    up = _gauge("index_up", "1 if the index answered this scrape, else 0", float(bool(runs)))
+    registry.register(_Collector([*_server(services), up, *runs]))
     return generate_latest(registry) + generate_latest(services.measures.registry)
 
 
@@ -57,9 +76,12 @@ class _Collector:
 
 def _server(services: Services) -> Iterable[Metric]:
     watch = services.watch
-    yield _gauge("ingest_lag_seconds", "seconds since the index was up to date", watch.lag_s())
+    lag_s = watch.lag_s()
+    # A first round that never ends must raise an alert, too.
+    lag_s = watch.age_s() if lag_s is None else lag_s
+    yield _gauge("ingest_lag_seconds", "seconds since the index was up to date", lag_s)
     yield _gauge("ingest_round_seconds", "duration of the last round over the runs", watch.round_s)
-    yield _gauge("ingest_problems", "roots and runs that cannot be read", len(watch.problems))
+    yield _gauge("ingest_problems", "roots and runs that cannot be read", watch.unreadable_count())
     yield _gauge("event_streams", "open event streams", services.hub.readers)
 
 
@@ -70,7 +92,10 @@ def _runs(services: Services) -> Iterable[Metric]:
     for state, count in sorted(counts.items()):
         by_state.add_metric([state], count)
     yield by_state
-    live = services.store.live_runs()
+    live: list[Row] = [
+        {**row, "trained": pace.step if (pace := services.watch.pace(row["uid"])) else None}
+        for row in services.store.live_runs()
+    ]
     for name, text, read in _RUN_METRICS:
         family = GaugeMetricFamily(f"holdfast_{name}", f"{text}; live runs", labels=["run", "uid"])
         for row in live:

@@ -140,7 +140,7 @@ def problem_with(
             "start it with `holdfast serve --name NAME`"
         )
     length = headers.get("content-length", "0")
-    if not length.isdigit():
+    if not length.isdecimal():
         return 400, f"Content-Length is {length[:20]!r}; expected a number"
     if int(length) > BODY_BYTES_MAX:
         return 413, f"the request body has {length} bytes; expected at most {BODY_BYTES_MAX}"
@@ -167,7 +167,7 @@ def host_name(host: str) -> str:
     if host.startswith("["):
         # A bracket without its pair, or with anything but a port behind it, names no host.
         name, bracket, port = host[1:].partition("]")
-        is_name = bracket and (not port or (port[0] == ":" and port[1:].isdigit()))
+        is_name = bracket and (not port or (port[0] == ":" and port[1:].isdecimal()))
         return name.lower() if is_name else host.lower()
     return host.rpartition(":")[0].lower() if host.count(":") == 1 else host.lower()
 

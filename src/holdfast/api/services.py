@@ -13,6 +13,7 @@ from holdfast.api.hub import Hub
 from holdfast.api.jobs import Jobs
 from holdfast.api.measures import Measures
 from holdfast.api.security import AccessPolicy
+from holdfast.api.session_audit import SessionAudit
 from holdfast.api.sessions import LoginThrottle, Sessions
 from holdfast.api.store import Store
 from holdfast.api.tokens import TokenStore
@@ -43,6 +44,7 @@ class Services:
     check: Check
     sessions: Sessions = field(init=False)
     login_throttle: LoginThrottle = field(default_factory=LoginThrottle)
+    session_audit: SessionAudit = field(default_factory=SessionAudit)
     jobs: Jobs = field(default_factory=Jobs)
     measures: Measures = field(default_factory=Measures)
 

@@ -12,6 +12,7 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 from holdfast.api.schemas import CheckpointRow, Page
 from holdfast.contracts.alerts import KINDS
 from holdfast.contracts.attempt import RunRecord, read_document
+from holdfast.contracts.checkpoint_choice import choose_checkpoint, is_checkpoint
 from holdfast.contracts.errors import NotFoundError
 from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.paths import CheckpointName, RunPaths
@@ -112,11 +113,14 @@ class Store:
     def find_checkpoint(self, identity: str) -> tuple[RunRef, str]:
         """Return the run and the directory name of a checkpoint. Raises `NotFoundError`."""
         run, colon, name = identity.rpartition(":")
-        if not colon or not RUN_ID.fullmatch(run) or not CheckpointName.parse(name):
+        if not colon or not RUN_ID.fullmatch(run) or not is_checkpoint(name):
             raise NotFoundError(
-                f"{identity[:250]!r} is not a checkpoint id; expected <run>:step-NNNNNNNN.aNNNN.lNN"
+                f"{identity[:250]!r} is not a checkpoint id; expected "
+                "<run>:step-NNNNNNNN.aNNNN.lNN, <run>:step-N, <run>:latest or <run>:best"
             )
-        return queries.find_checkpoint(self.index.open(), identity)
+        if not CheckpointName.parse(name):
+            name = choose_checkpoint(self.folder_of(run), name)
+        return queries.find_checkpoint(self.index.open(), f"{run}:{name}")
 
     def list_runs(
         self,

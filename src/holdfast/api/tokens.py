@@ -25,6 +25,7 @@ from holdfast.contracts.durable import make_directory, to_json, write_bytes
 from holdfast.contracts.errors import NotFoundError, SpecError
 from holdfast.contracts.file_locks import locked
 from holdfast.contracts.paths import holdfast_home
+from holdfast.contracts.plain_text import counted
 
 FILE: Final = "tokens.json"
 SECRET_BYTES: Final = 32
@@ -80,7 +81,8 @@ class TokenStore:
             return []
         except ValidationError as error:
             raise SpecError(
-                f"{self.path}: not a valid token file ({error.error_count()} problems); move it "
+                f"{self.path}: not a valid token file "
+                f"({counted(error.error_count(), 'problem')}); move it "
                 "away and add the tokens again"
             ) from error
         return self._read[1]

@@ -76,6 +76,7 @@ class Watch:
         self._urgent: set[Path] = set()
         self._files = store.index.files
         self._threads: list[threading.Thread] = []
+        self._began = time.monotonic()
         self.problems: dict[str, str] = {}
         self.round_ended_at: float | None = None
         self.round_s = 0.0
@@ -103,6 +104,10 @@ class Watch:
         """Return the seconds since the end of the last complete round; None before the first."""
         return None if self.round_ended_at is None else time.monotonic() - self.round_ended_at
 
+    def age_s(self) -> float:
+        """Return the seconds since the watch was created."""
+        return time.monotonic() - self._began
+
     def pace(self, uid: str) -> Pace | None:
         """Return a live run's progress, or None if it is not live or has no heartbeat yet."""
         return self._paces.get(uid)
@@ -111,6 +116,12 @@ class Watch:
         """Return the runs' folders that could not be read at the last check, with the reasons."""
         found = [(Path(name), reason) for name, reason in list(self.problems.items())]
         return {path: reason for path, reason in found if path in self._runs}
+
+    def unreadable_count(self) -> int:
+        """Return the number of roots and runs that cannot be read. Deleted runs do not count."""
+        problems = list(self.problems)
+        roots = {str(root) for root in self._roots}
+        return sum(name in roots or Path(name) in self._runs for name in problems)
 
     def look(self) -> None:
         """Do one round: check every run that is due."""
@@ -133,6 +144,7 @@ class Watch:
         while not self._stop.is_set():
             try:
                 self.look()
+                self.problems.pop("watch", None)
             # An unexpected error in one round must not end the thread.
             except Exception as error:
                 LOG.exception("a round of the watch over the runs failed")
@@ -167,6 +179,7 @@ class Watch:
             self.problems["database"] = str(error)
             return set()
         self._asked_elsewhere = now
+        self.problems.pop("database", None)
         return live
 
     def _notice_new_index(self) -> None:

@@ -17,9 +17,13 @@ from holdfast.contracts.damage import find_damage, word_for
 from holdfast.contracts.errors import ForeignFileError, SpecError
 from holdfast.contracts.manifest import Manifest
 from holdfast.contracts.paths import checkpoint_id, plain_checkpoint
+from holdfast.contracts.plain_text import counted
 
 CheckpointArgument = Annotated[
-    str, typer.Argument(metavar="CHECKPOINT", help="The checkpoint's id (run:step-…) or path.")
+    str,
+    typer.Argument(
+        metavar="CHECKPOINT", help="The checkpoint's id (run:step-…, run:latest, run:best) or path."
+    ),
 ]
 
 
@@ -82,7 +86,8 @@ def _confirm(facts: dict[str, Any], as_json: bool) -> None:
         return
     if as_json or not sys.stdin.isatty():
         raise SpecError(
-            f"prune would delete {len(facts['deleted'])} checkpoints of {facts['run']} and cannot "
+            f"prune would delete {counted(len(facts['deleted']), 'checkpoint')} of "
+            f"{facts['run']} and cannot "
             "ask here: add --yes, or --dry-run to see which"
         )
     _render_prune(facts)
@@ -92,7 +97,11 @@ def _confirm(facts: dict[str, Any], as_json: bool) -> None:
 
 def verify(
     checkpoint: Annotated[
-        str, typer.Argument(metavar="CHECKPOINT|DIR", help="A checkpoint's id or its directory.")
+        str,
+        typer.Argument(
+            metavar="CHECKPOINT|DIR",
+            help="A checkpoint's id (run:step-…, run:latest, run:best) or directory.",
+        ),
     ],
     root: RootOption = None,
     as_json: AsJson = False,
@@ -158,7 +167,10 @@ def _render_prune(facts: dict[str, Any]) -> None:
 def _render_verify(facts: dict[str, Any]) -> None:
     if facts["ok"]:
         size = bytes_text(facts["bytes"])
-        say(f"{facts['checkpoint']}: {facts['files']} files, {size}: matches the manifest")
+        say(
+            f"{facts['checkpoint']}: {counted(facts['files'], 'file')}, {size}: matches the "
+            f"manifest"
+        )
         if facts["mirror"]:
             say(f"  also in {facts['mirror']}")
         return

@@ -12,8 +12,8 @@ import typer
 
 from holdfast.cli.collector import return_free_memory
 from holdfast.cli.index import choose_root, open_index
-from holdfast.cli.output import AsJson, answer, print_facts, say, warn
-from holdfast.contracts.errors import NotFoundError
+from holdfast.cli.output import AsJson, RootOption, answer, print_facts, say, warn
+from holdfast.contracts.errors import NotFoundError, SpecError
 
 
 def register(app: typer.Typer) -> None:
@@ -70,20 +70,24 @@ def reindex(
             "Default: $HOLDFAST_ROOT, else ~/.holdfast/runs.",
         ),
     ] = None,
+    root_option: RootOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Rebuild the index of all runs under ROOT from disk.
 
     The exit status is 1 if a run cannot be read. The rows of that run do not change.
     """
+    from holdfast.lineage.db_limits import REINDEX
     from holdfast.lineage.reindex import reindex as rebuild
 
-    home = choose_root(str(root) if root else None)
+    if root is not None and root_option is not None:
+        raise SpecError(f"reindex: expected ROOT or --root, not both: {root} and {root_option}")
+    home = choose_root(str(root) if root else root_option)
     if not home.is_dir():
         raise NotFoundError(
             f"{home}: no such directory. Expected the folder that contains the runs."
         )
-    with open_index() as database:
+    with open_index(REINDEX) as database:
         return_free_memory()
         report = rebuild(database, home)
     facts: dict[str, Any] = {"root": str(home), **vars(report)}

@@ -6,9 +6,11 @@ from typing import Any, Final
 
 from holdfast.cli.index import locate_checkpoint, locate_run
 from holdfast.cli.output import bytes_text, print_facts, say
+from holdfast.contracts.checkpoint_choice import choose_checkpoint
 from holdfast.contracts.errors import NotFoundError
 from holdfast.contracts.history import load_history
-from holdfast.contracts.paths import RunPaths, checkpoint_id
+from holdfast.contracts.paths import LATEST, RunPaths, checkpoint_id
+from holdfast.contracts.plain_text import counted
 from holdfast.workers.trainer_call import ask_trainer, interpreter_of
 
 # Keys in the output of `python -m holdfast.trainer.shape` → labels.
@@ -59,7 +61,7 @@ def render(facts: dict[str, Any]) -> None:
     """Print the result."""
     memory = facts["bytes_per_rank"]
     fits = "fits" if facts["ok"] else "does not fit"
-    say(f"{facts['checkpoint']} {fits} {facts['gpus']} GPUs")
+    say(f"{facts['checkpoint']} {fits} {counted(facts['gpus'], 'GPU')}")
     for line in facts["secrets"]:
         say(f"  {line}")
     for line in facts["warnings"]:
@@ -73,8 +75,6 @@ def render(facts: dict[str, Any]) -> None:
 
 def _choose(paths: RunPaths, checkpoint: str | None, root: str | None) -> str:
     """Return the directory name of `checkpoint`, or of the newest one on the run's branch."""
-    from holdfast.workers.feasibility import newest_of_branch
-
     if checkpoint is not None:
         owner, name = locate_checkpoint(checkpoint, root)
         if owner.directory.resolve() != paths.directory.resolve():
@@ -82,4 +82,4 @@ def _choose(paths: RunPaths, checkpoint: str | None, root: str | None) -> str:
                 f"{checkpoint}: this checkpoint belongs to {owner.name}, not to {paths.name}"
             )
         return name
-    return newest_of_branch(paths, load_history(paths)).name
+    return choose_checkpoint(paths, LATEST)

@@ -9,6 +9,7 @@ import typer
 
 from holdfast.cli.checkpoints import CheckpointArgument, directory_of
 from holdfast.cli.output import AsJson, RootOption, answer, bytes_text, say
+from holdfast.contracts.plain_text import counted
 from holdfast.workers import exports
 from holdfast.workers.exports import Form
 
@@ -66,6 +67,6 @@ def export(
 
 def _render(facts: dict[str, Any]) -> None:
     say(
-        f"{facts['checkpoint']} → {facts['path']}: {facts['tensors']} tensors, "
+        f"{facts['checkpoint']} → {facts['path']}: {counted(facts['tensors'], 'tensor')}, "
         f"{bytes_text(facts['bytes'])} ({facts['format']})"
     )

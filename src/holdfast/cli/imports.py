@@ -9,6 +9,7 @@ import typer
 
 from holdfast.cli.index import choose_root, user_name
 from holdfast.cli.output import AsJson, RootOption, answer, bytes_text, say, warn
+from holdfast.contracts.plain_text import counted
 from holdfast.flows import imports
 from holdfast.flows.imports import Form
 
@@ -65,7 +66,7 @@ def import_(
 
 def _render(facts: dict[str, Any]) -> None:
     say(
-        f"{facts['path']} → {facts['checkpoint']}: {facts['tensors']} tensors, "
+        f"{facts['path']} → {facts['checkpoint']}: {counted(facts['tensors'], 'tensor')}, "
         f"{bytes_text(facts['bytes'])} ({facts['format']})"
     )
     say(f"train from it with `holdfast fork {facts['checkpoint']} --spec run.toml`")

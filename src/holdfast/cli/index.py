@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from holdfast.cli.output import warn
 from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.bounds import MADE_UID, UID
+from holdfast.contracts.checkpoint_choice import choose_checkpoint, is_checkpoint
 from holdfast.contracts.errors import (
     LineageError,
     NotFoundError,
@@ -39,6 +40,7 @@ from holdfast.contracts.visits import visit
 # Importing SQLAlchemy and submitit takes most of a second, so only commands that use them do it.
 if TYPE_CHECKING:
     from holdfast.lineage.database import Database
+    from holdfast.lineage.db_limits import Limits
 
 WRITER = "cli"
 
@@ -151,19 +153,22 @@ def locate_known(name: str, root: str | None, database: Database) -> RunPaths:
 def locate_checkpoint(text: str, root: str | None) -> tuple[RunPaths, str]:
     """Return the run and the directory name of a checkpoint, given as its id or its path.
 
+    An id may end in a word of `choose_checkpoint`, such as `latest`.
+
     The directory need not exist, because the checkpoint may have been deleted. Raises
     `NotFoundError` if `text` is neither an id nor a path.
     """
     run, colon, name = text.rpartition(":")
-    if colon and "/" not in name and CheckpointName.parse(name):
-        return locate_run(run, root), name
+    if colon and "/" not in name and is_checkpoint(name):
+        paths = locate_run(run, root)
+        return paths, choose_checkpoint(paths, name)
     path = plain_checkpoint(text)
     paths = RunPaths(path.parent.parent)
     if CheckpointName.parse(path.name) and has_spec(paths.directory):
         return paths, path.name
     raise NotFoundError(
         f"{text!r}: not a checkpoint. Expected an id <run>:<step-…>, as `holdfast checkpoints "
-        "RUN` lists them, or the path of its directory."
+        "RUN` lists them, <run>:latest, <run>:best, or the path of its directory."
     )
 
 
@@ -230,8 +235,8 @@ def secrets_in(paths: RunPaths) -> tuple[str, ...]:
     return known_secrets(record.spec, paths) if record else ()
 
 
-def open_index() -> Database:
+def open_index(limits: Limits | None = None) -> Database:
     """Open the index. Raises `LineageError`, with the next step, if it cannot be used."""
     from holdfast.lineage.database import open_database
 
-    return open_database()
+    return open_database(limits=limits) if limits else open_database()

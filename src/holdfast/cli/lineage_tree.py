@@ -10,6 +10,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from holdfast.contracts.paths import CheckpointName
+from holdfast.contracts.plain_text import counted
 
 Node = Mapping[str, Any]
 _NUMBER = re.compile(r"attempt-(\d+)$")
@@ -59,7 +60,7 @@ def _attempt_line(attempt: Node, other: list[Mapping[str, str]]) -> Text:
     match = _NUMBER.search(attempt["id"])
     size = attempt.get("world_size")
     parts = [f"attempt {int(match[1]) if match else '?'}"]
-    parts += [f"{size} ranks"] if size else []
+    parts += [counted(size, "rank")] if size else []
     parts += [str(attempt.get("state", ""))]
     parts += [str(attempt["cause"])] if attempt.get("cause") else []
     origin = _ends(attempt["id"], other, "resumed_from")

@@ -74,14 +74,20 @@ def logs(
     wanted = None if all_ranks else rank
     lines = LineFilter(grep=grep, tail=tail, show_rank=all_ranks)
     found = sorted_logs(chosen, wanted, since)
+    numbers = [one.number for one in paths.list_attempts()]
     if as_json:
         files = [
             {"path": str(log.path), "text": lines.select(log, _masked_tail(log, secrets))}
             for log in found
         ]
-        facts = {"run": paths.name, "attempt": chosen.number, "rank": wanted, "logs": files}
-        answer(facts, True, typer.echo)
+        facts = {"run": paths.name, "attempt": chosen.number, "attempts": numbers, "rank": wanted}
+        answer({**facts, "logs": files}, True, typer.echo)
         return
+    if attempt is None and len(numbers) > 1:
+        warn(
+            f"holdfast: attempt {chosen.number}, the last of {len(numbers)}; `holdfast logs "
+            f"{paths.name} --attempt N` prints an earlier one"
+        )
     reader = _Reader(secrets, lines)
     printed = reader.print_new(found, is_last=not follow)
     if follow:

@@ -31,6 +31,7 @@ from holdfast.contracts.goodput import PARTS
 from holdfast.contracts.history import load_events, load_history
 from holdfast.contracts.orders import orders_of
 from holdfast.contracts.paths import RunPaths, has_spec
+from holdfast.contracts.plain_text import counted
 from holdfast.contracts.redaction import redact
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import RunState
@@ -170,7 +171,11 @@ def _print_orders(orders: Sequence[Mapping[str, Any]]) -> None:
     shown = [one for one in orders[:-ORDERS_MAX] if one["state"].is_open]
     rows = []
     for one in [*shown, *orders[-ORDERS_MAX:]]:
-        what = [one["action"], one["checkpoint"], one["gpus"] and f"at {one['gpus']} GPUs"]
+        what = [
+            one["action"],
+            one["checkpoint"],
+            one["gpus"] and f"at {counted(one['gpus'], 'GPU')}",
+        ]
         text = " ".join(str(part) for part in what if part)
         facts = one["by"], time_text(one["at"]), one["state"], one["detail"]
         rows.append((one["number"], text, *facts))

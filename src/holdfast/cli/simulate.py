@@ -18,6 +18,7 @@ from holdfast.cli.stretches import print_stretches
 from holdfast.cli.submit import Overrides
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.history import load_history
+from holdfast.contracts.plain_text import counted
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.steps_total import steps_total
 
@@ -194,7 +195,7 @@ def _scenarios(
 
 
 def _size(word: str, per_node: int) -> int:
-    if not word.strip().isdigit() or not int(word) or int(word) % per_node:
+    if not word.strip().isdecimal() or not int(word) or int(word) % per_node:
         raise SpecError(
             f"--gpus {word.strip()!r}: expected multiples of the {per_node} GPUs of a node"
         )
@@ -252,7 +253,7 @@ def _render(facts: dict[str, Any]) -> None:
     )
     for row in facts["rows"]:
         if len(row["stretches"]) > 1:
-            say(f"{row['gpus']} GPUs, interval {row['interval']}, by place:")
+            say(f"{counted(row['gpus'], 'GPU')}, interval {row['interval']}, by place:")
             print_stretches(row["stretches"])
     say(f"the trace lasts {seconds_text(facts['trace_s'])} and repeats")
 

@@ -136,12 +136,13 @@ def _start(paths: RunPaths, state: RunState) -> dict[str, Any]:
     if not state.is_live or is_supervised(paths.flow_lock):
         return {**facts, "started": False, "warning": None}
     started = start_if_alone(paths)
-    return {**facts, "started": True, **started.as_json(), "warning": started.warning}
+    return {**facts, "started": started.is_new, **started.as_json(), "warning": started.warning}
 
 
 def _render(facts: list[dict[str, Any]]) -> None:
     for one in facts:
-        done = "a supervisor was started" if one["started"] else "needs no supervisor"
+        waits = f"flow run {one['flow_run']} will supervise it" if one.get("flow_run") else ""
+        done = "a supervisor was started" if one["started"] else waits or "needs no supervisor"
         typer.echo(f"{one['run']} ({one['state']}): {done}")
         if one["warning"]:
             warn(f"holdfast: {one['warning']}")

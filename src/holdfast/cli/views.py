@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from holdfast.cli.arguments import RunArgument
+from holdfast.cli.best import Mode, best_first
 from holdfast.cli.index import (
     choose_root,
     locate_known,
@@ -31,6 +33,7 @@ from holdfast.cli.output import (
     warn,
 )
 from holdfast.cli.supervise import supervisor_warning
+from holdfast.contracts.errors import SpecError
 from holdfast.contracts.mirrors import read_record
 from holdfast.contracts.paths import RunPaths, has_spec, list_runs
 from holdfast.contracts.states import RunState
@@ -148,14 +151,36 @@ def _unreadable_row(paths: RunPaths, reason: str) -> dict[str, Any]:
     }
 
 
-def checkpoints(run: RunArgument, root: RootOption = None, as_json: AsJson = False) -> None:
+def checkpoints(
+    run: RunArgument,
+    best: Annotated[
+        str | None,
+        typer.Option(
+            "--best",
+            metavar="METRIC",
+            help="Only those with this logged metric, the best first. The smallest is the best, "
+            "unless checkpoint.keep.best or --mode says otherwise.",
+        ),
+    ] = None,
+    mode: Annotated[
+        Mode | None, typer.Option("--mode", help="For --best: which values are better.")
+    ] = None,
+    root: RootOption = None,
+    as_json: AsJson = False,
+) -> None:
     """List a run's checkpoints, oldest first, and why each one is kept."""
-    from holdfast.lineage import pages
+    from holdfast.lineage import pages, queries
 
+    if mode is not None and best is None:
+        raise SpecError("checkpoints: --mode is for --best METRIC")
     with open_index() as database:
         directory = refreshed_directory(run, root, database)
         found = pages.list_checkpoints(database, directory, newest_first=False, limit=None).items
-        answer([_with_mirror(row) for row in found], as_json, _render_checkpoints)
+        if best is not None:
+            found = best_first(found, best, mode, queries.read_spec(database, directory))
+        answer(
+            [_with_mirror(row) for row in found], as_json, partial(_render_checkpoints, metric=best)
+        )
 
 
 def _with_mirror(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,10 +239,11 @@ def _render_runs(found: list[Mapping[str, Any]]) -> None:
         say(f"warning: {warning}")
 
 
-def _render_checkpoints(found: list[Mapping[str, Any]]) -> None:
+def _render_checkpoints(found: list[Mapping[str, Any]], metric: str | None = None) -> None:
     columns = ("id", "step", "state", "reason", "world_size")
     rows = [
         (
+            *([f"{row['metrics'][metric]:.6g}"] if metric else []),
             *(row[name] for name in columns),
             bytes_text(row["bytes"]),
             seconds_text(row["blocked_s"]),
@@ -228,7 +254,7 @@ def _render_checkpoints(found: list[Mapping[str, Any]]) -> None:
         for row in found
     ]
     headings = ("checkpoint", "step", "state", "kept because", "ranks", "size", "blocked", "flush")
-    print_table((*headings, "committed", "mirrored"), rows)
+    print_table((*([metric] if metric else []), *headings, "committed", "mirrored"), rows)
 
 
 def render_lineage(graph: Mapping[str, Any]) -> None:

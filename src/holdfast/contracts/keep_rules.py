@@ -81,17 +81,21 @@ def _best(branch: Sequence[Candidate], keep: Keep, now: float) -> dict[str, str]
     if keep.best is None:
         return {}
     metric, n = keep.best.metric, keep.best.n
-    sign = 1.0 if keep.best.mode == "min" else -1.0
+    return {
+        name: f"best {place} of {n} by {metric} ({value:.4g})"
+        for place, (value, name) in enumerate(ranked(branch, metric, keep.best.mode)[:n], 1)
+    }
+
+
+def ranked(branch: Sequence[Candidate], metric: str, mode: str) -> list[tuple[float, str]]:
+    """Return (value, name) of the checkpoints with a finite value of a metric, the best first."""
+    sign = 1.0 if mode == "min" else -1.0
     measured = [
         (value, one.name)
         for one in branch
         if (value := one.metrics.get(metric)) is not None and isfinite(value)
     ]
-    measured.sort(key=lambda pair: sign * pair[0])
-    return {
-        name: f"best {place} of {n} by {metric} ({value:.4g})"
-        for place, (value, name) in enumerate(measured[:n], 1)
-    }
+    return sorted(measured, key=lambda pair: sign * pair[0])
 
 
 def _every_steps(branch: Sequence[Candidate], keep: Keep, now: float) -> dict[str, str]:

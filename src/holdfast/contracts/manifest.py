@@ -47,6 +47,7 @@ from holdfast.contracts.durable import to_json
 from holdfast.contracts.errors import DamagedCheckpointError, ForeignFileError
 from holdfast.contracts.filesystems import is_there
 from holdfast.contracts.paths import MANIFEST, CheckpointName, base_of, real_folder
+from holdfast.contracts.plain_text import counted
 from holdfast.contracts.reading import read_bounded
 
 FORMAT: Final = 1
@@ -187,7 +188,7 @@ class Manifest(BaseModel):
     def _files_are_listed_once(cls, value: tuple[FileEntry, ...]) -> tuple[FileEntry, ...]:
         if len({entry.path for entry in value}) < len(value):
             ((twice, count),) = Counter(entry.path for entry in value).most_common(1)
-            raise ValueError(f"{twice!r} is listed {count} times, expected once")
+            raise ValueError(f"{twice!r} is listed {counted(count, 'time')}, expected once")
         if (total := sum(entry.bytes for entry in value)) > BYTES_MAX:
             raise ValueError(f"{total} bytes in all files, expected at most {BYTES_MAX}")
         return value

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from typing import Final, NamedTuple
 
+from holdfast.contracts.plain_text import counted
+
 NO_GRES: Final = "none"
 # `gpu`, `gpu:2`, `gpu:h100`, `gpu:2080ti:2`. A kind is not all digits. No count means one GPU.
 _GPUS: Final = re.compile(
@@ -44,7 +46,7 @@ def share_of(size: int, gpus_per_node: int, nproc_per_node: int | None = None) -
     ranks, rest = divmod(here * (nproc_per_node or per_node), per_node)
     if rest:
         raise ValueError(
-            f"{size} GPUs are a part of a node that has {per_node} GPUs and "
+            f"{counted(size, 'GPU')}: a part of a node that has {per_node} GPUs and "
             f"resources.nproc_per_node = {nproc_per_node} ranks, and its part of the ranks is no "
             f"whole number: expected a count whose {nproc_per_node}/{per_node} is whole"
         )

@@ -20,6 +20,7 @@ from holdfast.contracts.history import OPERATOR_GOES_ON, RunHistory, order_numbe
 from holdfast.contracts.journal import FOREIGN_LOCK_S, Event, EventKind, JournalWriter
 from holdfast.contracts.journal_cache import KEPT
 from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.plain_text import counted
 from holdfast.contracts.states import AttemptState
 
 ORDERS: Final = "orders"
@@ -67,7 +68,7 @@ class Order:
     @property
     def text(self) -> str:
         """The order in a few words, such as `relaunch at 8 GPUs by ann`."""
-        size = f" at {self.gpus} GPUs" if self.gpus else ""
+        size = f" at {counted(self.gpus, 'GPU')}" if self.gpus else ""
         name = f" {self.checkpoint}" if self.checkpoint else ""
         return f"{self.action}{name}{size} by {self.by}"
 

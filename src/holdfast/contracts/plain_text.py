@@ -1,4 +1,4 @@
-"""Escaping of text from other users' files, so that it is harmless in a terminal."""
+"""Text for people: numbers with nouns, and other users' text that is harmless in a terminal."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ def plain(text: object) -> str:
     """
     string = str(text)
     return string.translate(_ESCAPES) if _CONTROL.search(string) else string
+
+
+def counted(number: int, noun: str) -> str:
+    """Return `1 GPU` or `2 GPUs`: a number and a regular noun."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def plain_line(text: object) -> str:

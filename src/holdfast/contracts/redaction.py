@@ -140,7 +140,7 @@ def is_secret(name: str) -> bool:
     if plain in _NO_SECRET:
         return False
     words = _WORD.findall(plain)
-    while words and words[-1].isdigit():
+    while words and words[-1].isdecimal():
         words.pop()
     if not words:
         return False

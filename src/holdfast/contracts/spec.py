@@ -15,6 +15,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from holdfast.contracts.digests import document_digest
 from holdfast.contracts.node_share import Share, share_of
 from holdfast.contracts.paths import SPEC_NAME
+from holdfast.contracts.plain_text import counted
 from holdfast.contracts.secrets import EnvironmentValue, SecretReference
 from holdfast.contracts.slurm_options import problem_with_setup
 from holdfast.contracts.spec_alerts import Alerts
@@ -247,7 +248,7 @@ class RunSpec(SpecPart):
             raise ValueError("the local executor has one node; set resources.nodes = 1")
         for count in (self.gpus, *self.elastic.choices, *self.elastic.on_preemption):
             if not low <= count <= high:
-                raise ValueError(f"{count} GPUs lie outside elastic {low} to {high}")
+                raise ValueError(f"{counted(count, 'GPU')}: outside elastic {low} to {high}")
             self.share(count)
         if low < self.resources.size_per_node:
             # Below one node, the least count must have a whole number of ranks.

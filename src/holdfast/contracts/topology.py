@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from holdfast.contracts.manifest import Manifest
+from holdfast.contracts.plain_text import counted
 
 # Common names of mesh dimensions: those that replicate the whole state, and those that split a
 # batch. Any other dimension splits the model, and Holdfast does not change it.
@@ -104,7 +105,8 @@ def _resized(now: Degrees, manifest: Manifest, ranks: int) -> Degrees | None:
 def problem_with_mesh(manifest: Manifest, ranks: int) -> str | None:
     """Return why `ranks` do not fit the checkpoint's mesh, with counts that fit, or None."""
     if ranks != manifest.world_size and (reason := manifest.topology.get(FIXED)):
-        return f"{ranks} ranks cannot load it: {reason}. {manifest.world_size} ranks can"
+        fits = counted(manifest.world_size, "rank")
+        return f"{counted(ranks, 'rank')} cannot load it: {reason}. {fits} can"
     now = degrees_of(manifest)
     if ranks == manifest.world_size or rescale(now, manifest, ranks) is not None:
         return None
@@ -112,7 +114,7 @@ def problem_with_mesh(manifest: Manifest, ranks: int) -> str | None:
     then = _resized(now, manifest, ranks)
     if then is not None:
         return (
-            f"{ranks} ranks cannot share its global batch evenly, which has "
+            f"{counted(ranks, 'rank')} cannot share its global batch evenly, which has "
             f"{_unshared(manifest, then)[0]} parts; rank counts that can: {counts}"
         )
     parts = dict(_mesh_of(manifest))
@@ -120,7 +122,8 @@ def problem_with_mesh(manifest: Manifest, ranks: int) -> str | None:
         parts[PIPELINE] = now.pipeline
     layout = " × ".join(f"{name} {size}" for name, size in parts.items())
     return (
-        f"{ranks} ranks cannot hold the mesh {layout} that the checkpoint was saved with; rank "
+        f"{counted(ranks, 'rank')} cannot hold the mesh {layout} that the checkpoint was "
+        f"saved with; rank "
         f"counts that can: {counts}. A program with another mesh may still be able to load it"
     )
 

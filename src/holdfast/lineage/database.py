@@ -11,6 +11,7 @@ from pathlib import Path
 from sqlalchemy import URL, Connection, Engine
 
 from holdfast.contracts.errors import DamagedIndexError, LineageError
+from holdfast.lineage.db_limits import ORDINARY, Limits
 from holdfast.lineage.engine import WRITES, make_engine, parse_url, prepare_file, translate_errors
 from holdfast.lineage.heal import quarantine, was_database
 from holdfast.lineage.schema import problem_of, revision_of
@@ -76,6 +77,10 @@ class Database:
         with self._guarded(), self.engine.connect() as connection:
             connection = connection.execution_options(**{WRITES: True})
             with connection.begin():
+                if self.is_postgresql:
+                    from holdfast.lineage.postgres import allow_long_statements
+
+                    allow_long_statements(connection)
                 yield connection
 
     @contextlib.contextmanager
@@ -98,8 +103,10 @@ class Database:
         self.close()
 
 
-def open_database(url: str | None = None) -> Database:
+def open_database(url: str | None = None, limits: Limits = ORDINARY) -> Database:
     """Open the database at `url`, by default at `engine.database_url()`, for ingest and queries.
+
+    `limits` bound each use of it.
 
     A SQLite file is created if needed and its schema is upgraded. A damaged file is moved away
     first. The schema of PostgreSQL, which is shared, changes only by `holdfast db upgrade`. A
@@ -113,7 +120,7 @@ def open_database(url: str | None = None) -> Database:
         problem = problem_of(parsed, revision_of(parsed))
         if problem:
             raise LineageError(problem)
-    return Database(make_engine(parsed))
+    return Database(make_engine(parsed, limits))
 
 
 def _make_usable(parsed: URL, url: str | None) -> None:

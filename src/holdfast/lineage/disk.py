@@ -111,7 +111,7 @@ def survey(paths: RunPaths) -> Survey:
 def version_of(fingerprint: str) -> int:
     """Return the `INGEST_VERSION` in a fingerprint, or 0 if it has none."""
     version, colon, _ = fingerprint.partition(":")
-    return int(version) if colon and version.isdigit() else 0
+    return int(version) if colon and version.isdecimal() else 0
 
 
 def is_same_state(stored: str, seen: str) -> bool:

@@ -12,15 +12,15 @@ from typing import Any, Final
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from holdfast.contracts.errors import DamagedIndexError, LineageError
 from holdfast.contracts.filesystems import filesystem_of
 from holdfast.contracts.paths import holdfast_home
+from holdfast.lineage.db_limits import ORDINARY, POOL_S, Limits
 from holdfast.lineage.heal import says_damage
 
 URL_VARIABLE: Final = "HOLDFAST_DATABASE_URL"
-BUSY_TIMEOUT_S: Final = 60
-CONNECT_TIMEOUT_S: Final = 10
 WAL_TRIES_MAX: Final = 100
 WAL_PAUSE_S: Final = 0.05
 # The execution option of a transaction that may write.
@@ -86,15 +86,22 @@ def _create_private(path: Path) -> None:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
 
-def make_engine(url: URL, *, foreign_keys: bool = True, **options: Any) -> Engine:
+def make_engine(
+    url: URL, limits: Limits = ORDINARY, *, foreign_keys: bool = True, **options: Any
+) -> Engine:
+    """Create an engine whose uses of the database are bounded by `limits`."""
+    if "poolclass" not in options:
+        options["pool_timeout"] = POOL_S
     try:
         if url.get_backend_name() == "sqlite":
             _create_private(Path(url.database or ""))
-            engine = create_engine(url, connect_args={"timeout": BUSY_TIMEOUT_S}, **options)
+            engine = create_engine(url, connect_args={"timeout": limits.lock_s}, **options)
             _tune_sqlite(engine, foreign_keys=foreign_keys)
             return engine
-        arguments = {} if "connect_timeout" in url.query else {"connect_timeout": CONNECT_TIMEOUT_S}
-        return create_engine(url, connect_args=arguments, pool_pre_ping=True, **options)
+        # The driver is an optional dependency.
+        from holdfast.lineage import postgres
+
+        return postgres.make_engine(url, limits, **options)
     except (NoSuchModuleError, ModuleNotFoundError) as error:
         raise LineageError(
             f"{url.drivername}: the database driver is not installed ({error}); "
@@ -138,6 +145,11 @@ def translate_errors(url: URL) -> Iterator[None]:
     """Translate database errors into `LineageError` with advice."""
     try:
         yield
+    except PoolTimeoutError as error:
+        raise LineageError(
+            f"{url.render_as_string(hide_password=True)}: all connections of this process are in "
+            "use; the server is slow or does not answer. Try again in a moment"
+        ) from error
     except SQLAlchemyError as error:
         name = url.render_as_string(hide_password=True)
         problem = str(getattr(error, "orig", None) or error).strip().splitlines()[0]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from holdfast.contracts.plain_text import counted
+
 Node = Mapping[str, Any]
 # By kind: Mermaid's brackets for a node's shape, and DOT's name of the same shape.
 _SHAPES: Final[Mapping[str, tuple[str, str, str]]] = {
@@ -55,7 +57,7 @@ def _label(node: Node) -> Sequence[str]:
     """Return the lines of a node's label: its id, and below it the facts about it."""
     facts = [str(node["state"])] if node.get("state") else []
     facts += [str(node["cause"])] if node.get("cause") else []
-    facts += [f"{node['world_size']} ranks"] if node.get("world_size") else []
+    facts += [counted(node["world_size"], "rank")] if node.get("world_size") else []
     facts += ["pinned"] if node.get("pinned") else []
     facts += ["rolled back"] if node.get("rolled_back") else []
     return [node["id"], " · ".join(facts)] if facts else [node["id"]]

@@ -22,10 +22,10 @@ from holdfast.contracts.file_locks import locked
 
 DAMAGED: Final = ".damaged"
 LOCK: Final = ".index.lock"
-LOCK_TIMEOUT_S: Final = 60.0
+LOCK_TIMEOUT_S: Final = 8.0
 # Longer than a process takes between finding the name of the log and opening it.
 GRACE_S: Final = 0.1
-CHECK_TIMEOUT_S: Final = 60.0
+CHECK_TIMEOUT_S: Final = 8.0
 HEADER_BYTES: Final = 100
 MAGIC: Final = b"SQLite format 3\0"
 _CODES: Final = frozenset((sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB))

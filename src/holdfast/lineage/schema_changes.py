@@ -13,8 +13,10 @@ from alembic.util import CommandError
 from sqlalchemy import Connection, NullPool
 
 from holdfast.contracts.errors import LineageError, QueryError
+from holdfast.lineage.db_limits import MIGRATIONS
 from holdfast.lineage.engine import WRITES, make_engine, parse_url, prepare_file, translate_errors
-from holdfast.lineage.schema import MIGRATIONS, current_revision, known_revisions, newer_schema
+from holdfast.lineage.schema import MIGRATIONS as SCRIPTS
+from holdfast.lineage.schema import current_revision, known_revisions, newer_schema
 
 # Alembic keeps its state in module globals, so only one thread of a process may migrate at a time.
 _MIGRATING: Final = threading.Lock()
@@ -51,7 +53,7 @@ def connect_for_migration(url: str | None = None) -> Iterator[Connection]:
     parsed = parse_url(url)
     if parsed.get_backend_name() == "sqlite":
         prepare_file(parsed)
-    engine = make_engine(parsed, foreign_keys=False, poolclass=NullPool)
+    engine = make_engine(parsed, MIGRATIONS, foreign_keys=False, poolclass=NullPool)
     try:
         with translate_errors(parsed), engine.connect() as connection:
             yield connection.execution_options(**{WRITES: True})
@@ -65,7 +67,7 @@ def _migrate(url: str | None, act: Any, revision: str) -> None:
     if found is not None and found not in known_revisions():
         raise LineageError(newer_schema(parsed, found))
     config = Config()
-    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
+    config.set_main_option("script_location", str(SCRIPTS).replace("%", "%%"))
     config.set_main_option("path_separator", "os")
     with _MIGRATING, connect_for_migration(url) as connection:
         config.attributes["connection"] = connection

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from holdfast.contracts import environment as names
 from holdfast.contracts.durable import make_directory, to_json, write_bytes
 from holdfast.contracts.errors import PreflightError
+from holdfast.contracts.plain_text import counted
 from holdfast.contracts.reporting import report
 from holdfast.trainer.collective import attempt
 from holdfast.trainer.data.order import local_batch, micro_parts
@@ -81,8 +82,10 @@ def agree_on_batch(given: GivenBatch, folder: Path) -> GivenBatch:
     batch = first.shared_by(given.world_size)
     if batch != given and is_first:
         report(
-            f"holdfast: the run began on {first.world_size} ranks with a global batch of "
-            f"{first.total}; on {given.world_size} ranks this is per_device_train_batch_size="
+            f"holdfast: the run began on {counted(first.world_size, 'rank')} with a global "
+            f"batch of "
+            f"{first.total}; on {counted(given.world_size, 'rank')} this is "
+            f"per_device_train_batch_size="
             f"{batch.per_device} and gradient_accumulation_steps={batch.accumulation}"
         )
     return batch

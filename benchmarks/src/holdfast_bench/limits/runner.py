@@ -276,7 +276,7 @@ def machine(directory: Path) -> dict[str, Any]:
 
 def gpus() -> int:
     """Return the number of visible NVIDIA GPUs, without torch, whose import takes seconds."""
-    return sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia*"))
+    return sum(path.name[6:].isdecimal() for path in Path("/dev").glob("nvidia*"))
 
 
 def processor() -> str:

@@ -36,7 +36,11 @@ from holdfast.lineage import reports
 from holdfast.workers import exports, operator, verification
 
 CheckpointId = Annotated[
-    str, Path(max_length=250, description="The checkpoint's id, `<run>:<directory>`")
+    str,
+    Path(
+        max_length=250,
+        description="The checkpoint's id: `<run>:` and its directory, `latest`, `best` or `step-N`",
+    ),
 ]
 # The spec keys that a fork over HTTP may change: sizes, times and rules. Programs, paths and
 # addresses can be changed only by `holdfast fork --set`, which needs access to the files.

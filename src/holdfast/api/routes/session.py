@@ -6,7 +6,6 @@ from fastapi import APIRouter, Request, Response
 
 from holdfast import __version__
 from holdfast.api.access import Caller, address_of, cookie_name, identify, try_token
-from holdfast.api.audit import audit_session
 from holdfast.api.problems import Refusal
 from holdfast.api.schemas import LogIn, Session
 from holdfast.api.services import services_of
@@ -35,7 +34,8 @@ def log_out(request: Request, response: Response) -> None:
     services_of(request).sessions.close(request.cookies.get(name, ""))
     response.delete_cookie(name, samesite="strict")
     if caller is not None and caller.csrf is not None:
-        audit_session("log out", caller.address, outcome="done", by=caller.name)
+        audit = services_of(request).session_audit
+        audit.record("log out", caller.address, outcome="done", by=caller.name)
 
 
 def begin_session(request: Request, response: Response, text: str) -> Caller:
@@ -44,7 +44,7 @@ def begin_session(request: Request, response: Response, text: str) -> Caller:
     try:
         token = try_token(services, text, address)
     except Refusal as refusal:
-        audit_session("log in", address, outcome=f"refused: {refusal.status}")
+        services.session_audit.refused(address, refusal.status)
         raise
     session, csrf = services.sessions.open(token)
     response.set_cookie(
@@ -55,7 +55,7 @@ def begin_session(request: Request, response: Response, text: str) -> Caller:
         secure=request.url.scheme == "https",
         samesite="strict",
     )
-    audit_session("log in", address, outcome="done", by=token.name, token=token.id)
+    services.session_audit.record("log in", address, outcome="done", by=token.name, token=token.id)
     return Caller(name=token.name, role=token.role, address=address, token=token.id, csrf=csrf)
 
 
