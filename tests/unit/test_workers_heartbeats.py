@@ -102,23 +102,23 @@ def test_a_node_is_silent_when_its_heartbeat_does_not_change_at_any_clock_time(
         writer.write(list(known.values()))
 
     watch = HeartbeatWatch(attempt, heartbeat_s=2.0)
-    write_heartbeat(0, time=1e12)
-    write_heartbeat(1, time=-5.0)
+    write_heartbeat(0, time=250e9)
+    write_heartbeat(1, time=5.0)
     assert watch.look(0.0) == ([], [])
-    write_heartbeat(1, time=-5.0, monotonic_s=1.0)
+    write_heartbeat(1, time=5.0, monotonic_s=1.0)
     assert watch.look(3.0) == ([], [])
     assert watch.look(6.0) == ([], [])
     assert watch.look(6.1) == (["node-0000"], [])
     assert watch.look(7.0) == ([], [])
-    write_heartbeat(0, time=1e12, monotonic_s=1.0)
+    write_heartbeat(0, time=250e9, monotonic_s=1.0)
     assert watch.look(8.0) == ([], ["node-0000"])
     known[1]["ranks"] = "none"
     writer.write(list(known.values()))
     assert [one.node for one in read_heartbeats(attempt)] == [0]
     writer.close()
-    (problem,) = clock_problems(read_heartbeats(attempt), now=1e12 - 3600)
+    (problem,) = clock_problems(read_heartbeats(attempt), now=250e9 - 3600)
     assert "3600 s in the future" in problem
-    assert clock_problems(read_heartbeats(attempt), now=1e12) == []
+    assert clock_problems(read_heartbeats(attempt), now=250e9) == []
 
 
 def test_a_file_that_is_being_written_is_not_read(tmp_path: Path) -> None:
