@@ -25,6 +25,7 @@ from holdfast.contracts.leases import readers, storage_time
 from holdfast.contracts.manifest import read_tombstone
 from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths, hold
 from holdfast.contracts.plain_text import counted
+from holdfast.contracts.spec_checkpoint import Keep
 from holdfast.workers import retention
 from holdfast.workers.checkpoints import committed_checkpoints
 from holdfast.workers.mirrors import delete_copies
@@ -42,16 +43,18 @@ def apply(
     writer: str = "flow",
     copies: bool = True,
     history: RunHistory | None = None,
+    keep: Keep | None = None,
 ) -> list[Verdict]:
     """Delete the checkpoints that nothing keeps; return their verdicts.
 
-    `history` is what the caller has just read of the run. Pins are read again before each deletion.
+    `keep` replaces the rules of the run's spec. `history` is what the caller has just read of the
+    run. Pins are read again before each deletion.
     With `copies`, their copies in the run's mirror are deleted too, which may take long. Several
     processes may call this at once: each checkpoint is deleted and journaled by one of them.
     """
     with _held(paths) as held:
         finish_deletions(held)
-        verdicts = [one for one in retention.plan_run(held, history) if not one.is_kept]
+        verdicts = [one for one in retention.plan_run(held, history, keep) if not one.is_kept]
         if verdicts:
             make_newest_durable(held)
         deleted = [

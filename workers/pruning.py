@@ -5,18 +5,24 @@ from __future__ import annotations
 from typing import Any, Final
 
 from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.spec_checkpoint import Keep
 from holdfast.workers import deletion, retention
 from holdfast.workers.retention import Verdict
 
 OVERTAKEN: Final = "a reader or a pin appeared meanwhile, or another process is deleting it"
 
 
-def prune(paths: RunPaths, *, by: str, writer: str = "cli", dry_run: bool) -> dict[str, Any]:
-    """Prune the run and return the facts of `prune --json`; with `dry_run`, delete nothing."""
-    plan = retention.plan_run(paths)
+def prune(
+    paths: RunPaths, *, by: str, writer: str = "cli", dry_run: bool, keep: Keep | None = None
+) -> dict[str, Any]:
+    """Prune the run and return the facts of `prune --json`; with `dry_run`, delete nothing.
+
+    `keep` replaces the rules of the run's spec.
+    """
+    plan = retention.plan_run(paths, keep=keep)
     deleted_names = {one.name for one in plan if not one.is_kept}
     if not dry_run:
-        deleted_names = {one.name for one in deletion.apply(paths, by=by, writer=writer)}
+        deleted_names = {one.name for one in deletion.apply(paths, by=by, writer=writer, keep=keep)}
     deleted = [_facts(one, one.reason) for one in plan if one.name in deleted_names]
     kept = [
         _facts(one, one.reason if one.is_kept else OVERTAKEN)

@@ -168,16 +168,19 @@ def _mirrored(history: RunHistory, manifests: Sequence[Manifest]) -> frozenset[s
     return frozenset(m.name for m in manifests if read_record(paths.checkpoint(m.name)))
 
 
-def plan_run(paths: RunPaths, history: RunHistory | None = None) -> list[Verdict]:
+def plan_run(
+    paths: RunPaths, history: RunHistory | None = None, keep: Keep | None = None
+) -> list[Verdict]:
     """Return `plan_prune` of a run on disk by its keep rules, including unreadable manifests.
 
-    `history` is what the caller has just read of the run. Raises like `load_history`.
+    `keep` replaces the rules of the run's spec. `history` is what the caller has just read of the
+    run. Raises like `load_history`.
     """
     history = replace(history, paths=paths) if history else load_tallied(paths)
     manifests, unreadable = _read_manifests(paths)
     verdicts = plan_prune(
         manifests,
-        keep=history.spec.checkpoint.keep,
+        keep=keep or history.spec.checkpoint.keep,
         facts=gather(history, manifests),
         now=time.time(),
     )

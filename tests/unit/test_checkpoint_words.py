@@ -86,6 +86,18 @@ def test_checkpoints_are_listed_by_a_metric(call: Call, run: RunFolder) -> None:
     assert call("checkpoints", "kelp", "--mode", "max").status == 2
 
 
+def test_the_last_checkpoints_are_kept_once(call: Call, run: RunFolder) -> None:
+    call("pin", "kelp:step-50")
+    planned = call("prune", "kelp", "--keep-last", "2", "--dry-run", "--json").json
+    assert [one["step"] for one in planned["deleted"]] == [100]
+    assert planned["deleted"][0]["reason"] == "not among the last 2"
+    done = call("prune", "kelp", "--keep-last", "2", "--yes", "--json").json
+    assert [one["step"] for one in done["deleted"]] == [100]
+    left = sorted(one.name[5:13] for one in run.paths.list_checkpoints())
+    assert [int(one) for one in left] == [50, 150, 200], "a pin counts, the spec's best does not"
+    assert call("prune", "kelp", "--keep-last", "0").status == 2
+
+
 def test_logs_name_earlier_attempts(call: Call, run: RunFolder) -> None:
     assert "the last of" not in call("logs", "kelp").err
     run.submit(2, 2, 400.0)

@@ -201,7 +201,7 @@ def test_a_run_goes_on_after_slurm_refused_its_exclusion(tmp_path: Path) -> None
     history = load_history(paths)
     _, refused, third = history.attempts
     assert (refused.state, refused.job_id) == (AttemptState.FAILED, None)
-    assert refused.evidence[0].startswith("the scheduler refused the job 1 times: Slurm refused")
+    assert refused.evidence[0].startswith("the scheduler refused the job 1 time: Slurm refused")
     assert (third.state, third.job_id) == (AttemptState.SUBMITTED, "7")
     assert third.request is not None
     assert third.request.exclude == ()

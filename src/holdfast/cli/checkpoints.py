@@ -18,6 +18,7 @@ from holdfast.contracts.errors import ForeignFileError, SpecError
 from holdfast.contracts.manifest import Manifest
 from holdfast.contracts.paths import checkpoint_id, plain_checkpoint
 from holdfast.contracts.plain_text import counted
+from holdfast.contracts.spec_checkpoint import Keep
 
 CheckpointArgument = Annotated[
     str,
@@ -64,6 +65,15 @@ def prune(
         bool, typer.Option("--dry-run", help="Show what would be deleted, and delete nothing.")
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")] = False,
+    keep_last: Annotated[
+        int | None,
+        typer.Option(
+            "--keep-last",
+            metavar="N",
+            min=1,
+            help="This time, keep the N newest instead of what the spec's keep rules say.",
+        ),
+    ] = None,
     root: RootOption = None,
     as_json: AsJson = False,
 ) -> None:
@@ -75,9 +85,11 @@ def prune(
 
     paths = locate_run(run, root)
     look_at(paths)
+    rules = Keep(last=keep_last) if keep_last else None
+    work = partial(pruning.prune, paths, by=user_name(), keep=rules)
     if not (dry_run or yes):
-        _confirm(pruning.prune(paths, by=user_name(), dry_run=True), as_json)
-    answer(pruning.prune(paths, by=user_name(), dry_run=dry_run), as_json, _render_prune)
+        _confirm(work(dry_run=True), as_json)
+    answer(work(dry_run=dry_run), as_json, _render_prune)
 
 
 def _confirm(facts: dict[str, Any], as_json: bool) -> None:
