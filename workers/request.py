@@ -144,6 +144,7 @@ def _slurm_parameters(
         "exclude": ",".join(exclude) or None,
         "cpus_per_task": cpus or None,
         "mem": _megabytes(resources.memory_gb_per_node),
+        "mem_per_cpu": _megabytes(resources.memory_gb_per_cpu),
         "setup": list(spec.launch.setup) or None,
         **_gpu_parameter(resources, share.gpus),
     }
