@@ -90,6 +90,20 @@ def test_two_ranks_train_on_a_node_without_gpus(tmp_path: Path) -> None:
     assert 0.0 < costs.start_s < (view.ended_at or 0.0) - run.history().record.created_at
 
 
+def test_a_job_gets_the_gpus_that_its_submitter_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "show.py"
+    program.write_text("import os\nprint(os.environ['CUDA_VISIBLE_DEVICES'])\n")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8932f937-d72c,MIG-41b36fb4/1/0,2")
+    own = {"checkpoints": "ck-{step}", "launcher": "none"}
+    run = LocalRun(tmp_path, gpus=2, program=program, own=own)
+    run.submit()
+    assert run.wait_for_end().state is AttemptState.COMPLETED
+    (log,) = run.paths.attempt(1).directory.glob("logs/**/stdout.log")
+    assert log.read_text() == "GPU-8932f937-d72c,MIG-41b36fb4/1/0\n"
+
+
 def test_ranks_meet_on_the_interface_of_the_spec(tmp_path: Path) -> None:
     run = LocalRun(tmp_path, steps=3, launch={"network_interface": "lo"})
     run.submit()
