@@ -104,6 +104,31 @@ def test_a_job_gets_the_gpus_that_its_submitter_names(
     assert log.read_text() == "GPU-8932f937-d72c,MIG-41b36fb4/1/0\n"
 
 
+def test_a_failed_setup_line_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    setup = ["source /etc/profile", "module load cudaa", "export A=1"]
+    run = LocalRun(tmp_path, gpus=1, steps=3, launch={"setup": setup})
+    run.submit()
+    view = run.wait_for_end()
+    assert (view.state, view.cause) == (AttemptState.FAILED, Cause.USER_ERROR), view.evidence
+    failed = "launch.setup line 2 failed with exit status 127: module load cudaa"
+    assert view.evidence[0].startswith(failed)
+    assert "module: command not found" in view.evidence[1]
+
+
+def test_setup_lines_of_bash_reach_an_opaque_program(tmp_path: Path) -> None:
+    (tmp_path / "site.sh").write_text("module() { export LOADED=$2; }\nfalse\ntrue\n")
+    program = tmp_path / "show.py"
+    program.write_text("import os\nprint(os.environ['LOADED'])\n")
+    setup = [f"source {tmp_path}/site.sh", "if true; then", "module load cuda", "fi"]
+    own = {"checkpoints": "ck-{step}", "launcher": "none"}
+    run = LocalRun(tmp_path, gpus=1, program=program, own=own, launch={"setup": setup})
+    run.submit()
+    view = run.wait_for_end()
+    assert view.state is AttemptState.COMPLETED, view.evidence
+    (log,) = run.paths.attempt(1).directory.glob("logs/**/stdout.log")
+    assert log.read_text() == "cuda\n"
+
+
 def test_ranks_meet_on_the_interface_of_the_spec(tmp_path: Path) -> None:
     run = LocalRun(tmp_path, steps=3, launch={"network_interface": "lo"})
     run.submit()

@@ -21,6 +21,7 @@ from holdfast.contracts.paths import AttemptPaths
 from holdfast.workers.agent.main import run_agent
 from holdfast.workers.executors.visible_gpus import problem_with_gpus, visible_gpus
 from holdfast.workers.processes import name_process
+from holdfast.workers.setup_lines import after_setup
 
 
 def launch(request_path: Path) -> dict[str, object]:
@@ -36,7 +37,8 @@ def launch(request_path: Path) -> dict[str, object]:
         )
     paths = AttemptPaths(request_path.parent)
     # This process runs under the spec's wrapper, and so does everything that it starts.
-    python = shlex.quote(request.launch.python or sys.executable)
+    setup = after_setup("launch.setup", request.launch.setup)
+    python = shlex.join([*setup, request.launch.python or sys.executable])
     executor = submitit.LocalExecutor(folder=paths.logs, python=python)
     executor.update_parameters(**request.scheduler)
     executor.parameters.update(_gpus_of(request))
