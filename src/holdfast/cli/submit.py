@@ -70,6 +70,7 @@ def submit(
     """Submit a run, or attach to the live one that has the same name and spec."""
     from holdfast.flows import secrets
     from holdfast.flows.parameters import load_spec
+    from holdfast.workers.code_snapshot import snapshot_warnings
 
     accepted = ["supervision.allow_early_exit=true"] if allow_early_exit else []
     run_spec = load_spec(spec, [*(overrides or ()), *accepted])
@@ -77,8 +78,8 @@ def submit(
     for warning in secrets.plain_secret_warnings(run_spec):
         warn(f"holdfast: {warning}")
     if dry_run:
-        for check in secrets.examine(run_spec):
-            warn(f"holdfast: {check}")
+        for text in (*secrets.examine(run_spec), *snapshot_warnings(run_spec)):
+            warn(f"holdfast: {text}")
         answer(first_request(run_spec, home).model_dump(mode="json"), True, typer.echo)
         return
     if not skip_preflight and not no_preflight:
@@ -93,6 +94,7 @@ def submit(
     warnings = [*secrets.require(run_spec, earlier), *warnings_of(run_spec, earlier)]
     warnings += warnings_of_defaults(run_spec)
     paths, created = attach_or_create(run_spec, home, created_by=user_name())
+    warnings += snapshot_warnings(run_spec) if created else []
     start_and_follow(
         paths,
         warnings,
@@ -123,6 +125,7 @@ def fork(
     """Start a new run, under another name, from a committed checkpoint."""
     from holdfast.flows.forks import fork_run
     from holdfast.flows.secrets import plain_secret_warnings
+    from holdfast.workers.code_snapshot import snapshot_warnings
     from holdfast.workers.grace import warnings_of
     from holdfast.workers.slurm_defaults import warnings_of_defaults
 
@@ -138,7 +141,7 @@ def fork(
     )
     own = load_history(paths).spec
     warnings = [*plain_secret_warnings(own), *warnings_of(own, parent)]
-    warnings += warnings_of_defaults(own)
+    warnings += [*warnings_of_defaults(own), *snapshot_warnings(own)]
     start_and_follow(paths, warnings, created=True, wait=wait, as_json=as_json)
 
 

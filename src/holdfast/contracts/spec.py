@@ -87,8 +87,9 @@ class Launch(SpecPart):
     code: Literal["in_place", "snapshot"] = Field(
         default="in_place",
         description="`in_place` runs the code where it is. `snapshot` copies the working "
-        "directory into the run, at most 512 MiB, and runs the copy. It copies the "
-        "files that git tracks, or all files except caches where there is no git",
+        "directory into the run, at most 512 MiB, and runs the copy. It copies the files that git "
+        "tracks or does not ignore, with those of submodules, or all files except caches where "
+        "there is no git",
     )
 
     @field_validator("container", "srun")
