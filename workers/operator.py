@@ -274,8 +274,8 @@ def _check(history: RunHistory, asked: _Asked) -> None:
     problem = Feasibility.of(history).problem(gpus)
     if problem:
         raise SpecError(
-            f"run {run}: {problem}; a program with another mesh is another run: start it with "
-            "`holdfast fork`. Nothing was queued or stopped",
+            f"run {run}: {problem}; a program that can load it is another run: start it with "
+            "`holdfast fork --spec`. Nothing was queued or stopped",
             [problem],
         )
 

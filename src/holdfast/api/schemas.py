@@ -146,7 +146,8 @@ class RunPage(Page[RunLine]):
 class RunDetail(views.RunView):
     """The output of `holdfast show RUN --json`, with the progress of the live attempt.
 
-    `steps_total` is null if the spec does not name the number of steps.
+    `steps_total` is null if the spec does not name the number of steps. `gpus_fitting` are the
+    allowed GPU counts at which the newest checkpoint can continue, or null if all of them are.
     """
 
     on_disk: bool
@@ -159,6 +160,7 @@ class RunDetail(views.RunView):
     steps_total: int | None
     gpus_min: int | None
     gpus_max: int | None
+    gpus_fitting: list[int] | None
 
 
 class CheckpointRow(views.CheckpointView, durability.DurabilityStatus):

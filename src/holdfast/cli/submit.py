@@ -126,6 +126,7 @@ def fork(
     from holdfast.flows.forks import fork_run
     from holdfast.flows.secrets import plain_secret_warnings
     from holdfast.workers.code_snapshot import snapshot_warnings
+    from holdfast.workers.feasibility import Feasibility
     from holdfast.workers.grace import warnings_of
     from holdfast.workers.slurm_defaults import warnings_of_defaults
 
@@ -141,6 +142,8 @@ def fork(
     )
     own = load_history(paths).spec
     warnings = [*plain_secret_warnings(own), *warnings_of(own, parent)]
+    problem = Feasibility.of(load_history(paths)).problem(own.gpus)
+    warnings += [problem] if problem else []
     warnings += [*warnings_of_defaults(own), *snapshot_warnings(own)]
     start_and_follow(paths, warnings, created=True, wait=wait, as_json=as_json)
 

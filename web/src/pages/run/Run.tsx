@@ -19,9 +19,10 @@ const TABS = [
   ["/events", "Events"],
 ] as const;
 
-function sizeWords({ gpus_min: least, gpus_max: most }: Run): string {
+/** Which sizes the next attempt may have: those that the newest checkpoint fits. */
+function sizeWords({ gpus_min: least, gpus_max: most, gpus_fitting: fitting }: Run): string {
   const range = least && most ? ` (${least} to ${most})` : "";
-  return `GPUs of the next attempt${range}`;
+  return `GPUs of the next attempt${fitting ? ` (${fitting.join(", ")})` : range}`;
 }
 
 /** What happens to the current attempt before the next one starts. */
