@@ -15,6 +15,7 @@ from tests.process.local_runs import LocalRun, processes_of, wait_until
 
 from holdfast.contracts.attempt import Claim, Request, Submission, read_document
 from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.saving import saves_by_holdfast, trained_in
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.contracts.timeline import spans_of
 from holdfast.workers import attempts
@@ -127,6 +128,14 @@ def test_setup_lines_of_bash_reach_an_opaque_program(tmp_path: Path) -> None:
     assert view.state is AttemptState.COMPLETED, view.evidence
     (log,) = run.paths.attempt(1).directory.glob("logs/**/stdout.log")
     assert log.read_text() == "cuda\n"
+
+
+@pytest.mark.parametrize("session", [False, True])
+def test_a_run_without_a_session_is_known_to_save_nothing(tmp_path: Path, session: bool) -> None:
+    run = LocalRun(tmp_path, gpus=1, session=session, sleep_s=0.1, steps=3)
+    run.submit()
+    assert run.wait_for_end().state is AttemptState.COMPLETED
+    assert saves_by_holdfast(trained_in(run.history())) is session
 
 
 def test_ranks_meet_on_the_interface_of_the_spec(tmp_path: Path) -> None:

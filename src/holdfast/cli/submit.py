@@ -21,6 +21,7 @@ from holdfast.cli.output import AsJson, RootOption, answer, say, warn
 from holdfast.contracts.attempt import Request, RunRecord
 from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.saving import saves_by_holdfast, trained_in, why_nothing_is_saved
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import RunState
 
@@ -208,6 +209,10 @@ def start_and_follow(
         except KeyboardInterrupt:
             warn(f"holdfast: stopped waiting; {paths.name} continues (`holdfast stop` stops it)")
             raise typer.Exit(INTERRUPTED) from None
+        trained = trained_in(load_history(paths))
+        facts["saves_by_holdfast"] = saves_by_holdfast(trained)
+        if facts["saves_by_holdfast"] is False:
+            warn(f"holdfast: {why_nothing_is_saved(trained)} by Holdfast")
         answer(facts, as_json, _render_end)
         raise typer.Exit(0 if facts["state"] == "completed" else 1)
     answer(facts, as_json, _render_submitted)

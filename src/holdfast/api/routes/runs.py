@@ -29,6 +29,7 @@ from holdfast.api.watch import Pace, Watch
 from holdfast.contracts.alerts import failed_saves, noticed
 from holdfast.contracts.plain_text import plain_line
 from holdfast.contracts.rank_logs import choose_attempt
+from holdfast.contracts.saving import saves_by_holdfast, trained_in_view
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import RunState
 from holdfast.contracts.steps_total import steps_total
@@ -107,6 +108,7 @@ def show_run(request: Request, run: RunId) -> RunDetail:
         "step_s": pace.step_s if pace else None,
         "supervision": read_supervision(paths, steering, shown["created_at"]) if is_live else None,
         "requests": requests_in(steering, shown),
+        "saves_by_holdfast": saves_by_holdfast(trained_in_view(shown)),
         **_gpu_range(shown["spec"]),
         "gpus_fitting": _fitting(shown["spec"], services.store.newest_on_branch(uid)),
     }
