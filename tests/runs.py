@@ -205,7 +205,7 @@ class RunFolder:
         number: int,
         state: AttemptState,
         cause: Cause | None,
-        last_step: int,
+        last_step: int | None,
         at: float,
         *,
         world_size: int = 2,
@@ -228,7 +228,12 @@ class RunFolder:
         self.record_attempt_end(number, state, cause, last_step, at)
 
     def record_attempt_end(
-        self, number: int, state: AttemptState, cause: Cause | None, last_step: int, at: float
+        self,
+        number: int,
+        state: AttemptState,
+        cause: Cause | None,
+        last_step: int | None,
+        at: float,
     ) -> None:
         """The journal line that ends an attempt; the only record if its node is lost."""
         self.tell(

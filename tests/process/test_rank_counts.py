@@ -29,7 +29,12 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
     def make_run(**settings: Any) -> LocalRun:
         hurry = str(tmp_path / "hurry")
-        given = {"checkpoint": {"interval": 2}, "steps": 300, "sleep_s": 0.1, "hurry": hurry}
+        given: dict[str, Any] = {
+            "checkpoint": {"interval": 2},
+            "steps": 300,
+            "sleep_s": 0.1,
+            "hurry": hurry,
+        }
         made.append(LocalRun(tmp_path / "root", program=PROGRAM, **given, **settings))
         return made[-1]
 

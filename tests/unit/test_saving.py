@@ -24,6 +24,7 @@ from holdfast.contracts.states import AttemptState, Cause
 from holdfast.lineage import queries
 from holdfast.lineage.database import open_database
 from holdfast.lineage.ingest import ingest_run
+from holdfast.workers import operator
 
 OPAQUE = {"program": {"checkpoints": "out/{step}"}}
 
@@ -104,6 +105,21 @@ def test_commits_without_a_session_count(tmp_path: Path) -> None:
     run.tell("flow", EventKind.COMMITTED, attempt=1, launch=1, checkpoint="x", step=3)
     trained = trained_in(load_history(run.paths), T0 + SESSION_WAIT_S)
     assert saves_by_holdfast(trained) is True
+
+
+def test_a_stop_promises_no_checkpoint_that_there_will_not_be(tmp_path: Path) -> None:
+    run = claimed(tmp_path)
+    assert operator.request(run.paths, "stop", by="ann") == (
+        "attempt 1 ends without a last checkpoint: no rank has opened a Session so far, so nothing "
+        "is saved (stop)"
+    )
+    other = RunFolder(tmp_path, "sprout", "2" * 32)
+    other.submit(1, 2, T0)
+    other.claim(1, T0)
+    other.launch(1, 1, 0, None)
+    assert operator.request(other.paths, "stop", by="ann") == (
+        "attempt 1 ends after one last checkpoint (stop)"
+    )
 
 
 def test_show_says_that_a_program_saves_nothing(

@@ -29,7 +29,7 @@ def run_both_ways(folder: Path, lines: Sequence[str]) -> tuple[int, str, str]:
     parts = ["#!/bin/bash", "#SBATCH --nodes=1", "", *checked_lines("launch.setup", lines)]
     show = "env | grep -E '^(LOADED|CONDA|holdfast)' || true; echo started"
     script.write_text("\n".join([*parts, show]))
-    commands = (["bash", script], [*after_setup("launch.setup", lines), "bash", "-c", show])
+    commands = (["bash", str(script)], [*after_setup("launch.setup", lines), "bash", "-c", show])
     batch, local = (
         subprocess.run(one, cwd=folder, capture_output=True, text=True, timeout=30, check=False)
         for one in commands
