@@ -17,6 +17,7 @@ from holdfast.flows.parameters import load_spec
 from holdfast.flows.secrets import require
 from holdfast.flows.start import has_service
 from holdfast.lineage.database import open_database
+from holdfast.workers.feasibility import Feasibility
 from holdfast.workers.preflight import check
 from holdfast.workers.runs import ForkPoint, create_run, newest_generation
 
@@ -37,8 +38,8 @@ def fork_run(
     The run is not started. Its spec is that of `spec_file`, by default the parent's. A spec file
     also has a name for the run. The run's folder is under `root`, by default the parent's root.
     Raises `RunConflictError` for a name in use, `NotFoundError` or `CheckpointError` for a
-    checkpoint that does not exist or is not committed, `SpecError` without a name or a program, and
-    the errors of `check_everything`.
+    checkpoint that does not exist or is not committed, `SpecError` without a name or a program or
+    at a size that the checkpoint does not fit, and the errors of `check_everything`.
     """
     manifest = committed_manifest(parent, directory)
     require_own_directory(manifest, "start another run from it", _instead_of_fork(manifest))
@@ -48,6 +49,8 @@ def fork_run(
         raise RunConflictError(
             f"a run with the name {spec.name} exists under {home}; choose another --name"
         )
+    if spec_file is None:
+        _require_fit(spec, manifest)
     check_everything(spec, home)
     require(spec)
     origin = ForkPoint(
@@ -58,6 +61,16 @@ def fork_run(
     with JournalWriter(parent.journal_of(writer)) as journal:
         journal.append(EventKind.FORKED, checkpoint=directory, into_uid=uid, into_run=paths.name)
     return paths
+
+
+def _require_fit(spec: RunSpec, manifest: Manifest) -> None:
+    """Raise `SpecError` if the same program cannot continue from the checkpoint at this size."""
+    if problem := Feasibility(manifest, spec.ranks).problem(spec.gpus):
+        raise SpecError(
+            f"{problem}. Choose a number of GPUs that can, as by --set resources.gpus_per_node=…. "
+            "If another program can load it at this size, give that program's spec with --spec",
+            [problem],
+        )
 
 
 def _instead_of_fork(manifest: Manifest) -> str:

@@ -47,6 +47,7 @@ class RunFolder:
     created_at: float = T0
     forked_from: str | None = None
     forked_uid: str | None = None
+    forked_path: str | None = None
 
     def __post_init__(self) -> None:
         self.spec = RunSpec(name=self.name, command=("train.py",), **self.spec_fields)
@@ -63,6 +64,7 @@ class RunFolder:
             spec_digest=self.spec.digest,
             forked_from=self.forked_from,
             forked_uid=self.forked_uid,
+            forked_path=self.forked_path,
         )
         write_document(self.paths.spec, record)
 
@@ -203,7 +205,7 @@ class RunFolder:
         number: int,
         state: AttemptState,
         cause: Cause | None,
-        last_step: int,
+        last_step: int | None,
         at: float,
         *,
         world_size: int = 2,
@@ -226,7 +228,12 @@ class RunFolder:
         self.record_attempt_end(number, state, cause, last_step, at)
 
     def record_attempt_end(
-        self, number: int, state: AttemptState, cause: Cause | None, last_step: int, at: float
+        self,
+        number: int,
+        state: AttemptState,
+        cause: Cause | None,
+        last_step: int | None,
+        at: float,
     ) -> None:
         """The journal line that ends an attempt; the only record if its node is lost."""
         self.tell(

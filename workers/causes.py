@@ -22,6 +22,7 @@ from holdfast.workers.evidence import (
     last_message,
 )
 from holdfast.workers.executors.base import FORGOTTEN, GONE, REBOOTED, JobStatus
+from holdfast.workers.setup_lines import problem_in
 from holdfast.workers.slurm_client import is_refusal, may_pass
 
 _S = AttemptState
@@ -153,6 +154,8 @@ def classify(
         return _ending(_OF_SCHEDULER[raw], reported)
     if claimed:
         return _ending(*_without_outcome(raw, reported), state=_S.LOST)
+    if problem := problem_in(job_log):
+        return _ending(Cause.USER_ERROR, [*problem, *reported])
     never = "the job ended before its agent started; see the attempt's logs"
     if found := _not_started(job_log):
         return _ending(Cause.USER_ERROR, [found, never, *reported])

@@ -6,15 +6,17 @@ the memory needed.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from holdfast.contracts.checkpoint_choice import newest_of_branch
-from holdfast.contracts.errors import NotFoundError
+from holdfast.contracts.errors import HoldfastError, NotFoundError
 from holdfast.contracts.history import RunHistory
-from holdfast.contracts.manifest import Manifest
+from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.plain_text import counted
-from holdfast.contracts.topology import has_mesh, problem_with_mesh
+from holdfast.contracts.topology import Saved, has_mesh, problem_with_mesh
 
 
 @dataclass(frozen=True)
@@ -24,16 +26,20 @@ class Feasibility:
     `ranks` returns the world size at a GPU count, see `RunSpec.ranks`.
     """
 
-    newest: Manifest | None
+    newest: Saved | None
     ranks: Callable[[int], int]
 
     @classmethod
     def of(cls, history: RunHistory) -> Feasibility:
-        """Return the feasibility of a run now, from its branch's newest committed checkpoint."""
+        """Return the feasibility of a run now, from the checkpoint that it resumes from.
+
+        That is its branch's newest committed checkpoint. A fork without one begins from its
+        parent's.
+        """
         try:
             return cls(newest_of_branch(history.paths, history), history.spec.ranks)
         except NotFoundError:
-            return cls(None, history.spec.ranks)
+            return cls(_forked_checkpoint(history), history.spec.ranks)
 
     def allows(self, gpus: int) -> bool:
         """Return False if it is known that `gpus` GPUs cannot hold the state."""
@@ -59,3 +65,12 @@ class Feasibility:
             f"its checkpoint {self.newest.name} does not record its mesh, so whether it fits "
             f"{counted(gpus, 'GPU')} shows only when it is loaded"
         )
+
+
+def _forked_checkpoint(history: RunHistory) -> Manifest | None:
+    """Return the checkpoint that a run was forked from; None without one that can be read."""
+    path = history.record.forked_path
+    # It may be another user's.
+    with contextlib.suppress(HoldfastError, OSError):
+        return read_manifest(Path(path)) if path else None
+    return None

@@ -37,6 +37,7 @@ from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.orders import OrderBook, OrderState, open_orders, orders_of
 from holdfast.contracts.paths import AttemptPaths, RunPaths, checkpoint_id, has_spec
 from holdfast.contracts.plain_text import counted
+from holdfast.contracts.saving import trained_in, why_nothing_is_saved
 from holdfast.contracts.sources import require_own_directory
 from holdfast.contracts.states import RunState
 from holdfast.workers.executors import executor_for
@@ -145,7 +146,8 @@ def _request(paths: RunPaths, asked: _Asked, *, alone: bool, seen: int | None) -
             return _what_follows(history, asked.action, asked.gpus)
         # Under the lock, so that the file is that of the newest order.
         _write_stop(paths.attempt(last.number), asked, number)
-    return _end_attempt(paths, last, asked.action, now=asked.now)
+    unsaved = why_nothing_is_saved(trained_in(history))
+    return _end_attempt(paths, last, asked.action, now=asked.now, unsaved=unsaved)
 
 
 def _open_request(history: RunHistory) -> int | None:
@@ -274,8 +276,8 @@ def _check(history: RunHistory, asked: _Asked) -> None:
     problem = Feasibility.of(history).problem(gpus)
     if problem:
         raise SpecError(
-            f"run {run}: {problem}; a program with another mesh is another run: start it with "
-            "`holdfast fork`. Nothing was queued or stopped",
+            f"run {run}: {problem}; a program that can load it is another run: start it with "
+            "`holdfast fork --spec`. Nothing was queued or stopped",
             [problem],
         )
 
@@ -293,12 +295,16 @@ def _write_stop(attempt: AttemptPaths, asked: _Asked, number: int) -> None:
     write_document(attempt.stop, stop)
 
 
-def _end_attempt(paths: RunPaths, view: AttemptView, action: Action, *, now: bool) -> str:
+def _end_attempt(
+    paths: RunPaths, view: AttemptView, action: Action, *, now: bool, unsaved: str
+) -> str:
     """Have the scheduler take back a job that is still queued; return what happens.
 
-    If the scheduler does not answer, the supervisor tries again, see `carry_out`.
+    If the scheduler does not answer, the supervisor tries again, see `carry_out`. `unsaved` is why
+    there will be no last checkpoint, or ''.
     """
     how = "ends now, without a last checkpoint" if now else "ends after one last checkpoint"
+    how = f"ends without a last checkpoint: {unsaved}" if unsaved and not now else how
     message = f"attempt {view.number} {how} ({action})"
     try:
         # Another user's run could name a job of this user's. Its own supervisor takes jobs back.

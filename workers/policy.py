@@ -32,7 +32,7 @@ from holdfast.workers.exclusions import (
 from holdfast.workers.executors.base import BECAUSE_EXCLUDED
 from holdfast.workers.fingerprints import failed_host, same_failure_elsewhere
 from holdfast.workers.places import place_after, place_of
-from holdfast.workers.sizes import choose_gpus, is_single, largest_within
+from holdfast.workers.sizes import choose_gpus, is_single, largest_within, nearest_fitting
 
 Action = Literal["relaunch", "restart", "wait", "stop"]
 
@@ -138,7 +138,8 @@ def _decide_by_request(
         return Decision(action="stop", reason=f"{action} by {by}{why}")
     last = history.last_asked
     before = last.gpus if last is not None else 0
-    gpus = int(request.get("gpus") or before or history.spec.gpus)
+    asked = int(request.get("gpus") or before or history.spec.gpus)
+    gpus = nearest_fitting(history.spec, asked, fits)
     if by == FALLBACKS:
         place = int(request.get("place") or 0)
     else:

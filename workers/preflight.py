@@ -21,6 +21,7 @@ from holdfast.contracts.plain_text import counted
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.spec_resources import Resources
 from holdfast.workers import slurm_client
+from holdfast.workers.executors.visible_gpus import problem_with_gpus
 from holdfast.workers.root_probe import describe, find_problems
 
 PYTHON_TIMEOUT_S: Final = 20.0
@@ -54,6 +55,10 @@ def check(spec: RunSpec, root: Path) -> None:
     problems += _program_problems(spec)
     if spec.resources.executor == "slurm":
         problems += _slurm_problems(spec, places)
+    elif not spec.launch.wrapper:
+        environment = {**os.environ, **spec.environment}
+        problem = problem_with_gpus(environment, spec.resources.gpus_per_node)
+        problems += [problem] * bool(problem)
     if problems:
         listing = "\n".join(f"  - {problem}" for problem in problems)
         raise PreflightError(

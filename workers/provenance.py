@@ -58,12 +58,12 @@ def describe_code(folder: Path) -> tuple[str | None, str | None]:
     The digest is None without differences. For a folder outside git the commit is None and the
     digest is `digest_of_folder`.
     """
-    output = _git(folder, "rev-parse", "--verify", "HEAD")
+    output = ask_git(folder, "rev-parse", "--verify", "HEAD")
     if output is None:
         return None, digest_of_folder(folder)
     commit = output.decode(errors="replace").strip()
-    diff = _git(folder, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv", "--", ".")
-    new = _git(folder, "ls-files", "--others", "--exclude-standard", "-z", "--", ".")
+    diff = ask_git(folder, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv", "--", ".")
+    new = ask_git(folder, "ls-files", "--others", "--exclude-standard", "-z", "--", ".")
     if diff is None or new is None:
         return commit, None
     names = sorted(os.fsdecode(name) for name in new.split(b"\0") if name)
@@ -102,14 +102,14 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(item)
 
 
-def _git(folder: Path, *arguments: str) -> bytes | None:
+def ask_git(folder: Path, *arguments: str, timeout_s: float = GIT_TIMEOUT_S) -> bytes | None:
     """Return git's output; None if git is missing, too slow, fails or prints too much."""
     try:
         done = subprocess.run(
             [*GIT, "-C", str(folder), *arguments],
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=GIT_TIMEOUT_S,
+            timeout=timeout_s,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):

@@ -57,7 +57,7 @@ def build_request(
     parameters = (
         _slurm_parameters(spec, name, share, exclude)
         if spec.resources.executor == "slurm"
-        else _local_parameters(spec, share)
+        else _local_parameters(share)
     )
     facts = {
         "run_uid": record.uid,
@@ -99,16 +99,13 @@ def working_directory_of(record: RunRecord, spec: RunSpec) -> str:
     return spec.launch.working_directory
 
 
-def _local_parameters(spec: RunSpec, share: Share) -> dict[str, Any]:
+def _local_parameters(share: Share) -> dict[str, Any]:
     """Return submitit's parameters for the local executor; the agent enforces the time limit."""
-    parameters: dict[str, Any] = {
+    return {
         "timeout_min": LOCAL_TIMEOUT_MIN,
         "tasks_per_node": 1,
         "gpus_per_node": share.gpus,
     }
-    if spec.launch.setup:
-        parameters["setup"] = list(spec.launch.setup)
-    return parameters
 
 
 def _slurm_parameters(
@@ -144,6 +141,7 @@ def _slurm_parameters(
         "exclude": ",".join(exclude) or None,
         "cpus_per_task": cpus or None,
         "mem": _megabytes(resources.memory_gb_per_node),
+        "mem_per_cpu": _megabytes(resources.memory_gb_per_cpu),
         "setup": list(spec.launch.setup) or None,
         **_gpu_parameter(resources, share.gpus),
     }

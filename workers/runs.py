@@ -6,11 +6,9 @@ import contextlib
 import difflib
 import os
 import re
-import shutil
-import subprocess
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -19,10 +17,10 @@ from holdfast.contracts.attempt import RunRecord, create_document, read_document
 from holdfast.contracts.durable import fsync_directory, make_directory, write_bytes
 from holdfast.contracts.errors import (
     NotFoundError,
-    PreflightError,
     RunConflictError,
     SpecError,
 )
+from holdfast.contracts.file_locks import locked
 from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import (
     OF_RUN,
@@ -39,17 +37,11 @@ from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.spec_part import unknown_keys
 from holdfast.contracts.states import RunState
 from holdfast.contracts.supervision import is_supervised
-from holdfast.workers.code_files import is_open_here
+from holdfast.workers.code_snapshot import CodeFiles, copy_code, find_code
 
-GIT_TIMEOUT_S: Final = 60.0
-CODE_BYTES_MAX: Final = 512 * 1024 * 1024
 # Enough for a few journal lines and documents.
 RESERVE_BYTES: Final = 64 * 1024
 _GENERATION = re.compile(r"(?P<name>[^.]+)(?:\.r(?P<generation>[1-9]\d{0,6}))?")
-_NOT_CODE = frozenset(
-    {".git", ".venv", "venv", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
-    | {"node_modules", ".tox", ".eggs", "runs"}
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +66,11 @@ def create_run(
     """Create the folder of a new run and its `spec.json`, durably.
 
     `folder` defaults to the spec's name. `fill` gets the folder and the run's uid before the folder
-    becomes a run. Raises `RunConflictError` if the folder exists already.
+    becomes a run. Raises `RunConflictError` if the folder exists already, or if another process
+    creates this run now, and `PreflightError` if the code is too large for a snapshot.
     """
+    is_snapshot = spec.launch.code == "snapshot"
+    code = find_code(Path(spec.launch.working_directory)) if is_snapshot else None
     paths = RunPaths(root / (folder or spec.name))
     make_directory(root)
     ensure_root_id(root)
@@ -87,16 +82,8 @@ def create_run(
                 f"{paths.directory}: a run of this name exists already; give another name"
             ) from None
     fsync_directory(root)
-    uid = uuid.uuid4().hex
-    if spec.checkpoint.directory:
-        _link_checkpoints(paths, Path(spec.checkpoint.directory) / f"{paths.name}.{uid}")
-    for directory in (paths.journal, paths.attempts, paths.checkpoints, paths.tombstones):
-        make_directory(directory)
-    keep_reserve(paths)
-    if spec.launch.code == "snapshot":
-        _copy_code(Path(spec.launch.working_directory), paths.code)
     record = RunRecord(
-        uid=uid,
+        uid=uuid.uuid4().hex,
         run=paths.name,
         name=spec.name,
         root=str(root),
@@ -110,13 +97,45 @@ def create_run(
         forked_uid=forked.run_uid if forked else None,
         imported_from=imported_from,
     )
-    fill(paths, uid)
-    if not create_document(paths.spec, record):
-        raise RunConflictError(
-            f"{paths.directory}: another process created this run at the same time; "
-            "run the same command again to attach to it"
-        )
+    with _creating(paths):
+        _fill_folder(paths, spec, record, code)
+        fill(paths, record.uid)
+        if not create_document(paths.spec, record):
+            raise _created_meanwhile(paths)
     return paths
+
+
+def _fill_folder(paths: RunPaths, spec: RunSpec, record: RunRecord, code: CodeFiles | None) -> None:
+    """Write what a run's folder has before its `spec.json`; the caller holds its lock.
+
+    An earlier process that did not finish may have left parts.
+    """
+    if spec.checkpoint.directory:
+        _link_checkpoints(paths, Path(spec.checkpoint.directory) / f"{paths.name}.{record.uid}")
+    for directory in (paths.journal, paths.attempts, paths.checkpoints, paths.tombstones):
+        make_directory(directory)
+    keep_reserve(paths)
+    if code is not None:
+        copy_code(code, paths.code)
+
+
+@contextlib.contextmanager
+def _creating(paths: RunPaths) -> Iterator[None]:
+    """Hold the lock of a folder that becomes a run, so that one process writes all its parts.
+
+    Raises `RunConflictError` if another process holds it, or has created the run.
+    """
+    with locked(paths.orders_lock, 0.0) as is_locked:
+        if not is_locked or has_spec(paths.directory):
+            raise _created_meanwhile(paths)
+        yield
+
+
+def _created_meanwhile(paths: RunPaths) -> RunConflictError:
+    return RunConflictError(
+        f"{paths.directory}: another process created this run at the same time; "
+        "run the same command again to attach to it"
+    )
 
 
 def _link_checkpoints(paths: RunPaths, target: Path) -> None:
@@ -312,47 +331,3 @@ def _name_of(folder: str) -> str:
 def _generation(folder: str) -> int:
     match = _GENERATION.fullmatch(folder)
     return int(match["generation"] or 1) if match else 1
-
-
-def _copy_code(source: Path, target: Path) -> None:
-    """Copy the files that git tracks under `source`, or all but caches without git.
-
-    Raises `PreflightError` if they are larger than `CODE_BYTES_MAX`.
-    """
-    if target.exists():
-        return
-    files = _tracked_files(source)
-    if files is None:
-        files = [
-            path.relative_to(source)
-            for path in sorted(source.rglob("*"))
-            if path.is_file() and not _NOT_CODE & set(path.relative_to(source).parts)
-        ]
-    files = [name for name in files if not is_open_here(source / name)]
-    total = sum((source / name).stat().st_size for name in files)
-    if total > CODE_BYTES_MAX:
-        raise PreflightError(
-            f"launch.code = 'snapshot': {source} holds {total} bytes, expected at most "
-            f"{CODE_BYTES_MAX}; use 'in_place', or a working directory that holds only code"
-        )
-    unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
-    for name in files:
-        (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(source / name, unfinished / name)
-    unfinished.mkdir(exist_ok=True)
-    unfinished.rename(target)
-    fsync_directory(target.parent)
-
-
-def _tracked_files(source: Path) -> list[Path] | None:
-    try:
-        listing = subprocess.run(
-            ["git", "-C", str(source), "ls-files", "-z"],
-            capture_output=True,
-            timeout=GIT_TIMEOUT_S,
-            check=True,
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    names = [Path(name) for name in listing.decode().split("\0") if name]
-    return [name for name in names if (source / name).is_file()] or None

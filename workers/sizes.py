@@ -59,8 +59,8 @@ def choose_gpus(
     `most` is the largest count that the nodes can ever hold, None if unknown.
     """
     plan = spec.elastic.on_preemption
-    if plan and preemptions:
-        chosen = plan[min(preemptions, len(plan)) - 1]
+    chosen = plan[min(preemptions, len(plan)) - 1] if plan and preemptions else None
+    if chosen is not None and fits(chosen):
         verb = "after" if after_preemption else "still after"
         return chosen, f"elastic.on_preemption {verb} {preemptions}"
     allowed = allowed_sizes(spec)
@@ -75,6 +75,16 @@ def choose_gpus(
     if fitting:
         return fitting[-1], f"{capacity} are free"
     return sizes[0], f"the smallest allowed, {capacity} are free"
+
+
+def nearest_fitting(spec: RunSpec, wanted: int, fits: Callable[[int], bool]) -> int:
+    """Return `wanted` if the checkpoint fits it, otherwise the nearest allowed count that it does.
+
+    Of two equally near counts it is the smaller one. If none fits, it is `wanted`.
+    """
+    if fits(wanted):
+        return wanted
+    return min(filter(fits, allowed_sizes(spec)), key=lambda n: abs(n - wanted), default=wanted)
 
 
 def is_single(spec: RunSpec) -> bool:

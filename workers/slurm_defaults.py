@@ -64,7 +64,8 @@ def _warnings_of_partition(spec: RunSpec, settings: Fields, partition: Fields) -
             f"{share}"
         )
     memory_mb = default_memory_mb(partition, settings, gpus, cpus)
-    if resources.memory_gb_per_node is None and memory_mb is not None:
+    is_given = resources.memory_gb_per_node or resources.memory_gb_per_cpu
+    if not is_given and memory_mb is not None:
         memory_gb = memory_mb / MB_PER_GB
         if memory_gb < MEMORY_GB_PER_RANK_MIN * ranks:
             yield (

@@ -14,6 +14,8 @@ from holdfast.contracts.states import RunState
 from holdfast.contracts.visits import own_runs, visit
 from holdfast.workers.exclusions import Rooms, exclude_for
 from holdfast.workers.executors import executor_for
+from holdfast.workers.feasibility import Feasibility
+from holdfast.workers.sizes import nearest_fitting
 
 # The reason of such a request to pause, in the journal and in `holdfast show`.
 UNTIL_CAPACITY: Final = "until capacity returns"
@@ -72,7 +74,8 @@ def _free(history: RunHistory, gpus: int) -> int | None:
 def _gpus(history: RunHistory) -> int:
     """Return the GPUs that the run continues with."""
     last = history.last_attempt
-    return (last.gpus if last else 0) or history.spec.gpus
+    wanted = (last.gpus if last else 0) or history.spec.gpus
+    return nearest_fitting(history.spec, wanted, Feasibility.of(history).allows)
 
 
 def _asked_at(history: RunHistory) -> float:

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.api.conftest import WAIT_S, Served, wait_for
+from tests.runs import T0, RunFolder
 
 from holdfast.api.routes import live
 from holdfast.contracts.durable import make_directory
@@ -357,3 +358,24 @@ def test_live_run_shows_pending_requests_and_its_supervisor(
     with FlowLock(run.paths.flow_lock) as lock:
         assert lock.try_take()
         assert get(api, "/runs/gpt-b")["supervision"]["is_alive"] is True
+
+
+def test_a_run_names_the_sizes_that_its_newest_checkpoint_fits(
+    api: httpx.Client, served: Served
+) -> None:
+    elastic = {"resources": {"gpus_per_node": 4}, "elastic": {"min_gpus": 1, "max_gpus": 4}}
+    made = RunFolder(served.root, "sized", "5" * 32, elastic)
+    try:
+        made.submit(1, 4, T0)
+        made.commit(10, 1, world_size=4, topology={"mesh": {}, "global_batches": [8]})
+        wait_for(lambda: api.get("/api/v1/runs/sized").json().get("step") == 10)
+        assert get(api, "/runs/sized")["gpus_fitting"] == [1, 2, 4]
+        made.commit(20, 1, world_size=4, topology={"mesh": {}, "fixed": "of each rank"})
+        wait_for(lambda: get(api, "/runs/sized")["step"] == 20)
+        shown = get(api, "/runs/sized")
+        assert (shown["gpus_fitting"], shown["gpus_min"], shown["gpus_max"]) == ([4], 1, 4)
+        made.commit(30, 1, world_size=4, topology={"mesh": {}})
+        wait_for(lambda: get(api, "/runs/sized")["step"] == 30)
+        assert get(api, "/runs/sized")["gpus_fitting"] is None
+    finally:
+        shutil.rmtree(made.paths.directory)

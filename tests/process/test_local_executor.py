@@ -15,6 +15,7 @@ from tests.process.local_runs import LocalRun, processes_of, wait_until
 
 from holdfast.contracts.attempt import Claim, Request, Submission, read_document
 from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.saving import saves_by_holdfast, trained_in
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.contracts.timeline import spans_of
 from holdfast.workers import attempts
@@ -88,6 +89,53 @@ def test_two_ranks_train_on_a_node_without_gpus(tmp_path: Path) -> None:
     costs = measured_costs(run.history())
     assert 0.02 <= costs.step_s < 20.0
     assert 0.0 < costs.start_s < (view.ended_at or 0.0) - run.history().record.created_at
+
+
+def test_a_job_gets_the_gpus_that_its_submitter_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "show.py"
+    program.write_text("import os\nprint(os.environ['CUDA_VISIBLE_DEVICES'])\n")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8932f937-d72c,MIG-41b36fb4/1/0,2")
+    own = {"checkpoints": "ck-{step}", "launcher": "none"}
+    run = LocalRun(tmp_path, gpus=2, program=program, own=own)
+    run.submit()
+    assert run.wait_for_end().state is AttemptState.COMPLETED
+    (log,) = run.paths.attempt(1).directory.glob("logs/**/stdout.log")
+    assert log.read_text() == "GPU-8932f937-d72c,MIG-41b36fb4/1/0\n"
+
+
+def test_a_failed_setup_line_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    setup = ["source /etc/profile", "module load cudaa", "export A=1"]
+    run = LocalRun(tmp_path, gpus=1, steps=3, launch={"setup": setup})
+    run.submit()
+    view = run.wait_for_end()
+    assert (view.state, view.cause) == (AttemptState.FAILED, Cause.USER_ERROR), view.evidence
+    failed = "launch.setup line 2 failed with exit status 127: module load cudaa"
+    assert view.evidence[0].startswith(failed)
+    assert "module: command not found" in view.evidence[1]
+
+
+def test_setup_lines_of_bash_reach_an_opaque_program(tmp_path: Path) -> None:
+    (tmp_path / "site.sh").write_text("module() { export LOADED=$2; }\nfalse\ntrue\n")
+    program = tmp_path / "show.py"
+    program.write_text("import os\nprint(os.environ['LOADED'])\n")
+    setup = [f"source {tmp_path}/site.sh", "if true; then", "module load cuda", "fi"]
+    own = {"checkpoints": "ck-{step}", "launcher": "none"}
+    run = LocalRun(tmp_path, gpus=1, program=program, own=own, launch={"setup": setup})
+    run.submit()
+    view = run.wait_for_end()
+    assert view.state is AttemptState.COMPLETED, view.evidence
+    (log,) = run.paths.attempt(1).directory.glob("logs/**/stdout.log")
+    assert log.read_text() == "cuda\n"
+
+
+@pytest.mark.parametrize("session", [False, True])
+def test_a_run_without_a_session_is_known_to_save_nothing(tmp_path: Path, session: bool) -> None:
+    run = LocalRun(tmp_path, gpus=1, session=session, sleep_s=0.1, steps=3)
+    run.submit()
+    assert run.wait_for_end().state is AttemptState.COMPLETED
+    assert saves_by_holdfast(trained_in(run.history())) is session
 
 
 def test_ranks_meet_on_the_interface_of_the_spec(tmp_path: Path) -> None:

@@ -314,3 +314,29 @@ def test_init_writes_a_spec_that_this_cluster_accepts(slurm: SlurmCluster, tmp_p
     done = CliRunner().invoke(app, ["init", str(tmp_path / "other"), "--partition", "none"])
     assert done.exit_code != 0
     assert not (tmp_path / "other").exists()
+
+
+def test_a_failed_setup_line_ends_the_run_and_is_named(make: Make) -> None:
+    module = 'module() { [ "$2" = cuda ] || { echo "no module $2" >&2; return 1; }; }'
+    for setup in (["false || true", module, "module load cuda"], [module, "module load cudaa"]):
+        run = make(steps=3, launch={"setup": setup})
+        run.submit()
+        view = run.wait_for_end()
+        if "cudaa" not in setup[-1]:
+            assert ended(view) == (AttemptState.COMPLETED, None), view.evidence
+            continue
+        assert ended(view) == (AttemptState.FAILED, Cause.USER_ERROR), view.evidence
+        failed = "launch.setup line 2 failed with exit status 1: module load cudaa"
+        assert view.evidence[0].startswith(failed)
+        assert view.evidence[1] == "no module cudaa"
+
+
+def test_memory_per_cpu_is_what_slurm_gives(make: Make) -> None:
+    resources = {**TWO_NODES, "nodes": 1, "cpus_per_gpu": 1, "memory_gb_per_cpu": 0.25}
+    run = make(resources, steps=3)
+    attempt = run.submit()
+    submission = read_document(Submission, attempt.submission)
+    assert submission is not None
+    shown = slurm_client.call(["scontrol", "show", "job", submission.job_id])
+    assert "MinMemoryCPU=256M" in shown
+    assert run.wait_for_end().state is AttemptState.COMPLETED

@@ -44,6 +44,8 @@ class Block(nn.Module):
 
 
 class Counter:
+    is_of_one_size = False
+
     def __init__(self, value: int = 0) -> None:
         self.value = value
 
@@ -309,6 +311,24 @@ def test_per_rank_objects_are_refused_at_another_world_size() -> None:
     restored = load(state, saved)
     assert counter.value == 7
     assert "extra.counter" not in (*restored.parts, *restored.unused)
+
+
+def test_per_rank_objects_fix_the_number_of_ranks_unless_they_are_left_out() -> None:
+    model = nn.Linear(2, 2)
+    for objects in (
+        {"per_rank": {"counter": Counter()}},
+        {"extra": {"counter": torch.Generator()}},
+        {"extra": {"counter": np.random.default_rng()}},
+    ):
+        document = save(make(model, **objects)[0])[1]
+        assert "extra.counter (" in document["fixed"]
+        assert "exclude" in document["fixed"]
+        left_out = make(model, **objects, fit=Fit(exclude=["extra.counter"]))[0]
+        assert "fixed" not in save(left_out)[1]
+    counter = Counter()
+    counter.is_of_one_size = True
+    assert "fixed" not in save(make(model, per_rank={"counter": counter})[0])[1]
+    assert "fixed" not in save(make(model, extra={"counter": Counter()})[0])[1]
 
 
 def test_a_per_rank_row_keeps_its_length_until_it_is_too_short() -> None:

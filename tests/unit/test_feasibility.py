@@ -14,8 +14,11 @@ from holdfast.contracts.errors import NotFoundError, SpecError
 from holdfast.contracts.history import load_history
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.manifest import Manifest
+from holdfast.contracts.paths import CheckpointName
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.contracts.topology import degrees_of, fitting_counts, problem_with_mesh
+from holdfast.trainer.identity import Identity
+from holdfast.trainer.staging.step_facts import StepFacts
 from holdfast.workers import operator
 from holdfast.workers.feasibility import Feasibility
 from holdfast.workers.policy import decide
@@ -106,6 +109,46 @@ def test_a_checkpoint_without_a_recorded_mesh_is_allowed_with_a_warning(run: Run
     assert "does not record its mesh" in (found.doubt(3) or "")
     assert found.doubt(2) is None, "the same count as at the save"
     assert Feasibility(saved_by(4, **TENSOR_PARALLEL), int).doubt(3) is None
+
+
+def test_a_fork_is_limited_by_the_checkpoint_that_it_begins_from(
+    run: RunFolder, tmp_path: Path
+) -> None:
+    parent = run.paths.checkpoint("step-00000010.a0001.l01")
+    fork = RunFolder(tmp_path, "sprout", "2" * 32, ELASTIC, forked_path=str(parent))
+    history = load_history(fork.paths)
+    assert "cannot hold the mesh" in (Feasibility.of(history).problem(3) or "")
+    assert Feasibility.of(history).allows(2)
+    (parent / "manifest.json").unlink()
+    assert Feasibility.of(history).allows(3)
+
+
+@pytest.mark.parametrize(
+    ("data", "limits", "expected"),
+    [
+        ({"global_batch": 12}, {}, {"global_batches": [12]}),
+        ({"global_batch": 12}, {"global_batches": [3]}, {"global_batches": [3]}),
+        ({"global_batch": 12}, {"fixed": "why"}, {"fixed": "why"}),
+        ({}, {}, {}),
+    ],
+)
+def test_the_manifest_says_which_counts_can_continue(
+    data: dict[str, Any], limits: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    facts = StepFacts(
+        name=CheckpointName(step=1, attempt=1, launch=1),
+        reason="interval",
+        parent=None,
+        metrics={},
+        train_state={"data": data, **limits},
+    )
+    numbers = ("attempt", "launch", "rank", "local_rank", "local_ranks", "world_size", "node")
+    facts_of_rank: dict[str, Any] = dict.fromkeys(numbers, 1)
+    who = Identity(**facts_of_rank, nodes=1, run_uid="u", run="r", command_digest="c")
+    topology = facts.for_manifest(who, {})["topology"]
+    assert {key: topology[key] for key in ("fixed", "global_batches") if key in topology} == (
+        expected
+    )
 
 
 def test_a_run_without_a_checkpoint_fits_everything(tmp_path: Path) -> None:

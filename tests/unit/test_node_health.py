@@ -204,4 +204,5 @@ def test_checks_see_what_the_program_will_see(tmp_path: Path) -> None:
     failing = {"node_setup": ["echo no fabric", "false"]}
     folder = RunFolder(tmp_path, "other", "2" * 32, {"launch": failing})
     problem = finding_of(folder.submit(1, 1, 0.0), "true").problem
-    assert problem == "the check ended with exit status 1: no fabric"
+    line = "launch.node_setup line 2 failed with exit status 1: false"
+    assert problem.startswith(f"the check ended with exit status 1: no fabric holdfast: {line} -- ")

@@ -100,6 +100,7 @@ def test_cpus_by_default(
         ({}, {}, {"JobDefaults": "DefMemPerGPU=4096"}, "16 GB"),
         ({}, {}, {"JobDefaults": "DefCpuPerGPU=4,DefMemPerGPU=65536"}, None),
         ({"memory_gb_per_node": 1}, {"DefMemPerCPU": "1024"}, {}, None),
+        ({"memory_gb_per_cpu": 1}, {"DefMemPerCPU": "1024"}, {}, None),
         ({}, {"DefMemPerCPU": "1024", "SelectTypeParameters": "CR_CORE"}, {}, None),
     ],
 )

@@ -239,6 +239,37 @@ def test_the_size_after_a_preemption(
     assert decide(history_of(spec, *attempts), capacity, now=NOW).gpus == gpus
 
 
+@pytest.mark.parametrize(
+    ("elastic", "current", "capacity", "fitting", "gpus"),
+    [
+        ({"min_gpus": 1, "max_gpus": 4}, 4, 3, {4}, 4),
+        ({"min_gpus": 1, "max_gpus": 4}, 4, 0, {4}, 4),
+        ({"min_gpus": 1, "max_gpus": 4}, 1, 3, {4}, 4),
+        ({"min_gpus": 1, "max_gpus": 4}, 1, None, {4}, 4),
+        ({"choices": [1, 2]}, 4, 1, {4}, 4),
+        ({"on_preemption": [2]}, 4, 9, {4}, 4),
+        ({"on_preemption": [2]}, 4, None, {4}, 4),
+        ({"on_preemption": [2, 1]}, 4, None, {1, 4}, 4),
+        ({"min_gpus": 1, "on_preemption": [3]}, 4, 2, {1, 2, 4}, 2),
+        ({"choices": [1, 2]}, 2, 1, {8}, 1),
+    ],
+)
+def test_a_preempted_run_waits_for_a_size_that_its_checkpoint_fits(
+    elastic: dict[str, Any], current: int, capacity: int | None, fitting: set[int], gpus: int
+) -> None:
+    spec = spec_of(elastic=elastic)
+    history = history_of(spec, *growing(spec, Cause.PREEMPTION, 1, gpus=current))
+    assert decide(history, capacity, now=NOW, fits=fitting.__contains__).gpus == gpus
+
+
+def test_a_relaunch_without_a_size_uses_one_that_the_checkpoint_fits() -> None:
+    spec = spec_of(elastic={"min_gpus": 1, "max_gpus": 4})
+    ended = attempt_of(spec, 1, Cause.USER_ERROR, gpus=1)
+    history = history_of(spec, ended, asked={"action": "relaunch"})
+    assert decide(history, None, now=NOW, fits={2, 4}.__contains__).gpus == 2
+    assert decide(history, None, now=NOW, fits={1}.__contains__).gpus == 1
+
+
 def test_sizes_over_several_nodes_fill_whole_nodes() -> None:
     resources = {"executor": "slurm", "nodes": 2, "gpus_per_node": 4}
     spec = spec_of(resources=resources, elastic={"min_gpus": 2, "max_gpus": 16})

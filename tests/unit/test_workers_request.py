@@ -107,6 +107,29 @@ def test_all_slurm_options_of_the_spec_are_in_the_request() -> None:
     assert got["additional_parameters"]["exclusive"] is True
 
 
+def test_memory_per_cpu_is_requested_instead_of_memory_per_node() -> None:
+    request = request_of(**slurm(memory_gb_per_cpu=0.293, cpus_per_gpu=2))
+    assert request.scheduler["mem_per_cpu"] == "301M"
+    assert "mem" not in request.scheduler
+    assert "mem_per_cpu" not in request_of(**slurm(memory_gb_per_node=1)).scheduler
+
+
+def test_memory_per_cpu_and_per_node_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match=r"_per_node 2 and resources\.memory_gb_per_cpu 1:"):
+        request_of(**slurm(memory_gb_per_cpu=1, memory_gb_per_node=2))
+
+
+@pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan"), "300M"])
+def test_memory_per_cpu_is_a_positive_number(value: object) -> None:
+    with pytest.raises(ValueError, match="memory_gb_per_cpu"):
+        request_of(**slurm(memory_gb_per_cpu=value))
+
+
+def test_mem_per_cpu_in_extra_names_its_key() -> None:
+    with pytest.raises(ValueError, match=r"set resources\.memory_gb_per_cpu"):
+        request_of(**slurm(extra={"mem-per-cpu": "300M"}))
+
+
 def test_a_local_job_has_the_longest_timeout() -> None:
     assert request_of().scheduler["timeout_min"] == LOCAL_TIMEOUT_MIN
 

@@ -6,7 +6,6 @@ import errno
 import fcntl
 import json
 import os
-import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -171,21 +170,6 @@ def test_the_error_for_an_unknown_run_suggests_similar_names(tmp_path: Path) -> 
         runs.find_run(tmp_path, "gpt-smal")
     with pytest.raises(NotFoundError):
         runs.find_run(tmp_path, "../etc")
-
-
-def test_a_code_snapshot_contains_the_files_that_git_tracks(tmp_path: Path) -> None:
-    code = tmp_path / "code"
-    (code / "sub").mkdir(parents=True)
-    for name in ("train.py", "sub/model.py", "secret.txt"):
-        (code / name).write_text(name)
-    for command in (["init", "-q"], ["add", "train.py", "sub/model.py"]):
-        subprocess.run(["git", "-C", str(code), *command], check=True, timeout=60)
-    launch = {"code": "snapshot", "working_directory": str(code)}
-    paths, _ = runs.attach_or_create(spec_of(launch=launch), tmp_path / "root", created_by="ann")
-    copied = sorted(p.relative_to(paths.code) for p in paths.code.rglob("*") if p.is_file())
-    assert copied == [Path("sub/model.py"), Path("train.py")]
-    (code / "train.py").write_text("changed since")
-    assert (paths.code / "train.py").read_text() == "train.py"
 
 
 # --- attempts ---------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 from holdfast.contracts.durable import to_json
 from holdfast.contracts.errors import SaveError
 from holdfast.contracts.paths import CheckpointName, RunPaths
-from holdfast.contracts.topology import LIMITS
+from holdfast.contracts.topology import GLOBAL_BATCHES, LIMITS
 from holdfast.trainer.identity import Identity
 from holdfast.trainer.placed import Place, PlacedName
 from holdfast.trainer.planning.layout import TRAIN_STATE_BYTES_MAX, Layout, files_of
@@ -82,12 +82,19 @@ class StepFacts:
                 "ranks_per_node": who.local_ranks,
                 "pipeline": who.stages,
                 "mesh": mesh,
-                **{key: document[key] for key in LIMITS if document.get(key)},
+                **_rank_limits(document),
             },
             "skips": document.get("data", {}).get("skips", ()),
             "metrics": {key: float(value) for key, value in self.metrics.items()},
             "is_placed": self.place is not None,
         }
+
+
+def _rank_limits(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what limits the rank counts that can continue, as the manifest's topology has it."""
+    limits = {key: document[key] for key in LIMITS if document.get(key)}
+    global_batch = document.get("data", {}).get("global_batch")
+    return limits | ({GLOBAL_BATCHES: [global_batch]} if global_batch and not limits else {})
 
 
 def make_table(

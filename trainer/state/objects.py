@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from holdfast.contracts.errors import CheckpointError
 from holdfast.contracts.plain_text import counted
+from holdfast.contracts.topology import FIXED
 from holdfast.trainer.state import plain
 from holdfast.trainer.state.names import Named, Views, as_buffer, copy_unless_same, find_named
 
@@ -150,9 +151,23 @@ class Objects:
             tensors[self._row_key(name)] = self._row(name, item.state_dict())
         return tensors, documents
 
-    def rank_limits(self) -> dict[str, Any]:
-        """Return which numbers of ranks can continue, as `RankLimited` objects say."""
+    def rank_limits(self, exclude: Collection[str]) -> dict[str, Any]:
+        """Return which numbers of ranks can continue this program's objects.
+
+        `RankLimited` objects know it. A per-rank object fixes the number, unless it is left out at
+        another one, see `left_behind`.
+        """
         found: dict[str, Any] = {}
+        kept = [
+            f"{name} ({type(item).__name__})"
+            for name, item in self._alone.items()
+            if not is_excluded(name, exclude) and not getattr(item, "is_of_one_size", False)
+        ]
+        if kept:
+            found[FIXED] = (
+                f"{', '.join(kept)} has a state of each rank's own. A program that excludes it "
+                "(exclude=['extra.…']) begins it afresh at another number of ranks"
+            )
         for item in self._shared.values():
             if isinstance(item, RankLimited):
                 found |= item.rank_limits()

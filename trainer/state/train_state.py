@@ -126,7 +126,7 @@ class TrainState:
                 k: v for each in self._flattened for k, v in each.empty_groups().items()
             },
             "objects": documents,
-            **self._objects.rank_limits(),
+            **self._objects.rank_limits(self._fit.exclude),
         }
         return state, document
 

@@ -152,6 +152,18 @@ describe("an operator's action", () => {
     await waitFor(() => expect(screen.queryByRole("dialog")).toBeNull());
   });
 
+  it.each([
+    ["Stop", "ends. No rank has opened a Session, so nothing is saved."],
+    ["Relaunch", "Attempt 1 ends. No rank has opened a Session, so nothing is saved."],
+  ] as const)("%s promises no checkpoint if no rank has a Session", async (word, what) => {
+    openPage("/runs/gpt", {
+      "GET /runs/gpt": run({ state: "running", saves_by_holdfast: false }),
+    });
+    expect(await screen.findByText("never: the program has no Session")).toBeTruthy();
+    const dialog = await begin(word);
+    expect(dialog.getByText(/nothing is saved/).textContent).toContain(what);
+  });
+
   it("Cancel becomes Cancel now while the run saves its final checkpoint", async () => {
     const server = openPage("/runs/gpt", {
       "GET /runs/gpt": run({ requests: [{ ...asked("cancel"), state: "taken" }] }),

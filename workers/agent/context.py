@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -67,11 +67,6 @@ def load_context(request_path: Path, environ: Mapping[str, str] | None = None) -
         started_at=steady.now(),
         hosts=expand_hosts(variables.get("SLURM_STEP_NODELIST", "")) if on_slurm else (),
     )
-
-
-def after_setup(lines: Sequence[str]) -> list[str]:
-    """Return the words that run shell lines and then the command after these words."""
-    return ["bash", "-c", "\n".join(["set -e", *lines, 'exec "$@"']), "bash"] if lines else []
 
 
 def take_number(attempt: AttemptPaths) -> int:

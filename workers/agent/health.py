@@ -16,8 +16,9 @@ from typing import Any, Final
 from holdfast.contracts.plain_text import plain_line, plain_output
 from holdfast.contracts.redaction import redact_text
 from holdfast.contracts.secrets import plain_part
-from holdfast.workers.agent.context import AgentContext, after_setup
+from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.interface import interface_environment
+from holdfast.workers.setup_lines import after_setup
 
 READY: Final = "ready"
 NVRX: Final = "nvrx"
@@ -105,7 +106,7 @@ class HealthChecks:
         request = self._context.request
         network = interface_environment(request.launch.network_interface)
         guard = [sys.executable, "-m", "holdfast.workers.agent.guard"]
-        setup = after_setup(request.launch.node_setup)
+        setup = after_setup("launch.node_setup", request.launch.node_setup)
         try:
             process = subprocess.Popen(
                 [*guard, *setup, *self._command(check)],

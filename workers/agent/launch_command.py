@@ -11,8 +11,9 @@ from typing import Final
 
 from holdfast.contracts import environment
 from holdfast.contracts.attempt import Request
-from holdfast.workers.agent.context import AgentContext, after_setup
+from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.interface import interface_environment
+from holdfast.workers.setup_lines import after_setup
 
 STANDBY: Final = "holdfast.trainer.standby"
 STARTER: Final = "holdfast.workers.agent.program_start"
@@ -51,7 +52,7 @@ def build_command(
     """
     starter = [sys.executable, "-m", STARTER, request.program.signal]
     if request.program.launcher == "none":
-        setup = after_setup(request.launch.node_setup)
+        setup = after_setup("launch.node_setup", request.launch.node_setup)
         return [*setup, *starter, str(logs / COMMAND_LOGS), *request.command]
     module = ["-m", STANDBY] if is_ahead else []
     program = [*module, *request.command]
@@ -59,7 +60,7 @@ def build_command(
     if request.program.is_watched:
         words = ["--no-python", *starter, "", sys.executable, "-u", *program]
     return [
-        *after_setup(request.launch.node_setup),
+        *after_setup("launch.node_setup", request.launch.node_setup),
         sys.executable,
         "-m",
         "torch.distributed.run",

@@ -16,16 +16,19 @@ from pathlib import Path
 import submitit
 
 from holdfast.contracts.attempt import Request, read_document
-from holdfast.contracts.errors import NotFoundError
+from holdfast.contracts.errors import NotFoundError, SpecError
 from holdfast.contracts.paths import AttemptPaths
 from holdfast.workers.agent.main import run_agent
+from holdfast.workers.executors.visible_gpus import problem_with_gpus, visible_gpus
 from holdfast.workers.processes import name_process
+from holdfast.workers.setup_lines import after_setup
 
 
 def launch(request_path: Path) -> dict[str, object]:
     """Submit the agent with submitit's local executor; return the job's process name.
 
-    Raises `NotFoundError` if there is no request at `request_path`.
+    Raises `NotFoundError` if there is no request at `request_path`, and `SpecError` if this machine
+    cannot run it.
     """
     request = read_document(Request, request_path)
     if request is None:
@@ -34,10 +37,11 @@ def launch(request_path: Path) -> dict[str, object]:
         )
     paths = AttemptPaths(request_path.parent)
     # This process runs under the spec's wrapper, and so does everything that it starts.
-    python = shlex.quote(request.launch.python or sys.executable)
+    setup = after_setup("launch.setup", request.launch.setup)
+    python = shlex.join([*setup, request.launch.python or sys.executable])
     executor = submitit.LocalExecutor(folder=paths.logs, python=python)
-    visible = _visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), request.gpus_per_node)
-    executor.update_parameters(**request.scheduler, **visible)
+    executor.update_parameters(**request.scheduler)
+    executor.parameters.update(_gpus_of(request))
     job = executor.submit(run_agent, str(request_path))
     name = name_process(int(job.job_id))
     return {
@@ -49,12 +53,19 @@ def launch(request_path: Path) -> dict[str, object]:
     }
 
 
-def _visible_gpus(given: str | None, count: int) -> dict[str, tuple[int, ...]]:
-    """Return the first `count` GPUs that the submitter sees; submitit would take 0 to n-1."""
-    parts = [part.strip() for part in (given or "").split(",")]
-    if len(parts) < count or not all(part.isdecimal() for part in parts):
+def _gpus_of(request: Request) -> dict[str, object]:
+    """Return submitit's parameters for the job's GPUs: the first ones that are visible here.
+
+    submitit itself takes the GPUs 0 to n-1, and accepts only indices. Raises `SpecError` if fewer
+    GPUs are visible than the job needs.
+    """
+    environment = {**os.environ, **request.environment}
+    if problem := problem_with_gpus(environment, request.gpus_per_node):
+        raise SpecError(problem)
+    visible = visible_gpus(environment)
+    if visible is None:
         return {}
-    return {"visible_gpus": tuple(int(part) for part in parts)}
+    return {"visible_gpus": visible} if visible else {"gpus_per_node": 0}
 
 
 def main(request_path: Path) -> None:

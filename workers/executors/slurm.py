@@ -37,6 +37,7 @@ from holdfast.workers.executors.base import (
     JobStatus,
 )
 from holdfast.workers.executors.slurm_capacity import Room, gpus_under_qos, room_of, wanted_of
+from holdfast.workers.setup_lines import checked_lines
 from holdfast.workers.slurm_client import JobLine
 from holdfast.workers.slurm_states import bare_state, translate
 
@@ -131,7 +132,8 @@ class SlurmExecutor(Executor):
         executor = _BoundedSlurmExecutor(folder=paths.logs, python=python)
         executor.request = paths.request
         try:
-            executor.update_parameters(**request.scheduler)
+            setup = checked_lines("launch.setup", request.scheduler.get("setup") or ())
+            executor.update_parameters(**{**request.scheduler, "setup": setup or None})
             job = executor.submit(run_agent, str(paths.request))
         except (FailedJobError, FailedSubmissionError) as error:
             message = " ".join(str(error).split())[:1000]

@@ -146,7 +146,9 @@ class RunPage(Page[RunLine]):
 class RunDetail(views.RunView):
     """The output of `holdfast show RUN --json`, with the progress of the live attempt.
 
-    `steps_total` is null if the spec does not name the number of steps.
+    `steps_total` is null if the spec does not name the number of steps. `gpus_fitting` are the
+    allowed GPU counts at which the newest checkpoint can continue, or null if all of them are.
+    `saves_by_holdfast` is false if the program has no Session, and null if that is not known yet.
     """
 
     on_disk: bool
@@ -159,6 +161,8 @@ class RunDetail(views.RunView):
     steps_total: int | None
     gpus_min: int | None
     gpus_max: int | None
+    gpus_fitting: list[int] | None
+    saves_by_holdfast: bool | None
 
 
 class CheckpointRow(views.CheckpointView, durability.DurabilityStatus):

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar
 
 from holdfast.api.schemas import CheckpointRow, Page
 from holdfast.contracts.alerts import KINDS
@@ -36,6 +36,7 @@ from holdfast.lineage.index import Index
 from holdfast.lineage.openlineage import export_run
 from holdfast.lineage.pages import CheckpointFilter, EventFilter, RunFilter, RunSort, SortOrder
 from holdfast.lineage.queries import RunRef
+from holdfast.lineage.states import CheckpointState
 
 # A run's name, folder name or uid, but never a path.
 RUN_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
@@ -44,8 +45,19 @@ NEWEST_EVENTS_MAX: Final = 200
 STEERING: Final = (EventKind.OPERATOR_REQUEST, EventKind.ORDER_STATE, EventKind.SUPERVISED)
 SECRETS_MAX: Final = 10_000
 
+# A rollback takes back a few checkpoints at a time.
+NEWEST_CHECKPOINTS_MAX: Final = 64
+
 T = TypeVar("T")
 P = ParamSpec("P")
+
+
+class SavedRow(NamedTuple):
+    """The facts of a checkpoint that say which numbers of ranks can continue: `topology.Saved`."""
+
+    name: str
+    world_size: int
+    topology: dict[str, Any]
 
 
 def in_one_read(
@@ -161,6 +173,17 @@ class Store:
             limit=limit,
         )
         return Page(items=self._with_durability(uid, found.items), next=found.next)
+
+    def newest_on_branch(self, run: str) -> SavedRow | None:
+        """Return the newest committed checkpoint that no rollback left; None if there is none."""
+        where = CheckpointFilter(states=(CheckpointState.COMMITTED,))
+        found = pages.list_checkpoints(
+            self.index.open(), run, where, newest_first=True, limit=NEWEST_CHECKPOINTS_MAX
+        )
+        for row in found.items:
+            if not row["rolled_back"] and row["world_size"]:
+                return SavedRow(Path(row["path"]).name, row["world_size"], row["topology"])
+        return None
 
     @in_one_read
     def show_checkpoint(self, identity: str) -> CheckpointRow:

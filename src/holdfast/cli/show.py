@@ -33,10 +33,17 @@ from holdfast.contracts.orders import orders_of
 from holdfast.contracts.paths import RunPaths, has_spec
 from holdfast.contracts.plain_text import counted
 from holdfast.contracts.redaction import redact
+from holdfast.contracts.saving import (
+    Trained,
+    saves_by_holdfast,
+    trained_in,
+    why_nothing_is_saved,
+)
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import RunState
 
 DIGEST_CHARACTERS: Final = 12
+ADVICE: Final = "see docs/porting.md, or describe the program's own checkpoints in [program]"
 WATCH_S: Final = 2.0
 ORDERS_MAX: Final = 5
 # ANSI: clear the screen, and move the cursor to its first line.
@@ -93,12 +100,15 @@ def _shown(run: str, root: str | None) -> dict[str, Any]:
             shown = queries.show_run(database, directory)
             paths = RunPaths(Path(directory))
             events = load_events(paths)
+            history = load_history(paths, events)
+            trained = trained_in(history)
             found = {
                 "failed_saves": failed_saves(events),
                 "noticed": noticed(events),
                 "live_step": live_step(paths) if shown["state"] == RunState.RUNNING else None,
-                "orders": [vars(order) for order in orders_of(load_history(paths, events))],
-                "warnings": _warnings(shown),
+                "orders": [vars(order) for order in orders_of(history)],
+                "saves_by_holdfast": saves_by_holdfast(trained),
+                "warnings": [*_warnings(shown), *_unsaved(trained)],
             }
         return {**shown, **redact(found, secrets_in(paths))}
 
@@ -114,6 +124,13 @@ def _warnings(run: Mapping[str, Any]) -> list[str]:
     warnings = warnings_of(RunSpec.read(run["spec"]), paths)
     found = (supervisor_warning(paths), why_not_submitted(read_record(paths)))
     return warnings + [warning for warning in found if warning]
+
+
+def _unsaved(trained: Sequence[Trained]) -> list[str]:
+    """Return a warning if the program is known to save nothing by Holdfast, or []."""
+    if saves_by_holdfast(trained) is not False:
+        return []
+    return [f"{why_nothing_is_saved(trained)} by Holdfast; {ADVICE}"]
 
 
 def _failures_text(failed: Sequence[Mapping[str, Any]]) -> str | None:
@@ -142,7 +159,7 @@ def _render_run(run: Mapping[str, Any]) -> None:
             "spec digest": _short(run["spec_digest"]),
             "command digest": _short(run["command_digest"]),
             "ETTR": f"{good['ettr']:.3f}",
-            "steps lost": good["steps_lost"],
+            "steps lost": good["steps_lost"] if run["saves_by_holdfast"] is not False else None,
             "failed saves": _failures_text(run["failed_saves"]),
             "time": ", ".join(
                 f"{part} {seconds_text(good[f'{part}_s'])}"

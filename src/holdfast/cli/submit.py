@@ -21,6 +21,7 @@ from holdfast.cli.output import AsJson, RootOption, answer, say, warn
 from holdfast.contracts.attempt import Request, RunRecord
 from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.saving import saves_by_holdfast, trained_in, why_nothing_is_saved
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import RunState
 
@@ -70,6 +71,7 @@ def submit(
     """Submit a run, or attach to the live one that has the same name and spec."""
     from holdfast.flows import secrets
     from holdfast.flows.parameters import load_spec
+    from holdfast.workers.code_snapshot import snapshot_warnings
 
     accepted = ["supervision.allow_early_exit=true"] if allow_early_exit else []
     run_spec = load_spec(spec, [*(overrides or ()), *accepted])
@@ -77,8 +79,8 @@ def submit(
     for warning in secrets.plain_secret_warnings(run_spec):
         warn(f"holdfast: {warning}")
     if dry_run:
-        for check in secrets.examine(run_spec):
-            warn(f"holdfast: {check}")
+        for text in (*secrets.examine(run_spec), *snapshot_warnings(run_spec)):
+            warn(f"holdfast: {text}")
         answer(first_request(run_spec, home).model_dump(mode="json"), True, typer.echo)
         return
     if not skip_preflight and not no_preflight:
@@ -93,6 +95,7 @@ def submit(
     warnings = [*secrets.require(run_spec, earlier), *warnings_of(run_spec, earlier)]
     warnings += warnings_of_defaults(run_spec)
     paths, created = attach_or_create(run_spec, home, created_by=user_name())
+    warnings += snapshot_warnings(run_spec) if created else []
     start_and_follow(
         paths,
         warnings,
@@ -123,6 +126,8 @@ def fork(
     """Start a new run, under another name, from a committed checkpoint."""
     from holdfast.flows.forks import fork_run
     from holdfast.flows.secrets import plain_secret_warnings
+    from holdfast.workers.code_snapshot import snapshot_warnings
+    from holdfast.workers.feasibility import Feasibility
     from holdfast.workers.grace import warnings_of
     from holdfast.workers.slurm_defaults import warnings_of_defaults
 
@@ -138,7 +143,9 @@ def fork(
     )
     own = load_history(paths).spec
     warnings = [*plain_secret_warnings(own), *warnings_of(own, parent)]
-    warnings += warnings_of_defaults(own)
+    problem = Feasibility.of(load_history(paths)).problem(own.gpus)
+    warnings += [problem] if problem else []
+    warnings += [*warnings_of_defaults(own), *snapshot_warnings(own)]
     start_and_follow(paths, warnings, created=True, wait=wait, as_json=as_json)
 
 
@@ -202,6 +209,10 @@ def start_and_follow(
         except KeyboardInterrupt:
             warn(f"holdfast: stopped waiting; {paths.name} continues (`holdfast stop` stops it)")
             raise typer.Exit(INTERRUPTED) from None
+        trained = trained_in(load_history(paths))
+        facts["saves_by_holdfast"] = saves_by_holdfast(trained)
+        if facts["saves_by_holdfast"] is False:
+            warn(f"holdfast: {why_nothing_is_saved(trained)} by Holdfast")
         answer(facts, as_json, _render_end)
         raise typer.Exit(0 if facts["state"] == "completed" else 1)
     answer(facts, as_json, _render_submitted)

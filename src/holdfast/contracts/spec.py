@@ -38,7 +38,9 @@ class Launch(SpecPart):
         description="Python interpreter of the job's environment. Empty: that of the agent",
     )
     setup: tuple[str, ...] = Field(
-        default=(), description="shell lines to run before the program, such as `module load cuda`"
+        default=(),
+        description="lines of bash to run before the program, such as `module load cuda`. If one "
+        "fails, the launch fails. A line that may fail ends with `|| true`",
     )
     container: tuple[str, ...] = Field(
         default=(),
@@ -51,7 +53,7 @@ class Launch(SpecPart):
     )
     node_setup: tuple[str, ...] = Field(
         default=(),
-        description="shell lines that every node runs before the program, inside a container, "
+        description="lines of bash that every node runs before the program, inside a container, "
         "such as `ulimit -l unlimited`. If one fails, the launch fails",
     )
     wrapper: tuple[str, ...] = Field(
@@ -85,8 +87,9 @@ class Launch(SpecPart):
     code: Literal["in_place", "snapshot"] = Field(
         default="in_place",
         description="`in_place` runs the code where it is. `snapshot` copies the working "
-        "directory into the run, at most 512 MiB, and runs the copy. It copies the "
-        "files that git tracks, or all files except caches where there is no git",
+        "directory into the run, at most 512 MiB, and runs the copy. It copies the files that git "
+        "tracks or does not ignore, with those of submodules, or all files except caches where "
+        "there is no git",
     )
 
     @field_validator("container", "srun")

@@ -63,7 +63,13 @@ class Resources(SpecPart):
         description="CPU cores per GPU, or per rank if `gpus_per_node` is 0. None: Slurm's default",
     )
     memory_gb_per_node: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="memory per node. None: Slurm's default"
+        default=None,
+        description="memory per node, in GB. None: `memory_gb_per_cpu`, or Slurm's default",
+    )
+    memory_gb_per_cpu: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="memory per CPU core, in GB, for sites that require `--mem-per-cpu`. Set this "
+        "key or `memory_gb_per_node`, not both",
     )
     partition: str | None = Field(
         default=None, description="Slurm partition. None: Slurm's default"
@@ -116,6 +122,16 @@ class Resources(SpecPart):
             self.gpus_per_node, self.nproc_per_node, self.gres, self.gpu_type
         ):
             raise ValueError(problem)
+        return self
+
+    @model_validator(mode="after")
+    def _memory_is_given_once(self) -> Resources:
+        per_node, per_cpu = self.memory_gb_per_node, self.memory_gb_per_cpu
+        if per_node is not None and per_cpu is not None:
+            raise ValueError(
+                f"resources.memory_gb_per_node {per_node:g} and resources.memory_gb_per_cpu "
+                f"{per_cpu:g}: Slurm takes one of them, so leave the other out"
+            )
         return self
 
     @model_validator(mode="after")

@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, Protocol
 
-from holdfast.contracts.manifest import Manifest
 from holdfast.contracts.plain_text import counted
 
 # Common names of mesh dimensions: those that replicate the whole state, and those that split a
@@ -28,6 +27,19 @@ GLOBAL_BATCHES: Final = "global_batches"
 # What limits the rank counts apart from the mesh. An absent key limits nothing.
 LIMITS: Final = (FIXED, GLOBAL_BATCHES)
 COUNTS_SHOWN: Final = 8
+
+
+class Saved(Protocol):
+    """What a manifest, or a row of the index, says about the ranks that saved a checkpoint."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def topology(self) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +64,7 @@ class Degrees:
         return self.data * self.replicas
 
 
-def degrees_of(manifest: Manifest) -> Degrees:
+def degrees_of(manifest: Saved) -> Degrees:
     """Return how the checkpoint's state was split when it was saved."""
     mesh = _mesh_of(manifest)
     pipeline = int(manifest.topology.get("pipeline") or mesh.get(PIPELINE) or 1)
@@ -71,7 +83,7 @@ def degrees_of(manifest: Manifest) -> Degrees:
     )
 
 
-def rescale(now: Degrees, manifest: Manifest, ranks: int) -> Degrees | None:
+def rescale(now: Degrees, manifest: Saved, ranks: int) -> Degrees | None:
     """Return the degrees on `ranks` ranks, or None if the fixed degrees do not divide `ranks`.
 
     None too if only the saved number of ranks can load the state, and if the data-parallel ranks
@@ -86,7 +98,7 @@ def rescale(now: Degrees, manifest: Manifest, ranks: int) -> Degrees | None:
     return None if then is None or _unshared(manifest, then) else then
 
 
-def _resized(now: Degrees, manifest: Manifest, ranks: int) -> Degrees | None:
+def _resized(now: Degrees, manifest: Saved, ranks: int) -> Degrees | None:
     mesh = _mesh_of(manifest)
     shards = any(name in DATA and name not in REPLICATING for name in mesh)
     copies = any(name in REPLICATING for name in mesh) or not shards
@@ -102,7 +114,7 @@ def _resized(now: Degrees, manifest: Manifest, ranks: int) -> Degrees | None:
     )
 
 
-def problem_with_mesh(manifest: Manifest, ranks: int) -> str | None:
+def problem_with_mesh(manifest: Saved, ranks: int) -> str | None:
     """Return why `ranks` do not fit the checkpoint's mesh, with counts that fit, or None."""
     if ranks != manifest.world_size and (reason := manifest.topology.get(FIXED)):
         fits = counted(manifest.world_size, "rank")
@@ -128,7 +140,7 @@ def problem_with_mesh(manifest: Manifest, ranks: int) -> str | None:
     )
 
 
-def fitting_counts(manifest: Manifest, now: Degrees, around: int | None = None) -> tuple[int, ...]:
+def fitting_counts(manifest: Saved, now: Degrees, around: int | None = None) -> tuple[int, ...]:
     """Return rank counts that keep the fixed dimensions, nearest to `around` (the saved count)."""
     middle = around or manifest.world_size
     candidates = [n for n in range(1, 4 * max(middle, now.ranks) + 1) if rescale(now, manifest, n)]
@@ -136,18 +148,18 @@ def fitting_counts(manifest: Manifest, now: Degrees, around: int | None = None) 
     return tuple(sorted(nearest))
 
 
-def has_mesh(manifest: Manifest) -> bool:
+def has_mesh(manifest: Saved) -> bool:
     """Return False if the manifest has no mesh, as that of an imported checkpoint may."""
     return "mesh" in manifest.topology
 
 
-def _mesh_of(manifest: Manifest) -> Mapping[str, int]:
+def _mesh_of(manifest: Saved) -> Mapping[str, int]:
     """Return dimension names and sizes; empty if nothing was sharded or it was not recorded."""
     mesh: Mapping[str, int] = manifest.topology.get("mesh") or {}
     return mesh
 
 
-def _unshared(manifest: Manifest, then: Degrees) -> list[int]:
+def _unshared(manifest: Saved, then: Degrees) -> list[int]:
     """Return the global batches that the data-parallel ranks cannot share evenly."""
     sizes = manifest.topology.get(GLOBAL_BATCHES)
     numbers = sizes if isinstance(sizes, list | tuple) else ()

@@ -503,7 +503,7 @@ export interface RankRow {
 /** What a token allows: `reader` may read, `operator` may also act. */
 export type Role = "reader" | "operator";
 
-/** The output of `holdfast show RUN --json`, with the progress of the live attempt. `steps_total` is null if the spec does not name the number of steps. */
+/** The output of `holdfast show RUN --json`, with the progress of the live attempt. `steps_total` is null if the spec does not name the number of steps. `gpus_fitting` are the allowed GPU counts at which the newest checkpoint can continue, or null if all of them are. `saves_by_holdfast` is false if the program has no Session, and null if that is not known yet. */
 export interface RunDetail {
   run: string;
   name: string;
@@ -534,6 +534,8 @@ export interface RunDetail {
   steps_total: number | null;
   gpus_min: number | null;
   gpus_max: number | null;
+  gpus_fitting: number[] | null;
+  saves_by_holdfast: boolean | null;
 }
 
 /** One row of the list of runs; a live run has its newest step and its seconds per step. */

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Path, Query, Request
@@ -28,15 +29,19 @@ from holdfast.api.watch import Pace, Watch
 from holdfast.contracts.alerts import failed_saves, noticed
 from holdfast.contracts.plain_text import plain_line
 from holdfast.contracts.rank_logs import choose_attempt
+from holdfast.contracts.saving import saves_by_holdfast, trained_in_view
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import RunState
 from holdfast.contracts.steps_total import steps_total
+from holdfast.contracts.topology import Saved
 from holdfast.lineage import reports, views
 from holdfast.lineage.cursors import PAGE_DEFAULT, PAGE_MAX
 from holdfast.lineage.pages import CheckpointFilter, EventFilter, RunFilter, RunSort, SortOrder
 from holdfast.lineage.states import CheckpointState
 from holdfast.workers import pruning
+from holdfast.workers.feasibility import Feasibility
 from holdfast.workers.heartbeats import live_step
+from holdfast.workers.sizes import allowed_sizes
 
 RunId = Annotated[str, Path(max_length=120, description="The run's uid, folder name or name")]
 After = Annotated[
@@ -55,6 +60,8 @@ SortAs = Annotated[
     Query(description="By default ascending for `name` and `state`, descending for all others"),
 ]
 Kind = Annotated[str, StringConstraints(max_length=100, pattern=r"^[^\x00]*$")]
+
+SIZES_SHOWN_MAX = 64
 
 router = APIRouter(prefix="/runs", tags=["runs"], dependencies=[AS_READER])
 
@@ -101,7 +108,9 @@ def show_run(request: Request, run: RunId) -> RunDetail:
         "step_s": pace.step_s if pace else None,
         "supervision": read_supervision(paths, steering, shown["created_at"]) if is_live else None,
         "requests": requests_in(steering, shown),
+        "saves_by_holdfast": saves_by_holdfast(trained_in_view(shown)),
         **_gpu_range(shown["spec"]),
+        "gpus_fitting": _fitting(shown["spec"], services.store.newest_on_branch(uid)),
     }
     return cast(RunDetail, detail)
 
@@ -269,3 +278,13 @@ def _gpu_range(spec: dict[str, Any]) -> dict[str, int | None]:
     except ValueError:
         return {"gpus_min": None, "gpus_max": None}
     return {"gpus_min": parsed.gpus_min, "gpus_max": parsed.gpus_max}
+
+
+def _fitting(spec: dict[str, Any], newest: Saved | None) -> list[int] | None:
+    """Return the allowed GPU counts that the newest checkpoint fits; None if it fits all."""
+    with contextlib.suppress(ValueError):
+        parsed = RunSpec.read(spec)
+        allowed = allowed_sizes(parsed)
+        fitting = list(filter(Feasibility(newest, parsed.ranks).allows, allowed))
+        return None if len(fitting) == len(allowed) else fitting[:SIZES_SHOWN_MAX]
+    return None

@@ -19,9 +19,10 @@ const TABS = [
   ["/events", "Events"],
 ] as const;
 
-function sizeWords({ gpus_min: least, gpus_max: most }: Run): string {
+/** Which sizes the next attempt may have: those that the newest checkpoint fits. */
+function sizeWords({ gpus_min: least, gpus_max: most, gpus_fitting: fitting }: Run): string {
   const range = least && most ? ` (${least} to ${most})` : "";
-  return `GPUs of the next attempt${range}`;
+  return `GPUs of the next attempt${fitting ? ` (${fitting.join(", ")})` : range}`;
 }
 
 /** What happens to the current attempt before the next one starts. */
@@ -29,7 +30,15 @@ function relaunchWords(run: Run): string {
   const last = run.attempts.at(-1);
   if (!last || last.ended_at !== null) return "No attempt is running.";
   if (last.started_at === null) return `Attempt ${last.number} is removed from the queue.`;
-  return `Attempt ${last.number} saves a final checkpoint and ends.`;
+  return `Attempt ${last.number} ${endingWords(run, "ends")}`;
+}
+
+/** How a run ends that has begun: with a final checkpoint only if its ranks have a Session. */
+function endingWords(run: Run, ends: string): string {
+  const begun = run.attempts.some((one) => one.started_at !== null);
+  return begun && !run.saves_by_holdfast
+    ? `${ends}. No rank has opened a Session, so nothing is saved.`
+    : `saves a final checkpoint and ${ends}.`;
 }
 
 function actionsOf(run: Run): Action[] {
@@ -53,7 +62,7 @@ function actionsOf(run: Run): Action[] {
     title: `Stop ${run.run}`,
     path: `${base}/stop`,
     disabled: live ? null : "The run is not live.",
-    explanation: <p>The run saves a final checkpoint and ends. Relaunch continues it.</p>,
+    explanation: <p>The run {endingWords(run, "ends")} Relaunch continues it.</p>,
   };
   const paused = run.state === "paused";
   const pause: Action = paused
@@ -62,8 +71,8 @@ function actionsOf(run: Run): Action[] {
           available.</p> }
     : { id: "pause", word: "Pause", title: `Pause ${run.run}`, path: `${base}/pause`,
         disabled: live ? null : "The run is not live.",
-        explanation: <p>The run saves a final checkpoint and releases its GPUs until it is
-          resumed.</p> };
+        explanation: <p>The run {endingWords(run,
+          "releases its GPUs until it is resumed")}</p> };
   const cancelling = stateOf(run) === "cancelling";
   const cancel: Action = cancelling
     ? { id: "cancel", word: "Cancel now", title: `Cancel ${run.run} now`, path: `${base}/cancel`,
@@ -72,7 +81,7 @@ function actionsOf(run: Run): Action[] {
           since its newest committed checkpoint are lost.</p> }
     : { id: "cancel", word: "Cancel", title: `Cancel ${run.run}`, path: `${base}/cancel`,
         disabled: live ? null : "The run is not live.",
-        explanation: <p>The run saves a final checkpoint, releases its GPUs and ends. Its committed
+        explanation: <p>The run {endingWords(run, "ends, and its GPUs are released")} Its committed
           checkpoints are kept, and Relaunch continues it.</p> };
   return [relaunch, pause, stop, cancel].map((one) => ({ ...one, forceable: true }));
 }
@@ -104,7 +113,8 @@ function Head({ run }: { run: Run }) {
           ["Attempts", count(run.attempts.length)],
           ["Goodput", <>{percent(goodput.ettr)} <small>of {span(goodput.total_s)}</small></>],
           ["Steps redone", count(goodput.steps_lost)],
-          ["Committed step", count(committedStep(run))],
+          ["Committed step", run.saves_by_holdfast === false
+            ? "never: the program has no Session" : count(committedStep(run))],
           ["Cost", goodput.cost === null ? null : money(goodput.cost, goodput.currency)],
           ["Started", <Time at={run.created_at} />],
           ["Ended", run.ended_at ? <Time at={run.ended_at} /> : null],
