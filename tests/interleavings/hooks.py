@@ -16,16 +16,17 @@ from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
-from holdfast.contracts import reading, steady
 from tests.interleavings.stage import Stage, current, plain
+
+from holdfast.contracts import reading, steady
 from holdfast.workers.attempts import Absences
 
 Commands = Callable[[list[str]], tuple[int, str, str]]
-_REAL: Final = {
-    name: getattr(os, name)
-    for name in ("open", "mkdir", "rmdir", "rename", "replace", "link", "unlink", "listdir")
-    + ("scandir", "stat", "lstat", "write", "pwrite", "fsync", "readlink", "remove", "close")
-}
+_NAMES: Final = (
+    "close fsync link listdir lstat mkdir open pwrite readlink remove rename replace rmdir scandir"
+    " stat unlink write"
+)
+_REAL: Final = {name: getattr(os, name) for name in _NAMES.split()}
 _TIME: Final = {name: getattr(time, name) for name in ("time", "monotonic", "clock_gettime")}
 UP_S: Final = 100_000.0
 _HELD: Final = "/proc/self/fd/"

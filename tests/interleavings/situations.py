@@ -7,11 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from holdfast.contracts.states import RunState
-from holdfast.workers.agent.context import load_context
 from tests.interleavings.agents import commit
 from tests.interleavings.stage import Actor, Call
 from tests.interleavings.world import Situation, World, world_at
+
+from holdfast.contracts.states import RunState
+from holdfast.workers.agent.context import load_context
 
 # Whole seconds, because Slurm prints no others.
 START: Final = 1_790_000_000.0
@@ -87,7 +88,8 @@ def _failed(world: World) -> None:
 def _order(world: World, action: str) -> Actor:
     actor = world.order(action)  # type: ignore[arg-type]
     world.stage.run(actor)
-    assert actor.has_ended and actor.error is None, (actor.state, actor.error)
+    assert actor.error is None, actor.error
+    assert actor.has_ended
     return actor
 
 

@@ -8,14 +8,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from tests.interleavings.explore import Schedule, play, play_clock, schedules
+from tests.interleavings.situations import Situations
 
 from holdfast.contracts import history
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.orders import OrderBook
 from holdfast.flows import supervise
 from holdfast.workers import operator
-from tests.interleavings.explore import Schedule, play, play_clock, schedules
-from tests.interleavings.situations import Situations
 
 Guard = contextlib.AbstractContextManager[Any]
 

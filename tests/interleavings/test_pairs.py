@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from itertools import combinations_with_replacement
 
 import pytest
-
 from tests.interleavings.explore import ITEMS, Played, Schedule, one_each, places, play, schedules
 from tests.interleavings.situations import Situations
 
@@ -56,9 +55,7 @@ def both_ways(
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS)
-def test_a_pair(
-    situations: Situations, first: str, second: str, record_property: Record
-) -> None:
+def test_a_pair(situations: Situations, first: str, second: str, record_property: Record) -> None:
     play_all(situations, one_each(situations, first, second), record_property)
 
 

@@ -16,6 +16,11 @@ from types import SimpleNamespace
 from typing import Any, Final
 from unittest import mock
 
+from tests.interleavings.agents import Agent
+from tests.interleavings.cluster import Cluster, Job, Node
+from tests.interleavings.hooks import Hooks, installed
+from tests.interleavings.stage import Actor, Stage
+
 from holdfast.cli import operate
 from holdfast.contracts.history import RunHistory, load_history
 from holdfast.contracts.journal_cache import KEPT
@@ -25,10 +30,6 @@ from holdfast.flows import service
 from holdfast.flows.carry import carry
 from holdfast.flows.parameters import load_spec
 from holdfast.workers import operator, pruning, runs, slurm_answers
-from tests.interleavings.agents import Agent
-from tests.interleavings.cluster import Cluster, Job, Node
-from tests.interleavings.hooks import Hooks, installed
-from tests.interleavings.stage import Actor, Stage
 
 POLL_S: Final = 10.0
 CYCLE_S: Final = 5.0
@@ -156,6 +157,7 @@ class World:
     def add_agent(self, job: Job, step: int | None = None) -> Agent:
         """Start the agent of a job, or the one that trained when the situation was recorded."""
         agent = Agent(self.cluster, job, step=step or 0, trains=step is not None)
+
         def work() -> None:
             agent.run()
 
