@@ -1,7 +1,7 @@
 """A played Slurm: it answers the commands that Holdfast's own Slurm client runs.
 
-It queues and starts jobs, and keeps ended ones as a controller and an accounting database do. It can
-be silent, lose a node, or restart without its state.
+It queues and starts jobs, and keeps ended ones as a controller and an accounting database do. It
+can be silent, lose a node, or restart without its state.
 """
 
 from __future__ import annotations

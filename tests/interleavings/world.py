@@ -174,9 +174,8 @@ class World:
         else:
             agent.signals.append(name)
 
-    def start_supervisor(self, directory: Path | None = None) -> Actor:
+    def start_supervisor(self) -> Actor:
         """Start the process that `holdfast.flows.detached` is."""
-        del directory
         name = f"supervisor{len(self.supervisors) + 1}"
         actor = self.stage.add(name, self._supervise, self.ahead_s.get("supervisors", 0.0))
         self.supervisors.append(actor)
@@ -280,7 +279,7 @@ class World:
 
     @property
     def has_supervisor(self) -> bool:
-        return is_supervised(self.paths.flow_lock)
+        return is_supervised(self.paths.flow_lock) is True
 
     @property
     def live_jobs(self) -> list[Job]:
