@@ -40,7 +40,8 @@ def _queued(world: World) -> None:
 
 def _running(world: World) -> None:
     """Attempt 1 trains and has committed two checkpoints. Half of the cluster is free."""
-    beyond = [world.cluster.nodes[name] for name in ("n3", "n4")]
+    names = ("n3", "n4") if world.flavour != "whole" else ()
+    beyond = [world.cluster.nodes[name] for name in names]
     for node in beyond:
         # Otherwise a run that may grow would do so now.
         node.taken = node.gpus

@@ -49,6 +49,8 @@ FLAVOURS: Final[dict[str, dict[str, Any]]] = {
     "grow": _GROWS,
     "fallback": _FALLS_BACK,
     "both": {**_GROWS, **_FALLS_BACK},
+    # It uses every node of its partition, and no other size.
+    "whole": {"resources": {"nodes": 4}, "elastic": {}},
 }
 
 
@@ -139,7 +141,7 @@ class World:
         self.orders: list[tuple[str, Actor]] = []
         self.pins: list[tuple[str, Actor]] = []
         # The name of the situation in which the schedule began.
-        self.started_as = ""
+        self.started_as = self.flavour = ""
         self.stays = False
         self.stage.add("slurmctld", self._cycle)
 
@@ -240,6 +242,7 @@ class World:
 
     def create(self, flavour: str) -> None:
         """Create the run and its nodes."""
+        self.flavour = flavour
         for number in range(1, 5):
             self.cluster.nodes[f"n{number}"] = Node(f"n{number}", "main")
         for number in range(1, 3):
