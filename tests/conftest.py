@@ -48,6 +48,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: ORDER.get(item.path.parent.name, 2))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how many schedules the tests of interleavings have played."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for name, value in getattr(report, "user_properties", ()):
+                if name == "interleavings":
+                    found.setdefault(report.nodeid.split("[")[0], []).append(value)
+    for test, values in sorted(found.items()):
+        played, seconds = (sum(column) for column in zip(*values, strict=True))
+        terminalreporter.write_line(
+            f"{test}: {len(values)} tests, {played} schedules in {seconds:.0f} s"
+        )
+
+
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[PostgresServer]:
     """A PostgreSQL server of this test session; each test creates its own database on it."""

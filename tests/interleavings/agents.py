@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Final
 
+from tests.interleavings.cluster import Cluster, Job
+
 from holdfast.contracts.digests import FileChecksum
 from holdfast.contracts.durable import make_directory, write_bytes
 from holdfast.contracts.journal import EventKind, JournalWriter
@@ -23,7 +25,6 @@ from holdfast.workers.agent.outcome import build_outcome, leave_outcome
 from holdfast.workers.agent.stops import StopRequest, StopWatch
 from holdfast.workers.causes import RankFailure
 from holdfast.workers.heartbeats import HeartbeatWriter, NodeBeat, RankBeat
-from tests.interleavings.cluster import Cluster, Job
 
 TURN_S: Final = 5.0
 DIGEST: Final = "d" * 64
@@ -65,7 +66,7 @@ class Agent:
         self.cluster.end(self.job, state)
 
     def _begin(self, context: AgentContext, journal: JournalWriter) -> None:
-        names = [n for n in context.run.list_checkpoint_names()]
+        names = context.run.list_checkpoint_names()
         newest = names[-1] if names else None
         self.step = newest.step if newest else 0
         number = context.attempt.number

@@ -7,11 +7,12 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final
 
+from tests.interleavings.world import World
+
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.journal import AUTOMATIC
 from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.states import RunState
-from tests.interleavings.world import World
 
 HOLDS: Final = frozenset({"pause", "stop", "cancel"})
 ENDS: Final = {"complete": RunState.COMPLETED, "user_error": RunState.FAILED}
@@ -58,12 +59,16 @@ def problems(world: World) -> list[str]:
             found.append(f"{last.action} was accepted, and job {live[0].id} is {live[0].state}")
     elif last is not None:
         found += _continues(world, last, ended_by_program)
-    elif state is not RunState.RUNNING and state not in ended_by_program:
-        if state is not RunState.FAILED or world.started_as not in {"failing", "failed"}:
-            found.append(f"the run could go on, and it is {state}")
+    elif state is not RunState.RUNNING and state not in ended_by_program | _before(world):
+        found.append(f"the run could go on, and it is {state}")
     if state.is_live and not world.has_supervisor:
         found.append(f"the run is {state}, and nobody supervises it")
     return found + _of_pins(world) + _of_processes(world)
+
+
+def _before(world: World) -> set[RunState]:
+    """Return how the run had ended when the schedule began."""
+    return {RunState.FAILED} if world.started_as in {"failing", "failed"} else set()
 
 
 def _continues(world: World, order: Order, ended: set[RunState]) -> list[str]:

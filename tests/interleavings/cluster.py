@@ -1,7 +1,7 @@
 """A played Slurm: it answers the commands that Holdfast's own Slurm client runs.
 
-It queues and starts jobs, keeps ended ones as a controller and an accounting database do, and can be
-silent, lose a node, or restart without its state.
+It queues and starts jobs, and keeps ended ones as a controller and an accounting database do. It
+can be silent, lose a node, or restart without its state.
 """
 
 from __future__ import annotations
@@ -269,7 +269,8 @@ class Cluster:
         return (
             f"JobId={job.id} JobName={job.name} JobState={job.state.split(' ')[0]} "
             f"Reason={'Resources' if job.state == 'PENDING' else 'None'} "
-            f"StartTime={_time(job.started_at, 'Unknown')} EndTime={_time(job.ended_at, 'Unknown')} "
+            f"StartTime={_time(job.started_at, 'Unknown')} "
+            f"EndTime={_time(job.ended_at, 'Unknown')} "
             f"NodeList={','.join(job.hosts) or '(null)'} BatchHost={job.batch_host} ExitCode=0:0\n"
         )
 

@@ -16,16 +16,17 @@ from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
-from holdfast.contracts import reading, steady
 from tests.interleavings.stage import Stage, current, plain
+
+from holdfast.contracts import reading, steady
 from holdfast.workers.attempts import Absences
 
 Commands = Callable[[list[str]], tuple[int, str, str]]
-_REAL: Final = {
-    name: getattr(os, name)
-    for name in ("open", "mkdir", "rmdir", "rename", "replace", "link", "unlink", "listdir")
-    + ("scandir", "stat", "lstat", "write", "pwrite", "fsync", "readlink", "remove", "close")
-}
+_NAMES: Final = (
+    "close fsync link listdir lstat mkdir open pwrite readlink remove rename replace rmdir scandir"
+    " stat unlink write"
+)
+_REAL: Final = {name: getattr(os, name) for name in _NAMES.split()}
 _TIME: Final = {name: getattr(time, name) for name in ("time", "monotonic", "clock_gettime")}
 UP_S: Final = 100_000.0
 _HELD: Final = "/proc/self/fd/"
@@ -34,11 +35,10 @@ _HELD: Final = "/proc/self/fd/"
 class Hooks:
     """The replaced functions, for actors of one stage and paths under `root`."""
 
-    def __init__(self, root: Path, commands: Commands, start_supervisor: Callable[[Path], None]):
+    def __init__(self, root: Path, commands: Commands, start: Callable[[], object]):
         self.root, self._commands = str(root), commands
-        self.start_supervisor = start_supervisor
+        self._start_supervisor = start
         self.stage: Stage | None = None
-        self.began = time.monotonic()
 
     # --- paths --------------------------------------------------------------------------
 
@@ -136,19 +136,19 @@ class Hooks:
         def now() -> float:
             actor = current()
             if actor is None or self.stage is None:
-                return _TIME["time"]()
+                return float(_TIME["time"]())
             return self.stage.now + actor.ahead_s
 
         def monotonic() -> float:
             if current() is None or self.stage is None:
-                return _TIME["monotonic"]()
+                return float(_TIME["monotonic"]())
             # Any machine has been up for a while.
             return self.stage.now - self.stage.start + UP_S
 
         def clock_gettime(which: int) -> float:
             actor = current()
             if actor is None or self.stage is None or which != time.CLOCK_BOOTTIME:
-                return _TIME["clock_gettime"](which)
+                return float(_TIME["clock_gettime"](which))
             return self.stage.now + actor.ahead_s - steady._OFFSET_S
 
         def sleep(seconds: float) -> None:
@@ -217,9 +217,10 @@ class Hooks:
         if current() is None or self.stage is None:
             return _RUN(arguments, **options)
         code, out, err = self._commands(list(map(str, arguments)))
-        done = subprocess.CompletedProcess(arguments, code, out, err)
-        if not options.get("text"):
-            done = subprocess.CompletedProcess(arguments, code, out.encode(), err.encode())
+        done: subprocess.CompletedProcess[Any]
+        done = subprocess.CompletedProcess(arguments, code, out.encode(), err.encode())
+        if options.get("text"):
+            done = subprocess.CompletedProcess(arguments, code, out, err)
         if options.get("check"):
             done.check_returncode()
         return done
@@ -229,7 +230,7 @@ class Hooks:
             return _POPEN(arguments, **options)
         words = list(map(str, arguments))
         if "holdfast.flows.detached" in words:
-            self.start_supervisor(Path(words[-1]))
+            self._start_supervisor()
             return PlayedProcess(words, 0, "", "")
         return PlayedProcess(words, *self._commands(words))
 

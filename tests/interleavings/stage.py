@@ -112,7 +112,9 @@ class Stage:
         actor.state = "running"
         actor.turn.release()
         if not self._main.acquire(timeout=REAL_S):
-            raise RuntimeError(f"{actor.name} waits for something that is not played: {self.tail()}")
+            raise RuntimeError(
+                f"{actor.name} waits for something that is not played: {self.tail()}"
+            )
         return actor.state
 
     def run_to(self, actor: Actor, calls: int, until_s: float) -> bool:

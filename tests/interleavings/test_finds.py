@@ -8,14 +8,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from tests.interleavings.explore import Schedule, play, play_clock, schedules
+from tests.interleavings.situations import Situations
 
 from holdfast.contracts import history
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.orders import OrderBook
 from holdfast.flows import supervise
 from holdfast.workers import operator
-from tests.interleavings.explore import Schedule, play, play_clock, schedules
-from tests.interleavings.situations import Situations
 
 Guard = contextlib.AbstractContextManager[Any]
 
@@ -24,8 +24,8 @@ Guard = contextlib.AbstractContextManager[Any]
 def _no_second_look() -> Iterator[None]:
     """A reservation does not look at the orders again."""
     with (
-        mock.patch.object(OrderBook, "require", lambda *_: None),
-        mock.patch.object(OrderBook, "ending", lambda *_: None),
+        mock.patch.object(OrderBook, "require", return_value=None),
+        mock.patch.object(OrderBook, "ending", return_value=None),
     ):
         yield
 
@@ -34,8 +34,8 @@ def _no_second_look() -> Iterator[None]:
 def _no_precedence() -> Iterator[None]:
     """Holdfast's own requests are taken while a person's is pending, and the newest counts."""
     with (
-        mock.patch.object(OrderBook, "require", lambda *_: None),
-        mock.patch.object(operator, "_refuse_automatic", lambda *_: None),
+        mock.patch.object(OrderBook, "require", return_value=None),
+        mock.patch.object(operator, "_refuse_automatic", return_value=None),
         mock.patch.object(history, "AUTOMATIC", frozenset()),
     ):
         yield
@@ -44,14 +44,14 @@ def _no_precedence() -> Iterator[None]:
 @contextlib.contextmanager
 def _leaves_without_lock() -> Iterator[None]:
     """A supervisor leaves without the lock of the orders."""
-    with mock.patch.object(supervise, "open_orders", lambda _: contextlib.nullcontext()):
+    with mock.patch.object(supervise, "open_orders", return_value=contextlib.nullcontext()):
         yield
 
 
 @contextlib.contextmanager
 def _no_second_try() -> Iterator[None]:
     """Nobody tries again what the scheduler did not do."""
-    with mock.patch.object(operator, "carry_out", lambda _: ""):
+    with mock.patch.object(operator, "carry_out", return_value=""):
         yield
 
 

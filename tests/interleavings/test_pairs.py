@@ -7,8 +7,16 @@ from collections.abc import Callable, Iterable
 from itertools import combinations_with_replacement
 
 import pytest
-
-from tests.interleavings.explore import ITEMS, Played, Schedule, one_each, places, play, schedules
+from tests.interleavings.explore import (
+    ITEMS,
+    Played,
+    Schedule,
+    calls_alone,
+    one_each,
+    places,
+    play,
+    schedules,
+)
 from tests.interleavings.situations import Situations
 
 PAIRS = [pair for pair in combinations_with_replacement(ITEMS, 2) if any(places(*pair))]
@@ -56,9 +64,7 @@ def both_ways(
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS)
-def test_a_pair(
-    situations: Situations, first: str, second: str, record_property: Record
-) -> None:
+def test_a_pair(situations: Situations, first: str, second: str, record_property: Record) -> None:
     play_all(situations, one_each(situations, first, second), record_property)
 
 
@@ -66,7 +72,24 @@ def test_a_pair(
 def test_a_pair_that_has_gone_wrong_before(
     situations: Situations, first: str, second: str, record_property: Record
 ) -> None:
-    play_all(situations, both_ways(situations, first, second, 3), record_property)
+    play_all(situations, both_ways(situations, first, second, 2), record_property)
+
+
+OTHERS = [name for name, one in ITEMS.items() if "running" in one.situations]
+
+
+@pytest.mark.parametrize("other", [name for name in OTHERS if ITEMS[name].flavour == "plain"])
+def test_a_run_on_every_node_of_its_partition_loses_one(
+    situations: Situations, other: str, record_property: Record
+) -> None:
+    """The node is repaired a while later, and the run goes on."""
+    calls = calls_alone(situations, "running", "whole", ITEMS[other], ITEMS["node lost"])
+    chosen = [Schedule("running", "whole", "node lost", other, None)]
+    chosen += [
+        Schedule("running", "whole", other, "node lost", held_at)
+        for held_at in range(0, len(calls), max(len(calls) // 4, 1))
+    ]
+    play_all(situations, chosen, record_property)
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
-
 from tests.interleavings import checks
 from tests.interleavings.explore import ITEMS, Item, after, before, flavour_of, settle
 from tests.interleavings.situations import MAKERS, Situations
@@ -19,8 +18,7 @@ from tests.interleavings.test_pairs import Record
 from tests.interleavings.world import World, world_at
 
 BY_SITUATION: Final = {
-    name: sorted(item.name for item in ITEMS.values() if name in item.situations)
-    for name in MAKERS
+    name: sorted(item.name for item in ITEMS.values() if name in item.situations) for name in MAKERS
 }
 STEPS: Final = 10
 ACTORS: Final = st.integers(0, 2)
@@ -135,8 +133,6 @@ def test_random_triples(situations: Situations, record_property: Record) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(1, 21))
-def test_many_random_triples(
-    situations: Situations, part: int, record_property: Record
-) -> None:
+def test_many_random_triples(situations: Situations, part: int, record_property: Record) -> None:
     play_triples(situations, part, 500, record_property)
     assert Triple.played >= 500

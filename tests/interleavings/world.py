@@ -16,6 +16,11 @@ from types import SimpleNamespace
 from typing import Any, Final
 from unittest import mock
 
+from tests.interleavings.agents import Agent
+from tests.interleavings.cluster import Cluster, Job, Node
+from tests.interleavings.hooks import Hooks, installed
+from tests.interleavings.stage import Actor, Stage
+
 from holdfast.cli import operate
 from holdfast.contracts.history import RunHistory, load_history
 from holdfast.contracts.journal_cache import KEPT
@@ -25,10 +30,6 @@ from holdfast.flows import service
 from holdfast.flows.carry import carry
 from holdfast.flows.parameters import load_spec
 from holdfast.workers import operator, pruning, runs, slurm_answers
-from tests.interleavings.agents import Agent
-from tests.interleavings.cluster import Cluster, Job, Node
-from tests.interleavings.hooks import Hooks, installed
-from tests.interleavings.stage import Actor, Stage
 
 POLL_S: Final = 10.0
 CYCLE_S: Final = 5.0
@@ -48,6 +49,8 @@ FLAVOURS: Final[dict[str, dict[str, Any]]] = {
     "grow": _GROWS,
     "fallback": _FALLS_BACK,
     "both": {**_GROWS, **_FALLS_BACK},
+    # It uses every node of its partition, and no other size.
+    "whole": {"resources": {"nodes": 4}, "elastic": {}},
 }
 
 
@@ -138,7 +141,7 @@ class World:
         self.orders: list[tuple[str, Actor]] = []
         self.pins: list[tuple[str, Actor]] = []
         # The name of the situation in which the schedule began.
-        self.started_as = ""
+        self.started_as = self.flavour = ""
         self.stays = False
         self.stage.add("slurmctld", self._cycle)
 
@@ -156,6 +159,7 @@ class World:
     def add_agent(self, job: Job, step: int | None = None) -> Agent:
         """Start the agent of a job, or the one that trained when the situation was recorded."""
         agent = Agent(self.cluster, job, step=step or 0, trains=step is not None)
+
         def work() -> None:
             agent.run()
 
@@ -172,9 +176,8 @@ class World:
         else:
             agent.signals.append(name)
 
-    def start_supervisor(self, directory: Path | None = None) -> Actor:
+    def start_supervisor(self) -> Actor:
         """Start the process that `holdfast.flows.detached` is."""
-        del directory
         name = f"supervisor{len(self.supervisors) + 1}"
         actor = self.stage.add(name, self._supervise, self.ahead_s.get("supervisors", 0.0))
         self.supervisors.append(actor)
@@ -239,6 +242,7 @@ class World:
 
     def create(self, flavour: str) -> None:
         """Create the run and its nodes."""
+        self.flavour = flavour
         for number in range(1, 5):
             self.cluster.nodes[f"n{number}"] = Node(f"n{number}", "main")
         for number in range(1, 3):
@@ -278,7 +282,7 @@ class World:
 
     @property
     def has_supervisor(self) -> bool:
-        return is_supervised(self.paths.flow_lock)
+        return is_supervised(self.paths.flow_lock) is True
 
     @property
     def live_jobs(self) -> list[Job]:
