@@ -23,8 +23,7 @@ from typing import Any, Final
 
 import psutil
 
-from holdfast.contracts.attempt import Outcome, Request, Submission, read_document, write_document
-from holdfast.contracts.durable import make_directory
+from holdfast.contracts.attempt import Outcome, Request, Submission, read_document
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.paths import AttemptPaths, CheckpointName, RunPaths
 from holdfast.contracts.states import AttemptState, Cause
@@ -56,6 +55,8 @@ class Turns:
 
     def take(self) -> float:
         """Take a turn; return the processor seconds of all threads, with the index's update."""
+        # The update is measured each time, even if it would rest after a long one.
+        self.supervisor._ingestion._rests_until = 0.0
         began = time.process_time()
         self.supervisor._turn(self.journal)
         while self.supervisor._ingestion._thread is not None:
@@ -72,13 +73,13 @@ def grow_old(paths: RunPaths, saves: int, attempts: int, like: RunPaths | None) 
     with JournalWriter(paths.journal_of(JOURNAL)) as journal:
         for number in range(1, attempts):
             attempt = paths.attempt(number)
-            make_directory(attempt.journal)
+            attempt.journal.mkdir(parents=True, exist_ok=True)
             submitted = Submission(job_id=f"{number}", executor="slurm", submitted_at=now)
             name = f"{request.job_name[:-4]}{number:04d}"
-            write_document(
-                attempt.request, request.model_copy(update={"attempt": number, "job_name": name})
-            )
-            write_document(attempt.submission, submitted)
+            again = request.model_copy(update={"attempt": number, "job_name": name})
+            # Without fsync, which would take most of the time.
+            attempt.request.write_text(again.model_dump_json())
+            attempt.submission.write_text(submitted.model_dump_json())
             if like is None:
                 write_saves(attempt, saves // attempts, step, now, length_s)
             else:
@@ -138,9 +139,10 @@ def _end(attempt: AttemptPaths, step: int, now: float, journal: JournalWriter) -
         ended_at=now,
         started_at=now - 1000.0,
     )
-    write_document(attempt.outcome, outcome)
+    attempt.outcome.write_text(outcome.model_dump_json())
     facts = outcome.model_dump(mode="json")
     journal.append(EventKind.ATTEMPT_ENDED, durable=False, **{**facts, "attempt": attempt.number})
+    journal.append(EventKind.GOODPUT, durable=False, attempt=attempt.number, ettr=0.9)
     facts = {"action": "relaunch", "gpus": 8, "exclude": [], "reason": "after a preemption"}
     journal.append(EventKind.DECISION, durable=False, after_attempt=attempt.number, **facts)
 

@@ -22,7 +22,7 @@ from prefect.logging import get_logger
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from holdfast.contracts.errors import HoldfastError
-from holdfast.contracts.history import load_events, load_history
+from holdfast.contracts.history_cache import load_tallied
 from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.paths import RunPaths, default_root
 from holdfast.contracts.visits import own_runs, visit
@@ -89,7 +89,7 @@ def cancel_run(paths: RunPaths) -> str:
 
     Returns a message about what was done.
     """
-    history = load_history(paths)
+    history = load_tallied(paths)
     if not history.state.is_live:
         return f"{paths.name} has already ended: {history.state}"
     pending = history.pending_request
@@ -135,5 +135,5 @@ def last_supervisor(paths: RunPaths) -> str:
 
 def last_supervision(paths: RunPaths) -> Event | None:
     """Return the event with which a supervisor took up the run last, or None."""
-    taken = [event for event in load_events(paths) if event.kind is EventKind.SUPERVISED]
+    taken = [event for event in load_tallied(paths).events if event.kind is EventKind.SUPERVISED]
     return taken[-1] if taken else None

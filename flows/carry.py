@@ -9,7 +9,8 @@ from typing import Any
 
 from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.errors import RunConflictError
-from holdfast.contracts.history import RunHistory, load_history
+from holdfast.contracts.history import RunHistory
+from holdfast.contracts.history_cache import load_tallied
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.spec import RunSpec
 from holdfast.flows.parameters import load_spec
@@ -47,7 +48,7 @@ def is_under_way(root: Path, spec: RunSpec, run: str | None) -> bool:
     paths = RunPaths(root / run) if run else runs.own_generation(root, spec.name)
     if paths is None or not paths.spec.is_file():
         return False
-    history = load_history(paths)
+    history = load_tallied(paths)
     return bool(history.attempts) and history.state.is_live
 
 

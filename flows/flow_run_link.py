@@ -19,7 +19,8 @@ from prefect.exceptions import Pause
 from prefect.states import Running, Suspended
 
 from holdfast.contracts.errors import HoldfastError, OrdersChangedError, ServiceError
-from holdfast.contracts.history import RunHistory, load_history
+from holdfast.contracts.history import RunHistory
+from holdfast.contracts.history_cache import load_tallied
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.states import RunState
 from holdfast.flows.cancellation import BY, last_supervisor
@@ -79,7 +80,7 @@ class FlowRunLink:
 
         If the run continues meanwhile, Prefect starts another process.
         """
-        if load_history(self._paths).state is not RunState.PAUSED:
+        if load_tallied(self._paths).state is not RunState.PAUSED:
             with open_client() as client:
                 client.resume_flow_run(self._id)
         raise Pause("the run is paused", state=Suspended(message=RUN_IS_PAUSED))
@@ -128,7 +129,7 @@ class FlowRunLink:
         """Leave the flow run suspended, as a link has made it, until the run continues."""
         self._is_paused_there = self.is_suspended = True
         # The supervisor's last look may be older than the pause, or than a request to resume.
-        if load_history(self._paths).state is not RunState.PAUSED:
+        if load_tallied(self._paths).state is not RunState.PAUSED:
             client.resume_flow_run(self._id)
 
     def _follow_pause(self, state: State[Any]) -> None:
@@ -136,7 +137,7 @@ class FlowRunLink:
         self._is_paused_there = True
         self.is_suspended = bool(state.state_details.pause_reschedule)
         # The supervisor's last look may be older than a request that was made here.
-        history = load_history(self._paths)
+        history = load_tallied(self._paths)
         asked = history.pending_request
         if history.state is not RunState.PAUSED and not (asked and asked["action"] == "pause"):
             self._request("pause", history)
@@ -147,7 +148,7 @@ class FlowRunLink:
         One that Prefect cannot start again, or that only follows the run's supervisor, stays and
         says that the run is paused.
         """
-        history = load_history(self._paths)
+        history = load_tallied(self._paths)
         if history.state is not RunState.PAUSED:
             return
         if found.deployment_id is None or last_supervisor(self._paths) != str(self._id):
@@ -173,7 +174,7 @@ class FlowRunLink:
 
     def _show(self) -> None:
         with open_client() as client:
-            self._show_in(client, load_history(self._paths), is_last=True)
+            self._show_in(client, load_tallied(self._paths), is_last=True)
 
     def _show_in(
         self, client: SyncPrefectClient, history: RunHistory, *, is_last: bool = False
@@ -204,7 +205,7 @@ def take_up_requests(paths: RunPaths, flow_run: str, log: Log) -> None:
     A flow run that was resumed resumes its paused run. A flow run that was retried relaunches its
     run, if that has failed or was cancelled. Without an answer of Prefect, nothing is asked.
     """
-    history = load_history(paths)
+    history = load_tallied(paths)
     if last_supervisor(paths) != flow_run:
         return
     try:

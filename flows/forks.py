@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from holdfast.contracts.errors import CheckpointError, NotFoundError, RunConflictError, SpecError
-from holdfast.contracts.history import load_history
+from holdfast.contracts.history_cache import load_tallied
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.paths import RunPaths
@@ -57,7 +57,7 @@ def fork_run(
         checkpoint_id=manifest.id, path=parent.checkpoint(directory), run_uid=manifest.run_uid
     )
     paths = create_run(spec, home, created_by=by, forked=origin)
-    uid = load_history(paths).record.uid
+    uid = load_tallied(paths).record.uid
     with JournalWriter(parent.journal_of(writer)) as journal:
         journal.append(EventKind.FORKED, checkpoint=directory, into_uid=uid, into_run=paths.name)
     return paths
@@ -89,7 +89,7 @@ def _spec_of_fork(
     if spec_file is not None:
         named = [] if name is None else [f"name={json.dumps(name)}"]
         return load_spec(spec_file, [*overrides, *named])
-    record = load_history(parent).record
+    record = load_tallied(parent).record
     if record.imported_from is not None:
         raise SpecError(
             f"run {parent.name} was imported from {record.imported_from} and has no program; "

@@ -15,6 +15,10 @@ from holdfast.lineage.index import Index
 
 FINISH_S_MAX: Final = 120.0
 QUIET_S: Final = 30.0
+# An ingest of a run with tens of thousands of checkpoints takes long, so it is done less often:
+# after so many times the processor time that it took beyond `FREE_S`.
+REST: Final = 50.0
+FREE_S: Final = 0.25
 
 
 class Ingestion:
@@ -39,17 +43,21 @@ class Ingestion:
         # What the last request was about, and when it was made.
         self._asked: tuple[int, RunState] | None = None
         self._asked_at = 0.0
+        self._rests_until = 0.0
         self._thread: threading.Thread | None = None
 
     def ask(self, history: RunHistory | None = None) -> None:
         """Request an ingest of the run's current state. Returns at once.
 
         A `history` without anything new is ingested every `QUIET_S` seconds only, for logged
-        metrics. An ingest looks at every file of the run.
+        metrics. An ingest looks at every file of the run. After a long one, requests are ignored
+        for a while. The supervisor makes them again in each turn.
         """
         now = time.monotonic()
         state = None if history is None else (history.tally.lines, history.state)
         with self._lock:
+            if state is not None and now < self._rests_until:
+                return
             if state is not None and state == self._asked and now - self._asked_at < QUIET_S:
                 return
             self._asked, self._asked_at = state, now
@@ -69,6 +77,7 @@ class Ingestion:
 
     def _work(self) -> None:
         while self._take():
+            spent_s = -time.thread_time()
             try:
                 self._index.update(self._paths)
             # Disk is the truth, so a failed update can be repeated later.
@@ -77,6 +86,8 @@ class Ingestion:
                 self._failed(error)
             else:
                 self._succeeded()
+            spent_s += time.thread_time()
+            self._rests_until = time.monotonic() + REST * max(0.0, spent_s - FREE_S)
 
     def _take(self) -> bool:
         """Return whether an ingest is wanted. If not, mark this thread as ended."""

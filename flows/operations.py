@@ -17,6 +17,7 @@ from prefect.runtime import flow_run as current_flow_run
 from holdfast.contracts.checkpoint_choice import choose_checkpoint
 from holdfast.contracts.errors import DamagedCheckpointError, RunFailedError, SpecError
 from holdfast.contracts.history import load_history
+from holdfast.contracts.history_cache import load_tallied
 from holdfast.contracts.paths import LATEST, RunPaths
 from holdfast.contracts.states import RunState
 from holdfast.contracts.supervision import is_supervised
@@ -95,7 +96,7 @@ def supervise(
     if paths is None:
         log.info("flow run %s supervised no run under %s", flow_run, home)
         return {"run": None, "state": None}
-    history = load_history(paths)
+    history = load_tallied(paths)
     if not history.state.is_live or is_supervised(paths.flow_lock):
         why = "has a supervisor" if history.state.is_live else f"has ended: {history.state}"
         log.info("%s %s", paths.name, why)
@@ -147,7 +148,7 @@ def prune(run: str | None = None, root: str | None = None, dry_run: bool = False
     if run is not None:
         found, unreadable = [find_run(home, run)], {}
     else:
-        seen = list(visit(own_runs(home), load_history))
+        seen = list(visit(own_runs(home), load_tallied))
         found = [one.paths for one in seen if one.error is None]
         unreadable = {one.paths.name: one.reason for one in seen if one.error is not None}
     for name, reason in unreadable.items():

@@ -17,7 +17,7 @@ from prefect.exceptions import PrefectHTTPStatusError
 
 from holdfast.contracts.attempt import RunRecord
 from holdfast.contracts.errors import ServiceError
-from holdfast.contracts.history import load_history
+from holdfast.contracts.history_cache import load_tallied
 from holdfast.contracts.journal import Event
 from holdfast.contracts.paths import RunPaths
 from holdfast.flows.deliveries import FINISH_S_MAX, Deliveries
@@ -138,7 +138,7 @@ def publish(paths: RunPaths) -> None:
     `SpecError` for another user's run.
     """
     require_own(paths)
-    history, redactor = load_history(paths), Redactor()
+    history, redactor = load_tallied(paths), Redactor()
     redactor.learn(history.record.spec, paths)
     events = PrefectEvents(history.record, redactor)
     with open_client():

@@ -14,7 +14,7 @@ from typing import Any
 
 from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.errors import PreflightError, SecretError, ServiceError
-from holdfast.contracts.history import load_history
+from holdfast.contracts.history_cache import load_tallied
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.redaction import places_of_secrets
 from holdfast.contracts.secrets import (
@@ -164,7 +164,7 @@ def record(paths: RunPaths, *, refresh: bool) -> None:
 
 def forget(paths: RunPaths) -> None:
     """Delete the run's recorded values if it has ended."""
-    forget_record(paths, lambda: not load_history(paths).state.is_live)
+    forget_record(paths, lambda: not load_tallied(paths).state.is_live)
 
 
 def _look_up(reference: SecretReference) -> str:

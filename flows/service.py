@@ -18,7 +18,7 @@ from typing import Final
 from holdfast.contracts.durable import make_directory
 from holdfast.contracts.errors import RunConflictError
 from holdfast.contracts.file_locks import open_lock, wait_for_lock
-from holdfast.contracts.history import load_history
+from holdfast.contracts.history_cache import load_tallied
 from holdfast.contracts.paths import RUN_NAME, RunPaths
 from holdfast.contracts.supervision import is_supervised
 from holdfast.contracts.visits import own_runs, visit
@@ -46,6 +46,8 @@ class SupervisorService:
         self._threads: dict[str, threading.Thread] = {}
         # When a run without a thread is looked at again, by the monotonic clock.
         self._next_look: dict[str, float] = {}
+        # The stamps of runs that had ended when they were read.
+        self._ended: dict[str, tuple[object, ...]] = {}
         self._scan_at = 0.0
 
     def run(self) -> None:
@@ -138,7 +140,7 @@ class SupervisorService:
         is_mine = paths.is_mine()
         if is_mine and is_supervised(paths.flow_lock):
             return
-        if not is_mine or not load_history(paths).state.is_live:
+        if not is_mine or not self._is_live(paths):
             self._next_look[name] = now + ENDED_S
             return
         self._log.info("supervising %s", name)
@@ -146,6 +148,16 @@ class SupervisorService:
             target=self._supervise, args=(paths,), name=f"holdfast-{name}", daemon=True
         )
         self._threads[name].start()
+
+    def _is_live(self, paths: RunPaths) -> bool:
+        """Return whether a run is live. One that has ended is read again if its files change."""
+        stamp = _stamp(paths)
+        if stamp == self._ended.get(paths.name):
+            return False
+        is_live = load_tallied(paths).state.is_live
+        # The files may have changed since. Then the next look reads the run again.
+        self._ended[paths.name] = () if is_live else stamp
+        return is_live
 
     def _supervise(self, paths: RunPaths) -> None:
         """Supervise the run to its end. Its log goes into its own file."""
@@ -165,3 +177,15 @@ class SupervisorService:
         finally:
             log.removeHandler(handler)
             handler.close()
+
+
+def _stamp(paths: RunPaths) -> tuple[object, ...]:
+    """Return the sizes and times of the files that change when an ended run becomes live again."""
+    with os.scandir(paths.journal) as entries:
+        files = [Path(entry.path) for entry in entries]
+    found = []
+    for path in sorted([*files, paths.spec, paths.attempts]):
+        with contextlib.suppress(FileNotFoundError):
+            facts = path.lstat()
+            found.append((path.name, facts.st_ino, facts.st_size, facts.st_mtime_ns))
+    return tuple(found)

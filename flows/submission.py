@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from holdfast.contracts.history import RunHistory, load_history
+from holdfast.contracts.history import RunHistory
+from holdfast.contracts.history_cache import load_tallied
 from holdfast.contracts.journal import JournalWriter
 from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.workers.attempts import submit_attempt
@@ -48,7 +49,7 @@ def submit_next(
 
     Raises like `workers.attempts.submit_attempt`, for an order after `seen` too.
     """
-    history = load_history(paths)
+    history = load_tallied(paths)
     with JournalWriter(paths.journal_of(JOURNAL)) as journal:
         return submit_attempt(
             paths,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.errors import SpecError
-from holdfast.contracts.history import load_history
+from holdfast.contracts.history_cache import load_tallied
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.plain_text import counted
 from holdfast.contracts.spec import RunSpec
@@ -120,7 +120,7 @@ class Sweep:
         if paths is None or not runs.is_same_spec(runs.read_record(paths), member.spec):
             return None
         self._runs[name] = paths
-        state = load_history(paths).state
+        state = load_tallied(paths).state
         if self._told.get(name) is not state:
             self._told[name] = state
             self._log.info("%s: %s", paths.name, state)
@@ -137,10 +137,10 @@ class Sweep:
             self._log.warning("%s", started.warning)
 
     def _summary(self, paths: RunPaths) -> dict[str, Any]:
-        history = load_history(paths)
+        history = load_tallied(paths)
         return summarize(history, end_reason(history))
 
 
 def _cancel(paths: RunPaths) -> str:
     """Cancel a run if it is live; return what happens."""
-    return operator.request(paths, "cancel", by=BY) if load_history(paths).state.is_live else ""
+    return operator.request(paths, "cancel", by=BY) if load_tallied(paths).state.is_live else ""

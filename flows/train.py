@@ -19,7 +19,8 @@ from prefect.states import Cancelled
 
 from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.errors import RunFailedError, SpecError
-from holdfast.contracts.history import RunHistory, load_history
+from holdfast.contracts.history import RunHistory
+from holdfast.contracts.history_cache import load_tallied
 from holdfast.contracts.paths import AttemptPaths, RunPaths, default_root
 from holdfast.contracts.states import RunState
 from holdfast.flows.blocks import root_of
@@ -154,7 +155,7 @@ def supervise_here(
 
 def _events(paths: RunPaths, redactor: Redactor) -> PrefectEvents:
     return PrefectEvents(
-        load_history(paths).record,
+        load_tallied(paths).record,
         redactor,
         flow_run=str(current_flow_run.id or ""),
         deployment=str(current_deployment.id or ""),

@@ -36,7 +36,7 @@ from prefect.workers.base import (
 )
 
 from holdfast.contracts.errors import HoldfastError, SchedulerUnavailableError
-from holdfast.contracts.history import load_history
+from holdfast.contracts.history_cache import load_tallied
 from holdfast.contracts.paths import RunPaths, default_root, holdfast_home
 from holdfast.contracts.supervision import is_supervised
 from holdfast.flows.cancellation import cancel_run, find_supervised, last_supervision
@@ -391,7 +391,7 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
     def _has_live_run(self, flow_run: FlowRun) -> bool:
         paths = self._find_run(flow_run)
         try:
-            return paths is not None and load_history(paths).state.is_live
+            return paths is not None and load_tallied(paths).state.is_live
         except (HoldfastError, OSError):
             return False
 

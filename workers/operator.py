@@ -29,9 +29,9 @@ from holdfast.contracts.history import (
     OPERATOR_GOES_ON,
     AttemptView,
     RunHistory,
-    load_history,
     pinned_checkpoints,
 )
+from holdfast.contracts.history_cache import load_tallied
 from holdfast.contracts.journal import AUTOMATIC, EventKind
 from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.orders import OrderBook, OrderState, open_orders, orders_of
@@ -94,7 +94,7 @@ def request(
 
 
 def _disk_full_message(paths: RunPaths, action: Action, error: OSError) -> str:
-    last = load_history(paths).last_attempt
+    last = load_tallied(paths).last_attempt
     job = f", or end job {last.job_id} with the scheduler's own command" if last else ""
     return (
         f"run {paths.name}: the file system is full ({error}), so the request to {action} was "
@@ -124,7 +124,7 @@ class _Asked:
 
 def _request(paths: RunPaths, asked: _Asked, *, alone: bool, seen: int | None) -> str:
     with _orders_of_run(paths) as book:
-        history = load_history(paths)
+        history = load_tallied(paths)
         book.require(seen)
         _refuse_automatic(history, asked)
         if alone and not asked.now:
@@ -177,7 +177,7 @@ def pin(paths: RunPaths, checkpoint: str, *, by: str, note: str = "", writer: st
 def unpin(paths: RunPaths, checkpoint: str, *, by: str, writer: str = "cli") -> str:
     """Make a checkpoint subject to the keep rules again; return its id."""
     with _orders_of_run(paths) as book:
-        if checkpoint not in pinned_checkpoints(load_history(paths).events):
+        if checkpoint not in pinned_checkpoints(load_tallied(paths).events):
             raise SpecError(f"{checkpoint_id(paths.name, checkpoint)} is not pinned")
         book.give(EventKind.UNPINNED, checkpoint=checkpoint, by=by, via=writer)
     return checkpoint_id(paths.name, checkpoint)
@@ -188,7 +188,7 @@ def _orders_of_run(paths: RunPaths) -> Iterator[OrderBook]:
     """Hold the lock of the run's orders. Raises `NotFoundError` if there is no run."""
     if not has_spec(paths.directory):
         # This folder is not a run, so leave no lock in it. Reading the history raises the error.
-        load_history(paths)
+        load_tallied(paths)
     with open_orders(paths) as book:
         yield book
 

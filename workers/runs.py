@@ -21,7 +21,7 @@ from holdfast.contracts.errors import (
     SpecError,
 )
 from holdfast.contracts.file_locks import locked
-from holdfast.contracts.history import load_history
+from holdfast.contracts.history_cache import load_tallied
 from holdfast.contracts.paths import (
     OF_RUN,
     RUN_NAME,
@@ -192,7 +192,7 @@ def attach_or_create(spec: RunSpec, root: Path, *, created_by: str) -> tuple[Run
     if not _is_own(newest):
         return create_run(spec, root, created_by=created_by, folder=following), True
     record = read_record(newest)
-    state = load_history(newest).state
+    state = load_tallied(newest).state
     same = is_same_spec(record, spec) and not newer_keys(record)
     if same and (state.is_live or state is RunState.COMPLETED):
         return newest, False

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Final
 
 from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
-from holdfast.contracts.history import RunHistory, load_history
+from holdfast.contracts.history import RunHistory
+from holdfast.contracts.history_cache import load_tallied
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.states import RunState
@@ -28,7 +29,7 @@ def ready_runs(root: Path) -> list[RunPaths]:
     Raises `SchedulerError` if no run can continue and the GPUs of some could not be counted.
     """
     waiting = []
-    for one in visit(own_runs(root), load_history):
+    for one in visit(own_runs(root), load_tallied):
         history = one.result
         if history is None:
             continue

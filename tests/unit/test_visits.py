@@ -174,7 +174,7 @@ def test_the_service_supervises_the_run_behind_folders_that_cannot_be_read(
     monkeypatch.setattr(
         service.SupervisorService, "_supervise", lambda _, paths: supervised.append(paths.name)
     )
-    monkeypatch.setattr(service, "load_history", _fail_for("bad", ArithmeticError("a bug")))
+    monkeypatch.setattr(service, "load_tallied", _fail_for("bad", ArithmeticError("a bug")))
     with Index() as index:
         one = service.SupervisorService(root, index, logging.getLogger("test"))
         with one._only_one():

@@ -19,6 +19,7 @@ from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.bounds import MADE_UID, UID
 from holdfast.contracts.checkpoint_choice import choose_checkpoint, is_checkpoint
 from holdfast.contracts.errors import (
+    HoldfastError,
     LineageError,
     NotFoundError,
     SpecError,
@@ -109,7 +110,8 @@ def _find_uid(home: Path, uid: str, database: Database | None) -> RunPaths | Non
     """Return the run under `home` with the uid, from the index if disk agrees, else by search."""
     from holdfast.lineage import queries
 
-    with contextlib.suppress(LineageError, NotFoundError), contextlib.ExitStack() as stack:
+    # The run may have moved since, or another one may have its folder.
+    with contextlib.suppress(HoldfastError, OSError), contextlib.ExitStack() as stack:
         index = database or stack.enter_context(open_index())
         paths = queries.find_run(index, uid, home).paths
         if paths.directory.parent == home.resolve() and _has_uid(paths, uid):

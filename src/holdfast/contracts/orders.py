@@ -1,9 +1,9 @@
 """The orders of a run: what people and automations ask of it, as one numbered sequence.
 
 All orders are lines of one journal, `journal/orders.jsonl`, and each is written under one lock,
-`orders.lock`. The numbers of the lines give their order, and no clock does. Whoever acts on what it
-read, such as a supervisor that reserves an attempt, takes the same lock for that moment and looks
-again. So an order is either seen before the act, or it sees the act.
+`orders.lock`. The numbers of the lines give their order, and no clock does. A process that acts on
+what it read, such as a supervisor that reserves an attempt, takes the same lock for that moment and
+looks again. So an order is either seen before the act, or it sees the act.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from holdfast.contracts.plain_text import counted
 from holdfast.contracts.states import AttemptState
 
 ORDERS: Final = "orders"
-# Whoever holds the lock needs it for milliseconds.
+# A process holds the lock for milliseconds.
 TURN_S: Final = 30.0
 # Orders about a checkpoint. They take effect when they are written.
 _OF_CHECKPOINTS: Final = frozenset({EventKind.PINNED, EventKind.UNPINNED})
