@@ -53,7 +53,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     found: dict[str, list[tuple[int, float]]] = {}
     for reports in terminalreporter.stats.values():
         for report in reports:
-            for name, value in getattr(report, "user_properties", ()):
+            is_call = getattr(report, "when", "") == "call"
+            for name, value in report.user_properties if is_call else ():
                 if name == "interleavings":
                     found.setdefault(report.nodeid.split("[")[0], []).append(value)
     for test, values in sorted(found.items()):

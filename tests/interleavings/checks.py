@@ -43,7 +43,7 @@ def accepted_orders(world: World) -> list[Order]:
 
 
 def problems(world: World) -> list[str]:
-    """Return what is not as it must be once the run has settled."""
+    """Return what is not as it must be once the run is calm."""
     orders, history = accepted_orders(world), world.history()
     last = orders[-1] if orders else None
     found = list(world.broken)

@@ -158,7 +158,7 @@ def play(situations: Situations, schedule: Schedule) -> Played:
         if one is not None:
             world.stage.run(one)
         after(world)
-        settle(world)
+        wait_until_calm(world)
         found = checks.problems(world) + checks.late_attempts(world)
         assert not world.cluster.strange, world.cluster.strange
         return Played(
@@ -170,7 +170,7 @@ def play(situations: Situations, schedule: Schedule) -> Played:
         )
 
 
-# What somebody with a right clock orders once all is settled.
+# What somebody with a right clock orders once all is calm.
 FOLLOWS: Final = {
     "pause": ("resume",),
     "cancel": ("relaunch",),
@@ -199,15 +199,15 @@ def play_clock(situations: Situations, schedule: Schedule) -> Played:
             after(world)
         found = []
         if first.follows_supervisor:
-            settle(world)
+            wait_until_calm(world)
             found = checks.problems(world)
         world.ahead_s.pop("orders", None)
         for name in FOLLOWS.get(first.name, ()):
             _begin(world, ITEMS[name], None)
             if ITEMS[name].follows_supervisor:
-                settle(world)
+                wait_until_calm(world)
                 found += [f"then {name}: {one}" for one in checks.problems(world)]
-        settle(world)
+        wait_until_calm(world)
         found += checks.problems(world)
         return Played(schedule, found, trace=list(world.stage.trace) if found else [])
 
@@ -254,18 +254,18 @@ def after(world: World) -> None:
         world.start_supervisor()
 
 
-def settle(world: World) -> None:
+def wait_until_calm(world: World) -> None:
     """Let time pass until nothing is wrong, for as long as that may take."""
-    if world.started_as == "queued" and not _settles(world, QUEUED_HOLD_S):
+    if world.started_as == "queued" and not _gets_calm(world, QUEUED_HOLD_S):
         # A job in the queue is cancelled long before it would start.
         orders = checks.accepted_orders(world)
         if orders and orders[-1].action in checks.HOLDS:
             return
-    _settles(world, HORIZON_S)
+    _gets_calm(world, HORIZON_S)
 
 
-def _settles(world: World, horizon_s: float) -> bool:
-    return world.settle(lambda: not checks.problems(world), horizon_s)
+def _gets_calm(world: World, horizon_s: float) -> bool:
+    return world.wait_until_calm(lambda: not checks.problems(world), horizon_s)
 
 
 def calls_alone(

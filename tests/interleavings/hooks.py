@@ -35,7 +35,7 @@ _HELD: Final = "/proc/self/fd/"
 class Hooks:
     """The replaced functions, for actors of one stage and paths under `root`."""
 
-    def __init__(self, root: Path, commands: Commands, start: Callable[[], object]):
+    def __init__(self, root: Path, commands: Commands, start: Callable[[], object]) -> None:
         self.root, self._commands = str(root), commands
         self._start_supervisor = start
         self.stage: Stage | None = None
@@ -58,7 +58,7 @@ class Hooks:
             return f"{self._absolute(dir_fd, None)}/{text}"
         if text.startswith(_HELD):
             handle, _, rest = text[len(_HELD) :].partition("/")
-            return f"{self._absolute(int(handle), None)}/{rest}" if handle.isdigit() else text
+            return f"{self._absolute(int(handle), None)}/{rest}"
         return text
 
     def _call(self, kind: str, path: Any, dir_fd: int | None = None) -> None:

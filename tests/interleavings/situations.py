@@ -18,11 +18,11 @@ from holdfast.workers.agent.context import load_context
 START: Final = 1_790_000_000.0
 
 
-def _settle(world: World, state: RunState, jobs: int | None = None) -> None:
+def _wait_for(world: World, state: RunState, jobs: int | None = None) -> None:
     def is_there() -> bool:
         return world.history().state is state and (jobs is None or len(world.trainers) == jobs)
 
-    assert world.settle(is_there, 300.0), f"{world.history().state}:\n{world.stage.tail()}"
+    assert world.wait_until_calm(is_there, 300.0), f"{world.history().state}:\n{world.stage.tail()}"
 
 
 def _fresh(world: World) -> None:
@@ -46,7 +46,7 @@ def _running(world: World) -> None:
         # Otherwise a run that may grow would do so now.
         node.taken = node.gpus
     supervisor = world.start_supervisor()
-    _settle(world, RunState.RUNNING, 1)
+    _wait_for(world, RunState.RUNNING, 1)
     world.stage.end(supervisor)
     agent, _ = next(iter(world.agents.values()))
     assert agent.job.request is not None
@@ -82,7 +82,7 @@ def _failed(world: World) -> None:
     """The run has failed, and its supervisor has left."""
     _failing(world)
     supervisor = world.start_supervisor()
-    _settle(world, RunState.FAILED)
+    _wait_for(world, RunState.FAILED)
     assert supervisor.has_ended, world.stage.tail()
 
 
@@ -105,7 +105,7 @@ def _paused(world: World) -> None:
     _running(world)
     supervisor = world.start_supervisor()
     _order(world, "pause")
-    _settle(world, RunState.PAUSED)
+    _wait_for(world, RunState.PAUSED)
     world.stage.end(supervisor)
 
 

@@ -6,6 +6,7 @@ command to the scheduler. Time is virtual: it moves only when every actor sleeps
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from collections.abc import Callable
@@ -185,11 +186,11 @@ class Stage:
         actor.turn.acquire()
         _here.actor = actor
         try:
-            if not actor.is_halted:
-                actor.result = actor.work()
-        except Halt:
-            pass
+            with contextlib.suppress(Halt):
+                if not actor.is_halted:
+                    actor.result = actor.work()
         except BaseException as error:
+            # The checks judge how a process ended.
             actor.error = error
         finally:
             _here.actor = None

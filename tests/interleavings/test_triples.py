@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from tests.interleavings import checks
-from tests.interleavings.explore import ITEMS, Item, after, before, flavour_of, settle
+from tests.interleavings.explore import ITEMS, Item, after, before, flavour_of, wait_until_calm
 from tests.interleavings.situations import MAKERS, Situations
 from tests.interleavings.stage import Actor
 from tests.interleavings.test_pairs import Record
@@ -89,7 +89,7 @@ class Triple(RuleBasedStateMachine):
                 if (actor := self._actor(which)) is not None and not self._sleeps(actor):
                     self._stage.run(actor)
             after(self._world)
-            settle(self._world)
+            wait_until_calm(self._world)
             found = checks.problems(self._world) + checks.late_attempts(self._world)
             assert not found, "\n".join([*found, "", *self._stage.trace])
 

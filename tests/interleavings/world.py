@@ -19,9 +19,10 @@ from unittest import mock
 from tests.interleavings.agents import Agent
 from tests.interleavings.cluster import Cluster, Job, Node
 from tests.interleavings.hooks import Hooks, installed
-from tests.interleavings.stage import Actor, Stage
+from tests.interleavings.stage import Actor, Stage, current
 
 from holdfast.cli import operate
+from holdfast.contracts import history_cache
 from holdfast.contracts.history import RunHistory, load_history
 from holdfast.contracts.journal_cache import KEPT
 from holdfast.contracts.paths import RunPaths
@@ -35,7 +36,7 @@ POLL_S: Final = 10.0
 CYCLE_S: Final = 5.0
 # Long enough for everything that a run waits for, and far shorter than an hour.
 HORIZON_S: Final = 900.0
-# Nothing may change for this long before a run counts as settled.
+# Nothing may change for this long before a run counts as calm.
 CALM_S: Final = 2.5 * POLL_S
 NAME: Final = "r"
 LOG: Final = logging.getLogger("holdfast.interleavings")
@@ -43,7 +44,7 @@ LOG.disabled = True
 LOG.propagate = False
 
 _GROWS: Final = {"elastic": {"min_gpus": 4, "max_gpus": 16, "grow": True, "grow_after_s": 1}}
-_FALLS_BACK: Final = {"resources": {"fallbacks": [{"partition": "spare", "after_min": 0.01}]}}
+_FALLS_BACK: Final = {"resources": {"fallbacks": [{"partition": "other", "after_min": 0.01}]}}
 FLAVOURS: Final[dict[str, dict[str, Any]]] = {
     "plain": {},
     "grow": _GROWS,
@@ -74,6 +75,23 @@ class NoIndex:
 
     def update(self, paths: RunPaths) -> None:
         """Do nothing."""
+
+
+class ReadersOfProcesses:
+    """Gives each actor its own readers of histories, because each is a process."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, history_cache._Readers] = {}
+
+    @property
+    def _mine(self) -> history_cache._Readers:
+        return self._known.setdefault(id(current()), history_cache._Readers())
+
+    def share(self, directory: Path, reader: history_cache.HistoryReader) -> None:
+        self._mine.share(directory, reader)
+
+    def of(self, directory: Path) -> history_cache.HistoryReader:
+        return self._mine.of(directory)
 
 
 class PlayedEvent:
@@ -246,7 +264,7 @@ class World:
         for number in range(1, 5):
             self.cluster.nodes[f"n{number}"] = Node(f"n{number}", "main")
         for number in range(1, 3):
-            self.cluster.nodes[f"m{number}"] = Node(f"m{number}", "spare")
+            self.cluster.nodes[f"m{number}"] = Node(f"m{number}", "other")
         program = self.base / "program"
         program.mkdir()
         runs.attach_or_create(load_spec(spec_of(flavour, program)), self.root, created_by="alice")
@@ -312,7 +330,7 @@ class World:
 
         self.stage.add("others", work)
 
-    def settle(self, is_calm: Callable[[], bool], horizon_s: float = HORIZON_S) -> bool:
+    def wait_until_calm(self, is_calm: Callable[[], bool], horizon_s: float = HORIZON_S) -> bool:
         """Let time pass until the run has been calm for a while; False if it never is."""
         limit, calm_since, looked_at, lines = self.stage.now + horizon_s, None, 0.0, 0
         calm = False
@@ -350,7 +368,11 @@ def world_at(base: Path, start: float, situation: Situation | None = None) -> It
     os.environ["HOLDFAST_HOME"] = str(world.home)
     try:
         threads = SimpleNamespace(Thread=world._thread, Event=threading.Event)
-        with installed(world.hooks), mock.patch.object(service, "threading", threads):
+        with (
+            installed(world.hooks),
+            mock.patch.object(service, "threading", threads),
+            mock.patch.object(history_cache, "_READERS", ReadersOfProcesses()),
+        ):
             if situation is not None:
                 world.restore(situation)
             try:
