@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 import psutil
 
 from holdfast.contracts.attempt import Claim, Outcome, read_document
-from holdfast.contracts.history import AttemptView, RunHistory
+from holdfast.contracts.history import AttemptView, RunHistory, load_events
 from holdfast.contracts.journal import Event, EventKind, JournalWriter
 from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.contracts.spec import RunSpec
@@ -111,7 +111,8 @@ class LocalRun:
         return wait_until(lambda: read_document(Outcome, attempt.outcome), "the outcome")
 
     def events(self, kind: EventKind) -> list[Event]:
-        return [event for event in self.history().events if event.kind is kind]
+        self.history()
+        return [event for event in load_events(self.paths) if event.kind is kind]
 
     def end_all(self) -> None:
         """End all processes that a failed test left running."""

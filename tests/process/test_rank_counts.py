@@ -10,13 +10,13 @@ import pytest
 from tests.process.local_runs import LocalRun, wait_until
 
 from holdfast.cli.doctor_run import examine
+from holdfast.contracts.checkpoint_choice import newest_of_branch
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.manifest import Manifest
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows.forks import fork_run
 from holdfast.workers import operator
-from holdfast.workers.feasibility import newest_of_branch
 from holdfast.workers.policy import decide
 
 PROGRAM = Path(__file__).with_name("environment_program.py")

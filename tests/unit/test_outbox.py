@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from uuid import UUID
 
@@ -64,6 +64,11 @@ class PlayedService:
         return [line.event.data.get("step") for line in self.kept]
 
 
+def each(take: Callable[[Event], None], folder: RunFolder) -> None:
+    for event in load_events(folder.paths):
+        take(event)
+
+
 class Delivery:
     """A run's outbox, and the time."""
 
@@ -74,7 +79,7 @@ class Delivery:
             folder.paths.deliveries / "played.json",
             UID,
             service,
-            look=lambda take: [take(event) for event in load_events(folder.paths)],
+            look=lambda take: each(take, folder),
             failed=lambda error: self.problems.append(f"failed: {error}"),
             refused=lambda error: self.problems.append(f"refused: {error}"),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from holdfast.contracts.history import (
     pinned_checkpoints,
 )
 from holdfast.contracts.history_cache import HistoryReader, load_tallied
-from holdfast.contracts.journal import EventKind
+from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.paths import CheckpointName
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.contracts.tally import RECENT_MAX
@@ -93,7 +94,8 @@ class Story:
         excluded, self.names = self.names[-count:], self.names[:-count]
         if excluded:
             to = self.names[-1] if self.names else ""
-            self.step = CheckpointName.parse(to).step if self.names else 0
+            parsed = CheckpointName.parse(to)
+            self.step = parsed.step if parsed else 0
             self.of_rank(EventKind.NUMERICS, action="rollback", reason="loss is NaN")
             self.of_rank(EventKind.ROLLED_BACK, to=to, excluded=excluded)
 
@@ -157,7 +159,9 @@ def play(story: Story, act: str, value: Any) -> None:
     if act == "save":
         story.save(value)
     elif act == "final":
+        # A final save is the last one of its launch.
         story.save(0.5, "final")
+        story.restart()
     elif act == "restart":
         story.restart()
     elif act == "roll back":
@@ -229,7 +233,12 @@ def test_a_rollback_reads_only_the_journals_that_it_concerns(
     story.roll_back(1)
     parsed: list[bytes] = []
     real = journal._parse
-    monkeypatch.setattr(journal, "_parse", lambda line: parsed.append(line) or real(line))
+
+    def parse(line: bytes) -> Iterator[Event]:
+        parsed.append(line)
+        return real(line)
+
+    monkeypatch.setattr(journal, "_parse", parse)
     history = reader.load()
     assert len(parsed) < 20, "the journals of former attempts are as before"
     assert history.tally.commits[4].branch_step is None

@@ -138,7 +138,8 @@ class HistoryReader:
     def _follow(self, now: float, *, late: bool) -> None:
         """Read the new lines, and add up everything that is known."""
         self._run.follow(self._excluded)
-        open_, past = [self._run], []
+        open_: list[_Folder] = [self._run]
+        past: list[_Folder] = []
         again = 0
         for one in self._attempts.values():
             is_past = one.is_past(now)
