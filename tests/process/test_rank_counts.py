@@ -12,7 +12,6 @@ from tests.process.local_runs import LocalRun, wait_until
 from holdfast.cli.doctor_run import examine
 from holdfast.contracts.checkpoint_choice import newest_of_branch
 from holdfast.contracts.errors import SpecError
-from holdfast.contracts.journal import EventKind
 from holdfast.contracts.manifest import Manifest
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows.forks import fork_run
@@ -44,7 +43,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 def saved(run: LocalRun) -> Manifest:
-    wait_until(lambda: run.events(EventKind.COMMITTED), "a checkpoint")
+    wait_until(lambda: run.history().tally.commits, "a checkpoint")
     return newest_of_branch(run.paths, run.history())
 
 

@@ -18,7 +18,6 @@ from holdfast.contracts.states import AttemptState
 
 # How long a program may import and build its model before it makes its Session.
 SESSION_WAIT_S: Final = 600.0
-_SIGNS: Final = frozenset({EventKind.RESUMED, EventKind.COMMITTED})
 
 
 class Trained(NamedTuple):
@@ -32,7 +31,8 @@ class Trained(NamedTuple):
 def trained_in(history: RunHistory, now: float | None = None) -> list[Trained]:
     """Return what the attempts of a run show. `now` is Unix seconds, by default the present."""
     now = time.time() if now is None else now
-    saving = {event.data.get("attempt") for event in history.events if event.kind in _SIGNS}
+    begun = {e.data.get("attempt") for e in history.events if e.kind is EventKind.RESUMED}
+    saving = begun | history.tally.commits.keys()
     watched = history.spec.program.is_watched
     return [
         Trained(
