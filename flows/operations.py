@@ -16,7 +16,6 @@ from prefect.runtime import flow_run as current_flow_run
 
 from holdfast.contracts.checkpoint_choice import choose_checkpoint
 from holdfast.contracts.errors import DamagedCheckpointError, RunFailedError, SpecError
-from holdfast.contracts.history import load_history
 from holdfast.contracts.history_cache import load_tallied
 from holdfast.contracts.paths import LATEST, RunPaths
 from holdfast.contracts.states import RunState
@@ -229,7 +228,7 @@ def resume(run: str | None = None, root: str | None = None) -> dict[str, Any]:
 
     def resume_one(paths: RunPaths) -> None:
         secrets.require_again(paths)
-        history = load_history(paths)
+        history = load_tallied(paths)
         if not (run or waits_for_capacity(history)):
             log.info("%s: another order came meanwhile", paths.name)
             return

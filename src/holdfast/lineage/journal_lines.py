@@ -62,14 +62,12 @@ class LinePlaces:
                 self._known.popitem(last=False)
 
 
-def read_new_lines(
-    paths: RunPaths, counts: Mapping[str, int], most: int = LINES_MAX
-) -> Iterator[NewLines]:
-    """Yield each journal of the run, in file order, with at most `most` lines together.
+def read_new_lines(paths: RunPaths, counts: Mapping[str, int]) -> Iterator[NewLines]:
+    """Yield each journal of the run, in file order, with at most `LINES_MAX` lines together.
 
     `counts` has the number of lines of each journal that are known.
     """
-    left = most
+    left = LINES_MAX
     for path in paths.list_journals():
         inside = path.relative_to(paths.directory)
         is_attempts = inside.parts[0] == paths.attempts.name
