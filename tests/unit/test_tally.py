@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -184,6 +184,19 @@ def play(story: Story, act: str, value: Any) -> None:
         story.of_node(EventKind.NOTE, node=1, text="here")
 
 
+def check_commits(history: RunHistory, events: Sequence[Event]) -> None:
+    """The commits of each attempt are those in its lines, without the rolled back ones."""
+    excluded = excluded_checkpoints(events)
+    lines = [event for event in events if event.kind is EventKind.COMMITTED]
+    assert history.tally.commits.keys() == {event.data["attempt"] for event in lines}
+    for number, found in history.tally.commits.items():
+        own = [event for event in lines if event.data["attempt"] == number]
+        steps = [e.data["step"] for e in own if e.data["checkpoint"] not in excluded]
+        assert found.branch_step == max(steps, default=None)
+        assert found.newest_step == max(event.data["step"] for event in own)
+        assert found.newest_at == max(event.time for event in own)
+
+
 @settings(max_examples=60, deadline=None)
 @given(acts=st.lists(ACTS, max_size=60))
 def test_a_tallied_history_says_what_the_whole_one_says(acts: list[tuple[str, Any]]) -> None:
@@ -199,6 +212,7 @@ def test_a_tallied_history_says_what_the_whole_one_says(acts: list[tuple[str, An
                 whole = says(load_history(paths, load_events(paths)), now)
                 assert says(reader.load(), now) == whole
         assert says(HistoryReader(paths).load(), now) == whole
+        check_commits(reader.load(), load_events(paths))
         assert says(load_tallied(paths), now) == whole
 
 
