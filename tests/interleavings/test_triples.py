@@ -21,6 +21,8 @@ BY_SITUATION: Final = {
     name: sorted(item.name for item in ITEMS.values() if name in item.situations) for name in MAKERS
 }
 STEPS: Final = 10
+# Whoever waits for a lock gives up after 30 s, and says so.
+HELD_S: Final = 25.0
 ACTORS: Final = st.integers(0, 2)
 
 
@@ -36,6 +38,7 @@ class Triple(RuleBasedStateMachine):
         self._world: World | None = None
         self._items: list[Item] = []
         self._actors: dict[int, Actor | None] = {}
+        self._held_s = HELD_S
 
     @initialize(situation=st.sampled_from(sorted(MAKERS)), data=st.data())
     def begin(self, situation: str, data: Any) -> None:
@@ -68,9 +71,12 @@ class Triple(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([1.0, 10.0, 60.0]))
     def pass_time(self, seconds: float) -> None:
-        """Let time pass for all that sleep; who is held stays held."""
+        """Let time pass for all that sleep; who is held stays held, but not for long."""
         stage = self._stage
         held = [actor for actor in stage.actors if actor.state in {"held", "ready"}]
+        if any(actor.state == "held" for actor in held):
+            seconds = min(seconds, self._held_s)
+            self._held_s -= seconds
         limit = stage.now + seconds
         for actor in held:
             actor.wake_at = limit + 1.0
