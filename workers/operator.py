@@ -35,7 +35,7 @@ from holdfast.contracts.history_cache import load_tallied
 from holdfast.contracts.journal import AUTOMATIC, EventKind
 from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.orders import OrderBook, OrderState, open_orders, orders_of
-from holdfast.contracts.paths import AttemptPaths, RunPaths, checkpoint_id, has_spec
+from holdfast.contracts.paths import AttemptPaths, RunPaths, checkpoint_id
 from holdfast.contracts.plain_text import counted
 from holdfast.contracts.saving import trained_in, why_nothing_is_saved
 from holdfast.contracts.sources import require_own_directory
@@ -186,9 +186,8 @@ def unpin(paths: RunPaths, checkpoint: str, *, by: str, writer: str = "cli") -> 
 @contextlib.contextmanager
 def _orders_of_run(paths: RunPaths) -> Iterator[OrderBook]:
     """Hold the lock of the run's orders. Raises `NotFoundError` if there is no run."""
-    if not has_spec(paths.directory):
-        # This folder is not a run, so leave no lock in it. Reading the history raises the error.
-        load_tallied(paths)
+    # Long journals are read before the lock is taken, so that no other order waits for that.
+    load_tallied(paths)
     with open_orders(paths) as book:
         yield book
 
