@@ -19,6 +19,7 @@ from tests.clocks import Clock, build_library
 from tests.process.local_runs import LocalRun, processes_of, wait_until
 
 from holdfast.contracts.attempt import write_document
+from holdfast.contracts.history import load_events
 from holdfast.contracts.journal import EventKind, read_journal
 from holdfast.contracts.paths import AttemptPaths
 from holdfast.contracts.states import AttemptState, Cause
@@ -95,7 +96,7 @@ def shows(run: LocalRun, attempt: AttemptPaths, node: int, shift_s: float) -> bo
 
 
 def disturbances(run: LocalRun) -> list[Any]:
-    return [event for event in run.history().events if event.kind in DISTURBANCES]
+    return [event for event in load_events(run.paths) if event.kind in DISTURBANCES]
 
 
 @pytest.mark.parametrize("start_s", [MINUTES, pytest.param(-MINUTES, marks=pytest.mark.slow)])

@@ -12,6 +12,7 @@ import pytest
 from tests.process.local_runs import LocalRun, processes_of, send, wait_until
 
 from holdfast.contracts.alerts import noticed
+from holdfast.contracts.history import load_events
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers import operator
@@ -48,7 +49,7 @@ def test_no_rank_starts_on_an_unhealthy_node(make: Make) -> None:
     assert reason.startswith("the check ended with exit status 7: GPU 3 is lost\\x07")
     assert "Hunter2" not in reason
     assert view.facts["unhealthy_hosts"] == [event.data["host"]]
-    assert noticed(run.history().events)[0]["kind"] == "node_unhealthy"
+    assert noticed(load_events(run.paths))[0]["kind"] == "node_unhealthy"
     decision = decide(run.history(), None, now=time.time())
     assert (decision.action, decision.exclude) == ("relaunch", (event.data["host"],))
 

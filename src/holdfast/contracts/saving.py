@@ -88,4 +88,8 @@ def why_nothing_is_saved(attempts: Sequence[Trained]) -> str:
 
 
 def _seconds(moment: str | None) -> float | None:
-    return None if moment is None else datetime.fromisoformat(moment).timestamp()
+    """Return the Unix seconds of a time in the index; None for a text that is no time."""
+    try:
+        return None if moment is None else datetime.fromisoformat(moment).timestamp()
+    except ValueError:
+        return None
