@@ -320,7 +320,8 @@ def _end_attempt(
 def _take_back(attempt: AttemptPaths) -> bool:
     """Cancel the attempt's job if no agent runs it yet; return True if it has ended by that.
 
-    A job that starts meanwhile goes on, and its agent finds the stop file. Raises `SchedulerError`.
+    A job that starts meanwhile continues, and its agent finds the stop file. Raises
+    `SchedulerError`.
     """
     request_file = read_document(Request, attempt.request)
     if request_file is None or request_file.executor == "local" or read_claim(attempt):

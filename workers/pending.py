@@ -26,7 +26,7 @@ def take_back_overdue(history: RunHistory, *, now: float, writer: str) -> str:
     """Take back the last attempt's job if it is pending for too long; return what follows, or ''.
 
     `now` is Unix seconds. The scheduler is asked about the job immediately before, so a job that
-    has just started goes on. Raises `SchedulerError` if the scheduler does not answer.
+    has just started continues. Raises `SchedulerError` if the scheduler does not answer.
     """
     last, spec = history.last_attempt, history.spec
     if last is None or last.request is None or not is_overdue(spec, last, now=now):

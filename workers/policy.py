@@ -195,7 +195,7 @@ def _decide_after(
     place = place_after(history, rooms, now=now)
 
     def choose(exclude: tuple[str, ...]) -> tuple[int, str]:
-        # A run of one size goes on without an answer of the scheduler.
+        # A run of one size continues without an answer of the scheduler.
         return choose_gpus(
             spec,
             current=last.gpus or spec.gpus,

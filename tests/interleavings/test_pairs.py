@@ -82,7 +82,7 @@ OTHERS = [name for name, one in ITEMS.items() if "running" in one.situations]
 def test_a_run_on_every_node_of_its_partition_loses_one(
     situations: Situations, other: str, record_property: Record
 ) -> None:
-    """The node is repaired a while later, and the run goes on."""
+    """The node is repaired a while later, and the run continues."""
     calls = calls_alone(situations, "running", "whole", ITEMS[other], ITEMS["node lost"])
     chosen = [Schedule("running", "whole", "node lost", other, None)]
     chosen += [
