@@ -93,6 +93,7 @@ def test_a_run_on_every_node_of_its_partition_loses_one(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_a_pair_held_before_every_call_that_matters(
     situations: Situations, first: str, second: str, record_property: Record

@@ -138,6 +138,7 @@ def test_random_triples(situations: Situations, record_property: Record) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(1, 21))
 def test_many_random_triples(situations: Situations, part: int, record_property: Record) -> None:
     play_triples(situations, part, 500, record_property)
