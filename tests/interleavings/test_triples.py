@@ -21,7 +21,7 @@ BY_SITUATION: Final = {
     name: sorted(item.name for item in ITEMS.values() if name in item.situations) for name in MAKERS
 }
 STEPS: Final = 10
-# Whoever waits for a lock gives up after 30 s, and says so.
+# The actor that waits for a lock gives up after 30 s, and says so.
 HELD_S: Final = 25.0
 ACTORS: Final = st.integers(0, 2)
 
