@@ -192,9 +192,11 @@ def _decide_after(
     spent = _spent(history, cause)
     if reason := _why_stop(history, last, cause, spent):
         return Decision(action="stop", reason=reason)
-    place = place_after(history, rooms, now=now)
+    place, asked = place_after(history, rooms, now=now), _size_not_started(history)
 
     def choose(exclude: tuple[str, ...]) -> tuple[int, str]:
+        if asked is not None and fits(asked):
+            return asked, "as asked, and no attempt has started since"
         # A run of one size continues without an answer of the scheduler.
         return choose_gpus(
             spec,
@@ -212,6 +214,21 @@ def _decide_after(
     is_early = cause is Cause.PREEMPTION and has_queue
     delay_s = PREEMPTOR_S if is_early else backoff_s(history, last, spent)
     return _relaunch(found, place, reason, delay_s)
+
+
+def _size_not_started(history: RunHistory) -> int | None:
+    """Return the GPUs of a person's newest order if no attempt has started since; else None.
+
+    The scheduler may lose the job that answers a relaunch. The next one has the same size.
+    """
+    for event in reversed(history.events):
+        data = event.data
+        if event.kind != "operator_request" or data.get("by") in AUTOMATIC:
+            continue
+        after = int(data.get("after_attempt") or 0)
+        has_started = any(a.number > after and a.started_at is not None for a in history.attempts)
+        return None if has_started else data.get("gpus")
+    return None
 
 
 def _why_stop(history: RunHistory, last: AttemptView, cause: Cause, spent: int) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from tests.cli_calls import Call
-from tests.histories import attempt_of, history_of, spec_of
+from tests.histories import NOW, attempt_of, history_of, spec_of
 
 from holdfast.contracts.attempt import Request, StopFile, Submission, read_document
 from holdfast.contracts.errors import (
@@ -34,6 +34,7 @@ from holdfast.lineage.index import Index
 from holdfast.workers import executors, operator
 from holdfast.workers.attempts import end_unsubmitted
 from holdfast.workers.executors.base import Executor, JobStatus
+from holdfast.workers.policy import decide
 from holdfast.workers.runs import create_run
 
 SLURM = {"executor": "slurm", "gpus_per_node": 4}
@@ -401,3 +402,15 @@ def test_show_lists_the_orders(paths: RunPaths, cluster: Cluster, call: Call) ->
     printed = call("show", paths.directory).out
     assert "relaunch at 4 GPUs" in printed
     assert "by order 2" in printed
+
+
+@pytest.mark.parametrize(("started_at", "gpus"), [(None, 2), (1.0, 8)])
+def test_a_size_that_a_person_asked_for_counts_until_an_attempt_has_started(
+    started_at: float | None, gpus: int
+) -> None:
+    spec = spec_of(elastic={"min_gpus": 2, "max_gpus": 8})
+    asked = {"action": "relaunch", "gpus": 2, "after_attempt": 1}
+    first = attempt_of(spec, 1, Cause.USER_ERROR, gpus=8)
+    lost = attempt_of(spec, 2, Cause.INFRASTRUCTURE, gpus=2, started_at=started_at)
+    decision = decide(history_of(spec, first, lost, asked=asked), 8, now=NOW)
+    assert (decision.action, decision.gpus) == ("relaunch", gpus)
