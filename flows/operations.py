@@ -88,7 +88,7 @@ def supervise(
     log, home = get_run_logger(), home_of(root)
     if (run is None) == (flow_run is None):
         raise SpecError(f"run={run}, flow_run={flow_run}: expected one of the two")
-    # A flow run that is started again, such as after a pause, goes on with its own run.
+    # A flow run that is started again, such as after a pause, continues its own run.
     if (own := find_supervised(home, str(current_flow_run.id))) is not None:
         return _supervise(own)
     paths = find_run(home, run) if run else find_supervised(home, flow_run or "")
@@ -248,7 +248,7 @@ def sweep(
 ) -> dict[str, Any]:
     """Run variants of a spec, as many at a time as a quota of GPUs allows.
 
-    Each run has a flow run of its own. A sweep that is started again goes on with its runs.
+    Each run has a flow run of its own. A sweep that is started again continues its runs.
 
     Args:
         spec: What all runs have in common: a run spec, or the absolute path of one.

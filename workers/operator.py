@@ -23,6 +23,7 @@ from holdfast.contracts.errors import (
     OrdersChangedError,
     RequestConflictError,
     SchedulerError,
+    SchedulerUnavailableError,
     SpecError,
 )
 from holdfast.contracts.history import (
@@ -311,10 +312,16 @@ def _end_attempt(
             return f"attempt {view.number} was still queued and is cancelled ({action})"
     except SchedulerError as error:
         return (
-            f"{action} of attempt {view.number} is pending, because the scheduler does not answer: "
-            f"{error}. The run's supervisor tries again until it does"
+            f"{action} of attempt {view.number} is pending, because {_problem(error)}. The run's "
+            "supervisor tries again until it is done"
         )
     return message
+
+
+def _problem(error: SchedulerError) -> str:
+    """Return why a job could not be taken back."""
+    is_silent = isinstance(error, SchedulerUnavailableError)
+    return f"the scheduler {'does not answer' if is_silent else 'refuses it'}: {error}"
 
 
 def _take_back(attempt: AttemptPaths) -> bool:
@@ -373,7 +380,7 @@ def carry_out(history: RunHistory) -> str:
         is_done = _take_back(attempt)
     except SchedulerError as error:
         with open_orders(paths) as book:
-            book.note(number, OrderState.PENDING, f"the scheduler does not answer: {error}")
+            book.note(number, OrderState.PENDING, _problem(error))
         raise
     return f"{action} by {asked.get('by')}: the queued job was taken back" if is_done else ""
 

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable
-
 import pytest
-from tests.interleavings.explore import (
-    ITEMS,
-    UNPIN,
-    Played,
-    Schedule,
-    clock_schedules,
-    play_clock,
-)
+from tests.interleavings.explore import ITEMS, UNPIN, clock_schedules, play_clock
 from tests.interleavings.situations import Situations
-from tests.interleavings.test_pairs import Record, report
+from tests.interleavings.test_pairs import Record, play_all
 
 
 @pytest.mark.parametrize("item", [*ITEMS, UNPIN.name])
@@ -23,7 +13,7 @@ def test_a_clock_that_is_off_by_an_hour(
     situations: Situations, item: str, record_property: Record
 ) -> None:
     """In each situation one clock after the other is wrong; `make test-all` has all of them."""
-    play_clocks(situations, list(clock_schedules(item))[::5], record_property)
+    play_all(situations, list(clock_schedules(item))[::5], record_property, play_clock)
 
 
 @pytest.mark.slow
@@ -31,16 +21,4 @@ def test_a_clock_that_is_off_by_an_hour(
 def test_every_clock_that_is_off_by_an_hour(
     situations: Situations, item: str, record_property: Record
 ) -> None:
-    play_clocks(situations, list(clock_schedules(item)), record_property)
-
-
-def play_clocks(situations: Situations, chosen: Iterable[Schedule], record: Record) -> None:
-    began, count, broken = time.monotonic(), 0, list[Played]()
-    for schedule in chosen:
-        played = play_clock(situations, schedule)
-        count += 1
-        if played.problems:
-            broken.append(played)
-    record("interleavings", (count, time.monotonic() - began))
-    assert count
-    assert not broken, report(broken)
+    play_all(situations, clock_schedules(item), record_property, play_clock)

@@ -35,7 +35,12 @@ KNOWN = [
 Record = Callable[[str, object], None]
 
 
-def play_all(situations: Situations, chosen: Iterable[Schedule], record: Record) -> None:
+def play_all(
+    situations: Situations,
+    chosen: Iterable[Schedule],
+    record: Record,
+    play: Callable[[Situations, Schedule], Played] = play,
+) -> None:
     """Play schedules, and fail with all that went wrong and the trace of the first of them."""
     began, count, broken = time.monotonic(), 0, list[Played]()
     for schedule in chosen:

@@ -20,6 +20,7 @@ from holdfast.contracts.attempt import Request, StopFile, Submission, read_docum
 from holdfast.contracts.errors import (
     OrdersChangedError,
     RequestConflictError,
+    SchedulerError,
     SchedulerUnavailableError,
     SpecError,
 )
@@ -279,6 +280,19 @@ def test_the_supervisor_repeats_what_the_scheduler_did_not_answer(
     turns.act_to_the_end()
     (order,) = orders_of(load_history(paths))
     assert (order.state, load_history(paths).state) == (OrderState.DONE, RunState.CANCELLED)
+
+
+def test_a_refusal_of_the_scheduler_is_no_silence(
+    paths: RunPaths, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit(paths)
+
+    def refuse(*_: object) -> None:
+        raise SchedulerError("scancel: error: Access denied")
+
+    monkeypatch.setattr(cluster, "withdraw", refuse)
+    message = operator.request(paths, "cancel", by="ann")
+    assert "because the scheduler refuses it: scancel: error: Access denied" in message
 
 
 def test_a_newer_order_withdraws_one_that_is_not_done(paths: RunPaths, cluster: Cluster) -> None:
