@@ -6,6 +6,7 @@ It trains by counting steps. It starts no ranks, so it builds the launch's endin
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Final
@@ -87,14 +88,14 @@ class Agent:
         """Train until the program ends or is stopped; write the outcome, return the job's state."""
         began, first = time.time(), self.step
         stops = StopWatch(context, lambda: 1.0)
-        beats = HeartbeatWriter(context.attempt)
-        stop = self._stop(stops, context) if looks_first else None
-        while stop is None and not self.ends:
-            self._beat(context, beats)
-            time.sleep(TURN_S)
-            self.step += 1
-            stop = self._stop(stops, context)
-        beats.close()
+        # An agent that a schedule ends leaves by an exception.
+        with closing(HeartbeatWriter(context.attempt)) as beats:
+            stop = self._stop(stops, context) if looks_first else None
+            while stop is None and not self.ends:
+                self._beat(context, beats)
+                time.sleep(TURN_S)
+                self.step += 1
+                stop = self._stop(stops, context)
         self.ended_as = "" if stop is not None else self.ends
         number = context.attempt.number
         if stop is not None:

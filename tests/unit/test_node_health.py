@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -206,3 +208,23 @@ def test_checks_see_what_the_program_will_see(tmp_path: Path) -> None:
     problem = finding_of(folder.submit(1, 1, 0.0), "true").problem
     line = "launch.node_setup line 2 failed with exit status 1: false"
     assert problem.startswith(f"the check ended with exit status 1: no fabric holdfast: {line} -- ")
+
+
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    """Take all descriptors up to 1023, as a process with many open files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(2048, hard)), hard))
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    while taken[-1] < 1023:
+        taken.append(os.dup(taken[0]))
+    yield
+    for handle in taken:
+        os.close(handle)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("many_descriptors")
+def test_a_check_ends_in_a_process_with_many_open_files(tmp_path: Path) -> None:
+    attempt = RunFolder(tmp_path, "quick", "1" * 32).submit(1, 1, 0.0)
+    assert finding_of(attempt, "true").problem == ""

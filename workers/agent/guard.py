@@ -92,8 +92,10 @@ def kill_all_below(root: int, exempt: frozenset[int] = frozenset()) -> bool:
 
 def watch(child: subprocess.Popen[bytes]) -> int:
     """Wait for `child` or the end of standard input; return the exit code to use."""
+    waiter = select.poll()
+    waiter.register(0, select.POLLIN)
     while True:
-        readable, _, _ = select.select([0], [], [], POLL_S)
+        readable = waiter.poll(1000 * POLL_S)
         code = child.poll()
         if code is not None:
             return code if code >= 0 else 128 - code

@@ -155,10 +155,13 @@ def _read_until(
     """Read the output until the process ends; return its end, and whether it took too long."""
     assert process.stdout is not None
     tail = b""
+    # Not select, which does not support descriptors above 1023.
+    waiter = select.poll()
+    waiter.register(process.stdout, select.POLLIN)
     while not cancelled.is_set():
         if time.monotonic() > give_up:
             return tail, True
-        if not select.select([process.stdout], [], [], LOOK_S)[0]:
+        if not waiter.poll(1000 * LOOK_S):
             continue
         # The guard has the pipe too, and ends only when every process below it has ended.
         part = os.read(process.stdout.fileno(), TAIL_BYTES)
