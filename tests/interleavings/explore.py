@@ -95,6 +95,8 @@ ITEMS: Final = {
         Item("second", _supervisor, ("fresh", *ALL), is_supervisor=True),
         Item("stay", lambda w: w.stay(), ("fresh", *ALL), is_supervisor=True),
         Item("cancel", lambda w: w.order("cancel"), ("fresh", *LIVE, "failing")),
+        Item("cancel now", lambda w: w.order("cancel", now=True), ("fresh", *LIVE, "failing")),
+        Item("stop", lambda w: w.order("stop"), ("fresh", *LIVE, "failing")),
         Item("pause", lambda w: w.order("pause"), ("fresh", *LIVE, "failing")),
         Item("resume", lambda w: w.order("resume"), ("pausing", "paused")),
         Item("relaunch", lambda w: w.order("relaunch", 4), ALL),
@@ -106,6 +108,7 @@ ITEMS: Final = {
         Item("complete", _agent_ends("complete"), HAS_AGENT),
         Item("user error", _agent_ends("user_error"), HAS_AGENT),
         Item("preempt", _preempt, HAS_AGENT),
+        Item("dies", lambda w: w.kill_supervisors(), ("fresh", *ALL), is_process=False),
         Item("node lost", _lose_idle, ALL, is_process=False),
         Item("silent", _silence, ALL, is_process=False),
         Item("empty", lambda w: w.cluster.restart_empty(), ALL, is_process=False),
@@ -250,7 +253,7 @@ def _begin(world: World, item: Item, held_at: int | None) -> Actor | None:
 
 def after(world: World) -> None:
     """If the run was promised a supervisor and none has come, one starts, as after a crash."""
-    if world.started_as != "failed" and not world.supervisors and not world.stays:
+    if world.started_as != "failed" and world.lacks_supervisor:
         world.start_supervisor()
 
 

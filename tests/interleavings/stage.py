@@ -201,7 +201,12 @@ class Stage:
     def call(self, kind: str, what: str) -> None:
         """Note a call that the actor is about to make, and hold the actor here if it is time."""
         actor = current()
-        if actor is None or actor.is_halted:
+        if actor is None:
+            return
+        if actor.is_halted:
+            # A killed process cleans nothing up.
+            if kind in {"name", "write", "order"}:
+                raise Halt
             return
         actor.calls.append(Call(kind, what))
         actor.changes += kind not in {"read", "list"}

@@ -160,7 +160,8 @@ class World:
         self.pins: list[tuple[str, Actor]] = []
         # The name of the situation in which the schedule began.
         self.started_as = self.flavour = ""
-        self.stays = False
+        self.services: list[Actor] = []
+        self.has_killed = False
         self.stage.add("slurmctld", self._cycle)
 
     # --- processes ----------------------------------------------------------------------
@@ -207,19 +208,34 @@ class World:
     def stay(self) -> Actor:
         """Start `holdfast supervise --stay`; the thread of each run is an actor too."""
         one = service.SupervisorService(self.root, NoIndex(), LOG)  # type: ignore[arg-type]
-        self.stays = True
         one.stop = PlayedEvent(self.stage)  # type: ignore[assignment]
-        return self.stage.add("stay", one.run, self.ahead_s.get("supervisors", 0.0))
+        actor = self.stage.add("stay", one.run, self.ahead_s.get("supervisors", 0.0))
+        self.services.append(actor)
+        return actor
+
+    def kill_supervisors(self) -> None:
+        """End every supervisor, and every service, as SIGKILL does."""
+        for actor in (*self.supervisors, *self.services):
+            actor.is_killed = True
+        self.has_killed = True
+
+    @property
+    def lacks_supervisor(self) -> bool:
+        """True if none has come yet, or those that came were killed."""
+        came = [*self.supervisors, *self.services]
+        return not came or (self.has_killed and all(one.is_killed or one.has_ended for one in came))
 
     def _thread(self, target: Callable[..., object], args: tuple[Any, ...], **_: object) -> Any:
         """Return a thread of the service, which is a supervisor like any other."""
         return PlayedThread(self, target, args)
 
-    def order(self, action: operator.Action, gpus: int | None = None) -> Actor:
+    def order(
+        self, action: operator.Action, gpus: int | None = None, *, now: bool = False
+    ) -> Actor:
         """Add the process of one of `holdfast relaunch|stop|pause|resume|cancel`."""
 
         def work() -> object:
-            return operate._ask_run(self.paths, action, gpus, reason="", now=False)
+            return operate._ask_run(self.paths, action, gpus, reason="", now=now)
 
         actor = self.stage.add(f"{action}{len(self.orders) or ''}", work, self._of_orders)
         self.orders.append((action, actor))
