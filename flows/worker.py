@@ -112,7 +112,7 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
         group.start_soon(self._watch_others)
 
     async def teardown(self, *exc_info: Any) -> None:
-        """Stop attending to flows, which go on."""
+        """Stop attending to flows, which continue."""
         if self._runs_task_group is not None:
             self._runs_task_group.cancel_scope.cancel()
         await super().teardown(*exc_info)
