@@ -13,7 +13,6 @@ import contextlib
 import errno
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -178,9 +177,9 @@ def _delete(paths: RunPaths, checkpoint: str, *, reason: str, by: str, writer: s
 
 def _deleted_lately(paths: RunPaths) -> int:
     """Return the bytes of the checkpoints whose manifests became tombstones within `LATELY_S`."""
-    freed = 0
+    freed, now = 0, storage_time(paths.tombstones)
     for tombstone in paths.tombstones.glob("*.json"):
-        if time.time() - tombstone.lstat().st_ctime < LATELY_S:
+        if now - tombstone.lstat().st_ctime < LATELY_S:
             # The size of a checkpoint with an unreadable tombstone is unknown.
             manifest = read_tombstone(tombstone)
             freed += manifest.bytes if manifest else 0

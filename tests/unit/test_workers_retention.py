@@ -239,6 +239,16 @@ def test_uncommitted_saves_of_ended_attempts_are_deleted(
     assert len(names(paths)) == 4
 
 
+def test_space_that_was_freed_lately_counts_by_the_clock_of_the_storage(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node whose clock was an hour ahead did not see what another process had just freed."""
+    assert deletion.apply(folder.paths, by="ann")
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 3600.0)
+    assert deletion.free_space(folder.paths, writer="flow")[0] > 0
+
+
 def test_a_full_disk_can_be_pruned_and_the_deletion_journaled(tmp_path: Path) -> None:
     """On a really full file system: the journal line is written once there is space."""
     with small_storage(tmp_path, "256k") as root:
