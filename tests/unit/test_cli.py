@@ -19,9 +19,11 @@ from tests.runs import RunFolder, file_checksum
 from holdfast.cli.logs import sorted_logs
 from holdfast.contracts.attempt import Claim, Outcome, Submission, write_document
 from holdfast.contracts.durable import to_json
+from holdfast.contracts.file_locks import locked
 from holdfast.contracts.goodput import PARTS
 from holdfast.contracts.history import load_history
 from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.leases import reading
 from holdfast.contracts.manifest import FileEntry, Manifest, read_manifest
 from holdfast.contracts.mirrors import MirrorRecord, write_record
 from holdfast.contracts.paths import MANIFEST, AttemptPaths, CheckpointName, RunPaths
@@ -30,7 +32,7 @@ from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.attempts import reserve
 from holdfast.workers.heartbeats import HeartbeatWriter
 from holdfast.workers.request import build_request
-from holdfast.workers.runs import create_run
+from holdfast.workers.runs import ForkPoint, create_run
 
 
 def write_spec(folder: Path, **more: Any) -> Path:
@@ -461,3 +463,68 @@ def test_show_reports_the_newest_step_of_a_live_run(call: Call, root: Path) -> N
     writer.close()
     shown = call("show", "gpt", "--json").json
     assert (shown["state"], shown["step"], shown["live_step"]) == ("running", 40, 57)
+
+
+def test_delete_removes_an_ended_run_and_nothing_that_somebody_needs(
+    call: Call, ended_run: RunPaths
+) -> None:
+    first = ended_run.list_checkpoints()[0].name
+    call("cancel", "kelp")
+    call("pin", f"kelp:{first}")
+    refused = call("delete", "kelp", "--yes")
+    assert refused.status == 5
+    assert f"{first} is pinned. Remove the pin" in refused.err
+    call("unpin", f"kelp:{first}")
+    with reading(ended_run.checkpoint(first)):
+        assert "is being read by" in call("delete", "kelp", "--yes").err
+    refused = call("delete", "kelp")
+    assert refused.status == 2
+    assert "would delete run kelp with 2 checkpoints" in refused.err
+    facts = call("delete", "kelp", "--dry-run", "--json").json
+    assert (facts["checkpoints"], facts["dry_run"]) == (2, True)
+    assert ended_run.spec.exists()
+    # A process that was killed while it deleted left this one.
+    left = ended_run.directory.with_name(".deleted-wrack-" + "1" * 32)
+    (left / "checkpoints").mkdir(parents=True)
+    (left / "spec.json").touch()
+    assert call("delete", "kelp", "--yes", "--json").json["uid"] == facts["uid"]
+    assert not ended_run.directory.exists()
+    assert not left.exists()
+    assert call("runs", "--json").json == []
+    assert call("show", "kelp").status == 3
+
+
+def test_a_run_that_lives_or_is_supervised_or_forked_is_not_deleted(
+    call: Call, ended_run: RunPaths
+) -> None:
+    root = ended_run.directory.parent
+    call("cancel", "kelp")
+    with locked(ended_run.flow_lock, 0.0, owner_only=True):
+        assert "kelp still has a supervisor" in call("delete", "kelp", "--yes").err
+    live = create_run(RunSpec(name="wrack", command=("t.py",)), root, created_by="tester")
+    refused = call("delete", "wrack", "--yes")
+    assert refused.status == 5
+    assert "wrack is queued" in refused.err
+    assert "holdfast cancel wrack" in refused.err
+    name = ended_run.list_checkpoints()[0]
+    uid = load_history(ended_run).record.uid
+    point = ForkPoint(checkpoint_id=f"kelp:{name.name}", path=name, run_uid=uid)
+    spec = RunSpec(name="fork", command=("t.py",))
+    create_run(spec, root, created_by="tester", forked=point)
+    assert "fork is a fork of kelp" in call("delete", "kelp", "--yes").err
+    assert live.spec.exists()
+    assert ended_run.spec.exists()
+
+
+def test_deleting_a_run_deletes_its_own_checkpoint_directory_and_no_other(
+    call: Call, root: Path, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    spec = RunSpec(name="kelp", command=("t.py",), checkpoint={"directory": str(elsewhere)})
+    paths = create_run(spec, root, created_by="tester")
+    (elsewhere / "mine").mkdir()
+    add_checkpoint(paths, 10)
+    call("cancel", "kelp")
+    assert call("delete", "kelp", "--yes").status == 0
+    assert [one.name for one in elsewhere.iterdir()] == ["mine"]
+    assert list(root.glob("*kelp*")) == []

@@ -1,8 +1,9 @@
-"""`holdfast pin|unpin|prune|verify`: keep, delete and verify checkpoints."""
+"""`holdfast pin|unpin|prune|delete|verify`: keep, delete and verify checkpoints, delete runs."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +12,7 @@ import typer
 
 from holdfast.cli.arguments import RunArgument
 from holdfast.cli.exit_status import REFUSED
-from holdfast.cli.index import locate_checkpoint, locate_run, look_at, user_name
+from holdfast.cli.index import forget, locate_checkpoint, locate_run, look_at, user_name
 from holdfast.cli.output import AsJson, RootOption, answer, bytes_text, print_table, say, warn
 from holdfast.contracts.damage import find_damage, word_for
 from holdfast.contracts.errors import ForeignFileError, SpecError
@@ -30,7 +31,7 @@ CheckpointArgument = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this module to `app`."""
-    for command in (pin, unpin, prune, verify):
+    for command in (pin, unpin, prune, delete, verify):
         app.command()(command)
 
 
@@ -88,22 +89,52 @@ def prune(
     rules = Keep(last=keep_last) if keep_last else None
     work = partial(pruning.prune, paths, by=user_name(), keep=rules)
     if not (dry_run or yes):
-        _confirm(work(dry_run=True), as_json)
+        facts = work(dry_run=True)
+        if facts["deleted"]:
+            what = f"{counted(len(facts['deleted']), 'checkpoint')} of {facts['run']}"
+            _ask("prune", what, as_json, lambda: _render_prune(facts))
     answer(work(dry_run=dry_run), as_json, _render_prune)
 
 
-def _confirm(facts: dict[str, Any], as_json: bool) -> None:
+def delete(
+    run: RunArgument,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would be deleted, and delete nothing.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")] = False,
+    root: RootOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Delete a run that has ended, with its folder and all its checkpoints.
+
+    Asks before it deletes, unless --yes is given. Copies in a mirror remain.
+    """
+    from holdfast.workers.run_deletion import delete_run
+
+    paths = locate_run(run, root)
+    look_at(paths)
+    if not (dry_run or yes):
+        facts = delete_run(paths, dry_run=True)
+        _ask(
+            "delete",
+            f"run {facts['run']} with {counted(facts['checkpoints'], 'checkpoint')}",
+            as_json,
+            lambda: _render_delete(facts),
+        )
+    facts = delete_run(paths, dry_run=dry_run)
+    if not dry_run:
+        forget(facts["uid"])
+    answer(facts, as_json, _render_delete)
+
+
+def _ask(command: str, what: str, as_json: bool, show: Callable[[], None]) -> None:
     """Ask whether to delete; exit with `REFUSED` at no. Raises `SpecError` without a terminal."""
-    if not facts["deleted"]:
-        return
     if as_json or not sys.stdin.isatty():
         raise SpecError(
-            f"prune would delete {counted(len(facts['deleted']), 'checkpoint')} of "
-            f"{facts['run']} and cannot "
-            "ask here: add --yes, or --dry-run to see which"
+            f"{command} would delete {what} and cannot ask here: add --yes, or --dry-run to see"
         )
-    _render_prune(facts)
-    if not typer.confirm("Delete these checkpoints?", err=True):
+    show()
+    if not typer.confirm(f"Delete {what}?", err=True):
         raise typer.Exit(REFUSED)
 
 
@@ -174,6 +205,16 @@ def _render_prune(facts: dict[str, Any]) -> None:
         f"{len(facts['deleted'])} {verb} ({bytes_text(facts['bytes_deleted'])}), "
         f"{len(facts['kept'])} kept ({bytes_text(facts['bytes_kept'])})"
     )
+
+
+def _render_delete(facts: dict[str, Any]) -> None:
+    verb = "would be deleted" if facts["dry_run"] else "deleted"
+    say(
+        f"run {facts['run']} {verb}: {facts['directory']}, with "
+        f"{counted(facts['checkpoints'], 'checkpoint')} ({bytes_text(facts['bytes'])})"
+    )
+    if facts["mirror"]:
+        say(f"  the copies in {facts['mirror']} remain")
 
 
 def _render_verify(facts: dict[str, Any]) -> None:

@@ -183,6 +183,18 @@ def refresh(paths: RunPaths, database: Database) -> RunHistory:
     return history
 
 
+def forget(uid: str) -> None:
+    """Remove a run whose folder was deleted from the index, if the index can be used."""
+    from holdfast.lineage.index import Index
+    from holdfast.lineage.ingest import forget_run
+
+    try:
+        with Index() as index:
+            forget_run(index.open(), uid)
+    except LineageError as error:
+        warn(f"holdfast: the index still lists the run; later, run `holdfast reindex`: {error}")
+
+
 def look_at(paths: RunPaths) -> RunHistory:
     """Reconcile a run with disk and scheduler, and return its history.
 

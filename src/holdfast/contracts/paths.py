@@ -367,11 +367,15 @@ def plain_checkpoint(path: Path | str) -> Path:
 
 
 def list_runs(root: Path) -> list[RunPaths]:
-    """Return the runs in `root`, by name: the folders with a `spec.json` visible to this user."""
+    """Return the runs in `root`, by name: the folders with a `spec.json` visible to this user.
+
+    A name that begins with a dot is not a run's, such as that of a run that is being deleted.
+    """
     if not root.is_dir():
         return []
     with os.scandir(root) as entries:
-        found = sorted(entry.path for entry in entries if has_spec(Path(entry.path)))
+        named = (entry for entry in entries if not entry.name.startswith("."))
+        found = sorted(entry.path for entry in named if has_spec(Path(entry.path)))
     return [RunPaths(Path(path)) for path in found]
 
 
