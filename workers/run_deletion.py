@@ -21,9 +21,9 @@ from holdfast.contracts.file_locks import locked
 from holdfast.contracts.history import load_history, pinned_checkpoints
 from holdfast.contracts.leases import readers
 from holdfast.contracts.orders import open_orders
-from holdfast.contracts.paths import OF_RUN, RunPaths, list_runs, real_folder
+from holdfast.contracts.paths import OF_RUN, RunPaths, real_folder
 from holdfast.contracts.reading import is_mine
-from holdfast.contracts.visits import visit
+from holdfast.contracts.visits import own_runs, visit
 from holdfast.workers.checkpoints import committed_checkpoints
 from holdfast.workers.runs import read_record, require_own
 
@@ -99,14 +99,13 @@ def _refuse_if_needed(paths: RunPaths, record: RunRecord) -> None:
 
 
 def _forks_without_checkpoints(paths: RunPaths, uid: str) -> list[str]:
-    others = visit(list_runs(paths.directory.parent), read_record)
-    return [
-        one.paths.name
-        for one in others
-        if one.result is not None
-        and one.result.forked_uid == uid
-        and not committed_checkpoints(one.paths)
-    ]
+    """Return this user's forks that still need the run. Nobody else's folder can keep it."""
+
+    def needs_it(other: RunPaths) -> bool:
+        return read_record(other).forked_uid == uid and not committed_checkpoints(other)
+
+    runs = own_runs(paths.directory.parent)
+    return [one.paths.name for one in visit(runs, needs_it) if one.result]
 
 
 def _remove_deleted(root: Path) -> None:

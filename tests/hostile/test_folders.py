@@ -132,6 +132,7 @@ def write_commands(testbed: Testbed, name: str) -> list[list[str]]:
         ["resume", run],
         ["relaunch", run],
         ["stop", run],
+        ["delete", run, "--yes"],
     ]
 
 
