@@ -354,7 +354,7 @@ def _changes(
     for name in news.names:
         old = seen.rows.get(name)
         deletion = deletion_of(name, old, added)
-        change = builder.checkpoint(name, news.stamps[name], old, deletion, is_read=False)
+        change = builder.checkpoint(name, news.stamps[name], old, deletion)
         is_read = change[3] is not None and change[3].files is not None
         if change[2] != old or is_read:
             found.append(change)

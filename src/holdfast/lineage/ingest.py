@@ -58,7 +58,9 @@ from holdfast.lineage.run_changes import (
 )
 from holdfast.lineage.run_writes import (
     Change,
+    Place,
     checkpoints_in,
+    deletions_after,
     deletions_in,
     fingerprint_in,
     forget_journals,
@@ -174,6 +176,11 @@ class _Look:
                 connection.execute(RUNS.update().where(mine).values(fingerprint=fingerprint))
         self._fingerprint, self._is_begun = fingerprint, True
 
+    @property
+    def _has_rows(self) -> bool:
+        """False while the index has no rows of the run, or only some that are deleted first."""
+        return self._is_begun or (self._fingerprint is not None and not self._fresh)
+
     def _begin(self, connection: Connection, history: RunHistory) -> None:
         """Delete the rows of another run, and all with `fresh`; write a first row of the run."""
         if self._is_begun:
@@ -246,12 +253,14 @@ class _Look:
         """
         known = {} if self._fresh or is_all else self._stored
         named: set[str] = set()
-        is_replaced = False
+        is_replaced, is_rebuilt = False, self._fresh or is_all
         while True:
             lines = list(read_new_lines(self._paths, known, self._paths.attempt_numbers()))
             named |= named_in(lines)
             is_replaced |= (is_new := any(one.is_replaced for one in lines))
-            if all(one.is_whole for one in lines) and not is_new:
+            is_rebuilt |= is_replaced
+            is_rest = all(one.is_whole for one in lines) and not is_new
+            if is_rest and not (is_rebuilt and deleted_in(lines)):
                 return lines, named, is_replaced
             with self._writing(history) as connection:
                 write_lines(connection, self._uid, lines, self._secrets, self._stored)
@@ -261,14 +270,13 @@ class _Look:
     def _write(self, work: _Work) -> State | None:
         """Write everything that differs from the rows, with the last lines."""
         history, builder = work.history, work.builder(self._secrets)
-        names, deletions = self._find_changes(work)
         fingerprint = work.seen.fingerprint
-        read = partial(self._read, builder, work, deletions)
-        changes = read(names[:CHECKPOINTS_MAX])
-        for start in range(CHECKPOINTS_MAX, len(names), CHECKPOINTS_MAX):
-            with self._writing(history) as connection:
-                write_checkpoints(connection, self._uid, changes)
-            changes = read(names[start : start + CHECKPOINTS_MAX])
+        changes: list[Change] = []
+        for names, deletions in self._some_at_a_time(work):
+            if changes:
+                with self._writing(history) as connection:
+                    write_checkpoints(connection, self._uid, changes)
+            changes = self._read(builder, work, deletions, names)
         with self._writing(history, fingerprint) as connection:
             write_checkpoints(connection, self._uid, changes)
             totals = totals_in(connection, self._uid)
@@ -288,37 +296,54 @@ class _Look:
         state.watch(work.lines, work.seen.stamps)
         return state if history.state.is_live else None
 
-    def _find_changes(self, work: _Work) -> tuple[list[str], dict[str, Row]]:
-        """Return the checkpoints whose rows may change, and who deleted which of them."""
-        stamps, added = work.seen.stamps, deleted_in(work.lines)
+    def _some_at_a_time(self, work: _Work) -> Iterator[tuple[list[str], dict[str, Row]]]:
+        """Yield the checkpoints whose rows may change, with who deleted which of them."""
+        names, deletions = self._find_changes(work), deleted_in(work.lines)
+        if work.is_all and self._has_rows:
+            # All lines are in the index, except those that came since.
+            place: Place | None = None
+            while True:
+                with self._reading() as connection:
+                    found, place = deletions_after(connection, self._uid, place)
+                if not found:
+                    break
+                names -= found.keys()
+                yield sorted(found), found
+        elif not work.is_all:
+            unknown = {
+                name
+                for name in names - deletions.keys()
+                if not is_there(work.seen.stamps.get(name, ""))
+            }
+            with self._reading() as connection:
+                deletions = deletions_in(connection, self._uid, unknown) | deletions
+        ordered = sorted(names | (deletions.keys() if work.is_all else work.named))
+        for start in range(0, len(ordered), CHECKPOINTS_MAX):
+            yield ordered[start : start + CHECKPOINTS_MAX], deletions
+
+    def _find_changes(self, work: _Work) -> set[str]:
+        """Return the checkpoints whose stamps have changed, or all of them."""
+        stamps = work.seen.stamps
+        if not self._has_rows:
+            return set(stamps)
         with self._reading() as connection:
-            left = dict(stamps)
-            names = set()
-            if self._fingerprint is not None and not self._fresh:
-                for name, stamp in stamps_in(connection, self._uid):
-                    if left.pop(name, "") != stamp or work.is_all:
-                        names.add(name)
-            names |= left.keys()
-            if is_ambiguous(work.history, names):
-                work.is_all = True
-                names |= {name for name, _ in stamps_in(connection, self._uid)} | stamps.keys()
-            unknown = {name for name in names - added.keys() if not is_there(stamps.get(name, ""))}
-            names |= work.named
-            found = deletions_in(connection, self._uid, None if work.is_all else unknown)
-        if work.is_all:
-            names |= found.keys()
-        for name, deletion in added.items():
-            former = found.get(name)
-            if former is None or deletion["deleted_at"] >= former["deleted_at"]:
-                found[name] = deletion
-        return sorted(names), found
+            names = {
+                name
+                for name, stamp in stamps_in(connection, self._uid)
+                if work.is_all or stamps.get(name, "") != stamp
+            }
+            known = {name for name, _ in stamps_in(connection, self._uid)}
+        names |= stamps.keys() - known
+        if is_ambiguous(work.history, names):
+            work.is_all = True
+        return names | known | stamps.keys() if work.is_all else names
 
     def _read(
         self, builder: Builder, work: _Work, deletions: dict[str, Row], names: Sequence[str]
     ) -> list[Change]:
         """Return how the rows of some checkpoints change."""
         rows: dict[str, Row] = {}
-        if self._fingerprint is not None and not self._fresh:
+        if self._has_rows:
             with self._reading() as connection:
                 rows = checkpoints_in(connection, self._uid, names)
         return [
@@ -327,7 +352,6 @@ class _Look:
                 work.seen.stamps.get(name, ""),
                 old := rows.get(name),
                 deletion_of(name, old, deletions, is_ignored=work.is_all),
-                is_read=False,
             )
             for name in names
         ]

@@ -54,16 +54,11 @@ class Builder:
             secrets=secrets,
         )
 
-    def checkpoint(
-        self, name: str, stamp: str, old: Row | None, deletion: Row | None, *, is_read: bool
-    ) -> Change:
-        """Return how the row of a checkpoint changes. `deletion` is who deleted it, if known.
-
-        With `is_read`, its manifest or tombstone is read even if it has not changed.
-        """
+    def checkpoint(self, name: str, stamp: str, old: Row | None, deletion: Row | None) -> Change:
+        """Return how the row of a checkpoint changes. `deletion` is who deleted it, if known."""
         if stamp:
             paths = self.history.paths
-            found = read_checkpoint(paths, name, stamp, None if is_read else old)
+            found = read_checkpoint(paths, name, stamp, old)
         elif deletion is not None and (one := only_journaled(name)) is not None:
             found = one
         else:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Connection, Table, and_, bindparam, delete, select
+from sqlalchemy import ColumnElement, Connection, Table, and_, bindparam, delete, select, tuple_
 
 from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.redaction import redact
@@ -73,23 +73,47 @@ def checkpoints_in(connection: Connection, uid: str, names: Sequence[str]) -> di
     return found
 
 
-def deletions_in(connection: Connection, uid: str, names: set[str] | None = None) -> dict[str, Row]:
-    """Return the newest deletion of each of `names`, or of all, from the stored journal lines."""
+def deletions_in(connection: Connection, uid: str, names: set[str]) -> dict[str, Row]:
+    """Return the newest deletion of each of `names` from the stored journal lines."""
     found: dict[str, Row] = {}
-    if names is not None and not names:
+    if not names:
         return found
     columns = EVENTS.c
-    query = (
-        select(columns.time, columns.data)
-        .where(columns.run_uid == uid, columns.kind == EventKind.CHECKPOINT_DELETED.value)
-        .order_by(columns.time.desc(), columns.journal.desc(), columns.opening.desc())
-    )
+    newest_first = (column.desc() for column in _in_order())
+    query = select(columns.time, columns.data).where(*_deletions(uid)).order_by(*newest_first)
     for time, data in _streamed(connection, query):
-        if names is None or bare(data.get("checkpoint")) in names:
+        if bare(data.get("checkpoint")) in names:
             add_deletion(found, data, time, is_later=False)
-            if names is not None and len(found) == len(names):
+            if len(found) == len(names):
                 break
     return found
+
+
+def deletions_after(
+    connection: Connection, uid: str, place: Place | None
+) -> tuple[dict[str, Row], Place | None]:
+    """Return the next `NAMES_MAX` deletions in the stored lines, and the place of the last one."""
+    columns = EVENTS.c
+    query = select(*_in_order(), columns.data).where(*_deletions(uid)).order_by(*_in_order())
+    if place is not None:
+        query = query.where(columns.time >= place[0], tuple_(*_in_order()) > place)
+    found: dict[str, Row] = {}
+    for row in connection.execute(query.limit(NAMES_MAX)):
+        add_deletion(found, row.data, row.time)
+        place = tuple(row[:4])
+    return found, place
+
+
+Place = tuple[Any, ...]
+
+
+def _deletions(uid: str) -> tuple[ColumnElement[bool], ...]:
+    is_deletion: ColumnElement[bool] = EVENTS.c.kind == EventKind.CHECKPOINT_DELETED.value
+    return EVENTS.c.run_uid == uid, is_deletion
+
+
+def _in_order() -> tuple[Any, ...]:
+    return EVENTS.c.time, EVENTS.c.journal, EVENTS.c.opening, EVENTS.c.sequence
 
 
 def _streamed(connection: Connection, query: Any) -> Iterator[Any]:
