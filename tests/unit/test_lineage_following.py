@@ -324,3 +324,43 @@ def test_the_number_of_files_of_an_update_does_not_grow_with_the_run(
         counts[size] = len(seen)
         assert not [path for path in seen if path.endswith("tombstones")]
     assert counts[2] == counts[12]
+
+
+@pytest.mark.parametrize("is_fresh", [False, True])
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_a_large_change_takes_several_transactions(
+    index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_fresh: bool, is_beside: bool
+) -> None:
+    story = Story(tmp_path / "runs")
+    for _ in range(3):
+        for _ in range(4):
+            story.save()
+        story.delete()
+        story.delete()
+        story.relaunch()
+    story.rollback()
+    with open_database(f"sqlite:///{tmp_path / 'fresh.db'}") as fresh:
+        ingest_run(fresh, story.paths, fresh=True)
+        wanted = dump(fresh)
+    monkeypatch.setattr("holdfast.lineage.journal_lines.LINES_MAX", 7)
+    monkeypatch.setattr("holdfast.lineage.run_writes.NAMES_MAX", 2)
+    monkeypatch.setattr(ingest, "CHECKPOINTS_MAX", 2)
+    database, written = index.open(), []
+    real = ingest.write_checkpoints
+
+    def write(connection: Any, uid: str, changes: Any) -> None:
+        real(connection, uid, changes)
+        written.append(len(changes))
+
+    def overtake(connection: Any, uid: str, changes: Any) -> None:
+        monkeypatch.setattr(ingest, "write_checkpoints", write)
+        real(connection, uid, changes)
+        # Another process writes before the next transaction.
+        connection.exec_driver_sql("UPDATE runs SET fingerprint = 'another'")
+
+    monkeypatch.setattr(ingest, "write_checkpoints", overtake if is_beside else write)
+    for _ in range(2):
+        ingest_run(database, story.paths, fresh=is_fresh)
+        assert dump(database) == wanted
+    assert max(written) <= 2
+    assert len(written) > 4

@@ -12,6 +12,7 @@ here, and every `AGAIN_S` seconds. It finds changes that no line announces.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -150,9 +151,10 @@ class State:
 
 
 class Progress:
-    """How far this process has updated the rows of one run."""
+    """How far this process has updated the rows of one run. Hold the lock while using it."""
 
     def __init__(self) -> None:
+        self.lock = threading.Lock()
         self.uid = ""
         self.state: State | None = None
 

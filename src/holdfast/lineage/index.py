@@ -50,12 +50,13 @@ class Index:
         """
         progress = self._progress.setdefault(paths.directory, Progress())
         try:
-            try:
-                ingest_run(self.open(), paths, progress=progress)
-            except DamagedIndexError:
-                ingest_run(self.open(), paths, progress=progress)
-            if progress.state is None:
-                self._progress.pop(paths.directory, None)
+            with progress.lock:
+                try:
+                    ingest_run(self.open(), paths, progress=progress)
+                except DamagedIndexError:
+                    ingest_run(self.open(), paths, progress=progress)
+                if progress.state is None:
+                    self._progress.pop(paths.directory, None)
         except LineageError:
             self.close()
             raise
