@@ -20,7 +20,7 @@ from holdfast.contracts.durable import make_directory
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.paths import MANIFEST
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.lineage import disk, ingest, models
+from holdfast.lineage import disk, ingest, models, run_writes
 from holdfast.lineage.database import Database, open_database
 from holdfast.lineage.index import Index
 from holdfast.lineage.ingest import ingest_run
@@ -346,7 +346,7 @@ def test_a_large_change_takes_several_transactions(
     monkeypatch.setattr("holdfast.lineage.run_writes.NAMES_MAX", 2)
     monkeypatch.setattr(ingest, "CHECKPOINTS_MAX", 2)
     database, written = index.open(), []
-    real = ingest.write_checkpoints
+    real = run_writes.write_checkpoints
 
     def write(connection: Any, uid: str, changes: Any) -> None:
         real(connection, uid, changes)
