@@ -6,6 +6,8 @@ Each run has the journals of a year: `attempts` attempts that were preempted, th
 trains, and `saves` saves. Their supervisors take turns in one process, as in `--stay`. In each
 turn, either nothing is new or a checkpoint was committed. The index is a SQLite file. A second
 process does the same with runs that have one attempt and no save. `added_mb` compares the two.
+With `--deleted`, the runs keep their last checkpoints only: all former saves have a tombstone and a
+journal line, and each turn with a save deletes one more.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ import psutil
 
 from holdfast.contracts.attempt import Outcome, Request, Submission, read_document
 from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.paths import AttemptPaths, CheckpointName, RunPaths
+from holdfast.contracts.manifest import FileEntry, Manifest, encode_manifest
+from holdfast.contracts.paths import MANIFEST, AttemptPaths, CheckpointName, RunPaths
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows.submission import JOURNAL, submit_next
 from holdfast.flows.supervise import Supervisor
@@ -33,6 +36,11 @@ from holdfast.lineage.index import Index
 
 YEAR_S: Final = 365 * 24 * 3600.0
 TURNS: Final = 10
+# Checkpoints that a run with `--deleted` keeps.
+KEPT: Final = 3
+DELETER: Final = "cli"
+UID: Final = "0" * 32
+FILE: Final = FileEntry(path="__0_0.distcp", bytes=1, checksum="0" * 32)
 MB: Final = 1e6
 
 
@@ -46,10 +54,17 @@ class Turns:
     step: int
 
     def commit(self) -> None:
-        """Write the lines of a save."""
+        """Write the lines of a save, and its files if the run keeps its last ones only."""
         self.step += 1
-        attempt = self.supervisor.paths.attempt_numbers()[-1]
+        paths = self.supervisor.paths
+        attempt = paths.attempt_numbers()[-1]
         facts = _facts_of_save(attempt, self.step)
+        if paths.journal_of(DELETER).exists():
+            directory = paths.checkpoint(facts["checkpoint"])
+            directory.mkdir(parents=True)
+            (directory / FILE.path).write_bytes(b"x")
+            content = encode_manifest(_manifest(paths, attempt, self.step, time.time()))
+            (directory / MANIFEST).write_bytes(content)
         self.rank.append(EventKind.STAGED, durable=False, **facts)
         self.rank.append(EventKind.COMMITTED, durable=False, **facts)
 
@@ -119,6 +134,41 @@ def write_saves(
             for sequence, (at, kind, data) in enumerate(lines):
                 line = {"writer": path.stem, "opening": 1, "sequence": sequence, "time": at}
                 stream.write(json.dumps({**line, "kind": kind, "data": data}) + "\n")
+
+
+def write_deletions(paths: RunPaths, saves: int, attempts: int) -> None:
+    """Delete all checkpoints of the `saves`: each has a tombstone and a journal line."""
+    paths.tombstones.mkdir(exist_ok=True)
+    each, began = saves // attempts, time.time() - YEAR_S
+    with open(paths.journal_of(DELETER), "w") as stream:
+        for step in range(1, each * attempts + 1):
+            attempt, at = (step - 1) // each + 1, began + step * YEAR_S / saves
+            manifest = _manifest(paths, attempt, step, at)
+            paths.tombstone(manifest.name).write_bytes(encode_manifest(manifest))
+            reason = f"keep.last {KEPT}: step {step} is older"
+            data = {"checkpoint": manifest.name, "reason": reason, "by": "keep rules"}
+            line = {"writer": DELETER, "opening": 1, "sequence": step, "time": at}
+            kind = EventKind.CHECKPOINT_DELETED
+            stream.write(json.dumps({**line, "kind": kind, "data": data}) + "\n")
+
+
+def _manifest(paths: RunPaths, attempt: int, step: int, at: float) -> Manifest:
+    return Manifest(
+        run_uid=UID,
+        run=paths.name,
+        name=str(CheckpointName(step, attempt, 1)),
+        step=step,
+        attempt=attempt,
+        launch=1,
+        world_size=8,
+        parent=None,
+        command_digest="d" * 64,
+        files=(FILE,),
+        blocked_s=0.125,
+        flush_s=9.0,
+        staged_at=at - 9.0,
+        committed_at=at,
+    )
 
 
 def _facts_of_save(attempt: int, step: int) -> dict[str, Any]:

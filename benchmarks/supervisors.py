@@ -36,7 +36,14 @@ from typing import Any, Final
 
 import psutil
 from benchmarks.heartbeats import make_beat
-from benchmarks.supervisor_turns import compare, grow_old, journal_mb, write_saves
+from benchmarks.supervisor_turns import (
+    KEPT,
+    compare,
+    grow_old,
+    journal_mb,
+    write_deletions,
+    write_saves,
+)
 
 from holdfast.contracts.attempt import Request, Submission, read_document
 from holdfast.contracts.journal import JournalWriter
@@ -98,13 +105,16 @@ def main() -> None:
     parser.add_argument("--service", action="store_true", help="one process for all runs")
     parser.add_argument("--saves", type=int, help="measure the turns in runs with so many saves")
     parser.add_argument("--attempts", type=int, default=10, help="of each run with --saves")
+    parser.add_argument("--deleted", action="store_true", help="with --saves: delete them again")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="holdfast-supervisors-") as folder:
         if options.saves is None:
             facts = measure(Path(folder), options.runs, options.seconds, service=options.service)
         else:
-            facts = measure_old(Path(folder), options.runs, options.saves, options.attempts)
+            facts = measure_old(
+                Path(folder), options.runs, options.saves, options.attempts, options.deleted
+            )
     if options.json:
         print(json.dumps(facts))
         return
@@ -157,7 +167,9 @@ def measure(folder: Path, runs: int, seconds: float, *, service: bool) -> dict[s
             os.waitpid(pid, 0)
 
 
-def measure_old(folder: Path, runs: int, saves: int, attempts: int) -> dict[str, Any]:
+def measure_old(
+    folder: Path, runs: int, saves: int, attempts: int, deleted: bool
+) -> dict[str, Any]:
     """Return what a turn costs in each of `runs` runs that are a year old, in one process."""
     play_site(folder, 2 * runs)
     young, old = [], []
@@ -166,7 +178,9 @@ def measure_old(folder: Path, runs: int, saves: int, attempts: int) -> dict[str,
     for number in range(runs):
         like = old[0] if old else None
         age = partial(grow_old, saves=saves, attempts=attempts, like=like)
-        old.append(make_run(folder / "old", number, is_pending=False, age=age))
+        old.append(make_run(folder / "old", number, is_pending=False, age=age, deleted=deleted))
+        if deleted:
+            write_deletions(old[-1], saves, attempts)
         newest = old[-1].attempt(attempts)
         write_saves(newest, saves // attempts, saves - saves // attempts, is_live=True)
     journal = {"journal_mb": journal_mb(old[0])}
@@ -204,10 +218,11 @@ def make_run(
     *,
     is_pending: bool | None = None,
     age: Callable[[RunPaths], None] | None = None,
+    deleted: bool = False,
 ) -> RunPaths:
     """Create a run and submit an attempt; claim it unless its job is pending.
 
-    `age` gives the run former attempts.
+    `age` gives the run former attempts. With `deleted`, it keeps only its last checkpoints.
     """
     spec = RunSpec.model_validate(
         {
@@ -215,6 +230,7 @@ def make_run(
             "command": ["train.py"],
             "launch": {"working_directory": str(root.parent)},
             "resources": {"executor": "slurm", "gpus_per_node": GPUS, "partition": "spot"},
+            "checkpoint": {"keep": {"last": KEPT}} if deleted else {},
             "elastic": {"max_gpus": 2 * GPUS, "grow": True} if number % GROWING_EACH == 1 else {},
         }
     )

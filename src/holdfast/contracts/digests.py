@@ -55,6 +55,11 @@ def digest_of(content: Content) -> str:
     return xxhash.xxh3_128_hexdigest(content)
 
 
+def number_of(content: Content) -> int:
+    """Return the digest of `content` (XXH3, 128 bits) as a number."""
+    return xxhash.xxh3_128_intdigest(content)
+
+
 def block_bytes_of(size_bytes: int) -> int:
     """Return the block size for a file of `size_bytes`; 0 if it fits into one block.
 

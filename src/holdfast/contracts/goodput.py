@@ -18,6 +18,7 @@ time ratio, is productive time divided by wall time, including the queue (arXiv 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -143,13 +144,15 @@ def account(
     until: float,
     prices: Prices | None = None,
     safe_step: int | None = None,
+    known: KnownSpans | None = None,
 ) -> Goodput:
     """Return the account from `created_at` to `until` (the run's end, or now), in Unix seconds.
 
     `spans` are the attempts in order of number. `safe_step` is the newest committed step, 0 without
     a checkpoint, None if unknown. Once the last attempt has ended, the steps after it are lost.
+    With `known`, spans that were the same objects in the last call need little time.
     """
-    kept, legs = _fold(spans, created_at, until, safe_step=safe_step)
+    kept, legs = _fold(spans, created_at, until, safe_step=safe_step, known=known)
     total_s = kept.until - created_at
     lost_s = sum(leg.lost_s for leg in legs)
     kept.parts["training"] -= lost_s
@@ -210,22 +213,66 @@ def _fold(
     until: float,
     blocked_s_min: float = 0.0,
     safe_step: int | None = None,
+    known: KnownSpans | None = None,
 ) -> tuple[_Account, list[_Leg]]:
     """Move one cursor through all attempts. Return the account and its legs of training."""
     # If clocks contradict each other, the run must not end before it was created.
-    kept = _Account(cursor=created_at, until=max(created_at, until), blocked_s_min=blocked_s_min)
-    legs: list[_Leg] = []
+    until = max(created_at, until)
     has_times = any(one.trained_from is not None for span in spans for one in span.launches)
-    for number, given in enumerate(spans):
+    found = known and known.start(spans, created_at, until, has_times=has_times)
+    kept, legs = found or (
+        _Account(cursor=created_at, until=until, blocked_s_min=blocked_s_min),
+        [],
+    )
+    _walk_all(kept, legs, spans, has_times=has_times)
+    kept.by_span.append(dict.fromkeys(PARTS, 0.0))
+    kept.go_to(kept.until, "stopped")
+    _find_lost(legs, safe_step if spans and spans[-1].ended_at is not None else None)
+    return kept, legs
+
+
+def _walk_all(kept: _Account, legs: list[_Leg], spans: Sequence[Span], *, has_times: bool) -> None:
+    """Move the cursor through the attempts that it has not passed yet."""
+    for number in range(len(kept.by_span), len(spans)):
+        given = spans[number]
         span = replace(given, launches=_launches(given, has_times=has_times))
         queued_at = span.started_at if span.submitted_at is None else span.submitted_at
         kept.go_to(queued_at, "stopped")
         kept.by_span.append(dict.fromkeys(PARTS, 0.0))
         legs += _walk(kept, span, number)
-    kept.by_span.append(dict.fromkeys(PARTS, 0.0))
-    kept.go_to(kept.until, "stopped")
-    _find_lost(legs, safe_step if spans and spans[-1].ended_at is not None else None)
-    return kept, legs
+
+
+class KnownSpans:
+    """The account of the first attempts of a run, which had not changed at the last call."""
+
+    def __init__(self) -> None:
+        self._last: Sequence[Span] = ()
+        self._facts: tuple[float, bool] | None = None
+        self._kept: _Account | None = None
+        self._legs: list[_Leg] = []
+
+    def start(
+        self, spans: Sequence[Span], created_at: float, until: float, *, has_times: bool
+    ) -> tuple[_Account, list[_Leg]] | None:
+        """Return the account before the first span that is new, or None if there is none."""
+        pairs = enumerate(zip(spans, self._last, strict=False))
+        most = min(len(spans), len(self._last))
+        same = next((number for number, (new, old) in pairs if new is not old), most)
+        self._last = spans
+        kept, facts = self._kept, (created_at, has_times)
+        if kept is None or facts != self._facts or len(kept.by_span) > same:
+            # Without an end, because a later call may have a later one.
+            kept = _Account(cursor=created_at, until=math.inf)
+            self._kept, self._facts, self._legs = kept, facts, []
+        _walk_all(kept, self._legs, spans[:same], has_times=has_times)
+        if kept.cursor > until:
+            return None
+        for leg in self._legs:
+            leg.lost_s, leg.steps_lost = 0.0, 0
+        by_span = [*kept.by_span[:-1], *map(dict, kept.by_span[-1:])]
+        segments, parts = list(kept.segments), dict(kept.parts)
+        again = replace(kept, until=until, by_span=by_span, parts=parts, segments=segments)
+        return again, list(self._legs)
 
 
 def _launches(span: Span, *, has_times: bool) -> tuple[Launch, ...]:
@@ -347,7 +394,9 @@ def _held(spans: Sequence[Span], kept: _Account, legs: Sequence[_Leg]) -> list[H
 
 def _held_s(parts: Mapping[str, float]) -> float:
     """Return the seconds for which an attempt held its GPUs."""
-    return sum(seconds for part, seconds in parts.items() if part not in {"queued", "stopped"})
+    # A sum over names takes several times as long, and a run can have a thousand attempts.
+    busy_s = parts["starting"] + parts["loading"] + parts["training"] + parts["lost"]
+    return busy_s + parts["blocked"] + parts["hung"] + parts["flushing"]
 
 
 def _preemption_gpu_s(
@@ -355,11 +404,13 @@ def _preemption_gpu_s(
 ) -> list[float]:
     """Return the GPU seconds of each attempt that preemptions cost, see `Goodput`."""
     found = []
+    lost_s: defaultdict[int, float] = defaultdict(float)
+    for leg in legs:
+        lost_s[leg.span] += leg.lost_s
     for number, (span, own) in enumerate(zip(spans, by_span, strict=False)):
         seconds = 0.0
         if span.is_preempted:
-            lost_s = sum(leg.lost_s for leg in legs if leg.span == number)
-            seconds += own["flushing"] + lost_s
+            seconds += own["flushing"] + lost_s[number]
         if number and spans[number - 1].is_preempted:
             seconds += own["starting"] + own["loading"]
         found.append(span.gpus * seconds)

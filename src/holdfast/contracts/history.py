@@ -7,7 +7,8 @@ operator's request contains the last attempt that existed when it was made.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
@@ -92,12 +93,42 @@ class AttemptView:
         return self.outcome.traceback if self.outcome else self.facts.get("traceback")
 
 
+class Lines:
+    """The lines of a run by kind and by attempt, each in order of time."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._events = events
+
+    @cached_property
+    def by_attempt(self) -> dict[int, list[Event]]:
+        return group(self._events, lambda event: event.data.get("attempt", 0))
+
+    def of_kinds(self, *kinds: EventKind) -> Sequence[Event]:
+        """Return the lines of one or several kinds."""
+        if len(kinds) == 1:
+            return self._by_kind.get(kinds[0], ())
+        return [event for event in self._events if event.kind in kinds]
+
+    @cached_property
+    def _by_kind(self) -> dict[str, list[Event]]:
+        return group(self._events, lambda event: event.kind)
+
+
+def group(events: Iterable[Event], key_of: Callable[[Event], Any]) -> dict[Any, list[Event]]:
+    """Return the lines by a key, in their order."""
+    found: defaultdict[Any, list[Event]] = defaultdict(list)
+    for event in events:
+        found[key_of(event)].append(event)
+    return dict(found)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunHistory:
     """One run: its identity, its attempts in order, and its journal lines in order of time.
 
     With `tallied`, `events` lacks the lines that are only counted, see `contracts.tally`. What
-    decides about a run must therefore use `tally` for these kinds.
+    decides about a run must therefore use `tally` for these kinds. `settled` are the attempts that
+    ended so long ago that a `HistoryReader` looks at them only now and then.
     """
 
     paths: RunPaths
@@ -106,6 +137,13 @@ class RunHistory:
     attempts: tuple[AttemptView, ...]
     events: tuple[Event, ...]
     tallied: Tally | None = None
+    grouped: Lines | None = None
+    settled: frozenset[int] = frozenset()
+
+    @cached_property
+    def lines(self) -> Lines:
+        """The lines in `events` by kind and by attempt."""
+        return self.grouped or Lines(self.events)
 
     @cached_property
     def tally(self) -> Tally:
@@ -134,9 +172,8 @@ class RunHistory:
         number = last.number if last else 0
         pending = [
             event.data
-            for event in self.events
-            if event.kind is EventKind.OPERATOR_REQUEST
-            and (event.data.get("after_attempt") or 0) >= number
+            for event in self.lines.of_kinds(EventKind.OPERATOR_REQUEST)
+            if (event.data.get("after_attempt") or 0) >= number
         ]
         given = [data for data in pending if data.get("by") not in AUTOMATIC]
         if given or not pending:
@@ -153,7 +190,7 @@ class RunHistory:
     def last_decision(self) -> dict[str, Any] | None:
         """The decision after the last attempt, or None."""
         last = self.last_asked.number if self.last_asked else 0
-        found = (event.data for event in reversed(self.events) if event.kind is EventKind.DECISION)
+        found = (event.data for event in reversed(self.lines.of_kinds(EventKind.DECISION)))
         return next((data for data in found if data.get("after_attempt") == last), None)
 
     @cached_property

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,6 +24,7 @@ from holdfast.contracts.attempt import Request, RunRecord
 from holdfast.contracts.errors import reading_run
 from holdfast.contracts.history import (
     AttemptView,
+    Lines,
     RunHistory,
     excluded_checkpoints,
     load_identity,
@@ -48,12 +49,12 @@ KEPT_MAX: Final = 10_000
 _Line = tuple[tuple[float, str, int, int], Event]
 
 
-def load_tallied(paths: RunPaths) -> RunHistory:
+def load_tallied(paths: RunPaths, *, late: bool = True) -> RunHistory:
     """Return the history of a run from all its files, as `HistoryReader` does. Raises like it.
 
     If this process has read the run before, only new lines are read.
     """
-    history = _READERS.of(paths.directory).load(late=True)
+    history = _READERS.of(paths.directory).load(late=late)
     return history if history.paths == paths else replace(history, paths=paths)
 
 
@@ -121,17 +122,20 @@ class HistoryReader:
             attempts=tuple(one.view for one in self._attempts.values() if one.view is not None),
             events=self._all.events,
             tallied=self._all.tally,
+            grouped=self._all.grouped,
+            settled=frozenset(n for n, one in self._attempts.items() if one.is_past(now)),
         )
 
     def _look(self, now: float, *, late: bool) -> None:
         """Make the views of attempts that are new, live, or have changed."""
         former: AttemptView | None = None
-        for one in self._attempts.values():
-            events = self._all.by_attempt.get(one.paths.number, [])
+        by_attempt = self._all.grouped.by_attempt
+        for number, one in self._attempts.items():
+            events = by_attempt.get(number, [])
             if not one.is_past(now) or (late and one.has_changed(events)):
                 one.look(events, now, former)
                 # The nodes of a former attempt wrote their last lines long ago.
-                one.is_old |= self._is_first and len(self._attempts) > one.paths.number
+                one.is_old |= self._is_first and len(self._attempts) > number
             former = one.view
         self._is_first = False
 
@@ -271,7 +275,7 @@ class _Sum:
 
     lines: list[_Line] = field(default_factory=list)
     events: tuple[Event, ...] = ()
-    by_attempt: dict[int, list[Event]] = field(default_factory=dict)
+    grouped: Lines = field(default_factory=lambda: Lines(()))
     excluded: frozenset[str] = frozenset()
     tally: Tally = field(default_factory=Tally)
     changes: int = 0
@@ -288,7 +292,7 @@ class _Sum:
             self.changes += 1
             self.lines = sorted(chain.from_iterable(part.lines for part in parts), key=_order)
             self.events = tuple(event for _, event in self.lines)
-            self.by_attempt = _by_attempt(self.events)
+            self.grouped = Lines(self.events)
             self.excluded = excluded_checkpoints(self.events)
         self.tally = total(part.tally for part in parts)
         self._kept, self._counted = kept, counted
@@ -297,13 +301,6 @@ class _Sum:
 
 def _order(line: _Line) -> tuple[float, str, int, int]:
     return line[0]
-
-
-def _by_attempt(events: Iterable[Event]) -> dict[int, list[Event]]:
-    found: defaultdict[int, list[Event]] = defaultdict(list)
-    for event in events:
-        found[event.data.get("attempt", 0)].append(event)
-    return dict(found)
 
 
 @dataclass

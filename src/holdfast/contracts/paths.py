@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -266,8 +266,12 @@ class RunPaths:
 
     def list_journals(self) -> list[Path]:
         """Return every journal of the run: those of the run and those of each attempt."""
-        own = sorted(self.journal.glob("*.jsonl"))
-        return own + [p for a in self.list_attempts() for p in sorted(a.journal.glob("*.jsonl"))]
+        return [path for path, _ in self.list_journals_of(self.attempt_numbers())]
+
+    def list_journals_of(self, attempts: Iterable[int]) -> list[tuple[Path, int | None]]:
+        """Return the journals of the run, and those of some attempts with the attempt's number."""
+        own: list[tuple[Path, int | None]] = [(path, None) for path in _journals(self.journal)]
+        return own + [(path, n) for n in attempts for path in _journals(self.attempt(n).journal)]
 
 
 @dataclass(frozen=True)
@@ -316,6 +320,15 @@ def real_folder(folder: Path) -> Path:
     except OSError:
         return folder
     return target if len(owners) == 1 else folder
+
+
+def is_foreign(folder: Path) -> bool:
+    """Return True if `folder` is a link that does not count, see `real_folder`."""
+    return _is_link(real_folder(folder))
+
+
+def _is_link(folder: Path) -> bool:
+    return folder.parent != HELD and folder.is_symlink()
 
 
 def base_of(folder: Path) -> Path:
@@ -388,14 +401,17 @@ def has_spec(directory: Path) -> bool:
     return True
 
 
+def _journals(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.jsonl"))
+
+
 def _names(directory: Path, pattern: re.Pattern[str]) -> list[str]:
     """Return the names of the folders in `directory` that match `pattern`, without links.
 
     `directory` itself may be a link that counts, see `real_folder`.
     """
     real = real_folder(directory)
-    is_link = real.parent != HELD and real.is_symlink()
-    if is_link or not real.is_dir():
+    if _is_link(real) or not real.is_dir():
         return []
     with os.scandir(real) as entries:
         return [

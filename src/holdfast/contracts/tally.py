@@ -189,6 +189,9 @@ def subject_of(event: Event) -> Hashable:
 
 def _merge(into: dict[Any, Any], other: Mapping[Any, Any]) -> None:
     """Add the values of `other`. Nearly all keys of an attempt come from one journal."""
+    if not into:
+        into.update(other)
+        return
     for key in into.keys() & other.keys():
         into[key] = into[key].plus(other[key])
     for key in other.keys() - into.keys():

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from holdfast.contracts.goodput import Goodput, account
-from holdfast.contracts.history import RunHistory
+from holdfast.contracts.goodput import Goodput, KnownSpans, account
+from holdfast.contracts.history import AttemptView, RunHistory
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.prices import prices_of
 from holdfast.contracts.spans import Blocked, Launch, Span
@@ -95,36 +95,70 @@ def _complete(launch: Launch, facts: Mapping[str, Any]) -> Launch:
     return replace(launch, **missing)
 
 
-def spans_of(history: RunHistory) -> list[Span]:
-    """Return the attempts of a run in order, from disk."""
+class KnownAccount:
+    """What the account of a run needs again: the spans of attempts that have not changed."""
+
+    def __init__(self) -> None:
+        self.spans: dict[int, tuple[AttemptView, Span]] = {}
+        self.folded = KnownSpans()
+
+
+def spans_of(history: RunHistory, known: KnownAccount | None = None) -> list[Span]:
+    """Return the attempts of a run in order, from disk.
+
+    With `known`, the lines of a settled attempt whose view has not changed are not read again.
+    """
+    spans = {} if known is None else known.spans
+    views = [
+        view
+        for view in history.attempts
+        if (one := spans.get(view.number)) is None or one[0] is not view
+    ]
+    launches = _launches_in(history, views)
+    fresh = {
+        view.number: (view, _span(history, view, launches.get(view.number, ()))) for view in views
+    }
+    found = [(fresh.get(view.number) or spans[view.number])[1] for view in history.attempts]
+    spans.update({number: one for number, one in fresh.items() if number in history.settled})
+    return found
+
+
+def _launches_in(
+    history: RunHistory, views: Sequence[AttemptView]
+) -> dict[int, tuple[Launch, ...]]:
     marks = (
-        Mark(event.data["attempt"], str(event.kind), event.time, event.data)
-        for event in history.events
+        Mark(view.number, str(event.kind), event.time, event.data)
+        for view in views
+        for event in history.lines.by_attempt.get(view.number, ())
         if str(event.kind) in KINDS and _whole(event.data.get("attempt")) is not None
     )
     records = (
         (view.number, record.number, record.model_dump())
-        for view in history.attempts
+        for view in views
         for record in (view.outcome.launches if view.outcome else ())
     )
-    launches = launches_of(marks, records, history.tallied.blocked if history.tallied else None)
-    return [
-        Span(
-            gpus=history.spec.gpus_held(
-                view.world_size or (view.outcome.world_size if view.outcome else 0)
-            ),
-            place=(place := view.request.place if view.request else 0),
-            gpu_hour=history.spec.resources.gpu_hour_at(place),
-            is_preempted=view.cause is Cause.PREEMPTION,
-            submitted_at=view.submitted_at,
-            started_at=view.started_at,
-            stop_requested_at=view.outcome.stop_requested_at if view.outcome else None,
-            ended_at=view.ended_at,
-            last_step=view.last_step,
-            launches=launches.get(view.number, ()),
-        )
-        for view in history.attempts
-    ]
+    blocked = history.tallied.blocked if history.tallied else {}
+    if len(views) < len(history.attempts):
+        numbers = {view.number for view in views}
+        blocked = {key: one for key, one in blocked.items() if key[0] in numbers}
+    return launches_of(marks, records, blocked)
+
+
+def _span(history: RunHistory, view: AttemptView, launches: tuple[Launch, ...]) -> Span:
+    outcome = view.outcome
+    place = view.request.place if view.request else 0
+    return Span(
+        gpus=history.spec.gpus_held(view.world_size or (outcome.world_size if outcome else 0)),
+        place=place,
+        gpu_hour=history.spec.resources.gpu_hour_at(place),
+        is_preempted=view.cause is Cause.PREEMPTION,
+        submitted_at=view.submitted_at,
+        started_at=view.started_at,
+        stop_requested_at=outcome.stop_requested_at if outcome else None,
+        ended_at=view.ended_at,
+        last_step=view.last_step,
+        launches=launches,
+    )
 
 
 def safe_step_of(history: RunHistory) -> int:
@@ -136,19 +170,25 @@ def safe_step_of(history: RunHistory) -> int:
 
 
 def goodput_of(
-    history: RunHistory, *, until: float, attempts: int | None = None, safe_step: int = 0
+    history: RunHistory,
+    *,
+    until: float,
+    attempts: int | None = None,
+    safe_step: int = 0,
+    known: KnownAccount | None = None,
 ) -> Goodput:
     """Return the account of a run's time until `until` (Unix seconds), from disk.
 
     Only the first `attempts` attempts count, or all. `safe_step` is a step that is known to be
-    committed, in addition to those in the history.
+    committed, in addition to those in the history. `known` is from earlier calls for the run.
     """
     return account(
-        spans_of(history)[:attempts],
+        spans_of(history, known)[:attempts],
         created_at=history.record.created_at,
         until=until,
         prices=prices_of(history.record.spec),
         safe_step=max(safe_step, safe_step_of(history)),
+        known=known.folded if known else None,
     )
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
-from holdfast.contracts.history import RunHistory, excluded_checkpoints, pinned_checkpoints
+from holdfast.contracts.history import Lines, RunHistory, excluded_checkpoints, pinned_checkpoints
 from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.paths import CheckpointName
 from holdfast.lineage.disk import FoundCheckpoint, Row, empty_facts
@@ -19,64 +19,68 @@ _NAME_INSIDE: Final = re.compile(r"step-\d{8,}\.a\d{4,}\.l\d{2,}")
 
 
 @dataclass(frozen=True)
-class _Journaled:
-    """What the journals record of checkpoints, by directory name."""
+class Journaled:
+    """What the journals record of checkpoints, by directory name, except deletions."""
 
     pins: Mapping[str, Event]
-    deletions: Mapping[str, Row]
     excluded: frozenset[str]
     damage: Mapping[str, str]
 
+    @classmethod
+    def of(cls, lines: Lines) -> Journaled:
+        pinned = {
+            bare(name)
+            for name in pinned_checkpoints(lines.of_kinds(EventKind.PINNED, EventKind.UNPINNED))
+        }
+        pins = {bare(e.data.get("checkpoint")): e for e in lines.of_kinds(EventKind.PINNED)}
+        excluded = excluded_checkpoints(lines.of_kinds(EventKind.ROLLED_BACK))
+        return cls(
+            pins={name: one for name, one in pins.items() if name in pinned},
+            excluded=frozenset(map(bare, excluded)),
+            damage=_damage_at_resume(lines.of_kinds(EventKind.RESUMED)),
+        )
 
-def checkpoint_rows(
-    history: RunHistory,
-    found: Sequence[FoundCheckpoint],
-    deleted: Mapping[str, Row],
-    origins: Origins,
-) -> list[Row]:
-    """Return a row for each checkpoint that was committed, by step.
 
-    `deleted` has the deletions, by name, see `deletions`.
+def names_in(event: Event) -> Iterator[str]:
+    """Yield the directory names of the checkpoints whose rows may depend on a journal line."""
+    data = event.data
+    if data.get("checkpoint"):
+        yield bare(data["checkpoint"])
+    if event.kind is EventKind.ROLLED_BACK:
+        yield from map(bare, data.get("excluded") or ())
+    if event.kind is EventKind.RESUMED:
+        yield from _names_skipped(event)
+
+
+def add_deletion(
+    found: dict[str, Row], data: Mapping[str, Any], time: float, *, is_later: bool = True
+) -> None:
+    """Add who deleted a checkpoint, when and why, from a line; its newest one counts.
+
+    Of two with the same time, the one that `is_later` counts.
     """
-    journaled = _read_events(history.events, deleted)
-    every = [*found, *_only_journaled(found, journaled.deletions)]
-    rows = [_row(history, one, journaled, origins) for one in every]
-    return sorted(rows, key=lambda r: (r["step"], r["attempt"], r["launch"]))
+    name = bare(data.get("checkpoint"))
+    former = found[name]["deleted_at"] if name in found else None
+    if former is None or time > former or (is_later and time == former):
+        facts = (data.get("reason"), data.get("by"), time)
+        found[name] = dict(zip(_DELETED, facts, strict=True))
 
 
-def _read_events(events: Sequence[Event], deleted: Mapping[str, Row]) -> _Journaled:
-    pins = {bare(e.data.get("checkpoint")): e for e in events if e.kind is EventKind.PINNED}
-    pinned = {bare(name) for name in pinned_checkpoints(events)}
-    return _Journaled(
-        pins={name: one for name, one in pins.items() if name in pinned},
-        deletions=deleted,
-        excluded=frozenset(bare(name) for name in excluded_checkpoints(events)),
-        damage=_damage_at_resume(events),
-    )
+def deletion_in(row: Row | None) -> Row | None:
+    """Return who deleted a checkpoint, when and why, from its row in the index, or None."""
+    if row is None or row["deleted_at"] is None:
+        return None
+    return {column: row[column] for column in _DELETED}
 
 
-def deletions_in(rows: Mapping[str, Row]) -> dict[str, Row]:
-    """Return who deleted which checkpoint, when and why, from rows of the index by name."""
-    return {
-        name: {column: row[column] for column in _DELETED}
-        for name, row in rows.items()
-        if row["deleted_at"] is not None
-    }
-
-
-def deletions(lines: Iterable[Event], before: Mapping[str, Row]) -> dict[str, Row]:
-    """Return the deletions in `before` and in journal lines. The newest of a checkpoint counts."""
-    found = dict(before)
-    for event in lines:
-        if event.kind is EventKind.CHECKPOINT_DELETED:
-            name, data = bare(event.data.get("checkpoint")), event.data
-            if name not in found or event.time >= found[name]["deleted_at"]:
-                facts = (data.get("reason"), data.get("by"), event.time)
-                found[name] = dict(zip(_DELETED, facts, strict=True))
-    return found
-
-
-def _row(history: RunHistory, one: FoundCheckpoint, journaled: _Journaled, origins: Origins) -> Row:
+def checkpoint_row(
+    history: RunHistory,
+    one: FoundCheckpoint,
+    journaled: Journaled,
+    deletion: Row | None,
+    origins: Origins,
+) -> Row:
+    """Return the row of a checkpoint that was committed."""
     name = str(one.name)
     is_excluded = name in journaled.excluded
     detail = one.facts["detail"]
@@ -85,7 +89,7 @@ def _row(history: RunHistory, one: FoundCheckpoint, journaled: _Journaled, origi
     state = CheckpointState.DAMAGED if detail else CheckpointState.COMMITTED
     parent = origins.parent(one.name, one.facts["parent"])
     pin = journaled.pins.get(name)
-    deleted = journaled.deletions.get(name) if one.is_deleted else None
+    deleted = deletion if one.is_deleted else None
     return {
         **one.facts,
         "run_uid": history.record.uid,
@@ -110,16 +114,20 @@ def _row(history: RunHistory, one: FoundCheckpoint, journaled: _Journaled, origi
     }
 
 
-def _only_journaled(
-    found: Sequence[FoundCheckpoint], deletions: Iterable[str]
-) -> Iterator[FoundCheckpoint]:
-    """Yield deleted checkpoints that have only a journal line, no directory and no tombstone."""
-    there = {str(one.name) for one in found}
-    for text in deletions:
-        name = CheckpointName.parse(text)
-        if name and text not in there and name.step <= INTEGER_MAX:
-            facts = empty_facts("it has no tombstone")
-            yield FoundCheckpoint(name=name, facts=facts, stamp="", is_deleted=True)
+def only_journaled(name: str) -> FoundCheckpoint | None:
+    """Return a deleted checkpoint that has only a journal line, no directory and no tombstone."""
+    parsed = CheckpointName.parse(name)
+    if parsed is None or parsed.step > INTEGER_MAX:
+        return None
+    facts = empty_facts("it has no tombstone")
+    return FoundCheckpoint(name=parsed, facts=facts, stamp="", is_deleted=True)
+
+
+def _names_skipped(event: Event) -> Iterator[str]:
+    for line in event.data.get("skipped") or ():
+        match = _NAME_INSIDE.search(str(line))
+        if match:
+            yield match[0]
 
 
 def _damage_at_resume(events: Iterable[Event]) -> dict[str, str]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from holdfast.contracts.redaction import redact
-from holdfast.lineage.rows import RunRows
+from holdfast.lineage.disk import Row
+
+# The columns that can contain text of the program, of operators or of the spec.
+MASKED: Final = (
+    *("spec", "reason", "evidence", "traceback", "detail", "pin_note", "deleted_reason"),
+)
 
 
 def clean(value: Any) -> Any:
@@ -61,16 +65,6 @@ def _cleaned(value: Any) -> Any:
     return value
 
 
-def redacted(rows: RunRows, secrets: Sequence[str]) -> RunRows:
-    """Return the rows with secrets masked: the database must not contain any."""
-    run = {**rows.run, "spec": redact(rows.run["spec"], secrets)}
-    run["reason"] = redact(run["reason"], secrets)
-    columns = ("evidence", "reason", "traceback")
-    attempts = [
-        {**row, **{key: redact(row[key], secrets) for key in columns}} for row in rows.attempts
-    ]
-    columns = ("detail", "pin_note", "deleted_reason")
-    checkpoints = [
-        {**row, **{key: redact(row[key], secrets) for key in columns}} for row in rows.checkpoints
-    ]
-    return replace(rows, run=run, attempts=attempts, checkpoints=checkpoints)
+def redacted(row: Row, secrets: Sequence[str]) -> Row:
+    """Return a row with secrets masked: the database must not contain any."""
+    return row | {key: redact(row[key], secrets) for key in MASKED if key in row}

@@ -10,15 +10,16 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.contracts.digests import document_digest
+from holdfast.contracts.digests import number_of
 from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.contracts.manifest import Manifest, read_manifest, read_tombstone
-from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths
+from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths, is_foreign
 from holdfast.lineage.states import INTEGER_MAX
 
 Row = dict[str, Any]
@@ -28,7 +29,12 @@ _METRICS: Final = re.compile(r"a([0-9]{4,9})\.l([0-9]{2,9})")
 # About ten million lines.
 METRICS_BYTES_MAX: Final = 1 << 30
 # Increase this when rows are built differently, so that every run is ingested again.
-INGEST_VERSION: Final = 3
+INGEST_VERSION: Final = 4
+JOURNALS: Final = "journal"
+TOMBSTONE: Final = ".json"
+_DIRECTORY: Final = "directory"
+_DELETED: Final = "deleted"
+_THERE: Final = "there"
 # The columns that come from the manifest. The others come from the name and the journals.
 FACTS: Final = (
     *("reason", "world_size", "parent", "bytes", "files", "checksum", "command_digest"),
@@ -41,24 +47,20 @@ FileFacts = tuple[tuple[str, int, str], ...]
 
 
 @dataclass(frozen=True)
-class CommitRecord:
-    """A manifest or a tombstone, with its size and time from before it was read (`stamp`)."""
-
-    name: CheckpointName
-    path: str
-    stamp: str
-    is_deleted: bool
-
-
-@dataclass(frozen=True)
 class Survey:
-    """The result of one survey of a run's folder.
+    """The result of one survey of a run's folder, by `stat` alone.
 
-    The fingerprint changes with every file from which rows are built.
+    `parts` has a number for the files of each attempt, and of the run itself as attempt 0. It
+    changes with every file from which rows are built. `stamps` has the manifest or the tombstone
+    of each checkpoint, by name. All numbers together are the fingerprint.
     """
 
-    fingerprint: str
-    records: tuple[CommitRecord, ...]
+    parts: Mapping[int, int]
+    stamps: Mapping[str, str] = field(repr=False)
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint_of(sum(self.parts.values()) + sum_of(self.stamps))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,34 +80,63 @@ class FoundCheckpoint:
 def survey(paths: RunPaths) -> Survey:
     """Survey the files from which rows are built, by `stat` alone.
 
-    A directory without a manifest is not a checkpoint and is ignored.
+    A directory without a manifest is not a checkpoint and is ignored. A manifest commits: while it
+    exists, the checkpoint is not deleted, despite a tombstone.
     """
-    base = len(f"{paths.directory}/")
-    seen: list[tuple[str, str]] = []
-    records: dict[CheckpointName, CommitRecord] = {}
-
-    def look(path: str) -> str:
-        stamp = _stamp(path)
-        if stamp:
-            seen.append((path[base:], stamp))
-        return stamp
-
-    for path in _documents(paths):
-        look(path)
-    for tombstone in sorted(paths.tombstones.glob("*.json")):
-        name, stamp = CheckpointName.parse(tombstone.stem), look(str(tombstone))
-        if name and stamp:
-            records[name] = CommitRecord(name, str(tombstone), stamp, True)
+    parts = survey_parts(paths, [0, *paths.attempt_numbers()])
+    stamps: dict[str, str] = {}
+    for entry in _entries(f"{paths.tombstones}", TOMBSTONE):
+        name = entry.name.removesuffix(TOMBSTONE)
+        if _is_name(name) and (stamp := _stamp(entry)):
+            stamps[name] = f"{_DELETED} {stamp}"
     folder = str(paths.checkpoints)
-    for name in paths.list_checkpoint_names():
-        path = f"{folder}/{name}/{MANIFEST}"
-        # A manifest commits: while it exists, the checkpoint is not deleted, despite a tombstone.
-        if stamp := look(path):
-            records[name] = CommitRecord(name, path, stamp, False)
-    return Survey(
-        f"{INGEST_VERSION}:{document_digest([str(paths.directory), seen])}",
-        tuple(one for one in records.values() if one.name.step <= INTEGER_MAX),
-    )
+    for checkpoint in paths.list_checkpoint_names():
+        stamp = _stamp_at(f"{folder}/{checkpoint}/{MANIFEST}")
+        if stamp and checkpoint.step <= INTEGER_MAX:
+            stamps[str(checkpoint)] = f"{_THERE} {stamp}"
+    return Survey(parts, stamps)
+
+
+def survey_parts(paths: RunPaths, attempts: Iterable[int]) -> dict[int, int]:
+    """Return a number for the files of each of `attempts`; attempt 0 is the run itself."""
+    return {number: sum_of(_documents(paths, number)) for number in attempts}
+
+
+def survey_checkpoint(paths: RunPaths, name: str) -> str:
+    """Return the stamp of one checkpoint, as in `Survey.stamps`; empty if it has none."""
+    folder = paths.checkpoints
+    if _is_name(name) and not is_foreign(folder) and _stamp_at(f"{folder}/{name}") == _DIRECTORY:
+        stamp = _stamp_at(f"{folder}/{name}/{MANIFEST}")
+        if stamp:
+            return f"{_THERE} {stamp}"
+    stamp = _stamp_at(str(paths.tombstone(name))) if _is_name(name) else ""
+    return f"{_DELETED} {stamp}" if stamp else ""
+
+
+def is_deleted(stamp: str) -> bool:
+    """Return True for the stamp of a tombstone."""
+    return stamp.startswith(_DELETED)
+
+
+def is_there(stamp: str) -> bool:
+    """Return True for the stamp of a manifest."""
+    return stamp.startswith(_THERE)
+
+
+def sum_of(stamps: Mapping[str, str]) -> int:
+    """Return the sum of a hash of each name and stamp. It does not depend on their order."""
+    return sum(hash_of(name, stamp) for name, stamp in stamps.items())
+
+
+def hash_of(name: str, stamp: str) -> int:
+    """Return the number of one entry of a fingerprint; 0 for no stamp."""
+    text = f"{name}\0{stamp}".encode(errors="surrogatepass")
+    return number_of(text) if stamp else 0
+
+
+def fingerprint_of(number: int) -> str:
+    """Return a fingerprint with this version, from the sum of its entries' hashes."""
+    return f"{INGEST_VERSION}:{number % (1 << 128):032x}"
 
 
 def version_of(fingerprint: str) -> int:
@@ -122,25 +153,35 @@ def is_same_state(stored: str, seen: str) -> bool:
     )
 
 
-def read_checkpoints(
-    records: Sequence[CommitRecord], known: Mapping[str, Row]
-) -> list[FoundCheckpoint]:
-    """Return every checkpoint that has a manifest or a tombstone, sorted by step.
+def read_checkpoint(paths: RunPaths, name: str, stamp: str, row: Row | None) -> FoundCheckpoint:
+    """Return a checkpoint, from its unchanged `row` or else from its manifest or tombstone."""
+    parsed = CheckpointName.parse(name)
+    assert parsed is not None
+    is_gone = is_deleted(stamp)
+    found = partial(FoundCheckpoint, name=parsed, stamp=stamp, is_deleted=is_gone)
+    if row and row["stamp"] == stamp:
+        facts = {column: row[column] for column in FACTS}
+        # If the row has a checksum, the manifest was valid and the detail came from a journal.
+        facts["detail"] = None if row["checksum"] else row["detail"]
+        return found(facts=facts, files=None)
+    content = _read_tombstone(paths.tombstone(name)) if is_gone else _read(paths, name)
+    if isinstance(content, str):
+        return found(facts=empty_facts(content))
+    files = tuple((one.path, one.bytes, one.checksum) for one in content.files)
+    return found(facts=_facts(content), files=files)
 
-    `known` has the rows of an earlier ingest by name. A manifest that has not changed since then
-    is not read again.
-    """
-    found = [_found(one, known) for one in records]
-    return sorted(found, key=lambda one: (one.name.step, one.name.attempt, one.name.launch))
 
-
-def list_metrics(paths: RunPaths) -> dict[tuple[int, int], Path]:
-    """Return the metrics files by (attempt, launch)."""
+def list_metrics(
+    paths: RunPaths, attempts: Collection[int] | None = None
+) -> dict[tuple[int, int], Path]:
+    """Return the metrics files, or those of some attempts, by (attempt, launch)."""
     found = {}
-    for path in paths.metrics.glob("*.jsonl"):
-        match = _METRICS.fullmatch(path.stem)
-        if match and _is_plausible(path):
-            found[int(match[1]), int(match[2])] = path
+    for entry in _entries(str(paths.metrics), ".jsonl"):
+        match = _METRICS.fullmatch(entry.name.removesuffix(".jsonl"))
+        if match and (attempts is None or int(match[1]) in attempts):
+            path = paths.metrics / entry.name
+            if _is_plausible(path):
+                found[int(match[1]), int(match[2])] = path
     return found
 
 
@@ -156,37 +197,10 @@ def empty_facts(detail: str | None) -> Row:
     return {**dict.fromkeys(FACTS), **documents, "detail": detail}
 
 
-def _found(record: CommitRecord, known: Mapping[str, Row]) -> FoundCheckpoint:
-    """Return a checkpoint, from its unchanged row in `known` or from its manifest or tombstone."""
-    name, is_deleted = record.name, record.is_deleted
-    stamp = f"{'deleted' if is_deleted else 'there'} {record.stamp}"
-    row = known.get(str(name)) if known else None
-    if row and row["stamp"] == stamp:
-        facts = {column: row[column] for column in FACTS}
-        # If the row has a checksum, the manifest was valid and the detail came from a journal.
-        facts["detail"] = None if row["checksum"] else row["detail"]
-        return FoundCheckpoint(
-            name=name, facts=facts, stamp=stamp, is_deleted=is_deleted, files=None
-        )
-    path = record.path
-    content = _read_tombstone(path) if is_deleted else _read(path.removesuffix(f"/{MANIFEST}"))
-    if isinstance(content, str):
-        return FoundCheckpoint(
-            name=name, facts=empty_facts(content), stamp=stamp, is_deleted=is_deleted
-        )
-    return FoundCheckpoint(
-        name=name,
-        facts=_facts(content),
-        stamp=stamp,
-        is_deleted=is_deleted,
-        files=tuple((one.path, one.bytes, one.checksum) for one in content.files),
-    )
-
-
-def _read(directory: str) -> Manifest | str:
-    """Return the manifest in a directory, or the reason why it is invalid."""
+def _read(paths: RunPaths, name: str) -> Manifest | str:
+    """Return the manifest of a checkpoint, or the reason why it is invalid."""
     try:
-        manifest = read_manifest(Path(directory))
+        manifest = read_manifest(paths.checkpoint(name))
     except DamagedCheckpointError as error:
         return "; ".join(error.damaged) or str(error)
     except OSError as error:
@@ -194,8 +208,8 @@ def _read(directory: str) -> Manifest | str:
     return manifest or f"{MANIFEST}: deleted while it was read"
 
 
-def _read_tombstone(path: str) -> Manifest | str:
-    return read_tombstone(Path(path)) or "its manifest could not be read"
+def _read_tombstone(path: Path) -> Manifest | str:
+    return read_tombstone(path) or "its manifest could not be read"
 
 
 def _facts(manifest: Manifest) -> Row:
@@ -223,21 +237,51 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _documents(paths: RunPaths) -> Iterator[str]:
-    """Yield every file from which rows are built, except manifests and tombstones."""
-    yield str(paths.spec)
-    yield from map(str, paths.list_journals())
-    for attempt in paths.list_attempts():
-        yield str(attempt.directory)
-        own = (attempt.request, attempt.submission, attempt.claim, attempt.outcome)
-        yield from map(str, own)
+def _documents(paths: RunPaths, number: int) -> dict[str, str]:
+    """Return the stamps of the files of an attempt, or of the run, from which rows are built."""
+    base = str(paths.directory)
+    if number:
+        own = paths.attempt(number)
+        base = str(own.directory)
+        places = [base, *map(str, (own.request, own.submission, own.claim, own.outcome))]
+    else:
+        places = [str(paths.spec)]
+    found = {place: _stamp_at(place) for place in places}
+    for entry in _entries(f"{base}/{JOURNALS}", ".jsonl"):
+        found[f"{base}/{JOURNALS}/{entry.name}"] = _stamp(entry)
+    return found
 
 
-def _stamp(path: str) -> str:
+def _is_name(name: str) -> bool:
+    """Return True for the name of a checkpoint that can have a row."""
+    parsed = CheckpointName.parse(name)
+    return parsed is not None and parsed.step <= INTEGER_MAX
+
+
+def _entries(folder: str, suffix: str) -> Iterator[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            yield from (entry for entry in entries if entry.name.endswith(suffix))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+
+
+def _stamp(entry: os.DirEntry[str]) -> str:
+    try:
+        return _stamp_of(entry.stat(follow_symlinks=False))
+    except FileNotFoundError:
+        return ""
+
+
+def _stamp_at(path: str) -> str:
     """Return the size and modification time of a file; empty if it does not exist."""
     try:
-        status = os.stat(path, follow_symlinks=False)
+        return _stamp_of(os.lstat(path))
     except (FileNotFoundError, NotADirectoryError):
         return ""
+
+
+def _stamp_of(status: os.stat_result) -> str:
     # The time of a directory changes with unrelated files, so record only that it exists.
-    return "directory" if stat.S_ISDIR(status.st_mode) else f"{status.st_size} {status.st_mtime_ns}"
+    is_directory = stat.S_ISDIR(status.st_mode)
+    return _DIRECTORY if is_directory else f"{status.st_size} {status.st_mtime_ns}"

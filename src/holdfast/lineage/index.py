@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
+from pathlib import Path
 
 from holdfast.contracts.errors import DamagedIndexError, LineageError
 from holdfast.contracts.paths import RunPaths
 from holdfast.lineage.database import Database, open_database, replace_damaged
+from holdfast.lineage.following import Progress
 from holdfast.lineage.ingest import ingest_run
 
 
@@ -23,6 +25,7 @@ class Index:
         self._lock = threading.RLock()
         self._database: Database | None = None
         self._file: tuple[int, int] | None = None
+        self._progress: dict[Path, Progress] = {}
         self.files = 0
 
     def open(self) -> Database:
@@ -42,13 +45,18 @@ class Index:
     def update(self, paths: RunPaths) -> None:
         """Update the rows of one run from its folder. Raises `LineageError`.
 
-        A damaged file is replaced at once. After another failure, the connection is closed.
+        What was seen of a live run is remembered, so that the next update costs as much as what is
+        new. A damaged file is replaced at once. After another failure, the connection is closed.
         """
+        progress = self._progress.setdefault(paths.directory, Progress())
         try:
-            try:
-                ingest_run(self.open(), paths)
-            except DamagedIndexError:
-                ingest_run(self.open(), paths)
+            with progress.lock:
+                try:
+                    ingest_run(self.open(), paths, progress=progress)
+                except DamagedIndexError:
+                    ingest_run(self.open(), paths, progress=progress)
+                if progress.state is None:
+                    self._progress.pop(paths.directory, None)
         except LineageError:
             self.close()
             raise

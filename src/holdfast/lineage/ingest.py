@@ -1,18 +1,22 @@
-"""Ingest: updates the rows of one run from its folder, in one transaction.
+"""Ingest: updates the rows of one run from its folder.
 
 Any number of processes may ingest a run at any time. The folder is read without a lock; the lock
 is held only while writing. A process writes only if the rows have not changed since it read the
 folder, so the rows always come from the newest read.
+
+A full look surveys all files. Then only what differs from the rows is read and written. A process
+that updates a run again and again looks only at what usually changes, see `following`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from operator import itemgetter
+import contextlib
+import secrets as random
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Final
 
-from sqlalchemy import Connection, Table, and_, bindparam, delete, select
+from sqlalchemy import Connection, delete, select
 from sqlalchemy.exc import DataError, IntegrityError
 
 from holdfast.contracts.attempt import RunRecord, read_document
@@ -22,50 +26,67 @@ from holdfast.contracts.errors import (
     UnreadableRunError,
     reading_run,
 )
-from holdfast.contracts.history import check_identity
+from holdfast.contracts.history import RunHistory, check_identity
 from holdfast.contracts.history_cache import HistoryReader, load_tallied
-from holdfast.contracts.journal import Event, EventKind
+from holdfast.contracts.journal import EventKind
 from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.redaction import redact
 from holdfast.contracts.secrets import known_secrets
-from holdfast.lineage.checkpoint_rows import deletions, deletions_in
+from holdfast.lineage.checkpoint_totals import Totals
 from holdfast.lineage.claims import check_uid
-from holdfast.lineage.clean import clean, redacted
 from holdfast.lineage.database import Database
 from holdfast.lineage.disk import (
     INGEST_VERSION,
-    FoundCheckpoint,
     Row,
+    Survey,
     is_same_state,
-    read_checkpoints,
+    is_there,
     survey,
     version_of,
 )
+from holdfast.lineage.following import OvertakenError, Progress, State, update
 from holdfast.lineage.journal_lines import NewLines, read_new_lines
 from holdfast.lineage.metric_ingest import follow_metrics, write_metrics
-from holdfast.lineage.rows import RunRows, attempt_of, build_rows
-from holdfast.lineage.tables import (
-    ATTEMPTS,
-    CHECKPOINTS,
-    EDGES,
-    EVENTS,
-    FILES,
-    JOURNALS,
-    LAUNCHES,
-    NODES,
-    RUNS,
-    lock_run,
-    upsert,
+from holdfast.lineage.rows import run_row
+from holdfast.lineage.run_changes import (
+    Builder,
+    deleted_in,
+    deletion_of,
+    digest_of,
+    is_ambiguous,
+    journaled_of,
+    named_in,
 )
+from holdfast.lineage.run_writes import (
+    Change,
+    Place,
+    checkpoints_in,
+    deletions_after,
+    deletions_in,
+    fingerprint_in,
+    forget_journals,
+    lines_in,
+    stamps_in,
+    totals_in,
+    write_attempts,
+    write_checkpoints,
+    write_lines,
+    write_run,
+)
+from holdfast.lineage.tables import RUNS, lock_run
 
 # The number of reads without the lock, if other processes keep writing the rows meanwhile.
 READS_MAX: Final = 3
+# Checkpoints whose manifests are in memory at a time.
+CHECKPOINTS_MAX: Final = 500
 
 
-def ingest_run(database: Database, paths: RunPaths, *, fresh: bool = False) -> None:
+def ingest_run(
+    database: Database, paths: RunPaths, *, fresh: bool = False, progress: Progress | None = None
+) -> None:
     """Update the rows of the run at `paths` from its folder. Cheap if nothing has changed.
 
-    With `fresh`, all files are read and all rows are written again. Raises `NotFoundError` if
+    With `fresh`, all files are read and all rows are written again. With the `progress` of this
+    process, an update costs as much as what is new, see `following`. Raises `NotFoundError` if
     the folder is not a run, `UnreadableRunError` if its files are invalid, and `LineageError` if
     the database cannot be used.
     """
@@ -78,7 +99,11 @@ def ingest_run(database: Database, paths: RunPaths, *, fresh: bool = False) -> N
     check_identity(paths, record)
     with reading_run(paths.directory):
         try:
-            _ingest(database, paths, record, fresh=fresh)
+            if progress is None or not update(database, paths, record, progress):
+                check_uid(database, paths, record.uid)
+                state = _ingest(database, paths, record.uid, fresh=fresh)
+                if progress is not None:
+                    progress.begin(record.uid, state)
         except LineageError as error:
             if not isinstance(error.__cause__, DataError | IntegrityError):
                 raise
@@ -88,140 +113,248 @@ def ingest_run(database: Database, paths: RunPaths, *, fresh: bool = False) -> N
             ) from error
 
 
-def _ingest(database: Database, paths: RunPaths, record: RunRecord, *, fresh: bool) -> None:
-    check_uid(database, paths, record.uid)
-    if not fresh and _is_current(database, paths, record.uid):
-        follow_metrics(database, paths, record.uid)
-        return
-    conflicts, deleted = 0, dict[str, Row]()
-    while conflicts < READS_MAX:
-        with database.reading() as connection:
-            before = _before(connection, record.uid, fresh=fresh)
-        content = _read_folder(paths, before, deleted)
-        with database.writing() as connection:
-            lock_run(connection, record.uid)
-            if _fingerprint(connection, record.uid) != before.fingerprint:
-                conflicts += 1
-                continue
-            _write_state(connection, paths, record.uid, content, fresh=fresh)
-        if content.is_whole:
-            return
-        fresh = False
-        deleted |= _write_more_lines(database, paths, record.uid, content)
+def _ingest(database: Database, paths: RunPaths, uid: str, *, fresh: bool) -> State | None:
+    """Look at all files; return the state for `following`, or None if nothing was to be done."""
+    for _ in range(READS_MAX):
+        with contextlib.suppress(OvertakenError):
+            return _Look(database, paths, uid, fresh=fresh).run()
     with database.writing() as connection:
         # Other processes keep writing this run, so read the folder while holding the lock.
-        lock_run(connection, record.uid)
-        content = _read_folder(paths, _before(connection, record.uid, fresh=fresh), deleted)
-        _write_state(connection, paths, record.uid, content, fresh=fresh)
+        lock_run(connection, uid)
+        return _Look(database, paths, uid, fresh=fresh, held=connection).run()
 
 
-@dataclass(frozen=True)
-class _Before:
-    """What the index had of a run before its folder was read. All else `is_ignored` if fresh."""
+class _Look:
+    """One look at all files of a run. A large change takes several transactions.
 
-    fingerprint: str | None
-    is_ignored: bool = False
-    unknown_kinds: list[str] | None = None
-    checkpoints: dict[str, Row] = field(default_factory=dict)
-    lines: dict[str, int] = field(default_factory=dict)
+    The last one writes the fingerprint. Until then, the rows have one that no folder has, so that
+    the next ingest continues. In a `held` transaction, there is only that one.
+    """
 
+    def __init__(
+        self,
+        database: Database,
+        paths: RunPaths,
+        uid: str,
+        *,
+        fresh: bool,
+        held: Connection | None = None,
+    ) -> None:
+        self._database, self._paths, self._uid = database, paths, uid
+        self._fresh, self._held = fresh, held
+        self._is_begun = False
+        self._load = HistoryReader(paths).load if fresh else partial(load_tallied, paths)
+        # The fingerprint of the rows, and the lines in them.
+        self._fingerprint: str | None = None
+        self._stored: dict[str, int] = {}
+        self._secrets: tuple[str, ...] = ()
 
-@dataclass(frozen=True)
-class _Content:
-    """The content of a run's folder. Unless it `is_whole`, more journal lines follow."""
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[Connection]:
+        if self._held is not None:
+            yield self._held
+            return
+        with self._database.reading() as connection:
+            yield connection
 
-    found: list[FoundCheckpoint]
-    lines: list[NewLines]
-    rows: RunRows
-    secrets: tuple[str, ...]
+    @contextlib.contextmanager
+    def _writing(self, history: RunHistory, fingerprint: str = "") -> Iterator[Connection]:
+        """Yield a connection that may write. Raises `OvertakenError` if another process wrote."""
+        if self._held is not None:
+            self._begin(self._held, history)
+            yield self._held
+            return
+        with self._database.writing() as connection:
+            lock_run(connection, self._uid)
+            if fingerprint_in(connection, self._uid) != self._fingerprint:
+                raise OvertakenError
+            self._begin(connection, history)
+            yield connection
+            if not fingerprint:
+                fingerprint = f"{INGEST_VERSION}:~{random.token_hex(8)}"
+                mine = RUNS.c.uid == self._uid
+                connection.execute(RUNS.update().where(mine).values(fingerprint=fingerprint))
+        self._fingerprint, self._is_begun = fingerprint, True
 
     @property
-    def is_whole(self) -> bool:
-        return all(one.is_whole for one in self.lines)
+    def _has_rows(self) -> bool:
+        """False while the index has no rows of the run, or only some that are deleted first."""
+        return self._is_begun or (self._fingerprint is not None and not self._fresh)
 
-
-def _before(connection: Connection, uid: str, *, fresh: bool) -> _Before:
-    query = select(RUNS.c.fingerprint, RUNS.c.unknown_kinds).where(RUNS.c.uid == uid)
-    row = connection.execute(query).first()
-    if row is None or fresh:
-        return _Before(row.fingerprint if row else None, is_ignored=fresh)
-    checkpoints, lines = _stored(connection, CHECKPOINTS, uid), _stored(connection, JOURNALS, uid)
-    return _Before(
-        row.fingerprint,
-        unknown_kinds=row.unknown_kinds,
-        checkpoints={one["name"]: one for one in checkpoints},
-        lines={one["journal"]: one["lines"] for one in lines},
-    )
-
-
-def _read_folder(paths: RunPaths, before: _Before, deleted: Mapping[str, Row]) -> _Content:
-    """Read the folder. `deleted` are the deletions in lines that were just written."""
-    seen = survey(paths)
-    history = HistoryReader(paths).load() if before.is_ignored else load_tallied(paths)
-    # Another version, which knows other event kinds, may have counted the lines differently.
-    is_other = version_of(before.fingerprint or "") != INGEST_VERSION or (
-        before.unknown_kinds != sorted(history.tally.unknown_kinds)
-    )
-    lines = list(read_new_lines(paths, {} if is_other else before.lines))
-    found = read_checkpoints(seen.records, before.checkpoints)
-    is_whole = all(one.is_whole for one in lines)
-    known = before.checkpoints if not any(one.is_replaced for one in lines) else {}
-    new = [event for one in lines for event in one.events]
-    rows = build_rows(
-        history,
-        found,
-        deletions([*history.events, *new], {**deletions_in(known), **deleted}),
-        # Without a digest, the next ingest continues.
-        seen.fingerprint if is_whole else f"{INGEST_VERSION}:",
-    )
-    secrets = known_secrets(history.record.spec, paths)
-    return _Content(found, lines, redacted(rows, secrets), secrets)
-
-
-def _write_more_lines(
-    database: Database, paths: RunPaths, uid: str, content: _Content
-) -> dict[str, Row]:
-    """Write the lines that follow, except the last ones; return the deletions that they record.
-
-    Ends early if another process ingests the run.
-    """
-    found: dict[str, Row] = {}
-    fingerprint = content.rows.run["fingerprint"]
-    while True:
-        with database.reading() as connection:
-            stored = _stored(connection, JOURNALS, uid)
-        lines = list(read_new_lines(paths, {one["journal"]: one["lines"] for one in stored}))
-        if all(one.is_whole for one in lines):
-            return found
-        with database.writing() as connection:
-            lock_run(connection, uid)
-            if _fingerprint(connection, uid) != fingerprint:
-                return found
-            _write_lines(connection, uid, lines, content.secrets, stored)
-        found = deletions((event for one in lines for event in one.events), found)
-
-
-def _fingerprint(connection: Connection, uid: str) -> str | None:
-    return connection.scalar(select(RUNS.c.fingerprint).where(RUNS.c.uid == uid))
-
-
-def _write_state(
-    connection: Connection, paths: RunPaths, uid: str, content: _Content, *, fresh: bool
-) -> None:
-    if fresh:
-        connection.execute(delete(RUNS).where(RUNS.c.uid == uid))
-    # Delete the rows of an earlier run in this folder. A root of another cluster can have the
-    # same path, so compare `root_id` too.
-    connection.execute(
-        delete(RUNS).where(
-            RUNS.c.run == paths.name,
-            RUNS.c.directory == str(paths.directory),
-            RUNS.c.root_id == content.rows.run["root_id"],
-            RUNS.c.uid != uid,
+    def _begin(self, connection: Connection, history: RunHistory) -> None:
+        """Delete the rows of another run, and all with `fresh`; write a first row of the run."""
+        if self._is_begun:
+            return
+        self._is_begun = self._held is not None
+        uid, mine = self._uid, RUNS.c
+        if self._fresh:
+            connection.execute(delete(RUNS).where(mine.uid == uid))
+        row = run_row(history, Totals(), f"{INGEST_VERSION}:")
+        # Delete the rows of an earlier run in this folder. A root of another cluster can have the
+        # same path, so compare `root_id` too.
+        connection.execute(
+            delete(RUNS).where(
+                mine.run == self._paths.name,
+                mine.directory == str(self._paths.directory),
+                mine.root_id == row["root_id"],
+                mine.uid != uid,
+            )
         )
-    )
-    _write_run(connection, uid, content)
-    write_metrics(connection, paths, uid)
+        if self._fresh or self._fingerprint is None:
+            write_run(connection, row, self._secrets)
+            self._stored = {}
+
+    def run(self) -> State | None:
+        columns = RUNS.c
+        query = select(columns.fingerprint, columns.unknown_kinds).where(columns.uid == self._uid)
+        with self._reading() as connection:
+            stored = connection.execute(query).first()
+            self._fingerprint = stored.fingerprint if stored else None
+            self._stored = lines_in(connection, self._uid) if stored else {}
+        seen = survey(self._paths)
+        if (
+            stored
+            and not self._fresh
+            and _is_current(stored.fingerprint, stored.unknown_kinds, seen)
+        ):
+            return self._leave_as_is(seen)
+        history = self._load()
+        self._secrets = known_secrets(history.record.spec, self._paths)
+        # Another version, which knows other event kinds, may have counted the lines differently.
+        is_other = (
+            stored is None
+            or version_of(stored.fingerprint or "") != INGEST_VERSION
+            or stored.unknown_kinds != sorted(history.tally.unknown_kinds)
+        )
+        lines, named, is_replaced = self._write_former_lines(history, is_all=is_other)
+        # Lines that come from now on are new for the next update too.
+        history = self._load(late=True)
+        work = _Work(seen, history, lines, named, is_all=self._fresh or is_other or is_replaced)
+        return self._write(work)
+
+    def _leave_as_is(self, seen: Survey) -> State | None:
+        if self._held is not None:
+            write_metrics(self._held, self._paths, self._uid)
+        else:
+            follow_metrics(self._database, self._paths, self._uid)
+        if self._fingerprint != seen.fingerprint:
+            # A newer version wrote these rows.
+            return None
+        with self._reading() as connection:
+            totals = totals_in(connection, self._uid)
+        return State.of(seen, self._fingerprint, self._stored, totals)
+
+    def _write_former_lines(
+        self, history: RunHistory, *, is_all: bool
+    ) -> tuple[list[NewLines], set[str], bool]:
+        """Write the new journal lines, except the last ones, which are returned.
+
+        Also return the checkpoints that the lines name, and whether a journal was replaced.
+        """
+        known = {} if self._fresh or is_all else self._stored
+        named: set[str] = set()
+        is_replaced, is_rebuilt = False, self._fresh or is_all
+        while True:
+            lines = list(read_new_lines(self._paths, known, self._paths.attempt_numbers()))
+            named |= named_in(lines)
+            is_replaced |= (is_new := any(one.is_replaced for one in lines))
+            is_rebuilt |= is_replaced
+            is_rest = all(one.is_whole for one in lines) and not is_new
+            if is_rest and not (is_rebuilt and deleted_in(lines)):
+                return lines, named, is_replaced
+            with self._writing(history) as connection:
+                write_lines(connection, self._uid, lines, self._secrets, self._stored)
+            known = {one.journal: one.lines for one in lines}
+            self._stored = self._stored | known
+
+    def _write(self, work: _Work) -> State | None:
+        """Write everything that differs from the rows, with the last lines."""
+        history, builder = work.history, work.builder(self._secrets)
+        fingerprint = work.seen.fingerprint
+        changes: list[Change] = []
+        for names, deletions in self._some_at_a_time(work):
+            if changes:
+                with self._writing(history) as connection:
+                    write_checkpoints(connection, self._uid, changes)
+            changes = self._read(builder, work, deletions, names)
+        with self._writing(history, fingerprint) as connection:
+            write_checkpoints(connection, self._uid, changes)
+            totals = totals_in(connection, self._uid)
+            groups = {0: builder.own()}
+            groups |= {view.number: builder.attempt(view, totals) for view in history.attempts}
+            write_attempts(connection, self._uid, groups, is_all=True)
+            journals = [one.journal for one in work.lines]
+            forget_journals(connection, self._uid, self._stored.keys() - set(journals))
+            write_lines(connection, self._uid, work.lines, self._secrets, self._stored)
+            row = run_row(history, totals, fingerprint)
+            write_run(connection, row, self._secrets)
+            write_metrics(connection, self._paths, self._uid)
+        lines = {one.journal: one.lines for one in work.lines}
+        state = State.of(work.seen, fingerprint, lines, totals)
+        state.settled = history.settled
+        state.digests = {number: digest_of(rows) for number, rows in groups.items()}
+        state.watch(work.lines, work.seen.stamps)
+        return state if history.state.is_live else None
+
+    def _some_at_a_time(self, work: _Work) -> Iterator[tuple[list[str], dict[str, Row]]]:
+        """Yield the checkpoints whose rows may change, with who deleted which of them."""
+        names, deletions = self._find_changes(work), deleted_in(work.lines)
+        if work.is_all and self._has_rows:
+            # All lines are in the index, except those that came since.
+            place: Place | None = None
+            while True:
+                with self._reading() as connection:
+                    found, place = deletions_after(connection, self._uid, place)
+                if not found:
+                    break
+                names -= found.keys()
+                yield sorted(found), found
+        elif not work.is_all:
+            unknown = {
+                name
+                for name in names - deletions.keys()
+                if not is_there(work.seen.stamps.get(name, ""))
+            }
+            with self._reading() as connection:
+                deletions = deletions_in(connection, self._uid, unknown) | deletions
+        ordered = sorted(names | (deletions.keys() if work.is_all else work.named))
+        for start in range(0, len(ordered), CHECKPOINTS_MAX):
+            yield ordered[start : start + CHECKPOINTS_MAX], deletions
+
+    def _find_changes(self, work: _Work) -> set[str]:
+        """Return the checkpoints whose stamps have changed, or all of them."""
+        stamps = work.seen.stamps
+        if not self._has_rows:
+            return set(stamps)
+        with self._reading() as connection:
+            names = {
+                name
+                for name, stamp in stamps_in(connection, self._uid)
+                if work.is_all or stamps.get(name, "") != stamp
+            }
+            known = {name for name, _ in stamps_in(connection, self._uid)}
+        names |= stamps.keys() - known
+        if is_ambiguous(work.history, names):
+            work.is_all = True
+        return names | known | stamps.keys() if work.is_all else names
+
+    def _read(
+        self, builder: Builder, work: _Work, deletions: dict[str, Row], names: Sequence[str]
+    ) -> list[Change]:
+        """Return how the rows of some checkpoints change."""
+        rows: dict[str, Row] = {}
+        if self._has_rows:
+            with self._reading() as connection:
+                rows = checkpoints_in(connection, self._uid, names)
+        return [
+            builder.checkpoint(
+                name,
+                work.seen.stamps.get(name, ""),
+                old := rows.get(name),
+                deletion_of(name, old, deletions, is_ignored=work.is_all),
+            )
+            for name in names
+        ]
 
 
 def forget_run(database: Database, uid: str) -> None:
@@ -231,121 +364,30 @@ def forget_run(database: Database, uid: str) -> None:
         connection.execute(delete(RUNS).where(RUNS.c.uid == uid))
 
 
-def _is_current(database: Database, paths: RunPaths, uid: str) -> bool:
+class _Work:
+    """What a look has found. With `is_all`, all rows of checkpoints are built again."""
+
+    def __init__(
+        self,
+        seen: Survey,
+        history: RunHistory,
+        lines: list[NewLines],
+        named: set[str],
+        *,
+        is_all: bool,
+    ) -> None:
+        self.seen, self.history, self.lines, self.named = seen, history, lines, named
+        self.is_all = is_all
+
+    def builder(self, secrets: Sequence[str]) -> Builder:
+        _, journaled = journaled_of(self.history.lines, None)
+        return Builder.of(self.history, secrets, journaled)
+
+
+def _is_current(fingerprint: str, unknown_kinds: Sequence[str], seen: Survey) -> bool:
     """Return True if the folder has not changed and this version would not build more rows.
 
     Rows that a newer version wrote are kept.
     """
-    query = select(RUNS.c.fingerprint, RUNS.c.unknown_kinds).where(RUNS.c.uid == uid)
-    with database.reading() as connection:
-        stored = connection.execute(query).first()
-    if stored is None or not stored.fingerprint:
-        return False
     known = {str(kind) for kind in EventKind}
-    return not known.intersection(stored.unknown_kinds) and is_same_state(
-        stored.fingerprint, survey(paths).fingerprint
-    )
-
-
-def _write_run(connection: Connection, uid: str, content: _Content) -> None:
-    # A run without a row in `runs` has no other rows, so they need no query.
-    known = connection.scalar(select(RUNS.c.uid).where(RUNS.c.uid == uid))
-    checkpoints = _stored(connection, CHECKPOINTS, known)
-    rows = content.rows
-    upsert(connection, RUNS, [clean(rows.run)])
-    _sync(connection, ATTEMPTS, rows.attempts, _stored(connection, ATTEMPTS, known))
-    _sync(connection, LAUNCHES, rows.launches, _stored(connection, LAUNCHES, known))
-    _sync(connection, NODES, rows.nodes, _stored(connection, NODES, known))
-    _sync(connection, CHECKPOINTS, rows.checkpoints, checkpoints)
-    _write_files(connection, uid, content.found, bool(checkpoints))
-    _sync(connection, EDGES, rows.edges, _stored(connection, EDGES, known))
-    stored = _stored(connection, JOURNALS, known)
-    _write_lines(connection, uid, content.lines, content.secrets, stored)
-
-
-def _write_files(
-    connection: Connection, uid: str, found: Sequence[FoundCheckpoint], is_known: bool
-) -> None:
-    """Write the file rows of the manifests that were read; the others have theirs already."""
-    read = [one for one in found if one.files is not None]
-    if is_known and read:
-        matches = [FILES.c.run_uid == bindparam("uid"), FILES.c.checkpoint == bindparam("of")]
-        connection.execute(
-            delete(FILES).where(*matches), [{"uid": uid, "of": str(one.name)} for one in read]
-        )
-    rows = (row for one in read for row in _file_rows(uid, one))
-    upsert(connection, FILES, rows, is_new=not is_known)
-
-
-def _file_rows(uid: str, found: FoundCheckpoint) -> Iterator[Row]:
-    for number, (path, size, checksum) in enumerate(found.files or ()):
-        yield {
-            "run_uid": uid,
-            "checkpoint": str(found.name),
-            "number": number,
-            "path": clean(path),
-            "bytes": size,
-            "checksum": clean(checksum),
-        }
-
-
-def _write_lines(
-    connection: Connection,
-    uid: str,
-    lines: Sequence[NewLines],
-    secrets: Sequence[str],
-    stored: Sequence[Row],
-) -> None:
-    """Add the new lines of the journals, which are append-only."""
-    replaced = [one.journal for one in lines if one.is_replaced]
-    if replaced:
-        # A journal with fewer lines was replaced, so write all its lines again.
-        connection.execute(
-            delete(EVENTS).where(EVENTS.c.run_uid == uid, EVENTS.c.journal.in_(replaced))
-        )
-    wanted = [{"run_uid": uid, "journal": one.journal, "lines": one.lines} for one in lines]
-    _sync(connection, JOURNALS, wanted, stored)
-    rows = (_event_row(uid, one, event, secrets) for one in lines for event in one.events)
-    upsert(connection, EVENTS, rows, is_new=not stored)
-
-
-def _event_row(uid: str, part: NewLines, event: Event, secrets: Sequence[str]) -> Row:
-    row: Row = clean(
-        {
-            "run_uid": uid,
-            "journal": part.journal,
-            "opening": event.opening,
-            "sequence": event.sequence,
-            "attempt": attempt_of(event, part.attempt),
-            "time": event.time,
-            "kind": str(event.kind),
-            "data": redact(event.data, secrets),
-        }
-    )
-    return row
-
-
-def _stored(connection: Connection, table: Table, uid: str | None) -> list[Row]:
-    if uid is None:
-        return []
-    found = connection.execute(select(table).where(table.c.run_uid == uid))
-    return [dict(row) for row in found.mappings()]
-
-
-def _sync(
-    connection: Connection, table: Table, wanted: Sequence[Row], stored: Sequence[Row]
-) -> None:
-    """Write the rows that differ from the stored ones, and delete the stored rows not wanted."""
-    keys = [column.name for column in table.primary_key]
-    key_of = itemgetter(*keys)
-    there = {key_of(row): row for row in stored}
-    rows = {key_of(row): clean(row) for row in wanted}
-    gone = [{name: there[key][name] for name in keys} for key in there.keys() - rows.keys()]
-    if gone:
-        matches = [table.c[key] == bindparam(f"key_{key}") for key in keys]
-        connection.execute(
-            delete(table).where(and_(*matches)),
-            [{f"key_{key}": value for key, value in one.items()} for one in gone],
-        )
-    changed = [row for key, row in rows.items() if there.get(key) != row]
-    upsert(connection, table, changed, is_new=not there)
+    return not known.intersection(unknown_kinds) and is_same_state(fingerprint, seen.fingerprint)

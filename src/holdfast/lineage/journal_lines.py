@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -62,20 +62,18 @@ class LinePlaces:
                 self._known.popitem(last=False)
 
 
-def read_new_lines(paths: RunPaths, counts: Mapping[str, int]) -> Iterator[NewLines]:
-    """Yield each journal of the run, in file order, with at most `LINES_MAX` lines together.
+def read_new_lines(
+    paths: RunPaths, counts: Mapping[str, int], attempts: Iterable[int]
+) -> Iterator[NewLines]:
+    """Yield each journal of the run and of `attempts`, with at most `LINES_MAX` lines together.
 
     `counts` has the number of lines of each journal that are known.
     """
     left = LINES_MAX
-    for path in paths.list_journals():
-        inside = path.relative_to(paths.directory)
-        is_attempts = inside.parts[0] == paths.attempts.name
-        name = inside.as_posix()
+    for path, number in paths.list_journals_of(attempts):
+        name = path.relative_to(paths.directory).as_posix()
         count = counts.get(name, 0)
-        found = NewLines(
-            journal=name, attempt=int(inside.parts[1]) if is_attempts else None, lines=count
-        )
+        found = NewLines(journal=name, attempt=number, lines=count)
         found = _read(path, found, left)
         if found.lines < count:
             found = replace(_read(path, replace(found, lines=0), left), is_replaced=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from sqlalchemy import Connection, and_, delete, select
@@ -13,25 +14,37 @@ from holdfast.lineage.metric_rows import LOSS, SPARK_POINTS, Bucket, MetricSerie
 from holdfast.lineage.tables import METRIC_FILES, METRICS, Row, lock_run, upsert
 
 
-def follow_metrics(database: Database, paths: RunPaths, uid: str) -> None:
-    """Ingest the new metrics of a run that is in the index. Cheap if there are none."""
-    if _has_changed(database, paths, uid):
+def follow_metrics(
+    database: Database, paths: RunPaths, uid: str, attempts: Collection[int] | None = None
+) -> None:
+    """Ingest the new metrics of a run that is in the index. Cheap if there are none.
+
+    With `attempts`, only their files are looked at.
+    """
+    if _has_changed(database, paths, uid, attempts):
         with database.writing() as connection:
             lock_run(connection, uid)
-            write_metrics(connection, paths, uid)
+            write_metrics(connection, paths, uid, attempts)
 
 
-def _has_changed(database: Database, paths: RunPaths, uid: str) -> bool:
+def _has_changed(
+    database: Database, paths: RunPaths, uid: str, attempts: Collection[int] | None
+) -> bool:
     """Return True if a metrics file was added, removed or changed its size since the last read."""
+    sizes = {key: path.stat().st_size for key, path in list_metrics(paths, attempts).items()}
+    if attempts is not None and not sizes:
+        # The next look at all files finds those that were removed.
+        return False
     with database.reading() as connection:
-        offsets = {key: row["offset"] for key, row in _known(connection, uid).items()}
-    sizes = {key: path.stat().st_size for key, path in list_metrics(paths).items()}
-    return offsets != sizes
+        known = _known(connection, uid, attempts)
+    return {key: row["offset"] for key, row in known.items()} != sizes
 
 
-def write_metrics(connection: Connection, paths: RunPaths, uid: str) -> None:
-    """Update the metric buckets of a run from its metrics files."""
-    known, found = _known(connection, uid), list_metrics(paths)
+def write_metrics(
+    connection: Connection, paths: RunPaths, uid: str, attempts: Collection[int] | None = None
+) -> None:
+    """Update the metric buckets of a run, or of some attempts, from its metrics files."""
+    known, found = _known(connection, uid, attempts), list_metrics(paths, attempts)
     for key in known.keys() - found.keys():
         connection.execute(delete(METRIC_FILES).where(_is_file(METRIC_FILES, uid, key)))
     for key, path in sorted(found.items()):
@@ -47,8 +60,12 @@ def write_metrics(connection: Connection, paths: RunPaths, uid: str) -> None:
         _save(connection, uid, key, series, again=not has_grown or series.stride != stride)
 
 
-def _known(connection: Connection, uid: str) -> dict[tuple[int, int], Row]:
+def _known(
+    connection: Connection, uid: str, attempts: Collection[int] | None
+) -> dict[tuple[int, int], Row]:
     query = select(METRIC_FILES).where(METRIC_FILES.c.run_uid == uid)
+    if attempts is not None:
+        query = query.where(METRIC_FILES.c.attempt.in_(attempts))
     return {
         (row["attempt"], row["launch"]): dict(row) for row in connection.execute(query).mappings()
     }

@@ -17,19 +17,15 @@ _ALONE = frozenset({Cause.NODE_FAILURE, Cause.HOST_OOM, Cause.GPU_OOM, Cause.INF
 _OF_MACHINES = _ALONE | {Cause.HANG, Cause.UNKNOWN}
 
 
-def node_rows(history: RunHistory) -> list[Row]:
-    """Return a row for each attempt and host."""
-    lost: dict[int, set[str]] = {}
-    for event in history.events:
-        attempt, host = event.data.get("attempt"), event.data.get("host")
-        if event.kind is EventKind.NODE_LOST and host and isinstance(attempt, int):
-            lost.setdefault(attempt, set()).add(str(host))
-    return [
-        row for view in history.attempts for row in _rows(history, view, lost.get(view.number, ()))
-    ]
-
-
-def _rows(history: RunHistory, view: AttemptView, lost: Any) -> list[Row]:
+def node_rows(history: RunHistory, view: AttemptView) -> list[Row]:
+    """Return a row for each host of an attempt."""
+    lost = {
+        str(event.data["host"])
+        for event in history.lines.by_attempt.get(view.number, ())
+        if event.kind is EventKind.NODE_LOST
+        and event.data.get("host")
+        and isinstance(event.data.get("attempt"), int)
+    }
     failed = view.outcome.failed_host if view.outcome else None
     hosts = dict.fromkeys([*view.hosts, *sorted(lost), *([failed] if failed else [])])
     blamed = set(lost) or ({failed} if failed else set())

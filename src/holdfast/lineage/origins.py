@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container
 
 from holdfast.contracts.attempt import RunRecord
 from holdfast.contracts.paths import CheckpointName, checkpoint_id
@@ -11,7 +11,8 @@ from holdfast.contracts.paths import CheckpointName, checkpoint_id
 class Origins:
     """Resolves checkpoint ids to runs. An id contains a folder name, which may not be unique."""
 
-    def __init__(self, record: RunRecord, own: Mapping[str, CheckpointName]) -> None:
+    def __init__(self, record: RunRecord, own: Container[str]) -> None:
+        """`own` has the directory names of the checkpoints in the run's folder."""
         self._record = record
         self._own = own
 
@@ -38,7 +39,7 @@ class Origins:
         another run. Any other parent could form a cycle.
         """
         uid, _, name = self.find(self.name(identity))
-        parent = self._own.get(name or "") or CheckpointName.parse(name or "")
+        parent = CheckpointName.parse(name or "")
         if uid is None or parent is None or parent.step > child.step:
             return None
         is_own = uid == self._record.uid

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Final
 
 from holdfast.contracts.attempt import Provenance
@@ -14,76 +13,58 @@ from holdfast.contracts.history import AttemptView, RunHistory
 from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.roots import ensure_root_id
 from holdfast.contracts.states import RunState
-from holdfast.contracts.timeline import goodput_of
-from holdfast.lineage.checkpoint_rows import checkpoint_rows
-from holdfast.lineage.disk import FoundCheckpoint, Row
+from holdfast.contracts.timeline import KnownAccount, goodput_of
+from holdfast.lineage.checkpoint_totals import Totals
+from holdfast.lineage.disk import Row
 from holdfast.lineage.node_rows import node_rows
 from holdfast.lineage.origins import Origins, bare
-from holdfast.lineage.states import INTEGER_MAX, CheckpointState, EdgeKind
+from holdfast.lineage.states import INTEGER_MAX, EdgeKind
 
-# The columns of a run that count its checkpoints in each state.
-STORAGE: Final = {
-    "kept": CheckpointState.COMMITTED,
-    "damaged": CheckpointState.DAMAGED,
-    "deleted": CheckpointState.DELETED,
-}
-
-
+# Lines of these kinds record edges.
+OF_EDGES: Final = (
+    *(EventKind.ROLLED_BACK, EventKind.EXPORTED, EventKind.IMPORTED, EventKind.FORKED),
+)
 # An edge's kind, source (uid, folder name, node) and target (the same).
 _Edge = tuple[EdgeKind, str, str, str, str | None, str | None, str | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunRows:
-    """All rows of one run except its journal lines; see `models` for the columns."""
+class AttemptRows:
+    """The rows of one attempt; see `models` for the columns. Attempt 0 has the run's own edges."""
 
-    run: Row
-    attempts: list[Row]
-    nodes: list[Row]
-    launches: list[Row]
-    checkpoints: list[Row]
-    edges: list[Row]
+    attempts: list[Row] = field(default_factory=list)
+    nodes: list[Row] = field(default_factory=list)
+    launches: list[Row] = field(default_factory=list)
+    edges: list[Row] = field(default_factory=list)
 
 
-def build_rows(
-    history: RunHistory,
-    found: Sequence[FoundCheckpoint],
-    deleted: Mapping[str, Row],
-    fingerprint: str,
-) -> RunRows:
-    """Return all rows of the run except its journal lines.
-
-    `deleted` has the deletions of checkpoints, by name.
-    """
-    origins = Origins(history.record, {str(one.name): one.name for one in found})
-    checkpoints = checkpoint_rows(history, found, deleted, origins)
-    launches = _launch_rows(history, origins)
-    launches_of, checkpoints_of = _by_attempt(launches), _by_attempt(checkpoints)
-    attempts = [
-        _attempt_row(
-            history,
-            view,
-            checkpoints_of.get(view.number, []),
-            launches_of.get(view.number, []),
-            origins,
-        )
-        for view in history.attempts
+def attempt_rows(
+    history: RunHistory, view: AttemptView, committed_step: int | None, origins: Origins
+) -> AttemptRows:
+    """Return the rows of an attempt. `committed_step` is its newest one with a valid manifest."""
+    launches = _launch_rows(history, view, origins)
+    row = _attempt_row(history, view, committed_step, launches, origins)
+    node = attempt_node(view.number)
+    resumed = [row["resumed_from"], *(one["resumed_from"] for one in launches)]
+    edges = [
+        (EdgeKind.RESUMED_FROM, *_own(history), node, *origins.find(identity))
+        for identity in resumed
+        if identity
     ]
-    return RunRows(
-        run=_run_row(history, attempts, checkpoints, fingerprint),
-        attempts=attempts,
-        nodes=node_rows(history),
+    return AttemptRows(
+        attempts=[row],
+        nodes=node_rows(history, view),
         launches=launches,
-        checkpoints=checkpoints,
-        edges=_edge_rows(history, attempts, launches, origins),
+        edges=_edge_rows(history, edges),
     )
 
 
-def _by_attempt(rows: Iterable[Row]) -> dict[int, list[Row]]:
-    found: defaultdict[int, list[Row]] = defaultdict(list)
-    for row in rows:
-        found[row["attempt"]].append(row)
-    return found
+def own_edges(history: RunHistory, origins: Origins) -> AttemptRows:
+    """Return the edges of the run itself: its origin, and what its journals record."""
+    edges = list(_journaled_edges(history))
+    if forked_from := history.record.forked_from:
+        edges.append((EdgeKind.FORKED_FROM, *_own(history), "", *origins.find(forked_from)))
+    return AttemptRows(edges=_edge_rows(history, edges))
 
 
 def attempt_of(event: Event, own: int | None) -> int | None:
@@ -99,18 +80,20 @@ def whole(value: object) -> int | None:
     return value if abs(value) <= INTEGER_MAX else None
 
 
-def _run_row(
-    history: RunHistory, attempts: Sequence[Row], checkpoints: Sequence[Row], fingerprint: str
+def run_row(
+    history: RunHistory, totals: Totals, fingerprint: str, known: KnownAccount | None = None
 ) -> Row:
-    record, state = history.record, history.state
-    supervised = _last(history.events, EventKind.SUPERVISED)
-    ended = _last(history.events, EventKind.RUN_ENDED)
-    digests = [a["command_digest"] for a in attempts if a["command_digest"]]
-    ended_at = attempts[-1]["ended_at"] if attempts else None
+    """Return the row of the run. `known` is from earlier calls for the run."""
+    record, state, attempts = history.record, history.state, history.attempts
+    supervised = _last(history, EventKind.SUPERVISED)
+    ended = _last(history, EventKind.RUN_ENDED)
+    digests = filter(None, map(_command_digest, reversed(attempts)))
+    last = attempts[-1] if attempts else None
+    ended_at = last.ended_at if last else None
     ended_at = None if state.is_live else ended_at or (ended.time if ended else None)
-    updated_at = newest_time(history, attempts, checkpoints)
-    verified = [c["step"] for c in checkpoints if c["checksum"]]
-    goodput = goodput_of(history, until=ended_at or updated_at, safe_step=max(verified, default=0))
+    updated_at = newest_time(history, totals)
+    until, safe_step = ended_at or updated_at, totals.verified_step or 0
+    goodput = goodput_of(history, until=until, safe_step=safe_step, known=known)
     return {
         "uid": record.uid,
         "run": history.paths.name,
@@ -121,42 +104,31 @@ def _run_row(
         "reason": _reason(history, state),
         "spec": record.spec,
         "spec_digest": record.spec_digest,
-        "command_digest": digests[-1] if digests else None,
+        "command_digest": next(digests, None),
         "created_at": record.created_at,
         "created_by": record.created_by,
         "ended_at": ended_at,
         "forked_from": record.forked_from,
         "forked_uid": record.forked_uid,
         "forked_path": record.forked_path,
-        "step": _step(state, attempts, checkpoints),
+        "step": _step(state, last, totals),
         "flow_run": str(supervised.data.get("flow_run") or "") or None if supervised else None,
         "updated_at": updated_at,
-        "committed_at": max(
-            (c["committed_at"] for c in on_branch(checkpoints) if c["committed_at"]), default=None
-        ),
+        "committed_at": totals.branch_at,
         "goodput": asdict(goodput),
         "fingerprint": fingerprint,
         "root_id": ensure_root_id(history.paths.directory.parent),
         "unknown_kinds": sorted(history.tally.unknown_kinds),
         "attempts": len(attempts),
-        "world_size": attempts[-1]["world_size"] if attempts else None,
-        **_storage(checkpoints),
+        "world_size": _world_size(last) if last else None,
+        **totals.storage(),
     }
-
-
-def _storage(checkpoints: Sequence[Row]) -> Row:
-    """Return the number and the bytes of checkpoints in each state."""
-    totals: Row = {}
-    for name, state in STORAGE.items():
-        mine = [one["bytes"] or 0 for one in checkpoints if one["state"] == state]
-        totals |= {name: len(mine), f"{name}_bytes": min(sum(mine), INTEGER_MAX)}
-    return totals
 
 
 def _reason(history: RunHistory, state: RunState) -> str | None:
     """Return why the run is in its state, from the newest record that explains it."""
     request, decision = history.pending_request, history.last_decision
-    ended = _last(history.events, EventKind.RUN_ENDED)
+    ended = _last(history, EventKind.RUN_ENDED)
     if not state.is_live and ended and ended.data.get("state") == state:
         return str(ended.data.get("reason") or "") or None
     last = history.last_attempt
@@ -169,42 +141,43 @@ def _reason(history: RunHistory, state: RunState) -> str | None:
     return None
 
 
-def _step(state: RunState, attempts: Sequence[Row], checkpoints: Sequence[Row]) -> int | None:
+def _step(state: RunState, last: AttemptView | None, totals: Totals) -> int | None:
     """Return the newest committed step on the run's branch; a completed run has its last step."""
-    committed = [c["step"] for c in on_branch(checkpoints)]
-    finished = attempts[-1]["last_step"] if state is RunState.COMPLETED and attempts else None
-    return max([*committed, *([finished] if finished is not None else [])], default=None)
+    finished = last.last_step if state is RunState.COMPLETED and last else None
+    steps = [step for step in (totals.branch_step, finished) if step is not None]
+    return max(steps, default=None)
 
 
-def on_branch(checkpoints: Iterable[Row]) -> list[Row]:
-    """Return the checkpoints that the run can resume from."""
-    return [
-        c for c in checkpoints if c["state"] == CheckpointState.COMMITTED and not c["rolled_back"]
-    ]
-
-
-def newest_time(history: RunHistory, attempts: Iterable[Row], checkpoints: Iterable[Row]) -> float:
+def newest_time(history: RunHistory, totals: Totals) -> float:
     """Return the newest time in the folder, in Unix seconds. Implausible times are ignored."""
-    times = [history.tally.newest_at or None]
-    times += [row[key] for row in attempts for key in ("submitted_at", "started_at", "ended_at")]
-    times += [row[key] for row in checkpoints for key in ("committed_at", "deleted_at")]
+    times = [history.tally.newest_at or None, totals.newest_at]
+    for view in history.attempts:
+        times += (view.submitted_at, view.started_at, view.ended_at)
     plausible = (time for time in times if time is not None and 0 <= time <= TIME_MAX)
     return max(plausible, default=history.record.created_at)
+
+
+def _command_digest(view: AttemptView) -> str | None:
+    """Return the digest of an attempt's command."""
+    digest = view.command_digest or (view.outcome.command_digest if view.outcome else None)
+    # Until rank 0 has recorded the digest, use the one of the request.
+    return digest or (view.request.command_digest if view.request else None)
+
+
+def _world_size(view: AttemptView) -> int:
+    return view.world_size or (view.outcome.world_size if view.outcome else 0)
 
 
 def _attempt_row(
     history: RunHistory,
     view: AttemptView,
-    checkpoints: Sequence[Row],
+    committed_step: int | None,
     launches: Sequence[Row],
     origins: Origins,
 ) -> Row:
-    """Return the row of an attempt. `checkpoints` and `launches` are its own."""
     request, outcome = view.request, view.outcome
     resumed = next((i for i in launches if i["resumed_step"] is not None), None)
-    committed = [c["step"] for c in checkpoints if c["checksum"]]
     recorded_step = outcome.committed_step if outcome else None
-    digest = view.command_digest or (outcome.command_digest if outcome else None)
     return {
         "run_uid": history.record.uid,
         "number": view.number,
@@ -217,14 +190,13 @@ def _attempt_row(
         "job_name": request.job_name if request else None,
         "hosts": list(view.hosts),
         "nodes": request.nodes if request else None,
-        "world_size": view.world_size or (outcome.world_size if outcome else 0),
-        # Until rank 0 has recorded the digest, use the one of the request.
-        "command_digest": digest or (request.command_digest if request else None),
+        "world_size": _world_size(view),
+        "command_digest": _command_digest(view),
         "resumed_from": origins.name(view.resumed_from),
         "resumed_step": resumed["resumed_step"] if resumed else None,
         "first_step": view.first_step,
         "last_step": view.last_step,
-        "committed_step": max(committed, default=recorded_step),
+        "committed_step": recorded_step if committed_step is None else committed_step,
         "created_at": request.created_at if request else None,
         "submitted_at": view.submitted_at,
         "started_at": view.started_at,
@@ -237,31 +209,29 @@ def _attempt_row(
     }
 
 
-def _launch_rows(history: RunHistory, origins: Origins) -> list[Row]:
-    rows: dict[tuple[int, int], Row] = {}
+def _launch_rows(history: RunHistory, view: AttemptView, origins: Origins) -> list[Row]:
+    rows: dict[int, Row] = {}
 
-    def row(attempt: int, number: int) -> Row:
+    def row(number: int) -> Row:
         blank = {
             **dict.fromkeys(("world_size", "command_digest", "resumed_from", "resumed_step")),
             **dict.fromkeys(("first_step", "last_step", "started_at", "trained_from")),
             **dict.fromkeys(("ended_at", "ending", "exit_code")),
         }
-        key = {"run_uid": history.record.uid, "attempt": attempt, "number": number}
-        return rows.setdefault((attempt, number), {**key, **blank})
+        key = {"run_uid": history.record.uid, "attempt": view.number, "number": number}
+        return rows.setdefault(number, {**key, **blank})
 
-    known = {view.number for view in history.attempts}
-    for event in history.events:
+    for event in history.lines.by_attempt.get(view.number, ()):
         attempt, number = whole(event.data.get("attempt")), whole(event.data.get("launch"))
         facts = _launch_facts(event, origins)
-        if attempt in known and number is not None and facts:
-            target = row(attempt or 0, number)
+        if attempt is not None and number is not None and facts:
+            target = row(number)
             target.update({key: fact for key, fact in facts.items() if target[key] is None})
-    for view in history.attempts:
-        for record in view.outcome.launches if view.outcome else ():
-            facts = record.model_dump(mode="json", exclude={"number"})
-            facts["resumed_from"] = origins.name(record.resumed_from)
-            target = row(view.number, record.number)
-            target.update({key: fact for key, fact in facts.items() if fact not in (None, "")})
+    for record in view.outcome.launches if view.outcome else ():
+        facts = record.model_dump(mode="json", exclude={"number"})
+        facts["resumed_from"] = origins.name(record.resumed_from)
+        target = row(record.number)
+        target.update({key: fact for key, fact in facts.items() if fact not in (None, "")})
     return [rows[key] for key in sorted(rows)]
 
 
@@ -290,40 +260,24 @@ def _launch_facts(event: Event, origins: Origins) -> Row:
     }
 
 
-def _edge_rows(
-    history: RunHistory,
-    attempts: Sequence[Row],
-    launches: Sequence[Row],
-    origins: Origins,
-) -> list[Row]:
+def _own(history: RunHistory) -> tuple[str, str]:
+    return history.record.uid, history.paths.name
+
+
+def _edge_rows(history: RunHistory, edges: Iterable[_Edge]) -> list[Row]:
     columns = ("kind", "source_uid", "source_run", "source", "target_uid", "target_run", "target")
     run_uid, rows = history.record.uid, {}
-    resumed = [
-        *((attempt_node(one["number"]), one["resumed_from"]) for one in attempts),
-        *((attempt_node(one["attempt"]), one["resumed_from"]) for one in launches),
-    ]
-    for edge in (*_edges_to_origins(history, resumed, origins), *_journaled_edges(history)):
+    for edge in edges:
         row = dict(zip(columns, (str(edge[0]), *edge[1:]), strict=True))
         identity = document_digest([run_uid, *row.values()])
         rows[identity] = {"id": identity, "run_uid": run_uid, **row}
     return [rows[key] for key in sorted(rows)]
 
 
-def _edges_to_origins(
-    history: RunHistory, resumed: Sequence[tuple[str, str | None]], origins: Origins
-) -> Iterator[_Edge]:
-    """Yield the edges to the checkpoints that attempts resumed from and the run was forked from."""
-    own = history.record.uid, history.paths.name
-    forked = (EdgeKind.FORKED_FROM, "", history.record.forked_from)
-    for kind, source, identity in (*((EdgeKind.RESUMED_FROM, *one) for one in resumed), forked):
-        if identity:
-            yield kind, *own, source, *origins.find(identity)
-
-
 def _journaled_edges(history: RunHistory) -> Iterator[_Edge]:
     """Yield the edges of rollbacks, exports, imports and forks, which the journals record."""
-    own = history.record.uid, history.paths.name
-    for event in history.events:
+    own = _own(history)
+    for event in history.lines.of_kinds(*OF_EDGES):
         data, checkpoint = event.data, bare(event.data.get("checkpoint"))
         if event.kind is EventKind.ROLLED_BACK and data.get("to"):
             yield EdgeKind.ROLLED_BACK, *own, "", *own, bare(data["to"])
@@ -343,5 +297,5 @@ def attempt_node(number: int) -> str:
     return f"attempt-{number:04d}"
 
 
-def _last(events: Sequence[Event], kind: EventKind) -> Event | None:
-    return next((event for event in reversed(events) if event.kind is kind), None)
+def _last(history: RunHistory, kind: EventKind) -> Event | None:
+    return next(iter(reversed(history.lines.of_kinds(kind))), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from functools import cache
 from operator import itemgetter
 from typing import Any, Final
 
@@ -52,16 +53,28 @@ def upsert(
     keys = [column.name for column in table.primary_key]
     key_of = itemgetter(*keys)
     unique = list({key_of(row): row for row in rows}.values())
+    if not unique:
+        return
     if connection.dialect.name == "postgresql" and len(unique) >= COPY_ROWS_MIN:
         _copy(connection, table, unique, is_new=is_new)
         return
-    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
-    statement = dialect.insert(table)
-    if not is_new:
-        others = {c.name: statement.excluded[c.name] for c in table.columns if c.name not in keys}
-        statement = statement.on_conflict_do_update(index_elements=keys, set_=others)
+    statement = _insert(table, connection.dialect.name, is_new=is_new)
     for start in range(0, len(unique), ROWS_PER_STATEMENT_MAX):
         connection.execute(statement, unique[start : start + ROWS_PER_STATEMENT_MAX])
+
+
+@cache
+def _insert(table: Table, dialect: str, *, is_new: bool) -> Any:
+    """Return a statement that inserts rows, and replaces those with the same key unless `is_new`.
+
+    SQLAlchemy takes longer to make it than to run it.
+    """
+    keys = [column.name for column in table.primary_key]
+    statement = (postgresql if dialect == "postgresql" else sqlite).insert(table)
+    if is_new:
+        return statement
+    others = {c.name: statement.excluded[c.name] for c in table.columns if c.name not in keys}
+    return statement.on_conflict_do_update(index_elements=keys, set_=others)
 
 
 def _copy(connection: Connection, table: Table, rows: Sequence[Row], *, is_new: bool) -> None:
