@@ -145,6 +145,8 @@ class Loop:
 
         A program may loop again after a loop has ended. The end of the last one counts.
         """
+        if self.should_stop:
+            return
         if (steps, epochs) != (self.total, self.epochs) or self.is_finished:
             self.total, self.epochs = steps, epochs
             self.is_finished = self._has_noted_end = False
@@ -215,7 +217,7 @@ class Loop:
         if self.should_stop and not self._context.has_agent and self._ranks.rank == 0:
             self._context.run.stop_file.unlink(missing_ok=True)
 
-    def leave_step(self) -> None:
+    def leave_step(self, *, ends_epoch: bool = False) -> None:
         """Go on after a loop that the program left by `break`. All ranks call this together.
 
         The step is complete if an optimizer has stepped in it. Otherwise it begins again. Raises
@@ -232,13 +234,14 @@ class Loop:
             )
         self.is_inside_step = False
         if self._optimizers.is_trained:
-            self.boundary(ends_epoch=True)
+            self.boundary(ends_epoch=ends_epoch)
 
     def can_finish(self) -> bool:
         """Return True if the state may be saved, after any loop. All ranks call this together.
 
-        A step that the program left by `break` counts if an optimizer has stepped in it. While an
-        exception passes, or if ranks left after different steps, nothing may be saved.
+        A step that the program left by `break` counts if an optimizer has stepped in it. Nothing
+        may be saved if an exception passes from inside a step, or if ranks left after different
+        steps.
         """
         if self.should_stop:
             return False

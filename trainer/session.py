@@ -223,7 +223,7 @@ class Session(SessionParts):
         try:
             while (epoch := position.epoch) < total:
                 yield epoch
-                loop.leave_step()
+                loop.leave_step(ends_epoch=True)
                 if loop.finish_epoch():
                     return
         finally:
@@ -390,8 +390,8 @@ class Session(SessionParts):
         """Saves the state that is not saved yet, waits for the commit, releases all resources.
 
         After a loop that was left by `break`, the last step counts if an optimizer has stepped in
-        it. While an exception passes, nothing is saved. Raises `SaveError` if the last checkpoint
-        could not be committed.
+        it. If an exception passes from inside a step, nothing is saved. Raises `SaveError` if the
+        last checkpoint could not be committed.
 
         A program that calls this before its last step declares that it is complete, as after early
         stopping. Pass `may_end_early=False` where code of a framework calls it, whatever the reason

@@ -239,6 +239,41 @@ def test_numbers_that_begin_again_are_reported(
     assert "enumerate() numbers the batches from 0" in capsys.readouterr().out
 
 
+def test_batches_of_all_epochs_are_numbered_as_one(tmp_path: Path) -> None:
+    found = []
+    for stop in (9, 15):
+        own = Training(tmp_path / "run")
+        sampler = own.session.sampler(SAMPLES, BATCH, 15)
+        loader: Any = DataLoader(TensorDataset(torch.zeros(SAMPLES)), batch_sampler=sampler)
+        for number, _ in own.session.enumerate(loader):
+            found.append(number)
+            own.step()
+            if number + 1 == stop:
+                break
+        own.session.close()
+    assert found == list(range(15))
+
+
+def test_the_epoch_after_a_resume_at_an_end_is_numbered_from_0(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = Training(tmp_path / "run")
+    for _ in own.session.epochs(1):
+        for _ in own.session.batches(own.loader()):
+            own.step()
+        break
+    own.session.close()
+    again = Training(tmp_path / "run")
+    seen = []
+    for _ in again.session.epochs(2):
+        for number, _ in enumerate(again.session.batches(again.loader())):
+            seen.append(number)
+            again.step()
+    again.session.close()
+    assert seen == list(range(SAMPLES // BATCH))
+    assert "enumerate" not in capsys.readouterr().out
+
+
 def test_small_batches_of_the_loader_are_one_step_together(tmp_path: Path) -> None:
     own = Training(tmp_path / "run")
     for number, _ in own.session.enumerate(own.loader(batch_size=2)):

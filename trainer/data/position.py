@@ -52,6 +52,7 @@ class Position:
         # complete steps when it began.
         self.open_epoch: int | None = None
         self._epoch_began = completed - steps_in_epoch
+        self._spans_epochs = False
         # How many batches of the program's loader are one step, if that is known.
         self.batches_per_step = 1
         # The complete steps of the epoch in which the run resumed, until its first step is over.
@@ -122,13 +123,18 @@ class Position:
         """Complete the end of the open epoch."""
         assert self.open_epoch is not None
         self.open_epoch, self.in_epoch = self.open_epoch + 1, False
-        self._epoch_began = self.completed
+        self._epoch_began, self.resumed_inside = self.completed, 0
 
     @property
     def steps_in_epoch(self) -> int:
-        """The number of complete steps of the current epoch, 0 if it is not known."""
+        """The number of complete steps of the current epoch, 0 if it is not known.
+
+        Without a loop over epochs, an `ElasticSampler` gives the data of all epochs as one.
+        """
         if self.open_epoch is not None:
             return self.completed - self._epoch_began
+        if self._spans_epochs:
+            return self.completed
         if self._order is None:
             return 0
         before, epoch = range(1, self.next_step), self._order.epoch(self.next_step)
@@ -241,6 +247,7 @@ class Position:
             last_step=total,
         )
         self._samplers.add(sampler)
+        self._spans_epochs = True
         return sampler
 
     def distributed_sampler(

@@ -7,8 +7,8 @@ saved ones count.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
-from numbers import Number
 from typing import Any, Final
 
 from torch import Tensor
@@ -72,8 +72,8 @@ def _plain(value: Any) -> Any:
         return value.item() if value.numel() == 1 and not value.is_meta else None
     if isinstance(value, bool | str) or value is None:
         return value
-    if isinstance(value, Number):
-        return value if isinstance(value, int | float) else None
+    if isinstance(value, int | float):
+        return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         value = sorted(value)
     if isinstance(value, list | tuple) and len(value) <= VALUES_MAX:
