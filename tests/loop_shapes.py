@@ -131,15 +131,6 @@ def nanogpt(probe: Probe) -> None:
         probe.mark("step begins", step)
         for group in optimizer.param_groups:
             group["lr"] = 0.01 * (1 + math.cos(math.pi * step / total)) / 2
-        if step % 4 == 1:
-            # The evaluation draws random positions.
-            places = torch.randint(len(tokens) - WIDTH - 1, (6,))
-            value = mean(language_loss(model, tokens, places))
-            probe.mark("evaluated", step)
-            session.log(**{"loss/val": value})
-            probe.note(f"evaluation {step}", value=value)
-            if session.best["step"] == step:
-                session.checkpoint()
         parts = session.batch(4 * SAMPLES, GLOBAL_BATCH).micro(3)
         for part in parts:
             loss = language_loss(model, tokens, torch.as_tensor(part)) / len(parts)
@@ -151,6 +142,15 @@ def nanogpt(probe: Probe) -> None:
         optimizer.zero_grad(set_to_none=True)
         session.log(loss=loss.item())
         probe.note(f"step {step}", loss=loss.item())
+        if step % 4 == 0:
+            # The evaluation draws random positions. Its value is that of the step's checkpoint.
+            places = torch.randint(len(tokens) - WIDTH - 1, (6,))
+            value = mean(language_loss(model, tokens, places))
+            probe.mark("evaluated", step)
+            session.log(**{"loss/val": value})
+            probe.note(f"evaluation {step}", value=value)
+            if session.best["step"] == step:
+                session.checkpoint()
     probe.mark("after the loop", 0)
     finish(probe, session, model, optimizer)
 

@@ -18,11 +18,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from holdfast.contracts.errors import HoldfastError
-from holdfast.contracts.rank_status import RankStatusTable
-from holdfast.trainer.meeting import NodeMeeting
+from holdfast.contracts.rank_status import SAID_VALUE_MAX, RankStatusTable
+from holdfast.trainer.meeting import Boundary, NodeMeeting
 from holdfast.trainer.rank_tree import TIMEOUT_S, RankTree
 
 TIMEOUT: Final = timedelta(seconds=TIMEOUT_S)
+# Ranks of several nodes get an answer at different moments, but not that different.
+FAR_ABSENT_S: Final = 30.0
 
 T = TypeVar("T")
 Group = dist.ProcessGroup | RankTree | None
@@ -47,9 +49,11 @@ class ControlGroup:
             self.group = RankTree.over_store(store, self.rank, self.world_size)
         self.stage_group = self.group
         self._meeting: NodeMeeting | None = None
+        self._status_table: RankStatusTable | None = None
 
     def meet_on(self, status_table: RankStatusTable, local_rank: int) -> None:
         """Use `status_table` to agree on numbers from now on, if it has a record of every rank."""
+        self._status_table = status_table
         if self.world_size > 1 and status_table.ranks == self.world_size:
             self._meeting = NodeMeeting(status_table, local_rank)
 
@@ -76,12 +80,29 @@ class ControlGroup:
         value, error = attempt(compute)
         return _values(self.group.gather_all((value, _text_of(error))), error)
 
-    def largest(self, values: Sequence[int]) -> list[int]:
-        """Return the largest of each number over all ranks. Every rank passes equally many."""
-        numbers = [int(value) for value in values]
+    def largest(self, values: Sequence[int], at: Boundary | None = None) -> list[int]:
+        """Return the largest of each number over all ranks. Every rank passes equally many.
+
+        With `at`, raise `SessionError` if a rank of this node has gone on from there.
+        """
+        numbers = [min(int(value), SAID_VALUE_MAX) for value in values]
         if self._meeting is not None:
-            return self._meeting.largest(numbers)
-        return self.group.largest(numbers)
+            return self._meeting.largest(numbers, at)
+        if at is None:
+            return self.group.largest(numbers)
+        with self.group.watched(partial(self._require_presence, at)):
+            return self.group.largest(numbers)
+
+    def _require_presence(self, at: Boundary, waited_s: float) -> None:
+        """Raise `SessionError` if a rank of this node has gone on from `at` long ago.
+
+        A rank that had the answer goes on too, a moment before the others have it.
+        """
+        if self._status_table is None or waited_s < FAR_ABSENT_S:
+            return
+        records = self._status_table.records()
+        if absent := [record.rank for record in records if at.has_left(record)]:
+            raise at.error([self.rank], absent)
 
 
 @contextlib.contextmanager

@@ -379,7 +379,11 @@ class CheckpointEngine:
                 staged.slot.seal(table(self._layout, blocked_s=0.0, error=problem).to_document())
             raise
         made = table(layout=layout, blocked_s=time.monotonic() - began)
-        staged.slot.seal(made.to_document(), is_snapshot=is_snapshot)
+        try:
+            staged.slot.seal(made.to_document(), is_snapshot=is_snapshot)
+        except ValueError as error:
+            staged.slot.state = SlotState.EMPTY
+            raise SaveError(f"step {facts.name.step} cannot be staged: {error}") from error
 
     def wait_for_slot(self, timeout_s: float) -> bool:
         """Wait until a slot is free, so that the next save does not wait. Return False if none."""

@@ -20,9 +20,9 @@ from holdfast.contracts.rank_status import Phase
 from holdfast.trainer import alone
 from holdfast.trainer.file_engine import FileEngine
 from holdfast.trainer.loading.restore import chosen_interval
+from holdfast.trainer.optimizer_steps import OptimizerSteps
 from holdfast.trainer.saver import PlanStatus, Saver
 from holdfast.trainer.session import Session, check_best
-from holdfast.trainer.signals import end_deaf_helpers_at_exit
 from holdfast.trainer.staging.snapshots import SnapshotRhythm
 from holdfast.trainer.state.file_state import FileState, Framework
 from holdfast.trainer.state.run_state import Restored
@@ -68,12 +68,12 @@ class FileSession(Session):
                 "Remove checkpoint.local from the spec"
             )
         self.seed, self._best_of = seed, best
+        self._optimizers, self._made_with = OptimizerSteps.unknown(), {}
         with alone.claimed(self, self._abandon):
             self._join(directory, None)
             state = FileState(framework, self._ranks)
             found = self._restore(state, FileSaver, partial(self._load, state))
             self._start(found, chosen, SnapshotRhythm("off"))
-        end_deaf_helpers_at_exit()
 
     def _load(
         self, state: FileState, directory: Path, manifest: Manifest, document: Mapping[str, Any]

@@ -15,6 +15,7 @@ and `finish_end`. Its own state then says whether the end has still to run.
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -25,12 +26,16 @@ from holdfast.contracts.journal import EventKind
 from holdfast.contracts.rank_status import Phase, Proposal, RankRecord
 from holdfast.contracts.reporting import report
 from holdfast.trainer.collective import ControlGroup
+from holdfast.trainer.data.numbering import RESTARTED, has_restarted
 from holdfast.trainer.data.position import Position
+from holdfast.trainer.meeting import Boundary
 from holdfast.trainer.metrics import Recorder
 from holdfast.trainer.numerics.guard import LossGuard
+from holdfast.trainer.optimizer_steps import OptimizerSteps
 from holdfast.trainer.pacing.pace import Pace
 from holdfast.trainer.rank_context import RankContext
 from holdfast.trainer.saver import Saver
+from holdfast.trainer.signals import SignalFlags
 
 NOTICE: Final = "notice"
 DRAWN: Final = (
@@ -52,6 +57,8 @@ class Loop:
     """
 
     is_checkpoint_wanted = is_inside_step = is_finished = should_stop = False
+    # True inside a loop over `epochs`.
+    is_in_epochs = False
     # True if the wanted checkpoint waits for a free staging slot instead of being skipped.
     waits_for_slot = False
     # True from the last batch of an epoch until its end is complete.
@@ -60,7 +67,9 @@ class Loop:
     _ended: int | None = None
     total: int | None = None
     epochs: int | None = None
-    _has_entered = _has_noted_end = False
+    # True if the program has left the loop's generator by `break`, in the middle of a step.
+    was_left = False
+    _has_entered = _has_noted_end = _has_warned_of_gradients = False
     # The step whose save waits for the end of its epoch.
     _waits_for_end: int | None = None
     _knows_ends = True
@@ -76,8 +85,11 @@ class Loop:
         guard: LossGuard,
         pace: Pace,
         position: Position,
+        optimizers: OptimizerSteps,
+        flags: SignalFlags | None,
     ) -> None:
-        """`position` holds the number of complete steps."""
+        """`position` holds the number of complete steps. `flags` is None under an agent."""
+        self._optimizers, self._flags = optimizers, flags
         self._context, self._ranks, self._record, self._recorder = context, ranks, record, recorder
         self._saver, self._guard, self._pace = saver, guard, pace
         self._position = position
@@ -90,8 +102,12 @@ class Loop:
     def enter(self) -> bool:
         """Process the boundary before this launch's first step. Return True to leave at once."""
         # The first step compiles and warms up, so it has its own limit of silence.
+        self._look_at_signals(time.monotonic())
         if not self._has_entered and self._record.finish_step(self.completed, Phase.COMPILE):
             self._consider(self.completed)
+        elif self._has_entered:
+            # An earlier loop of this launch has ended.
+            self._record.beat(Phase.TRAIN)
         self._has_entered = self._position.has_begun = True
         return self.should_stop
 
@@ -103,26 +119,37 @@ class Loop:
         With `ends_epoch`, it is the last step of an epoch of `epochs`, whose end follows.
         """
         step, pace, saver = self._position.finish_step(), self._pace, self._saver
-        is_flushing = bool(saver.in_flight)
-        pace.meter.leave(time.monotonic(), is_flushing=is_flushing)
+        is_flushing, now = bool(saver.in_flight), time.monotonic()
+        pace.meter.leave(now, is_flushing=is_flushing)
+        self._look_at_signals(now)
         if is_flushing:
             saver.collect()
         self._guard.look()
+        self._optimizers.count_step()
+        if self._position.resumed_inside:
+            self._check_numbers()
         self.is_at_end = has_end or (ends_epoch and self.epochs is not None)
         if self._is_save_due(step) and not (has_end or self._must_wait_for_end(step)):
-            self._meet(step)
+            self._meet(step, at=Boundary(step))
             pace.meter.enter(time.monotonic())
         elif pace.rhythm.is_due(step):
             saver.snapshot(step)
             pace.meter.enter(time.monotonic())
+        self._optimizers.begin_step()
         if self._record.finish_step(step):
             self._consider(step)
         return self.should_stop
 
     def promise(self, *, steps: int | None = None, epochs: int | None = None) -> None:
-        """Record how many steps or epochs the program will run."""
-        if (steps, epochs) != (self.total, self.epochs):
+        """Record how many steps or epochs the program will run.
+
+        A program may loop again after a loop has ended. The end of the last one counts.
+        """
+        if self.should_stop:
+            return
+        if (steps, epochs) != (self.total, self.epochs) or self.is_finished:
             self.total, self.epochs = steps, epochs
+            self.is_finished = self._has_noted_end = False
             self._recorder.event(
                 EventKind.NOTE, text=f"the program loops over {self.promised}", promised=True
             )
@@ -166,7 +193,8 @@ class Loop:
         self._waits_for_end, self.is_at_end, self._ended = None, False, step
         if self._is_save_due(step) and not self._saver.has_staged(step):
             self._saver.give_up_snapshot(step)
-            self._meet(step)
+            self._meet(step, at=Boundary(step, is_end=True))
+        self._record.finish_end(step)
         # The evaluation is not part of the next step's time.
         self._pace.meter.enter(time.monotonic())
         self._record.beat(Phase.TRAIN)
@@ -189,15 +217,46 @@ class Loop:
         if self.should_stop and not self._context.has_agent and self._ranks.rank == 0:
             self._context.run.stop_file.unlink(missing_ok=True)
 
-    def require_between_steps(self) -> None:
-        """Raise `SpecError` if the program left a loop in the middle of a step."""
-        if self.is_inside_step and not self.should_stop:
+    def leave_step(self, *, ends_epoch: bool = False) -> None:
+        """Go on after a loop that the program left by `break`. All ranks call this together.
+
+        The step is complete if an optimizer has stepped in it. Otherwise it begins again. Raises
+        `SpecError` if that is not known.
+        """
+        if not self.is_inside_step or self.should_stop:
+            return
+        if self._optimizers.is_inside or not self.was_left:
             raise SpecError(
                 f"step {self.completed + 1}: the loop over session.batches or session.steps was "
                 "left in the middle of this step, so the step is not complete. Let the loop run "
                 "to its end, or loop over the loader itself and call session.boundary() after "
                 "each step"
             )
+        self.is_inside_step = False
+        if self._optimizers.is_trained:
+            self.boundary(ends_epoch=ends_epoch)
+
+    def can_finish(self) -> bool:
+        """Return True if the state may be saved, after any loop. All ranks call this together.
+
+        A step that the program left by `break` counts if an optimizer has stepped in it. Nothing
+        may be saved if an exception passes from inside a step, or if ranks left after different
+        steps.
+        """
+        if self.should_stop:
+            return False
+        if not self.is_inside_step:
+            return True
+        if self._optimizers.is_inside or sys.exc_info()[1] is not None:
+            return False
+        if self._optimizers.is_trained:
+            self._record.finish_step(self._position.finish_step())
+        self.is_inside_step = False
+        newest, oldest = self._ranks.largest([self.completed, -self.completed])
+        if newest != -oldest:
+            text = f"the ranks left their loop after different steps, {-oldest} to {newest}"
+            self._recorder.event(EventKind.NOTE, text=f"{text}: no last checkpoint")
+        return newest == -oldest
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -225,12 +284,35 @@ class Loop:
 
     def warn_of_draws(self, generators: Sequence[str]) -> None:
         """Report which generators were used before the first step, if any."""
-        if not generators:
-            return
-        text = f"random numbers ({', '.join(generators)}) {DRAWN}"
+        if generators:
+            self._note(f"random numbers ({', '.join(generators)}) {DRAWN}")
+
+    def _check_numbers(self) -> None:
+        """After the first step of a resume inside an epoch, look for numbers that began at 0."""
+        position = self._position
+        before = position.resumed_inside * position.batches_per_step
+        position.resumed_inside = 0
+        if has_restarted(before, position.batches_per_step):
+            self._note(RESTARTED.format(before=before))
+
+    def _note(self, text: str) -> None:
+        """Print and journal what a person should know."""
         if self._ranks.rank == 0:
             report(f"holdfast: {text}")
         self._recorder.event(EventKind.NOTE, text=text)
+
+    def _warn_of_gradients(self, step: int) -> None:
+        """Report once a checkpoint between two optimizer steps, whose gradients are not saved."""
+        if self._has_warned_of_gradients or not self._optimizers.only_accumulates:
+            return
+        self._has_warned_of_gradients = True
+        text = (
+            f"no optimizer stepped in step {step}, and its checkpoint does not contain the "
+            "gradients. If the program accumulates them over several batches, a resume from here "
+            "loses some. Make these batches one step: pass the loader's batch_size to "
+            "session.distributed_sampler, or call session.boundary() after each optimizer step"
+        )
+        self._note(text)
 
     def _is_save_due(self, step: int) -> bool:
         return self.is_checkpoint_wanted or self._pace.cadence.is_due(step)
@@ -253,15 +335,20 @@ class Loop:
             self.should_stop = True
             self.finish()
         elif proposal is Proposal.SAVE and not self._saver.has_staged(step):
-            self._meet(step, NOTICE)
+            self._meet(step, asked=NOTICE)
             self._pace.meter.enter(time.monotonic())
             # End the save phase here: `finish_step` ran before the save.
             self._record.beat(Phase.TRAIN)
 
-    def _meet(self, step: int, asked: str = "") -> None:
+    def _look_at_signals(self, now: float) -> None:
+        for text in self._flags.look(now) if self._flags is not None else ():
+            self._note(text)
+
+    def _meet(self, step: int, *, asked: str = "", at: Boundary | None = None) -> None:
         """Meet all ranks at an agreed step, to decide on a save and on the next meeting step.
 
-        `asked` is the reason of a save that was requested from all ranks.
+        `asked` is the reason of a save that was requested from all ranks. `at` is the place of a
+        meeting that ranks may miss by mistake.
         """
         if self.is_checkpoint_wanted:
             asked, self.is_checkpoint_wanted = "request", False
@@ -278,21 +365,28 @@ class Loop:
             now = time.monotonic()
             decision = cadence.decide(step, now) if is_due else (wanted, cadence.next_step)
         mine = [decision[0] or wanted, decision[1], saver.is_busy, saver.look(), self._guard.asked]
-        agreed = self._ranks.largest([*mine, *self._pace.figures()])
-        save, next_step, is_busy, plan_status, bad_step, copy_us, step_us = agreed
+        agreed = self._ranks.largest([*mine, saver.wants_plan, *self._pace.figures()], at)
+        save, next_step, is_busy, plan_status, bad_step, is_outdated, copy_us, step_us = agreed
         if bad_step:
             self._guard.resolve()
             # This meeting was called because of the loss. A cloud's notice is followed by a stop.
             save = save if asked != NOTICE else 0
+        elif is_outdated:
+            # This one was called because snapshots need a new plan.
+            save = save if asked != NOTICE else 0
+            self._record.ask(0)
+            saver.plan_again()
+            plan_status = saver.look()
         saved = bool(save) and (waits or not is_busy)
         if saved:
             saver.make_fit(plan_status)
+            self._warn_of_gradients(step)
             saver.save(step=step, reason=asked or "interval")
         else:
             saver.complete_plan(plan_status)
             if save:
                 saver.note_skipped(step)
-        if not saved and self._pace.rhythm.is_due(step):
+        if not saved and (is_outdated or self._pace.rhythm.is_due(step)):
             saver.snapshot(step)
         saver.forget()
         self._pace.update(copy_us, step_us, saved=saved)

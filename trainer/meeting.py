@@ -11,16 +11,41 @@ import os
 import select
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
-from holdfast.contracts.errors import HoldfastError
-from holdfast.contracts.rank_status import RankStatusTable
+from holdfast.contracts.errors import HoldfastError, SessionError
+from holdfast.contracts.rank_status import RankRecord, RankStatusTable
 
 # The interval between polls. It is longer once a peer is late, because it may be minutes behind.
 NAP_S: Final = 50e-6
 LATE_S: Final = 0.05
 LATE_NAP_S: Final = 1e-3
 TIMEOUT_S: Final = 1800.0
+# A rank that went on has not joined if its numbers are not there after this time either.
+ABSENT_S: Final = 1.0
+RANKS_NAMED_MAX: Final = 8
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The end of `step`, or with `is_end` the end of the epoch after it, where ranks meet."""
+
+    step: int
+    is_end: bool = False
+
+    def has_left(self, record: RankRecord) -> bool:
+        """Return True if the rank of `record` has gone on from here."""
+        return (record.ended if self.is_end else record.completed) >= self.step
+
+    def error(self, came: Sequence[int], absent: Sequence[int]) -> SessionError:
+        """Return the error for ranks that have gone on without a meeting."""
+        where = f"{'the end of the epoch after ' if self.is_end else ''}step {self.step}"
+        return SessionError(
+            f"{where}: {_listed(came)} came to save a checkpoint, and {_listed(absent)} went on. "
+            "Call session.checkpoint() on every rank, not on rank 0 only, and loop over the same "
+            "steps on all ranks"
+        )
 
 
 class NodeMeeting:
@@ -32,11 +57,11 @@ class NodeMeeting:
         self._number = self._mine.meeting
         self._peers: dict[int, int] = {}
 
-    def largest(self, values: Sequence[int]) -> list[int]:
+    def largest(self, values: Sequence[int], at: Boundary | None = None) -> list[int]:
         """Return the largest of each number over all ranks. Every rank passes equally many.
 
         `SAID_MAX` numbers are allowed. Raises `HoldfastError` if a peer has ended, or has not come
-        within `TIMEOUT_S` seconds.
+        within `TIMEOUT_S` seconds, and `SessionError` if one has gone on from `at`.
         """
         self._number += 1
         self._mine.say(self._number, values)
@@ -48,6 +73,8 @@ class NodeMeeting:
             missing = [record.rank for record, one in zip(self._all, rows, strict=True) if not one]
             if values and not missing:
                 return [max(column) for column in zip(*filter(None, rows), strict=True)]
+            if at is not None and time.monotonic() - began > ABSENT_S:
+                self._require_presence(at, len(values))
             lost = [rank for rank in missing if rank in ended]
             if lost or time.monotonic() - began > TIMEOUT_S:
                 why = "has ended" if lost else f"did not come within {TIMEOUT_S:.0f} s"
@@ -56,6 +83,14 @@ class NodeMeeting:
                     "of a step; see that rank's log for its own error"
                 )
             time.sleep(LATE_NAP_S if time.monotonic() - began > LATE_S else NAP_S)
+
+    def _require_presence(self, at: Boundary, count: int) -> None:
+        """Raise `SessionError` if a rank has gone on from `at` and has stored no numbers."""
+        gone = [record for record in self._all if at.has_left(record)]
+        absent = [one.rank for one in gone if one.said(self._number, count) is None]
+        if absent:
+            came = [one.rank for one in self._all if one.said(self._number, count) is not None]
+            raise at.error(came, absent)
 
     def close(self) -> None:
         """Release the handles of the peers' processes."""
@@ -81,3 +116,12 @@ class NodeMeeting:
             poll.register(handle, select.POLLIN)
             ranks[handle] = record.rank
         return ended + [ranks[handle] for handle, _ in poll.poll(0)]
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """Return "rank 0" or "ranks 1, 2", and not all names of many ranks."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    named = ", ".join(map(str, ranks[:RANKS_NAMED_MAX]))
+    more = len(ranks) - RANKS_NAMED_MAX
+    return f"ranks {named}" + (f" and {more} more" if more > 0 else "")

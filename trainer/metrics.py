@@ -28,6 +28,8 @@ from holdfast.contracts.reporting import report
 from holdfast.trainer.rank_context import RankContext
 
 FLUSH_S: Final = 1.0
+# The metrics that a checkpoint records, as JSON. They must fit into its staging slot's table.
+CHECKPOINT_BYTES_MAX: Final = 256 * 1024
 QUEUE_MAX: Final = 100_000
 CLOSE_TIMEOUT_S: Final = 30.0
 
@@ -159,8 +161,34 @@ def improved(
         return best
     name, better = of
     value, former = float(values[name]), best.get("value")
-    is_better = former is None or (value < former if better == "min" else value > former)
-    return {"metric": name, "value": value, "step": step} if is_better else best
+    if former is None or math.isnan(former):
+        is_better = former is None or not math.isnan(value)
+    else:
+        is_better = value < former if better == "min" else value > former
+    if not is_better:
+        return best
+    return {"metric": name, "mode": better, "value": value, "step": step}
+
+
+def that_fit(metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
+    """Return the metrics that fit into a checkpoint, and the names of the others.
+
+    Short names go first: a value for each layer or expert has a longer name than a value of the
+    whole model, which keep rules use.
+    """
+    sizes = {name: len(json.dumps(name)) + len(repr(value)) + 4 for name, value in metrics.items()}
+    if sum(sizes.values()) <= CHECKPOINT_BYTES_MAX:
+        return dict(metrics), []
+    left, kept = CHECKPOINT_BYTES_MAX, set()
+    for name in sorted(sizes, key=lambda name: (len(name), name)):
+        left -= sizes[name]
+        if left < 0:
+            break
+        kept.add(name)
+    return (
+        {name: value for name, value in metrics.items() if name in kept},
+        [name for name in metrics if name not in kept],
+    )
 
 
 def _number(value: float) -> float | str:

@@ -16,7 +16,7 @@ import select
 import socket
 import time
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Final, Protocol
 
 import psutil
@@ -28,6 +28,7 @@ from holdfast.trainer.tree_link import Link, dial, greet
 FAN_OUT: Final = 16
 TIMEOUT_S: Final = 1800.0
 ACCEPT_S: Final = 0.2
+LOOK_S: Final = 1.0
 # Users of torch choose the network between nodes by this variable.
 INTERFACES: Final = "GLOO_SOCKET_IFNAME"
 
@@ -57,6 +58,7 @@ class RankTree:
         self._links: dict[int, Link] = {}
         self._problem = ""
         self._splits = 0
+        self._look: Callable[[float], object] | None = None
         _trees.add(self)
 
     @classmethod
@@ -143,6 +145,15 @@ class RankTree:
             self._send(child, pickle.dumps(its, protocol=5))
         return pickle.loads(parts[self.index]) if self.index else values[0]
 
+    @contextlib.contextmanager
+    def watched(self, look: Callable[[float], object]) -> Iterator[None]:
+        """Call `look` about once a second with the seconds of each wait. It may raise."""
+        self._look = look
+        try:
+            yield
+        finally:
+            self._look = None
+
     def largest(self, values: Sequence[int]) -> list[int]:
         """Return the largest of each number over all ranks. Every rank passes equally many."""
         found = list(values)
@@ -215,6 +226,9 @@ class RankTree:
             if awaited.has_left or left_s <= 0:
                 why = "has left" if awaited.has_left else f"did not come within {limit_s:.0f} s"
                 self._fail(f"{self._name(number)} {why}")
+            if self._look is not None:
+                self._look(limit_s - left_s)
+                left_s = min(left_s, LOOK_S)
             for handle, _ in poll.poll(left_s * 1000):
                 self._hear(by_handle[handle])
         return awaited.messages.popleft()

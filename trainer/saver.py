@@ -19,7 +19,7 @@ from holdfast.contracts.rank_status import NOWHERE, Phase, RankRecord
 from holdfast.contracts.reporting import report
 from holdfast.trainer.collective import ControlGroup, attempt, problem_of
 from holdfast.trainer.engine import CheckpointEngine
-from holdfast.trainer.metrics import Recorder
+from holdfast.trainer.metrics import Recorder, that_fit
 from holdfast.trainer.planning.rank_rows import describe_rank
 from holdfast.trainer.planning.ranks import raise_problems
 from holdfast.trainer.rank_context import RankContext
@@ -107,7 +107,11 @@ class Saver:
         self._capture_s = 0.0
         self._copy_s: float | None = None
         self.flush_s: float | None = None
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_metrics = False
+        # True from a snapshot that did not fit the plan until the ranks plan again.
+        self.wants_plan = False
+        # Plans that snapshots asked for, and snapshots missed since the last one.
+        self._plans = self._missed = 0
 
     def has_staged(self, step: int) -> bool:
         """True if `step` was the last to be staged or was restored, and needs no save."""
@@ -149,6 +153,9 @@ class Saver:
         self._staged_step, self._parent = step, checkpoint
         self.committed_step = step if checkpoint is not None else 0
         is_ours = manifest is not None and manifest.run_uid == self._context.identity.run_uid
+        if manifest is not None and is_ours:
+            # Later checkpoints record what was logged before the resume too.
+            self._recorder.latest.update(manifest.metrics)
         if manifest is not None and is_ours and manifest.reason == CRASH:
             text = (
                 f"step {step} was only in memory when the ranks died, and was then committed "
@@ -227,7 +234,7 @@ class Saver:
             step=step,
             reason=reason,
             parent=self._parent,
-            metrics=dict(self._recorder.latest),
+            metrics=self._metrics(),
             timeout_s=self._flush_timeout_s,
         )
         now = time.monotonic()
@@ -254,18 +261,49 @@ class Saver:
                 step=step,
                 reason=CRASH,
                 parent=self._parent,
-                metrics=dict(self._recorder.latest),
+                metrics=self._metrics(),
             )
         except SaveError as error:
-            # The next meeting plans again for a changed state. Until then there are no snapshots.
-            if not self._has_warned:
-                self._recorder.event(
-                    EventKind.NOTE, text=f"no snapshots from step {step} on: {error}"
-                )
-            self._has_warned = True
+            self._note_no_snapshot(step, error)
             return
+        self._missed = 0
         if is_kept:
             self._measure(time.monotonic() - began)
+
+    def plan_again(self) -> None:
+        """Plan for a state that has changed. All ranks call this together. Raises `SaveError`."""
+        self.wants_plan = False
+        self._plans += 1
+        self.prepare()
+
+    def _note_no_snapshot(self, step: int, error: SaveError) -> None:
+        """Ask all ranks to plan again, because the state no longer fits the plan.
+
+        Each new plan waits for saves in flight. So a state that changes again and again, as while
+        experts are used for the first time, is planned after more and more missed snapshots. Every
+        checkpoint plans for it too.
+        """
+        if not self._has_warned:
+            text = f"no snapshot of step {step}, the ranks plan again: {error}"
+            self._recorder.event(EventKind.NOTE, text=text)
+        self._has_warned, self._missed = True, self._missed + 1
+        if self._missed >= 1 << self._plans:
+            self.wants_plan = True
+            self._record.ask(step)
+
+    def _metrics(self) -> dict[str, float]:
+        """Return the latest metrics, as many as a checkpoint can record."""
+        kept, left_out = that_fit(self._recorder.latest)
+        if left_out and not self._has_warned_of_metrics:
+            self._has_warned_of_metrics = True
+            text = (
+                f"checkpoints record {len(kept)} of {len(self._recorder.latest)} metrics, those "
+                f"with the shortest names. Left out: {left_out[0]} and {len(left_out) - 1} more. "
+                "The metrics file has all of them"
+            )
+            report(f"holdfast: {text}")
+            self._recorder.event(EventKind.NOTE, text=text)
+        return kept
 
     def _take_captured(self) -> Captured:
         """Return the state that `look` captured, once, or capture it now."""

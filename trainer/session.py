@@ -33,11 +33,15 @@ from holdfast.trainer.data.order import Batch
 from holdfast.trainer.data.sampler import ElasticDistributedSampler, ElasticSampler, check_order
 from holdfast.trainer.loading.restore import chosen_interval, chosen_snapshots, load_tensors
 from holdfast.trainer.metrics import improved
+from holdfast.trainer.optimizer_steps import OptimizerSteps
 from holdfast.trainer.saver import Saver
 from holdfast.trainer.session_parts import SessionParts
-from holdfast.trainer.signals import end_deaf_helpers_at_exit, ignore_stop_signals
+from holdfast.trainer.signals import ignore_stop_signals
 from holdfast.trainer.state.fit import Fit
+from holdfast.trainer.state.local_buffers import warn_of_local_buffers
+from holdfast.trainer.state.made_with import describe_made
 from holdfast.trainer.state.objects import Stateful
+from holdfast.trainer.state.optimizers import unwrap
 from holdfast.trainer.state.train_state import TrainState, listed
 from holdfast.trainer.trackers.sink import open_sink
 from holdfast.trainer.trackers.tracker import Tracker
@@ -111,22 +115,25 @@ class Session(SessionParts):
         check_best(best)
         chosen, rhythm = chosen_interval(interval), chosen_snapshots(snapshots)
         self.seed, self._best_of = seed, best
+        optimizers, schedulers = listed(optimizer), listed(scheduler)
         with alone.claimed(self, self._abandon):
+            self._optimizers = OptimizerSteps(map(unwrap, optimizers))
+            self._made_with = describe_made(map(unwrap, optimizers), schedulers)
             self._join(directory, mesh)
             state = TrainState(
                 model,
-                listed(optimizer),
-                listed(scheduler),
+                optimizers,
+                schedulers,
                 extra,
                 per_rank=per_rank,
                 fit=Fit.of(strict=strict, rename=rename, exclude=exclude),
                 rank=self._ranks.rank,
                 world_size=self._ranks.world_size,
             )
+            warn_of_local_buffers(extra or {}, self.rank, self.world_size)
             saver = partial(Saver, note_forms=state.note_forms, planner=planner)
             found = self._restore(state, saver, partial(load_tensors, self._ranks, state))
             self._start(found, chosen, rhythm)
-        end_deaf_helpers_at_exit()
 
     # --- where training stands ------------------------------------------------------------
 
@@ -178,17 +185,22 @@ class Session(SessionParts):
         could not be.
         """
         loop = self._loop
-        if loop.epochs is None:
+        loop.leave_step()
+        if not loop.is_in_epochs:
             loop.promise(steps=total)
         if loop.completed < total and self._enter_loop(is_last=True):
             return
         while loop.completed < total:
-            loop.is_inside_step = True
-            yield loop.completed + 1
+            loop.is_inside_step, loop.was_left = True, False
+            try:
+                yield loop.completed + 1
+            except GeneratorExit:
+                loop.was_left = True
+                raise
             loop.is_inside_step = False
             if loop.boundary():
                 return
-        if loop.epochs is None:
+        if not loop.is_in_epochs:
             loop.finish()
 
     def epochs(self, total: int) -> Iterator[int]:
@@ -201,45 +213,79 @@ class Session(SessionParts):
         `SaveError` if the last checkpoint could not be committed.
         """
         loop, position = self._loop, self._position
+        loop.leave_step()
         loop.promise(epochs=total)
-        if position.open_epoch is None:
-            position.open_epoch, position.in_epoch = self._began_in
+        position.begin_epochs(self._began_in[0], in_epoch=self._began_in[1])
         # In an epoch that had already begun, the loader's iterator had already been created.
         if self._enter_loop(is_last=not position.in_epoch):
             return
-        while (epoch := position.epoch) < total:
-            yield epoch
-            loop.require_between_steps()
-            if loop.finish_epoch():
-                return
+        loop.is_in_epochs = True
+        try:
+            while (epoch := position.epoch) < total:
+                yield epoch
+                loop.leave_step(ends_epoch=True)
+                if loop.finish_epoch():
+                    return
+        finally:
+            loop.is_in_epochs = False
         loop.finish()
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Iterates over `loader`. Each batch is one step.
 
-        A step is complete when the loop asks for the next batch. The loop ends early when all
-        ranks have agreed to stop. Raises `SpecError` for a DataLoader that shuffles and has no
-        state, and `SaveError` if the last checkpoint could not be committed.
+        If the loader has a sampler of this session and `batch_size` samples are only a part of a
+        step's, as many batches as fill it are one step. A step is complete when the loop asks for
+        the next batch. The loop ends early when all ranks have agreed to stop. To number the
+        batches, use `enumerate` of the session, because Python's begins at 0 after a resume.
+        Raises `SpecError` for a DataLoader that shuffles and has no state, and `SaveError` if the
+        last checkpoint could not be committed.
         """
+        return (batch for _, batch in self.enumerate(loader))
+
+    def enumerate(self, loader: Iterable[T]) -> Iterator[tuple[int, T]]:
+        """Iterates over `loader` as `batches` does, with the number of each batch in its epoch.
+
+        The numbers count from 0. After a resume inside an epoch they continue, and do not begin
+        again, so `if (number + 1) % 4 == 0` is true for the same batches. Raises as `batches`.
+        """
+        return self._number(loader, self._batches_per_step(loader))
+
+    def _number(self, loader: Iterable[T], parts: int) -> Iterator[tuple[int, T]]:
         loop = self._loop
-        check_order(loader)
-        loop.require_between_steps()
+        loop.leave_step()
         batches = iter(loader)
         if self._enter_loop(is_last=True):
             return
-        for batch in batches:
-            loop.is_inside_step = True
-            yield batch
-            if not self._has_stepped():
+        for number, batch in enumerate(batches, self._position.batches_before(parts, batches)):
+            loop.is_inside_step, loop.was_left = True, False
+            try:
+                yield number, batch
+            except GeneratorExit:
+                loop.was_left = True
+                raise
+            if not self._ends_step(number, parts):
                 continue
             loop.is_inside_step = False
             if loop.boundary():
                 return
-        loop.is_at_end = loop.epochs is not None
+        loop.is_at_end = loop.is_in_epochs
 
-    def _has_stepped(self) -> bool:
-        """Return False if the program only accumulated gradients of the last batch."""
-        return True
+    def _batches_per_step(self, loader: Iterable[Any]) -> int:
+        """Return how many batches of `loader` are one step. Raises `SpecError` as `batches`."""
+        return check_order(loader)
+
+    def _ends_step(self, number: int, parts: int) -> bool:
+        """Return False if the program only accumulated gradients of the batch `number`."""
+        return (number + 1) % parts == 0
+
+    @property
+    def first_batch(self) -> int:
+        """The number, from 0, of the next batch of the epoch.
+
+        At the start of a loop over a loader, it is 0 except in the epoch in which the run resumed.
+        In a loop that you write yourself, pass it to Python's `enumerate` as the start.
+        """
+        return self._position.batches_before(self._position.batches_per_step)
 
     def boundary(self) -> bool:
         """Ends one step in a loop that you write yourself; saves if a checkpoint is due.
@@ -343,18 +389,19 @@ class Session(SessionParts):
     def close(self, *, may_end_early: bool = True) -> None:
         """Saves the state that is not saved yet, waits for the commit, releases all resources.
 
-        A loop that was left in the middle of a step saves nothing. Raises `SaveError` if the last
-        checkpoint could not be committed.
+        After a loop that was left by `break`, the last step counts if an optimizer has stepped in
+        it. If an exception passes from inside a step, nothing is saved. Raises `SaveError` if the
+        last checkpoint could not be committed.
 
         A program that calls this before its last step declares that it is complete, as after early
         stopping. Pass `may_end_early=False` where code of a framework calls it, whatever the reason
         why training ended: an end before the promised number of steps is then incomplete.
         """
-        if self._is_closed:
+        if self._is_closed or self._is_in_child:
             return
         is_orderly = False
         try:
-            if not self._loop.is_finished and not self._loop.is_inside_step:
+            if not self._loop.is_finished and self._loop.can_finish():
                 self._loop.finish(is_declared=may_end_early)
             else:
                 self._saver.wait()

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from holdfast.contracts.journal import EventKind
 from holdfast.contracts.rank_status import NOWHERE, Phase
+from holdfast.contracts.reporting import report
 from holdfast.trainer import alone
 from holdfast.trainer.data.position import Position
 from holdfast.trainer.loading.restore import Load, Resumed, resume
 from holdfast.trainer.loop import Loop
 from holdfast.trainer.metrics import open_recorder
 from holdfast.trainer.numerics.guard import LossGuard
+from holdfast.trainer.optimizer_steps import OptimizerSteps
 from holdfast.trainer.pacing.cadence import Interval
 from holdfast.trainer.pacing.pace import Pace
 from holdfast.trainer.rank_context import RankContext, open_control_group, open_rank_context
 from holdfast.trainer.saver import Captured, Saver
-from holdfast.trainer.signals import FailureRecord, SignalFlags
+from holdfast.trainer.signals import FailureRecord, SignalFlags, end_deaf_helpers_at_exit
 from holdfast.trainer.staging.snapshots import SnapshotRhythm
-from holdfast.trainer.state.run_state import Progress, RunState
+from holdfast.trainer.state.made_with import changes
+from holdfast.trainer.state.run_state import MADE_WITH, STEPS_IN_EPOCH, Progress, RunState
 from holdfast.trainer.stop_coordinator import StopCoordinator
 from holdfast.trainer.trackers.sink import TrackerSink
 
@@ -42,10 +47,17 @@ class SessionParts:
     _begins_at = 0
     # The last step whose loss `observe` was given.
     _observed = 0
+    _best_of: tuple[str, str] | None
+    _optimizers: OptimizerSteps
+    # The values with which the program made optimizers and schedulers, see `made_with`.
+    _made_with: dict[str, Any]
 
     def _join(self, directory: str | Path | None, mesh: DeviceMesh | None) -> None:
         """Join the other ranks, and register in the node's status table."""
+        # A loader may start its workers while it is restored, and fail.
+        end_deaf_helpers_at_exit()
         self._sinks = []
+        self._owner = os.getpid()
         self._failures = FailureRecord()
         self._ranks = open_control_group()
         self._context: RankContext = open_rank_context(directory, self._ranks, mesh)
@@ -72,8 +84,10 @@ class SessionParts:
             begins_at=self._begins_at,
         )
         self._saver.began_at(found.step, found.checkpoint, found.manifest)
-        self.best, self.resumed_from = found.best, found.checkpoint
+        self.resumed_from = found.checkpoint
+        self.best = found.best if self._is_of(found.best) else {}
         self._began_in = found.epoch, found.in_epoch
+        self._note_changes(found.program.get(MADE_WITH, {}))
         self._position = Position(
             rank=self._context.data_part,
             world_size=self._context.data_parts,
@@ -82,6 +96,7 @@ class SessionParts:
             former=found.data,
             completed=found.step,
             epoch=found.epoch if found.in_epoch else None,
+            steps_in_epoch=int(found.program.get(STEPS_IN_EPOCH, 0)),
             begins=self._state.rewind_seeds,
         )
         return found
@@ -110,6 +125,8 @@ class SessionParts:
             guard=self._guard,
             pace=pace,
             position=self._position,
+            optimizers=self._optimizers,
+            flags=self._flags,
         )
         self._record.register(self._ranks.rank, found.step)
         self._saver.begin(awaits_state=awaits_state)
@@ -132,6 +149,10 @@ class SessionParts:
             in_epoch=self._position.in_epoch,
             data=self._position.describe(),
             best=self.best,
+            program={
+                MADE_WITH: self._made_with,
+                STEPS_IN_EPOCH: self._position.steps_in_epoch,
+            },
         )
         return self._state.capture(progress)
 
@@ -140,10 +161,11 @@ class SessionParts:
 
         Unless the end is orderly, the flusher commits the newest snapshot.
         """
-        if self._is_closed:
+        if self._is_closed or self._is_in_child:
             return
         self._is_closed = True
         atexit.unregister(self._at_exit)
+        self._optimizers.close()
         if self._stop_coordinator is not None:
             self._stop_coordinator.close()
         self._recorder.close()
@@ -161,7 +183,7 @@ class SessionParts:
 
     def _abandon(self) -> None:
         """Clean up after a failed constructor as after a crash, so that another can be created."""
-        for name in ("_stop_coordinator", "_recorder", "_flags"):
+        for name in ("_stop_coordinator", "_recorder", "_flags", "_optimizers"):
             part = getattr(self, name, None)
             if part is not None:
                 part.close()
@@ -169,6 +191,30 @@ class SessionParts:
             self._saver.close(is_orderly=False)
         if hasattr(self, "_context"):
             self._context.close(wait=False)
+
+    @property
+    def _is_in_child(self) -> bool:
+        """True in a forked child, which has no part in the session of its parent."""
+        return os.getpid() != self._owner
+
+    def _is_of(self, best: dict[str, Any]) -> bool:
+        """Return True if a restored best value is of the metric and the mode that now count."""
+        now = self._best_of or (best.get("metric"), best.get("mode"))
+        return (best.get("metric"), best.get("mode", now[1])) == now
+
+    def _note_changes(self, former: dict[str, Any]) -> None:
+        """Report optimizers and schedulers that the program made with other values than before."""
+        changed = changes(former, self._made_with)
+        if not changed:
+            return
+        text = (
+            f"the program changed {', '.join(changed)}. The values of the checkpoint count. To "
+            "use the new ones, set them after you create the Session. The page `Change a run` of "
+            "the documentation shows how"
+        )
+        if self._ranks.rank == 0:
+            report(f"holdfast: {text}")
+        self._recorder.event(EventKind.NOTE, text=text)
 
     def _at_exit(self) -> None:
         """Write the journal lines and metrics of a program that ends without `close`."""

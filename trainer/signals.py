@@ -7,11 +7,13 @@ and USR2, and the agent starts the stop agreement.
 from __future__ import annotations
 
 import atexit
+import math
 import multiprocessing
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -24,29 +26,113 @@ from torch.utils.data._utils import signal_handling
 from holdfast.contracts.rank_status import RankRecord
 
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR2)
+# The time between two looks at the handlers.
+LOOK_S: Final = 1.0
+NO_HANDLERS: Final = (
+    "the Session was not created in the main thread, and only there can Python handle signals. "
+    "SIGTERM and SIGUSR2 end this process without a last checkpoint. Create the Session in the "
+    "main thread, or stop the run by the file `stop` in its folder"
+)
+# How long daemonic children get to end at the exit of the interpreter.
+END_S: Final = 2.0
+
+_Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class SignalFlags:
-    """Sets a flag in the rank's record on TERM and USR2, from construction until `close`."""
+    """Sets a flag in the rank's record on TERM and USR2, from construction until `close`.
+
+    It calls the handlers of the program too, whether they were installed before or after it.
+    """
 
     def __init__(self, record: RankRecord) -> None:
-        """Install the handlers. Only the main thread can: elsewhere this does nothing."""
-        self._previous: dict[signal.Signals, Any] = {}
-        if threading.current_thread() is not threading.main_thread():
+        """Install the handlers. Only the main thread can. Elsewhere `look` reports it."""
+        self._record = record
+        # The program's handlers by signal, the newest last. The first was there before this one.
+        self._chained: dict[int, list[_Handler]] = {}
+        self._depth: dict[int, int] = dict.fromkeys(STOP_SIGNALS, 0)
+        self._given_up: set[int] = set()
+        self._notes: list[str] = []
+        self._looked_at = -math.inf
+        self._is_open = _in_main_thread()
+        # One object, to recognise it: each access to a method makes another.
+        self._handler: Callable[[int, FrameType | None], None] = self._catch
+        if not self._is_open:
+            self._notes.append(NO_HANDLERS)
             return
-
-        def catch(number: int, _frame: FrameType | None) -> None:
-            record.catch(number)
-
         for number in STOP_SIGNALS:
-            self._previous[number] = signal.signal(number, catch)
+            self._chained[number] = [signal.signal(number, self._handler)]
         os.register_at_fork(after_in_child=self._forget_in_child)
 
+    def look(self, now: float) -> list[str]:
+        """Chain handlers that the program has installed since, and return what people should know.
+
+        It looks about once a second, `now` being the monotonic time. A signal that the program
+        ignores stays ignored.
+        """
+        if now - self._looked_at < LOOK_S:
+            return []
+        self._looked_at = now
+        for number in STOP_SIGNALS if self._is_open else ():
+            current = signal.getsignal(number)
+            if current is not self._handler and number not in self._given_up:
+                self._take_back(number, current)
+        notes, self._notes = self._notes, []
+        return notes
+
     def close(self) -> None:
-        """Restore the previous handlers."""
-        for number, handler in self._previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._previous.clear()
+        """Restore the program's newest handlers. One that was installed unseen stays."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        for number, handlers in self._chained.items():
+            if _in_main_thread() and signal.getsignal(number) is self._handler:
+                signal.signal(number, signal.SIG_DFL if handlers[-1] is None else handlers[-1])
+
+    def _take_back(self, number: int, current: _Handler) -> None:
+        name = signal.Signals(number).name
+        if current is signal.SIG_IGN or not _in_main_thread():
+            self._given_up.add(number)
+            self._notes.append(
+                f"the program {'ignores' if current is signal.SIG_IGN else 'handles'} {name} since "
+                f"it created the Session, so {name} no longer stops the run after a last checkpoint"
+            )
+            return
+        if current is not self._chained[number][-1]:
+            self._chained[number].append(current)
+            self._notes.append(
+                f"the program set a handler for {name} after it created the Session. The Session "
+                "now hears the signal first and then calls that handler"
+            )
+        signal.signal(number, self._handler)
+
+    def _catch(self, number: int, frame: FrameType | None) -> None:
+        """Set the flag, then call the program's handler.
+
+        If that handler calls the one that it found, which is this one, the next older one follows.
+        An error of a handler, such as `SystemExit`, would end this rank before the ranks have
+        agreed on a last checkpoint, so it is dropped while the session is open.
+        """
+        depth, handlers = self._depth[number], self._chained.get(number, [])
+        handler = handlers[-1 - depth] if depth < len(handlers) else signal.SIG_IGN
+        if not self._is_open:
+            # A handler of the program that was installed after this one still calls it.
+            _act(number, frame, handlers[0] if handlers else signal.SIG_IGN)
+            return
+        self._record.catch(number)
+        if not callable(handler):
+            return
+        self._depth[number] = depth + 1
+        try:
+            handler(number, frame)
+        except (Exception, SystemExit) as error:
+            # The last checkpoint comes first, whatever the program's handler raises.
+            self._notes.append(
+                f"the program's handler for {signal.Signals(number).name} raised "
+                f"{type(error).__name__}. The run goes on to its last checkpoint and then stops"
+            )
+        finally:
+            self._depth[number] = depth
 
     def _forget_in_child(self) -> None:
         """Reset a forked child's handlers: `terminate()` on the child must not stop the run.
@@ -54,10 +140,26 @@ class SignalFlags:
         A worker of a data loader ignores the signals, once torch has set its handlers. torchrun
         passes a signal on to all processes of a rank, and a rank without its workers fails.
         """
-        for number in self._previous:
-            signal.signal(number, signal.SIG_DFL)
-        self._previous.clear()
+        if not self._is_open:
+            return
+        self._is_open = False
+        for number in self._chained:
+            if signal.getsignal(number) is self._handler:
+                signal.signal(number, signal.SIG_DFL)
         _torch._set_worker_signal_handlers = _set_handlers_of_worker
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _act(number: int, frame: FrameType | None, handler: _Handler) -> None:
+    """Do what `handler` says, as if it were installed."""
+    if callable(handler):
+        handler(number, frame)
+    elif handler is not signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
 
 # Torch has no public name for it.
@@ -84,26 +186,39 @@ def end_deaf_helpers_at_exit() -> None:
     without a limit. A loader that is still referenced then would block its rank forever.
     """
     atexit.unregister(_end_deaf_helpers)
-    atexit.register(_end_deaf_helpers)
+    atexit.register(_end_deaf_helpers, os.getpid())
 
 
-def _end_deaf_helpers() -> None:
-    deaf = [child for child in multiprocessing.active_children() if _is_deaf(child)]
-    if deaf and threading.current_thread() is threading.main_thread():
+def _end_deaf_helpers(owner: int) -> None:
+    """End the daemonic children, as `multiprocessing` would, but kill those that do not end."""
+    if os.getpid() != owner:
+        # A forked child: they are children of its parent.
+        return
+    daemons = [child for child in multiprocessing.active_children() if child.daemon]
+    if daemons and _in_main_thread():
         # torch's loader reports a dead worker as an error, which is wrong at the end.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for child in deaf:
-        child.kill()
+    for child in daemons:
+        if _is_deaf(child):
+            child.kill()
+        else:
+            child.terminate()
+    give_up = time.monotonic() + END_S
+    for child in daemons:
+        child.join(max(0.0, give_up - time.monotonic()))
+        if child.is_alive():
+            # It may have begun to ignore signals only now.
+            child.kill()
 
 
 def _is_deaf(child: BaseProcess) -> bool:
-    """Return True for a daemon that ignores TERM."""
+    """Return True for a process that ignores TERM."""
     try:
         status = Path(f"/proc/{child.pid}/status").read_text()
     except OSError:
         return False
     ignored = next(line for line in status.splitlines() if line.startswith("SigIgn:"))
-    return child.daemon and bool(int(ignored.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+    return bool(int(ignored.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
 class FailureRecord:
@@ -111,6 +226,7 @@ class FailureRecord:
 
     def __init__(self) -> None:
         self._recorded: BaseException | None = None
+        self._owner = os.getpid()
         self._previous_hook = sys.excepthook
         self._hook: Callable[..., None] = self._on_uncaught
         sys.excepthook = self._hook
@@ -118,6 +234,9 @@ class FailureRecord:
     def write(self, error: BaseException) -> None:
         """Write `error` once to torchrun's error file. Without torchrun, do nothing."""
         if error is self._recorded or not isinstance(error, Exception):
+            return
+        if os.getpid() != self._owner:
+            # The error of a forked child is not the rank's.
             return
         self._recorded = error
         trace = error.__traceback__

@@ -93,6 +93,7 @@ def make_names() -> dict[str, Any]:
         "max_iters": STEPS,
         "step": 1,
         "steps_per_epoch": 2,
+        "new_rate": 0.05,
         "eval_interval": 2,
         "global_batch": 64,
         "batch_size": 16,
@@ -138,11 +139,11 @@ def expected_step(text: str) -> int:
     """The step that the loop in a block reaches."""
     if found := re.search(r"session\.steps\((\d+)\)", text):
         return int(found[1])
-    if "session.epochs(" in text:
-        batch = re.search(r"distributed_sampler\(len\(\w+\), (\d+)\)", text)
-        assert batch is not None
-        return EPOCHS * math.ceil(SAMPLES / int(batch[1]))
-    return STEPS if "session.steps(" in text else 0
+    if batch := re.search(r"distributed_sampler\(len\(\w+\), (\d+)", text):
+        epochs = EPOCHS if "session.epochs(" in text else 1
+        return epochs * math.ceil(SAMPLES / int(batch[1]))
+    is_loop = "session.steps(" in text or "session.enumerate(" in text
+    return STEPS if is_loop else 0
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)

@@ -78,7 +78,8 @@ def test_checkpoint_of_the_last_step_of_an_epoch_includes_the_epoch_end(tmp_path
         manifest, document = own.saved(step)
         assert (document["epoch"], document["in_epoch"]) == (epoch + 1, False)
         assert manifest.metrics["score"] == epoch
-        assert document["best"] == {"metric": "score", "value": epoch, "step": step}
+        best = {"metric": "score", "mode": "max", "value": epoch, "step": step}
+        assert document["best"] == best
     _, document = own.saved(2)
     assert (document["epoch"], document["in_epoch"]) == (0, True)
 
@@ -99,12 +100,28 @@ def test_checkpoint_requested_at_an_epoch_end_is_of_the_last_step(tmp_path: Path
     assert saved.weight.item() == evaluated != own.model.weight.item()
 
 
-def test_loop_left_in_the_middle_of_a_step_is_refused_at_the_epoch_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_loop_left_by_break_in_an_epoch_counts_a_trained_step(
+    tmp_path: Path, is_trained: bool
+) -> None:
     own = Training(tmp_path / "run")
     epochs = own.session.epochs(2)
     next(epochs)
     for ids in own.session.batches(own.loader):
-        own.step(ids)
+        if is_trained:
+            own.step(ids)
+        break
+    next(epochs)
+    assert (own.session.epoch, own.session.step) == (1, is_trained)
+    own.session.close()
+
+
+def test_loop_left_inside_an_optimizer_step_is_refused_at_the_epoch_end(tmp_path: Path) -> None:
+    own = Training(tmp_path / "run")
+    epochs = own.session.epochs(2)
+    next(epochs)
+    for _ in own.session.batches(own.loader):
+        own.session._optimizers._begin(own.optimizer, (), {})
         break
     with pytest.raises(SpecError, match="was left in the middle of this step"):
         next(epochs)

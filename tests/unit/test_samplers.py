@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -190,7 +191,7 @@ def test_skip_windows_shorten_the_epoch() -> None:
 
 @pytest.mark.parametrize("batch_size", [0, 5, 24])
 def test_a_loader_batch_size_that_does_not_divide_the_step_is_refused(batch_size: int) -> None:
-    with pytest.raises(SpecError, match="gives each of 2 ranks 6 samples per step"):
+    with pytest.raises(SpecError, match="this rank trains on 6 samples per step"):
         Run(0, 2).position.distributed_sampler(SAMPLES, GLOBAL_BATCH, batch_size)
 
 
@@ -204,6 +205,72 @@ def test_the_epoch_is_known_before_the_data_order(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out == ""
     run.position.order(SAMPLES, 2 * GLOBAL_BATCH)
     assert "the data order changed after step 5: global_batch 12 → 24" in capsys.readouterr().out
+
+
+def ids_of(run: Run, global_batch: int, steps: int) -> list[int]:
+    """The sample ids of the next steps."""
+    seen: list[int] = []
+    for _ in range(steps):
+        seen += run.position.batch(SAMPLES, global_batch).tolist()
+        run.position.completed += 1
+    return seen
+
+
+def resumed(run: Run) -> Run:
+    former = json.loads(json.dumps(run.position.describe()))
+    return Run(step=run.step, former=former)
+
+
+def test_another_global_batch_goes_on_from_the_same_position(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    whole = Run().position.order(SAMPLES, 10).step_ids(1).tolist()
+    first = Run()
+    seen = ids_of(first, 10, 2)
+    second = resumed(first)
+    seen += ids_of(second, 5, 2)
+    # The third launch keeps the size of the second.
+    third = resumed(second)
+    assert third.position.order(SAMPLES, 5).since == (3, 20)
+    seen += ids_of(third, 5, 4)
+    assert sorted(seen) == list(range(SAMPLES))
+    assert seen[:10] == whole
+    said = capsys.readouterr().out
+    assert said.count("global_batch 10 → 5; it goes on from the same position") == 1
+    assert third.position.order(SAMPLES, 5).epoch(third.step + 1) == 1
+
+
+def test_a_size_that_grows_during_a_launch_continues_alike_after_a_resume() -> None:
+    whole = Run()
+    expected = ids_of(whole, 5, 3) + ids_of(whole, 10, 3)
+    cut = Run()
+    seen = ids_of(cut, 5, 3) + ids_of(cut, 10, 1)
+    assert seen + ids_of(resumed(cut), 10, 2) == expected
+    assert len(set(expected)) == 45
+
+
+def test_sizes_used_in_turn_keep_their_own_orders_after_a_resume() -> None:
+    def both(run: Run, steps: int) -> list[int]:
+        seen = []
+        for _ in range(steps):
+            seen += run.position.batch(SAMPLES, 10).tolist()
+            seen += run.position.batch(SAMPLES, 5).tolist()
+            run.position.completed += 1
+        return seen
+
+    whole, cut = Run(), Run()
+    expected = both(whole, 4)
+    assert both(cut, 2) + both(resumed(cut), 2) == expected
+
+
+def test_data_that_is_skipped_at_a_change_of_the_batch_is_skipped_once() -> None:
+    window = SkipWindow(3, 2)
+    first = Run(skips=(window,))
+    ids_of(first, 10, 2)
+    second = Run(step=2, former=first.position.describe(), skips=(window,))
+    # The first step of the new size is the first one that the window moves.
+    assert second.position.order(SAMPLES, 5).position(3) == 20 + 2 * 5
+    assert second.position.order(SAMPLES, 5).position(4) == 35
 
 
 WORKERS = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import multiprocessing
 import os
@@ -9,6 +10,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,7 @@ from holdfast.trainer.pacing.cadence import AUTO_INTERVAL_S, Cadence, Interval
 from holdfast.trainer.program import program_argv
 from holdfast.trainer.rank_context import choose_directory
 from holdfast.trainer.session import Session
-from holdfast.trainer.signals import FailureRecord, SignalFlags
+from holdfast.trainer.signals import STOP_SIGNALS, FailureRecord, SignalFlags
 from holdfast.trainer.state.run_state import Restored
 
 
@@ -177,6 +180,129 @@ def test_a_signal_is_stored_in_the_rank_status() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
     status_table.close()
     os.close(handle)
+
+
+@pytest.fixture
+def table() -> Iterator[RankStatusTable]:
+    """A status table. Afterwards the handlers of signals are as before."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    status_table, handle = RankStatusTable.create(1)
+    yield status_table
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    status_table.close()
+    os.close(handle)
+
+
+def test_a_handler_that_the_program_set_earlier_is_called_too(table: RankStatusTable) -> None:
+    called: list[int] = []
+
+    def own(number: int, _frame: Any) -> None:
+        called.append(number)
+
+    signal.signal(signal.SIGTERM, own)
+    flags = SignalFlags(table.record(0))
+    signal.raise_signal(signal.SIGTERM)
+    assert (called, table.signals) == ([signal.SIGTERM], signal.SIGTERM)
+    flags.close()
+    assert signal.getsignal(signal.SIGTERM) is own
+
+
+def test_handlers_that_the_program_sets_later_are_chained_and_reported(
+    table: RankStatusTable,
+) -> None:
+    called: list[str] = []
+
+    def earlier(_number: int, _frame: Any) -> None:
+        called.append("earlier")
+
+    def later(name: str) -> Any:
+        former: Any = signal.getsignal(signal.SIGTERM)
+
+        def own(number: int, frame: Any) -> None:
+            called.append(name)
+            former(number, frame)
+
+        signal.signal(signal.SIGTERM, own)
+        return own
+
+    signal.signal(signal.SIGTERM, earlier)
+    flags = SignalFlags(table.record(0))
+    assert flags.look(0.0) == []
+    later("second")
+    assert flags.look(0.5) == [], "it looks about once a second"
+    (said,) = flags.look(2.0)
+    assert "set a handler for SIGTERM after it created the Session" in said
+    third = later("third")
+    assert len(flags.look(4.0)) == 1
+    assert flags.look(6.0) == []
+    signal.raise_signal(signal.SIGTERM)
+    assert called == ["third", "second", "earlier"]
+    assert table.signals == signal.SIGTERM
+    flags.close()
+    assert signal.getsignal(signal.SIGTERM) is third
+    signal.raise_signal(signal.SIGTERM)
+    assert called[-2:] == ["third", "earlier"]
+
+
+def test_closing_leaves_a_handler_that_was_set_after_the_last_look(table: RankStatusTable) -> None:
+    flags = SignalFlags(table.record(0))
+    called = []
+    signal.signal(signal.SIGTERM, lambda *_: called.append(1))
+    own = signal.getsignal(signal.SIGTERM)
+    flags.close()
+    assert signal.getsignal(signal.SIGTERM) is own
+
+
+def test_a_signal_that_the_program_ignores_stays_ignored_and_is_reported(
+    table: RankStatusTable,
+) -> None:
+    flags = SignalFlags(table.record(0))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (said,) = flags.look(0.0)
+    assert "the program ignores SIGTERM" in said
+    assert "no longer stops the run" in said
+    assert flags.look(5.0) == []
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    flags.close()
+
+
+def test_a_handler_that_raises_does_not_end_the_rank_before_the_last_checkpoint(
+    table: RankStatusTable,
+) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+    flags = SignalFlags(table.record(0))
+    signal.raise_signal(signal.SIGTERM)
+    assert table.signals == signal.SIGTERM
+    assert "raised SystemExit" in flags.look(0.0)[0]
+    flags.close()
+
+
+def test_a_session_outside_the_main_thread_says_that_it_hears_no_signals(
+    table: RankStatusTable,
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with ThreadPoolExecutor(1) as pool:
+        flags = pool.submit(SignalFlags, table.record(0)).result(30)
+        assert "not created in the main thread" in pool.submit(flags.look, 0.0).result(30)[0]
+        pool.submit(flags.close).result(30)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_handlers_of_asyncio_run_beside_those_of_the_session(table: RankStatusTable) -> None:
+    flags = SignalFlags(table.record(0))
+    called: list[str] = []
+
+    async def train() -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, called.append, "asyncio")
+        assert len(flags.look(0.0)) == 1
+        signal.raise_signal(signal.SIGTERM)
+        await asyncio.sleep(0.1)
+
+    asyncio.run(train())
+    assert (called, table.signals) == (["asyncio"], signal.SIGTERM)
+    flags.close()
 
 
 def test_a_signal_to_a_forked_process_is_not_a_stop_request() -> None:

@@ -1,8 +1,9 @@
 """Data order: the samples of each training step, as a pure function without the rank count.
 
 An endless sequence visits every sample once per epoch, in a different order in each epoch. The
-samples of step s, counted from 1, begin at position (s - 1) * global_batch. A rank takes its slice
-of the step's samples, so two ranks together see the same samples as four.
+samples of step s, counted from 1, begin at position (s - 1) * global_batch. If the global batch
+changes, the steps since then go on from the position that was reached. A rank takes its slice of
+the step's samples, so two ranks together see the same samples as four.
 
 The order of an epoch is a keyed permutation, computed only for the requested positions. No data of
 the dataset's size is held, and position p costs the same for any p. It is a balanced Feistel cipher
@@ -15,7 +16,7 @@ The order is a promise: it never changes between versions.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -49,6 +50,8 @@ class DataOrder:
     global_batch: int
     seed: int = 0
     skips: tuple[SkipWindow, ...] = field(default=())
+    # The first step of this global batch, and the position of its samples.
+    since: tuple[int, int] = (1, 0)
 
     def __post_init__(self) -> None:
         if not 1 <= self.samples <= SAMPLES_MAX:
@@ -58,8 +61,16 @@ class DataOrder:
 
     def position(self, step: int) -> int:
         """The number of samples before step `step`, counted from 1, including skip windows."""
-        skipped = sum(w.steps for w in self.skips if step >= w.first_step)
-        return (step - 1 + skipped) * self.global_batch
+        first, position = self.since
+        skipped = sum(w.steps for w in self.skips if first <= w.first_step <= step)
+        return max(0, position + (step - first + skipped) * self.global_batch)
+
+    def changed_at(self, step: int, global_batch: int) -> DataOrder:
+        """Return the order that goes on with another global batch from `step` on."""
+        # Data that is skipped from `step` on is skipped in the new order.
+        before = replace(self, skips=tuple(w for w in self.skips if w.first_step < step))
+        since = (step, before.position(step))
+        return replace(self, global_batch=global_batch, since=since)
 
     def epoch(self, step: int) -> int:
         """The epoch, from 0, of the first sample of step `step`."""

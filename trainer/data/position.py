@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.reporting import report
 from holdfast.trainer.data.order import Batch, DataOrder, SkipWindow, joined
-from holdfast.trainer.data.sampler import ElasticDistributedSampler, ElasticSampler
+from holdfast.trainer.data.sampler import (
+    ElasticDistributedSampler,
+    ElasticSampler,
+    batches_per_step,
+)
+
+# Of the orders beside the current one, the last to be used are recorded.
+ORDERS_MAX: Final = 8
 
 
 class Position:
@@ -30,25 +38,38 @@ class Position:
         former: Mapping[str, Any],
         completed: int,
         epoch: int | None = None,
+        steps_in_epoch: int = 0,
         begins: Callable[[], None] | None = None,
     ) -> None:
         """`epoch` is the epoch whose end was not complete when the checkpoint was saved.
 
+        `steps_in_epoch` of its steps were complete.
         `begins` is called before a sampler gives its first ids.
         """
         self.rank, self.world_size, self.seed = rank, world_size, seed
         self._skips, self._former, self.completed = skips, dict(former), completed
-        # The current epoch of the program's loop, if it uses `Session.epochs`.
+        # The current epoch of the program's loop, if it uses `Session.epochs`, and the number of
+        # complete steps when it began.
         self.open_epoch: int | None = None
+        self._epoch_began = completed - steps_in_epoch
+        self._spans_epochs = False
+        # How many batches of the program's loader are one step, if that is known.
+        self.batches_per_step = 1
+        # The complete steps of the epoch in which the run resumed, until its first step is over.
+        self.resumed_inside = steps_in_epoch
         # True after a step of that epoch is complete, until the epoch's end is complete.
         self.in_epoch = False
         # True after the first step of this launch began, in a loop over `Session.steps`.
         self.has_begun, self._given_before = False, 0
         self._begins, self._restored = begins, (completed, epoch)
         self._order: DataOrder | None = None
+        # By samples and global batch: those that a checkpoint recorded, and those used since.
+        self._orders: dict[tuple[int, int], DataOrder] = {}
+        self._restored_order: DataOrder | None = None
         self._samplers: weakref.WeakSet[ElasticSampler | ElasticDistributedSampler] = (
             weakref.WeakSet()
         )
+        self._read_former()
 
     @property
     def reached(self) -> int:
@@ -58,8 +79,10 @@ class Position:
     def skip(self, windows: Sequence[SkipWindow]) -> None:
         """Skip more data, from steps for which no rank has drawn ids."""
         self._skips = joined(self._skips, [(w.first_step, w.steps) for w in windows])
+        for key, order in self._orders.items():
+            self._orders[key] = replace(order, skips=self._skips)
         if self._order is not None:
-            self._order = replace(self._order, skips=self._skips)
+            self._order = self._orders[self._order.samples, self._order.global_batch]
         for sampler in self._samplers:
             sampler.order = replace(sampler.order, skips=self._skips)
 
@@ -89,10 +112,44 @@ class Position:
         self.in_epoch = self.open_epoch is not None
         return self.completed
 
+    def begin_epochs(self, epoch: int, *, in_epoch: bool) -> None:
+        """Begin the program's loop over epochs in `epoch`, unless it has begun before."""
+        if self.open_epoch is None:
+            self.open_epoch, self.in_epoch = epoch, in_epoch
+            if not in_epoch:
+                self._epoch_began = self.completed
+
     def finish_epoch(self) -> None:
         """Complete the end of the open epoch."""
         assert self.open_epoch is not None
         self.open_epoch, self.in_epoch = self.open_epoch + 1, False
+        self._epoch_began, self.resumed_inside = self.completed, 0
+
+    @property
+    def steps_in_epoch(self) -> int:
+        """The number of complete steps of the current epoch, 0 if it is not known.
+
+        Without a loop over epochs, an `ElasticSampler` gives the data of all epochs as one.
+        """
+        if self.open_epoch is not None:
+            return self.completed - self._epoch_began
+        if self._spans_epochs:
+            return self.completed
+        if self._order is None:
+            return 0
+        before, epoch = range(1, self.next_step), self._order.epoch(self.next_step)
+        return len(before) - bisect_left(before, epoch, key=self._order.epoch)
+
+    def batches_before(self, per_step: int, batches: object = None) -> int:
+        """Return the number of the epoch's batches before the current step, `per_step` in each.
+
+        `batches` is the loader's iterator. It may know the number where this position does not.
+        """
+        self.batches_per_step = per_step
+        if self.open_epoch is None and self._order is None:
+            # Torch's loaders count what they gave, and torchdata's restore the number.
+            return int(getattr(batches, "_num_yielded", 0))
+        return self.steps_in_epoch * per_step
 
     @property
     def is_at_end_of_epoch(self) -> bool:
@@ -120,12 +177,42 @@ class Position:
             )
         order = self._order
         if order is None or (order.samples, order.global_batch) != (samples, global_batch):
-            order = DataOrder(
-                samples=samples, global_batch=global_batch, seed=self.seed, skips=self._skips
-            )
-            self._order = order
-            self._compare_with_former(order)
+            order = self._begin_order(samples, global_batch)
+            is_new = (samples, global_batch) not in self._orders
+            self._order = self._orders[samples, global_batch] = order
+            if is_new:
+                self._compare_with_former(order)
         return order
+
+    def _begin_order(self, samples: int, global_batch: int) -> DataOrder:
+        """Return the order of a dataset. Another global batch continues the former one's position.
+
+        A program that uses several sizes in turn keeps an order for each of them.
+        """
+        if known := self._orders.get((samples, global_batch)):
+            return known
+        former = self._order or self._restored_order
+        if former is not None and former.samples == samples:
+            return former.changed_at(self.next_step, global_batch)
+        return DataOrder(
+            samples=samples, global_batch=global_batch, seed=self.seed, skips=self._skips
+        )
+
+    def _read_former(self) -> None:
+        """Restore the orders that the checkpoint recorded, unless the seed has changed."""
+        former = self._former
+        if former.get("seed") != self.seed or not {"samples", "global_batch"} <= former.keys():
+            return
+        since = former.get("since", (1, 0))
+        rows = [*former.get("others", ()), (former["samples"], former["global_batch"], *since)]
+        for samples, global_batch, step, position in rows:
+            self._restored_order = self._orders[samples, global_batch] = DataOrder(
+                samples=int(samples),
+                global_batch=int(global_batch),
+                seed=self.seed,
+                skips=self._skips,
+                since=(int(step), int(position)),
+            )
 
     def batch(self, samples: int, global_batch: int, ahead: int = 0) -> Batch:
         """Return this rank's sample ids of the current step, or of the step `ahead` steps later."""
@@ -160,6 +247,7 @@ class Position:
             last_step=total,
         )
         self._samplers.add(sampler)
+        self._spans_epochs = True
         return sampler
 
     def distributed_sampler(
@@ -172,12 +260,7 @@ class Position:
             world_size=self.world_size,
             place=self,
         )
-        if batch_size is not None and (batch_size < 1 or sampler.local_batch % batch_size):
-            raise SpecError(
-                f"batch_size={batch_size}: a global batch of {global_batch} gives each of "
-                f"{self.world_size} ranks {sampler.local_batch} samples per step; expected this "
-                "number or one of its divisors"
-            )
+        self.batches_per_step = batches_per_step(sampler.local_batch, batch_size)
         self._samplers.add(sampler)
         return sampler
 
@@ -191,6 +274,12 @@ class Position:
             "global_batch": order.global_batch,
             "seed": order.seed,
             "position": order.position(self.next_step),
+            "since": list(order.since),
+            "others": [
+                [other.samples, other.global_batch, *other.since]
+                for other in self._orders.values()
+                if (other.samples, other.global_batch) != (order.samples, order.global_batch)
+            ][-ORDERS_MAX:],
             "skips": [[w.first_step, w.steps] for w in order.skips],
         }
 
@@ -210,8 +299,15 @@ class Position:
         now = {"samples": order.samples, "global_batch": order.global_batch, "seed": order.seed}
         former = {key: self._former.get(key, value) for key, value in now.items()}
         changed = [f"{key} {former[key]} → {now[key]}" for key in now if former[key] != now[key]]
-        if changed and self.rank == 0:
-            report(
-                f"holdfast: the data order changed after step {self.completed}: "
-                f"{', '.join(changed)}; samples may repeat or be skipped",
-            )
+        if not changed or self.rank != 0:
+            return
+        is_continued = set(now) - {"global_batch"} <= {k for k in now if former[k] == now[k]}
+        how = (
+            "it goes on from the same position, so no sample of the epoch repeats or is skipped"
+            if is_continued
+            else "samples may repeat or be skipped"
+        )
+        report(
+            f"holdfast: the data order changed after step {self.completed}: {', '.join(changed)}; "
+            f"{how}"
+        )

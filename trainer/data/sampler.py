@@ -179,20 +179,24 @@ class ElasticDistributedSampler(Sampler[int]):
         return _until(within, epoch, self.order)
 
 
-def check_order(loader: object) -> None:
-    """Raise `SpecError` for a DataLoader whose order a resume cannot continue.
+def check_order(loader: object) -> int:
+    """Return how many batches of a loader are one step, which is 1 without a session's sampler.
 
     A loader may use a session's sampler, or have its own state, as torchdata's loaders do. Without
-    workers, that state does not include a generator given to the loader.
+    workers, that state does not include a generator given to the loader. Raises `SpecError` for a
+    DataLoader whose order a resume cannot continue.
     """
     if not isinstance(loader, DataLoader):
-        return
+        return 1
     samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", 0))
-    if any(isinstance(each, ElasticSampler | ElasticDistributedSampler) for each in samplers):
-        return
+    for each in samplers:
+        if isinstance(each, ElasticDistributedSampler):
+            return batches_per_step(each.local_batch, loader.batch_size)
+        if isinstance(each, ElasticSampler):
+            return 1
     if hasattr(loader, "state_dict"):
         if loader.generator is None or loader.num_workers > 0:
-            return
+            return 1
         raise SpecError(
             "this loader has a generator of its own, which its state does not contain. After a "
             "resume the next epoch would have another order. Leave the generator out; then torch's "
@@ -203,6 +207,18 @@ def check_order(loader: object) -> None:
         "no resume can continue; give it sampler=session.distributed_sampler(...) or "
         "batch_sampler=session.sampler(...), or use torchdata's StatefulDataLoader in per_rank"
     )
+
+
+def batches_per_step(local_batch: int, batch_size: int | None) -> int:
+    """Return how many batches of a loader are one step. Raises `SpecError` if they do not fit."""
+    if batch_size is None:
+        return 1
+    if batch_size < 1 or local_batch % batch_size:
+        raise SpecError(
+            f"batch_size={batch_size}: this rank trains on {local_batch} samples per step, its "
+            "share of the global batch. Expected this number or one of its divisors"
+        )
+    return local_batch // batch_size
 
 
 def _until(steps: range, epoch: int, order: DataOrder) -> range:

@@ -176,6 +176,7 @@ def _close_all() -> None:
 def _forget_all() -> None:
     """Forget the channels in a forked child. They are the parent's."""
     _channels.clear()
+    RECORD.forget()
 
 
 atexit.register(_close_all)

@@ -90,6 +90,10 @@ class SaveRecord:
         if run is not None:
             run.close()
 
+    def forget(self) -> None:
+        """Forget the run in a forked child. It is the parent's, and so is the lock."""
+        self._run = None
+
     def _under_run(self) -> _RunRecord | None:
         """Return the record in the run that is around this process, if there is one."""
         if self._run is None and os.environ.get(names.RUN_DIRECTORY):

@@ -25,7 +25,7 @@ class RankConnection:
 def open_process(connection: socket.socket) -> int | None:
     """Return a descriptor that becomes readable when the peer's process ends, None if unsupported.
 
-    A rank's forked children keep its socket open, so the socket alone may report the end too late.
+    Its forked children keep its socket open, so the socket alone may report the end too late.
     """
     try:
         return os.pidfd_open(wire.peer_of(connection)[0])

@@ -65,6 +65,7 @@ class Flusher:
         self._supervisor = supervisor
         self._space_guard = SpaceGuard(budget, self._ask_for_space)
         self._was_supervised = supervisor is not None
+        self._supervisor_process: int | None = None
         self._peers: list[RankConnection] = []
         self._held: dict[SlotKey, HeldSlot] = {}
         self._gone: set[tuple[int, int]] = set()
@@ -84,6 +85,9 @@ class Flusher:
         if supervisor is not None:
             supervisor.settimeout(SUPERVISOR_SEND_TIMEOUT_S)
             self._watch(supervisor, self._receive_from_supervisor)
+            self._supervisor_process = open_process(supervisor)
+            if self._supervisor_process is not None:
+                self._watch(self._supervisor_process, self._lose_supervisor)
         self._allocator = Allocator()
         self._shards = ShardLists()
         self._writer = Writer(
@@ -207,11 +211,7 @@ class Flusher:
             log(f"the supervisor was disconnected: {error}")
             received = None
         if received is None:
-            self._selector.unregister(self._supervisor)
-            self._supervisor.close()
-            self._supervisor = None
-            self._space_guard.hang_up()
-            self._hints.end()
+            self._lose_supervisor()
             return
         message, descriptors = received
         if message["kind"] == "kept":
@@ -225,6 +225,20 @@ class Flusher:
             self._drain_number = message.get("number")
             self._drains_mirror = bool(message.get("mirror"))
             self._hints.hurry(True)
+
+    def _lose_supervisor(self) -> None:
+        """Go on without the supervisor, which has hung up or ended."""
+        if self._supervisor is None:
+            return
+        self._selector.unregister(self._supervisor)
+        self._supervisor.close()
+        self._supervisor = None
+        if self._supervisor_process is not None:
+            self._selector.unregister(self._supervisor_process)
+            os.close(self._supervisor_process)
+            self._supervisor_process = None
+        self._space_guard.hang_up()
+        self._hints.end()
 
     def _adopt(self, key: SlotKey, handle: int) -> None:
         """Take over a slot that an earlier flusher held."""

@@ -150,7 +150,7 @@ class FrameworkSession(Session):
     def close(self, *, may_end_early: bool = True) -> None:
         """Waits for the files of `write_file`, then closes as `Session` does."""
         try:
-            if not self._is_closed:
+            if not self._is_closed and not self._is_in_child:
                 self._saver.files.wait()
         finally:
             super().close(may_end_early=may_end_early)

@@ -34,7 +34,7 @@ from holdfast.trainer.program import program_argv
 from holdfast.trainer.rank_context import RankContext
 from holdfast.trainer.staging.snapshots import SnapshotRhythm
 from holdfast.trainer.standby import changed_variables
-from holdfast.trainer.state.run_state import FRAMEWORK, Restored
+from holdfast.trainer.state.run_state import FRAMEWORK, PROGRAM, Restored
 from holdfast.trainer.state.train_state import TrainState
 
 # Loads the checkpoint in a directory, with its manifest and train state. Returns what each rank
@@ -60,6 +60,7 @@ class Resumed:
     skips: tuple[SkipWindow, ...] = ()
     data: dict[str, Any] = field(default_factory=dict)
     best: dict[str, Any] = field(default_factory=dict)
+    program: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -216,6 +217,7 @@ def _restore(
             skips=choice.skips,
             data=dict(document["data"]),
             best=dict(document["best"]),
+            program=dict(document.get(PROGRAM, {})),
         )
     return found, restored, notes
 

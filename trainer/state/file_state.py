@@ -19,7 +19,7 @@ from holdfast.contracts.topology import FIXED
 from holdfast.trainer.collective import ControlGroup
 from holdfast.trainer.staging.file_writers import Writer, torch_writer
 from holdfast.trainer.state import rng
-from holdfast.trainer.state.run_state import FRAMEWORK, Progress, Restored, State
+from holdfast.trainer.state.run_state import FRAMEWORK, PROGRAM, Progress, Restored, State
 
 # The format of `train_state.json` beside a framework's own files.
 FILES_FORMAT: Final = "files"
@@ -108,6 +108,7 @@ class FileState:
             "in_epoch": progress.in_epoch,
             "data": progress.data,
             "best": progress.best,
+            PROGRAM: progress.program,
             "world_size": self._ranks.world_size,
         }
         return files, document

@@ -10,6 +10,10 @@ import torch
 
 # In `train_state.json`: the framework that wrote the files. Absent for files of DCP.
 FRAMEWORK: Final = "framework"
+# In `program` of the train state: see `made_with`, and the complete steps of the current epoch.
+PROGRAM: Final = "program"
+MADE_WITH: Final = "made_with"
+STEPS_IN_EPOCH: Final = "steps_in_epoch"
 
 State = dict[str, Any]
 
@@ -19,6 +23,7 @@ class Progress:
     """Training progress: the plain data of a checkpoint that belongs to the session itself.
 
     `in_epoch` is True if a loop over epochs has begun `epoch` and has not completed its end.
+    `program` has the keys below.
     """
 
     step: int
@@ -27,6 +32,7 @@ class Progress:
     in_epoch: bool = False
     data: dict[str, Any] = field(default_factory=dict)
     best: dict[str, Any] = field(default_factory=dict)
+    program: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,7 +42,7 @@ from holdfast.trainer.state.optimizers import (
     is_plain,
     unwrap,
 )
-from holdfast.trainer.state.run_state import Progress, Restored, State
+from holdfast.trainer.state.run_state import PROGRAM, Progress, Restored, State
 from holdfast.trainer.state.saved import Saved
 
 FORMS: Final = "forms"
@@ -118,6 +118,7 @@ class TrainState:
             "in_epoch": progress.in_epoch,
             "data": progress.data,
             "best": progress.best,
+            PROGRAM: progress.program,
             "world_size": self._world_size,
             "rng": sorted(generators),
             FIT: self._fit.describe(),

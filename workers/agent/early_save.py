@@ -62,6 +62,6 @@ class EarlySave:
             return serial + ROUNDS_MAX
         else:
             self._answered = max(asked, self._answered)
-            why = f"the loss of step {asked}" if asked else "an early save"
+            why = f"a rank asked in step {asked}" if asked else "an early save"
             self._note(f"the ranks agreed to meet after step {self._step}: {why}")
         return serial + ROUNDS_MAX

@@ -7,11 +7,13 @@ left: after the last step, when all ranks agreed to stop, or when the program cl
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.causes import Ending
+
+_LOOPS: Final = {"promised", "has_left"}
 
 
 def judge_completion(
@@ -31,7 +33,9 @@ def judge_completion(
     """
     mine = [event for event in events if event.data.get("launch") == launch]
     promises = [str(e.data["text"]) for e in mine if e.data.get("promised")]
-    left = next((e.data for e in reversed(mine) if e.data.get("has_left")), None)
+    # A program may loop again. Then the end of the loop before says nothing about the last one.
+    newest = next((e.data for e in reversed(mine) if _LOOPS & e.data.keys()), {})
+    left = newest if newest.get("has_left") else None
     begun = [event.data for event in mine if event.kind is EventKind.RESUMED]
     if not any(data.get("counts_steps", True) for data in begun):
         return _completed("the program ended without a Session: no steps were counted or compared")

@@ -81,7 +81,17 @@ class _Record(IntEnum):
     STACKS_FILE = 11  # the rank's own file descriptor for the stacks
     ASKED = 12  # the step for whose loss all ranks must meet, 0 for none
     MEETING = 13  # the number of the newest meeting that this rank joined
+    ENDED = 14  # the last step after which this rank completed the end of an epoch
 
+
+# Words that are `NOWHERE` in a new launch.
+_NOWHERE_FIRST: Final = (
+    _Record.COMPLETED,
+    _Record.ENTERING,
+    _Record.RANK,
+    _Record.RESUMED,
+    _Record.ENDED,
+)
 
 # After the words above: floats, the seconds of the last `RECENT_STEPS` steps, by step number.
 _RECENT: Final = 16
@@ -89,6 +99,8 @@ _RECENT_MASK: Final = RECENT_STEPS - 1
 # After those: words, the rank's values for meetings with even and with odd numbers.
 _MEETING_AT: Final = (32, 48)
 SAID_MAX: Final = 16
+# A larger number does not fit beside the meeting's number.
+SAID_VALUE_MAX: Final = 1 << 38
 # As plain integers, for the step boundary.
 _STATE_AT: Final = int(_Head.STATE)
 _NONE: Final = int(Proposal.NONE)
@@ -142,7 +154,7 @@ class RankStatusTable:
             at = self._at(local)
             for word in range(RECORD_BYTES // 8):
                 self._words[at + word] = 0
-            for field in (_Record.COMPLETED, _Record.ENTERING, _Record.RANK, _Record.RESUMED):
+            for field in _NOWHERE_FIRST:
                 self._words[at + field] = NOWHERE
 
     def close(self) -> None:
@@ -268,6 +280,7 @@ class RankRecord:
     signal = _Word(_Record.SIGNAL)
     meeting = _Word(_Record.MEETING)
     asked = _Word(_Record.ASKED)
+    ended = _Word(_Record.ENDED)
 
     def __init__(
         self,
@@ -318,6 +331,10 @@ class RankRecord:
         """
         self._words[self._at + _Record.ENTERING] = completed + 1
         self._words[self._at + _Record.WAITING] = 0
+
+    def finish_end(self, step: int) -> None:
+        """Publish that the end of an epoch is complete, which follows `step`."""
+        self._words[self._at + _Record.ENDED] = step
 
     def beat(self, phase: Phase) -> None:
         """Publish a sign of life and the phase of this rank."""

@@ -69,6 +69,9 @@ class DeepSpeedSession(FileSession):
         the session's data order, which a resume continues at any number of ranks. Raises
         `SpecError` for a loader whose order a resume cannot continue.
         """
+        return super().batches(loader)
+
+    def _batches_per_step(self, loader: Iterable[Any]) -> int:
         if isinstance(loader, RepeatingLoader):
             raise SpecError(
                 "a RepeatingLoader hides where an epoch ends; pass the loader itself to "
@@ -76,7 +79,8 @@ class DeepSpeedSession(FileSession):
             )
         if isinstance(loader, DeepSpeedDataLoader):
             self._give_order(loader)
-        return super().batches(loader)
+        super()._batches_per_step(loader)
+        return int(self._engine.gradient_accumulation_steps())
 
     def _give_order(self, loader: Any) -> None:
         """Let a loader of DeepSpeed draw its samples in the session's order."""
@@ -93,5 +97,5 @@ class DeepSpeedSession(FileSession):
             len(loader.dataset), self._engine.train_batch_size(), batch_size=loader.batch_size
         )
 
-    def _has_stepped(self) -> bool:
+    def _ends_step(self, _number: int, _parts: int) -> bool:
         return bool(self._engine.global_steps > self.step)

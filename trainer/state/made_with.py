@@ -1,0 +1,86 @@
+"""The values with which a program makes its optimizers and schedulers.
+
+A resume restores the saved values over them: the learning rate, or the length of a schedule. If the
+program makes them with other values than before, a person has changed them, and learns that the
+saved ones count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from torch import Tensor
+
+GROUPS_MAX: Final = 16
+VALUES_MAX: Final = 32
+# What a scheduler is made with. Its other values say how far it is.
+SCHEDULE: Final = frozenset(
+    {
+        *("T_max", "T_0", "T_mult", "eta_min", "total_steps", "total_iters", "milestones"),
+        *("step_size", "gamma", "factor", "start_factor", "end_factor", "power", "base_lrs"),
+        *("patience", "threshold", "cooldown", "_milestones", "swa_lr"),
+    }
+)
+NOT_VALUES: Final = frozenset({"params", "param_names"})
+
+Made = dict[str, Any]
+
+
+def describe_made(optimizers: Iterable[Any], schedulers: Iterable[Any]) -> Made:
+    """Return plain values of fresh optimizers and schedulers, by names for people."""
+    made: Made = {}
+    for number, optimizer in enumerate(optimizers):
+        groups = getattr(optimizer, "param_groups", None)
+        groups = groups if isinstance(groups, list) else []
+        for place, group in enumerate(groups[:GROUPS_MAX]):
+            of = f"optimizer{_of(number)}{_of(place, ' group ')}"
+            _add(made, of, {key: group[key] for key in group if key not in NOT_VALUES})
+    for number, scheduler in enumerate(schedulers):
+        _add_schedule(made, f"scheduler{_of(number)}", scheduler)
+    return made
+
+
+def changes(former: Mapping[str, Any], made: Mapping[str, Any]) -> list[str]:
+    """Return what the program has changed since a checkpoint that recorded `former`."""
+    return [
+        f"{name} {former[name]} → {value}"
+        for name, value in made.items()
+        if name in former and former[name] != value
+    ]
+
+
+def _add_schedule(made: Made, of: str, scheduler: Any) -> None:
+    """Add the values of a scheduler of torch, and of those that it consists of."""
+    own = getattr(scheduler, "__dict__", {})
+    _add(made, of, {key: own[key] for key in own if key in SCHEDULE})
+    for place, part in enumerate(own.get("_schedulers", ())):
+        _add_schedule(made, f"{of} part {place}", part)
+
+
+def _add(made: Made, of: str, values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        plain = _plain(value)
+        if plain is not None:
+            made[f"{of} {key}"] = plain
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it, None for one that is not plain."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 and not value.is_meta else None
+    if isinstance(value, bool | str) or value is None:
+        return value
+    if isinstance(value, int | float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        value = sorted(value)
+    if isinstance(value, list | tuple) and len(value) <= VALUES_MAX:
+        plain = [_plain(one) for one in value]
+        return None if None in plain else plain
+    return None
+
+
+def _of(number: int, before: str = " ") -> str:
+    return f"{before}{number}" if number else ""
