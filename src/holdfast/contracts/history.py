@@ -127,7 +127,7 @@ class RunHistory:
     """One run: its identity, its attempts in order, and its journal lines in order of time.
 
     With `tallied`, `events` lacks the lines that are only counted, see `contracts.tally`. What
-    decides about a run must therefore use `tally` for these kinds. `settled` are the attempts that
+    decides about a run must therefore use `tally` for these kinds. `past` are the attempts that
     ended so long ago that a `HistoryReader` looks at them only now and then.
     """
 
@@ -138,7 +138,7 @@ class RunHistory:
     events: tuple[Event, ...]
     tallied: Tally | None = None
     grouped: Lines | None = None
-    settled: frozenset[int] = frozenset()
+    past: frozenset[int] = frozenset()
 
     @cached_property
     def lines(self) -> Lines:

@@ -123,7 +123,7 @@ class HistoryReader:
             events=self._all.events,
             tallied=self._all.tally,
             grouped=self._all.grouped,
-            settled=frozenset(n for n, one in self._attempts.items() if one.is_past(now)),
+            past=frozenset(n for n, one in self._attempts.items() if one.is_past(now)),
         )
 
     def _look(self, now: float, *, late: bool) -> None:

@@ -106,7 +106,7 @@ class KnownAccount:
 def spans_of(history: RunHistory, known: KnownAccount | None = None) -> list[Span]:
     """Return the attempts of a run in order, from disk.
 
-    With `known`, the lines of a settled attempt whose view has not changed are not read again.
+    With `known`, the lines of a past attempt whose view has not changed are not read again.
     """
     spans = {} if known is None else known.spans
     views = [
@@ -119,7 +119,7 @@ def spans_of(history: RunHistory, known: KnownAccount | None = None) -> list[Spa
         view.number: (view, _span(history, view, launches.get(view.number, ()))) for view in views
     }
     found = [(fresh.get(view.number) or spans[view.number])[1] for view in history.attempts]
-    spans.update({number: one for number, one in fresh.items() if number in history.settled})
+    spans.update({number: one for number, one in fresh.items() if number in history.past})
     return found
 
 

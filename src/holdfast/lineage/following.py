@@ -105,7 +105,7 @@ class State:
     totals: Totals
     stamps: dict[str, str]
     looked_at: float
-    settled: frozenset[int] = frozenset()
+    past: frozenset[int] = frozenset()
     watched: dict[str, bool] = field(default_factory=dict)
     digests: dict[int, str] = field(default_factory=dict)
     account: KnownAccount = field(default_factory=KnownAccount)
@@ -231,7 +231,7 @@ def _look(paths: RunPaths, state: State) -> _News | None:
     numbers = paths.attempt_numbers()
     if state.parts.keys() - {0, *numbers}:
         return None
-    attempts = tuple(number for number in numbers if number not in state.settled)
+    attempts = tuple(number for number in numbers if number not in state.past)
     parts = survey_parts(paths, (0, *attempts))
     known = state.lines_of(attempts)
     lines = list(read_new_lines(paths, known, attempts))
@@ -250,7 +250,7 @@ def _look(paths: RunPaths, state: State) -> _News | None:
 
 def _is_late(kind: str, data: Mapping[str, Any], state: State) -> bool:
     """Return True for a line about an attempt whose rows are not built again otherwise."""
-    return kind not in COUNTED and data.get("attempt") in state.settled
+    return kind not in COUNTED and data.get("attempt") in state.past
 
 
 def _compare(
@@ -292,7 +292,7 @@ def _adopt(database: Database, uid: str, state: State, news: _News, seen: _Seen)
     digests = {
         number: digest
         for number, digest in state.digests.items()
-        if number in state.settled and number not in touched
+        if number in state.past and number not in touched
     }
     found = _advanced(state, news, seen)
     for number, own in found.lines.items():
@@ -315,7 +315,7 @@ def _write(
     totals = state.totals.copy()
     for _, old, new, _ in changes:
         totals.replace(old, new)
-    found = replace(_advanced(state, news, seen), journaled=journaled, settled=history.settled)
+    found = replace(_advanced(state, news, seen), journaled=journaled, past=history.past)
     with database.writing() as connection:
         lock_run(connection, uid)
         if fingerprint_in(connection, uid) != state.fingerprint:
@@ -372,7 +372,7 @@ def _groups(
         view.number: builder.attempt(view, totals)
         for view in builder.history.attempts
         if view.number not in state.digests
-        or view.number not in state.settled
+        or view.number not in state.past
         or view.number in touched
     }
     kinds = {event.kind for one in news.lines for event in one.events}

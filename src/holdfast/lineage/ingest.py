@@ -291,7 +291,7 @@ class _Look:
             write_metrics(connection, self._paths, self._uid)
         lines = {one.journal: one.lines for one in work.lines}
         state = State.of(work.seen, fingerprint, lines, totals)
-        state.settled = history.settled
+        state.past = history.past
         state.digests = {number: digest_of(rows) for number, rows in groups.items()}
         state.watch(work.lines, work.seen.stamps)
         return state if history.state.is_live else None
