@@ -35,7 +35,7 @@ FACTORIES = (
 )
 MACHINE: Machine | None = None
 # torch collects them at the first call, which must see its own functions.
-CONSTRUCTORS = _device_constructors()  # type: ignore[no-untyped-call]
+CONSTRUCTORS = _device_constructors()
 
 
 class Block:
