@@ -53,7 +53,8 @@ class Copier:
         for view, (address, size), source in zip(self._views, self._places, sources, strict=True):
             if not size:
                 continue
-            if devices.is_streamed(source.device):
+            # Not by a function: this is most of the time of a small tensor.
+            if source.device.type in devices.STREAMED:
                 on_devices.setdefault(source.device, []).append((view, source))
             elif is_plain(source) and source.nbytes == size and source.dtype is view.dtype:
                 moves.append((address, source.data_ptr(), size))
