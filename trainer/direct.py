@@ -40,6 +40,17 @@ def end_direct(handle: int) -> None:
     _set_direct(handle, is_direct=False)
 
 
+def write_some(handle: int, piece: memoryview) -> int:
+    """Write a part of `piece`, which has bytes, and return its length.
+
+    Raises `OSError` like `os.write`, and for a file system that takes no byte without an error.
+    """
+    count = os.write(handle, piece)
+    if not count:
+        raise OSError(errno.EIO, f"a write of {len(piece)} bytes wrote nothing")
+    return count
+
+
 class Output:
     """An open file that is written from its start, with direct writes where possible."""
 
@@ -60,9 +71,9 @@ class Output:
         if self._is_direct and len(piece) < ALIGNMENT:
             self._through_cache()
         if not self._is_direct:
-            return os.write(self._handle, piece)
+            return write_some(self._handle, piece)
         try:
-            count = os.write(self._handle, piece[: len(piece) // ALIGNMENT * ALIGNMENT])
+            count = write_some(self._handle, piece[: len(piece) // ALIGNMENT * ALIGNMENT])
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise

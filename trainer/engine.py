@@ -20,6 +20,7 @@ from holdfast.contracts.environment import FLUSH_TIMEOUT_DEFAULT_S as SAVE_TIMEO
 from holdfast.contracts.errors import SaveError
 from holdfast.contracts.mirrors import Tiers
 from holdfast.contracts.paths import CheckpointName, RunPaths
+from holdfast.trainer import devices
 from holdfast.trainer.collective import Group, HierarchicalGroup, problem_of, tree_over
 from holdfast.trainer.identity import Identity
 from holdfast.trainer.placed import Place, PlacedName
@@ -28,7 +29,6 @@ from holdfast.trainer.planning.layout import Layout, local_part
 from holdfast.trainer.planning.ranks import all_or_none, check_memory, plan_together
 from holdfast.trainer.planning.signature import flatten
 from holdfast.trainer.planning.topology import describe_mesh
-from holdfast.trainer.staging.copying import find_gpu
 from holdfast.trainer.staging.in_flight import InFlight, SaveResult
 from holdfast.trainer.staging.slots import SlotState
 from holdfast.trainer.staging.stage import FlusherConnection, Stage, StagedSlot
@@ -288,8 +288,8 @@ class CheckpointEngine:
         who = self._identity
 
         def open_it() -> Stage:
-            gpu = find_gpu(local_part(values[place.key]) for place in layout.tensors)
-            return Stage(self.connection, layout, gpu=gpu)
+            device = devices.find(local_part(values[place.key]) for place in layout.tensors)
+            return Stage(self.connection, layout, device=device)
 
         self._stage = all_or_none(tree, who.rank, open_it)
         if self._run is not None:

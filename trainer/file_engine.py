@@ -97,7 +97,7 @@ class FileEngine(CheckpointEngine):
         return add_train_state(layout) if self._identity.rank == 0 else layout
 
     def _open(self, layout: Layout) -> None:
-        self._stage = Stage(self.connection, layout, gpu=None)
+        self._stage = Stage(self.connection, layout, device=None)
         who = self._identity
         assert self._run is not None
         self.connection.describe(layout, self._run.attempt(who.attempt).launch(who.launch))

@@ -2,9 +2,9 @@
 
     python -m holdfast.trainer.health_allreduce --file FILE --node 0 --nodes 2 --processes 8
 
-Each node starts one process per GPU, or one process without GPUs. They use NCCL on GPUs and gloo
-elsewhere. The first process of node 0 has the store, and writes its address to FILE, which both
-nodes see. The exit status is 0 if every sum was right on this node.
+Each node starts one process per GPU, or one process without GPUs. They use torch's library for
+the device, such as NCCL, and gloo elsewhere. The first process of node 0 has the store, and writes
+its address to FILE, which both nodes see. The exit status is 0 if every sum was right on this node.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from holdfast.contracts.durable import to_json, write_bytes
 from holdfast.contracts.filesystems import is_there
 from holdfast.contracts.handshake import listen, own_addresses, parse_ports, read_address
+from holdfast.trainer import devices
 
 ROUNDS: Final = 4
 # 16 MiB of float32. Below 2**24, sums of whole numbers are exact.
@@ -113,13 +114,10 @@ def _run(rank: Rank) -> None:
 
 def _reduce(rank: Rank) -> None:
     """Sum known values over all ranks. Raises `RuntimeError` if a sum is wrong."""
-    has_gpu = torch.cuda.is_available()
-    if has_gpu:
-        torch.cuda.set_device(rank.local)
-    device = torch.device("cuda", rank.local) if has_gpu else torch.device("cpu")
+    device = devices.own(rank.local)
     store = _offer_store(rank) if rank.rank == 0 else _join_store(rank)
     distributed.init_process_group(
-        "nccl" if has_gpu else "gloo",
+        distributed.get_default_backend_for_device(device),
         store=store,
         rank=rank.rank,
         world_size=rank.world_size,

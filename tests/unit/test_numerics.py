@@ -7,12 +7,14 @@ import random
 from typing import Any
 
 import pytest
+import torch
 
 from holdfast.contracts.paths import CheckpointName
 from holdfast.contracts.spec_supervision import Numerics
 from holdfast.trainer.data.order import SkipWindow
 from holdfast.trainer.numerics.answer import Answer, Known, answer
 from holdfast.trainer.numerics.detector import Anomaly, Detector, spike_limit
+from holdfast.trainer.numerics.guard import are_finite
 
 NAN = Anomaly(problem="nan", step=100, loss=math.nan, good_step=99)
 SPIKE = Anomaly(problem="spike", step=100, loss=9.0, good_step=99, median=1.0, limit=2.0)
@@ -216,3 +218,34 @@ def summary(given: Answer) -> tuple[Any, ...]:
 def test_the_skip_window_starts_after_the_rollback_checkpoint() -> None:
     wide = BACK.model_copy(update={"skip_steps": 60})
     assert answer(NAN, wide, Known(checkpoints=names(85))).skip == (SkipWindow(86, 60),)
+
+
+FLOATS = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
+
+
+@pytest.mark.parametrize("dtype", [each for each in FLOATS if each.is_floating_point], ids=str)
+def test_weights_of_every_floating_type_are_checked(dtype: torch.dtype) -> None:
+    """torch has no `isfinite` for the types of one byte."""
+    bits = torch.arange(256, dtype=torch.uint8)
+    zeros = torch.zeros(64 * dtype.itemsize, dtype=torch.uint8).view(dtype)
+    assert are_finite([zeros, zeros.view(8, 8).t()])
+    if dtype is torch.float4_e2m1fn_x2:
+        assert are_finite([bits.view(dtype)])
+        return
+    # Half a number is a number too, or none: each type is asked for its own values.
+    values = bits.view(dtype) if dtype.itemsize == 1 else torch.tensor([torch.nan]).to(dtype)
+    assert bool(values.float().isfinite().all()) == are_finite([values])
+    assert not are_finite([zeros, values])
+
+
+def test_complex_weights_are_checked() -> None:
+    assert are_finite([torch.zeros(2, dtype=torch.complex64)])
+    assert not are_finite([torch.tensor([1.0, complex(0.0, math.inf)])])
+
+
+def test_large_weights_are_checked_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.trainer.numerics.guard.FINITE_PIECE_NUMBERS", 8)
+    weights = torch.zeros(3, 7).to(torch.float8_e4m3fn)
+    assert are_finite([weights])
+    weights[2, 6] = torch.nan
+    assert not are_finite([weights])

@@ -47,7 +47,7 @@ from holdfast.trainer.planning.columns import (
     pack,
 )
 from holdfast.trainer.planning.global_plan import ALIGNMENT, GlobalPlan
-from holdfast.trainer.planning.layout import plan_layout
+from holdfast.trainer.planning.layout import encode, make_template, plan_layout
 from holdfast.trainer.planning.metadata import parse_metadata
 from holdfast.trainer.planning.metadata_pickle import MetadataPickle
 from holdfast.trainer.planning.rank_rows import describe_rank
@@ -344,3 +344,18 @@ def test_a_rank_describes_only_what_it_has() -> None:
     assert [entry.key for entry in rows.entries[OWN]] == ["rng.rank00002"]
     same = describe_rank({"m": {"w": torch.ones(2, 3)}, "rng": {"rank00005": torch.zeros(4)}})
     assert len(set(rows.blocks) & set(same.blocks)) == 1
+
+
+def test_a_chunk_that_is_larger_than_memory_can_be_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan needs the headers of a chunk and no memory for it, in any mode of the kernel."""
+    for shape in (torch.Size((1 << 20, 1 << 20)), torch.Size((1 << 42,))):
+        template = make_template(shape, torch.float32)
+        assert template.length - 4 * shape.numel() < 1 << 16
+    # The zip is that of a tensor in memory.
+    monkeypatch.setattr("holdfast.trainer.planning.layout.MAPPED_BYTES_MIN", 1)
+    for dtype in (torch.float32, torch.bfloat16, torch.uint16, torch.float4_e2m1fn_x2, torch.bool):
+        tensor = torch.zeros((3, 8 * dtype.itemsize), dtype=torch.uint8).view(dtype)
+        content = encode(tensor)
+        made = make_template(tensor.shape, dtype, crc=True)
+        header = made.pieces[0][1][: made.data_at]
+        assert (header, made.length) == (content[: made.data_at], len(content))

@@ -87,6 +87,10 @@ class Hidden(torch.Tensor):
         return func(*tree_map_only(Hidden, Hidden.dense, args), **(kwargs or {}))
 
 
+# torch does not declare it.
+UINT4: torch.dtype = vars(torch)["uint4"]
+
+
 class Plain(torch.Tensor):
     """A subclass with memory, such as those that only add methods."""
 
@@ -114,8 +118,9 @@ class EightBit(torch.optim.SGD):
         (torch.ones(2, 2).to_sparse(), "of layout torch.sparse_coo"),
         (torch.ones(2, 2).to_mkldnn(), "of layout torch._mkldnn"),
         (torch.empty(2, device="meta"), "on the meta device"),
+        (torch.empty(2, dtype=UINT4), "of type torch.uint4, which torch.save cannot write"),
     ],
-    ids=["wrapper", "hidden", "sparse", "mkldnn", "meta"],
+    ids=["wrapper", "hidden", "sparse", "mkldnn", "meta", "uint4"],
 )
 def test_a_tensor_without_plain_storage_is_refused_by_its_key(
     value: torch.Tensor, said: str, tmp_path: Path

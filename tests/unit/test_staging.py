@@ -1,165 +1,29 @@
-"""Copies into staging slots: the devices and the order of the calls to the CUDA runtime."""
+"""Staging slots: memory that is allocated in the background, and who may use it when."""
 
 from __future__ import annotations
 
-import contextlib
+import errno
+import functools
+import os
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from types import SimpleNamespace
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from holdfast.trainer.staging import stage
+from holdfast.contracts import rank_status
+from holdfast.contracts.memory_order import fence
+from holdfast.contracts.rank_status import Proposal, RankStatusTable
+from holdfast.trainer import direct
+from holdfast.trainer.direct import Output
+from holdfast.trainer.mirror.directory import _write_all
+from holdfast.trainer.staging import slots
 from holdfast.trainer.staging.allocator import Allocator
-from holdfast.trainer.staging.copying import Copier
-from holdfast.trainer.staging.slots import Slot
+from holdfast.trainer.staging.slots import Slot, SlotState
 
 ALL_S = 10.0
-
-
-@dataclass
-class FakeStream:
-    """A CUDA stream that records the operations that have run before each point."""
-
-    device: torch.device
-    done: set[str] = field(default_factory=set)
-
-    def run(self, name: str) -> None:
-        self.done = {*self.done, name}
-
-    def wait_event(self, event: FakeEvent) -> None:
-        self.done = self.done | event.seen
-
-    def synchronize(self) -> None:
-        RUNTIME.host |= self.done
-
-
-class FakeEvent:
-    """A CUDA event: it remembers everything queued on its stream before `record`."""
-
-    seen: frozenset[str] = frozenset()
-
-    def record(self, stream: FakeStream) -> None:
-        self.seen = frozenset(stream.done)
-
-
-@dataclass
-class FakeRuntime:
-    """A fake `torch.cuda` with the documented rules of streams, events and the current device."""
-
-    host: set[str] = field(default_factory=set)
-    current: dict[torch.device, FakeStream] = field(default_factory=dict)
-    after: dict[str, frozenset[str]] = field(default_factory=dict)
-    streams: list[FakeStream] = field(default_factory=list)
-    thread: threading.local = field(default_factory=threading.local)
-    registered: list[tuple[int, int, int]] = field(default_factory=list)
-
-    def current_stream(self, device: torch.device) -> FakeStream:
-        return self.current.setdefault(device, FakeStream(device))
-
-    def new_stream(self, device: torch.device) -> FakeStream:
-        self.streams.append(FakeStream(device))
-        return self.streams[-1]
-
-    @contextlib.contextmanager
-    def stream(self, stream: FakeStream) -> Iterator[None]:
-        before = self.current_stream(stream.device)
-        self.current[stream.device] = stream
-        yield
-        self.current[stream.device] = before
-
-    def set_device(self, device: torch.device) -> None:
-        self.thread.device = device.index
-
-    def host_register(self, address: int, size: int, flags: int) -> int:
-        self.registered.append((getattr(self.thread, "device", 0), size, flags))
-        return 0
-
-
-RUNTIME = FakeRuntime()
-
-
-class FakeSource:
-    """A GPU tensor that a kernel on its device's current stream is still computing."""
-
-    def __init__(self, name: str, device: str) -> None:
-        self.name, self.device = name, torch.device(device)
-        RUNTIME.current_stream(self.device).run(f"kernel of {name}")
-
-
-class FakeView:
-    """A view of a slot. A copy is queued on the current stream of the source's device."""
-
-    nbytes = 4
-    dtype = torch.float32
-
-    def data_ptr(self) -> int:
-        return 0
-
-    def copy_(self, source: FakeSource, *, non_blocking: bool) -> None:
-        assert non_blocking
-        stream = RUNTIME.current_stream(source.device)
-        RUNTIME.after[source.name] = frozenset(stream.done)
-        stream.run(f"copy of {source.name}")
-
-
-@pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
-    global RUNTIME
-    RUNTIME = FakeRuntime()
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "Stream", RUNTIME.new_stream)
-    monkeypatch.setattr(torch.cuda, "stream", RUNTIME.stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", RUNTIME.current_stream)
-    monkeypatch.setattr(torch.cuda, "set_device", RUNTIME.set_device)
-    calls = SimpleNamespace(cudaHostRegister=RUNTIME.host_register)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: calls)
-    return RUNTIME
-
-
-def test_copies_from_every_device_follow_its_kernels_and_are_waited_for(
-    runtime: FakeRuntime,
-) -> None:
-    devices = ["cuda:1", "cuda:3", "cuda:1", "cuda:0"]
-    copier = Copier([FakeView() for _ in devices], threads=1)  # type: ignore[misc]
-    for save in range(2):
-        sources: list[Any] = [FakeSource(f"{save}-{i}", d) for i, d in enumerate(devices)]
-        copier.copy(sources)
-        for source in sources:
-            assert f"kernel of {source.name}" in runtime.after[source.name]
-            assert f"copy of {source.name}" in runtime.host
-    # One stream per device, reused by the next save.
-    assert sorted(stream.device.index for stream in runtime.streams) == [0, 1, 3]
-    copier.close()
-
-
-def test_copies_are_waited_for_when_one_of_them_fails(runtime: FakeRuntime) -> None:
-    source = FakeSource("weight", "cuda:0")
-    views: list[Any] = [FakeView(), torch.zeros(3)]
-    copier = Copier(views, threads=1)
-    with pytest.raises(RuntimeError, match="size of tensor"):
-        copier.copy([source, torch.zeros(5)])  # type: ignore[list-item]
-    assert "copy of weight" in runtime.host
-    copier.close()
-
-
-def test_slots_are_page_locked_by_a_thread_on_the_ranks_own_device(
-    runtime: FakeRuntime,
-) -> None:
-    staged = SimpleNamespace(
-        slot=SimpleNamespace(allocated_bytes=1 << 40, map_pages=lambda a, b: 0)
-    )
-    memory = torch.zeros(100, dtype=torch.uint8)
-    staged.pin = lambda: stage._pin(memory)
-    played = SimpleNamespace(slots=[staged], _is_closed=threading.Event())
-    work = (played, 100, torch.device("cuda", 5))
-    thread = threading.Thread(target=stage.Stage._make_ready, args=work)
-    thread.start()
-    thread.join(ALL_S)
-    assert runtime.registered == [(5, 100, 1)]
+TABLE = {"step": 7}
 
 
 def test_allocation_for_a_slot_closed_meanwhile_raises_nothing(
@@ -177,3 +41,99 @@ def test_allocation_for_a_slot_closed_meanwhile_raises_nothing(
     assert raised == []
     assert other.allocated_bytes > 1 << 20
     other.close()
+
+
+def opened_twice() -> tuple[Slot, Slot]:
+    """A slot as its rank and its flusher see it."""
+    handle = Slot.create(1 << 16)
+    try:
+        return Slot(handle), Slot(handle)
+    finally:
+        os.close(handle)
+
+
+def seen_at_fences(
+    monkeypatch: pytest.MonkeyPatch, module: Any, look: Callable[[], Any], act: Callable[[], Any]
+) -> list[Any]:
+    """Return what another process sees at each fence while `act` runs."""
+    seen: list[Any] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "fence", lambda: seen.append(look()))
+        act()
+    return seen
+
+
+def test_a_slot_is_sealed_after_its_bytes_and_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test plays a processor that makes stores visible at fences only."""
+    rank, flusher = opened_twice()
+
+    def look() -> tuple[int, int]:
+        return flusher._words[slots._Word.STATE], flusher._words[slots._Word.TABLE_BYTES]
+
+    for seal in (rank.seal, functools.partial(rank.seal, is_snapshot=True)):
+        rank.begin(7)
+        flusher._words[slots._Word.TABLE_BYTES] = 0
+        seen = seen_at_fences(monkeypatch, slots, look, functools.partial(seal, TABLE))
+        assert seen == [(SlotState.COPYING, len(b'{"step": 7}'))]
+        # The reader fences after it has loaded the state, and before the table.
+        assert len(seen_at_fences(monkeypatch, slots, look, lambda: flusher.state)) == 1
+    # COPYING is there before any byte of the next step.
+    assert seen_at_fences(monkeypatch, slots, look, lambda: rank.begin(8))[-1][0] == 1
+    # The flusher has read all bytes before the rank may write the next ones.
+    flusher.state = SlotState.FLUSHING
+    assert seen_at_fences(monkeypatch, slots, look, lambda: flusher.fail("full")) == [
+        (SlotState.FLUSHING, len(b'{"step": 7}'))
+    ]
+    rank.close()
+    flusher.close()
+
+
+def test_a_proposal_is_published_after_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, handle = RankStatusTable.create(1)
+    table.propose(1, 10)
+    words = table._words
+
+    def look() -> tuple[int, int, int]:
+        head = rank_status._Head
+        return words[head.STATE], words[head.SERIAL], words[head.STEP]
+
+    # Not the former proposal with the new step, and not the new one with the former step.
+    seen = seen_at_fences(monkeypatch, rank_status, look, lambda: table.propose(2, 20))
+    assert seen == [(Proposal.NONE, 1, 10), (Proposal.NONE, 2, 20)]
+    assert len(seen_at_fences(monkeypatch, rank_status, look, lambda: table.proposal)) == 1
+    table.close()
+    os.close(handle)
+
+
+def fence_often() -> None:
+    for _ in range(1000):
+        fence()
+
+
+def test_a_fence_neither_waits_nor_keeps_anything() -> None:
+    threads = [threading.Thread(target=fence_often) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(ALL_S)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_a_file_system_that_writes_nothing_is_an_error(
+    is_direct: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`os.write` may return 0. Without an error, the loop around it would not end."""
+    handle = os.open(tmp_path / "file", os.O_WRONLY | os.O_CREAT)
+    monkeypatch.setattr(direct, "begin_direct", lambda _: is_direct)
+    output = Output(handle, direct.DIRECT_BYTES_MIN)
+    monkeypatch.setattr(os, "write", lambda *_: 0)
+    acts: list[Callable[[], None]] = [
+        lambda: output.write(memoryview(bytes(8192))),
+        lambda: _write_all(handle, bytes(8192)),
+    ]
+    for act in acts:
+        with pytest.raises(OSError, match="8192 bytes wrote nothing") as caught:
+            act()
+        assert caught.value.errno == errno.EIO
+    os.close(handle)

@@ -102,7 +102,7 @@ def test_random_states_are_restored_exactly() -> None:
     expected = draw()
     rng.reseed(9, 9, 9)
     assert draw() != expected
-    blank = rng.empty_like_saved(saved)
+    blank = rng.empty_like_saved(saved, lambda kind: saved[kind].shape)
     for kind, tensor in blank.items():
         assert (tensor.shape, tensor.dtype) == (saved[kind].shape, saved[kind].dtype)
         tensor.copy_(saved[kind])

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint._traverse import OBJ_PATH
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from holdfast.contracts.errors import CheckpointError, KeyMismatchError
+from holdfast.trainer import devices
 from holdfast.trainer.loading.compare_keys import Selection, is_of_one_rank, shorten
 from holdfast.trainer.loading.reader import load_state
 from holdfast.trainer.loading.train_state import read_train_state
@@ -66,7 +67,9 @@ class Source:
         Raises `DamagedCheckpointError` if bytes differ.
         """
         flat: dict[str, Any] = {
-            one.key: torch.empty(one.shape, dtype=one.dtype) if one.is_tensor else 0
+            one.key: torch.empty(one.shape, dtype=one.dtype, device=devices.CPU)
+            if one.is_tensor
+            else 0
             for one in entries
         }
         if flat:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from holdfast.contracts.digests import digest_of
 from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError
 from holdfast.contracts.manifest import Manifest
+from holdfast.trainer import devices
 from holdfast.trainer.collective import Group, attempt, tree_over
 from holdfast.trainer.loading.agreement import agree, portable, raise_first
 from holdfast.trainer.loading.catalogue import Catalogue, Placed, sort_by_unit
@@ -205,7 +206,12 @@ def load_state(
             bytes_read = bytes_unique = 0
         else:
             node = held.enter_context(Node.joined(tree, [one.address for one in messages]))
+            # Threads copy into the tensors. A kernel that the program queued before must not write
+            # to them afterwards, on whichever stream it is.
+            devices.synchronize(ready.wants.devices)
             bytes_read, bytes_unique = _load_ranges(ready, state, node, tree)
+            if ready.wants.devices:
+                devices.release_landings()
     return LoadReport(
         restored=len(ready.taken),
         missing=found.missing,

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.contracts.digests import digest_of
 from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError
+from holdfast.trainer import devices
 from holdfast.trainer.loading.plain_load import load_plain
 from holdfast.trainer.loading.plan import Chunk, Series, overlap, series_between
 from holdfast.trainer.planning.layout import is_wrapper, make_template
@@ -131,13 +132,17 @@ class Header:
 
 @dataclass
 class Wants:
-    """All bytes that one rank wants. `distinct` maps a digest of each wanted box to its bytes."""
+    """All bytes that one rank wants. `distinct` maps a digest of each wanted box to its bytes.
+
+    `devices` are those of the tensors that cannot be read into directly.
+    """
 
     items: list[Want] = field(default_factory=list)
     headers: list[Header] = field(default_factory=list)
     wholes: list[tuple[Piece, Target]] = field(default_factory=list)
     numbers: dict[str, Target] = field(default_factory=dict)
     distinct: dict[str, int] = field(default_factory=dict)
+    devices: set[torch.device] = field(default_factory=set)
 
     def add(self, path: str, series: Series, target: Target) -> None:
         """Add the wanted `series` of the file."""
@@ -161,6 +166,8 @@ def collect(flat: Mapping[str, Any], saved: Mapping[str, STORAGE_TYPES], table: 
             wants.distinct[digest_of(key.encode())] = place.length
             continue
         for piece in _pieces_of(key, value, entry, table):
+            if devices.is_streamed(piece.part.local.device):
+                wants.devices.add(piece.part.local.device)
             _want_piece(wants, piece, is_raw=table.is_raw)
     return wants
 
@@ -258,8 +265,9 @@ def _make_part(
         return Part(key, _chunk(chunk), local, dtype, Target(lambda: _bytes_of(local)))
 
     def make() -> Bytes:
-        pin = local.is_cuda
-        return _bytes_of(torch.empty(local.shape, dtype=dtype, pin_memory=pin))
+        if devices.is_streamed(local.device):
+            return _bytes_of(devices.landing(local.shape, dtype))
+        return _bytes_of(torch.empty(local.shape, dtype=dtype, device=devices.CPU))
 
     def finish(memory: Bytes) -> None:
         with torch.no_grad():

@@ -15,6 +15,7 @@ from holdfast.contracts.durable import create_bytes, fsync_directory, make_direc
 from holdfast.contracts.errors import MirrorError
 from holdfast.contracts.manifest import FileEntry
 from holdfast.contracts.reading import is_mine
+from holdfast.trainer.direct import write_some
 from holdfast.trainer.mirror.store import PART_BYTES, checked_parts, wrap_errors
 
 # The suffix of a file that is being written. Only a crash leaves such a file.
@@ -131,4 +132,4 @@ class DirectoryStore:
 def _write_all(handle: int, content: bytes) -> None:
     left = memoryview(content)
     while left:
-        left = left[os.write(handle, left) :]
+        left = left[write_some(handle, left) :]

@@ -21,6 +21,7 @@ from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.contracts.manifest import FileEntry, Manifest
 from holdfast.contracts.mirrors import MirrorRecord, checkpoint_key, write_record
 from holdfast.contracts.paths import FETCHING, MANIFEST, CheckpointName
+from holdfast.trainer.direct import write_some
 from holdfast.trainer.mirror.store import EntryCheck, Store
 from holdfast.trainer.mirror.upload import Retries
 
@@ -173,7 +174,7 @@ def _bring(
             check.update(piece)
             left = memoryview(piece)
             while left:
-                left = left[os.write(stream.fileno(), left) :]
+                left = left[write_some(stream.fileno(), left) :]
             took(len(piece))
         check.finish()
         os.fsync(stream.fileno())

@@ -26,6 +26,7 @@ from holdfast.contracts.paths import MANIFEST, CheckpointName
 from holdfast.contracts.rank_status import RankRecord
 from holdfast.contracts.reporting import report
 from holdfast.contracts.spec_supervision import Numerics
+from holdfast.trainer import devices
 from holdfast.trainer.collective import ControlGroup
 from holdfast.trainer.data.position import Position
 from holdfast.trainer.numerics.answer import Answer, Known, answer, policy_for
@@ -36,9 +37,12 @@ from holdfast.trainer.state.run_state import RunState
 
 # The maximum number of copies in flight. A program further ahead of its GPU waits for the oldest.
 COPIES_MAX: Final = 64
+# The numbers of one byte that are converted and checked together.
+FINITE_PIECE_NUMBERS: Final = 1 << 24
 RESTARTED: Final = frozenset({"relaunch", "resume"})
 
-_Copy = tuple[int, torch.Tensor, "torch.cuda.Event"]
+_Copy = tuple[int, torch.Tensor, torch.Event]
+"""(step, landing, arrival)"""
 
 
 class LossGuard:
@@ -77,20 +81,19 @@ class LossGuard:
             return
         if loss.numel() != 1:
             raise SpecError(f"a loss of shape {tuple(loss.shape)}: expected one number")
-        if not loss.is_cuda:
+        if not devices.is_streamed(loss.device):
             self._look(step, float(loss.item()))
             return
-        landing = torch.empty((), dtype=torch.float64, pin_memory=True)
-        landing.copy_(loss.detach().reshape(()), non_blocking=True)
-        arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrival.record()
-        self._copies.append((step, landing, arrival))
+        # In the loss's own type: not every device has float64.
+        landing = devices.landing((), loss.dtype)
+        devices.begin_copy(landing, loss.detach().reshape(()))
+        self._copies.append((step, landing, devices.mark(loss.device)))
         if len(self._copies) > COPIES_MAX:
             self._copies[0][2].synchronize()
 
     def look(self) -> None:
         """At a boundary, check the losses whose copies are complete."""
-        while self._copies and self._copies[0][2].query():  # type: ignore[no-untyped-call]
+        while self._copies and self._copies[0][2].query():
             step, landing, _ = self._copies.popleft()
             self._look(step, float(landing))
 
@@ -184,9 +187,25 @@ def chosen_numerics() -> Numerics:
 
 
 def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return True if all floating-point values are finite. Sharded tensors: this rank's part."""
-    local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
-    return all(bool(t.isfinite().all()) for t in local if t.is_floating_point())
+    """Return True if all real and complex values are finite. Sharded tensors: this rank's part."""
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    devices.synchronize({t.device for t in local if devices.is_streamed(t.device)})
+    return all(_is_finite(t.detach()) for t in local)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return True
+    if tensor.dtype.itemsize > 1:
+        return bool(tensor.isfinite().all())
+    if tensor.dtype is torch.float4_e2m1fn_x2:
+        # This type has neither NaN nor infinity.
+        return True
+    # torch has no isfinite for types of one byte. A piece at a time keeps the copies small.
+    flat, size = tensor.reshape(-1), FINITE_PIECE_NUMBERS
+    return all(
+        bool(flat[at : at + size].float().isfinite().all()) for at in range(0, flat.numel(), size)
+    )
 
 
 def urgency(anomaly: Anomaly) -> tuple[bool, int]:

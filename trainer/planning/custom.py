@@ -29,6 +29,7 @@ from holdfast.trainer.planning.layout import (
     add_metadata,
     add_train_state,
     encode_number,
+    has_form,
     is_padded_by_comment,
     make_template,
     plan_layout,
@@ -175,6 +176,11 @@ def _tensor(item: WriteItem, data: Any) -> torch.Tensor:
         raise SaveError(
             f"{item.index.fqn}: the planner planned a part of shape {planned} but resolves it to "
             f"{shown}. Make both the same"
+        )
+    if not has_form(data.dtype):
+        raise SaveError(
+            f"{item.index.fqn}: it is of type {data.dtype}, which torch.save cannot write. Let the "
+            "planner resolve it to another type, such as a view as torch.uint8"
         )
     return data.detach()
 

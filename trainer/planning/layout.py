@@ -9,9 +9,13 @@ the same from save to save.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
 import io
+import mmap
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
@@ -23,6 +27,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from holdfast.contracts.errors import SaveError
 from holdfast.contracts.paths import TRAIN_STATE
+from holdfast.trainer import devices
 from holdfast.trainer.planning.global_plan import offsets_of
 from holdfast.trainer.planning.metadata import METADATA
 from holdfast.trainer.planning.signature import Encoded, Signature
@@ -30,6 +35,8 @@ from holdfast.trainer.planning.storage_meta import STORAGE_META_BYTES_MAX
 from holdfast.trainer.staging.slot_table import FilePlace
 
 FILE_ALIGNMENT: Final = 4096
+# From this size on, a tensor of a plan is a mapping instead of memory, which takes longer to make.
+MAPPED_BYTES_MIN: Final = 64 * 1024 * 1024
 TRAIN_STATE_BYTES_MAX: Final = 16 * 1024 * 1024
 _ZIP_END: Final = b"PK\x05\x06"
 _ZIP_END_BYTES: Final = 22
@@ -266,7 +273,7 @@ def encode_number(value: Any, length: int | None = None, key: str = "") -> bytes
 
 
 def make_template(shape: torch.Size, dtype: torch.dtype, *, crc: bool = False) -> Template:
-    """Return the zip of a tensor without touching its memory, so no pages are written.
+    """Return the zip of a tensor, without memory for it.
 
     With `crc` its small parts have their CRC32, as stock DCP writes them.
     """
@@ -274,12 +281,40 @@ def make_template(shape: torch.Size, dtype: torch.dtype, *, crc: bool = False) -
     checksums = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(crc)
     try:
-        with torch.serialization.skip_data():
-            torch.save(torch.empty(shape, dtype=dtype), recorder)  # type: ignore[arg-type]
+        with torch.serialization.skip_data(), _without_memory(shape, dtype) as tensor:
+            torch.save(tensor, recorder)  # type: ignore[arg-type]
     finally:
         torch.serialization.set_crc32_options(checksums)
     pieces = tuple((at, bytes(piece)) for at, piece in recorder.pieces)
     return Template(pieces, recorder.data_at, recorder.tell())
+
+
+@contextlib.contextmanager
+def _without_memory(shape: torch.Size, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Return a tensor whose values must not be read. It takes address space, and no memory.
+
+    A mapping that cannot be written needs no memory in any mode of the kernel, so a plan may have
+    chunks that are larger than this machine.
+    """
+    size = shape.numel() * dtype.itemsize
+    if size < MAPPED_BYTES_MIN:
+        yield torch.empty(shape, dtype=dtype, device=devices.CPU)
+        return
+    with mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ) as mapped:
+        address = np.frombuffer(mapped, np.uint8).ctypes.data
+        # As memory that can be written, or torch warns.
+        memory = (ctypes.c_uint8 * size).from_address(address)
+        yield torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+
+
+@functools.cache
+def has_form(dtype: torch.dtype) -> bool:
+    """Return True if torch can write a tensor of this type."""
+    try:
+        make_template(torch.Size((1,)), dtype)
+    except (KeyError, RuntimeError):
+        return False
+    return True
 
 
 def is_wrapper(part: torch.Tensor) -> bool:

@@ -30,6 +30,7 @@ from holdfast.trainer.planning.layout import (
     Template,
     TensorEntry,
     encode_number,
+    has_form,
     inner_names,
     is_wrapper,
     make_template,
@@ -114,7 +115,9 @@ def problem_with_form(part: torch.Tensor) -> str:
         return "on the meta device, without bytes"
     if part.layout is not torch.strided:
         return f"of layout {part.layout}"
-    return f"quantized, of type {part.dtype}" if part.is_quantized else ""
+    if part.is_quantized:
+        return f"quantized, of type {part.dtype}"
+    return "" if has_form(part.dtype) else f"of type {part.dtype}, which torch.save cannot write"
 
 
 class _Reader:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import torch
+
+from holdfast.trainer import devices
 
 # The piece that one thread takes at a time: large compared with the cost of taking it.
 PIECE_BYTES: Final = 8 * 1024 * 1024
@@ -34,7 +36,6 @@ class Copier:
     def __init__(self, views: Sequence[torch.Tensor], threads: int) -> None:
         self._views = list(views)
         self._places = [(view.data_ptr(), view.nbytes) for view in views]
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._threads = max(1, threads)
         self._pool: ThreadPoolExecutor | None = None
         if self._threads > 1:
@@ -43,46 +44,41 @@ class Copier:
     def copy(self, sources: Sequence[torch.Tensor]) -> None:
         """Copy each source into its view. All bytes are there on return.
 
-        Copies from GPUs run on a side stream of each device. That stream waits for the work queued
-        on the device's current stream, so the copies follow the optimizer's kernels.
+        The copies follow all work queued on the sources' devices, on any stream: a program may
+        update a tensor on a stream that its current one does not wait for yet.
         """
-        on_gpus: dict[torch.device, list[_Pair]] = {}
+        on_devices: dict[torch.device, list[_Pair]] = {}
         others: list[_Pair] = []
         moves: list[_Move] = []
         for view, (address, size), source in zip(self._views, self._places, sources, strict=True):
             if not size:
                 continue
-            if source.device.type == "cuda":
-                on_gpus.setdefault(source.device, []).append((view, source))
+            # Not by a function: this is most of the time of a small tensor.
+            if source.device.type in devices.STREAMED:
+                on_devices.setdefault(source.device, []).append((view, source))
             elif is_plain(source) and source.nbytes == size and source.dtype is view.dtype:
                 moves.append((address, source.data_ptr(), size))
             else:
                 others.append((view, source))
-        begun = []
+        devices.synchronize(on_devices)
         try:
             with torch.no_grad():
-                for device, pairs in on_gpus.items():
-                    begun.append(self._stream_of(device))
-                    _begin_copies(pairs, device, begun[-1])
+                for pairs in on_devices.values():
+                    for view, source in pairs:
+                        devices.begin_copy(view, source)
                 for view, source in others:
                     view.copy_(source)
             self._move(moves)
         finally:
             # Always wait: on return, the caller may change or free the sources.
-            for stream in begun:
-                stream.synchronize()
-
-    def _stream_of(self, device: torch.device) -> torch.cuda.Stream:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self._streams[device]
+            for device in on_devices:
+                devices.finish_copies(device)
 
     def close(self) -> None:
         """Release threads and views."""
         if self._pool is not None:
             self._pool.shutdown()
         self._views.clear()
-        self._streams.clear()
 
     def _move(self, moves: list[_Move]) -> None:
         if self._pool is None:
@@ -96,11 +92,6 @@ class Copier:
         _take_and_move(pieces)
         for other in others:
             other.result()
-
-
-def find_gpu(sources: Iterable[torch.Tensor]) -> torch.device | None:
-    """Return the device of the first source on a GPU, or None."""
-    return next((s.device for s in sources if s.device.type == "cuda"), None)
 
 
 def is_plain(source: torch.Tensor) -> bool:
@@ -148,13 +139,3 @@ def _move_all(moves: Sequence[_Move]) -> None:
     for to, source, size in moves:
         for at in range(0, size, MOVE_BYTES):
             memmove(to + at, source + at, min(MOVE_BYTES, size - at))
-
-
-def _begin_copies(pairs: Sequence[_Pair], device: torch.device, stream: torch.cuda.Stream) -> None:
-    """Queue copies from `device` on `stream`, after the work queued on its current stream."""
-    ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    ready.record(torch.cuda.current_stream(device))
-    stream.wait_event(ready)
-    with torch.cuda.stream(stream):
-        for view, source in pairs:
-            view.copy_(source, non_blocking=True)

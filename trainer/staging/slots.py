@@ -6,6 +6,10 @@ contains a complete step of its rank. If the rank dies before the seal, the byte
 
 The flusher writes a sealed slot to storage. A *snapshot* is just as complete but stays in memory: a
 later step may overwrite it, and it is written only if the ranks die.
+
+Memory ordering: the state says who may use the bytes. So a process completes its own loads and
+stores of them before it stores a state, and begins them after it has loaded one, by a fence
+(`contracts.memory_order`). Copies by other threads and by devices end before that.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any, Final
 
+from holdfast.contracts.memory_order import fence
 from holdfast.trainer.staging.memory import populate
 
 MAGIC: Final = 0x4846534C_00000001
@@ -81,10 +86,13 @@ class Slot:
 
     @property
     def state(self) -> SlotState:
-        return SlotState(self._words[_Word.STATE])
+        value = SlotState(self._words[_Word.STATE])
+        fence()
+        return value
 
     @state.setter
     def state(self, value: SlotState) -> None:
+        fence()
         self._words[_Word.STATE] = value
 
     @property
@@ -111,7 +119,9 @@ class Slot:
 
     def begin(self, step: int) -> None:
         """Start to fill the slot with `step`. Until `seal`, its bytes are not valid."""
-        self._words[_Word.STATE] = SlotState.COPYING
+        self.state = SlotState.COPYING
+        # No byte of the new step before the state, or salvage could believe a mixture.
+        fence()
         self._words[_Word.STEP] = step
 
     def seal(self, table: dict[str, Any], *, is_snapshot: bool = False) -> None:
@@ -126,15 +136,14 @@ class Slot:
             )
         self._map[HEAD_BYTES : HEAD_BYTES + len(content)] = content
         self._words[_Word.TABLE_BYTES] = len(content)
-        state = SlotState.SNAPSHOT if is_snapshot else SlotState.SEALED
-        self._words[_Word.STATE] = state
+        self.state = SlotState.SNAPSHOT if is_snapshot else SlotState.SEALED
 
     def fail(self, reason: str) -> None:
         """Record that the step in this slot did not become durable, and why."""
         content = reason.encode()[:ERROR_BYTES_MAX]
         self._map[_ERROR_AT : _ERROR_AT + len(content)] = content
         self._words[_Word.ERROR_BYTES] = len(content)
-        self._words[_Word.STATE] = SlotState.FAILED
+        self.state = SlotState.FAILED
 
     def allocate(self, data_bytes: int, *, is_over: Callable[[], bool]) -> None:
         """Allocate memory for the first `data_bytes` of the data, in pieces.

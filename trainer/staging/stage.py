@@ -22,6 +22,7 @@ import torch
 
 from holdfast.contracts import wire
 from holdfast.contracts.errors import SaveError
+from holdfast.trainer import devices
 from holdfast.trainer.identity import Identity
 from holdfast.trainer.planning.layout import Layout, encode_number, files_of, local_part
 from holdfast.trainer.staging.copying import Copier
@@ -38,8 +39,6 @@ KEYS_NAMED_MAX: Final = 3
 KEY_CHARACTERS_MAX: Final = 200
 
 _UNWRITTEN: Final = object()
-# cudaHostRegisterPortable: page-locked for every device, not only for the current one.
-_HOST_REGISTER_PORTABLE: Final = 1
 
 
 class FlusherConnection:
@@ -210,20 +209,20 @@ class StagedSlot:
         if content and end is not None:
             self.slot.data[end - 1 : end - 1 + len(content)] = content
 
-    def pin(self) -> None:
-        """Page-lock the memory for copies from GPUs. No save can copy meanwhile.
+    def pin(self, device: torch.device) -> None:
+        """Page-lock the memory for copies from `device`. No save can copy meanwhile.
 
         Uses the calling thread's current device.
         """
         with self._lock:
-            self._pinned = _pin(self._memory[: self._layout.used_bytes])
+            memory = self._memory[: self._layout.used_bytes]
+            self._pinned = devices.page_lock(memory, device)
 
     def close(self) -> None:
         """Release the memory in this process."""
         self._copier.close()
         del self._memory
-        if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._pinned)  # type: ignore[no-untyped-call]
+        devices.page_unlock(self._pinned)
         # The garbage collector may still hold the last view. It then frees the mapping too.
         with contextlib.suppress(BufferError):
             self.slot.close()
@@ -249,14 +248,17 @@ class Stage:
     """A rank's slots, and which of them are in flight."""
 
     def __init__(
-        self, connection: FlusherConnection, layout: Layout, *, gpu: torch.device | None
+        self, connection: FlusherConnection, layout: Layout, *, device: torch.device | None
     ) -> None:
-        """`gpu` is a device of this rank's state. The slots' memory is then page-locked."""
+        """`device` is one of this rank's state. The slots' memory is then page-locked."""
         handles = connection.request_slots(layout.image_bytes, layout.used_bytes)
         self.slots = [StagedSlot(handle, layout) for handle in handles]
         self._is_closed = threading.Event()
         self._thread = threading.Thread(
-            target=self._make_ready, args=(layout.used_bytes, gpu), name="holdfast-map", daemon=True
+            target=self._make_ready,
+            args=(layout.used_bytes, device),
+            name="holdfast-map",
+            daemon=True,
         )
         self._thread.start()
         self._metadata_writer: BackgroundMetadataWriter | None = None
@@ -300,15 +302,13 @@ class Stage:
         for staged in self.slots:
             staged.close()
 
-    def _make_ready(self, used_bytes: int, gpu: torch.device | None) -> None:
+    def _make_ready(self, used_bytes: int, device: torch.device | None) -> None:
         """Map the pages that the flusher has allocated, the first save's slot first; then pin.
 
         A save may begin earlier. It then waits for the pages that it touches.
         """
-        if gpu is not None:
-            # A new thread's device is GPU 0. Page-locking would open a context on it in every
-            # rank of the node.
-            torch.cuda.set_device(gpu)
+        if device is not None:
+            devices.enter(device)
         give_up = time.monotonic() + ALLOCATION_TIMEOUT_S
         for staged in self.slots:
             slot, mapped, stop = staged.slot, 0, DATA_OFFSET + used_bytes
@@ -321,16 +321,5 @@ class Stage:
                     break
                 elif self._is_closed.wait(ALLOCATION_POLL_S):
                     return
-            if gpu is not None:
-                staged.pin()
-
-
-def _pin(memory: torch.Tensor) -> int:
-    """Page-lock a slot for copies from any GPU. Return its address, or 0 if the driver refuses.
-
-    Without page-locking, copies are slower and equally correct, so a refusal is no error.
-    """
-    address = memory.data_ptr()
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    status = runtime.cudaHostRegister(address, memory.numel(), _HOST_REGISTER_PORTABLE)
-    return address if int(status) == 0 else 0
+            if device is not None:
+                staged.pin(device)

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from holdfast.trainer import devices
 from holdfast.trainer.state.forms import blank
 from holdfast.trainer.state.saved import STATE, Saved
 
@@ -68,7 +69,7 @@ def _blank_shards(entry: TensorStorageMetadata, parameter: ShardedTensor) -> tor
     """Return a tensor to load `entry` into, sharded like `parameter`, without a device mesh."""
     dtype = entry.properties.dtype
     if entry.size != parameter.size():
-        return torch.empty(entry.size, dtype=dtype)
+        return torch.empty(entry.size, dtype=dtype, device=devices.CPU)
     metadata = copy.deepcopy(parameter.metadata())
     metadata.tensor_properties.dtype = dtype
     shards = [

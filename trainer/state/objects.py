@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from holdfast.contracts.errors import CheckpointError
 from holdfast.contracts.plain_text import counted
 from holdfast.contracts.topology import FIXED
+from holdfast.trainer import devices
 from holdfast.trainer.state import plain
 from holdfast.trainer.state.names import Named, Views, as_buffer, copy_unless_same, find_named
 
@@ -204,7 +205,9 @@ class Objects:
                 if name in self._alone:
                     self._check_ranks(name, saved)
                     key = self._row_key(name)
-                    found[key] = torch.empty(list(shapes()[key]), dtype=torch.uint8)
+                    found[key] = torch.empty(
+                        list(shapes()[key]), dtype=torch.uint8, device=devices.CPU
+                    )
             elif form == MODULE:
                 if item is not None:
                     module = self._module_of(name, item)
@@ -285,7 +288,7 @@ class Objects:
         needed = _LENGTH_BYTES + len(content)
         if needed > self._row_bytes.get(name, 0):
             self._row_bytes[name] = max(ROW_BYTES_MIN, 1 << (needed + needed // 4).bit_length())
-        row = torch.zeros(self._row_bytes[name], dtype=torch.uint8)
+        row = torch.zeros(self._row_bytes[name], dtype=torch.uint8, device=devices.CPU)
         row[:needed] = torch.frombuffer(
             bytearray(len(content).to_bytes(_LENGTH_BYTES, "little") + content), dtype=torch.uint8
         )

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.contracts.errors import CheckpointError
+from holdfast.trainer import devices
 from holdfast.trainer.state import plain
 from holdfast.trainer.state.forms import (
     DOTTED,
@@ -154,7 +155,8 @@ class OptimizerState:
                     self._want_one(found, f"{GROUPS}.{name}", options, parameter, group)
         for other, number in saved.others.items():
             if number == self._number and other in saved.state:
-                self._want_one(found, f"{STATE}.{other}", saved.state[other], torch.empty(0), {})
+                beside = torch.empty(0, device=devices.CPU)
+                self._want_one(found, f"{STATE}.{other}", saved.state[other], beside, {})
 
     def put_back(self, loaded: Mapping[str, Any], saved: Saved, names: Names) -> None:
         """Put the loaded values that `wanted` named into the optimizer."""

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from holdfast.contracts.errors import CheckpointError
+from holdfast.trainer import devices
 
 MARK: Final = "$holdfast"
 DEPTH_MAX: Final = 64
@@ -68,7 +69,8 @@ def templates(document: Any, live: Mapping[str, torch.Tensor]) -> dict[str, torc
     for name, shape, dtype in _named_tensors(document):
         tensor = live.get(name)
         if tensor is None or list(tensor.shape) != shape or str(tensor.dtype) != dtype:
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+            kind = getattr(torch, dtype.removeprefix("torch."))
+            tensor = torch.empty(shape, dtype=kind, device=devices.CPU)
         found[name] = tensor
     return found
 

@@ -1,4 +1,4 @@
-"""The random number generators of one rank as tensors: Python, NumPy, torch on CPU and CUDA.
+"""The random number generators of one rank as tensors: Python, NumPy, torch on each device.
 
 Each rank saves its own state, so that a resume at the same world size draws the numbers of an
 uninterrupted run. A rank without saved state is seeded from (seed, rank, step).
@@ -10,18 +10,18 @@ import ctypes
 import functools
 import random
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
+from holdfast.trainer import devices
 from holdfast.trainer.data.order import ids_at
 
 PYTHON: Final = "python"
 NUMPY: Final = "numpy"
 TORCH: Final = "torch"
-CUDA: Final = "cuda"
 # Loaders whose iterators may be created before the first step: one to train, one to evaluate.
 LOADERS_MAX: Final = 2
 MT_WORDS: Final = 624
@@ -101,7 +101,7 @@ _read_numpy: Final = _Reader(_numpy_state_now, _numpy_memory)
 
 
 def as_tensors(noted: Noted) -> dict[str, torch.Tensor]:
-    """Return noted states in the form of `capture`, without CUDA."""
+    """Return noted states in the form of `capture`, without those of devices."""
     return {
         PYTHON: _python_state(noted.python),
         NUMPY: _numpy_state(noted.numpy),
@@ -112,21 +112,25 @@ def as_tensors(noted: Noted) -> dict[str, torch.Tensor]:
 def capture() -> dict[str, torch.Tensor]:
     """Return the states by generator: int64 for Python (628,) and NumPy (627,), uint8 for torch.
 
-    CUDA is included only if it is in use, and only for this rank's current device.
+    Those of an accelerator are included if it is in use, under its type, with a row per device.
     """
-    states = as_tensors(note())
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states[CUDA] = torch.cuda.get_rng_state()
-    return states
+    return as_tensors(note()) | devices.generator_states()
 
 
-def empty_like_saved(kinds: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Return tensors to load saved states of `kinds` into."""
-    lengths = {PYTHON: MT_WORDS + 4, NUMPY: MT_WORDS + 3}
+def empty_like_saved(
+    kinds: Iterable[str], shape_of: Callable[[str], Sequence[int]]
+) -> dict[str, torch.Tensor]:
+    """Return tensors to load saved states of `kinds` into.
+
+    `shape_of` returns the saved shape of the states of an accelerator, by its kind.
+    """
+    shapes = {PYTHON: (MT_WORDS + 4,), NUMPY: (MT_WORDS + 3,), TORCH: torch.get_rng_state().shape}
     return {
-        kind: torch.zeros(lengths[kind], dtype=torch.int64)
-        if kind in lengths
-        else torch.zeros(torch.get_rng_state().numel() if kind == TORCH else 16, dtype=torch.uint8)
+        kind: torch.zeros(
+            list(shapes.get(kind) or shape_of(kind)),
+            dtype=torch.int64 if kind in {PYTHON, NUMPY} else torch.uint8,
+            device=devices.CPU,
+        )
         for kind in kinds
     }
 
@@ -143,8 +147,7 @@ def restore(states: Mapping[str, torch.Tensor]) -> None:
         np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), at, has_gauss, cached))
     if TORCH in states:
         torch.set_rng_state(states[TORCH].cpu())
-    if CUDA in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states[CUDA].cpu())
+    devices.set_generator_states(states)
 
 
 def used_since(states: Mapping[str, torch.Tensor]) -> list[str]:
@@ -155,10 +158,10 @@ def used_since(states: Mapping[str, torch.Tensor]) -> list[str]:
     now = capture()
     used = [kind for kind, saved in states.items() if not _is_same(now.get(kind), saved)]
     if TORCH in used:
-        probe = torch.Generator()
+        probe = torch.Generator(devices.CPU)
         probe.set_state(states[TORCH].cpu())
         for _ in range(LOADERS_MAX):
-            torch.empty((), dtype=torch.int64).random_(generator=probe)
+            torch.empty((), dtype=torch.int64, device=devices.CPU).random_(generator=probe)
             if torch.equal(probe.get_state(), now[TORCH]):
                 used.remove(TORCH)
                 break
@@ -213,10 +216,11 @@ def reseed(seed: int, rank: int, step: int) -> None:
 def _python_state(state: tuple[Any, ...]) -> torch.Tensor:
     version, words, gauss = state
     bits = struct.unpack("<q", struct.pack("<d", gauss or 0.0))[0]
-    return torch.tensor([version, *words, int(gauss is not None), bits], dtype=torch.int64)
+    words = [version, *words, int(gauss is not None), bits]
+    return torch.tensor(words, dtype=torch.int64, device=devices.CPU)
 
 
 def _numpy_state(state: dict[str, Any]) -> torch.Tensor:
     bits = struct.unpack("<q", struct.pack("<d", state["gauss"]))[0]
     words = [*state["state"]["key"].tolist(), state["state"]["pos"], state["has_gauss"], bits]
-    return torch.tensor(words, dtype=torch.int64)
+    return torch.tensor(words, dtype=torch.int64, device=devices.CPU)

@@ -7,6 +7,7 @@ Everything else is in `train_state.json`. Nothing is pickled.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
@@ -170,13 +171,17 @@ class TrainState:
         # keys of all ranks together are those of the checkpoint.
         mine = [self._rank] if self._rank < saved_ranks else []
         orphans = range(self._world_size, saved_ranks) if self._rank == 0 else range(0)
-        for rank in (*mine, *orphans):
-            kinds = rng.empty_like_saved(document["rng"])
-            state.setdefault(RNG, {})[rank_key(rank)] = kinds
 
+        @functools.cache
         def shapes() -> dict[str, Sequence[int]]:
             return shapes_of(metadata()) if metadata is not None else {}
 
+        def shape_of(rank: str, kind: str) -> Sequence[int]:
+            return shapes().get(f"{RNG}.{rank}.{kind}", ())
+
+        for name in map(rank_key, (*mine, *orphans)):
+            kinds = rng.empty_like_saved(document["rng"], functools.partial(shape_of, name))
+            state.setdefault(RNG, {})[name] = kinds
         put(state, self._objects.templates(document["objects"], shapes, fit.exclude))
         return state
 

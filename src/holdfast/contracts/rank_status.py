@@ -8,7 +8,9 @@ without a system call.
 Memory ordering: a rank stores `entering` and then loads the proposal. The stop coordinator stores a
 proposal, waits `STORE_VISIBLE_S`, and then loads `entering`. The rank's store becomes visible long
 before that wait is over. So either the rank sees the proposal, or the stop coordinator sees that
-the rank is past the step.
+the rank is past the step. Words that belong together are published by the last of them, with a
+fence before it and one in the reader (`memory_order`). Only `finish_step` has none: durations of
+steps are for people, and may be those of a step before.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import time
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Final
+
+from holdfast.contracts.memory_order import fence
 
 MAGIC: Final = 0x48464253_00000001
 HEAD_BYTES: Final = 4096
@@ -184,13 +188,17 @@ class RankStatusTable:
     def proposal(self) -> tuple[Proposal, int, int]:
         """(state, serial, step) of the current proposal."""
         words = self._words
-        return Proposal(words[_Head.STATE]), words[_Head.SERIAL], words[_Head.STEP]
+        state = Proposal(words[_Head.STATE])
+        fence()
+        return state, words[_Head.SERIAL], words[_Head.STEP]
 
     def propose(self, serial: int, step: int) -> None:
         """Ask every rank to wait after `step` (`AT_START`: before its first step)."""
         self._words[_Head.STATE] = Proposal.NONE
+        fence()
         self._words[_Head.SERIAL] = serial
         self._words[_Head.STEP] = step
+        fence()
         self._words[_Head.STATE] = Proposal.PROPOSED
 
     def answer(self, serial: int, state: Proposal) -> None:
@@ -201,7 +209,9 @@ class RankStatusTable:
     @property
     def stopping(self) -> bool:
         """True after the first stop request. Slow phases poll this."""
-        return bool(self._words[_Head.STOPPING])
+        is_stopping = bool(self._words[_Head.STOPPING])
+        fence()
+        return is_stopping
 
     @property
     def deadline(self) -> float | None:
@@ -211,6 +221,7 @@ class RankStatusTable:
     def announce_stop(self, deadline: float | None) -> None:
         """Announce a stop request, with its `deadline` in Unix seconds if there is one."""
         self._floats[_Head.DEADLINE] = deadline or 0.0
+        fence()
         self._words[_Head.STOPPING] = 1
 
     def accepts(self, serial: int, step: int) -> bool:
@@ -271,7 +282,6 @@ class RankRecord:
         *("_beat_at", "_completed_at", "_entering_at", "_phase_at", "_recent_at", "_step_time_at"),
     )
 
-    pid = _Word(_Record.PID)
     rank = _Word(_Record.RANK)
     resumed_step = _Word(_Record.RESUMED)
     completed = _Word(_Record.COMPLETED)
@@ -295,13 +305,21 @@ class RankRecord:
         self._phase_at, self._beat_at = at + _Record.PHASE, at + _Record.BEAT
         self._step_time_at, self._recent_at = at + _Record.STEP_TIME, at + _RECENT
 
+    @property
+    def pid(self) -> int:
+        """The rank's process, or 0. If it is there, so is the rest of `register`."""
+        found = self._words[self._at + _Record.PID]
+        fence()
+        return found
+
     def register(self, rank: int, resumed_step: int) -> None:
         """Record this process's id and rank, and the step after which it starts."""
-        self._words[self._at + _Record.PID] = os.getpid()
         self._words[self._at + _Record.RANK] = rank
         self._words[self._at + _Record.RESUMED] = resumed_step
         self._words[self._at + _Record.COMPLETED] = resumed_step
         self._floats[self._at + _Record.BEAT] = time.monotonic()
+        fence()
+        self._words[self._at + _Record.PID] = os.getpid()
 
     def finish_step(self, completed: int, phase: int = _TRAIN) -> bool:
         """Publish the end of step `completed`. Return True if there is a proposal to consider.
@@ -321,6 +339,7 @@ class RankRecord:
     def wait_at(self, completed: int, serial: int) -> None:
         """Publish that this rank waits after step `completed`, on proposal `serial`."""
         self._words[self._at + _Record.WAITING] = serial
+        fence()
         self._words[self._at + _Record.ENTERING] = completed
 
     def go_on(self, completed: int) -> None:
@@ -330,6 +349,7 @@ class RankRecord:
         a vote.
         """
         self._words[self._at + _Record.ENTERING] = completed + 1
+        fence()
         self._words[self._at + _Record.WAITING] = 0
 
     def finish_end(self, step: int) -> None:
@@ -344,6 +364,7 @@ class RankRecord:
     def offer_stacks(self, signal_number: int, descriptor: int) -> None:
         """Publish the signal that makes this process write its stacks, and their descriptor."""
         self._words[self._at + _Record.STACKS_FILE] = descriptor
+        fence()
         self._words[self._at + _Record.STACKS_SIGNAL] = signal_number
 
     def catch(self, signal_number: int) -> None:
@@ -366,6 +387,7 @@ class RankRecord:
         at = self._at + _MEETING_AT[meeting & 1]
         for offset, value in enumerate(values):
             self._words[at + offset] = value << _SERIAL_BITS | meeting & _SERIAL_MASK
+        fence()
         self._words[self._at + _Record.MEETING] = meeting
 
     def said(self, meeting: int, count: int) -> list[int] | None:
@@ -380,6 +402,7 @@ class RankRecord:
         """Return True if this rank is in a step after `step` and does not wait on `serial`."""
         if self.waiting == serial:
             return False
+        fence()
         return self.entering > (NOWHERE if step == AT_START else step)
 
     @property
@@ -406,4 +429,6 @@ class RankRecord:
     def stacks_offer(self) -> tuple[int, int]:
         """(signal, descriptor) of `offer_stacks`; the signal is 0 without an offer."""
         words, at = self._words, self._at
-        return words[at + _Record.STACKS_SIGNAL], words[at + _Record.STACKS_FILE]
+        signal_number = words[at + _Record.STACKS_SIGNAL]
+        fence()
+        return signal_number, words[at + _Record.STACKS_FILE]

@@ -19,6 +19,7 @@ from transformers.trainer_callback import ExportableState, TrainerControl
 from holdfast.contracts.errors import CheckpointError
 from holdfast.contracts.reporting import report
 from holdfast.contracts.topology import GLOBAL_BATCHES
+from holdfast.trainer import devices
 from holdfast.trainer.frameworks.transformers.fetching import FetchStates
 from holdfast.trainer.frameworks.transformers.kept import KeptAttributes
 from holdfast.trainer.state.objects import RankLimited
@@ -204,7 +205,7 @@ class RankShare:
     def state_dict(self) -> dict[str, Any]:
         loss = getattr(self._trainer, "_tr_loss", None)
         return {
-            "loss": torch.zeros(()) if loss is None else loss.detach(),
+            "loss": torch.zeros((), device=devices.CPU) if loss is None else loss.detach(),
             "flos": float(self._trainer.current_flos),
             "fetches": self._fetches.state_dict(),
             "epoch": self._progress.place.epoch,
