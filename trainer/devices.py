@@ -157,7 +157,11 @@ def set_generator_states(states: Mapping[str, torch.Tensor]) -> None:
     if accelerator is None or accelerator.type not in states:
         return
     module = torch.get_device_module(accelerator)
-    for index, row in zip(_ring(module), states[accelerator.type].cpu(), strict=False):
+    rows = states[accelerator.type].cpu()
+    if rows.dim() == 1:
+        # An older version saved the state of the current device alone.
+        rows = rows[None]
+    for index, row in zip(_ring(module), rows, strict=False):
         module.set_rng_state(row.contiguous(), index)
 
 

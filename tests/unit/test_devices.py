@@ -307,6 +307,12 @@ def test_a_rank_continues_with_its_own_generators_on_another_device(played: Mach
         assert [state[0] for state in smaller.generators] == [1, 2]
 
 
+def test_an_older_checkpoint_has_the_state_of_the_current_device_alone(played: Machine) -> None:
+    torch.accelerator.set_device_index(1)
+    rng.restore({played.kind: rng.capture()[played.kind][1]})
+    assert [state[0] for state in played.generators] == [0, 2, 2]
+
+
 def test_devices_that_are_not_in_use_are_left_alone(played: Machine) -> None:
     played.is_initialized = False
     assert played.kind not in rng.capture()
