@@ -131,7 +131,14 @@ class Session(SessionParts):
                 world_size=self._ranks.world_size,
             )
             warn_of_local_buffers(extra or {}, self.rank, self.world_size)
-            saver = partial(Saver, note_forms=state.note_forms, planner=planner)
+            state.remember()
+            saver = partial(
+                Saver,
+                note_forms=state.note_forms,
+                check=state.check,
+                notice=state.notice,
+                planner=planner,
+            )
             found = self._restore(state, saver, partial(load_tensors, self._ranks, state))
             self._start(found, chosen, rhythm)
 
