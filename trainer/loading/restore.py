@@ -34,6 +34,7 @@ from holdfast.trainer.loading.train_state import read_train_state
 from holdfast.trainer.metrics import Recorder
 from holdfast.trainer.mirror.resume import Search
 from holdfast.trainer.pacing.cadence import Interval
+from holdfast.trainer.planning.metadata import Opened
 from holdfast.trainer.program import program_argv
 from holdfast.trainer.rank_context import RankContext
 from holdfast.trainer.staging.snapshots import SnapshotRhythm
@@ -185,7 +186,13 @@ def load_tensors(
             f"{directory}: {framework} wrote this checkpoint, in files of its own, and this "
             f"program uses Session. Use the session of {framework}, or begin another run"
         )
-    opened = open_together(directory, manifest, ranks.group)
+    return load_opened(ranks, state, open_together(directory, manifest, ranks.group), document)
+
+
+def load_opened(
+    ranks: ControlGroup, state: TrainState, opened: Opened, document: Mapping[str, Any]
+) -> tuple[list[Restored], Sequence[str]]:
+    """Load an open checkpoint into `state`, without the excluded parts that do not fit."""
     while True:
         target = state.template(document, lambda: opened.metadata)
         fit = state.fit_for(document)

@@ -20,12 +20,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.tensor import DTensor
 
-from holdfast.trainer.loading.compare_keys import KeyComparison, Selection, compare, shorten
+from holdfast.trainer.loading.compare_keys import Selection, compare, shorten
 from holdfast.trainer.state.fit import Fit
 from holdfast.trainer.state.forms import ADDED, DOTTED, OTHER, Forms
 from holdfast.trainer.state.optimizers import OptimizerState
 from holdfast.trainer.state.own_loading import MODEL, OwnLoading, find_refused
-from holdfast.trainer.state.saved import GROUPS, STATE, Saved
+from holdfast.trainer.state.saved import GROUPS, Saved
 
 OPTIMIZER: Final = "optimizer"
 
@@ -61,13 +61,21 @@ class Fresh:
         wanted = self._wanted(entries, forms)
         pick = Selection(exclude=tuple(fit.exclude), strict=fit.strict)
         found = compare(wanted, entries, pick)
-        problems, seen = self._regrouped(found) if fit.strict else ([], set())
+        problems = []
+        if pick.takes(f"{OPTIMIZER}.{GROUPS}"):
+            problems = list(filter(None, (each.find_regrouped() for each in self.optimizers)))
+        # The changed groups explain all differences of the optimizers' keys.
+        explained = f"{OPTIMIZER}." if problems else None
         for title, lines in (
             ("the program did not have then", found.extra if fit.strict else ()),
             ("the program had then and has no longer", found.missing if fit.strict else ()),
             ("of another shape then", _then_and_now(found.reshaped)),
         ):
-            left = [line for line in lines if line not in seen and not _is_judged(line, own)]
+            left = [
+                line
+                for line in lines
+                if not _is_judged(line, own) and not (explained and line.startswith(explained))
+            ]
             if left:
                 problems.append(f"{title}: {shorten(left)}")
         problems += self._find_refused(flat, own, pick)
@@ -89,22 +97,6 @@ class Fresh:
         for each in self.optimizers:
             each.wanted_afresh(found, saved)
         return wanted | {f"{prefix}{key}": value for key, value in found.items()}
-
-    def _regrouped(self, found: KeyComparison) -> tuple[list[str], set[str]]:
-        """Return lines about parameters whose groups came or went, and the keys they explain."""
-        before = {name for each in self.optimizers for name in each.fresh_names}
-        now = {name for each in self.optimizers for name in each.names_now}
-        problems, seen = [], set()
-        for text, names, keys in (
-            ("has got parameters since then, as with add_param_group", now - before, found.extra),
-            ("has lost parameters since then", before - now, found.missing),
-        ):
-            if not names:
-                continue
-            problems.append(f"the optimizer {text}: {shorten(sorted(names))}")
-            starts = tuple(f"{OPTIMIZER}.{kind}.{n}." for kind in (GROUPS, STATE) for n in names)
-            seen |= {key for key in keys if key.startswith(starts)}
-        return problems, seen
 
     def _find_refused(self, flat: Mapping[str, Any], own: OwnLoading, pick: Selection) -> list[str]:
         """Return what modules that judge their tensors themselves would refuse."""

@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.contracts.errors import CheckpointError
+from holdfast.trainer.loading.compare_keys import shorten
 from holdfast.trainer.state import plain
 from holdfast.trainer.state.forms import (
     ADDED,
     DOTTED,
     OTHER,
-    PLAIN,
     SIMPLE,
     Forms,
     assemble,
@@ -143,10 +143,22 @@ class OptimizerState:
         """The names of the parameters at `remember`."""
         return self._fresh_of.keys()
 
-    @property
-    def names_now(self) -> Collection[str]:
-        """The names of the parameters when `gather` was last called."""
-        return {name for owners, _, _ in self._keys.values() for name in owners}
+    def find_regrouped(self) -> str:
+        """Return what has changed in the groups since `remember`, "" if nothing has."""
+        now = [set(owners) for owners, _, _ in self._keys.values()]
+        then = [{self._fresh_names[id(p)] for p in group["params"]} for group in self._fresh]
+        if now == then:
+            return ""
+        ours, theirs = set().union(*now), set().union(*then)
+        parts = [
+            f"{text} {shorten(sorted(names))}"
+            for text, names in (("with", ours - theirs), ("without", theirs - ours))
+            if names
+        ]
+        parts = parts or [
+            f"{len(now)} instead of {len(then)}" if len(now) != len(then) else "others"
+        ]
+        return f"the groups of optimizer {self._number} have changed: {'; '.join(parts)}"
 
     def group_sizes(self) -> list[int]:
         """Return the number of parameters in each group."""
@@ -209,7 +221,8 @@ class OptimizerState:
             options = _options(group)
             if not group["params"]:
                 its = saved.empty_groups.get(f"{self._number}.{number}", {})
-                options |= plain.decode(its, {})
+                made = plain.decode(its, {})
+                options |= plain.from_bytes(made) if isinstance(made, bytes) else made
             for parameter in group["params"]:
                 name = names[id(parameter)]
                 now = state.get(parameter) or {}
@@ -236,14 +249,19 @@ class OptimizerState:
         return type(self._optimizer).__module__.startswith(_OF_TORCH)
 
     def empty_groups(self) -> dict[str, Any]:
-        """Return the options of groups without parameters, which no key contains, as plain data."""
-        return {
-            f"{self._number}.{number}": plain.encode(
-                {k: v for k, v in group.items() if k != "params" and type(v) in PLAIN}, ""
-            )[0]
-            for number, group in enumerate(self._optimizer.param_groups)
-            if not group["params"]
-        }
+        """Return the options of groups without parameters, which no key contains, as plain data.
+
+        Options that contain tensors are bytes.
+        """
+        found = {}
+        for number, group in enumerate(self._optimizer.param_groups):
+            if not group["params"]:
+                name = f"optimizer.param_groups of the empty group {number}"
+                made, tensors = plain.encode(_options(group), name)
+                if tensors:
+                    made, _ = plain.encode(plain.to_bytes(_options(group), name), name)
+                found[f"{self._number}.{number}"] = made
+        return found
 
     def _now(self) -> tuple[Any, list[dict[str, Any]]]:
         """Return state by parameter, and groups, from the optimizer or from its `state_dict`."""

@@ -67,9 +67,14 @@ class OwnLoading:
 
     def extra_state_of(self, name: str) -> str | None:
         """Return the name of the extra state that `name` is, or is a part of."""
-        head, found, _ = name.partition(_EXTRA_STATE_KEY_SUFFIX)
-        whole = head + found
-        return whole if whole in self.extra and name[len(whole) :][:1] in ("", ".") else None
+        parts = name.split(".")
+        for number, part in enumerate(parts, 1):
+            if (
+                part == _EXTRA_STATE_KEY_SUFFIX
+                and (whole := ".".join(parts[:number])) in self.extra
+            ):
+                return whole
+        return None
 
     def judges(self, name: str) -> bool:
         """Return True if a module decides itself whether it loads the tensor `name`."""
