@@ -108,6 +108,8 @@ class WithoutSetter(nn.Linear):
 class Observer(nn.Module):
     """Its range is empty at first. It resizes it when it loads, as torch's observers do."""
 
+    low: torch.Tensor
+
     def __init__(self, loads: str) -> None:
         super().__init__()
         self.loads = loads
@@ -133,10 +135,12 @@ class Observer(nn.Module):
 class Hooked(nn.Module):
     """The same by a hook."""
 
+    low: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("low", torch.zeros(0))
-        self.register_load_state_dict_pre_hook(_resize)
+        self.register_load_state_dict_pre_hook(_resize)  # type: ignore[no-untyped-call]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.low = x.detach().mean(0) if self.low.numel() == 0 else self.low + x.detach().mean(0)
@@ -171,7 +175,7 @@ class Hoarder(torch.optim.Optimizer):
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr, "window": (1, 2)})
-        self.state["shared.total"] = torch.zeros(2)
+        self.state["shared.total"] = torch.zeros(2)  # type: ignore[index]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -185,14 +189,14 @@ class Hoarder(torch.optim.Optimizer):
                 state["past"] = state["past"][-3:]
                 state["deep"] = {"mean": {0: p.grad.mean()}, "tag": "x"}
                 p.add_(sum(state["past"]), alpha=-group["lr"])
-                self.state["shared.total"] += p.grad.sum()
+                self.state["shared.total"] += p.grad.sum()  # type: ignore[index]
 
 
 @dataclass
 class Parts:
     """What a launch has made."""
 
-    model: nn.Module
+    model: Any
     optimizers: list[Any]
     schedulers: list[Any]
     extra: dict[str, Any]
@@ -227,6 +231,17 @@ class Program:
         if draw.random() < 0.1:
             self.exclude = (draw.choice(("optimizer", "extra", "rng", f"model.{self.names[0]}")),)
 
+    @classmethod
+    def of(cls, **facts: Any) -> Program:
+        """Return a small program with these facts, and nothing else that is unusual."""
+        program = cls(0)
+        usual: dict[str, Any] = {"blocks": ["linear"], "optimizer": "adamw", "groups": 1}
+        usual |= {"is_split": False, "scheduler": "none", "extras": [], "events": {}, "steps": 5}
+        usual |= {"saves": [2, 4], "sizes": (40, 4), "exclude": ()}
+        vars(program).update(usual | facts)
+        program.names = [f"block{number}" for number in range(len(program.blocks))]
+        return program
+
     def __str__(self) -> str:
         facts = {key: value for key, value in vars(self).items() if key != "seed"}
         return f"seed {self.seed}: {facts}"
@@ -258,10 +273,11 @@ class Program:
             torch.as_tensor(np.asarray(ids)).float()[:, None] * torch.arange(1, WIDTH + 1)
         )
         for name in parts.flow:
-            x = _run(parts.model[name], x)  # type: ignore[index]
+            x = _run(parts.model[name], x)
         for optimizer in parts.optimizers:
             optimizer.zero_grad()
-        (x.square().mean() + 0.001 * torch.rand(())).backward()
+        loss: Any = x.square().mean() + 0.001 * torch.rand(())
+        loss.backward()
         for optimizer in parts.optimizers:
             optimizer.step()
         for scheduler in parts.schedulers:
@@ -286,7 +302,7 @@ def _grouped(parameters: list[Any], count: int) -> list[dict[str, Any]]:
     return [{"params": parameters[n::count], "tag": f"group {n}"} for n in range(count)]
 
 
-def _run(module: Any, x: torch.Tensor) -> torch.Tensor:
+def _run(module: Any, x: torch.Tensor) -> Any:
     if isinstance(module, Extra):
         module.seen += 1
     if isinstance(module, nn.ParameterDict):
@@ -298,6 +314,9 @@ def _run(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 class Buffers(nn.Module):
     """Buffers that are not plain memory."""
+
+    b: torch.Tensor
+    c: torch.Tensor
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -481,7 +500,7 @@ def _advance(item: Any, parts: Parts, number: int) -> None:
             item.value["n"] = [*item.value["n"], number]
             item.value["t"] = torch.cat([item.value["t"], torch.full((3,), float(number))])
         if "best" in item.value and number == 2:
-            item.value["best"] = parts.model["in"].weight.detach().clone() + 1  # type: ignore[index]
+            item.value["best"] = parts.model.get_parameter("in.weight").detach().clone() + 1
         for key, one in item.value.items():
             if isinstance(one, torch.Tensor) and one.is_floating_point() and key != "best":
                 item.value[key] = one + number
@@ -494,7 +513,7 @@ def _advance(item: Any, parts: Parts, number: int) -> None:
 
 def _add_group(parts: Parts, _: int) -> None:
     late = nn.Linear(WIDTH, WIDTH)
-    parts.model["late"] = late  # type: ignore[index]
+    parts.model["late"] = late
     parts.optimizers[0].add_param_group({"params": list(late.parameters()), "lr": 0.5})
 
 
@@ -549,7 +568,7 @@ def _split_twins(parts: Parts, _: int) -> None:
 
 def _buffer(value: Any) -> Event:
     def put(parts: Parts, _: int) -> None:
-        parts.model["in"].register_buffer("late", value())  # type: ignore[index]
+        parts.model["in"].register_buffer("late", value())
 
     return put
 
@@ -608,6 +627,7 @@ EVENTS: dict[str, Event] = {
 
 def print_of(parts: Parts) -> Any:
     """Return all that a launch has reached, in a form that compares by bits and types."""
+    numpy: Any = np.random.get_state()
     return exact(
         {
             "model": parts.model.state_dict(),
@@ -616,7 +636,7 @@ def print_of(parts: Parts) -> Any:
             "extra": {name: _state(item) for name, item in parts.extra.items()},
             "per_rank": {name: _state(item) for name, item in parts.per_rank.items()},
             "ids": parts.ids,
-            "random": [torch.get_rng_state(), np.random.get_state()[1], random.getstate()],
+            "random": [torch.get_rng_state(), numpy[1], random.getstate()],
         }
     )
 

@@ -56,6 +56,17 @@ def check_best(best: tuple[str, str] | None) -> None:
         raise SpecError(f"best={best!r}: expected a metric's name and one of {BETTER}")
 
 
+def _saver_of(state: TrainState, planner: SavePlanner | None) -> partial[Saver]:
+    """Return what makes the saver of a program's `state`."""
+    return partial(
+        Saver,
+        note_forms=state.note_forms,
+        check=state.check,
+        notice=state.notice,
+        planner=planner,
+    )
+
+
 class Session(SessionParts):
     """Makes a training program fault tolerant. Every rank makes one and uses it in the same way.
 
@@ -132,14 +143,9 @@ class Session(SessionParts):
             )
             warn_of_local_buffers(extra or {}, self.rank, self.world_size)
             state.remember()
-            saver = partial(
-                Saver,
-                note_forms=state.note_forms,
-                check=state.check,
-                notice=state.notice,
-                planner=planner,
+            found = self._restore(
+                state, _saver_of(state, planner), partial(load_tensors, self._ranks, state)
             )
-            found = self._restore(state, saver, partial(load_tensors, self._ranks, state))
             self._start(found, chosen, rhythm)
 
     # --- where training stands ------------------------------------------------------------

@@ -207,7 +207,7 @@ def load_opened(
             )
             break
         except KeyMismatchError as error:
-            if not state.spares(error, document):
+            if not state.leaves_out(error, document):
                 raise
     return ranks.gather(lambda: state.apply(target, document)), report.notes()
 

@@ -22,13 +22,13 @@ class Fit:
     """The arguments of `Selection` for a whole resume: renamed names and excluded parts.
 
     Parts are `model`, `optimizer`, `scheduler`, `rng`, `extra.<name>`, or deeper ones such as
-    `model.head`. Parts in `spare` are left out only if they do not fit.
+    `model.head`. Parts in `if_needed` are left out only if they do not fit.
     """
 
     strict: bool = True
     rename: Mapping[str, str] = field(default_factory=dict)
     exclude: Sequence[str] = ()
-    spare: Sequence[str] = ()
+    if_needed: Sequence[str] = ()
 
     @classmethod
     def of(
@@ -50,21 +50,23 @@ class Fit:
             self,
             rename={old: new for old, new in self.rename.items() if renamed.get(old) != new},
             exclude=tuple(name for name in self.exclude if name not in excluded),
-            spare=tuple(name for name in self.exclude if name in excluded),
+            if_needed=tuple(name for name in self.exclude if name in excluded),
         )
 
     def without(self, more: Collection[str]) -> Fit:
         """Return this fit with more excluded parts."""
         if not more:
             return self
-        spare = tuple(name for name in self.spare if name not in more)
-        return replace(self, exclude=(*self.exclude, *more), spare=spare)
+        left = tuple(name for name in self.if_needed if name not in more)
+        return replace(self, exclude=(*self.exclude, *more), if_needed=left)
 
-    def sparing(self, keys: Collection[str]) -> list[str]:
-        """Return the `spare` parts that contain all of `keys`, or none if they do not.
+    def parts_over(self, keys: Collection[str]) -> list[str]:
+        """Return the `if_needed` parts that contain all of `keys`, or none if they do not.
 
         `keys` are those for which a checkpoint does not fit.
         """
-        if not keys or any(map(Selection(exclude=tuple(self.spare)).takes, keys)):
+        if not keys or any(map(Selection(exclude=tuple(self.if_needed)).takes, keys)):
             return []
-        return [name for name in self.spare if not all(map(Selection(exclude=(name,)).takes, keys))]
+        return [
+            name for name in self.if_needed if not all(map(Selection(exclude=(name,)).takes, keys))
+        ]

@@ -125,12 +125,25 @@ class Fresh:
                 f"elements that share memory, as in an expanded tensor, which no load can fill: "
                 f"{shorten(shared)}; make it a tensor of its own with .clone()"
             )
-        together = [set(keys) for keys in find_aliases(flat)]
+        return problems
+
+    def find_parted(self, state: Mapping[str, Mapping[str, Any]], fit: Fit) -> list[str]:
+        """Return lines about tensors of `state` that no longer share memory with each other.
+
+        A load would put two values into one place. No key, shape or type changes with that, so
+        every save asks. Few programs have such tensors.
+        """
+        problems = []
         for group in self.aliases:
-            keys = {key for key in group if key in flat and pick.takes(key)}
-            if len(keys) > 1 and not any(keys <= each for each in together):
+            pick = Selection(exclude=tuple(fit.exclude))
+            found = {}
+            for key in group:
+                part, _, rest = key.partition(".")
+                if rest in state.get(part, {}) and pick.takes(key):
+                    found[key] = state[part][rest]
+            if len(found) > 1 and frozenset(found) not in find_aliases(found):
                 problems.append(
-                    f"tensors that shared memory then and no longer do: {shorten(sorted(keys))}"
+                    f"tensors that shared memory then and no longer do: {shorten(sorted(found))}"
                 )
         return problems
 

@@ -242,11 +242,11 @@ class Objects:
         documents: Mapping[str, Any],
         tensors: Mapping[str, torch.Tensor],
         exclude: Collection[str],
-        spare: Collection[str] = (),
+        if_needed: Collection[str] = (),
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Put loaded `tensors` back into the objects.
 
-        Returns the names of restored objects, and lines about objects in `spare` that refused
+        Returns the names of restored objects, and lines about objects in `if_needed` that refused
         their state. An object whose saved state is empty, such as a disabled scaler, stays as it
         is.
         """
@@ -264,7 +264,7 @@ class Objects:
                 else:
                     continue
             except CheckpointError as error:
-                if not is_excluded(name, spare):
+                if not is_excluded(name, if_needed):
                     raise
                 refused.append(f"{error}")
                 continue

@@ -96,7 +96,7 @@ class TrainState:
         self._forms: Forms | None = None
         # The forms of extra states in the checkpoint that is loaded, by `model.<name>`.
         self._saved_forms: Forms = {}
-        # Parts that are left out because they do not fit, see `Fit.spare`.
+        # Parts that are left out because they do not fit, see `Fit.if_needed`.
         self._left_out: list[str] = []
         self._fresh: Fresh | None = None
         self._watch: StepWatch | None = None
@@ -115,13 +115,13 @@ class TrainState:
             left = [*left, OPTIMIZER]
         return self._fit.still_to_do(document).without([*left, *self._left_out])
 
-    def spares(self, error: KeyMismatchError, document: Mapping[str, Any]) -> bool:
+    def leaves_out(self, error: KeyMismatchError, document: Mapping[str, Any]) -> bool:
         """Leave out the excluded parts for which `error` was raised. Return False if others are.
 
         The error is the same on all ranks, before anything was loaded.
         """
         reshaped = [line.partition(": ")[0] for line in error.reshaped]
-        parts = self.fit_for(document).sparing([*error.missing, *error.extra, *reshaped])
+        parts = self.fit_for(document).parts_over([*error.missing, *error.extra, *reshaped])
         self._left_out += parts
         return bool(parts)
 
@@ -183,6 +183,8 @@ class TrainState:
         state = self._tensors() | {RNG: {rank_key(self._rank): generators}}
         tensors, documents = self._objects.capture()
         put(state, tensors)
+        if self._fresh is not None and (parted := self._fresh.find_parted(state, self._fit)):
+            raise SaveError(describe(parted))
         document = {
             "format": FORMAT,
             "step": progress.step,
@@ -274,7 +276,7 @@ class TrainState:
             # The program's own random state goes on, as in a run that begins without a checkpoint.
             return Restored(parts=tuple(parts))
         saved = document["objects"]
-        restored, refused = self._objects.apply(saved, flat_objects(state), exclude, fit.spare)
+        restored, refused = self._objects.apply(saved, flat_objects(state), exclude, fit.if_needed)
         parts += restored
         own = None if is_excluded(RNG, exclude) else state.get(RNG, {}).get(rank_key(self._rank))
         if own is not None:
