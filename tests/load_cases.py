@@ -255,7 +255,10 @@ def run_session(program: Program, directory: Path) -> str:
     """Interrupt a program with a Session, and return how it ended."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        whole = uninterrupted(program)
+        try:
+            whole = uninterrupted(program)
+        except Exception:  # Some draws make no program.
+            return FAILS
         try:
             launch(program, directory, program.saves[0])
         except (SaveError, CheckpointError) as error:
@@ -278,7 +281,10 @@ def run_processes(program: Program, directory: Path) -> str:
     """Interrupt a program with a Session, in a process for each launch, as `run_session` does."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        whole = uninterrupted(program)
+        try:
+            whole = uninterrupted(program)
+        except Exception:  # Some draws make no program.
+            return FAILS
         whole.ids = []
         wanted = print_of(whole)
     for until in (program.saves[0], program.steps):

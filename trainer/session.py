@@ -114,8 +114,9 @@ class Session(SessionParts):
             mesh: a `DeviceMesh` of all ranks. Stages of `pp` save into folders of their own. Ranks
                 along `pp`, `tp`, `cp` and `sp` get the same samples.
             strict: refuse a checkpoint whose keys differ from those of the program.
-            rename: saved names to new ones, once, for a checkpoint that does not fit.
-            exclude: parts that keep their values, once, for a checkpoint that does not fit.
+            rename: saved names to new ones, for checkpoints that were saved without this rule.
+            exclude: parts that begin afresh from a checkpoint that was saved without this, and
+                from any checkpoint that they do not fit.
             snapshots: steps between snapshots, `"auto"` or `"off"`. The spec has precedence.
             planner: your own `SavePlanner`. There are no snapshots with it.
 

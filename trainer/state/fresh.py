@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,
@@ -150,11 +151,11 @@ class Fresh:
 
 def has_shared_elements(value: Any) -> bool:
     """Return True for a tensor in which several elements have one place in memory."""
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+    part = _strided_part(value)
+    if part is None:
         return False
-    part = value._local_tensor if isinstance(value, DTensor) else value
     sizes = zip(part.shape, part.stride(), strict=True)
-    return part.numel() > 0 and any(size > 1 and stride == 0 for size, stride in sizes)
+    return any(size > 1 and stride == 0 for size, stride in sizes)
 
 
 def find_aliases(flat: Mapping[str, Any]) -> list[frozenset[str]]:
@@ -175,8 +176,8 @@ def find_aliases(flat: Mapping[str, Any]) -> list[frozenset[str]]:
 
 def _span(key: str, value: Any) -> tuple[int, int, str] | None:
     """Return the addresses of the first element and after the last, or None without memory."""
-    part = value._local_tensor if isinstance(value, DTensor) else value
-    if not isinstance(part, torch.Tensor) or part.layout is not torch.strided or not part.numel():
+    part = _strided_part(value)
+    if part is None:
         return None
     try:
         start = part.data_ptr()
@@ -188,6 +189,14 @@ def _span(key: str, value: Any) -> tuple[int, int, str] | None:
     extents = zip(part.shape, part.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in extents)
     return start, start + (last + 1) * part.itemsize, key
+
+
+def _strided_part(value: Any) -> torch.Tensor | None:
+    """Return this rank's part of a tensor, None if it is empty or has no strides."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, ShardedTensor):
+        return None
+    part = value._local_tensor if isinstance(value, DTensor) else value
+    return part if part.layout is torch.strided and part.numel() else None
 
 
 def _without_memory(value: Any) -> torch.Tensor | None:

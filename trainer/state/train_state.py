@@ -131,7 +131,9 @@ class TrainState:
             names = find_all(self._models).parameters
             for each in self._flattened:
                 each.remember(names)
-        state = self._tensors()
+        # Gathering the optimizers of FSDP1 takes collectives, and `check` leaves them out.
+        is_flat = self._is_fsdp1
+        state = {MODEL: self._model_tensors(find_all(self._models))} if is_flat else self._tensors()
         put(state, self._objects.module_tensors())
         self._fresh = Fresh.of(flatten(state), () if self._is_fsdp1 else self._flattened)
         self._counts = [each.group_sizes() for each in self._flattened]
