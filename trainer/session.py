@@ -57,7 +57,8 @@ def check_best(best: tuple[str, str] | None) -> None:
 
 
 def _saver_of(state: TrainState, planner: SavePlanner | None) -> partial[Saver]:
-    """Return what makes the saver of a program's `state`."""
+    """Return what makes the saver of a program's `state`, which has not been loaded yet."""
+    state.remember()
     return partial(
         Saver,
         note_forms=state.note_forms,
@@ -143,11 +144,8 @@ class Session(SessionParts):
                 world_size=self._ranks.world_size,
             )
             warn_of_local_buffers(extra or {}, self.rank, self.world_size)
-            state.remember()
-            found = self._restore(
-                state, _saver_of(state, planner), partial(load_tensors, self._ranks, state)
-            )
-            self._start(found, chosen, rhythm)
+            load = partial(load_tensors, self._ranks, state)
+            self._start(self._restore(state, _saver_of(state, planner), load), chosen, rhythm)
 
     # --- where training stands ------------------------------------------------------------
 
