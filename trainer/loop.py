@@ -128,6 +128,7 @@ class Loop:
         self._optimizers.count_step()
         if self._position.resumed_inside:
             self._check_numbers()
+        saver.notice()
         self.is_at_end = has_end or (ends_epoch and self.epochs is not None)
         if self._is_save_due(step) and not (has_end or self._must_wait_for_end(step)):
             self._meet(step, at=Boundary(step))

@@ -44,6 +44,14 @@ def _note_nothing(_: ControlGroup) -> None:
     """Record nothing about a new plan: the default of `Saver`."""
 
 
+def _check_nothing(_: State) -> None:
+    """Accept every state: the default of `Saver`."""
+
+
+def _notice_nothing() -> None:
+    """Find nothing at a step boundary: the default of `Saver`."""
+
+
 class PlanStatus(IntEnum):
     """Whether a rank's plan fits its state. The largest value over all ranks counts.
 
@@ -59,9 +67,10 @@ class Saver:
     """Uses the checkpoint engine of one rank and keeps track of its saves in flight.
 
     `capture` returns the live state at a boundary. `note_forms` is called with all ranks when a new
-    plan is made. The saver measures the cost of saves: `copy_s`, the seconds for which a copy
-    blocks training, and on rank 0 `flush_s`, the seconds from sealed to durable in the newest
-    manifest.
+    plan is made. `check` raises `SaveError` if the same command could not load a state. `notice`
+    does so at each boundary for what costs little to see. The saver measures the cost of saves:
+    `copy_s`, the seconds for which a copy blocks training, and on rank 0 `flush_s`, the seconds
+    from sealed to durable in the newest manifest.
     """
 
     # A subclass may save another kind of state.
@@ -76,10 +85,13 @@ class Saver:
         *,
         capture: Callable[[], Captured],
         note_forms: Callable[[ControlGroup], None] = _note_nothing,
+        check: Callable[[State], None] = _check_nothing,
+        notice: Callable[[], None] = _notice_nothing,
         planner: SavePlanner | None = None,
     ) -> None:
         self._context, self._record, self._recorder = context, record, recorder
         self._ranks, self._capture, self._note_forms = ranks, capture, note_forms
+        self._check, self.notice = check, notice
         self.is_planned = self.has_saved = False
         self._has_planner = planner is not None
         self._flush_timeout_s = flush_timeout_s()
@@ -168,7 +180,9 @@ class Saver:
         self._record.beat(Phase.SAVE)
         # Saves of the old plan end first. Slow storage is no hang, so report that the rank lives.
         self.wait()
-        self.engine.prepare(self._take_captured()[0], timeout_s=self._flush_timeout_s)
+        state = self._take_captured()[0]
+        self._require_loadable(state)
+        self.engine.prepare(state, timeout_s=self._flush_timeout_s)
         self._note_forms(self._ranks)
         self.is_planned = True
 
@@ -182,10 +196,18 @@ class Saver:
             self.prepare()
             return
         state = self._take_captured()[0]
+        self._require_loadable(state)
         if not self._has_planner:
-            _, error = attempt(lambda: describe_rank(state))
-            problems = self._ranks.gather(lambda: problem_of(error, self._ranks.rank))
-            raise_problems([problem for problem in problems if problem])
+            self._require_on_all(lambda: describe_rank(state))
+
+    def _require_loadable(self, state: State) -> None:
+        """Raise `SaveError` on all ranks if the same command could not load `state` on one."""
+        self._require_on_all(lambda: self._check(state))
+
+    def _require_on_all(self, act: Callable[[], object]) -> None:
+        _, error = attempt(act)
+        problems = self._ranks.gather(lambda: problem_of(error, self._ranks.rank))
+        raise_problems([problem for problem in problems if problem])
 
     def complete_plan(self, found: int) -> None:
         """At a meeting before the first save, plan for state that was created since.

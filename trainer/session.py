@@ -56,6 +56,18 @@ def check_best(best: tuple[str, str] | None) -> None:
         raise SpecError(f"best={best!r}: expected a metric's name and one of {BETTER}")
 
 
+def _saver_of(state: TrainState, planner: SavePlanner | None) -> partial[Saver]:
+    """Return what makes the saver of a program's `state`, which has not been loaded yet."""
+    state.remember()
+    return partial(
+        Saver,
+        note_forms=state.note_forms,
+        check=state.check,
+        notice=state.notice,
+        planner=planner,
+    )
+
+
 class Session(SessionParts):
     """Makes a training program fault tolerant. Every rank makes one and uses it in the same way.
 
@@ -103,8 +115,9 @@ class Session(SessionParts):
             mesh: a `DeviceMesh` of all ranks. Stages of `pp` save into folders of their own. Ranks
                 along `pp`, `tp`, `cp` and `sp` get the same samples.
             strict: refuse a checkpoint whose keys differ from those of the program.
-            rename: saved names to new ones, once, for a checkpoint that does not fit.
-            exclude: parts that keep their values, once, for a checkpoint that does not fit.
+            rename: saved names to new ones, for checkpoints that were saved without this rule.
+            exclude: parts that begin afresh from a checkpoint that was saved without this, and
+                from any checkpoint that they do not fit.
             snapshots: steps between snapshots, `"auto"` or `"off"`. The spec has precedence.
             planner: your own `SavePlanner`. There are no snapshots with it.
 
@@ -131,9 +144,8 @@ class Session(SessionParts):
                 world_size=self._ranks.world_size,
             )
             warn_of_local_buffers(extra or {}, self.rank, self.world_size)
-            saver = partial(Saver, note_forms=state.note_forms, planner=planner)
-            found = self._restore(state, saver, partial(load_tensors, self._ranks, state))
-            self._start(found, chosen, rhythm)
+            load = partial(load_tensors, self._ranks, state)
+            self._start(self._restore(state, _saver_of(state, planner), load), chosen, rhythm)
 
     # --- where training stands ------------------------------------------------------------
 

@@ -166,6 +166,7 @@ class SessionParts:
         self._is_closed = True
         atexit.unregister(self._at_exit)
         self._optimizers.close()
+        self._state.close()
         if self._stop_coordinator is not None:
             self._stop_coordinator.close()
         self._recorder.close()
@@ -187,6 +188,8 @@ class SessionParts:
             part = getattr(self, name, None)
             if part is not None:
                 part.close()
+        if hasattr(self, "_state"):
+            self._state.close()
         if hasattr(self, "_saver"):
             self._saver.close(is_orderly=False)
         if hasattr(self, "_context"):

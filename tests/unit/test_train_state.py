@@ -65,7 +65,7 @@ def test_tensors_and_arrays_are_kept_outside_the_document() -> None:
     back = plain.decode(document, tensors)
     assert torch.equal(back["a"][0], value["a"][0])  # type: ignore[index]
     assert np.array_equal(back["a"][1], np.arange(4))
-    blank = plain.templates(document, {})
+    blank = plain.templates(document)
     assert {name: (t.shape, t.dtype) for name, t in blank.items()} == {
         name: (t.shape, t.dtype) for name, t in tensors.items()
     }

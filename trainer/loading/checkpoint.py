@@ -86,7 +86,7 @@ def load_checkpoint(
                 exclude=exclude,
                 rename=rename,
             )
-        ranks.gather(lambda: state.put_back(made[0]))
+        ranks.gather(lambda: state.put_back(made[0], strict=strict))
     finally:
         ranks.close()
     return report

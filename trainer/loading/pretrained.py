@@ -67,7 +67,7 @@ def load_pretrained(
             exclude=pick.exclude,
             rename=pick.rename,
         )
-        ranks.gather(lambda: state.put_back(target))
+        ranks.gather(lambda: state.put_back(target, strict=strict))
     finally:
         ranks.close()
     return report

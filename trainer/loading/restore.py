@@ -12,7 +12,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts import environment
-from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError
+from holdfast.contracts.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    KeyMismatchError,
+)
 from holdfast.contracts.filesystems import is_listed
 from holdfast.contracts.history import load_events
 from holdfast.contracts.journal import Event, EventKind
@@ -30,6 +34,7 @@ from holdfast.trainer.loading.train_state import read_train_state
 from holdfast.trainer.metrics import Recorder
 from holdfast.trainer.mirror.resume import Search
 from holdfast.trainer.pacing.cadence import Interval
+from holdfast.trainer.planning.metadata import Opened
 from holdfast.trainer.program import program_argv
 from holdfast.trainer.rank_context import RankContext
 from holdfast.trainer.staging.snapshots import SnapshotRhythm
@@ -181,17 +186,29 @@ def load_tensors(
             f"{directory}: {framework} wrote this checkpoint, in files of its own, and this "
             f"program uses Session. Use the session of {framework}, or begin another run"
         )
-    opened = open_together(directory, manifest, ranks.group)
-    target = state.template(document, lambda: opened.metadata)
-    fit = state.fit_for(document)
-    report = load_state(
-        opened,
-        target,
-        group=ranks.group,
-        strict=fit.strict,
-        rename=fit.rename,
-        exclude=fit.exclude,
-    )
+    return load_opened(ranks, state, open_together(directory, manifest, ranks.group), document)
+
+
+def load_opened(
+    ranks: ControlGroup, state: TrainState, opened: Opened, document: Mapping[str, Any]
+) -> tuple[list[Restored], Sequence[str]]:
+    """Load an open checkpoint into `state`, without the excluded parts that do not fit."""
+    while True:
+        target = state.template(document, lambda: opened.metadata)
+        fit = state.fit_for(document)
+        try:
+            report = load_state(
+                opened,
+                target,
+                group=ranks.group,
+                strict=fit.strict,
+                rename=fit.rename,
+                exclude=fit.exclude,
+            )
+            break
+        except KeyMismatchError as error:
+            if not state.leaves_out(error, document):
+                raise
     return ranks.gather(lambda: state.apply(target, document)), report.notes()
 
 
@@ -243,6 +260,7 @@ def describe(
     reseeded = [str(rank) for rank, one in enumerate(restored) if one.reseeded]
     notes = [f"{name} was not in the checkpoint" for name in first.missing]
     notes += [f"the checkpoint's {name} is not used" for name in first.unused]
+    notes += first.refused
     if reseeded:
         notes.append(
             f"ranks {', '.join(reseeded)} had no saved random state and were seeded from "

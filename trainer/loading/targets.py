@@ -260,7 +260,13 @@ def _make_part(
             f"{key}: in this program it is a {type(local).__name__}, whose inner tensors cannot "
             f"be loaded exactly; expected a dense tensor. Leave it out with exclude=[{key!r}]"
         )
-    plain = type(local) is torch.Tensor and local.device.type == "cpu" and local.is_contiguous()
+    plain = (
+        type(local) is torch.Tensor
+        and local.device.type == "cpu"
+        and local.is_contiguous()
+        and not local.is_conj()
+        and not local.is_neg()
+    )
     if plain and local.dtype == dtype:
         return Part(key, _chunk(chunk), local, dtype, Target(lambda: _bytes_of(local)))
 

@@ -10,7 +10,6 @@ then at growing distances.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,6 +26,8 @@ FIRST_LOOK_STEPS: Final = 8
 LOOK_GROWTH: Final = 3
 # The share of the remaining time until the next meeting, because steps may become slower.
 APPROACH: Final = 0.5
+# The farthest agreed step. The ranks exchange its number in few bits, see `RankRecord.say`.
+AHEAD_STEPS_MAX: Final = 1 << 31
 # Within this share of the interval, the save is taken now instead of a few steps later.
 SLACK: Final = 0.02
 
@@ -118,8 +119,8 @@ class Cadence:
         return min((step // every + 1) * every, self._next_look(step))
 
     def _next_look(self, step: int) -> int:
-        """Return the next early meeting, or `sys.maxsize` if none is wanted."""
+        """Return the next early meeting. If none is wanted, it is as far as a meeting can be."""
         if not self._looks_early:
-            return sys.maxsize
+            return step + AHEAD_STEPS_MAX
         since = step - self._first_step
         return self._first_step + max(FIRST_LOOK_STEPS, since * LOOK_GROWTH)

@@ -25,6 +25,7 @@ class Encoded:
 
 
 _NUMBERS: Final = frozenset({bool, int, float, str, type(None)})
+_USUAL: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 # Every value of these types fits the same place.
 _OF_ONE_SIZE: Final = _NUMBERS - {str}
 _LEAF_TYPES: Final = _NUMBERS | {torch.Tensor, torch.nn.Parameter, DTensor, Encoded}
@@ -148,11 +149,12 @@ def _fingerprint(value: Any) -> tuple[Any, ...] | None:
     """Return what a plan depends on of one value, None for any number."""
     if isinstance(value, DTensor):
         local = value._local_tensor
-        return (value._spec, local.dtype, local.shape)
+        form = _form_of(local)
+        return (value._spec if form is None else (value._spec, form), local.dtype, local.shape)
     if isinstance(value, ShardedTensor):
         return (value.metadata(), None, None)
     if isinstance(value, torch.Tensor):
-        return (None, value.dtype, value.shape)
+        return (_form_of(value), value.dtype, value.shape)
     if isinstance(value, Encoded):
         return (_ENCODED, None, _bytes_capacity(len(value.content)))
     if isinstance(value, str):
@@ -164,6 +166,16 @@ def _fingerprint(value: Any) -> tuple[Any, ...] | None:
             return (_LIST, room, count)
         return (_LIST, None, count) if count > LIST_LEAST else None
     return None
+
+
+def _form_of(part: torch.Tensor) -> str | None:
+    """Return None for a tensor whose bytes are its values, and the form of any other.
+
+    A tensor of another form needs a new plan, which refuses what cannot be saved exactly.
+    """
+    if type(part) in _USUAL and part.layout is torch.strided and not part.is_meta:
+        return None
+    return f"a {type(part).__name__} of layout {part.layout} on {part.device.type}"
 
 
 def capacity_of(numbers: Sequence[Any]) -> int:
@@ -225,5 +237,10 @@ def _describe(prints: Mapping[str, tuple[Any, ...] | None], key: str, absent: st
         return f"a list of up to {shape} numbers{texts}"
     if dtype is None:
         return f"a sharded tensor of {tuple(spec.size)}"
+    form = ""
+    if isinstance(spec, tuple):
+        spec, form = spec[0], f"{spec[1]} "
+    elif isinstance(spec, str):
+        spec, form = None, f"{spec} "
     where = "" if spec is None else f"{tuple(spec.shape)} {spec.placements} here "
-    return f"{dtype} {where}{tuple(shape)}"
+    return f"{form}{dtype} {where}{tuple(shape)}"

@@ -146,6 +146,9 @@ class FileState:
         """Take back the seeds that loaders' iterators drew, if nothing else was drawn."""
         self._generators.rewind_seeds()
 
+    def close(self) -> None:
+        """Do nothing: nothing watches the program."""
+
     def weights(self) -> Iterable[torch.Tensor]:
         """Return the local parameters and buffers of the model."""
         return self._framework.weights()

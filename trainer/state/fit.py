@@ -1,8 +1,9 @@
-"""How to load, once, a checkpoint that does not quite fit the program.
+"""How to load a checkpoint that does not quite fit the program.
 
-A run has one command for all its launches. The names that this command renames or excludes belong
-to the checkpoint that did not fit. Later checkpoints fit and record that. They are loaded
-completely. Otherwise each preemption would lose the excluded parts again.
+A run has one command for all its launches, so a rename or an exclusion has the same meaning in each
+of them. It applies to every checkpoint that was saved without it. Each checkpoint records those
+with which it was saved. From such a checkpoint an excluded part is restored if it fits, because
+otherwise each preemption would lose it again. If it does not fit, it is left out.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
+
+from holdfast.trainer.loading.compare_keys import Selection
 
 FIT: Final = "fit"
 
@@ -19,12 +22,13 @@ class Fit:
     """The arguments of `Selection` for a whole resume: renamed names and excluded parts.
 
     Parts are `model`, `optimizer`, `scheduler`, `rng`, `extra.<name>`, or deeper ones such as
-    `model.head`.
+    `model.head`. Parts in `if_needed` are left out only if they do not fit.
     """
 
     strict: bool = True
     rename: Mapping[str, str] = field(default_factory=dict)
     exclude: Sequence[str] = ()
+    if_needed: Sequence[str] = ()
 
     @classmethod
     def of(
@@ -39,11 +43,30 @@ class Fit:
         return {"rename": dict(self.rename), "exclude": list(self.exclude)}
 
     def still_to_do(self, document: Mapping[str, Any]) -> Fit:
-        """Return this fit, or only `strict` if the checkpoint of `document` already has it."""
-        if document.get(FIT) == self.describe():
-            return Fit(strict=self.strict)
-        return self
+        """Return what of this fit the checkpoint of `document` was not yet saved with."""
+        recorded = document.get(FIT) or {}
+        renamed, excluded = recorded.get("rename", {}), recorded.get("exclude", ())
+        return replace(
+            self,
+            rename={old: new for old, new in self.rename.items() if renamed.get(old) != new},
+            exclude=tuple(name for name in self.exclude if name not in excluded),
+            if_needed=tuple(name for name in self.exclude if name in excluded),
+        )
 
     def without(self, more: Collection[str]) -> Fit:
         """Return this fit with more excluded parts."""
-        return replace(self, exclude=(*self.exclude, *more)) if more else self
+        if not more:
+            return self
+        left = tuple(name for name in self.if_needed if name not in more)
+        return replace(self, exclude=(*self.exclude, *more), if_needed=left)
+
+    def parts_over(self, keys: Collection[str]) -> list[str]:
+        """Return the `if_needed` parts that contain all of `keys`, or none if they do not.
+
+        `keys` are those for which a checkpoint does not fit.
+        """
+        if not keys or any(map(Selection(exclude=tuple(self.if_needed)).takes, keys)):
+            return []
+        return [
+            name for name in self.if_needed if not all(map(Selection(exclude=(name,)).takes, keys))
+        ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import numpy as np
 import torch
@@ -24,7 +24,9 @@ Form = dict[str, Any]
 Forms = dict[str, Form]
 """Forms by the path of their value."""
 
-# The keys of a form. AS: type of a container or NumPy value; OTHER: state of no parameter.
+# The keys of a form. ADDED: a value that the optimizer's class would not have, so the program added
+# it; AS: type of a container or NumPy value; OTHER: state of no parameter.
+ADDED: Final = "added"
 AS: Final = "as"
 DOTTED: Final = "dotted"
 LENGTH_MAX: Final = "maxlen"
@@ -43,9 +45,12 @@ def spread(value: Any, path: str, found: dict[str, Any], forms: Forms | None = N
     """Add the tensors and numbers in `value` to `found` by path, and their forms to `forms`.
 
     A list or tuple of numbers is one value, as in stock DCP. Raises `CheckpointError` on a mapping
-    that could not be rebuilt. Planning refuses other values that cannot be saved, on all ranks.
+    that could not be rebuilt, and for two values with the same path. Planning refuses other values
+    that cannot be saved, on all ranks.
     """
     kind = type(value)
+    if path in found:
+        raise_twice(path)
     if kind in SIMPLE or isinstance(value, torch.Tensor):
         found[path] = value
     elif isinstance(value, dict):
@@ -73,6 +78,13 @@ def spread(value: Any, path: str, found: dict[str, Any], forms: Forms | None = N
         found[path] = torch.from_numpy(value)
     else:
         found[path] = value
+
+
+def raise_twice(path: str) -> NoReturn:
+    """Raise `CheckpointError` because two values have the name `path`."""
+    raise CheckpointError(
+        f"{path}: two values have this name when their keys are joined by dots; rename one of them"
+    )
 
 
 def assemble(leaves: Mapping[str, Any], forms: Mapping[str, Form]) -> dict[str, Any]:

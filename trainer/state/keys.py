@@ -26,10 +26,20 @@ def put(state: State, tensors: Mapping[str, torch.Tensor]) -> None:
     """Place tensors named `part.rest` so that DCP's flattening gives them that name again."""
     for name, tensor in tensors.items():
         part, _, rest = name.partition(".")
-        state.setdefault(part, {})[rest or "value"] = tensor
+        if rest:
+            state.setdefault(part, {})[rest] = tensor
+        else:
+            # A scheduler whose state is one tensor.
+            state[part] = tensor
 
 
 def flat_objects(state: State) -> dict[str, torch.Tensor]:
     """Return the tensors of schedulers and extras, by key."""
-    parts = (SCHEDULER, EXTRA)
-    return {f"{part}.{key}": t for part in parts for key, t in state.get(part, {}).items()}
+    found: dict[str, torch.Tensor] = {}
+    for part in (SCHEDULER, EXTRA):
+        its = state.get(part, {})
+        if isinstance(its, torch.Tensor):
+            found[part] = its
+        else:
+            found |= {f"{part}.{key}": tensor for key, tensor in its.items()}
+    return found

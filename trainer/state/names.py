@@ -164,7 +164,7 @@ def _walk(module: nn.Module, prefix: str, found: Named) -> None:
         if buffer is not None and name not in module._non_persistent_buffers_set:
             tensors[prefix + name] = buffer
             found.buffers.add(prefix + name)
-    hidden = _hidden_child(type(module))
+    hidden = hidden_child(type(module))
     for name, child in module._modules.items():
         if child is not None:
             _walk(child, prefix if name == hidden else f"{prefix}{name}.", found)
@@ -177,7 +177,7 @@ def _is_plain(module: nn.Module) -> bool:
         module._load_state_dict_pre_hooks,
         module._load_state_dict_post_hooks,
     )
-    if any(hooks) and not all(_is_known(hook) for hook in _hooks_of(hooks)):
+    if any(hooks) and not all(is_known(hook) for hook in _hooks_of(hooks)):
         return False
     own = module.__dict__
     return _is_standard(type(module)) and "state_dict" not in own and "load_state_dict" not in own
@@ -188,7 +188,8 @@ def _hooks_of(registries: Sequence[Mapping[int, Any]]) -> Iterator[Any]:
         yield from registry.values()
 
 
-def _is_known(hook: Any) -> bool:
+def is_known(hook: Any) -> bool:
+    """Return True for a hook that changes neither names nor values that the walk finds."""
     # torch wraps a load hook in an object that holds the function as `hook`.
     function = getattr(hook, "hook", hook)
     return str(getattr(function, "__module__", "")).startswith(_KNOWN_HOOKS)
@@ -213,7 +214,15 @@ def _is_standard(kind: type[nn.Module]) -> bool:
     return known
 
 
-def _hidden_child(kind: type[nn.Module]) -> str | None:
+def loads_itself(kind: type[nn.Module]) -> bool:
+    """Return True if the class has its own `_load_from_state_dict`."""
+    return kind not in _STANDARD and not any(
+        kind._load_from_state_dict is one._load_from_state_dict for one in _STANDARD
+    )
+
+
+def hidden_child(kind: type[nn.Module]) -> str | None:
+    """Return the name of the child that a wrapper wraps, or None."""
     if kind not in _hidden:
         names = [name for wrapper, name in WRAPPERS.items() if issubclass(kind, wrapper)]
         _hidden[kind] = names[0] if names else None

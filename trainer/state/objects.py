@@ -126,6 +126,7 @@ class Objects:
             (self._alone if alone else self._shared)[f"{EXTRA}.{name}"] = _stateful(name, item)
         self._views = Views()
         self._row_bytes: dict[str, int] = {}
+        self._modules_at_first = set(self.module_names())
 
     def __iter__(self) -> Any:
         return iter((*self._shared, *self._alone))
@@ -151,6 +152,28 @@ class Objects:
             documents[name] = {plain.MARK: PER_RANK, "class": kind, "ranks": self._world_size}
             tensors[self._row_key(name)] = self._row(name, item.state_dict())
         return tensors, documents
+
+    def module_tensors(self) -> Tensors:
+        """Return the tensors of modules by key. A load puts them into these very modules."""
+        found: Tensors = {}
+        for name, item in self._shared.items():
+            module = _named_module(item, name)
+            if module is not None:
+                found |= self._views.of(module.tensors, module.buffers)
+        return found
+
+    def module_names(self) -> list[str]:
+        """Return the names of the objects that are saved as modules."""
+        return [n for n, item in self._shared.items() if _named_module(item, n) is not None]
+
+    def find_changed_forms(self, exclude: Collection[str]) -> list[str]:
+        """Return lines about objects that a new launch would not take for modules."""
+        return [
+            f"{name}: its {type(self._shared[name]).__name__} had its own state when the Session "
+            "was made, and is now saved as a module's tensors"
+            for name in self.module_names()
+            if name not in self._modules_at_first and not is_excluded(name, exclude)
+        ]
 
     def rank_limits(self, exclude: Collection[str]) -> dict[str, Any]:
         """Return which numbers of ranks can continue this program's objects.
@@ -213,7 +236,7 @@ class Objects:
                     module = self._module_of(name, item)
                     found |= self._views.of(module.tensors, module.buffers)
             else:
-                live = plain.encode(item.state_dict(), name)[1] if item else {}
+                live = plain.encode(item.state_dict(), name) if item is not None else None
                 found |= plain.templates(saved, live)
         return found
 
@@ -222,25 +245,34 @@ class Objects:
         documents: Mapping[str, Any],
         tensors: Mapping[str, torch.Tensor],
         exclude: Collection[str],
-    ) -> tuple[str, ...]:
-        """Put loaded `tensors` back into the objects. Return the names of restored objects.
+        if_needed: Collection[str] = (),
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Put loaded `tensors` back into the objects.
 
-        An object whose saved state is empty, such as a disabled scaler, stays as it is.
+        Returns the names of restored objects, and lines about objects in `if_needed` that refused
+        their state. An object whose saved state is empty, such as a disabled scaler, stays as it
+        is.
         """
-        restored = []
+        restored, refused = [], []
         for name, saved in self._kept(documents, exclude):
             form = _form(saved)
-            if form == PER_RANK and name in self._alone:
-                self._load(name, self._alone[name], _read_row(tensors[self._row_key(name)]))
-            elif form == MODULE and name in self._shared:
-                for key, live in self._module_of(name, self._shared[name]).tensors.items():
-                    copy_unless_same(live, tensors[key])
-            elif form is None and name in self._shared and saved != {}:
-                self._load(name, self._shared[name], plain.decode(saved, tensors))
-            else:
+            try:
+                if form == PER_RANK and name in self._alone:
+                    self._load(name, self._alone[name], _read_row(tensors[self._row_key(name)]))
+                elif form == MODULE and name in self._shared:
+                    for key, live in self._module_of(name, self._shared[name]).tensors.items():
+                        copy_unless_same(live, tensors[key])
+                elif form is None and name in self._shared and saved != {}:
+                    self._load(name, self._shared[name], plain.decode(saved, tensors))
+                else:
+                    continue
+            except CheckpointError as error:
+                if not is_excluded(name, if_needed):
+                    raise
+                refused.append(f"{error}")
                 continue
             restored.append(name)
-        return tuple(restored)
+        return tuple(restored), tuple(refused)
 
     def _kept(
         self, documents: Mapping[str, Any], exclude: Collection[str]

@@ -8,7 +8,7 @@ the state of a parameter, and a program may unfreeze a parameter later.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import cycle
 from typing import Any, Final
 
@@ -18,16 +18,18 @@ from torch.optim import Optimizer
 
 from holdfast.contracts.errors import CheckpointError
 from holdfast.trainer import devices
+from holdfast.trainer.loading.compare_keys import shorten
 from holdfast.trainer.state import plain
 from holdfast.trainer.state.forms import (
+    ADDED,
     DOTTED,
     OTHER,
-    PLAIN,
     SIMPLE,
     Forms,
     assemble,
     blank,
     form_of,
+    raise_twice,
     spread,
     view_of,
 )
@@ -116,16 +118,65 @@ class OptimizerState:
         self._optimizer, self._number = optimizer, number
         # The keys of each group's options, and the owners and options they were made from.
         self._keys: dict[int, tuple[list[str], list[str], list[str]]] = {}
+        # The groups when the Session was made, with tensors without memory as parameters.
+        self._fresh: list[dict[str, Any]] = []
+        self._fresh_names: dict[int, str] = {}
+        self._fresh_of: dict[str, tuple[torch.Tensor, dict[str, Any]]] = {}
+
+    def remember(self, names: Names) -> None:
+        """Record the groups as a new launch of the program has them before it loads."""
+        _, groups = self._now()
+        for group in groups:
+            kept = _options(group) | {"params": []}
+            for parameter in group["params"]:
+                bare = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                kept["params"].append(bare)
+                self._fresh_names[id(bare)] = names[id(parameter)]
+                self._fresh_of[names[id(parameter)]] = bare, kept
+            self._fresh.append(kept)
+
+    def wanted_afresh(self, found: dict[str, Any], saved: Saved) -> None:
+        """Add what `wanted` would in a new launch, with tensors without memory."""
+        self.wanted(found, saved, self._fresh_names, self._fresh)
+
+    @property
+    def fresh_names(self) -> Collection[str]:
+        """The names of the parameters at `remember`."""
+        return self._fresh_of.keys()
+
+    def find_regrouped(self) -> str:
+        """Return what has changed in the groups since `remember`, "" if nothing has."""
+        now = [set(owners) for owners, _, _ in self._keys.values()]
+        then = [{self._fresh_names[id(p)] for p in group["params"]} for group in self._fresh]
+        if now == then:
+            return ""
+        ours, theirs = set().union(*now), set().union(*then)
+        parts = [
+            f"{text} {shorten(sorted(names))}"
+            for text, names in (("with", ours - theirs), ("without", theirs - ours))
+            if names
+        ]
+        parts = parts or [
+            f"{len(now)} instead of {len(then)}" if len(now) != len(then) else "others"
+        ]
+        return f"the groups of optimizer {self._number} have changed: {'; '.join(parts)}"
+
+    def group_sizes(self) -> list[int]:
+        """Return the number of parameters in each group."""
+        return [len(group["params"]) for group in self._optimizer.param_groups]
 
     def gather(self, names: Names, forms: Forms | None = None) -> dict[str, Any]:
         """Return live tensors and numbers by key. Add their forms to `forms`."""
         found: dict[str, Any] = {}
         state, groups = self._now()
+        if len(self._keys) > len(groups):
+            self._keys.clear()
         for number, group in enumerate(groups):
             owners = [names[id(p)] for p in group["params"]]
             for parameter, name in zip(group["params"], owners, strict=True):
                 if values := state.get(parameter):
                     _gather_one(found, parameter, group, f"{STATE}.{name}", values, forms)
+                    self._mark_added(values, parameter, group, name, forms)
             flat: dict[str, Any] = {}
             noted: Forms = {}
             for option, value in _options(group).items():
@@ -133,17 +184,24 @@ class OptimizerState:
             keys = self._option_keys(number, owners, list(flat))
             found.update(zip(keys, cycle(flat.values())))
             if forms is not None:
-                for name in owners:
-                    forms.update({f"{GROUPS}.{name}.{k}": form for k, form in noted.items()})
+                self._note_options(owners, flat, noted, forms)
         self._gather_others(found, state, forms)
         return found
 
-    def wanted(self, found: dict[str, Any], saved: Saved, names: Names) -> None:
+    def wanted(
+        self,
+        found: dict[str, Any],
+        saved: Saved,
+        names: Names,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
         """Add state that only `saved` has to `found`: blank tensors, and None for numbers.
 
-        The optimizer itself does not change until `put_back`.
+        `groups` are the optimizer's own, or those of `remember`. The optimizer itself does not
+        change until `put_back`.
         """
-        _, groups = self._now()
+        if groups is None:
+            _, groups = self._now()
         for group in groups:
             for parameter in group["params"]:
                 name = names[id(parameter)]
@@ -165,7 +223,8 @@ class OptimizerState:
             options = _options(group)
             if not group["params"]:
                 its = saved.empty_groups.get(f"{self._number}.{number}", {})
-                options |= plain.decode(its, {})
+                made = plain.decode(its, {})
+                options |= plain.from_bytes(made) if isinstance(made, bytes) else made
             for parameter in group["params"]:
                 name = names[id(parameter)]
                 now = state.get(parameter) or {}
@@ -192,14 +251,19 @@ class OptimizerState:
         return type(self._optimizer).__module__.startswith(_OF_TORCH)
 
     def empty_groups(self) -> dict[str, Any]:
-        """Return the options of groups without parameters, which no key contains, as plain data."""
-        return {
-            f"{self._number}.{number}": plain.encode(
-                {k: v for k, v in group.items() if k != "params" and type(v) in PLAIN}, ""
-            )[0]
-            for number, group in enumerate(self._optimizer.param_groups)
-            if not group["params"]
-        }
+        """Return the options of groups without parameters, which no key contains, as plain data.
+
+        Options that contain tensors are bytes.
+        """
+        found = {}
+        for number, group in enumerate(self._optimizer.param_groups):
+            if not group["params"]:
+                name = f"optimizer.param_groups of the empty group {number}"
+                made, tensors = plain.encode(_options(group), name)
+                if tensors:
+                    made, _ = plain.encode(plain.to_bytes(_options(group), name), name)
+                found[f"{self._number}.{number}"] = made
+        return found
 
     def _now(self) -> tuple[Any, list[dict[str, Any]]]:
         """Return state by parameter, and groups, from the optimizer or from its `state_dict`."""
@@ -267,18 +331,54 @@ class OptimizerState:
         known, is_state = None, prefix.startswith(f"{STATE}.")
         if is_state and group:
             known = known_keys(self._optimizer, parameter, group)
-        for path in known or ():
+        # A parameter that was never stepped may have values of the program only.
+        for path in known or () if known and not known.isdisjoint(entries) else ():
             # The comparison of keys refuses a key that the checkpoint lacks, by its name.
             if path not in entries:
                 found.setdefault(f"{prefix}.{path}", None)
         for path, entry in entries.items():
             key = f"{prefix}.{path}" if path else prefix
-            if key in found or (known is not None and path not in known):
-                continue
-            if not is_state and self._is_of_torch and path in OPTIONS_OF_TORCH:
-                continue
             form = part.forms.get(path, {})
+            if key in found:
+                continue
+            if not form.get(ADDED):
+                if known is not None and path not in known:
+                    continue
+                if not is_state and self._is_of_torch and path in OPTIONS_OF_TORCH:
+                    continue
             found[key] = blank(entry, parameter, group, form, part.was)
+
+    def _mark_added(
+        self,
+        values: Mapping[Any, Any],
+        parameter: torch.Tensor,
+        group: Mapping[str, Any],
+        name: str,
+        forms: Forms | None,
+    ) -> None:
+        """Mark state that the program added to a parameter's, so that a load accepts it."""
+        if forms is None:
+            return
+        known = known_keys(self._optimizer, *self._fresh_of.get(name, (parameter, group)))
+        if known is None:
+            return
+        for key, value in values.items():
+            if key not in known:
+                flat: dict[str, Any] = {}
+                spread(value, f"{STATE}.{name}.{key}", flat)
+                for path in flat:
+                    forms.setdefault(path, {})[ADDED] = True
+
+    def _note_options(
+        self, owners: Sequence[str], flat: Mapping[str, Any], noted: Forms, forms: Forms
+    ) -> None:
+        """Add the forms of a group's options. Mark those that its class would not have."""
+        for name in owners:
+            its = {option: dict(form) for option, form in noted.items()}
+            if self._is_of_torch and name in self._fresh_of:
+                for option in flat.keys() & OPTIONS_OF_TORCH - self._fresh_of[name][1].keys():
+                    its.setdefault(option, {})[ADDED] = True
+            forms.update({f"{GROUPS}.{name}.{option}": form for option, form in its.items()})
 
     def _option_keys(self, number: int, owners: list[str], options: list[str]) -> list[str]:
         """Return a key for each parameter and option of a group, cached until these change."""
@@ -309,6 +409,8 @@ def _gather_one(
     is_sharded = isinstance(parameter, DTensor)
     for name, value in values.items():
         key = f"{prefix}.{name}"
+        if key in found:
+            raise_twice(key)
         # A fast path: nearly all values are of these types, and every save runs this loop.
         if forms is None and type(value) in SIMPLE and type(name) is str and not is_sharded:
             found[key] = value
@@ -322,6 +424,8 @@ def _gather_one(
             forms[key] = {DOTTED: True}
         spread(value, key, flat, forms)
         for path, one in flat.items():
+            if path in found:
+                raise_twice(path)
             is_tensor = isinstance(one, torch.Tensor)
             found[path] = view_of(one, parameter) if is_tensor else one
             form = form_of(one, parameter, group) if is_tensor and forms is not None else None

@@ -1,25 +1,56 @@
 """State dicts of schedulers, scalers and users' objects as JSON beside named tensors.
 
 Nothing is pickled. Values that JSON cannot express are marked: a tensor by its name in the
-checkpoint, a tuple, a mapping with keys that are not text, bytes, and a float that is not finite.
+checkpoint, a tuple, a mapping with keys that are not text, bytes, a NumPy number, and a float that
+is not finite.
+
+A tensor's name joins the keys of its path by dots. If two paths have the same joined name, the name
+of each also contains a digest of its path. The name of a tensor then does not depend on the order
+of the entries.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import math
-from collections.abc import Mapping
-from typing import Any, Final
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 
+from holdfast.contracts.digests import digest_of
 from holdfast.contracts.errors import CheckpointError
 from holdfast.trainer import devices
+from holdfast.trainer.planning.rank_rows import problem_with_form
 
 MARK: Final = "$holdfast"
 DEPTH_MAX: Final = 64
+# Python writes longer integers in decimal only if its limit of digits is raised.
+INT_BITS_MAX: Final = 14_000
+# Mappings that a loaded state has again, because their owners use more than a dict has.
+_MAPPINGS: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "ordered": OrderedDict,
+    "counter": Counter,
+}
+_FACTORIES: Final = (int, float, list, dict, set, str)
+# In a path, before a key that contains a tensor itself.
+_KEY: Final = "$key"
+
+_Path = tuple[Any, ...]
+Encoded = tuple[Any, Mapping[str, torch.Tensor]]
+"""What `encode` returns."""
+
+
+class _Found(NamedTuple):
+    """A tensor in a state: its path, and its mark in the document, which contains its name."""
+
+    path: _Path
+    tensor: torch.Tensor
+    marked: dict[str, Any]
 
 
 def encode(value: Any, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -27,8 +58,18 @@ def encode(value: Any, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
 
     Raises `CheckpointError` with the path of any value that is neither plain nor a tensor.
     """
+    found: list[_Found] = []
+    document = _encode(value, name, (), found, 0)
+    times = Counter(one.marked["value"] for one in found)
     tensors: dict[str, torch.Tensor] = {}
-    return _encode(value, name, tensors, 0), tensors
+    for one in found:
+        joined = one.marked["value"]
+        if times[joined] > 1:
+            one.marked["value"] = f"{joined}~{digest_of(repr(one.path).encode())}"
+        if one.marked["value"] in tensors:
+            raise CheckpointError(f"{joined}: two entries have this name; rename one of them")
+        tensors[one.marked["value"]] = one.tensor
+    return document, tensors
 
 
 def decode(document: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -50,28 +91,40 @@ def decode(document: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return tensor if kind == "tensor" else tensor.numpy()
     if kind == "tuple":
         return tuple(decode(item, tensors) for item in value)
+    if kind == "size":
+        return torch.Size(value)
     if kind == "mapping":
-        return {decode(key, tensors): decode(item, tensors) for key, item in value}
+        pairs = {decode(key, tensors): decode(item, tensors) for key, item in value}
+        return _as_mapping(document.get("as"), pairs)
     if kind == "bytes":
         return base64.b64decode(value)
     if kind == "float":
         return float(value)
+    if kind == "int":
+        return int(value, 16)
+    if kind == "number":
+        return np.dtype(document["dtype"]).type(decode(value, tensors))
     raise CheckpointError(f"{kind!r}: this version of Holdfast does not know this kind of state")
 
 
-def templates(document: Any, live: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a tensor to load into, by name, for every tensor that `document` names.
+def templates(document: Any, live: Encoded | None = None) -> dict[str, torch.Tensor]:
+    """Return a new tensor to load into, by name, for every tensor that `document` names.
 
-    A live tensor of the same shape is used as is, with its sharding and device. Otherwise the
-    tensor is new and on the CPU.
+    `live` is the live object's state. If it has a tensor of the same shape and type at the same
+    path, the new one has that tensor's device and sharding. Otherwise it is on the CPU. Live
+    tensors are never loaded into: the program may share one with its model, or clear it first.
     """
+    ours: dict[_Path, torch.Tensor] = {}
+    if live is not None:
+        ours = {path: live[1][one["value"]] for path, one in _named_tensors(live[0])}
     found: dict[str, torch.Tensor] = {}
-    for name, shape, dtype in _named_tensors(document):
-        tensor = live.get(name)
-        if tensor is None or list(tensor.shape) != shape or str(tensor.dtype) != dtype:
-            kind = getattr(torch, dtype.removeprefix("torch."))
-            tensor = torch.empty(shape, dtype=kind, device=devices.CPU)
-        found[name] = tensor
+    for path, one in _named_tensors(document):
+        shape, dtype = list(one["shape"]), getattr(torch, one["dtype"].removeprefix("torch."))
+        tensor = ours.get(path)
+        if tensor is not None and list(tensor.shape) == shape and tensor.dtype == dtype:
+            found[one["value"]] = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        else:
+            found[one["value"]] = torch.empty(shape, dtype=dtype, device=devices.CPU)
     return found
 
 
@@ -81,6 +134,12 @@ def to_bytes(value: Any, name: str) -> bytes:
     Raises `CheckpointError` as `encode` does, with paths that begin with `name`.
     """
     document, tensors = encode(value, name)
+    for path, tensor in tensors.items():
+        if problem := problem_with_form(tensor):
+            raise CheckpointError(
+                f"{path}: it is {problem}, and a checkpoint cannot store it exactly; expected a "
+                "dense tensor with memory"
+            )
     contents = [_content(tensor) for tensor in tensors.values()]
     sizes = dict(zip(tensors, map(len, contents), strict=True))
     head = json.dumps([document, sizes], allow_nan=False).encode()
@@ -91,7 +150,7 @@ def from_bytes(content: bytes) -> Any:
     """Return the value that `to_bytes` was given."""
     head, _, rest = content.partition(b"\n")
     document, sizes = json.loads(head)
-    tensors = templates(document, {})
+    tensors = templates(document)
     at = 0
     for name, size in sizes.items():
         if size:
@@ -102,61 +161,111 @@ def from_bytes(content: bytes) -> Any:
 
 
 def _content(tensor: torch.Tensor) -> bytes:
-    whole = tensor.detach().cpu().contiguous().view(-1)
+    whole = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
     return whole.view(torch.uint8).numpy().tobytes()
 
 
-def _encode(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:
+def _encode(value: Any, name: str, path: _Path, found: list[_Found], depth: int) -> Any:
     if depth > DEPTH_MAX:
         raise CheckpointError(f"{name}: nested more than {DEPTH_MAX} deep; does it contain itself?")
     if value is None or isinstance(value, bool | str):
         return value
-    if isinstance(value, np.generic):
-        value = value.item()
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        item = _encode(value.item(), name, path, found, depth + 1)
+        return {MARK: "number", "dtype": value.dtype.name, "value": item}
     if isinstance(value, int):
-        return int(value)
+        is_long = int(value).bit_length() > INT_BITS_MAX
+        return {MARK: "int", "value": hex(value)} if is_long else int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {MARK: "float", "value": repr(value)}
     if isinstance(value, torch.Tensor):
-        return _encode_tensor("tensor", value.detach(), name, tensors)
+        return _note("tensor", value.detach(), name, path, found)
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        return _encode_tensor("array", torch.from_numpy(value.copy()), name, tensors)
+        # torch has neither NumPy's long types nor the other byte order.
+        with contextlib.suppress(TypeError):
+            return _note("array", torch.from_numpy(value.copy()), name, path, found)
     if isinstance(value, bytes):
         return {MARK: "bytes", "value": base64.b64encode(value).decode()}
-    if isinstance(value, list | tuple):
-        items = [_encode(item, f"{name}.{i}", tensors, depth + 1) for i, item in enumerate(value)]
+    if isinstance(value, torch.Size):
+        return {MARK: "size", "value": list(value)}
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        items = [
+            _encode(item, f"{name}.{i}", (*path, i), found, depth + 1)
+            for i, item in enumerate(value)
+        ]
         return items if isinstance(value, list) else {MARK: "tuple", "value": items}
     if isinstance(value, Mapping):
-        return _encode_mapping(value, name, tensors, depth)
+        return _encode_mapping(value, name, path, found, depth)
     raise CheckpointError(
         f"{name}: {type(value).__name__} cannot be saved without a pickle; expected tensors, "
         "numbers, text, bytes, lists, tuples and mappings. Let its state_dict return those"
     )
 
 
-def _encode_tensor(
-    kind: str, tensor: torch.Tensor, name: str, tensors: dict[str, torch.Tensor]
+def _note(
+    kind: str, tensor: torch.Tensor, name: str, path: _Path, found: list[_Found]
 ) -> dict[str, Any]:
-    tensors[name] = tensor
-    shape, dtype = list(tensor.shape), str(tensor.dtype)
-    return {MARK: kind, "value": name, "shape": shape, "dtype": dtype}
+    marked = {MARK: kind, "value": name, "shape": list(tensor.shape), "dtype": str(tensor.dtype)}
+    found.append(_Found(path, tensor, marked))
+    return marked
 
 
 def _encode_mapping(
-    value: Mapping[Any, Any], name: str, tensors: dict[str, torch.Tensor], depth: int
+    value: Mapping[Any, Any], name: str, path: _Path, found: list[_Found], depth: int
 ) -> Any:
-    items = {key: _encode(item, f"{name}.{key}", tensors, depth + 1) for key, item in value.items()}
-    if all(isinstance(key, str) for key in value) and MARK not in value:
+    items = {
+        key: _encode(item, f"{name}.{key}", (*path, key), found, depth + 1)
+        for key, item in value.items()
+    }
+    kind = _kind_of(value)
+    if kind is None and all(type(key) is str for key in value) and MARK not in value:
         return items
-    pairs = [[_encode(key, name, tensors, depth + 1), item] for key, item in items.items()]
-    return {MARK: "mapping", "value": pairs}
+    pairs = [
+        [_encode(key, f"{name}.{key}", (*path, _KEY, key), found, depth + 1), item]
+        for key, item in items.items()
+    ]
+    return {MARK: "mapping", "value": pairs} | ({"as": kind} if kind else {})
 
 
-def _named_tensors(document: Any) -> list[tuple[str, list[int], str]]:
+def _kind_of(value: Mapping[Any, Any]) -> str | None:
+    """Return the name of a mapping's type, or None for those that become a dict."""
+    if type(value) is defaultdict:
+        factory = value.default_factory
+        return f"default {factory.__name__}" if factory in _FACTORIES else None
+    return next((name for name, kind in _MAPPINGS.items() if type(value) is kind), None)
+
+
+def _as_mapping(kind: str | None, pairs: dict[Any, Any]) -> Any:
+    if kind is None:
+        return pairs
+    for factory in _FACTORIES:
+        if kind == f"default {factory.__name__}":
+            return defaultdict(factory, pairs)
+    made = _MAPPINGS.get(kind)
+    if made is None:
+        raise CheckpointError(f"{kind!r}: this version of Holdfast does not know this mapping")
+    return made(pairs)
+
+
+def _named_tensors(document: Any, path: _Path = ()) -> Iterator[tuple[_Path, dict[str, Any]]]:
+    """Yield the path and the mark of each tensor that `document` names."""
     if isinstance(document, list):
-        return [entry for item in document for entry in _named_tensors(item)]
+        for number, item in enumerate(document):
+            yield from _named_tensors(item, (*path, number))
+        return
     if not isinstance(document, dict):
-        return []
-    if document.get(MARK) in {"tensor", "array"}:
-        return [(document["value"], document["shape"], document["dtype"])]
-    return [entry for item in document.values() for entry in _named_tensors(item)]
+        return
+    kind = document.get(MARK)
+    if kind in {"tensor", "array"}:
+        yield path, document
+    elif kind == "tuple":
+        yield from _named_tensors(document["value"], path)
+    elif kind == "mapping":
+        for key, item in document["value"]:
+            # A key is part of a path only if it is plain.
+            inner = json.dumps(key, sort_keys=True)
+            yield from _named_tensors(key, (*path, _KEY, inner))
+            yield from _named_tensors(item, (*path, inner))
+    elif kind is None:
+        for key, item in document.items():
+            yield from _named_tensors(item, (*path, key))

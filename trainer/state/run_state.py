@@ -37,11 +37,12 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """The result of `TrainState.apply`. `missing` and `unused` are texts for people."""
+    """The result of `TrainState.apply`. `missing`, `unused` and `refused` are for people."""
 
     parts: tuple[str, ...]
     missing: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
     reseeded: bool = False
 
 
@@ -67,4 +68,8 @@ class RunState(Protocol):
 
     def weights(self) -> Iterable[torch.Tensor]:
         """Return the local parameters and buffers of the model."""
+        ...
+
+    def close(self) -> None:
+        """Release what watches the program. Later calls do nothing."""
         ...

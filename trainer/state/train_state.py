@@ -14,16 +14,22 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.optim import Optimizer
 
-from holdfast.contracts.errors import CheckpointError
+from holdfast.contracts.errors import CheckpointError, KeyMismatchError, SaveError
 from holdfast.trainer.collective import ControlGroup
 from holdfast.trainer.loading.compare_keys import Selection
-from holdfast.trainer.state import fsdp1, rng
+from holdfast.trainer.planning.signature import flatten
+from holdfast.trainer.state import fsdp1, own_loading, rng
 from holdfast.trainer.state.ddp_hooks import warn_of_lost_states
 from holdfast.trainer.state.fit import FIT, Fit
 from holdfast.trainer.state.forms import Forms
+from holdfast.trainer.state.fresh import Fresh, describe
 from holdfast.trainer.state.imported import FORMAT, find_ties, is_imported, names_in
 from holdfast.trainer.state.keys import flat_objects, put, rank_key, shapes_of
 from holdfast.trainer.state.names import (
@@ -43,8 +49,10 @@ from holdfast.trainer.state.optimizers import (
     is_plain,
     unwrap,
 )
+from holdfast.trainer.state.own_loading import OwnLoading
 from holdfast.trainer.state.run_state import PROGRAM, Progress, Restored, State
 from holdfast.trainer.state.saved import Saved
+from holdfast.trainer.state.stepping import StepWatch
 
 FORMS: Final = "forms"
 EMPTY_GROUPS: Final = "empty_groups"
@@ -87,6 +95,13 @@ class TrainState:
         self._saved = Saved()
         self._ties: dict[str, str] = {}
         self._forms: Forms | None = None
+        # The forms of extra states in the checkpoint that is loaded, by `model.<name>`.
+        self._saved_forms: Forms = {}
+        # Parts that are left out because they do not fit, see `Fit.if_needed`.
+        self._left_out: list[str] = []
+        self._fresh: Fresh | None = None
+        self._watch: StepWatch | None = None
+        self._counts: list[list[int]] = []
         self._generators = rng.ResumedGenerators()
         # FSDP1 converts flat parameters to named ones with collectives of its own.
         self._is_fsdp1 = any(is_fsdp1(model) for model in self._models)
@@ -99,7 +114,67 @@ class TrainState:
         left = self._objects.left_behind(document["objects"], self._fit.exclude)
         if is_imported(document):
             left = [*left, OPTIMIZER]
-        return self._fit.still_to_do(document).without(left)
+        return self._fit.still_to_do(document).without([*left, *self._left_out])
+
+    def leaves_out(self, error: KeyMismatchError, document: Mapping[str, Any]) -> bool:
+        """Leave out the excluded parts for which `error` was raised. Return False if others are.
+
+        The error is the same on all ranks, before anything was loaded.
+        """
+        reshaped = [line.partition(": ")[0] for line in error.reshaped]
+        parts = self.fit_for(document).parts_over([*error.missing, *error.extra, *reshaped])
+        self._left_out += parts
+        return bool(parts)
+
+    def remember(self) -> None:
+        """Record the state that a launch has before it loads, so that `check` can compare."""
+        if self._optimizers and not self._is_fsdp1:
+            names = find_all(self._models).parameters
+            for each in self._flattened:
+                each.remember(names)
+        # Gathering the optimizers of FSDP1 takes collectives, and `check` leaves them out.
+        is_flat = self._is_fsdp1
+        state = {MODEL: self._model_tensors(find_all(self._models))} if is_flat else self._tensors()
+        put(state, self._objects.module_tensors())
+        self._fresh = Fresh.of(flatten(state), () if self._is_fsdp1 else self._flattened)
+        self._counts = [each.group_sizes() for each in self._flattened]
+        self._watch = StepWatch(self._optimizers)
+
+    def check(self, state: State) -> None:
+        """Raise `SaveError` if a new launch could not load a checkpoint of `state`, by its keys."""
+        fresh = self._fresh
+        if fresh is None:
+            return
+        kept = (f"{MODEL}.", *(f"{name}." for name in self._objects.module_names()))
+        if self._optimizers and not self._is_fsdp1:
+            kept += (f"{OPTIMIZER}.",)
+        flat = {key: value for key, value in flatten(state).items() if key.startswith(kept)}
+        own = OwnLoading.of(self._models)
+        problems = self._objects.find_changed_forms(self._fit.exclude)
+        problems += fresh.find_problems(flat, self._fit, own, self._own_forms())
+        if problems:
+            raise SaveError(describe(problems))
+
+    def notice(self) -> None:
+        """Raise `SaveError` if an optimizer got other groups or was replaced.
+
+        This costs much less than a `check`, so that each step boundary can call it.
+        """
+        if self._watch is not None and (problem := self._watch.find_replaced()) is not None:
+            raise SaveError(
+                f"{problem}. Checkpoints have the state of the Session's optimizers, so a resume "
+                "would train with the former one. Change the options in its param_groups, or load "
+                "another state into it, instead of making a new optimizer"
+            )
+        counts = [each.group_sizes() for each in self._flattened]
+        if self._fresh is not None and counts != self._counts:
+            self.check(self._tensors())
+            self._counts = counts
+
+    def close(self) -> None:
+        """Stop watching the program's optimizers."""
+        if self._watch is not None:
+            self._watch.close()
 
     def capture(self, progress: Progress) -> tuple[State, dict[str, Any]]:
         """Return this rank's current state for DCP, and the document, which rank 0 saves.
@@ -111,6 +186,8 @@ class TrainState:
         state = self._tensors() | {RNG: {rank_key(self._rank): generators}}
         tensors, documents = self._objects.capture()
         put(state, tensors)
+        if self._fresh is not None and (parted := self._fresh.find_parted(state, self._fit)):
+            raise SaveError(describe(parted))
         document = {
             "format": FORMAT,
             "step": progress.step,
@@ -162,7 +239,7 @@ class TrainState:
                 f"Holdfast reads {FORMAT}"
             )
         fit = self.fit_for(document)
-        pick = Selection(exclude=tuple(fit.exclude), rename=fit.rename)
+        pick = Selection(exclude=tuple(fit.exclude), rename=fit.rename, strict=fit.strict)
         if is_imported(document) and metadata is not None:
             return self.weights_template(metadata(), pick)
         state = self.tensors(metadata, pick, document)
@@ -188,6 +265,7 @@ class TrainState:
     def weights_template(self, metadata: Metadata, pick: Selection) -> State:
         """Return a state with the model's tensors only, see `leave_ties_out`."""
         state: State = {MODEL: self._model_tensors(find_all(self._models))}
+        self._want_model(state[MODEL], metadata, pick, {})
         self.leave_ties_out(state, metadata, pick)
         return state
 
@@ -198,13 +276,15 @@ class TrainState:
 
     def apply(self, state: State, document: Mapping[str, Any]) -> Restored:
         """Put a loaded `state` and its document back into the program's objects."""
-        exclude = self.fit_for(document).exclude
-        parts = self.put_back(state, exclude)
+        fit = self.fit_for(document)
+        exclude = fit.exclude
+        parts = self.put_back(state, exclude, strict=fit.strict)
         if is_imported(document):
             # The program's own random state goes on, as in a run that begins without a checkpoint.
             return Restored(parts=tuple(parts))
         saved = document["objects"]
-        parts += self._objects.apply(saved, flat_objects(state), exclude)
+        restored, refused = self._objects.apply(saved, flat_objects(state), exclude, fit.if_needed)
+        parts += restored
         own = None if is_excluded(RNG, exclude) else state.get(RNG, {}).get(rank_key(self._rank))
         if own is not None:
             rng.restore(own)
@@ -219,6 +299,7 @@ class TrainState:
             unused=tuple(
                 name for name in saved if name not in ours and not is_excluded(name, exclude)
             ),
+            refused=refused,
             reseeded=own is None,
         )
 
@@ -233,10 +314,12 @@ class TrainState:
         `pick` selects parts of the checkpoint. `document` is the checkpoint's own, or empty.
         """
         state = self._tensors()
-        self._saved, self._ties = Saved(), {}
+        self._saved, self._ties, self._saved_forms = Saved(), {}, {}
+        pick, document = pick or Selection(), document or {}
+        if metadata is not None and OwnLoading.of(self._models):
+            self._want_model(state[MODEL], metadata(), pick, document.get(FORMS) or {})
         if self._optimizers and metadata is not None:
-            document = document or {}
-            self._want(state[OPTIMIZER], metadata(), pick or Selection(), document.get(FORMS))
+            self._want(state[OPTIMIZER], metadata(), pick, document.get(FORMS))
             self._saved.empty_groups = document.get(EMPTY_GROUPS, {})
         return state
 
@@ -246,11 +329,13 @@ class TrainState:
             yield from model.parameters()
             yield from model.buffers()
 
-    def put_back(self, state: State, exclude: Collection[str] = ()) -> list[str]:
+    def put_back(
+        self, state: State, exclude: Collection[str] = (), *, strict: bool = True
+    ) -> list[str]:
         """Put back model and optimizer state from `tensors`. Return the names of the parts."""
         parts = []
         if not is_excluded(MODEL, exclude):
-            self._apply_model(state[MODEL])
+            self._apply_model(state[MODEL], strict=strict)
             parts.append(MODEL)
         if self._optimizers and not is_excluded(OPTIMIZER, exclude):
             self._apply_optimizers(state[OPTIMIZER])
@@ -291,15 +376,15 @@ class TrainState:
             return dict(self._views.of(named.tensors, named.buffers))
         return merge_disjoint([self._asked(model, named) for model in self._models])
 
-    def _asked(self, model: nn.Module, named: Named) -> State:
+    def _asked(self, model: nn.Module, named: Named, forms: Forms | None = None) -> State:
         """Return the state of a model that defines its own, with buffers marked."""
-        found = get_model_state_dict(model)
+        own, found = OwnLoading.of([model]), get_model_state_dict(model)
         # The walk finds no tensors in FSDP1 modules. Their parameters are never plain tensors.
         return {
             name: as_buffer(value)
             if type(value) is torch.Tensor and (self._is_fsdp1 or name in named.buffers)
             else value
-            for name, value in found.items()
+            for name, value in own_loading.gathered(found, own, forms).items()
         }
 
     def _optimizer_tensors(self, named: Named, forms: Forms | None = None) -> State:
@@ -317,9 +402,33 @@ class TrainState:
 
     def _own_forms(self) -> Forms:
         forms: Forms = {}
+        named = find_all(self._models)
         if self._optimizers and not self._is_fsdp1:
-            self._optimizer_tensors(find_all(self._models), forms)
+            self._optimizer_tensors(named, forms)
+        for model in () if named.is_plain else self._models:
+            self._asked(model, named, forms)
         return forms
+
+    def _want_model(self, found: State, metadata: Metadata, pick: Selection, forms: Forms) -> None:
+        """Change `found` to what modules that load themselves load of the checkpoint."""
+        own, prefix = OwnLoading.of(self._models), f"{MODEL}."
+        entries = metadata.state_dict_metadata.items()
+        renamed = {pick.renamed(key): entry for key, entry in entries}
+        saved = {
+            key.removeprefix(prefix): entry
+            for key, entry in renamed.items()
+            if key.startswith(prefix) and pick.takes(key)
+        }
+        self._saved_forms = {pick.renamed(key): form for key, form in forms.items()}
+        taken = {key: form for key, form in self._saved_forms.items() if pick.takes(key)}
+        own_loading.want(
+            found,
+            own,
+            saved,
+            taken,
+            takes=lambda name: pick.takes(prefix + name),
+            strict=pick.strict,
+        )
 
     def _want(self, found: State, metadata: Metadata, pick: Selection, forms: Forms | None) -> None:
         """Add optimizer state that only the checkpoint has to `found`."""
@@ -346,7 +455,7 @@ class TrainState:
         for each in self._flattened:
             each.wanted(found, self._saved, named)
 
-    def _apply_model(self, loaded: State) -> None:
+    def _apply_model(self, loaded: State, *, strict: bool) -> None:
         named = find_all(self._models)
         loaded = {**loaded, **{name: loaded[other] for name, other in self._ties.items()}}
         if named.is_plain:
@@ -354,8 +463,19 @@ class TrainState:
                 copy_unless_same(live, loaded[name])
             return
         for model in self._models:
-            own = get_model_state_dict(model)
-            set_model_state_dict(model, {name: loaded[name] for name in own})
+            own, state = OwnLoading.of([model]), get_model_state_dict(model)
+            state = own_loading.assembled(loaded, state, own, self._saved_forms)
+            try:
+                set_model_state_dict(
+                    model,
+                    own_loading.with_versions(state, model),
+                    options=StateDictOptions(strict=strict),
+                )
+            except Exception as error:
+                raise CheckpointError(
+                    f"{type(model).__name__}.load_state_dict refused the checkpoint's state: "
+                    f"{error}; fix it, or leave parts out with exclude"
+                ) from error
 
     def _apply_optimizers(self, loaded: State) -> None:
         if self._is_fsdp1:

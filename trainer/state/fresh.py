@@ -1,0 +1,243 @@
+"""What a new launch of the program has before it loads, and what it could not load.
+
+A checkpoint is loaded by the same command. The state that a program has when it makes its Session
+is therefore the state that a resume loads into. Before the first save, and whenever the layout of
+the state has changed, `Fresh.find_problems` compares the two as a load would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.tensor import DTensor
+
+from holdfast.trainer.loading.compare_keys import Selection, compare, shorten
+from holdfast.trainer.state.fit import Fit
+from holdfast.trainer.state.forms import ADDED, DOTTED, OTHER, Forms
+from holdfast.trainer.state.optimizers import OptimizerState
+from holdfast.trainer.state.own_loading import MODEL, OwnLoading, find_refused
+from holdfast.trainer.state.saved import GROUPS, Saved
+
+OPTIMIZER: Final = "optimizer"
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """The state of the program when its Session was made, as tensors without memory.
+
+    `values` has it by key, None for a number. `shared` are keys whose elements share memory, as
+    those of an expanded tensor. `aliases` are groups of keys that share memory with each other.
+    """
+
+    values: Mapping[str, torch.Tensor | None]
+    shared: frozenset[str] = frozenset()
+    aliases: tuple[frozenset[str], ...] = ()
+    optimizers: Sequence[OptimizerState] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, flat: Mapping[str, Any], optimizers: Sequence[OptimizerState]) -> Fresh:
+        """Record `flat`, the keys that are loaded into what the program has."""
+        return cls(
+            values={key: _without_memory(value) for key, value in flat.items()},
+            shared=frozenset(key for key, value in flat.items() if has_shared_elements(value)),
+            aliases=tuple(find_aliases(flat)),
+            optimizers=optimizers,
+        )
+
+    def find_problems(
+        self, flat: Mapping[str, Any], fit: Fit, own: OwnLoading, forms: Forms
+    ) -> list[str]:
+        """Return why a new launch could not load a checkpoint of `flat`, by keys."""
+        entries = {key: _entry_of(value) for key, value in flat.items()}
+        wanted = self._wanted(entries, forms)
+        pick = Selection(exclude=tuple(fit.exclude), strict=fit.strict)
+        found = compare(wanted, entries, pick)
+        problems = []
+        if pick.takes(f"{OPTIMIZER}.{GROUPS}"):
+            problems = list(filter(None, (each.find_regrouped() for each in self.optimizers)))
+        # The changed groups explain all differences of the optimizers' keys.
+        explained = f"{OPTIMIZER}." if problems else None
+        for title, lines in (
+            ("the program did not have then", found.extra if fit.strict else ()),
+            ("the program had then and has no longer", found.missing if fit.strict else ()),
+            ("of another shape then", _then_and_now(found.reshaped)),
+        ):
+            left = [
+                line
+                for line in lines
+                if not _is_judged(line, own) and not (explained and line.startswith(explained))
+            ]
+            if left:
+                problems.append(f"{title}: {shorten(left)}")
+        problems += self._find_refused(flat, own, pick)
+        return problems + self._find_shared(flat, own, pick)
+
+    def _wanted(self, entries: Mapping[str, STORAGE_TYPES], forms: Forms) -> dict[str, Any]:
+        """Return what a new launch would load `entries` into."""
+        wanted = dict(self.values)
+        prefix = f"{OPTIMIZER}."
+        ours = {k.removeprefix(prefix): e for k, e in entries.items() if k.startswith(prefix)}
+        # Devices and shardings make no difference here.
+        plain: Forms = {
+            key: {kind: form[kind] for kind in (ADDED, DOTTED, OTHER) if kind in form}
+            for key, form in forms.items()
+        }
+        found = {k.removeprefix(prefix): v for k, v in wanted.items() if k.startswith(prefix)}
+        names = {name for each in self.optimizers for name in each.fresh_names}
+        saved = Saved.of(ours, plain, names)
+        for each in self.optimizers:
+            each.wanted_afresh(found, saved)
+        return wanted | {f"{prefix}{key}": value for key, value in found.items()}
+
+    def _find_refused(self, flat: Mapping[str, Any], own: OwnLoading, pick: Selection) -> list[str]:
+        """Return what modules that judge their tensors themselves would refuse."""
+        refused = []
+        for prefix, module in own.modules.items():
+            now = _directly_below(f"{MODEL}.{prefix}", flat)
+            then = _directly_below(f"{MODEL}.{prefix}", self.values)
+            is_same = now.keys() == then.keys() and all(
+                value.shape == then[name].shape for name, value in now.items()
+            )
+            is_taken = all(pick.takes(f"{MODEL}.{prefix}{name}") for name in {*now, *then})
+            if not is_same and is_taken:
+                refused += find_refused(module, prefix, then, now)
+        return refused
+
+    def _find_shared(self, flat: Mapping[str, Any], own: OwnLoading, pick: Selection) -> list[str]:
+        """Return lines about tensors that no load can fill with what `flat` has."""
+        problems = []
+        shared = sorted(
+            key
+            for key in self.shared
+            if pick.takes(key) and key in flat and not _is_judged(key, own)
+        )
+        if shared:
+            problems.append(
+                f"elements that share memory, as in an expanded tensor, which no load can fill: "
+                f"{shorten(shared)}; make it a tensor of its own with .clone()"
+            )
+        return problems
+
+    def find_parted(self, state: Mapping[str, Mapping[str, Any]], fit: Fit) -> list[str]:
+        """Return lines about tensors of `state` that no longer share memory with each other.
+
+        A load would put two values into one place. No key, shape or type changes with that, so
+        every save asks. Few programs have such tensors.
+        """
+        problems = []
+        for group in self.aliases:
+            pick = Selection(exclude=tuple(fit.exclude))
+            found = {}
+            for key in group:
+                part, _, rest = key.partition(".")
+                if rest in state.get(part, {}) and pick.takes(key):
+                    found[key] = state[part][rest]
+            if len(found) > 1 and frozenset(found) not in find_aliases(found):
+                problems.append(
+                    f"tensors that shared memory then and no longer do: {shorten(sorted(found))}"
+                )
+        return problems
+
+
+def has_shared_elements(value: Any) -> bool:
+    """Return True for a tensor in which several elements have one place in memory."""
+    part = _strided_part(value)
+    if part is None:
+        return False
+    sizes = zip(part.shape, part.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in sizes)
+
+
+def find_aliases(flat: Mapping[str, Any]) -> list[frozenset[str]]:
+    """Return the groups of keys whose tensors overlap in memory."""
+    spans = sorted(span for key, value in flat.items() if (span := _span(key, value)) is not None)
+    groups: list[frozenset[str]] = []
+    keys: set[str] = set()
+    end = 0
+    for start, stop, key in spans:
+        if start >= end:
+            if len(keys) > 1:
+                groups.append(frozenset(keys))
+            keys = set()
+        keys.add(key)
+        end = max(end, stop)
+    return [*groups, frozenset(keys)] if len(keys) > 1 else groups
+
+
+def _span(key: str, value: Any) -> tuple[int, int, str] | None:
+    """Return the addresses of the first element and after the last, or None without memory."""
+    part = _strided_part(value)
+    if part is None:
+        return None
+    try:
+        start = part.data_ptr()
+    except RuntimeError:
+        # A tensor without memory of its own, which planning refuses by its key.
+        return None
+    if not start:
+        return None
+    extents = zip(part.shape, part.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in extents)
+    return start, start + (last + 1) * part.itemsize, key
+
+
+def _strided_part(value: Any) -> torch.Tensor | None:
+    """Return this rank's part of a tensor, None if it is empty or has no strides."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, ShardedTensor):
+        return None
+    part = value._local_tensor if isinstance(value, DTensor) else value
+    return part if part.layout is torch.strided and part.numel() else None
+
+
+def _without_memory(value: Any) -> torch.Tensor | None:
+    if not isinstance(value, torch.Tensor):
+        return None
+    return torch.empty(value.size(), dtype=value.dtype, device="meta")
+
+
+def _entry_of(value: Any) -> STORAGE_TYPES:
+    if not isinstance(value, torch.Tensor):
+        return BytesStorageMetadata()
+    return TensorStorageMetadata(TensorProperties(dtype=value.dtype), value.size(), [])
+
+
+def _then_and_now(lines: Iterable[str]) -> list[str]:
+    return [line.replace("wanted ", "then ").replace("saved ", "now ") for line in lines]
+
+
+def _is_judged(line: str, own: OwnLoading) -> bool:
+    """Return True if a module judges the key with which `line` begins."""
+    key, _, _ = line.partition(": ")
+    return key.startswith(f"{MODEL}.") and own.judges(key.removeprefix(f"{MODEL}."))
+
+
+def _directly_below(prefix: str, values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of one module, without those of its children, by their own names."""
+    return {
+        key.removeprefix(prefix): value
+        for key, value in values.items()
+        if isinstance(value, torch.Tensor)
+        and key.startswith(prefix)
+        and "." not in key.removeprefix(prefix)
+    }
+
+
+def describe(problems: Iterable[str]) -> str:
+    """Return the error for people."""
+    return (
+        "the same command could not load a checkpoint of this state, because a resume loads into "
+        f"the state that the program has when it makes its Session: {'; '.join(problems)}. Give "
+        "the model its tensors, and the optimizer all its groups, before the Session is made. An "
+        "optimizer leaves parameters without a gradient alone. Or name the parts that a resume may "
+        "begin afresh: exclude=[…]"
+    )
