@@ -31,6 +31,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.trainer.planning.metadata import parse_metadata, read_metadata
+from holdfast.trainer.planning.metadata_dump import dump_metadata
+from holdfast.trainer.planning.metadata_makers import BUILDS, KEY_TYPES, PROPERTIES, find_maker
+from holdfast.trainer.planning.plain_pickle import read_pickle
 
 FOLDER: Final = Path(__file__).with_name("torch_metadata")
 FILES: Final = (
@@ -220,6 +223,20 @@ def test_tensor_properties_with_more_values_are_read(
     assert entry.properties.dtype == torch.float16
     has_strides = "strides" in {each.name for each in dataclasses.fields(TensorProperties)}
     assert vars(entry.properties).get("strides") == (added[0] if has_strides else None)
+
+
+def test_what_holdfast_pickles_has_no_field_that_an_older_torch_refuses() -> None:
+    content = dump_metadata(whole())
+    assert parse_metadata(content, "here") == whole() == pickle.loads(content)
+    states: list[Any] = []
+
+    def record(made: Any, state: Any) -> None:
+        states.append(state)
+        BUILDS[TensorProperties](made, state)
+
+    builds = {**BUILDS, TensorProperties: record}
+    read_pickle(iter([content]), find_maker, builds, keys=KEY_TYPES)
+    assert [len(state) for state in states] == [PROPERTIES]
 
 
 def test_an_entry_of_a_later_class_is_refused_by_its_key(later: Later) -> None:

@@ -47,7 +47,7 @@ _OF_DCP: Final = "torch.distributed.checkpoint."
 # Python 3.13 pickles paths under a module that no other Python has.
 _OF_PATHS: Final = ("pathlib", "pathlib._local")
 # The values of `TensorProperties` in every torch that has written checkpoints.
-_PROPERTIES: Final = 5
+PROPERTIES: Final = 5
 _FORMATS: Final = {
     _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT: torch.contiguous_format,
     _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST: torch.channels_last,
@@ -117,9 +117,9 @@ def _format(number: Any = None) -> _MEM_FORMAT_ENCODING:
 
 def _fill_properties(made: Any, state: Any) -> None:
     """Take the state tuple that `TensorProperties.__getstate__` returns."""
-    if type(state) is not tuple or len(state) < _PROPERTIES:
-        raise RefusedPickle(f"tensor properties that are no tuple of {_PROPERTIES} values or more")
-    dtype, layout, requires_grad, memory_format, pin_memory = state[:_PROPERTIES]
+    if type(state) is not tuple or len(state) < PROPERTIES:
+        raise RefusedPickle(f"tensor properties that are no tuple of {PROPERTIES} values or more")
+    dtype, layout, requires_grad, memory_format, pin_memory = state[:PROPERTIES]
     is_sound = (
         type(dtype) is torch.dtype
         and type(layout) is torch.layout
@@ -137,10 +137,10 @@ def _fill_properties(made: Any, state: Any) -> None:
     )
     # A later torch adds its fields at the end, as 2.15 did with the strides of the saved tensor.
     # No load needs them, because an entry's bytes are always in the order of its shape.
-    added = [each.name for each in fields(made)][_PROPERTIES:]
+    added = [each.name for each in fields(made)][PROPERTIES:]
     vars(made).update(
         (name, value)
-        for name, value in zip(added, state[_PROPERTIES:], strict=False)
+        for name, value in zip(added, state[PROPERTIES:], strict=False)
         if is_cheap(value)
     )
 
