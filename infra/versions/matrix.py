@@ -179,12 +179,15 @@ def try_one(
 
 def table(results: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield the lines of the page's table, one row for each environment."""
-    yield f"| set | Python | {' | '.join(SHOWN)} | passed | failed | skipped | minutes | day |"
-    yield "|---" * (len(SHOWN) + 7) + "|"
+    titles = ("set", "Python", *SHOWN, "groups", "passed", "failed", "skipped", "minutes", "day")
+    yield f"| {' | '.join(titles)} |"
+    yield "|---" * len(titles) + "|"
     for each in results:
         versions = each.get("versions", {})
         cells = [each["set"], each.get("python_version", each["python"])]
         cells += [versions.get(name, "–") for name in SHOWN]
+        is_whole = set(each["groups"]) == set(TESTS)
+        cells += ["all" if is_whole else ", ".join(each["groups"])]
         cells += [str(each.get(key, "–")) for key in ("passed", "failed", "skipped")]
         cells += [f"{each['seconds'] / 60:.0f}" if "seconds" in each else "–", each["day"]]
         yield f"| {' | '.join(cells)} |"

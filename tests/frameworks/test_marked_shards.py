@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as stock
+from tests.frameworks.dcp_states import stock
 from torch import nn
 
 from holdfast.contracts.errors import SaveError

@@ -16,9 +16,12 @@ from typing import Any, Final
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.filesystem import (
+    CURRENT_DCP_VERSION,
+    FileSystemReader,
+    _StorageInfo,
+)
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -28,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.trainer.planning.metadata import parse_metadata, read_metadata
@@ -125,7 +129,7 @@ def test_torch_pickles_no_class_and_no_field_that_is_not_known() -> None:
     assert found.keys() == PICKLED.keys()
     for name, members in found.items():
         assert members <= PICKLED[name], f"{name} has new fields: {members - PICKLED[name]}"
-    state: Any = TensorProperties().__getstate__()
+    state: Any = TensorProperties().__getstate__()  # type: ignore[no-untyped-call]
     assert len(state) == len(found["metadata.TensorProperties"])
     assert CURRENT_DCP_VERSION == "1.0.0"
 
@@ -248,8 +252,8 @@ def test_an_entry_of_a_later_class_is_refused_by_its_key(later: Later) -> None:
 
 def test_what_a_planner_of_this_torch_saves_is_read(tmp_path: Path) -> None:
     state = {"w": torch.zeros(4, 3).t(), "n": {"x": [torch.ones(1), 2]}}
-    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
-    stock = dcp.FileSystemReader(tmp_path).read_metadata()
+    save(state, checkpoint_id=tmp_path, no_dist=True)
+    stock = FileSystemReader(tmp_path).read_metadata()
     ours = read_metadata(tmp_path)
     assert ours.state_dict_metadata == stock.state_dict_metadata
     assert ours.storage_data == stock.storage_data

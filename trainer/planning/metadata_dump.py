@@ -26,7 +26,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, item: Any) -> Any:
         """Shorten the state of tensor properties. Everything else is pickled as usual."""
         if type(item) is TensorProperties:
-            state: Any = item.__getstate__()
+            state: Any = item.__getstate__()  # type: ignore[no-untyped-call]
             new = copyreg.__newobj__  # type: ignore[attr-defined]
             return new, (TensorProperties,), state[:PROPERTIES]
         return NotImplemented

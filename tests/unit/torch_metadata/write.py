@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -50,8 +51,8 @@ def main(folder: Path) -> None:
     target = folder.resolve() / f"torch-{minor}-python-{python}.metadata"
     with tempfile.TemporaryDirectory() as scratch:
         os.chdir(scratch)
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        dcp.save(state(), checkpoint_id=Path("checkpoint"))
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        save(state(), checkpoint_id=Path("checkpoint"))
         dist.destroy_process_group()
         shutil.copyfile("checkpoint/.metadata", target)
         os.chdir("/")
