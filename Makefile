@@ -1,7 +1,7 @@
 # Holdfast. Each target does its own set-up, into .venv/; `make help` lists them.
 # HOLDFAST_HOME and HOLDFAST_ROOT are passed on as they are given.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-cluster page screenshots demo test test-all test-gpu bench bench-gpu \
+.PHONY: help setup setup-cluster page screenshots demo test test-all test-gpu test-versions bench bench-gpu \
 	bench-frameworks check lock clean \
 	test-slurm slurm-up slurm-down docs docs-serve
 
@@ -40,6 +40,9 @@ test-all: setup-cluster  ## All tests: also soaks and matrices, and at the end a
 
 test-slurm: setup-cluster  ## The tests on Slurm, with VERSION=20.11, 22.05, 24.11 or 26.05 of it
 	$(PYTHON) infra/slurm/other_version.py run $(VERSION) -- $(PYTEST) tests/slurm --durations=20 $(ARGS)
+
+test-versions: setup  ## Core tests with the newest and lowest packages on each Python: an hour
+	$(PYTHON) infra/versions/matrix.py --page $(ARGS)
 
 test-gpu: setup  ## What only a GPU can show, in about ten minutes; without one, one skipped test
 	$(PYTEST) tests/gpu --durations=10 $(ARGS)

@@ -61,6 +61,8 @@ WITH: dict[tuple[str, str], dict[str, Any]] = {
     ("SGD", "dampening"): {"momentum": 0.9},
     ("SGD", "nesterov"): {"momentum": 0.9},
     ("ASGD", "alpha"): {"t0": 1.0},
+    # With its default learning rate of 1, it climbs to infinity in torch 2.15.
+    ("LBFGS", "maximize"): {"lr": 1e-3},
 }
 COMBINED: dict[str, list[dict[str, Any]]] = {
     "SGD": [

@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch.distributed.checkpoint as dcp
 from tests.dcp.program import GROUPS, names
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "dcp-compatibility.md"
 VERDICTS = {"through", "beside", "refused"}
 ROW = re.compile(r"\| (example )?`([\w.]+)` \| (\w+) \| (.+) \| `([^`]+)` \|")
+EXPORT = re.compile(r"\| `(\w+)` \| ([\d.]*) ?\| .+ \|")
 MODULES = ("", ".staging", ".stateful", ".planner", ".state_dict", ".format_utils")
 
 # Functions, classes, their methods and options, as the reference lists them.
@@ -132,7 +135,10 @@ EXAMPLES = [
 
 
 def rows() -> list[tuple[bool, str, str, str, str]]:
-    lines = [line for line in PAGE.read_text().splitlines() if line.startswith(("| `", "| ex"))]
+    lines = [
+        line for line in PAGE.read_text().splitlines() if line.startswith(("| `", "| example"))
+    ]
+    lines = [line for line in lines if not EXPORT.fullmatch(line)]
     found = [ROW.fullmatch(line) for line in lines]
     assert all(found), [line for line, row in zip(lines, found, strict=True) if row is None]
     return [(bool(row[1]), row[2], row[3], row[4], row[5]) for row in found if row is not None]
@@ -142,6 +148,17 @@ def test_every_dcp_name_has_one_row() -> None:
     assert sorted(name for is_example, name, *_ in rows() if not is_example) == sorted(REFERENCE)
     assert sorted(name for is_example, name, *_ in rows() if is_example) == sorted(EXAMPLES)
     assert {verdict for _, _, verdict, _, _ in rows()} <= VERDICTS
+
+
+def test_every_exported_name_has_a_row() -> None:
+    exported = {
+        name
+        for name, value in vars(dcp).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType)
+    }
+    others = {match[1] for match in map(EXPORT.fullmatch, PAGE.read_text().splitlines()) if match}
+    assert exported - set(REFERENCE) <= others
+    assert not others & set(REFERENCE)
 
 
 @pytest.mark.parametrize("name", sorted({name.split(".")[0] for name in REFERENCE}))

@@ -96,6 +96,7 @@ def test_training_equals_plain_torch_from_the_first_step_and_over_resumes(
     trace = [row for program in launches for row in program.trace[case.name]]
     wanted = plain.trace[case.name]
     assert len(trace) == len(wanted) == STEPS
+    assert all(torch.isfinite(row).all() for row in wanted)
     differ = [n + 1 for n in range(STEPS) if not torch.equal(trace[n], wanted[n])]
     assert differ == []
     assert_same(state_of(launches[-1], case.name), state_of(plain, case.name))

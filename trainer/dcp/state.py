@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import IntEnum
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -13,11 +13,14 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.trainer.loading.plain_load import repack
+from holdfast.trainer.marked_shards import is_marked_shard
 from holdfast.trainer.planning.layout import encode
 from holdfast.trainer.planning.rank_rows import problem_with_form
 from holdfast.trainer.planning.signature import Encoded, is_plain
 
 State = dict[str, Any]
+# Before torch 2.14, its planner saves such a shard as a whole tensor. So the engine refuses it.
+_HAS_MARKED_SHARDS: Final = hasattr(torch.distributed.checkpoint, "CheckpointableTensor")
 
 
 class Form(IntEnum):
@@ -48,6 +51,8 @@ def form_of(value: Any) -> Form:
         return max(map(form_of, value), default=Form.ENGINE) if is_nested(value) else Form.ENGINE
     if isinstance(value, ShardedTensor):
         return Form.PLANNER if len(value.local_shards()) > 1 else Form.ENGINE
+    if _HAS_MARKED_SHARDS and is_marked_shard(value):
+        return Form.PLANNER
     if isinstance(value, torch.Tensor):
         part = value._local_tensor if isinstance(value, DTensor) else value
         return Form.STOCK if problem_with_form(part) else Form.ENGINE

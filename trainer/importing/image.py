@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from holdfast.trainer.planning.global_plan import offsets_of
 from holdfast.trainer.planning.layout import Template, make_template
+from holdfast.trainer.planning.metadata_dump import dump_metadata
 from holdfast.trainer.sources.tensors import MODEL, Part, in_file_order
 
 # Several files are written at the same time. A file far above this has long blocks, of which a
@@ -91,7 +91,7 @@ def encode_metadata(images: Sequence[Image]) -> bytes:
                 ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes))
             )
             storage[index] = _StorageInfo(image.name, entry.start, entry.template.length)
-    return pickle.dumps(
+    return dump_metadata(
         Metadata(
             state_dict_metadata={
                 key: TensorStorageMetadata(

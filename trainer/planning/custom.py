@@ -35,6 +35,7 @@ from holdfast.trainer.planning.layout import (
     plan_layout,
 )
 from holdfast.trainer.planning.metadata import parse_metadata
+from holdfast.trainer.planning.metadata_dump import dump_metadata
 from holdfast.trainer.planning.rank_rows import NUMBER_ROOM_BYTES
 from holdfast.trainer.planning.ranks import all_or_none, raise_problems
 from holdfast.trainer.planning.signature import Encoded, Signature, is_plain, room_of
@@ -188,7 +189,7 @@ def _tensor(item: WriteItem, data: Any) -> torch.Tensor:
 def _pickle(metadata: Metadata, storage: list[dict[MetadataIndex, _StorageInfo]]) -> bytes:
     metadata.storage_data = {index: info for one in storage for index, info in one.items()}
     metadata.version = CURRENT_DCP_VERSION
-    content = pickle.dumps(metadata)
+    content = dump_metadata(metadata)
     # Find metadata that a restricted reader would refuse now, not at the resume.
     parse_metadata(content, "the planner's metadata")
     return content

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from holdfast.trainer.planning.plain_pickle import Build, Maker, RefusedPickle
+from holdfast.trainer.planning.plain_pickle import Build, Maker, RefusedPickle, is_cheap
 
 DIMENSIONS_MAX: Final = 64
 _INT64_MAX: Final = (1 << 63) - 1
@@ -43,12 +43,26 @@ _RECORDS: Final = {
     ),
     _FILES: (_StorageInfo, _StoragePrefix),
 }
+_OF_DCP: Final = "torch.distributed.checkpoint."
+# Python 3.13 pickles paths under a module that no other Python has.
+_OF_PATHS: Final = ("pathlib", "pathlib._local")
+# The values of `TensorProperties` in every torch that has written checkpoints.
+PROPERTIES: Final = 5
 _FORMATS: Final = {
     _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT: torch.contiguous_format,
     _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST: torch.channels_last,
     _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT: torch.preserve_format,
 }
 _LAYOUTS: Final = {str(each): each for each in vars(torch).values() if type(each) is torch.layout}
+
+
+class UnknownRecord:
+    """Stands for an object of a class that a later DCP added, with none of its content.
+
+    It is accepted where Holdfast reads nothing, such as in a field that is new, too.
+    """
+
+    __slots__ = ()
 
 
 def find_maker(module: str, name: str) -> Any:
@@ -59,6 +73,8 @@ def find_maker(module: str, name: str) -> Any:
     # Not by `getattr`, because that would make torch import more of its modules.
     if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
         return found
+    if module.startswith(_OF_DCP):
+        return _UNKNOWN
     raise RefusedPickle(f"it names {module}.{name}, which DCP never writes")
 
 
@@ -101,9 +117,9 @@ def _format(number: Any = None) -> _MEM_FORMAT_ENCODING:
 
 def _fill_properties(made: Any, state: Any) -> None:
     """Take the state tuple that `TensorProperties.__getstate__` returns."""
-    if type(state) is not tuple or len(state) != 5:
-        raise RefusedPickle("tensor properties that are not a tuple of five values")
-    dtype, layout, requires_grad, memory_format, pin_memory = state
+    if type(state) is not tuple or len(state) < PROPERTIES:
+        raise RefusedPickle(f"tensor properties that are no tuple of {PROPERTIES} values or more")
+    dtype, layout, requires_grad, memory_format, pin_memory = state[:PROPERTIES]
     is_sound = (
         type(dtype) is torch.dtype
         and type(layout) is torch.layout
@@ -118,6 +134,14 @@ def _fill_properties(made: Any, state: Any) -> None:
         requires_grad=requires_grad,
         memory_format=_FORMATS[memory_format],
         pin_memory=pin_memory,
+    )
+    # A later torch adds its fields at the end, as 2.15 did with the strides of the saved tensor.
+    # No load needs them, because an entry's bytes are always in the order of its shape.
+    added = [each.name for each in fields(made)][PROPERTIES:]
+    vars(made).update(
+        (name, value)
+        for name, value in zip(added, state[PROPERTIES:], strict=False)
+        if is_cheap(value)
     )
 
 
@@ -159,12 +183,20 @@ def _all_makers() -> dict[tuple[str, str], Maker]:
         ("torch", "Size"): Maker("Size", call=make_size),
         ("torch.serialization", "_get_layout"): Maker("_get_layout", call=make_layout),
         ("collections", "OrderedDict"): Maker("OrderedDict", call=make_ordered),
-        ("pathlib", "PosixPath"): Maker("PosixPath", call=_path),
-        ("pathlib", "PurePosixPath"): Maker("PurePosixPath", call=_path),
+    }
+    makers |= {
+        (module, name): Maker(name, call=_path)
+        for module in _OF_PATHS
+        for name in ("PosixPath", "PurePosixPath")
     }
     return makers
 
 
+def _ignore(made: Any, state: Any) -> None:
+    """Take nothing of the state."""
+
+
+_UNKNOWN: Final = Maker("a later DCP's", new=UnknownRecord, call=lambda *_: UnknownRecord())
 _MAKERS: Final = _all_makers()
 _FIELDS: Final = {
     kind: frozenset(each.name for each in fields(kind))
@@ -176,4 +208,5 @@ BUILDS: Final[Mapping[type, Build]] = {
     **dict.fromkeys(_FIELDS, _fill),
     MetadataIndex: _fill_index,
     TensorProperties: _fill_properties,
+    UnknownRecord: _ignore,
 }

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.contracts.errors import SaveError
 from holdfast.trainer.loading.compare_keys import is_of_one_rank
+from holdfast.trainer.marked_shards import refuse_marked_shard
 from holdfast.trainer.planning.columns import (
     FIRST,
     KINDS,
@@ -93,6 +94,7 @@ def _kind_of(item: Item, held: tuple[Row, TensorEntry | NumberEntry] | None, val
 
 def check_form(key: str, value: torch.Tensor) -> None:
     """Raise `SaveError` for a tensor whose bytes are not its values in order."""
+    refuse_marked_shard(key, value)
     part = value._local_tensor if isinstance(value, DTensor) else value
     if isinstance(part, ShardedTensor):
         return

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from holdfast.contracts.errors import CheckpointError
+from holdfast.trainer.marked_shards import refuse_marked_shard
 
 # Wrapper → the child whose name is not part of a canonical name.
 WRAPPERS: Final[Mapping[type[nn.Module], str]] = {
@@ -124,13 +125,16 @@ class Views:
         Views of `buffers` are marked: the ranks' copies may differ, and one rank's copy is saved.
         """
         return {
-            name: self._sharded(name, tensor, is_buffer=name in buffers)
-            if isinstance(tensor, DTensor)
-            else as_buffer(tensor)
-            if name in buffers
-            else tensor.detach()
+            name: self._view(name, tensor, is_buffer=name in buffers)
             for name, tensor in tensors.items()
         }
+
+    def _view(self, name: str, tensor: torch.Tensor, *, is_buffer: bool) -> torch.Tensor:
+        if isinstance(tensor, DTensor):
+            return self._sharded(name, tensor, is_buffer=is_buffer)
+        # A view lacks these attributes, so the plan would not see them.
+        refuse_marked_shard(name, tensor)
+        return as_buffer(tensor) if is_buffer else tensor.detach()
 
     def _sharded(self, name: str, tensor: DTensor, *, is_buffer: bool) -> DTensor:
         kept = self._kept.get(name)
