@@ -252,8 +252,9 @@ def _begin(world: World, item: Item, held_at: int | None) -> Actor | None:
 
 
 def after(world: World) -> None:
-    """If the run was promised a supervisor and none has come, one starts, as after a crash."""
-    if world.started_as != "failed" and world.lacks_supervisor:
+    """If the run was promised a supervisor and none is there, one starts, as after a crash."""
+    is_promised = world.started_as != "failed" or world.has_killed
+    if is_promised and world.lacks_supervisor:
         world.start_supervisor()
 
 

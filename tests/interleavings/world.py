@@ -216,8 +216,8 @@ class World:
     def kill_supervisors(self) -> None:
         """End every supervisor, and every service, as SIGKILL does."""
         for actor in (*self.supervisors, *self.services):
+            self.has_killed |= not actor.has_ended
             actor.is_killed = True
-        self.has_killed = True
 
     @property
     def lacks_supervisor(self) -> bool:
