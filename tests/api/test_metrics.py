@@ -17,6 +17,7 @@ from tests.runs import RunFolder
 from holdfast.api.hub import Hub
 from holdfast.api.store import Store
 from holdfast.api.watch import Watch
+from holdfast.contracts.states import AttemptState
 from holdfast.lineage.index import Index
 from holdfast.workers.heartbeats import HeartbeatWriter, NodeBeat, RankBeat
 
@@ -103,3 +104,24 @@ def test_the_index_counts_as_up_to_date_again_after_an_outage(
     watch.look()
     assert watch.problems == {}
     assert watch.lag_s() < 1
+
+
+def test_a_run_that_has_ended_when_it_is_first_seen_is_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Open pages learn of changes by events alone: they kept the totals from before the run."""
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
+    root, hub, now = tmp_path / "runs", Hub(), time.time()
+
+    def end_one(name: str) -> None:
+        run = RunFolder(root, name, name[0] * 32)
+        run.submit(1, 1, now)
+        run.finish(1, AttemptState.COMPLETED, None, 100, now)
+
+    end_one("before")
+    watch = Watch(Store(Index()), hub, (root,))
+    watch.look()
+    assert [one.event for one in hub._recent] == [], "what is there at the start is no news"
+    end_one("after")
+    watch.look()
+    assert [(one.event, one.run) for one in hub._recent][-1] == ("run", "a" * 32)

@@ -227,6 +227,8 @@ class Watch:
     def _ingest(self, seen: _Seen) -> None:
         """Update the run's rows in the index, then publish its new journal lines."""
         is_first = seen.stamp is None
+        # A run that was there at the start is announced only if it is live.
+        is_news = not is_first or seen.is_live
         lines = list(_new_lines(seen, is_first=is_first))
         ingest_run(self._store.index.open(), seen.paths)
         self.problems.pop("database", None)
@@ -242,7 +244,7 @@ class Watch:
             line["data"] = redact(line["data"], secrets)
             line["time"] = views.iso_time(event.time)
             self._hub.publish("journal", {**facts, **line}, ref.uid)
-        if not is_first or ref.state.is_live:
+        if is_news or ref.state.is_live:
             self._hub.publish("run", facts, ref.uid)
 
     def _publish_beat(self, seen: _Seen) -> None:
