@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import text
-from tests.api.conftest import Served
+from tests.api.conftest import Served, wait_for
 from typer.testing import CliRunner
 
 from holdfast.cli.main import app
@@ -56,6 +56,8 @@ ROUTES = (
 
 def spoil(served: Served, time: float) -> None:
     """Write an impossible time into the index, as an earlier version did."""
+    # Until the end of its first round, the server still writes the rows itself.
+    wait_for(lambda: served.services.watch.lag_s() is not None)
     with served.services.store.index.open().engine.begin() as connection:
         connection.execute(
             text("UPDATE checkpoints SET committed_at = :t, staged_at = :t"), {"t": time}
