@@ -1,7 +1,7 @@
 """Several runs under one quota of GPUs: each starts when the ones before leave it enough.
 
 The state is on disk: a sweep that is started again finds its runs and counts them. Each run has a
-supervisor of its own, so the runs go on without the sweep. This module does not use Prefect.
+supervisor of its own, so the runs continue without the sweep. This module does not use Prefect.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class ControlGroup:
     def _require_presence(self, at: Boundary, waited_s: float) -> None:
         """Raise `SessionError` if a rank of this node has gone on from `at` long ago.
 
-        A rank that had the answer goes on too, a moment before the others have it.
+        A rank that had the answer continues too, a moment before the others have it.
         """
         if self._status_table is None or waited_s < FAR_ABSENT_S:
             return

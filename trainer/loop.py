@@ -219,7 +219,7 @@ class Loop:
             self._context.run.stop_file.unlink(missing_ok=True)
 
     def leave_step(self, *, ends_epoch: bool = False) -> None:
-        """Go on after a loop that the program left by `break`. All ranks call this together.
+        """Continue after a loop that the program left by `break`. All ranks call this together.
 
         The step is complete if an optimizer has stepped in it. Otherwise it begins again. Raises
         `SpecError` if that is not known.

@@ -129,7 +129,7 @@ class SignalFlags:
             # The last checkpoint comes first, whatever the program's handler raises.
             self._notes.append(
                 f"the program's handler for {signal.Signals(number).name} raised "
-                f"{type(error).__name__}. The run goes on to its last checkpoint and then stops"
+                f"{type(error).__name__}. The run continues to its last checkpoint and then stops"
             )
         finally:
             self._depth[number] = depth

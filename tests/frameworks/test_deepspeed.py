@@ -104,7 +104,7 @@ def test_a_run_is_killed_preempted_and_resized_like_an_uninterrupted_one(
 
 
 def compare(broken: Path, whole: Path, *, until: int) -> None:
-    """Both runs are equal to the bit until step `until`; then `broken` goes on with one rank."""
+    """Both runs are equal to the bit until step `until`; then `broken` continues with one rank."""
     expected = [read_record(whole, rank) for rank in range(2)]
     found = [read_record(broken, rank) for rank in range(2)]
     for rank in range(2):

@@ -60,7 +60,7 @@ def problems(world: World) -> list[str]:
     elif last is not None:
         found += _continues(world, last, ended_by_program)
     elif state is not RunState.RUNNING and state not in ended_by_program | _before(world):
-        found.append(f"the run could go on, and it is {state}")
+        found.append(f"the run could continue, and it is {state}")
     if state.is_live and not world.has_supervisor:
         found.append(f"the run is {state}, and nobody supervises it")
     return found + _of_pins(world) + _of_processes(world)
@@ -72,7 +72,7 @@ def _before(world: World) -> set[RunState]:
 
 
 def _continues(world: World, order: Order, ended: set[RunState]) -> list[str]:
-    """Check an order to go on: an attempt after it trains, or has ended as programs end."""
+    """Check an order to continue: an attempt after it trains, or has ended as programs end."""
     history, found = world.history(), []
     later = [one for one in history.attempts if one.number > order.after_attempt]
     later = [one for one in later if one.started_at is not None]

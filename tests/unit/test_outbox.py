@@ -217,7 +217,7 @@ def test_end_of_the_run_waits_for_the_service(folder: RunFolder) -> None:
     assert box.close(30)
     commit(folder, 2)
     box.offer()
-    assert box.close(30), "a run can go on after its end"
+    assert box.close(30), "a run can continue after its end"
     service.is_down = True
     commit(folder, 3)
     box.offer()

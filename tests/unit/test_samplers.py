@@ -236,7 +236,7 @@ def test_another_global_batch_goes_on_from_the_same_position(
     assert sorted(seen) == list(range(SAMPLES))
     assert seen[:10] == whole
     said = capsys.readouterr().out
-    assert said.count("global_batch 10 → 5; it goes on from the same position") == 1
+    assert said.count("global_batch 10 → 5; it continues from the same position") == 1
     assert third.position.order(SAMPLES, 5).epoch(third.step + 1) == 1
 
 

@@ -303,7 +303,7 @@ def test_two_concurrent_prunes_delete_each_checkpoint_once(tmp_path: Path) -> No
 def paused_deletion(run: RunFolder, name: str) -> Iterator[None]:
     """Another process that deletes `name`, paused after its first check for readers and pins.
 
-    It waits for its journal, which is locked here until the block ends; then it goes on.
+    It waits for its journal, which is locked here until the block ends; then it continues.
     """
     journal = run.paths.journal_of("deleter")
     context = multiprocessing.get_context("fork")

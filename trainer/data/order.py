@@ -2,7 +2,7 @@
 
 An endless sequence visits every sample once per epoch, in a different order in each epoch. The
 samples of step s, counted from 1, begin at position (s - 1) * global_batch. If the global batch
-changes, the steps since then go on from the position that was reached. A rank takes its slice of
+changes, the steps since then continue from the position that was reached. A rank takes its slice of
 the step's samples, so two ranks together see the same samples as four.
 
 The order of an epoch is a keyed permutation, computed only for the requested positions. No data of
@@ -66,7 +66,7 @@ class DataOrder:
         return max(0, position + (step - first + skipped) * self.global_batch)
 
     def changed_at(self, step: int, global_batch: int) -> DataOrder:
-        """Return the order that goes on with another global batch from `step` on."""
+        """Return the order that continues with another global batch from `step` on."""
         # Data that is skipped from `step` on is skipped in the new order.
         before = replace(self, skips=tuple(w for w in self.skips if w.first_step < step))
         since = (step, before.position(step))

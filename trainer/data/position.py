@@ -303,7 +303,7 @@ class Position:
             return
         is_continued = set(now) - {"global_batch"} <= {k for k in now if former[k] == now[k]}
         how = (
-            "it goes on from the same position, so no sample of the epoch repeats or is skipped"
+            "it continues from the same position, so no sample of the epoch repeats or is skipped"
             if is_continued
             else "samples may repeat or be skipped"
         )

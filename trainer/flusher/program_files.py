@@ -38,7 +38,7 @@ class ProgramFile:
                 write_file(path, content, replace=True)
             fsync_directory(path.parent)
         except Exception as problem:
-            # The writer thread must go on with the next step, whatever is wrong with this file.
+            # The writer thread must continue with the next step, whatever is wrong with this file.
             log(f"a file of the program is not written: {problem}")
             self.slot.fail(f"{type(problem).__name__}: {problem}")
         else:

@@ -227,7 +227,7 @@ class Flusher:
             self._hints.hurry(True)
 
     def _lose_supervisor(self) -> None:
-        """Go on without the supervisor, which has hung up or ended."""
+        """Continue without the supervisor, which has hung up or ended."""
         if self._supervisor is None:
             return
         self._selector.unregister(self._supervisor)

@@ -86,7 +86,7 @@ class _Job:
 class SharedWork:
     """Parts of work for all ranks. `parts` has a function for each kind of part, by name.
 
-    A function is called with a meter, which it moves as it goes on, and with what rank 0 gave to
+    A function is called with a meter, which it moves as it works, and with what rank 0 gave to
     `divide`. If nothing moves on any rank for `stalled_s` seconds, all ranks raise an error.
     """
 

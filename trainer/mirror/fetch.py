@@ -1,6 +1,6 @@
 """Fetch a checkpoint from the mirror: check each file as it is written, write the manifest last.
 
-Until the manifest is there the directory does not count, and a fetch that was cut off goes on
+Until the manifest is there the directory does not count, and a fetch that was cut off continues
 with the files that are whole.
 """
 

@@ -280,7 +280,7 @@ class TrainState:
         exclude = fit.exclude
         parts = self.put_back(state, exclude, strict=fit.strict)
         if is_imported(document):
-            # The program's own random state goes on, as in a run that begins without a checkpoint.
+            # The program's own random state continues, as in a run without a checkpoint.
             return Restored(parts=tuple(parts))
         saved = document["objects"]
         restored, refused = self._objects.apply(saved, flat_objects(state), exclude, fit.if_needed)

@@ -61,7 +61,7 @@ class TrackerSink:
         while (item := self._queue.get()) is not None:
             try:
                 self._tracker.log(*item)
-            # A tracker's library can raise anything, and training goes on without it.
+            # A tracker's library can raise anything, and training continues without it.
             except Exception as error:
                 if not self._has_reported:
                     self._report(f"metrics of step {item[0]} are missing: {error!r}")
@@ -82,7 +82,7 @@ def open_sink(
     """Open the tracker for this launch and journal its id. Return None if it cannot be opened."""
     try:
         found = tracker.open(describe_run(context, tracker.name, step))
-    # A tracker's library can raise anything, and training goes on without it.
+    # A tracker's library can raise anything, and training continues without it.
     except Exception as error:
         text = f"{tracker.name} could not be opened, so it gets no metrics: {error!r}"
         report(f"holdfast: {text}", is_error=True)

@@ -41,7 +41,7 @@ executor = "slurm"
 partition = "{partition}"           # here: {others}
 nodes = 1
 {size}
-time_limit_min = {minutes}              # the run goes on in the next job
+time_limit_min = {minutes}              # the run continues in the next job
 # account = "…"
 # cpus_per_gpu = 8                     # if `holdfast submit` warns of too few
 # memory_gb_per_node = 64

@@ -113,7 +113,7 @@ def agree_on_step(
 ) -> tuple[int, int]:
     """Agree with all nodes on one step. Return (step, rounds); `AT_START` means before any step.
 
-    `word` is the answer to ranks that wait at the step: `GO` to leave, `SAVE` to save and go on.
+    `word` is the answer to ranks that wait at the step: `GO` to leave, `SAVE` to save and continue.
     Each question is open for `wait_s` seconds, or as long as the ports allow.
 
     Raises `AgreementError` if `ROUNDS_MAX` proposals were refused or a node did not answer in

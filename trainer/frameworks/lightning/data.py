@@ -1,7 +1,7 @@
 """The position in the training data of a Lightning trainer.
 
 The order of the samples stays the one that Lightning chooses: that of its `DistributedSampler`, or
-of the loader's own sampler. In the middle of an epoch, a resume goes on with the next batch:
+of the loader's own sampler. In the middle of an epoch, a resume continues with the next batch:
 
 | loader | how the resume reaches the next batch |
 |---|---|

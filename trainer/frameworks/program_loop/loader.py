@@ -164,7 +164,7 @@ class WrappedLoader(ABC):
     def start_of(self, resumed: Resumed, now: Generators | None = None) -> Start:
         """Return where the restored pass continues at this number of ranks.
 
-        `now` are the generators with which training goes on. By default, those of this moment.
+        `now` are the generators with which training continues. By default, those of this moment.
         """
         assert self.batches is not None
         is_shared = resumed.done % self.unit == 0

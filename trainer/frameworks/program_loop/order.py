@@ -64,7 +64,7 @@ class Start:
     """Where a pass begins. By default, at its first batch and in a new order.
 
     `skip` counts this rank's batches or, with `is_dealt`, those that are dealt out to the ranks.
-    `order` is the order to continue. `now` are the generators with which training goes on, after
+    `order` is the order to continue. `now` are the generators with which training continues, after
     the order was drawn. `fetch` are those before the fetch of the first batch that is not skipped,
     for a framework that fetches one batch ahead. `now` are then those after the next fetch.
     """

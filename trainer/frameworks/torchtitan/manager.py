@@ -264,7 +264,7 @@ class CheckpointManager(BaseCheckpointManager):
         """End this process after all ranks have agreed to stop. The exit status is 0."""
         logger.info(f"Holdfast: stopped after step {self._trainer.step}; the same command resumes")
         self._trainer.close()
-        # `Trainer.train` would return after SystemExit(0), and the program would go on.
+        # `Trainer.train` would return after SystemExit(0), and the program would continue.
         raise SystemExit
 
     def _maybe_wait_for_staging(self) -> None:

@@ -249,7 +249,7 @@ class TrainerRun:
     def complete_step(self, todo: Todo) -> None:
         """End a step of the session. All ranks leave the program here if they agreed to stop.
 
-        Training that has just ended goes on to its last evaluation.
+        Training that has just ended continues to its last evaluation.
         """
         session, progress, control = self.session, self.progress, self._trainer.control
         assert session is not None
