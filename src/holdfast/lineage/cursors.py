@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
-from sqlalchemy import Connection, Select, tuple_
+from sqlalchemy import Connection, Select, literal, tuple_
 
 from holdfast.contracts.errors import QueryError
 from holdfast.lineage.find import Row, rows_of
@@ -59,7 +59,7 @@ def fetch_page(
             f"limit is {limit}; expected 1 to {PAGE_MAX}; request several pages instead"
         )
     if after is not None:
-        key, seen = tuple_(*order.columns), tuple_(*read_cursor(order, after))
+        key, seen = tuple_(*order.columns), tuple_(*map(literal, read_cursor(order, after)))
         query = query.where(key < seen if order.descending else key > seen)
     wanted = (c.desc() if order.descending else c.asc() for c in order.columns)
     # One row more shows whether there is another page.

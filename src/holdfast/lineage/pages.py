@@ -218,7 +218,7 @@ def _page_of_runs(
     return fetch_page(connection, query, chosen, after, limit)
 
 
-def wanted_runs(query: Select[*tuple[Any, ...]], where: RunFilter) -> Select[*tuple[Any, ...]]:
+def wanted_runs(query: Select[Any], where: RunFilter) -> Select[Any]:
     """Return a query of runs with the conditions of `where`."""
     columns = RUNS.c
     if where.states:
