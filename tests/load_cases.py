@@ -6,12 +6,12 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import subprocess
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,13 @@ from tests.load_programs import Parts, Program, first_difference, print_of
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 
 from holdfast.contracts.errors import CheckpointError, HoldfastError, SaveError
+from holdfast.contracts.paths import TRAIN_STATE
 from holdfast.trainer import Session
 from holdfast.trainer.collective import ControlGroup
 from holdfast.trainer.data.position import Position
 from holdfast.trainer.loading.reader import open_any_together
 from holdfast.trainer.loading.restore import load_opened
+from holdfast.trainer.loading.train_state import encode_train_state, read_train_state
 from holdfast.trainer.planning.rank_rows import describe_rank
 from holdfast.trainer.planning.signature import Signature, flatten
 from holdfast.trainer.state.fit import Fit
@@ -99,12 +101,12 @@ class Launch:
         copies = {key: _copied(value) for key, value in state.items()}
         save_with_dcp(copies, checkpoint_id=place, no_dist=True)
         document["ids"] = self.parts.ids
-        (place / "document.json").write_text(json.dumps(document))
+        (place / TRAIN_STATE).write_bytes(encode_train_state(document))
         return place
 
     def load(self, place: Path) -> None:
         """Load as a Session does."""
-        document = json.loads((place / "document.json").read_text())
+        document = read_train_state(place, None)
         opened = open_any_together(place, None)
         load_opened(self._ranks, self.state, opened, document)
         self.completed = document["step"]
@@ -218,9 +220,13 @@ def named(program: Program, error: Exception) -> str:
     return text
 
 
-def count(programs: range, directory: Path) -> Counter[str]:
-    """Run the programs and return how many ended in each way."""
-    return Counter(run_fast(Program(seed), directory / str(seed))[0] for seed in programs)
+def count(
+    programs: range, directory: Path, run: Callable[[Program, Path], str] | None = None
+) -> Counter[str]:
+    """Run the programs by `run_fast` or by `run`, and return how many ended in each way."""
+    if run is None:
+        return Counter(run_fast(Program(seed), directory / str(seed))[0] for seed in programs)
+    return Counter(run(Program(seed), directory / str(seed)) for seed in programs)
 
 
 def launch(program: Program, directory: Path, until: int) -> Parts:

@@ -3,14 +3,36 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from holdfast.contracts.errors import DamagedCheckpointError
+from holdfast.contracts.durable import to_json
+from holdfast.contracts.errors import DamagedCheckpointError, SaveError
 from holdfast.contracts.manifest import Manifest
 from holdfast.contracts.paths import TRAIN_STATE
 from holdfast.trainer.planning.layout import TRAIN_STATE_BYTES_MAX
 from holdfast.trainer.planning.metadata import read_verified
+
+
+def encode_train_state(document: Mapping[str, Any]) -> bytes:
+    """Return the content of the file. Raises `SaveError` if it is too large or not JSON.
+
+    Text is kept to the code point, so lone surrogates too, which other documents replace.
+    """
+    try:
+        content = to_json(dict(document), surrogates="backslashreplace")
+    except (TypeError, ValueError) as error:
+        raise SaveError(
+            f"the train state is not JSON: {error}; put tensors into the state. The train "
+            "state takes numbers, text, lists and mappings"
+        ) from error
+    if len(content) > TRAIN_STATE_BYTES_MAX:
+        raise SaveError(
+            f"the train state is {len(content)} bytes of JSON, expected "
+            f"{TRAIN_STATE_BYTES_MAX} or less; put large data into the state as tensors"
+        )
+    return content
 
 
 def read_train_state(directory: Path, manifest: Manifest | None) -> dict[str, Any]:

@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 
-from holdfast.contracts.durable import to_json
-from holdfast.contracts.errors import SaveError
 from holdfast.contracts.paths import CheckpointName, RunPaths
 from holdfast.contracts.topology import GLOBAL_BATCHES, LIMITS
 from holdfast.trainer.identity import Identity
+from holdfast.trainer.loading.train_state import encode_train_state
 from holdfast.trainer.placed import Place, PlacedName
-from holdfast.trainer.planning.layout import TRAIN_STATE_BYTES_MAX, Layout, files_of
+from holdfast.trainer.planning.layout import Layout, files_of
 from holdfast.trainer.planning.storage_meta import encode_storage_meta
 from holdfast.trainer.staging.slot_table import SlotTable
 
@@ -46,21 +45,7 @@ class StepFacts:
 
     def encode_train_state(self) -> bytes | None:
         """Return the content of `train_state.json`. Raises `SaveError` if it cannot be saved."""
-        if self.train_state is None:
-            return None
-        try:
-            content = to_json(dict(self.train_state))
-        except (TypeError, ValueError) as error:
-            raise SaveError(
-                f"the train state is not JSON: {error}; put tensors into the state. The train "
-                "state takes numbers, text, lists and mappings"
-            ) from error
-        if len(content) > TRAIN_STATE_BYTES_MAX:
-            raise SaveError(
-                f"the train state is {len(content)} bytes of JSON, expected "
-                f"{TRAIN_STATE_BYTES_MAX} or less; put large data into the state as tensors"
-            )
-        return content
+        return None if self.train_state is None else encode_train_state(self.train_state)
 
     def for_manifest(self, who: Identity, mesh: Mapping[str, int]) -> dict[str, Any]:
         """Return the manifest's facts that rank 0 knows. `mesh` has the sizes of dimensions."""

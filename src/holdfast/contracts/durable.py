@@ -8,7 +8,7 @@ import os
 import secrets
 import warnings
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from holdfast.contracts.reading import held_folder
 
@@ -125,9 +125,12 @@ def _fill(handle: int, content: bytes, path: Path) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def to_json(document: Any) -> bytes:
+def to_json(
+    document: Any, *, surrogates: Literal["replace", "backslashreplace"] = "replace"
+) -> bytes:
     """Return `document` as indented JSON with keys in their own order and a final newline.
 
-    Lone surrogates, from file names and output that are not UTF-8, become `?`.
+    Lone surrogates, from file names and output that are not UTF-8, become `?`, because many readers
+    refuse them. With "backslashreplace", they stay as escapes, which `json.loads` restores.
     """
-    return (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode(errors="replace")
+    return (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode(errors=surrogates)
