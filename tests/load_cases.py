@@ -149,11 +149,19 @@ def run_fast(program: Program, directory: Path) -> tuple[str, str]:
         return _run_fast(program, directory)
 
 
-def _run_fast(program: Program, directory: Path) -> tuple[str, str]:
+def _whole(program: Program) -> Parts | None:
+    """Return what plain torch reaches without an interruption; None if that fails."""
     try:
-        whole, problem = print_of(uninterrupted(program)), ""
+        return uninterrupted(program)
     except Exception:  # Some draws make no program, such as a model that has lost a layer's input.
+        return None
+
+
+def _run_fast(program: Program, directory: Path) -> tuple[str, str]:
+    reached, problem = _whole(program), ""
+    if reached is None:
         return FAILS, ""
+    whole = print_of(reached)
     saved: list[Path] = []
     try:
         first = Launch(program, directory)
@@ -261,9 +269,8 @@ def run_session(program: Program, directory: Path) -> str:
     """Interrupt a program with a Session, and return how it ended."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
-            whole = uninterrupted(program)
-        except Exception:  # Some draws make no program.
+        whole = _whole(program)
+        if whole is None:
             return FAILS
         try:
             launch(program, directory, program.saves[0])
@@ -287,9 +294,8 @@ def run_processes(program: Program, directory: Path) -> str:
     """Interrupt a program with a Session, in a process for each launch, as `run_session` does."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
-            whole = uninterrupted(program)
-        except Exception:  # Some draws make no program.
+        whole = _whole(program)
+        if whole is None:
             return FAILS
         whole.ids = []
         wanted = print_of(whole)

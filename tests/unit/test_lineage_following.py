@@ -12,6 +12,7 @@ from typing import Any, Final
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.process.test_lineage_ingest import dump
 from tests.runs import T0, RunFolder
 
 from holdfast.contracts import history_cache
@@ -20,12 +21,11 @@ from holdfast.contracts.durable import make_directory
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.paths import MANIFEST
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.lineage import disk, ingest, models, run_writes
+from holdfast.lineage import disk, ingest, run_writes
 from holdfast.lineage.database import Database, open_database
 from holdfast.lineage.index import Index
 from holdfast.lineage.ingest import ingest_run
 
-TABLES: Final[list[Any]] = [model.__table__ for model in models.TABLES]
 NUMBERS: Final = itertools.count()
 # Each is one change of a run's folder. Those in the second group are announced by no new line.
 ANNOUNCED: Final = (
@@ -159,18 +159,12 @@ class Story:
             (self.paths.checkpoint(name) / MANIFEST).unlink()
 
 
-def dump(database: Database, uid: str = "") -> dict[str, list[dict[str, Any]]]:
-    with database.reading() as connection:
-        return {
-            table.name: [
-                dict(row)
-                for row in connection.execute(
-                    table.select().order_by(*table.primary_key.columns)
-                ).mappings()
-                if uid in (row.get("run_uid"), row.get("uid"), "")
-            ]
-            for table in TABLES
-        }
+def rows_of(database: Database, uid: str) -> dict[str, list[dict[str, Any]]]:
+    """Every row of one run."""
+    return {
+        table: [row for row in rows if uid in (row.get("run_uid"), row.get("uid"))]
+        for table, rows in dump(database).items()
+    }
 
 
 @contextmanager
@@ -231,8 +225,8 @@ def test_an_update_by_what_is_new_gives_the_rows_of_one_from_all_files(
                 is_silent = False
             index.update(story.paths)
             ingest_run(fresh, story.paths, fresh=True)
-            wanted = dump(fresh, story.uid)
-            for table, rows in dump(index.open(), story.uid).items():
+            wanted = rows_of(fresh, story.uid)
+            for table, rows in rows_of(index.open(), story.uid).items():
                 assert rows == wanted[table], (table, change)
 
 

@@ -28,6 +28,11 @@ CheckpointArgument = Annotated[
     ),
 ]
 
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Show what would be deleted, and delete nothing.")
+]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")]
+
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this module to `app`."""
@@ -62,10 +67,8 @@ def unpin(checkpoint: CheckpointArgument, root: RootOption = None, as_json: AsJs
 
 def prune(
     run: RunArgument,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be deleted, and delete nothing.")
-    ] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")] = False,
+    dry_run: DryRun = False,
+    yes: Yes = False,
     keep_last: Annotated[
         int | None,
         typer.Option(
@@ -98,10 +101,8 @@ def prune(
 
 def delete(
     run: RunArgument,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be deleted, and delete nothing.")
-    ] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")] = False,
+    dry_run: DryRun = False,
+    yes: Yes = False,
     root: RootOption = None,
     as_json: AsJson = False,
 ) -> None:
