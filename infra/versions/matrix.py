@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -177,31 +177,49 @@ def try_one(
     return result
 
 
-def table(results: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield the lines of the page's table, one row for each environment."""
-    titles = ("set", "Python", *SHOWN, "groups", "passed", "failed", "skipped", "minutes", "day")
+def tables(results: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield the lines of the page's two tables: what was run, and with which versions."""
+    yield from _table(
+        ("set", "Python", "tests", "passed", "failed", "skipped", "minutes", "day"),
+        (
+            (
+                each["set"],
+                _python_of(each),
+                "all" if set(each["groups"]) == set(TESTS) else ", ".join(each["groups"]),
+                *(str(each.get(key, "–")) for key in ("passed", "failed", "skipped")),
+                f"{each['seconds'] / 60:.0f}" if "seconds" in each else "–",
+                each["day"],
+            )
+            for each in results
+        ),
+    )
+    yield ""
+    yield from _table(
+        ("package", *(f"{each['set']}, {_python_of(each)}" for each in results)),
+        ((name, *(each.get("versions", {}).get(name, "–") for each in results)) for name in SHOWN),
+    )
+
+
+def _python_of(result: dict[str, Any]) -> str:
+    return str(result.get("python_version", result["python"]))
+
+
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     yield f"| {' | '.join(titles)} |"
     yield "|---" * len(titles) + "|"
-    for each in results:
-        versions = each.get("versions", {})
-        cells = [each["set"], each.get("python_version", each["python"])]
-        cells += [versions.get(name, "–") for name in SHOWN]
-        is_whole = set(each["groups"]) == set(TESTS)
-        cells += ["all" if is_whole else ", ".join(each["groups"])]
-        cells += [str(each.get(key, "–")) for key in ("passed", "failed", "skipped")]
-        cells += [f"{each['seconds'] / 60:.0f}" if "seconds" in each else "–", each["day"]]
-        yield f"| {' | '.join(cells)} |"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
 
 
 def write_page(results: Sequence[dict[str, Any]]) -> None:
-    """Replace the table of the page, and the line about the machine before it."""
+    """Replace the tables of the page, and the line about the machine before it."""
     text = PAGE.read_text()
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     machine = (
         f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, no GPU. The test files "
         f"are in `TESTS` of `infra/versions/matrix.py`."
     )
-    PAGE.write_text("\n".join([before + BEGIN, "", machine, "", *table(results), "", END]) + after)
+    PAGE.write_text("\n".join([before + BEGIN, "", machine, "", *tables(results), "", END]) + after)
 
 
 def main() -> int:
@@ -212,7 +230,7 @@ def main() -> int:
     parser.add_argument("--group", nargs="*", choices=TESTS, default=list(TESTS))
     parser.add_argument("--folder", type=Path, default=FOLDER, help="default: build/versions")
     parser.add_argument("--keep", action="store_true", help="keep the environments")
-    parser.add_argument("--page", action="store_true", help="write the table of docs/versions.md")
+    parser.add_argument("--page", action="store_true", help="write the tables of docs/versions.md")
     options = parser.parse_args()
     place = options.folder.resolve()
     place.mkdir(parents=True, exist_ok=True)
@@ -231,7 +249,7 @@ def main() -> int:
                 print(f"{resolution}-{python}: failed: {name}", file=sys.stderr)
             if "error" in result:
                 print(f"{resolution}-{python}: {result['error']}", file=sys.stderr)
-    print("\n".join(table(results)))
+    print("\n".join(tables(results)))
     if options.page:
         write_page(results)
     return 0 if is_good else 1
