@@ -20,10 +20,12 @@ from holdfast.contracts.errors import ForeignFileError, SpecError
 from holdfast.contracts.plain_text import counted
 from holdfast.contracts.reading import read_bounded
 from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.written import BLOCK, DEFAULT, SET
 from holdfast.flows.spec_problems import describe_error, drop_unknown_keys, is_answered
 
 SPEC_BYTES_MAX: Final = 4 * 1024 * 1024
 YAML_VALUES_MAX: Final = 200_000
+DIRECTORY: Final = "launch.working_directory"
 _TOML: Final = frozenset({".toml"})
 _YAML: Final = frozenset({".yaml", ".yml"})
 
@@ -32,11 +34,14 @@ def load_spec(
     source: str | Path | Mapping[str, Any],
     overrides: Sequence[str] = (),
     base: Path | None = None,
+    *,
+    known: Mapping[str, str] | None = None,
 ) -> RunSpec:
     """Return the `RunSpec` of `source` with the `overrides` (`a.b.c=value`) applied.
 
     `source` is a TOML or YAML file, or a table. The working directory becomes absolute. A relative
     one starts at the file's folder or, for a table, at `base` (by default, the current directory).
+    `known` are the origins of keys in a table that another run recorded.
     Raises `SpecError` with every problem, and `ServiceError` if a block of Prefect cannot be read.
     """
     if isinstance(source, Mapping):
@@ -46,12 +51,14 @@ def load_spec(
         path = Path(source).expanduser().absolute()
         table, origin = read_spec_file(path), str(path)
         folder = path.parent
-    problems = _apply(table, overrides)
+    problems, set_keys = _apply(table, overrides)
     problems += drop_unknown_keys(table, RunSpec)
+    origins = {**(known or {}), **dict.fromkeys(set_keys, SET)}
     if table.get("blocks") and not problems:
         from holdfast.flows.blocks import with_blocks
 
-        table = with_blocks(table)
+        table, of_blocks = with_blocks(table)
+        origins |= dict.fromkeys(of_blocks, BLOCK)
     spec = None
     try:
         spec = RunSpec.model_validate(table)
@@ -62,14 +69,17 @@ def load_spec(
         count = counted(len(problems), "problem")
         listing = "".join(f"\n  {problem}" for problem in problems)
         raise SpecError(f"{origin}: {count}; nothing was queued{listing}", problems)
-    return resolve_directory(spec, folder)
+    return resolve_directory(spec.with_origins(origins), folder)
 
 
 def resolve_directory(spec: RunSpec, folder: Path) -> RunSpec:
     """Return `spec` with an absolute working directory, with links resolved as by `os.getcwd`."""
     directory = (folder / Path(spec.launch.working_directory).expanduser()).resolve()
     launch = spec.launch.model_copy(update={"working_directory": str(directory)})
-    return spec.model_copy(update={"launch": launch})
+    found = spec.model_copy(update={"launch": launch})
+    if DIRECTORY in spec.sources:
+        return found
+    return found.with_origins({**spec.origins, DIRECTORY: DEFAULT})
 
 
 def read_spec_file(path: Path) -> dict[str, Any]:
@@ -129,9 +139,12 @@ def _toml_value(text: str) -> Any:
     return value if plain else text
 
 
-def _apply(table: dict[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Set every override in `table`; return a line for each that cannot be set."""
-    problems = []
+def _apply(table: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Set every override in `table`.
+
+    Returns a line for each override that cannot be set, and the keys that were set.
+    """
+    problems, done = [], []
     for text in overrides:
         try:
             keys, value = parse_override(text)
@@ -147,7 +160,8 @@ def _apply(table: dict[str, Any], overrides: Sequence[str]) -> list[str]:
                 break
         else:
             level[keys[-1]] = value
-    return problems
+            done.append(".".join(keys))
+    return problems, done
 
 
 def _parse_toml(path: Path, text: str) -> Any:

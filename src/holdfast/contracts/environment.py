@@ -17,7 +17,10 @@ NODES: Final = "HOLDFAST_NODES"
 RANK_STATUS: Final = "HOLDFAST_RANK_STATUS"
 FLUSHER: Final = "HOLDFAST_FLUSHER"
 CONFIG: Final = "HOLDFAST_CONFIG"
-# The next ones come from the spec, so that the program needs no arguments for them.
+# Where the values come from that the agent passes on, as JSON: see `contracts.written`.
+SOURCES: Final = "HOLDFAST_SOURCES"
+# The next ones come from the spec, so that the program needs no arguments for them. An agent sets
+# the interval and the snapshots only if somebody wrote them: the program may give its own.
 CHECKPOINT_INTERVAL: Final = "HOLDFAST_CHECKPOINT_INTERVAL"
 CHECKPOINT_MIRROR: Final = "HOLDFAST_CHECKPOINT_MIRROR"
 CHECKPOINT_LOCAL: Final = "HOLDFAST_CHECKPOINT_LOCAL"

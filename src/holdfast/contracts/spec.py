@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 from holdfast.contracts.digests import document_digest
 from holdfast.contracts.node_share import Share, share_of
@@ -26,6 +27,7 @@ from holdfast.contracts.spec_program import Program
 from holdfast.contracts.spec_resources import Resources
 from holdfast.contracts.spec_supervision import Supervision
 from holdfast.contracts.torchrun_options import problem_with_torchrun
+from holdfast.contracts.written import sources_of
 
 _ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -218,6 +220,8 @@ class RunSpec(SpecPart):
     cost: Cost = Cost()
     alerts: Alerts = Alerts()
     blocks: Blocks = Blocks()
+    # Where keys come from that were not written in the spec itself: see `contracts.written`.
+    _origins: Mapping[str, str] = PrivateAttr(default_factory=dict)
 
     @field_validator("name")
     @classmethod
@@ -342,6 +346,22 @@ class RunSpec(SpecPart):
     def given(self) -> dict[str, Any]:
         """The keys that the user gave, without the defaults."""
         return self.model_dump(mode="json", exclude_unset=True)
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Where each key that somebody wrote comes from, by dotted names: see `written`."""
+        return sources_of(self, self._origins)
+
+    @property
+    def origins(self) -> dict[str, str]:
+        """Where keys come from that were not written in the spec itself."""
+        return dict(self._origins)
+
+    def with_origins(self, origins: Mapping[str, str]) -> RunSpec:
+        """Return this spec with the origins of keys that were not written in the spec itself."""
+        spec = self.model_copy()
+        spec._origins = dict(origins)
+        return spec
 
     @property
     def digest(self) -> str:
