@@ -16,6 +16,7 @@ from holdfast import trainer
 from holdfast.contracts.attempt import Request, RunRecord
 from holdfast.contracts.errors import RunConflictError
 from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.spec_checkpoint import Checkpointing
 from holdfast.contracts.spec_part import RECORDED
 from holdfast.contracts.written import OF_PROGRAM
 from holdfast.flows import carry, forks
@@ -38,7 +39,8 @@ def environment_of(request: Request, inherited: dict[str, str] | None = None) ->
         request=request, run=SimpleNamespace(directory="/r"), node=0, nodes=1
     )
     handles: Any = SimpleNamespace(status_table="b", flusher="f")
-    return build_environment(context, 1, handles, inherited or {}, request.environment)
+    given = {name: str(value) for name, value in request.environment.items()}
+    return build_environment(context, 1, handles, inherited or {}, given)
 
 
 def passed(record: RunRecord, spec: RunSpec, *, says: bool = True) -> Any:
@@ -182,6 +184,12 @@ def test_the_interval_of_torchtitan_keeps_its_meaning(monkeypatch: pytest.Monkey
     default, own = (of_torchtitan.given(one, "interval") for one in (Config(), Config(10)))
     assert Settings.of(default, None).chosen[0].warning is None, "nobody wrote the 500"
     assert "and not 10 (Trainer.Config)" in str(Settings.of(own, None).chosen[0].warning)
+
+
+def test_a_form_does_not_fill_in_what_the_program_can_give() -> None:
+    found = Checkpointing.model_json_schema()["properties"]
+    assert all("default" not in found[key.rpartition(".")[2]] for key in OF_PROGRAM)
+    assert Checkpointing().interval == "auto"
 
 
 def test_settings_of_a_spec_without_any_do_not_hide_those_of_the_program(

@@ -37,6 +37,18 @@ FLUSH_TIMEOUT_DEFAULT_S: Final = 1800.0
 # The pipe from which a warm standby reads the signal to start.
 STANDBY_PIPE: Final = "HOLDFAST_STANDBY_PIPE"
 
+# The keys of a spec that set these variables for the program.
+KEYS_OF_VARIABLES: Final[Mapping[str, str]] = {
+    CONFIG: "config",
+    CHECKPOINT_INTERVAL: "checkpoint.interval",
+    CHECKPOINT_SNAPSHOTS: "checkpoint.snapshots",
+    CHECKPOINT_MIRROR: "checkpoint.mirror",
+    CHECKPOINT_LOCAL: "checkpoint.local",
+    NOTICES_URL: "supervision.notices_url",
+    NUMERICS: "supervision.numerics",
+    FLUSH_TIMEOUT: "supervision.flush_timeout_s",
+}
+
 
 def flush_timeout_s(env: Mapping[str, str] = os.environ) -> float:
     """Return the longest time, in seconds, that a save may take to become durable.

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 from holdfast.contracts.digests import document_digest
+from holdfast.contracts.environment import KEYS_OF_VARIABLES, S3_ENDPOINT
 from holdfast.contracts.node_share import Share, share_of
 from holdfast.contracts.paths import SPEC_NAME
 from holdfast.contracts.plain_text import counted
@@ -26,9 +27,11 @@ from holdfast.contracts.spec_part import SpecPart, is_recorded
 from holdfast.contracts.spec_program import Program
 from holdfast.contracts.spec_resources import Resources
 from holdfast.contracts.spec_supervision import Supervision
+from holdfast.contracts.steps_total import problem_with_steps
 from holdfast.contracts.torchrun_options import problem_with_torchrun
 from holdfast.contracts.written import sources_of
 
+_OWN = "HOLDFAST_"
 _ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -236,11 +239,24 @@ class RunSpec(SpecPart):
     @field_validator("environment")
     @classmethod
     def _environment_names_are_names(
-        cls, value: dict[str, str | SecretReference]
+        cls, value: dict[str, str | SecretReference], info: ValidationInfo
     ) -> dict[str, str | SecretReference]:
         wrong = [name for name in value if not _ENVIRONMENT_NAME.fullmatch(name)]
         if wrong:
             raise ValueError(f"{wrong}: expected names such as OMP_NUM_THREADS")
+        own = [name for name in value if name.startswith(_OWN) and name != S3_ENDPOINT]
+        if own and not is_recorded(info):
+            key = KEYS_OF_VARIABLES.get(own[0])
+            advice = f"set {key}" if key else "leave it out"
+            raise ValueError(f"{own[0]}: Holdfast sets the variables HOLDFAST_… itself; {advice}")
+        return value
+
+    @field_validator("config")
+    @classmethod
+    def _steps_are_a_number(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        problem = problem_with_steps(value)
+        if problem and not is_recorded(info):
+            raise ValueError(problem)
         return value
 
     @model_validator(mode="after")
