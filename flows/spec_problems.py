@@ -252,12 +252,9 @@ def _expected(error: ErrorDetails, where: str) -> str:
     if "expected" in context:
         return str(context["expected"])
     if error["type"] in {"too_short", "too_long"}:
-        least, most = context.get("min_length"), context.get("max_length")
-        return (
-            f"at most {counted(most, 'item')}"
-            if least is None
-            else f"{counted(least, 'item')} or more"
-        )
+        if "max_length" in context:
+            return f"at most {counted(context['max_length'], 'item')}"
+        return f"{counted(context['min_length'], 'item')} or more"
     text = error["msg"].removeprefix("Input should be ")
     return text[:1].lower() + text[1:]
 

@@ -27,10 +27,14 @@ def test_the_program_s_interval_counts_unless_the_spec_has_one(local: Local) -> 
     own = local.json("checkpoints", "own")
     assert [one["step"] for one in own] == [5, 10, 12]
     assert "checkpoint.interval = 5 (program)" in local.call("logs", "own").stdout
+    shown = local.json("show", "own", "--spec")["settings"]
+    assert shown["checkpoint.interval"] == {"value": 5, "source": "program"}
     changes = ("--set", "checkpoint.interval=9")
     first = ("fork", own[0]["id"], "--name", "set", "--wait")
     assert local.json(*first, *changes)["state"] == "completed"
     assert [one["step"] for one in local.json("checkpoints", "set")] == [9, 12]
+    shown = local.json("show", "set", "--spec")["settings"]
+    assert shown["checkpoint.interval"] == {"value": 9, "source": "--set"}
     said = local.call("logs", "set").stdout
     assert "checkpoint.interval = 9 (--set), checkpoint.snapshots = off (program)" in said
     assert "checkpoint.interval = 9 (--set) counts, and not 5 (program)" in said

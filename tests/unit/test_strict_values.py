@@ -56,12 +56,12 @@ KEYS: Final = list(keys_of(RunSpec))
 
 def table_with(key: tuple[Any, ...], value: Any) -> dict[str, Any]:
     """A spec that is right except for `key`."""
-    table = json.loads(json.dumps(PLAIN))
+    table: dict[str, Any] = json.loads(json.dumps(PLAIN))
     if "fallbacks" in key:
         table["resources"] = {"executor": "slurm", "fallbacks": [{"partition": "b"}]}
     if key[:-1] == ("checkpoint", "keep", "best"):
         table["checkpoint"] = {"keep": {"best": {"metric": "loss"}}}
-    level = table
+    level: Any = table
     for part in key[:-1]:
         level = level[part] if isinstance(part, int) else level.setdefault(part, {})
     level[key[-1]] = value

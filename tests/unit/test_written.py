@@ -10,11 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.cli_calls import Call
 from tests.histories import record_of, spec_of
 
 from holdfast import trainer
 from holdfast.contracts.attempt import Request, RunRecord
 from holdfast.contracts.errors import RunConflictError
+from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.spec_checkpoint import Checkpointing
 from holdfast.contracts.spec_part import RECORDED
@@ -218,3 +220,32 @@ def test_written_cores_count_before_the_threads_of_the_shell() -> None:
     assert threads(cores, shell) == "6"
     own = cores.model_copy(update={"environment": {"OMP_NUM_THREADS": "2"}})
     assert threads(own, shell) == "2"
+
+
+def test_the_dry_run_and_show_name_the_source_of_each_value(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text("")
+    path = tmp_path / "run.toml"
+    path.write_text('name = "kelp"\ncommand = ["t.py"]\n[checkpoint]\nsnapshots = "auto"\n')
+    dry = call("submit", path, "--dry-run", "--set", "supervision.grace_s=60").json["settings"]
+    root = tmp_path / "home" / "runs"
+    spec = load_spec(path, ["supervision.grace_s=60"])
+    paths = runs.create_run(spec, root, created_by="t")
+    shown = call("show", "kelp", "--spec", "--json").json["settings"]
+    assert shown == dry
+    expected = {
+        "name": ("kelp", "spec"),
+        "supervision.grace_s": (60.0, "--set"),
+        "supervision.poll_s": (5.0, "default"),
+        "checkpoint.snapshots": ("auto", "spec"),
+        "checkpoint.interval": ("auto", "program or default"),
+        "launch.working_directory": (str(tmp_path), "default"),
+    }
+    assert {key: (dry[key]["value"], dry[key]["source"]) for key in expected} == expected
+    assert len(dry) > 90
+    with JournalWriter(paths.journal_of("rank")) as journal:
+        told = {"checkpoint.interval": {"value": 20, "source": "program"}}
+        journal.append(EventKind.NOTE, text="x", settings=told)
+    text = call("show", "kelp", "--spec").out
+    (line,) = [line for line in text.splitlines() if "checkpoint.interval" in line]
+    assert line.split()[-2:] == ["20", "program"]
+    assert call("show", "kelp", "--spec", "--watch").status == 2

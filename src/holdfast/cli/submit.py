@@ -24,6 +24,7 @@ from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.saving import saves_by_holdfast, trained_in, why_nothing_is_saved
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import RunState
+from holdfast.contracts.written import settings_of
 
 Overrides = Annotated[
     list[str] | None,
@@ -44,7 +45,11 @@ def submit(
     wait: Wait = False,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Print the first job request as JSON and queue nothing."),
+        typer.Option(
+            "--dry-run",
+            help="Print the first job request as JSON, with the value and the source of each key "
+            "of the spec, and queue nothing.",
+        ),
     ] = False,
     skip_preflight: Annotated[
         bool,
@@ -81,7 +86,9 @@ def submit(
     if dry_run:
         for text in (*secrets.examine(run_spec), *snapshot_warnings(run_spec)):
             warn(f"holdfast: {text}")
-        answer(first_request(run_spec, home).model_dump(mode="json"), True, typer.echo)
+        request = first_request(run_spec, home).model_dump(mode="json")
+        settings = settings_of(run_spec, run_spec.sources)
+        answer({**request, "settings": settings}, True, typer.echo)
         return
     if not skip_preflight and not no_preflight:
         from holdfast.flows.forks import check_everything

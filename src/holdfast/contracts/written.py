@@ -7,10 +7,11 @@ it had been written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from holdfast.contracts import environment
+from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.spec_part import SpecPart
 
 # Where a value comes from.
@@ -20,6 +21,8 @@ BLOCK: Final = "block"
 ENVIRONMENT: Final = "environment"
 PROGRAM: Final = "program"
 DEFAULT: Final = "default"
+# Nobody wrote the key, and the program has not started yet.
+PROGRAM_OR_DEFAULT: Final = "program or default"
 # The keys that the program can give too, and the variables that pass them on.
 INTERVAL: Final = "checkpoint.interval"
 SNAPSHOTS: Final = "checkpoint.snapshots"
@@ -80,3 +83,29 @@ def source_of(key: str, origins: Mapping[str, str]) -> str:
 def sources_of(spec: SpecPart, origins: Mapping[str, str]) -> dict[str, str]:
     """Return where each written key of `spec` comes from."""
     return {key: source_of(key, origins) for key, _ in keys_of(spec, written=True)}
+
+
+def settings_of(spec: SpecPart, sources: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Return the `value` of each key of `spec`, as in JSON, and its `source`."""
+    document, found = spec.model_dump(mode="json"), {}
+    for key, _ in keys_of(spec, written=False):
+        value: Any = document
+        for name in key.split("."):
+            value = value[name]
+        unwritten = PROGRAM_OR_DEFAULT if key in OF_PROGRAM else DEFAULT
+        found[key] = {"value": value, "source": sources.get(key, unwritten)}
+    return found
+
+
+def settings_in(events: Iterable[Event]) -> dict[str, dict[str, Any]]:
+    """Return what rank 0 reported last about the keys that the program can give too."""
+    found: dict[str, dict[str, Any]] = {}
+    for event in events:
+        told = event.data.get("settings")
+        if event.kind is not EventKind.NOTE or not isinstance(told, dict):
+            continue
+        for key in OF_PROGRAM:
+            one = told.get(key)
+            if isinstance(one, dict) and {"value", "source"} <= set(one):
+                found[key] = {"value": one["value"], "source": str(one["source"])}
+    return found
