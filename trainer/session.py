@@ -108,8 +108,8 @@ class Session(SessionParts):
             per_rank: objects whose state differs between ranks, by name: a loader, a
                 `torch.Generator`. They are restored only at the same world size.
             seed: determines the data order. It also seeds the ranks without a saved random state.
-            interval: steps (`50`) or seconds (`"10m"`) between checkpoints, or `"auto"`, which is
-                the default. `checkpoint.interval` has precedence where the spec has that key.
+            interval: steps (`50`) or seconds (`"10m"`) between checkpoints. Default: `"auto"`. A
+                key `checkpoint.interval` in the spec has precedence.
             directory: the run's folder when there is no agent. The default is
                 `$HOLDFAST_ROOT/<script>`, or `./runs/<script>` without that variable.
             best: a logged metric and `"min"` or `"max"`, such as `("accuracy", "max")`.
@@ -119,8 +119,7 @@ class Session(SessionParts):
             rename: saved names to new ones, for checkpoints that were saved without this rule.
             exclude: parts that begin afresh from a checkpoint that was saved without this, and
                 from any checkpoint that they do not fit.
-            snapshots: steps between snapshots, `"auto"` or `"off"`. The default is `"auto"`.
-                `checkpoint.snapshots` has precedence where the spec has that key.
+            snapshots: steps between snapshots, `"auto"` or `"off"`, with the rule of `interval`.
             planner: your own `SavePlanner`. There are no snapshots with it.
 
         Raises `PreflightError` if the process group or the flusher is missing, `CheckpointError`

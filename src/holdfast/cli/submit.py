@@ -47,8 +47,7 @@ def submit(
         bool,
         typer.Option(
             "--dry-run",
-            help="Print the first job request as JSON, with the value and the source of each key "
-            "of the spec, and queue nothing.",
+            help="Print the first job request and the source of each key, and queue nothing.",
         ),
     ] = False,
     skip_preflight: Annotated[
@@ -86,9 +85,7 @@ def submit(
     if dry_run:
         for text in (*secrets.examine(run_spec), *snapshot_warnings(run_spec)):
             warn(f"holdfast: {text}")
-        request = first_request(run_spec, home).model_dump(mode="json")
-        settings = settings_of(run_spec, run_spec.sources)
-        answer({**request, "settings": settings}, True, typer.echo)
+        answer(_dry_run(run_spec, home), True, typer.echo)
         return
     if not skip_preflight and not no_preflight:
         from holdfast.flows.forks import check_everything
@@ -180,6 +177,12 @@ def first_request(spec: RunSpec, root: Path) -> Request:
         spec_digest=spec.digest,
     )
     return build_request(record, spec, attempt=1, gpus=spec.gpus, reason="first")
+
+
+def _dry_run(spec: RunSpec, root: Path) -> dict[str, Any]:
+    """Return the first request, and the value and the source of each key of the spec."""
+    request = first_request(spec, root).model_dump(mode="json")
+    return {**request, "settings": settings_of(spec, spec.sources)}
 
 
 def start_and_follow(
