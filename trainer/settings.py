@@ -76,8 +76,8 @@ def choose(key: str, argument: Given, default: int | str = AUTO) -> Setting:
     own = argument
     if not isinstance(own, Argument):
         own = None if own is None else Argument(own, PROGRAM)
-    value = os.environ.get(OF_PROGRAM[key])
-    if value:
+    if text := os.environ.get(OF_PROGRAM[key]):
+        value = int(text) if text.isascii() and text.isdecimal() else text
         return Setting(key, value, _source_of(key), None if own and own.is_default else own)
     if own is not None:
         return Setting(key, own.value, own.source)

@@ -141,7 +141,10 @@ def test_the_trainer_says_which_value_counts(
     assert f"checkpoint.interval = {steps or 'auto'} ({source})" in said
     lost = f"= 7 ({source}) counts, and not 20 (program)"
     assert (lost in said) == (lost in str(events[1:])) == warns
-    assert events[0]["settings"]["checkpoint.interval"]["source"] == source
+    assert events[0]["settings"]["checkpoint.interval"] == {
+        "value": steps or "auto",
+        "source": source,
+    }
     found.announce(lambda *kind, **data: events.append(data), 1)
     assert capfd.readouterr().out == "", "only rank 0 says it"
 
