@@ -145,18 +145,19 @@ def start_if_alone(paths: RunPaths, *, preflight: bool = True, refresh: bool = F
 def flow_parameters(paths: RunPaths) -> dict[str, Any]:
     """Return the parameters of the flow `train` for an existing run.
 
-    They contain the spec, for people, unless Prefect would refuse it: a recorded spec may have
-    keys of another version.
+    They contain the spec as it was written, for people, unless Prefect would refuse it: a recorded
+    spec may have keys of another version.
     """
     record = read_document(RunRecord, paths.spec)
     if record is None:
         raise NotFoundError(f"{paths.directory}: no run here (no spec.json)")
     given = {"root": str(paths.directory.parent), "run": paths.name}
+    written = record.spec if record.given is None else record.given
     try:
-        RunSpec.model_validate(record.spec)
+        RunSpec.model_validate(written)
     except ValidationError:
         return given
-    return {"spec": record.spec, **given}
+    return {"spec": written, **given}
 
 
 def start_here(paths: RunPaths) -> Started:

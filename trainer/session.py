@@ -31,11 +31,12 @@ from holdfast.contracts.errors import SpecError
 from holdfast.trainer import alone
 from holdfast.trainer.data.order import Batch
 from holdfast.trainer.data.sampler import ElasticDistributedSampler, ElasticSampler, check_order
-from holdfast.trainer.loading.restore import chosen_interval, chosen_snapshots, load_tensors
+from holdfast.trainer.loading.restore import load_tensors
 from holdfast.trainer.metrics import improved
 from holdfast.trainer.optimizer_steps import OptimizerSteps
 from holdfast.trainer.saver import Saver
 from holdfast.trainer.session_parts import SessionParts
+from holdfast.trainer.settings import Settings
 from holdfast.trainer.signals import ignore_stop_signals
 from holdfast.trainer.state.fit import Fit
 from holdfast.trainer.state.local_buffers import warn_of_local_buffers
@@ -85,14 +86,14 @@ class Session(SessionParts):
         extra: Mapping[str, Any] | None = None,
         per_rank: Mapping[str, Any] | None = None,
         seed: int = 0,
-        interval: int | str = "auto",
+        interval: int | str | None = None,
         directory: str | Path | None = None,
         best: tuple[str, str] | None = None,
         mesh: DeviceMesh | None = None,
         strict: bool = True,
         rename: Mapping[str, str] | None = None,
         exclude: str | Sequence[str] = (),
-        snapshots: int | str = "auto",
+        snapshots: int | str | None = None,
         planner: SavePlanner | None = None,
     ) -> None:
         """Resumes from the newest checkpoint that verifies.
@@ -107,8 +108,8 @@ class Session(SessionParts):
             per_rank: objects whose state differs between ranks, by name: a loader, a
                 `torch.Generator`. They are restored only at the same world size.
             seed: determines the data order. It also seeds the ranks without a saved random state.
-            interval: steps (`50`) or seconds (`"10m"`) between checkpoints, or `"auto"`. The
-                spec's `checkpoint.interval` has precedence.
+            interval: steps (`50`) or seconds (`"10m"`) between checkpoints. Default: `"auto"`. A
+                key `checkpoint.interval` in the spec has precedence.
             directory: the run's folder when there is no agent. The default is
                 `$HOLDFAST_ROOT/<script>`, or `./runs/<script>` without that variable.
             best: a logged metric and `"min"` or `"max"`, such as `("accuracy", "max")`.
@@ -118,7 +119,7 @@ class Session(SessionParts):
             rename: saved names to new ones, for checkpoints that were saved without this rule.
             exclude: parts that begin afresh from a checkpoint that was saved without this, and
                 from any checkpoint that they do not fit.
-            snapshots: steps between snapshots, `"auto"` or `"off"`. The spec has precedence.
+            snapshots: steps between snapshots, `"auto"` or `"off"`, with the rule of `interval`.
             planner: your own `SavePlanner`. There are no snapshots with it.
 
         Raises `PreflightError` if the process group or the flusher is missing, `CheckpointError`
@@ -126,7 +127,7 @@ class Session(SessionParts):
         left, `SessionError` if this process has an open Session, and `SpecError` for an argument.
         """
         check_best(best)
-        chosen, rhythm = chosen_interval(interval), chosen_snapshots(snapshots)
+        settings = Settings.of(interval, snapshots)
         self.seed, self._best_of = seed, best
         optimizers, schedulers = listed(optimizer), listed(scheduler)
         with alone.claimed(self, self._abandon):
@@ -145,7 +146,7 @@ class Session(SessionParts):
             )
             warn_of_local_buffers(extra or {}, self.rank, self.world_size)
             load = partial(load_tensors, self._ranks, state)
-            self._start(self._restore(state, _saver_of(state, planner), load), chosen, rhythm)
+            self._start(self._restore(state, _saver_of(state, planner), load), settings)
 
     # --- where training stands ------------------------------------------------------------
 

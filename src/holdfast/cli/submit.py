@@ -24,6 +24,7 @@ from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.saving import saves_by_holdfast, trained_in, why_nothing_is_saved
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import RunState
+from holdfast.contracts.written import settings_of
 
 Overrides = Annotated[
     list[str] | None,
@@ -44,7 +45,10 @@ def submit(
     wait: Wait = False,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Print the first job request as JSON and queue nothing."),
+        typer.Option(
+            "--dry-run",
+            help="Print the first job request and the source of each key, and queue nothing.",
+        ),
     ] = False,
     skip_preflight: Annotated[
         bool,
@@ -81,7 +85,7 @@ def submit(
     if dry_run:
         for text in (*secrets.examine(run_spec), *snapshot_warnings(run_spec)):
             warn(f"holdfast: {text}")
-        answer(first_request(run_spec, home).model_dump(mode="json"), True, typer.echo)
+        answer(_dry_run(run_spec, home), True, typer.echo)
         return
     if not skip_preflight and not no_preflight:
         from holdfast.flows.forks import check_everything
@@ -173,6 +177,12 @@ def first_request(spec: RunSpec, root: Path) -> Request:
         spec_digest=spec.digest,
     )
     return build_request(record, spec, attempt=1, gpus=spec.gpus, reason="first")
+
+
+def _dry_run(spec: RunSpec, root: Path) -> dict[str, Any]:
+    """Return the first request, and the value and the source of each key of the spec."""
+    request = first_request(spec, root).model_dump(mode="json")
+    return {**request, "settings": settings_of(spec, spec.sources)}
 
 
 def start_and_follow(

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 from holdfast.contracts.digests import document_digest
+from holdfast.contracts.environment import KEYS_OF_VARIABLES, S3_ENDPOINT
 from holdfast.contracts.node_share import Share, share_of
 from holdfast.contracts.paths import SPEC_NAME
 from holdfast.contracts.plain_text import counted
@@ -25,8 +27,11 @@ from holdfast.contracts.spec_part import SpecPart, is_recorded
 from holdfast.contracts.spec_program import Program
 from holdfast.contracts.spec_resources import Resources
 from holdfast.contracts.spec_supervision import Supervision
+from holdfast.contracts.steps_total import problem_with_steps
 from holdfast.contracts.torchrun_options import problem_with_torchrun
+from holdfast.contracts.written import sources_of
 
+_OWN = "HOLDFAST_"
 _ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -218,6 +223,8 @@ class RunSpec(SpecPart):
     cost: Cost = Cost()
     alerts: Alerts = Alerts()
     blocks: Blocks = Blocks()
+    # Where keys come from that were not written in the spec itself: see `contracts.written`.
+    _origins: Mapping[str, str] = PrivateAttr(default_factory=dict)
 
     @field_validator("name")
     @classmethod
@@ -232,11 +239,24 @@ class RunSpec(SpecPart):
     @field_validator("environment")
     @classmethod
     def _environment_names_are_names(
-        cls, value: dict[str, str | SecretReference]
+        cls, value: dict[str, str | SecretReference], info: ValidationInfo
     ) -> dict[str, str | SecretReference]:
         wrong = [name for name in value if not _ENVIRONMENT_NAME.fullmatch(name)]
         if wrong:
             raise ValueError(f"{wrong}: expected names such as OMP_NUM_THREADS")
+        own = [name for name in value if name.startswith(_OWN) and name != S3_ENDPOINT]
+        if own and not is_recorded(info):
+            key = KEYS_OF_VARIABLES.get(own[0])
+            advice = f"set {key}" if key else "leave it out"
+            raise ValueError(f"{own[0]}: Holdfast sets the variables HOLDFAST_… itself; {advice}")
+        return value
+
+    @field_validator("config")
+    @classmethod
+    def _steps_are_a_number(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        problem = problem_with_steps(value)
+        if problem and not is_recorded(info):
+            raise ValueError(problem)
         return value
 
     @model_validator(mode="after")
@@ -342,6 +362,22 @@ class RunSpec(SpecPart):
     def given(self) -> dict[str, Any]:
         """The keys that the user gave, without the defaults."""
         return self.model_dump(mode="json", exclude_unset=True)
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Where each key that somebody wrote comes from, by dotted names: see `written`."""
+        return sources_of(self, self._origins)
+
+    @property
+    def origins(self) -> dict[str, str]:
+        """Where keys come from that were not written in the spec itself."""
+        return dict(self._origins)
+
+    def with_origins(self, origins: Mapping[str, str]) -> RunSpec:
+        """Return this spec with the origins of keys that were not written in the spec itself."""
+        spec = self.model_copy()
+        spec._origins = dict(origins)
+        return spec
 
     @property
     def digest(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from math import inf
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictInt, field_validator, model_validator
 
@@ -16,6 +16,11 @@ _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|m|h|d)")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kMGTP]?)(i?)B")
 _POWERS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4, "P": 5}
+
+
+def _without_default(schema: dict[str, Any]) -> None:
+    """Leave the default out of the schema of a form, which would fill it in as if it were given."""
+    schema.pop("default", None)
 
 
 class KeepBest(SpecPart):
@@ -79,6 +84,7 @@ class Checkpointing(SpecPart):
 
     interval: StrictInt | str = Field(
         default="auto",
+        json_schema_extra=_without_default,
         description='interval between checkpoints: steps (`500`), time (`"300s"`, `"10m"`, '
         '`"1h"`) or `"auto"`',
     )
@@ -109,6 +115,7 @@ class Checkpointing(SpecPart):
     )
     snapshots: Annotated[StrictInt, Field(ge=1)] | Literal["auto", "off"] = Field(
         default="auto",
+        json_schema_extra=_without_default,
         description="steps between snapshots, which are copies in memory. If the program dies, "
         "Holdfast commits the newest one. `auto` takes as many as cost 3 % of the "
         "time, and `off` takes none",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, Strict, field_validator
 
 from holdfast.contracts.handshake import parse_ports
 from holdfast.contracts.spec_part import SpecPart
@@ -86,7 +86,7 @@ class Supervision(SpecPart):
     )
     ports: str = Field(
         default="any",
-        pattern=r"^(any|\d{1,5}-\d{1,5})$",
+        pattern=r"^(any|[0-9]{1,5}-[0-9]{1,5})$",
         description="ports between nodes, for the agents and the torchrun store, as `40000-40063`",
     )
     restarts_in_place: Annotated[int, Field(ge=0)] = Field(
@@ -107,7 +107,7 @@ class Supervision(SpecPart):
         "60, eval = 900 }`. Empty: the limits of each phase",
     )
     numerics: Numerics = Numerics()
-    budgets: dict[Cause, Annotated[int, Field(ge=0)]] = Field(
+    budgets: dict[Annotated[Cause, Strict(False)], Annotated[int, Field(ge=0)]] = Field(
         default_factory=dict,
         description="relaunches allowed per cause, as `{ hang = 2 }`. Empty: the default budgets",
     )
