@@ -32,9 +32,9 @@ def read_root_id(root: Path) -> str:
 def ensure_root_id(root: Path) -> str:
     """Return the UUID of `root`, and create it durably if there is none.
 
-    Whoever can enter the root can read it, whatever the umask of the process that created it: two
-    clusters that share an index could not be told apart otherwise. Returns an empty string if the
-    file cannot be created, such as in another user's root.
+    Everyone who can enter the root can read it, whatever the umask of the process that created it:
+    two clusters that share an index could not be told apart otherwise. Returns an empty string if
+    the file cannot be created, such as in another user's root.
     """
     place = root / ROOT_ID
     if not (found := read_root_id(root)):
