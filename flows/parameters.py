@@ -57,7 +57,10 @@ def load_spec(
         spec = RunSpec.model_validate(table)
     except ValidationError as error:
         unanswered = [each for each in error.errors() if not is_answered(each, problems)]
-        problems += [describe_error(each, RunSpec) for each in unanswered]
+        # Keys without an effect are one error with a line for each.
+        problems += [
+            line for each in unanswered for line in describe_error(each, RunSpec).splitlines()
+        ]
     if problems or spec is None:
         count = counted(len(problems), "problem")
         listing = "".join(f"\n  {problem}" for problem in problems)
@@ -66,10 +69,17 @@ def load_spec(
 
 
 def resolve_directory(spec: RunSpec, folder: Path) -> RunSpec:
-    """Return `spec` with an absolute working directory, with links resolved as by `os.getcwd`."""
+    """Return `spec` with an absolute working directory, with links resolved as by `os.getcwd`.
+
+    The path of a Python interpreter becomes absolute too, from that directory. Its links stay,
+    because a virtual environment is one. In a container, the path is one of the image.
+    """
     directory = (folder / Path(spec.launch.working_directory).expanduser()).resolve()
-    launch = spec.launch.model_copy(update={"working_directory": str(directory)})
-    return spec.model_copy(update={"launch": launch})
+    changed = {"working_directory": str(directory)}
+    python, launch = spec.launch.python, spec.launch
+    if "/" in python and not (launch.container or launch.wrapper):
+        changed["python"] = str(directory / Path(python).expanduser())
+    return spec.model_copy(update={"launch": launch.model_copy(update=changed)})
 
 
 def read_spec_file(path: Path) -> dict[str, Any]:

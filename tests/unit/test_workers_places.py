@@ -12,7 +12,6 @@ from tests.histories import NOW, attempt_of, history_of, record_of, spec_of
 from holdfast.contracts.history import AttemptView
 from holdfast.contracts.journal import FALLBACKS, Event, EventKind
 from holdfast.contracts.spec import RunSpec
-from holdfast.contracts.spec_resources import Resources
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.executors.slurm_capacity import free_gpus, wanted_of
 from holdfast.workers.places import place_after, reason_to_move
@@ -128,8 +127,8 @@ def test_a_fallback_without_another_place_is_refused(fallback: dict[str, Any]) -
 
 
 def test_fallbacks_need_slurm() -> None:
-    with pytest.raises(ValidationError, match="only the executor `slurm`"):
-        Resources.model_validate({"fallbacks": [ELSEWHERE]})
+    with pytest.raises(ValidationError, match=r"resources\.fallbacks .* acts only on Slurm"):
+        spec_of(resources={"fallbacks": [ELSEWHERE]})
 
 
 def test_a_closed_partition_has_no_capacity() -> None:
