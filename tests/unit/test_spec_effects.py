@@ -159,7 +159,11 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         {"supervision": {"grace_s": 120, "flush_timeout_s": 60}},
         ["supervision.grace_s 120", "supervision.flush_timeout_s 60"],
     ),
-    ({**ON_SLURM, "elastic": {"grow": True}}, ["elastic.grow", "4 GPUs at every attempt"]),
+    ({**ON_SLURM, "elastic": {"grow": True}}, ["elastic.grow", "fewer than 4 GPUs"]),
+    (
+        {**ON_SLURM, "elastic": {"grow": True, "choices": [2]}},
+        ["elastic.grow", "fewer than 2 GPUs"],
+    ),
     (
         {**ON_SLURM, "elastic": {"choices": [2, 4], "on_preemption": [1]}},
         ["elastic.on_preemption 1", "elastic.choices [2, 4]"],

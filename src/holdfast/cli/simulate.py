@@ -16,6 +16,7 @@ from holdfast.cli.index import locate_run
 from holdfast.cli.output import AsJson, RootOption, answer, print_table, say, seconds_text
 from holdfast.cli.stretches import print_stretches
 from holdfast.cli.submit import Overrides
+from holdfast.cli.unused import refuse_unused
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.history import load_history
 from holdfast.contracts.plain_text import counted
@@ -53,6 +54,7 @@ def register(app: typer.Typer) -> None:
 
 
 def simulate(
+    context: typer.Context,
     spec: Annotated[str, typer.Argument(help="The spec: a TOML or YAML file.")],
     trace: Annotated[
         Path | None,
@@ -97,6 +99,12 @@ def simulate(
     """
     from holdfast.flows.parameters import load_spec
     from holdfast.workers.simulation import simulate as play
+
+    if history_days is not None:
+        why = "the history counts GPUs, and instances only matter in a --trace"
+        refuse_unused(context, why, "instance_gpus")
+    if costs_of is None:
+        refuse_unused(context, "it is for the run of --costs-of, which is not given", "root")
 
     base = load_spec(spec, overrides or ())
     costs = _costs(costs_of, root, cost or ())

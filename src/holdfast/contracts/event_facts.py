@@ -56,6 +56,7 @@ _NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
     "node_unhealthy": ("host", "check"),
     "numerics": ("action", "reason"),
     "limit_passed": ("limit", "passed", "text"),
+    "metric_missing": ("key", "metric", "missing", "text"),
     "tracked": ("tracker", "tracker_id"),
 }
 

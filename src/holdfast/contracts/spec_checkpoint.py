@@ -19,7 +19,10 @@ _POWERS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 
 
 class KeepBest(SpecPart):
-    """The checkpoints with the best logged metric. One without the metric does not count."""
+    """The checkpoints with the best logged metric. One without the metric does not count.
+
+    As long as no checkpoint has the metric, all are kept.
+    """
 
     metric: Annotated[str, Field(min_length=1)] = Field(description="metric that the program logs")
     n: Annotated[int, Field(ge=1)] = Field(default=1, description="number of checkpoints")

@@ -295,10 +295,11 @@ def _counts(spec: RunSpec, written: _Written) -> Iterator[str]:
                     f"elastic.{key} {given} and elastic.choices {sorted(choices)}: the choices "
                     f"are the only allowed counts, so {key} allows no other; leave one of them out"
                 )
-    if elastic.grow and "elastic.grow" in written and spec.gpus_min == spec.gpus_max:
+    largest = max(choices, default=spec.gpus_max)
+    if elastic.grow and largest <= spec.gpus_min:
         yield (
-            f"elastic.grow: the run has {counted(spec.gpus, 'GPU')} at every attempt, so it cannot "
-            "grow; set elastic.max_gpus or elastic.choices, or leave the key out"
+            f"elastic.grow: no attempt has fewer than {counted(largest, 'GPU')}, the most that it "
+            "can grow to; set elastic.min_gpus or elastic.choices, or leave the key out"
         )
     attempts, places = spec.supervision.attempts_max, len(spec.resources.fallbacks)
     if 1 < attempts <= places:
