@@ -54,8 +54,8 @@ WAIT_S = 20
         ({"checkpoints": CHECKPOINTS, "complete": ["../done"]}, "a file inside a checkpoint"),
         ({"checkpoints": CHECKPOINTS, "complete": [""]}, "a file inside a checkpoint"),
         ({"checkpoints": CHECKPOINTS, "signal": "SIGKILL"}, "SIGTERM"),
-        ({"progress": PROGRESS}, "program.progress is set without program.checkpoints"),
-        ({"launcher": "none"}, "program.launcher is set without program.checkpoints"),
+        ({"progress": PROGRESS}, "program.progress"),
+        ({"launcher": "none"}, "is set without program.checkpoints"),
     ],
 )
 def test_a_wrong_description_of_a_program_is_refused(program: dict[str, Any], words: str) -> None:

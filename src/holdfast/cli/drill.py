@@ -112,13 +112,7 @@ def drill(
     """Inject faults into a run and check the invariants. The exit status is 1 if one is broken."""
     wanted = [name.strip() for name in kinds.split(",") if name.strip()]
     within_s = math.inf if within is None else within
-    if run is not None:
-        why = "a drill of a run needs no temporary runs"
-        refuse_unused(context, why, "at_once", "calibrate", "directory")
-    else:
-        refuse_unused(context, "temporary runs have a root of their own", "root")
-    if report is None:
-        refuse_unused(context, "there is no --report that it is for", "after", "calibrate")
+    _check_options(context, run, report)
     page = _Report(report, after or [], as_json)
     if run is not None:
         result = _drill_live(run, root, wanted, count, seed, within_s)
@@ -134,6 +128,17 @@ def drill(
         result = _drill_temporary(wanted, settings, directory, page)
     if result.broken:
         raise typer.Exit(1)
+
+
+def _check_options(context: typer.Context, run: str | None, report: Path | None) -> None:
+    """Raise `SpecError` for options that this drill does not use."""
+    if run is not None:
+        why = "a drill of a run needs no temporary runs"
+        refuse_unused(context, why, "at_once", "calibrate", "directory")
+    else:
+        refuse_unused(context, "temporary runs have a root of their own", "root")
+    if report is None:
+        refuse_unused(context, "there is no --report that it is for", "after", "calibrate")
 
 
 def _drill_live(

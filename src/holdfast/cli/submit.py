@@ -76,18 +76,9 @@ def submit(
     """Submit a run, or attach to the live one that has the same name and spec."""
     from holdfast.flows import secrets
     from holdfast.flows.parameters import load_spec
-    from holdfast.flows.start import has_service
     from holdfast.workers.code_snapshot import snapshot_warnings
 
-    if dry_run:
-        why = "--dry-run queues nothing"
-        refuse_unused(context, why, "wait", "skip_preflight", "no_preflight")
-    if skip_preflight and (no_preflight or not has_service()):
-        why = "--no-preflight" if no_preflight else "no Prefect API is configured"
-        raise SpecError(
-            f"--skip-preflight and {why}: no flow would run the checks. Leave --skip-preflight "
-            "out, or give only --no-preflight to run no checks at all"
-        )
+    _check_options(context, dry_run, skip_preflight, no_preflight)
     accepted = ["supervision.allow_early_exit=true"] if allow_early_exit else []
     run_spec = load_spec(spec, [*(overrides or ()), *accepted])
     home = root_for(run_spec, root)
@@ -165,8 +156,29 @@ def fork(
     start_and_follow(paths, warnings, created=True, wait=wait, as_json=as_json)
 
 
+def _check_options(
+    context: typer.Context, dry_run: bool, skip_preflight: bool, no_preflight: bool
+) -> None:
+    """Raise `SpecError` for options that do nothing in this call."""
+    if dry_run:
+        why = "--dry-run queues nothing"
+        refuse_unused(context, why, "wait", "skip_preflight", "no_preflight")
+    if not skip_preflight:
+        return
+    from holdfast.flows.start import has_service
+
+    if no_preflight or not has_service():
+        why = "--no-preflight" if no_preflight else "no Prefect API is configured"
+        raise SpecError(
+            f"--skip-preflight and {why}: no flow would run the checks. Leave --skip-preflight "
+            "out, or give only --no-preflight to run no checks at all"
+        )
+
+
 def left_behind(earlier: RunPaths | None, run: str, spec: Path) -> list[str]:
     """Warn of the checkpoints of a run that ended early, if `run` has its name and another spec."""
+    from holdfast.workers.runs import how_ended
+
     if earlier is None:
         return []
     history = load_history(earlier)
@@ -179,8 +191,8 @@ def left_behind(earlier: RunPaths | None, run: str, spec: Path) -> list[str]:
         return []
     text = (
         f"run {run} starts at step 0, because its spec differs from that of run {earlier.name}, "
-        f"which is {history.state} and has a checkpoint of step {newest.step}. To continue from "
-        f"it: `holdfast cancel {run} --now`, then `holdfast fork "
+        f"which {how_ended(history.state)} and has a checkpoint of step {newest.step}. To continue "
+        f"from it: `holdfast cancel {run} --now`, then `holdfast fork "
         f"{checkpoint_id(earlier.name, newest.name)} --spec {shlex.quote(str(spec))} --name NAME`"
     )
     return [text]

@@ -46,6 +46,15 @@ SAVES: Final = Scope(
     "it does not apply to program.checkpoints: the program itself writes, copies and deletes its "
     "checkpoints, and Holdfast sees only its files and output; leave the key out",
 )
+WATCHED: Final = Scope(
+    lambda spec: spec.program.is_watched,
+    "it is set without program.checkpoints; set that to the path of the program's own checkpoints, "
+    "such as 'out/checkpoint-{step}', or leave the key out",
+)
+STARTS: Final = Scope(
+    lambda spec: spec.program.is_watched or spec.program.launcher == "torchrun",
+    WATCHED.otherwise,
+)
 TORCHRUN: Final = Scope(
     lambda spec: spec.program.launcher == "torchrun",
     "program.launcher is 'none', so there is no torchrun; leave one of them out",
@@ -124,12 +133,12 @@ ACTS: Final[Mapping[str, tuple[Scope, ...]]] = {
     "launch.working_directory": (),
     "launch.code": (),
     "program.checkpoints": (),
-    "program.complete": (),
-    "program.settle_s": (),
-    "program.progress": (),
-    "program.signal": (),
-    "program.signal_to": (),
-    "program.launcher": (),
+    "program.complete": (WATCHED,),
+    "program.settle_s": (WATCHED,),
+    "program.progress": (WATCHED,),
+    "program.signal": (WATCHED,),
+    "program.signal_to": (WATCHED,),
+    "program.launcher": (STARTS,),
     "resources.executor": (),
     "resources.nodes": (),
     "resources.gpus_per_node": (),
