@@ -394,6 +394,7 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
         (*_LAUNCH, "key", "metric", "missing", "text"),
         {
             "key": Field(STRING, "key of the spec that names the metric"),
+            "metric": Field(STRING, "name of the metric"),
             "missing": Field(BOOLEAN, "false once the program logs it"),
         },
     ),

@@ -45,7 +45,7 @@ def noticed(events: Iterable[Event]) -> list[dict[str, Any]]:
             key = (facts.get("attempt"), *(dumps or (event.kind, event.time, text)))
             if event.kind is EventKind.METRIC_MISSING:
                 # Each launch reports it again, until the program logs the metric.
-                key = (event.kind, facts["key"], facts["metric"])
+                key = (event.kind, str(facts["key"]), str(facts["metric"]))
             found.pop(key, None)
             found[key] = {
                 "kind": str(event.kind),

@@ -247,7 +247,9 @@ def written_keys(part: SpecPart, where: str = "") -> dict[str, Any]:
     for name, field in fields.items():
         value, kind = getattr(part, name), field.annotation
         if isinstance(kind, type) and issubclass(kind, SpecPart):
-            found |= written_keys(value, f"{where}{name}.")
+            # A part that nobody wrote has only defaults.
+            if name in part.model_fields_set:
+                found |= written_keys(value, f"{where}{name}.")
         elif counts(name, value):
             found[f"{where}{name}"] = value
     return found
