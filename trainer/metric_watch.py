@@ -23,7 +23,7 @@ NAMES_MAX: Final = 8
 # What does not happen until the program logs the metric.
 _UNTIL: Final = {
     KEEP_BEST: "Until then, no checkpoint is deleted",
-    NUMERICS: "Until then, no bad loss is noticed",
+    NUMERICS: "Until then, bad losses are noticed only on other ranks that log or observe it",
     BEST: "Until then, session.best is empty",
 }
 
@@ -94,8 +94,8 @@ class MetricWatch:
             near = difflib.get_close_matches(metric, self._logged, n=1)
             logged = ", ".join(list(self._logged)[:NAMES_MAX]) or "nothing"
             text = (
-                f"{key} names the metric {metric!r}, which the program has not logged yet. It "
-                f"logs {logged}{f'; did you mean {near[0]}?' if near else '.'} {_UNTIL[key]}"
+                f"{key} names the metric {metric!r}, which rank 0 has not logged yet. It logs "
+                f"{logged}{f'; did you mean {near[0]}?' if near else '.'} {_UNTIL[key]}"
             )
             self._write(key, metric, text, is_missing=True)
 

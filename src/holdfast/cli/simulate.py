@@ -100,11 +100,7 @@ def simulate(
     from holdfast.flows.parameters import load_spec
     from holdfast.workers.simulation import simulate as play
 
-    if history_days is not None:
-        why = "the history counts GPUs, and instances only matter in a --trace"
-        refuse_unused(context, why, "instance_gpus")
-    if costs_of is None:
-        refuse_unused(context, "it is for the run of --costs-of, which is not given", "root")
+    _check_options(context, history_days, costs_of)
 
     base = load_spec(spec, overrides or ())
     costs = _costs(costs_of, root, cost or ())
@@ -121,6 +117,15 @@ def simulate(
         _draw(first, seen, plot)
     facts = {"trace_s": seen.length_s, "steps": count, "costs": vars(costs), "rows": rows}
     answer(facts, as_json, _render)
+
+
+def _check_options(context: typer.Context, days: float | None, costs_of: str | None) -> None:
+    """Raise `SpecError` for options that this simulation does not use."""
+    if days is not None:
+        why = "the history counts GPUs, and instances only matter in a --trace"
+        refuse_unused(context, why, "instance_gpus")
+    if costs_of is None:
+        refuse_unused(context, "it is for the run of --costs-of, which is not given", "root")
 
 
 def _traces(
