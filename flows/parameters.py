@@ -71,7 +71,9 @@ def load_spec(
     try:
         spec = RunSpec.model_validate(table)
     except ValidationError as error:
-        problems += describe_errors(error.errors(), table, RunSpec, problems)
+        found = describe_errors(error.errors(), table, RunSpec, problems)
+        # Keys without an effect are one error with a line for each.
+        problems += [line for each in found for line in each.splitlines()]
     if problems or spec is None:
         count = counted(len(problems), "problem")
         listing = "".join(f"\n  {problem}" for problem in problems)
@@ -80,10 +82,17 @@ def load_spec(
 
 
 def resolve_directory(spec: RunSpec, folder: Path) -> RunSpec:
-    """Return `spec` with an absolute working directory, with links resolved as by `os.getcwd`."""
+    """Return `spec` with an absolute working directory, with links resolved as by `os.getcwd`.
+
+    The path of a Python interpreter becomes absolute too, from that directory. Its links stay,
+    because a virtual environment is one. In a container, the path is one of the image.
+    """
     directory = (folder / Path(spec.launch.working_directory).expanduser()).resolve()
-    launch = spec.launch.model_copy(update={"working_directory": str(directory)})
-    found = spec.model_copy(update={"launch": launch})
+    changed = {"working_directory": str(directory)}
+    python, launch = spec.launch.python, spec.launch
+    if "/" in python and not (launch.container or launch.wrapper):
+        changed["python"] = str(directory / Path(python).expanduser())
+    found = spec.model_copy(update={"launch": launch.model_copy(update=changed)})
     if DIRECTORY in spec.sources:
         return found
     return found.with_origins({**spec.origins, DIRECTORY: DEFAULT})

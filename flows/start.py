@@ -63,6 +63,22 @@ def has_service() -> bool:
     return bool(api_url())
 
 
+def require_resumer() -> None:
+    """Raise `ServiceError` if nothing would continue a run that is paused until capacity returns.
+
+    Only a deployment of Prefect does, because a paused run has no supervisor.
+    """
+    if not has_service():
+        raise ServiceError(
+            "--until-capacity: only Prefect's deployment `resume/holdfast` continues such a run, "
+            "and no Prefect API is configured. Set PREFECT_API_URL, or pause without the option "
+            "and continue the run with `holdfast resume`"
+        )
+    from holdfast.flows.deployments import check_resumer
+
+    check_resumer()
+
+
 def start_flow(paths: RunPaths, *, preflight: bool = True) -> Started:
     """Start a supervisor for the run at `paths`, with the spec that it was created with.
 

@@ -385,6 +385,7 @@ class Session(SessionParts):
         those before it.
         """
         self._observed = self._position.completed + 1
+        self._recorder.watch.meet((self._guard.metric,))
         self._guard.observe(self._observed, loss)
 
     def track(self, tracker: Tracker) -> None:

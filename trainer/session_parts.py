@@ -17,6 +17,7 @@ from holdfast.trainer import alone
 from holdfast.trainer.data.position import Position
 from holdfast.trainer.loading.restore import Load, Resumed, resume
 from holdfast.trainer.loop import Loop
+from holdfast.trainer.metric_watch import BEST
 from holdfast.trainer.metrics import open_recorder
 from holdfast.trainer.numerics.guard import LossGuard
 from holdfast.trainer.optimizer_steps import OptimizerSteps
@@ -71,6 +72,8 @@ class SessionParts:
         """Restore the newest checkpoint that verifies. Return the resumed position."""
         self._state = state
         self._recorder = open_recorder(self._context)
+        if self._best_of is not None and self._ranks.rank == 0:
+            self._recorder.watch.want(BEST, self._best_of[0])
         self._saver = open_saver(
             self._context, self._ranks, self._record, self._recorder, capture=self._capture
         )

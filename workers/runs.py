@@ -200,7 +200,7 @@ def attach_or_create(spec: RunSpec, root: Path, *, created_by: str) -> tuple[Run
         return newest, False
     if same:
         raise RunConflictError(
-            f"run {newest.name} {_ended(state)}; `holdfast relaunch {newest.name}` continues it "
+            f"run {newest.name} {how_ended(state)}; `holdfast relaunch {newest.name}` continues it "
             "from its newest checkpoint; give another name to start again"
         )
     if state.is_live:
@@ -333,7 +333,8 @@ def _is_abandoned(paths: RunPaths) -> bool:
     return is_empty and is_free and is_mine(paths.directory)
 
 
-def _ended(state: RunState) -> str:
+def how_ended(state: RunState) -> str:
+    """Return how a run that did not complete ended, for a message."""
     return "was cancelled" if state is RunState.CANCELLED else "has failed"
 
 

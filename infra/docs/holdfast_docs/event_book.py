@@ -390,6 +390,16 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
         ("attempt", "limit", "passed", "value", "text"),
         {"limit": Field(STRING, "key of `alerts`, such as `ettr_min`")},
     ),
+    Kind.METRIC_MISSING: EventEntry(
+        "the program has not logged a metric that the spec names, or it does now",
+        "rank 0",
+        (*_LAUNCH, "key", "metric", "missing", "text"),
+        {
+            "key": Field(STRING, "key of the spec that names the metric"),
+            "metric": Field(STRING, "name of the metric"),
+            "missing": Field(BOOLEAN, "false once the program logs it"),
+        },
+    ),
     Kind.AUDIT: EventEntry(
         "a user acted through the server. Fields of the action itself follow",
         "server",

@@ -22,6 +22,7 @@ from holdfast.contracts.secrets import EnvironmentValue, SecretReference
 from holdfast.contracts.slurm_options import problem_with_setup
 from holdfast.contracts.spec_alerts import Alerts
 from holdfast.contracts.spec_checkpoint import Checkpointing
+from holdfast.contracts.spec_effects import problems_of_effects
 from holdfast.contracts.spec_health import Health
 from holdfast.contracts.spec_part import SpecPart, is_recorded
 from holdfast.contracts.spec_program import Program
@@ -40,7 +41,9 @@ class Launch(SpecPart):
 
     python: str = Field(
         default="",
-        description="Python interpreter of the job's environment. Empty: that of the agent",
+        description="Python interpreter of the job's environment: a name on `PATH`, or a path. A "
+        "relative path starts at the working directory, and is refused in a container. Empty: "
+        "that of the agent",
     )
     setup: tuple[str, ...] = Field(
         default=(),
@@ -279,32 +282,10 @@ class RunSpec(SpecPart):
         return self
 
     @model_validator(mode="after")
-    def _srun_has_a_job(self, info: ValidationInfo) -> RunSpec:
-        """Refuse arguments of srun where Holdfast starts none, except in a recorded spec."""
-        given = [key for key in ("container", "srun") if getattr(self.launch, key)]
-        if self.resources.executor == "local" and given and not is_recorded(info):
-            raise ValueError(
-                f"launch.{given[0]} {list(getattr(self.launch, given[0]))}: the local executor "
-                "starts no srun for these arguments; leave them out, set resources.executor = "
-                "'slurm', or name a container's command in launch.wrapper"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _own_checkpoints_are_the_program_s(self, info: ValidationInfo) -> RunSpec:
-        """Refuse keys that would act on checkpoints which only the program itself may change."""
-        if not self.program.is_watched or is_recorded(info):
-            return self
-        if self.launch.torchrun and self.program.launcher == "none":
-            raise ValueError(
-                "launch.torchrun is set although program.launcher is 'none'; leave one of them out"
-            )
-        if self.checkpoint.mirror is not None or self.checkpoint.keep.is_limited:
-            key = "mirror" if self.checkpoint.mirror is not None else "keep"
-            raise ValueError(
-                f"checkpoint.{key} does not apply to program.checkpoints: the program itself "
-                "copies and deletes its checkpoints; leave the key out"
-            )
+    def _every_key_has_an_effect(self, info: ValidationInfo) -> RunSpec:
+        """Refuse keys that cannot act in this run, one problem a line; see `spec_effects`."""
+        if not is_recorded(info) and (problems := problems_of_effects(self)):
+            raise ValueError("\n".join(problems))
         return self
 
     @property

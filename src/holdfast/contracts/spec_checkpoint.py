@@ -24,7 +24,10 @@ def _without_default(schema: dict[str, Any]) -> None:
 
 
 class KeepBest(SpecPart):
-    """The checkpoints with the best logged metric. One without the metric does not count."""
+    """The checkpoints with the best logged metric. One without the metric does not count.
+
+    As long as no checkpoint has the metric, all are kept.
+    """
 
     metric: Annotated[str, Field(min_length=1)] = Field(description="metric that the program logs")
     n: Annotated[int, Field(ge=1)] = Field(default=1, description="number of checkpoints")

@@ -81,8 +81,9 @@ class Supervision(SpecPart):
     )
     pending_timeout_min: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
-        description="minutes that Slurm may keep a job pending. Holdfast then takes it back and "
-        "submits a smaller one, or pauses the run if `elastic` allows none. None: no limit",
+        description="minutes that Slurm may keep a job pending, at the last of "
+        "`resources.fallbacks`. Holdfast then takes it back and submits a smaller one, or pauses "
+        "the run if `elastic` allows none. None: no limit",
     )
     ports: str = Field(
         default="any",
@@ -123,7 +124,9 @@ class Supervision(SpecPart):
         "`holdfast submit --allow-early-exit` sets it",
     )
     attempts_max: Annotated[int, Field(ge=1)] = Field(
-        default=1000, description="most attempts of one run"
+        default=1000,
+        description="most attempts of one run, also moves to a fallback and growth. An operator's "
+        "relaunch may exceed it",
     )
 
     @field_validator("notices_url")
