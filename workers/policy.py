@@ -65,6 +65,11 @@ REFUSAL_WAIT_S_MAX: Final = 600.0
 PASSING_REFUSALS_MAX: Final = 1000
 # Other refusals come from the spec or this machine, so more tries do not help.
 REFUSALS_MAX: Final = 3
+# What to do after a cause that does not pass without a person.
+_ADVICE: Final[dict[Cause, str]] = {
+    Cause.STORAGE_FULL: "; free space (`holdfast prune {run}`) or have the quota raised, then run "
+    "`holdfast relaunch {run}`"
+}
 _RESTARTABLE: Final = frozenset({Cause.INFRASTRUCTURE, Cause.UNKNOWN, Cause.HANG})
 
 
@@ -236,9 +241,15 @@ def _why_stop(history: RunHistory, last: AttemptView, cause: Cause, spent: int) 
     if cause is Cause.OPERATOR:
         return "cancelled from outside Holdfast"
     budget = history.spec.supervision.budgets.get(cause, BUDGETS[cause])
+    advice = _ADVICE.get(cause, "").format(run=history.record.name)
     if spent > budget:
         again = f" ({counted(spent, 'time')}, {budget} allowed)" if budget else ""
-        return f"{cause}{again}: {_why(last)}"
+        return f"{cause}{again}: {_why(last)}{advice}"
+    if cause is Cause.STORAGE_FULL and _lost_all_steps(history, last):
+        return (
+            f"{cause}: attempt {last.number} could save none of its steps, and the next one would "
+            f"only train them again: {_why(last)}{advice}"
+        )
     limit = history.spec.supervision.attempts_max
     if sum(not is_refused_exclusion(one) for one in history.attempts) >= limit:
         return f"supervision.attempts_max ({limit}) is reached"
@@ -257,6 +268,12 @@ def _why_stop(history: RunHistory, last: AttemptView, cause: Cause, spent: int) 
             "fix the cause, then run `holdfast relaunch`"
         )
     return ""
+
+
+def _lost_all_steps(history: RunHistory, last: AttemptView) -> bool:
+    """Return True if the attempt trained, and nothing that it trained was committed."""
+    has_trained = last.last_step is not None and last.last_step >= (last.first_step or 1)
+    return has_trained and last.number not in _committed_steps(history)
 
 
 def _why(last: AttemptView) -> str:

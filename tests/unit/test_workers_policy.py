@@ -57,6 +57,25 @@ def test_every_cause_relaunches_as_often_as_its_budget_allows(cause: Cause) -> N
         assert decision.reason
 
 
+def test_full_storage_is_tried_again_only_where_the_next_attempt_resumes_further_on() -> None:
+    spec = spec_of()
+    full = Cause.STORAGE_FULL
+    says = "the save of step 60 failed: [Errno 28] No space left on device"
+    cases = [
+        (attempt_of(spec, 1, full, steps=(1, 60), evidence=(says,)), "stop"),
+        (attempt_of(spec, 1, full, steps=(1, 60), committed=40, evidence=(says,)), "relaunch"),
+        # It ended before its first step, so nothing is trained twice.
+        (attempt_of(spec, 1, full, evidence=(says,)), "relaunch"),
+    ]
+    for attempt, action in cases:
+        decision = decide(history_of(spec, attempt), None, now=NOW)
+        assert decision.action == action
+        if action == "stop":
+            assert says in decision.reason
+            assert "holdfast prune r`" in decision.reason
+            assert "holdfast relaunch r`" in decision.reason
+
+
 def test_an_attempt_that_was_never_submitted_changes_no_decision() -> None:
     spec = spec_of(supervision={"budgets": {"infrastructure": 0}}, elastic={"on_preemption": [2]})
     preempted = attempt_of(spec, 1, Cause.PREEMPTION, committed=5)

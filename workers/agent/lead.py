@@ -322,7 +322,7 @@ class Lead:
         if ended.hang:
             ending, first = hung_ending(ended.hang), None
         else:
-            ending, first = ended.crash_report.classify(self.group.lost)
+            ending, first = ended.crash_report.classify(self.group.lost, ended.unsaved)
         return with_numerics_stop(ending, stopped_for_numerics(*self._last_events())), first
 
     def _last_events(self) -> tuple[list[Event], int, int]:
