@@ -17,6 +17,8 @@ from tests.process.local_runs import LocalRun, processes_of, wait_until
 
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.states import AttemptState, Cause
+from holdfast.contracts.timeline import goodput_of
+from holdfast.workers import operator
 from holdfast.workers.agent.silence import FAINT_SIGNS_S, RankStatus, Sample, signs_of_life
 from holdfast.workers.agent.stacks import StackTaker, Target
 
@@ -151,6 +153,33 @@ def test_waits_with_a_deadline_are_no_sign_of_life_and_computing_is(tmp_path: Pa
     assert living("train", 60.0) == [2]
     assert living("eval", 60.0) == [0, 1, 2]
     assert living("eval", FAINT_SIGNS_S) == [2]
+
+
+def test_hang_that_holdfast_does_not_end_is_accounted_as_hung(tmp_path: Path) -> None:
+    run = LocalRun(
+        tmp_path / "root",
+        program=PROGRAM,
+        gpus=1,
+        steps=10**6,
+        hangs={"1": ["sleep", 0, 30]},
+        supervision={"hangs": False, "flush_timeout_s": 3},
+    )
+    attempt = run.submit()
+    try:
+        run.wait_for_step(attempt, 29)
+        time.sleep(4.0)
+        operator.request(run.paths, "stop", by="ann")
+        view = run.wait_for_end()
+        (ended,) = run.events(EventKind.LAUNCH_ENDED)
+        hung_s = ended.data["trained_until"] - ended.data["hangs_from"]
+        goodput = goodput_of(run.history(), until=view.ended_at or 0.0)
+        # The silence before the stop, and the wait for ranks that did not stop.
+        assert hung_s > 6.5
+        assert goodput.hung_s == pytest.approx(hung_s, abs=0.1)
+        assert goodput.training_s + goodput.lost_s < 0.5 * hung_s
+        assert goodput.flushing_s < 2.5
+    finally:
+        run.end_all()
 
 
 def test_program_without_a_session_is_examined_once_and_not_ended(tmp_path: Path) -> None:

@@ -153,6 +153,18 @@ class HangWatch:
             self._ask(self._open, nodes, statuses, now)
         return False
 
+    def silent_s(self, nodes: Sequence[WatchedNode], reports: Mapping[str, WatchedReport]) -> float:
+        """Return for how long all ranks have been silent, or 0.0 if that is usual for one of them.
+
+        It counts without the proof that ends ranks, for a launch that ends otherwise.
+        """
+        awake_s = time.monotonic() - self._awake_since
+        statuses = self._statuses(nodes, reports, awake_s) if nodes else []
+        silent = silence.suspects(statuses, self._silence_limits)
+        if not silent or len(silent) < len(statuses) or silence.have_left(statuses):
+            return 0.0
+        return min(status.silent_s for status in silent)
+
     def _look_at_start(
         self,
         nodes: Sequence[WatchedNode],

@@ -131,6 +131,7 @@ class Lead:
         self.group.forget_reports()
         ending = self._watch()
         trained_until = time.time()
+        silent_s = self._hangs.silent_s(self.group.nodes, self.group.reports)
         ended = self._end_launch(ending, number)
         self._journal.append(
             EventKind.LAUNCH_ENDED,
@@ -140,6 +141,7 @@ class Lead:
             exit_code=ended.exit_code,
             last_step=ended.completed if ended.gained else None,
             trained_until=trained_until,
+            hangs_from=trained_until - silent_s if silent_s else None,
         )
         self.launches.append(ended.record(number, started_at))
         return ended

@@ -144,6 +144,11 @@ def have_registered(statuses: Sequence[RankStatus]) -> bool:
     return any(status.pid for status in statuses)
 
 
+def have_left(statuses: Sequence[RankStatus]) -> bool:
+    """Return True if a rank has stopped or finished."""
+    return any(status.phase in _LEFT for status in statuses)
+
+
 def suspects(statuses: Sequence[RankStatus], limits: SilenceLimits) -> list[RankStatus]:
     """Return the ranks that are silent for longer than usual, once a rank has registered."""
     return silent_ranks(statuses, limits) if have_registered(statuses) else []
