@@ -305,13 +305,16 @@ class Lead:
 
     def _may_restart(self, ended: Ended, restarts: int) -> bool:
         """Decide about another launch, and journal the decision."""
+        ending = self.bad_ending(ended)[0]
+        self.launches[-1] = self.launches[-1].model_copy(update={"cause": ending.cause})
         decision = decide_in_place(
-            self.bad_ending(ended)[0],
+            ending,
             restarts=restarts,
             restarts_max=self._supervision.restarts_in_place,
             lost_nodes=self.group.lost,
             gained_steps=ended.gained,
-            hangs=sum(one.ending == "hung" for one in self.launches),
+            hangs=self.context.request.hangs_before
+            + sum(one.cause is Cause.HANG for one in self.launches),
             hangs_max=self._supervision.budgets.get(Cause.HANG, BUDGETS[Cause.HANG]),
             rolled_back=goes_on_after_numerics(*self._last_events()),
         )
