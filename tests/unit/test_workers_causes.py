@@ -556,3 +556,40 @@ def test_an_error_that_found_no_room_is_named() -> None:
     ended = Ended(ending="crashed", exit_code=1, reports=(), crash_report=crash)
     ending, _ = crash.classify(unsaved=ended.unsaved)
     assert ending.cause is Cause.STORAGE_FULL
+
+
+@pytest.mark.parametrize(
+    ("raised", "cause"),
+    [
+        ("ValueError: storage is full of surprises", None),
+        ("AssertionError: the device is full of samples", None),
+        ("KeyError: 'weights: nan'", None),
+        ("KeyError: 'loss is inf'", None),
+        ("IndexError: Connection refused", None),
+        ("AttributeError: 'Cache' object has no attribute 'No space left on device'", None),
+        ("TypeError: NCCL error() takes no arguments", None),
+        # The same words where a system, a library or a program reports its state by them.
+        ("RuntimeError: storage is full", Cause.STORAGE_FULL),
+        ("OSError: disk is full", Cause.STORAGE_FULL),
+        ("ValueError: [Errno 28] No space left on device: '/x'", Cause.STORAGE_FULL),
+        ("ValueError: loss is nan", Cause.NUMERICS),
+        ("AssertionError: gradients are not finite", Cause.NUMERICS),
+        ("ConnectionRefusedError: [Errno 111] Connection refused", Cause.INFRASTRUCTURE),
+        ("RuntimeError: NCCL error in: ProcessGroupNCCL.cpp", Cause.INFRASTRUCTURE),
+    ],
+)
+def test_words_decide_only_in_exceptions_that_report_a_state(
+    raised: str, cause: Cause | None
+) -> None:
+    found = find_cause(f'{TRACEBACK}:\n  File "t.py", line 1, in <module>\n{raised}')
+    assert (found.rule.cause if found else None) is cause
+    failure = RankFailure(rank=0, exit_code=1, traceback=f'{TRACEBACK}:\n  File "t.py"\n{raised}')
+    ending, _ = classify_crash([failure])
+    assert ending.cause is (cause or Cause.USER_ERROR)
+
+
+@pytest.mark.parametrize("level", ["INFO", "DEBUG", "WARNING"])
+def test_lines_of_a_log_that_report_no_error_decide_nothing(level: str) -> None:
+    log = f"2026-11-26 10:00:00 {level} cache: the volume is full\n{level}:root:loss is nan\n"
+    assert find_cause(log) is None
+    assert find_cause(f"{log}t.py: write error: No space left on device") is not None
