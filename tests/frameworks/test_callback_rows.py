@@ -31,7 +31,7 @@ def callbacks_in(module: ModuleType) -> set[str]:
 
 
 def test_each_callback_of_lightning_has_a_row_that_says_whether_it_is_refused() -> None:
-    said = rows_of("lightning.md", "Lightning's callbacks")
+    said = rows_of("lightning.md", "Callbacks of Lightning")
     assert set(said) == set(of_lightning.__all__)
     is_refused = {name: issubclass(getattr(of_lightning, name), tuple(REFUSED)) for name in said}
     assert is_refused == {name: text.startswith("refused") for name, text in said.items()}
@@ -39,7 +39,7 @@ def test_each_callback_of_lightning_has_a_row_that_says_whether_it_is_refused() 
 
 @pytest.mark.parametrize("module", [trainer_callback, integration_utils])
 def test_each_callback_of_transformers_has_a_row(module: ModuleType) -> None:
-    said = rows_of("transformers.md", "Transformers' callbacks")
+    said = rows_of("transformers.md", "Callbacks of Transformers")
     assert callbacks_in(module) <= set(said)
     known = callbacks_in(trainer_callback) | callbacks_in(integration_utils)
     assert set(said) <= known, "rows of callbacks that this version does not have"
