@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -116,7 +117,9 @@ APART_S = 6.0
 def test_waits_with_a_deadline_are_no_sign_of_life_and_computing_is(tmp_path: Path) -> None:
     begin = "import sys\ndef ready(): print(flush=True)\n"
     programs = [
-        subprocess.Popen([sys.executable, "-c", begin + program], stdout=subprocess.PIPE)
+        subprocess.Popen(
+            [sys.executable, "-c", begin + program], stdout=subprocess.PIPE, start_new_session=True
+        )
         for program in (LOADER, POLLS, SHUFFLES)
     ]
     try:
@@ -133,8 +136,9 @@ def test_waits_with_a_deadline_are_no_sign_of_life_and_computing_is(tmp_path: Pa
         taker.close()
     finally:
         for program in programs:
-            program.kill()
-            program.wait()
+            # The loader's worker sleeps on after its parent has died.
+            os.killpg(program.pid, signal.SIGKILL)
+            program.communicate()
 
     def living(phase: str, silent_s: float) -> list[int]:
         statuses = [
