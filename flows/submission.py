@@ -9,7 +9,9 @@ from holdfast.contracts.history import RunHistory
 from holdfast.contracts.history_cache import load_tallied
 from holdfast.contracts.journal import JournalWriter
 from holdfast.contracts.paths import AttemptPaths, RunPaths
+from holdfast.contracts.states import Cause
 from holdfast.workers.attempts import submit_attempt
+from holdfast.workers.policy import spent_on
 
 JOURNAL: Final = "flow"
 
@@ -59,6 +61,7 @@ def submit_next(
             reason=reason,
             exclude=exclude,
             place=place,
+            hangs_before=spent_on(history, Cause.HANG),
             journal=journal,
             seen=seen,
         )

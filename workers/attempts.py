@@ -70,11 +70,13 @@ def submit_attempt(
     reason: str,
     exclude: Sequence[str] = (),
     place: int = 0,
+    hangs_before: int = 0,
     journal: JournalWriter,
     seen: int | None = None,
 ) -> AttemptPaths:
     """Reserve the next attempt and submit it on `gpus` GPUs.
 
+    `hangs_before` is what earlier attempts used of the budget `hang`.
     `seen` is the newest order that the decision took into account, see `RunHistory.newest_order`.
     Raises `OrdersChangedError` if another came since, `RunConflictError` if another process
     reserved the attempt first, `SchedulerError` if the scheduler refused it, and
@@ -100,6 +102,7 @@ def submit_attempt(
             reason=reason,
             exclude=exclude,
             place=place,
+            hangs_before=hangs_before,
             created_at=time.time(),
             cluster=executor_for(spec.resources.executor).cluster(),
             provenance=take_provenance(spec, Path(working_directory_of(record, spec))),

@@ -116,6 +116,17 @@ class RankFailure:
         return self.traceback or self.stderr_tail
 
 
+@dataclass(frozen=True, kw_only=True)
+class FailedSave:
+    """A save of a launch that failed, as the flusher recorded it."""
+
+    step: int
+    error: str
+
+    def __str__(self) -> str:
+        return f"the save of step {self.step} failed: {self.error}"
+
+
 def classify(
     *,
     outcome: Outcome | None,
@@ -235,19 +246,25 @@ def classify_crash(
     oom_kills: int = 0,
     lost_nodes: Sequence[str] = (),
     launch_log: str = "",
+    unsaved: str = "",
 ) -> tuple[Ending, RankFailure | None]:
     """Return how a launch crashed, and the rank that failed first (None if no rank is known).
 
     `oom_kills` is the number of the kernel's out-of-memory kills during the launch. `launch_log`
-    is the end of torchrun's own log.
+    is the end of torchrun's own log. `unsaved` is the recorded error of a save after which nothing
+    was trained, see `Ended.unsaved`. It decides before any text.
     """
     if lost_nodes:
         return _ending(Cause.NODE_FAILURE, [f"node {n} was lost" for n in lost_nodes]), None
     first = first_failure(failures)
+    if first is not None and first.signal:
+        return _of_killed(first, oom_kills), first
+    if (found := find_cause(unsaved)) and not oom_kills:
+        said = last_message(first.text) if first else ""
+        more = [f"rank {first.rank}: {said}"] if first and said else []
+        return _ending(found.rule.cause, [unsaved, *more]), first
     if first is None:
         return _of_launch(launch_log, oom_kills), None
-    if first.signal:
-        return _of_killed(first, oom_kills), first
     who = f"rank {first.rank} ended with exit code {first.exit_code}"
     found = find_cause(first.text)
     if found is None and is_of_command(first.text):

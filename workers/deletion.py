@@ -10,13 +10,12 @@ space, so they also work on a full disk.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shutil
 from collections.abc import Iterator
 from typing import Any, Final
 
-from holdfast.contracts.durable import fsync_directory, make_directory
+from holdfast.contracts.durable import STORAGE_FULL, fsync_directory, make_directory
 from holdfast.contracts.history import RunHistory, load_identity, pinned_checkpoints
 from holdfast.contracts.history_cache import load_tallied
 from holdfast.contracts.journal import EventKind, JournalWriter
@@ -32,7 +31,6 @@ from holdfast.workers.retention import Verdict
 
 UNDECIDED_S: Final = 600.0
 LATELY_S: Final = 60.0
-_DISK_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def apply(
@@ -200,7 +198,7 @@ def _journal(paths: RunPaths, writer: str, kind: EventKind, **facts: Any) -> boo
         with JournalWriter(paths.journal_of(writer)) as journal:
             journal.append(kind, **facts)
     except OSError as error:
-        if error.errno not in _DISK_FULL:
+        if error.errno not in STORAGE_FULL:
             raise
         return False
     return True

@@ -27,6 +27,16 @@ _GROUP: Final = re.compile(r"^(?:\[rank\d+\]:\s?)?  \+ Exception Group Traceback
 _MARGIN: Final = re.compile(r"^ +[|+](?:[-+]*-{8,}.*| )?", re.M)
 _MEMBER: Final = re.compile(r"(?:\[rank\d+\]:\s?)? +[|+] ")
 _WARNING: Final = re.compile(r"^\[?W\d{3,}|\bWARNING\b|Warning: ")
+# Lines of a log that report no error. NCCL explains its errors in such lines.
+_ORDINARY: Final = re.compile(rf"{_WARNING.pattern}|^\[?I\d{{3,}}|(?<!NCCL )\b(INFO|DEBUG)\b")
+# Types that only a mistake in a program raises. No system or library reports its state by them, so
+# the words of such an exception say nothing: a key can have any name.
+_OF_MISTAKES: Final = re.compile(
+    r"(builtins\.)?(KeyError|IndexError|AttributeError|TypeError|NameError|UnboundLocalError"
+    r"|NotImplementedError|SyntaxError|IndentationError|ZeroDivisionError)\b"
+)
+# Types of an exception whose words about storage are those of a program.
+_OF_VALUES: Final = re.compile(r"(builtins\.)?(ValueError|AssertionError)\b")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +44,13 @@ class Rule:
     """Messages that match `pattern` mean `cause`.
 
     A `secondary_error` reports the failure of another rank. A `hardware` fault belongs to the
-    node, which is then excluded from later attempts.
+    node, which is then excluded from later attempts. The words of an exception whose type matches
+    `unless` do not count.
     """
 
     cause: Cause
     pattern: re.Pattern[str]
+    unless: re.Pattern[str] | None = None
     secondary_error: bool = False
     hardware: bool = False
 
@@ -52,10 +64,19 @@ class Finding:
 
 
 def _rule(
-    cause: Cause, *patterns: str, secondary_error: bool = False, hardware: bool = False
+    cause: Cause,
+    *patterns: str,
+    secondary_error: bool = False,
+    hardware: bool = False,
+    unless: re.Pattern[str] | None = None,
 ) -> Rule:
-    pattern = re.compile("|".join(patterns), re.M)
-    return Rule(cause=cause, pattern=pattern, secondary_error=secondary_error, hardware=hardware)
+    return Rule(
+        cause=cause,
+        pattern=re.compile("|".join(patterns), re.M),
+        unless=unless,
+        secondary_error=secondary_error,
+        hardware=hardware,
+    )
 
 
 # A helper process of the program ended. The processes that waited for it do not know why.
@@ -92,9 +113,13 @@ RULES: Final[tuple[Rule, ...]] = (
         r"No space left on device|Errno 28\] (?!inotify)|\bENOSPC\b",
         r"Disk quota exceeded|Errno 122\]|\bEDQUOT\b|Errno 27\] File too large",
         r"^(\w+\.)*\w*(Dis[ck]Full|StorageFull|OutOfSpace|NoSpaceLeft|InsufficientStorage)\w*\b",
+    ),
+    _rule(
+        Cause.STORAGE_FULL,
         r"(?i:\b(dis[ck]|device|volume|file ?system|storage|quota) (is |was )?full\b)",
         # A file accepts fewer bytes than requested only when storage is full.
         r"(?i:\b(short|partial|incomplete) write\b)|\b\d+ (\w+ )?requested and \d+ written\b",
+        unless=_OF_VALUES,
     ),
     _rule(
         Cause.NUMERICS,
@@ -182,7 +207,11 @@ def find_cause(text: str) -> Finding | None:
 
 
 def _first_match(message: str) -> Finding | None:
+    if _OF_MISTAKES.match(message):
+        return None
     for rule in RULES:
+        if rule.unless is not None and rule.unless.match(message):
+            continue
         if match := rule.pattern.search(message):
             return Finding(rule=rule, quote=_line_at(message, match.start()))
     return None
@@ -218,7 +247,7 @@ def messages(text: str) -> list[str]:
     if has_groups:
         text = _MARGIN.sub("", text)
     if TRACEBACK not in text:
-        kept = [line for line in text.splitlines() if not _WARNING.search(line)]
+        kept = [line for line in text.splitlines() if not _ORDINARY.search(line)]
         return ["\n".join(kept)] if kept else []
     found = []
     for block in text.split(TRACEBACK)[1:]:

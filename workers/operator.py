@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import time
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
@@ -17,6 +16,7 @@ from holdfast.contracts.attempt import (
     read_document,
     write_document,
 )
+from holdfast.contracts.durable import STORAGE_FULL
 from holdfast.contracts.errors import (
     HoldfastError,
     NotFoundError,
@@ -52,7 +52,6 @@ ACTIONS: Final[tuple[Action, ...]] = ("stop", "pause", "resume", "cancel", "rela
 _ENDS_ATTEMPT: Final = frozenset({"stop", "pause", "cancel", "relaunch"})
 # For this long, another operator's request is refused while the first is pending.
 UNDER_WAY_S: Final = 60.0
-FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def request(
@@ -87,7 +86,7 @@ def request(
         try:
             return _request(paths, asked, alone=alone, seen=seen)
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in STORAGE_FULL:
                 raise
             # The reserve can be released once, for a second try.
             if not release_reserve(paths):

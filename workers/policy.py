@@ -66,6 +66,11 @@ REFUSAL_WAIT_S_MAX: Final = 600.0
 PASSING_REFUSALS_MAX: Final = 1000
 # Other refusals come from the spec or this machine, so more tries do not help.
 REFUSALS_MAX: Final = 3
+# What to do after a cause that does not pass without a person.
+_ADVICE: Final[dict[Cause, str]] = {
+    Cause.STORAGE_FULL: "; free space (`holdfast prune {run}`) or have the quota raised, then run "
+    "`holdfast relaunch {run}`"
+}
 _RESTARTABLE: Final = frozenset({Cause.INFRASTRUCTURE, Cause.UNKNOWN, Cause.HANG})
 
 
@@ -193,7 +198,7 @@ def _decide_after(
 ) -> Decision:
     """Return what follows an attempt that ended without an operator's request."""
     cause, spec = last.cause or Cause.UNKNOWN, history.spec
-    spent = _spent(history, cause)
+    spent = spent_on(history, cause)
     if reason := _why_stop(history, last, cause, spent):
         return Decision(action="stop", reason=reason)
     place, asked = place_after(history, rooms, now=now), _size_not_started(history)
@@ -205,7 +210,7 @@ def _decide_after(
         return choose_gpus(
             spec,
             current=last.gpus or spec.gpus,
-            preemptions=_spent(history, Cause.PREEMPTION),
+            preemptions=spent_on(history, Cause.PREEMPTION),
             after_preemption=cause is Cause.PREEMPTION,
             capacity=None if is_single(spec) else rooms.free(place, exclude),
             most=None if is_single(spec) else rooms.largest_job(place, exclude),
@@ -240,9 +245,15 @@ def _why_stop(history: RunHistory, last: AttemptView, cause: Cause, spent: int) 
     if cause is Cause.OPERATOR:
         return "cancelled from outside Holdfast"
     budget = history.spec.supervision.budgets.get(cause, BUDGETS[cause])
+    advice = _ADVICE.get(cause, "").format(run=history.record.name)
     if spent > budget:
         again = f" ({counted(spent, 'time')}, {budget} allowed)" if budget else ""
-        return f"{cause}{again}: {_why(last)}"
+        return f"{cause}{again}: {_why(last)}{advice}"
+    if cause is Cause.STORAGE_FULL and _lost_all_steps(history, last):
+        return (
+            f"{cause}: attempt {last.number} could save none of its steps, and the next one would "
+            f"only train them again: {_why(last)}{advice}"
+        )
     if not may_try_again(history):
         return f"supervision.attempts_max ({history.spec.supervision.attempts_max}) is reached"
     same = same_failure_elsewhere(_since_relaunch(history), last)
@@ -262,6 +273,12 @@ def _why_stop(history: RunHistory, last: AttemptView, cause: Cause, spent: int) 
     return ""
 
 
+def _lost_all_steps(history: RunHistory, last: AttemptView) -> bool:
+    """Return True if the attempt trained, and nothing that it trained was committed."""
+    has_trained = last.last_step is not None and last.last_step >= (last.first_step or 1)
+    return has_trained and last.number not in _committed_steps(history)
+
+
 def _why(last: AttemptView) -> str:
     return last.evidence[0] if last.evidence else f"attempt {last.number} {last.state}"
 
@@ -279,14 +296,26 @@ def _since_relaunch(history: RunHistory) -> list[AttemptView]:
     return [a for a in history.attempts if a.number > since and a.state.is_terminal]
 
 
-def _spent(history: RunHistory, cause: Cause) -> int:
-    """Return how often `cause` ended an attempt since an operator's last relaunch."""
+def spent_on(history: RunHistory, cause: Cause) -> int:
+    """Return how often `cause` ended an attempt since an operator's last relaunch.
+
+    Hangs after which the agent restarted in place count, too.
+    """
+    counted_attempts = [a for a in _since_relaunch(history) if _counts(a)]
+    if cause is Cause.HANG:
+        return sum(map(_hangs_of, counted_attempts))
     return sum(
         # The ranks count rollbacks themselves and stop when there are too many.
         not (cause is Cause.NUMERICS and goes_on_after_numerics(history.events, a.number))
-        for a in _since_relaunch(history)
-        if a.cause is cause and _counts(a)
+        for a in counted_attempts
+        if a.cause is cause
     )
+
+
+def _hangs_of(attempt: AttemptView) -> int:
+    """Return how many launches of an attempt hung. Its own cause is that of the last one."""
+    launches = attempt.outcome.launches if attempt.outcome else ()
+    return sum(one.cause is Cause.HANG for one in launches[:-1]) + (attempt.cause is Cause.HANG)
 
 
 def _counts(attempt: AttemptView) -> bool:
@@ -392,7 +421,7 @@ def decide_in_place(
 
     `ending` is how the launch ended. A killed process, a broken connection or a hang allows a
     restart. The program's own error, a lack of memory and a lost or faulty node do not. After a
-    restart that gained no step there is no other. The attempt's number of `hangs` may not exceed
+    restart that gained no step there is no other. The run's number of `hangs` may not exceed
     `hangs_max`. A bad loss allows a restart if the ranks have `rolled_back`.
     """
     why = ending.evidence[0] if ending.evidence else "no evidence"

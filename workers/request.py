@@ -41,6 +41,7 @@ def build_request(
     created_at: float = 0.0,
     cluster: str | None = None,
     place: int = 0,
+    hangs_before: int = 0,
     provenance: Provenance = UNKNOWN,
 ) -> Request:
     """Return the request for attempt number `attempt` of a run on `gpus` GPUs.
@@ -85,6 +86,7 @@ def build_request(
         "command_digest": command_digest(spec.command, working_directory),
         "scheduler": parameters,
         "created_at": created_at,
+        "hangs_before": hangs_before,
         "reason": reason,
         "provenance": provenance,
         "sources": spec.sources,

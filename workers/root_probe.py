@@ -7,7 +7,6 @@ and holds a lock, and every other node checks that it sees them. Then some nodes
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import secrets
@@ -20,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.contracts.durable import create_bytes, fsync_directory
+from holdfast.contracts.durable import STORAGE_FULL, create_bytes, fsync_directory
 from holdfast.contracts.file_locks import wait_for_lock
 from holdfast.contracts.filesystems import fetch_attributes, filesystem_of, is_there, send_flag
 from holdfast.contracts.paths import real_folder
@@ -36,7 +35,6 @@ TRIES: Final = 3
 PAUSE_S: Final = 1.0
 # Longer than any name that Holdfast gives a file.
 NAME_CHARACTERS: Final = 200
-_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _TOKEN: Final = "token"
 _LINES: Final = "lines"
 _APPEND: Final = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
@@ -104,7 +102,7 @@ def _find_lasting_problems(folder: Path) -> list[RootProblem]:
         try:
             found = find_problems(folder)
         except OSError as error:
-            if error.errno in _FULL:
+            if error.errno in STORAGE_FULL:
                 return []
             detail = error.strerror or str(error)
             found = [RootProblem("writing", f"files cannot be written there ({detail})")]
@@ -126,7 +124,7 @@ class _Need:
         try:
             self.attempt(place)
         except (OSError, _UnfitError) as error:
-            if isinstance(error, OSError) and error.errno in _FULL:
+            if isinstance(error, OSError) and error.errno in STORAGE_FULL:
                 raise
             detail = getattr(error, "strerror", None) or str(error)
             text = f"the file system {self.lack} ({detail}), which {self.reason}"

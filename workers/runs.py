@@ -11,10 +11,10 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from holdfast.contracts.attempt import RunRecord, create_document, read_document
-from holdfast.contracts.durable import fsync_directory, make_directory, write_bytes
+from holdfast.contracts.durable import STORAGE_FULL, fsync_directory, make_directory, write_bytes
 from holdfast.contracts.errors import (
     NotFoundError,
     RunConflictError,
@@ -42,6 +42,7 @@ from holdfast.workers.code_snapshot import CodeFiles, copy_code, find_code
 
 # Enough for a few journal lines and documents.
 RESERVE_BYTES: Final = 64 * 1024
+T = TypeVar("T")
 _GENERATION = re.compile(r"(?P<name>[^.]+)(?:\.r(?P<generation>[1-9]\d{0,6}))?")
 
 
@@ -176,6 +177,16 @@ def release_reserve(paths: RunPaths) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def with_reserve(paths: RunPaths, write: Callable[[], T]) -> T:
+    """Call `write`, and once more with the reserved space if storage is full."""
+    try:
+        return write()
+    except OSError as error:
+        if error.errno not in STORAGE_FULL or not release_reserve(paths):
+            raise
+    return write()
 
 
 def attach_or_create(spec: RunSpec, root: Path, *, created_by: str) -> tuple[RunPaths, bool]:

@@ -21,7 +21,15 @@ import lightning as L
 import numpy as np
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import (
+    DeviceStatsMonitor,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    Timer,
+    WeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
@@ -189,6 +197,16 @@ class Marks(L.Callback):
             self._mark("evaluation", trainer.fit_loop.total_batch_idx)
 
 
+def others() -> list[L.Callback]:
+    """Lightning's own callbacks that a resume continues, and that nothing else here has."""
+    return [
+        GradientAccumulationScheduler({0: 1, 1: 3, 2: 2}),
+        LearningRateMonitor(),
+        DeviceStatsMonitor(cpu_stats=True),
+        Timer(),
+    ]
+
+
 # Kind → further arguments of the trainer.
 KINDS: Final[Mapping[str, Mapping[str, Any]]] = {
     "plain": {"max_epochs": 2},
@@ -199,6 +217,8 @@ KINDS: Final[Mapping[str, Mapping[str, Any]]] = {
     "stream": {"max_epochs": 2, "val_check_interval": 2},
     "stateful_stream": {"max_epochs": 2, "val_check_interval": 2},
     "several": {"max_epochs": 2},
+    "several_alone": {"max_epochs": 2, "strategy": "auto"},
+    "accumulating": {"max_epochs": 3, "strategy": "auto"},
     "generator": {"max_epochs": 2, "strategy": "auto"},
     "average": {"max_epochs": 2},
     "manual": {"max_epochs": 2},
@@ -206,7 +226,7 @@ KINDS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 
 # Lightning puts its DistributedSampler into the loaders of the other kinds.
-AT_ONE_RANK: Final = ("generator", "stateful_alone")
+AT_ONE_RANK: Final = ("generator", "stateful_alone", "several_alone", "accumulating")
 
 
 def loader_of(kind: str) -> Any:
@@ -221,7 +241,7 @@ def loader_of(kind: str) -> Any:
         return DataLoader(Stream(), BATCH)
     if kind == "stateful_stream":
         return StatefulDataLoader(Stream(), BATCH)
-    if kind == "several":
+    if kind in ("several", "several_alone"):
         return [DataLoader(table, BATCH, shuffle=True), DataLoader(Table(9), 2, shuffle=True)]
     if kind == "generator":
         return DataLoader(table, BATCH, shuffle=True, generator=torch.Generator().manual_seed(5))
@@ -242,6 +262,7 @@ def train(settings: Mapping[str, Any], mark: Mark = lambda place, at: None) -> N
     notes = Notes(folder)
     L.seed_everything(7, verbose=False)
     kinds = {"manual": Adversaries, "several": Several, "sharded": Sharded}
+    kinds["several_alone"] = Several
     model = kinds.get(kind, Model)(notes, settings.get("sleep_s", 0.0))
     strategy: Any = "ddp"
     if kind == "sharded":
@@ -262,6 +283,7 @@ def train(settings: Mapping[str, Any], mark: Mark = lambda place, at: None) -> N
             EarlyStopping("val_loss", patience=9),
             Marks(mark),
             *([Average()] if kind == "average" else []),
+            *(others() if kind == "accumulating" else []),
         ],
         logger=CSVLogger(folder),
         enable_progress_bar=False,

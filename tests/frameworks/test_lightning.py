@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -21,11 +21,16 @@ import psutil
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
     BaseFinetuning,
+    BatchSizeFinder,
     Callback,
     LearningRateFinder,
     ModelCheckpoint,
+    ModelPruning,
     OnExceptionCheckpoint,
+    SpikeDetection,
+    StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
@@ -33,7 +38,7 @@ from tests.frameworks import lightning_program
 from tests.frameworks.lightning_cases import count_equal, everywhere
 from tests.frameworks.lightning_program import BATCH, SAMPLES
 from tests.process.local_runs import LocalRun, processes_of, send, wait_until
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchmetrics import SumMetric
 
 from holdfast.contracts.attempt import RunRecord, write_document
@@ -60,6 +65,10 @@ QUICK: Final = {
     "often": [["kill", "evaluation", 7, 2]],
     # The second epoch begins with batch 8.
     "stateful_alone": [["kill", "batch", 8, 8]],
+    # The shorter loader begins again with batch 5.
+    "several_alone": [["kill", "batch", 7, 2]],
+    # Three batches are one step of the second epoch.
+    "accumulating": [["term", "batch", 12, 100]],
 }
 
 
@@ -231,15 +240,54 @@ def test_second_fit_of_a_process_is_refused(tmp_path: Path) -> None:
         fit(trainer_with(tmp_path, holdfast(tmp_path)))
 
 
-@pytest.mark.parametrize("kind", ["on exception", "learning rate", "finetuning"])
+OTHERS: Final[dict[str, Callable[[Path], Callback]]] = {
+    "OnExceptionCheckpoint": OnExceptionCheckpoint,
+    "LearningRateFinder": lambda _: LearningRateFinder(),
+    "BatchSizeFinder": lambda _: BatchSizeFinder(),
+    "BaseFinetuning": lambda _: BaseFinetuning(),
+    "BackboneFinetuning": lambda _: BackboneFinetuning(),
+    "StochasticWeightAveraging": lambda _: StochasticWeightAveraging(0.1),
+    "ModelPruning": lambda _: ModelPruning("l1_unstructured"),
+    "SpikeDetection": lambda _: SpikeDetection(),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
 def test_callbacks_that_cannot_work_are_refused(kind: str, tmp_path: Path) -> None:
-    other = {
-        "on exception": OnExceptionCheckpoint(tmp_path),
-        "learning rate": LearningRateFinder(),
-        "finetuning": BaseFinetuning(),
-    }[kind]
-    with pytest.raises(SpecError, match=f"the callback {type(other).__name__} cannot work"):
-        fit(trainer_with(tmp_path, holdfast(tmp_path), other, enable_checkpointing=True))
+    name = "BaseFinetuning" if kind == "BackboneFinetuning" else kind
+    with pytest.raises(SpecError, match=f"the callback {name} cannot work"):
+        check(
+            trainer_with(
+                tmp_path, holdfast(tmp_path), OTHERS[kind](tmp_path), enable_checkpointing=True
+            )
+        )
+
+
+class Drawing(IterableDataset[Any]):
+    """A stream that shuffles, by the global generator or by one of its own."""
+
+    def __init__(self, own: torch.Generator | None = None) -> None:
+        self.own = own
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for number in torch.randperm(16, generator=self.own).tolist():
+            yield torch.full((2,), float(number))
+
+
+def test_a_stream_that_draws_where_the_model_draws_is_refused_before_the_first_step(
+    tmp_path: Path,
+) -> None:
+    trainer = trainer_with(tmp_path, holdfast(tmp_path))
+    with pytest.raises(SpecError, match="stream Drawing draws from the global random") as caught:
+        trainer.fit(Tiny(), DataLoader(Drawing(), 2))
+    assert trainer.global_step == 0
+    # What the message advises is accepted.
+    assert "a generator of its own" in str(caught.value)
+    for stream, workers in ((Drawing(torch.Generator()), 0), (Drawing(), 1)):
+        Holdfast._has_fitted = False
+        accepted = trainer_with(tmp_path, Holdfast(directory=tmp_path / f"run{workers}"))
+        accepted.fit(Tiny(), DataLoader(stream, 2, num_workers=workers))
+        assert accepted.global_step == 4
 
 
 def test_requeue_by_lightning_is_turned_off(

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from pathlib import Path
 
 import pytest
 from tests.histories import spec_of
 from tests.process.local_runs import LocalRun, wait_until
+from tests.runs import RunFolder
 from tests.storage import small_storage
 
+from holdfast.contracts.attempt import Outcome, read_document
 from holdfast.contracts.errors import HoldfastError, SpecError
 from holdfast.contracts.history import load_history
 from holdfast.contracts.journal import EventKind
-from holdfast.contracts.states import AttemptState, RunState
+from holdfast.contracts.states import AttemptState, Cause, RunState
 from holdfast.flows.submission import submit_next
 from holdfast.workers import deletion, operator, runs
+from holdfast.workers.agent.context import load_context
+from holdfast.workers.agent.outcome import failed_outcome
+from holdfast.workers.agent.torchrun import unwritten_in
 from holdfast.workers.checkpoints import committed_checkpoints
+from holdfast.workers.policy import decide
 
 MB = 1 << 20
 DISK_MB = 24
@@ -89,6 +96,50 @@ def _fill(root: Path) -> Path:
         while stream.write(bytes(4096)):
             pass
     return filler
+
+
+def test_a_full_disk_at_the_last_save_ends_the_attempt_and_the_next_one_resumes(
+    tmp_path: Path,
+) -> None:
+    with small_storage(tmp_path, "4m") as root:
+        run = LocalRun(root, gpus=1, steps=60, sleep_s=0.05, checkpoint={"interval": 30})
+        attempt = run.submit()
+        try:
+            wait_until(lambda: committed_checkpoints(run.paths), "a checkpoint")
+            filler = _fill(root)
+            view = run.wait_for_end()
+            assert (view.cause, view.last_step) == (Cause.STORAGE_FULL, 60), view.evidence
+            # The record says so. The storage had no room for the traceback.
+            expected = "the save of step 60 failed: [Errno 28] No space left on device: step 60"
+            assert view.evidence[0].startswith(expected)
+            outcome = read_document(Outcome, attempt.outcome)
+            assert outcome is not None, "the agent must find room for the outcome"
+            assert len(outcome.launches) == 1, "training must not begin again in place"
+            assert decide(run.history(), None, now=time.time()).action == "relaunch"
+            filler.unlink()
+            run.submit()
+            after = run.wait_for_end()
+            assert after.state is AttemptState.COMPLETED
+            assert after.resumed_from is not None
+            assert "step-00000030" in after.resumed_from
+        finally:
+            run.end_all()
+
+
+def test_an_error_file_that_found_no_room_shows_it(tmp_path: Path) -> None:
+    attempt = RunFolder(tmp_path, "quick", "1" * 32).submit(1, 1, 0.0)
+    with small_storage(tmp_path, "1m") as folder:
+        (folder / "error.json").touch()
+        assert unwritten_in(folder) == "", "an empty file alone says nothing"
+        _fill(folder)
+        text = unwritten_in(folder)
+        assert text.startswith("No space left on device: a rank could not write its error to")
+        with pytest.raises(OSError, match="No space left") as caught:
+            (folder / "more").write_bytes(bytes(4096))
+    # A failure of the agent itself has the cause that its error names.
+    outcome = failed_outcome(load_context(attempt.request), caught.value)
+    assert outcome.cause is Cause.STORAGE_FULL
+    assert "No space left on device" in outcome.evidence[0]
 
 
 def test_full_disk_uses_no_attempts_and_the_run_can_be_cancelled(tmp_path: Path) -> None:

@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import os
 import random
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,10 @@ from tests.process.local_runs import LocalRun, processes_of, wait_until
 
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.states import AttemptState, Cause
+from holdfast.contracts.timeline import goodput_of
+from holdfast.workers import operator
+from holdfast.workers.agent.silence import FAINT_SIGNS_S, RankStatus, Sample, signs_of_life
+from holdfast.workers.agent.stacks import StackTaker, Target
 
 PROGRAM = Path(__file__).with_name("hang_program.py")
 SILENCE_S = {"train": 3, "eval": 1}
@@ -72,6 +80,130 @@ def test_looping_rank_is_restarted_and_a_slow_evaluation_is_not(
     suspicions = run.events(EventKind.HANG_SUSPECTED)
     assert suspicions[-1].data["dumps"] == confirmed.data["dumps"]
     wait_until(lambda: not processes_of(run.paths), "the end of every process")
+
+
+LOADER = """
+import time, torch
+class Stuck(torch.utils.data.Dataset):
+    def __len__(self): return 8
+    def __getitem__(self, index): time.sleep(3600)
+ready()
+next(iter(torch.utils.data.DataLoader(Stuck(), num_workers=1)))
+"""
+POLLS = """
+import time
+def wait_for_peer():
+    looks = 0
+    ready()
+    while True:
+        looks += 1
+        time.sleep(0.1)
+wait_for_peer()
+"""
+SHUFFLES = """
+import random
+def shuffle(order, draw=random.random):
+    ready()
+    while True:
+        for i in range(len(order) - 1, 0, -1):
+            j = int(draw() * (i + 1))
+            order[i], order[j] = order[j], order[i]
+shuffle(list(range(1 << 20)))
+"""
+# torch looks at the queue of its workers every 5 s.
+APART_S = 6.0
+
+
+def test_waits_with_a_deadline_are_no_sign_of_life_and_computing_is(tmp_path: Path) -> None:
+    begin = "import sys\ndef ready(): print(flush=True)\n"
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-c", begin + program], stdout=subprocess.PIPE, start_new_session=True
+        )
+        for program in (LOADER, POLLS, SHUFFLES)
+    ]
+    try:
+        for program in programs:
+            assert program.stdout is not None
+            program.stdout.readline()
+        targets = [Target(rank=n, pid=one.pid) for n, one in enumerate(programs)]
+        taker, samples = StackTaker(), []
+        for number in (1, 2):
+            time.sleep(APART_S if number == 2 else 1.0)
+            at = time.monotonic()
+            taker.take(targets, tmp_path, 1, number)
+            samples.append((at, wait_until(lambda: taker.sample, "the stacks").stacks))
+        taker.close()
+    finally:
+        for program in programs:
+            # The loader's worker sleeps on after its parent has died.
+            os.killpg(program.pid, signal.SIGKILL)
+            program.communicate()
+
+    def living(phase: str, silent_s: float) -> list[int]:
+        statuses = [
+            RankStatus(rank=one.rank, pid=one.pid, step=7, phase=phase, silent_s=silent_s)
+            for one in targets
+        ]
+        before, after = (
+            Sample(at=at, statuses=statuses, stacks={stack.rank: stack for stack in stacks})
+            for at, stacks in samples
+        )
+        assert all(stack.source == "py-spy" for stack in after.stacks.values())
+        # What the three have in common: a local variable has changed.
+        assert all(before.stacks[n].digest != after.stacks[n].digest for n in range(3))
+        return signs_of_life(before, after)
+
+    assert living("train", 60.0) == [2]
+    assert living("eval", 60.0) == [0, 1, 2]
+    assert living("eval", FAINT_SIGNS_S) == [2]
+
+
+def test_hang_that_holdfast_does_not_end_is_accounted_as_hung(tmp_path: Path) -> None:
+    run = LocalRun(
+        tmp_path / "root",
+        program=PROGRAM,
+        gpus=1,
+        steps=10**6,
+        hangs={"1": ["sleep", 0, 30]},
+        supervision={"hangs": False, "flush_timeout_s": 3},
+    )
+    attempt = run.submit()
+    try:
+        run.wait_for_step(attempt, 29)
+        time.sleep(4.0)
+        operator.request(run.paths, "stop", by="ann")
+        view = run.wait_for_end()
+        (ended,) = run.events(EventKind.LAUNCH_ENDED)
+        hung_s = ended.data["trained_until"] - ended.data["hangs_from"]
+        goodput = goodput_of(run.history(), until=view.ended_at or 0.0)
+        # The silence before the stop, and the wait for ranks that did not stop.
+        assert hung_s > 6.5
+        assert goodput.hung_s == pytest.approx(hung_s, abs=0.1)
+        assert goodput.training_s + goodput.lost_s < 0.5 * hung_s
+        assert goodput.flushing_s < 2.5
+    finally:
+        run.end_all()
+
+
+def test_program_without_a_session_is_examined_once_and_not_ended(tmp_path: Path) -> None:
+    run = LocalRun(
+        tmp_path / "root",
+        gpus=1,
+        session=False,
+        sleep_s=12,
+        supervision={"silence_s": {"start": 4}},
+    )
+    run.submit()
+    try:
+        view = run.wait_for_end()
+        assert view.state is AttemptState.COMPLETED, view.evidence
+        (suspected,) = run.events(EventKind.HANG_SUSPECTED)
+        assert suspected.data["finding"].startswith("no rank has made a Session for")
+        assert "at main (process/agent_program.py" in suspected.data["finding"]
+        assert "agent_program.py" in dumped(run, suspected)
+    finally:
+        run.end_all()
 
 
 @pytest.mark.slow

@@ -138,6 +138,31 @@ def test_launches_are_read_from_journal_lines() -> None:
     )  # fmt: skip
 
 
+def test_a_launch_that_ends_while_its_ranks_are_silent_hung_until_its_end() -> None:
+    begins: tuple[Any, ...] = (
+        ("launch_started", 0, {"launch": 1}),
+        ("resumed", 10, {"launch": 1, "step": 0}),
+    )
+    ends = {"launch": 1, "last_step": 40, "trained_until": 90.0, "hangs_from": 50.0}
+    agreed: tuple[Any, ...] = ("stop_agreed", 70, {})
+    staged: tuple[Any, ...] = ("staged", 40, {"launch": 1, "reason": "final"})
+    for lines_between, training_s, hung_s, flushing_s in (
+        # Ended by an error, or by a stop that silent ranks did not follow.
+        ([], 40, 40, 10),
+        ([agreed], 40, 40, 10),
+        # Silent only while the last save was written.
+        ([staged], 30, 0, 60),
+    ):
+        launches = marks(*begins, *lines_between, ("launch_ended", 92, ends))[1]
+        found = account(
+            [span(started_at=0, stop_requested_at=70, ended_at=100, launches=launches)],
+            created_at=0,
+            until=100,
+        )
+        assert (found["training_s"], found["hung_s"]) == (training_s, hung_s)
+        assert found["flushing_s"] == flushing_s
+
+
 def test_repeated_steps_and_their_time_count_as_lost() -> None:
     first = span(
         submitted_at=0,
@@ -306,7 +331,10 @@ lines = st.tuples(
     st.floats(0, 1e6),
     st.dictionaries(
         st.sampled_from(
-            ["launch", "step", "load_s", "blocked_s", "last_step", "trained_until", "silent"]
+            [
+                *("launch", "step", "load_s", "blocked_s", "last_step", "trained_until"),
+                *("silent", "hangs_from"),
+            ]
         ),
         numbers,
     ),

@@ -10,9 +10,12 @@ from holdfast.contracts.attempt import Outcome, StopFile
 from holdfast.contracts.history import stopped_for_numerics
 from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.states import AttemptState, Cause
+from holdfast.workers.agent.ended import Ended
+from holdfast.workers.agent.node import CrashReport, NodeReport
 from holdfast.workers.agent.signals import judge
 from holdfast.workers.causes import (
     STATE_OF_CAUSE,
+    FailedSave,
     RankFailure,
     classify,
     classify_crash,
@@ -492,3 +495,101 @@ def test_a_hang_or_crash_after_a_stop_for_a_bad_loss_has_cause_numerics() -> Non
         assert with_numerics_stop(ending, "") == ending
     lost, _ = classify_crash([], lost_nodes=["n1"])
     assert with_numerics_stop(lost, reason) == lost
+
+
+FULL = "the save of step 60 failed: [Errno 28] No space left on device: step 60"
+STALE = "the save of step 60 failed: [Errno 116] Stale file handle"
+OWN = f'{TRACEBACK}:\n  File "t.py", line 1, in <module>\nValueError: bad'
+
+
+@pytest.mark.parametrize(
+    ("failures", "unsaved", "oom_kills", "cause"),
+    [
+        ([], FULL, 0, Cause.STORAGE_FULL),
+        ([], STALE, 0, Cause.INFRASTRUCTURE),
+        ([], "", 0, Cause.INFRASTRUCTURE),
+        ([], FULL, 1, Cause.HOST_OOM),
+        ([RankFailure(rank=0, exit_code=1)], FULL, 0, Cause.STORAGE_FULL),
+        ([RankFailure(rank=0, exit_code=1)], "", 0, Cause.USER_ERROR),
+        ([RankFailure(rank=0, exit_code=1, traceback=OWN)], FULL, 0, Cause.STORAGE_FULL),
+        ([RankFailure(rank=0, exit_code=-9)], FULL, 0, Cause.INFRASTRUCTURE),
+        ([RankFailure(rank=0, exit_code=-9)], FULL, 1, Cause.HOST_OOM),
+    ],
+)
+def test_a_recorded_failed_save_decides_before_any_text(
+    failures: list[RankFailure], unsaved: str, oom_kills: int, cause: Cause
+) -> None:
+    log = "json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)"
+    ending, _ = classify_crash(failures, oom_kills=oom_kills, launch_log=log, unsaved=unsaved)
+    assert ending.cause is cause
+    assert (ending.evidence[0] == unsaved) is (cause is Cause.STORAGE_FULL or unsaved == STALE)
+
+
+@pytest.mark.parametrize(
+    ("phase", "completed", "failures", "unsaved"),
+    [
+        ("SAVE", 60, [], "step 60"),
+        ("SAVE", 60, [RankFailure(rank=0, exit_code=1, traceback=OWN)], "step 60"),
+        ("DONE", 60, [RankFailure(rank=0, exit_code=1, traceback=OWN)], "step 60"),
+        # The program's own error while it trained the next step.
+        ("TRAIN", 60, [RankFailure(rank=0, exit_code=1, traceback=OWN)], ""),
+        ("TRAIN", 60, [RankFailure(rank=0, exit_code=1)], "step 60"),
+        # Training continued after that save.
+        ("TRAIN", 61, [], ""),
+        ("SAVE", 61, [], ""),
+    ],
+)
+def test_a_failed_save_explains_a_crash_only_if_nothing_was_trained_after_it(
+    phase: str, completed: int, failures: list[RankFailure], unsaved: str
+) -> None:
+    report = NodeReport(
+        exit_code=1, phases=(phase,), registered=1, alive=0, completed=completed, resumed=0
+    )
+    crash = CrashReport(failures=failures, failed_saves=[FailedSave(step=60, error="[Errno 28]")])
+    crash = CrashReport.of_all([CrashReport(), CrashReport.from_json(crash.to_json())])
+    ended = Ended(ending="crashed", exit_code=1, reports=(report,), crash_report=crash)
+    assert (unsaved in ended.unsaved) if unsaved else ended.unsaved == ""
+
+
+def test_an_error_that_found_no_room_is_named() -> None:
+    crash = CrashReport(unwritten="No space left on device: local rank 0 could not write its error")
+    ended = Ended(ending="crashed", exit_code=1, reports=(), crash_report=crash)
+    ending, _ = crash.classify(unsaved=ended.unsaved)
+    assert ending.cause is Cause.STORAGE_FULL
+
+
+@pytest.mark.parametrize(
+    ("raised", "cause"),
+    [
+        ("ValueError: storage is full of surprises", None),
+        ("AssertionError: the device is full of samples", None),
+        ("KeyError: 'weights: nan'", None),
+        ("KeyError: 'loss is inf'", None),
+        ("IndexError: Connection refused", None),
+        ("AttributeError: 'Cache' object has no attribute 'No space left on device'", None),
+        ("TypeError: NCCL error() takes no arguments", None),
+        # The same words where a system, a library or a program reports its state by them.
+        ("RuntimeError: storage is full", Cause.STORAGE_FULL),
+        ("OSError: disk is full", Cause.STORAGE_FULL),
+        ("ValueError: [Errno 28] No space left on device: '/x'", Cause.STORAGE_FULL),
+        ("ValueError: loss is nan", Cause.NUMERICS),
+        ("AssertionError: gradients are not finite", Cause.NUMERICS),
+        ("ConnectionRefusedError: [Errno 111] Connection refused", Cause.INFRASTRUCTURE),
+        ("RuntimeError: NCCL error in: ProcessGroupNCCL.cpp", Cause.INFRASTRUCTURE),
+    ],
+)
+def test_words_decide_only_in_exceptions_that_report_a_state(
+    raised: str, cause: Cause | None
+) -> None:
+    found = find_cause(f'{TRACEBACK}:\n  File "t.py", line 1, in <module>\n{raised}')
+    assert (found.rule.cause if found else None) is cause
+    failure = RankFailure(rank=0, exit_code=1, traceback=f'{TRACEBACK}:\n  File "t.py"\n{raised}')
+    ending, _ = classify_crash([failure])
+    assert ending.cause is (cause or Cause.USER_ERROR)
+
+
+@pytest.mark.parametrize("level", ["INFO", "DEBUG", "WARNING"])
+def test_lines_of_a_log_that_report_no_error_decide_nothing(level: str) -> None:
+    log = f"2026-11-26 10:00:00 {level} cache: the volume is full\n{level}:root:loss is nan\n"
+    assert find_cause(log) is None
+    assert find_cause(f"{log}t.py: write error: No space left on device") is not None

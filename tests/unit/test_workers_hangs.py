@@ -58,12 +58,10 @@ class FakeNode:
         return tuple(
             RankStatus(
                 rank=i,
-                pid=100 + i,
-                step=7,
                 phase=rank.phase,
                 silent_s=self.silent_s,
                 times=rank.times,
-                **rank.facts(self.silent_s),
+                **{"pid": 100 + i, "step": 7, **rank.facts(self.silent_s)},
             )
             for i, rank in enumerate(self.ranks)
         )
@@ -86,6 +84,7 @@ class Simulation:
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = START_S
+        self.asked: list[tuple[float, int, int]] = []
         monkeypatch.setattr(hangs, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.attempt = RunFolder(root, "tried", "u" * 32).submit(1, 2, 0.0)
         request = read_document(Request, self.attempt.request)
@@ -102,6 +101,7 @@ class Simulation:
         `pause`: (at, for) seconds in which this agent did not run.
         """
         node = FakeNode(ranks)
+        self.asked = node.asked
         while node.silent_s < until_s:
             self.now += LOOK_S
             node.silent_s += LOOK_S
@@ -129,6 +129,15 @@ def changing_every(seconds: float) -> Callable[[float], str]:
     return lambda silent_s: f"part {silent_s // seconds}"
 
 
+def in_one_function(cpu_share: float = 0.0) -> Callable[[float], dict[str, Any]]:
+    """The main thread stays in its functions, whatever its variables do."""
+    return lambda silent_s: {"functions": "same", "computed_s": cpu_share * silent_s}
+
+
+def unregistered(silent_s: float) -> dict[str, Any]:
+    return {"pid": 0, "step": -1}
+
+
 @pytest.mark.parametrize(
     ("ranks", "first_s", "last_s"),
     [
@@ -139,6 +148,15 @@ def changing_every(seconds: float) -> Callable[[float], str]:
         ([Rank("eval"), Rank("eval")], 120.0, 150.0),
         ([Rank("eval"), Rank("eval", facts=lambda s: {"cpu_s": s})], 360.0, 420.0),
         ([WAITING, Rank("compile", times=None)], 1800.0, 1900.0),
+        # A wait with a deadline, as for a data loader: only variables change.
+        ([WAITING, Rank(digest=changing_every(5.0), stack=in_one_function())], 30.0, 40.0),
+        ([Rank(digest=changing_every(0.1), stack=in_one_function(0.01))] * 2, 30.0, 40.0),
+        # In a phase in which a rank works alone, variables count for half an hour.
+        (
+            [WAITING, Rank("eval", digest=changing_every(5.0), stack=in_one_function())],
+            1800.0,
+            1900.0,
+        ),
         # Storage that never answers is finally given up.
         ([WAITING, Rank(stack=lambda s: {"on_storage": True})], 1800.0, 1900.0),
         ([WAITING, Rank(digest=lambda s: "")], 1800.0, 1900.0),
@@ -171,6 +189,8 @@ def test_a_hang_is_suspected_soon_and_ended_in_bounded_time(
         # Slow work in parts, each almost as long as the limit of a hang.
         ([WAITING, Rank(digest=changing_every(13.0))], 3000.0),
         ([WAITING, Rank("eval", digest=changing_every(50.0))], 3000.0),
+        # A shuffle of an epoch in pure Python, which stays in one function.
+        ([WAITING, Rank(digest=changing_every(0.1), stack=in_one_function(0.9))], 3000.0),
         # A load that reads 100 kB per second, and a save that writes as much.
         ([WAITING, Rank("load", facts=lambda s: {"io_bytes": int(s * 1e5)})], 3000.0),
         ([Rank("save", facts=lambda s: {"io_bytes": int(s * 1e5)})] * 2, 3000.0),
@@ -197,6 +217,34 @@ def test_ranks_that_exit_slowly_are_not_suspected(simulation: Simulation) -> Non
     leaving = Rank("done", times=None, stack=lambda s: gone)
     assert simulation.run([leaving, leaving], 60.0) is None
     assert simulation.events(EventKind.HANG_SUSPECTED) == []
+
+
+@pytest.mark.parametrize(
+    ("rank", "suspected_s"),
+    [
+        # After half of the limit of the phase `start`.
+        (Rank("start", times=None, facts=unregistered), 900.0),
+        (Rank("start", None, changing_every(1.0), unregistered, in_one_function()), 900.0),
+        # The program has no session and works.
+        (Rank("start", None, changing_every(1.0), unregistered, in_one_function(0.5)), None),
+        # A slow compiler of an extension is given up after half an hour.
+        (Rank("start", None, facts=unregistered, stack=lambda s: {"helpers_cpu_s": s}), 1800.0),
+        # Nobody can read the stacks, for example because torchrun has not started the ranks.
+        (Rank("start", None, facts=unregistered, stack=lambda s: {"top": ()}), None),
+    ],
+)
+def test_ranks_that_never_register_are_suspected_once_and_never_ended(
+    simulation: Simulation, rank: Rank, suspected_s: float | None
+) -> None:
+    assert simulation.run([rank, rank], 3000.0) is None
+    suspected = simulation.events(EventKind.HANG_SUSPECTED)
+    assert len(suspected) == (suspected_s is not None)
+    for event in suspected:
+        assert suspected_s is not None
+        assert suspected_s <= event.data["silent"][0]["silent_s"] <= suspected_s + 60.0
+        assert event.data["finding"].startswith("no rank has made a Session for ")
+    # Each look at a program that works comes after twice the time.
+    assert len({dump for _, dump, _ in simulation.asked}) <= 3
 
 
 def test_time_in_which_the_agent_did_not_run_does_not_count(simulation: Simulation) -> None:

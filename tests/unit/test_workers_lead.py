@@ -25,6 +25,7 @@ from holdfast.contracts.journal import Event, EventKind, JournalWriter, read_jou
 from holdfast.contracts.rank_status import Proposal
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.agent.context import load_context
+from holdfast.workers.agent.ended import Ended
 from holdfast.workers.agent.lead import Lead
 from holdfast.workers.agent.node import CrashReport, NodeReport
 from holdfast.workers.agent.node_group import AGREE_WAIT_S
@@ -478,3 +479,27 @@ def test_an_agent_raises_its_descriptor_limit_to_the_maximum() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "True\n", done.stderr
+
+
+def test_hangs_of_earlier_attempts_count_against_the_budget(tmp_path: Path) -> None:
+    """Five hangs are allowed, so the sixth is not restarted in place."""
+    attempt = RunFolder(tmp_path, "quick", "1" * 32).submit(1, 1, 0.0)
+    given = load_context(attempt.request)
+    for before, may_restart in ((4, True), (5, False)):
+        request = given.request.model_copy(update={"hangs_before": before})
+        context = dataclasses.replace(given, request=request)
+        with JournalWriter(attempt.node_journal(0)) as journal:
+            node = cast(NodeRuntime, SteadyNode("n0"))
+            lead = Lead(context, SignalBox(), journal, node, None)
+            ended = Ended(
+                ending="hung",
+                exit_code=None,
+                reports=(node.report(),),
+                crash_report=CrashReport(),
+                hang=("every rank is silent",),
+            )
+            lead.launches.append(ended.record(1, 0.0))
+            assert lead._may_restart(ended, 0) is may_restart
+            assert lead.launches[-1].cause is Cause.HANG
+            lead.close()
+    assert "hung 6 times, 5 allowed" in lead.verdict

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from tests.histories import NOW, attempt_of, growing, history_of, spec_of
 
-from holdfast.contracts.attempt import SubmissionTry
+from holdfast.contracts.attempt import LaunchRecord, SubmissionTry
+from holdfast.contracts.history import AttemptView
 from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.workers.causes import RankFailure, classify_crash
+from holdfast.workers.causes import RankFailure, classify_crash, hung_ending
 from holdfast.workers.exclusions import EXCLUDE_S, excluded_hosts
 from holdfast.workers.policy import (
     BACKOFF_S_MAX,
@@ -20,6 +21,7 @@ from holdfast.workers.policy import (
     UNLIMITED,
     decide,
     decide_in_place,
+    spent_on,
     wait_after_refusal,
 )
 from holdfast.workers.sizes import allowed_sizes, problem_with
@@ -55,6 +57,52 @@ def test_every_cause_relaunches_as_often_as_its_budget_allows(cause: Cause) -> N
         decision = decide(beyond, None, now=NOW)
         assert decision.action == "stop"
         assert decision.reason
+
+
+def test_hangs_that_were_restarted_in_place_use_up_the_budget() -> None:
+    def hung(number: int, *causes: Cause) -> AttemptView:
+        attempt = attempt_of(spec, number, causes[-1], committed=number * 10)
+        assert attempt.outcome is not None
+        launches = tuple(
+            LaunchRecord(number=n, started_at=0, cause=cause) for n, cause in enumerate(causes, 1)
+        )
+        outcome = attempt.outcome.model_copy(update={"launches": launches})
+        return dataclasses.replace(attempt, outcome=outcome)
+
+    spec = spec_of(supervision={"budgets": {"hang": 3}})
+    hang, crash, taken = Cause.HANG, Cause.INFRASTRUCTURE, Cause.PREEMPTION
+    history = history_of(spec, hung(1, hang, crash, hang, taken), hung(2, hang))
+    assert spent_on(history, Cause.HANG) == 3
+    assert decide(history, None, now=NOW).action == "relaunch"
+    # The agent of the next attempt knows that number, so it restarts nothing.
+    ending = hung_ending(["every rank is silent"])
+    assert decide_in_place(ending, restarts=0, restarts_max=3, hangs=3, hangs_max=3).action == (
+        "restart"
+    )
+    assert decide_in_place(ending, restarts=0, restarts_max=3, hangs=4, hangs_max=3).action == (
+        "stop"
+    )
+    last = decide(history_of(spec, *history.attempts, hung(3, hang)), None, now=NOW)
+    assert (last.action, last.reason[:27]) == ("stop", "hang (4 times, 3 allowed): ")
+
+
+def test_full_storage_is_tried_again_only_where_the_next_attempt_resumes_further_on() -> None:
+    spec = spec_of()
+    full = Cause.STORAGE_FULL
+    says = "the save of step 60 failed: [Errno 28] No space left on device"
+    cases = [
+        (attempt_of(spec, 1, full, steps=(1, 60), evidence=(says,)), "stop"),
+        (attempt_of(spec, 1, full, steps=(1, 60), committed=40, evidence=(says,)), "relaunch"),
+        # It ended before its first step, so nothing is trained twice.
+        (attempt_of(spec, 1, full, evidence=(says,)), "relaunch"),
+    ]
+    for attempt, action in cases:
+        decision = decide(history_of(spec, attempt), None, now=NOW)
+        assert decision.action == action
+        if action == "stop":
+            assert says in decision.reason
+            assert "holdfast prune r`" in decision.reason
+            assert "holdfast relaunch r`" in decision.reason
 
 
 def test_an_attempt_that_was_never_submitted_changes_no_decision() -> None:

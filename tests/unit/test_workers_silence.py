@@ -127,6 +127,12 @@ def test_a_busy_rank_gets_more_time_except_in_training() -> None:
 LONG_S = silence.FAINT_SIGNS_S
 
 
+def one_function(digest: str, *, phase: str = "train", **stack: Any) -> Sample:
+    """A sample of a rank that stays in its function `f`, 10 s after one with the digest `a`."""
+    at = 0.0 if digest == "a" and not stack else 10.0
+    return sample(at, look(phase=phase), digest=digest, **{"functions": "f", **stack})
+
+
 @pytest.mark.parametrize(
     ("before", "after", "has_sign"),
     [
@@ -146,6 +152,20 @@ LONG_S = silence.FAINT_SIGNS_S
         (sample(0, look()), sample(10, look(silent_s=LONG_S), helpers_io_bytes=1 << 20), False),
         (sample(0, look()), sample(10, look(), on_storage=True), True),
         (sample(0, look()), sample(10, look(silent_s=LONG_S), on_storage=True), False),
+        # Only variables have changed: a sign with CPU time, and a weak one where it works alone.
+        (one_function("a"), one_function("b"), False),
+        (one_function("a"), one_function("b", computed_s=0.4), False),
+        (one_function("a"), one_function("b", computed_s=0.6), True),
+        (one_function("a"), one_function("a", computed_s=9.0), False),
+        (one_function("a", phase="eval"), one_function("b", phase="eval"), True),
+        (one_function("a"), one_function("a", functions="g"), True),
+        # Stacks that py-spy and faulthandler read in turn say nothing about the rank.
+        (
+            sample(0, look(), digest="a", source="py-spy"),
+            sample(10, look(silent_s=LONG_S), digest="b", source="faulthandler"),
+            False,
+        ),
+        (sample(0, look(), digest=""), sample(10, look(silent_s=LONG_S)), False),
         # A rank whose stack cannot be read is not proven to hang; a rank that is gone is.
         (sample(0, look(), digest=""), sample(10, look(), digest=""), True),
         (sample(0, look(), digest=""), sample(10, look(silent_s=LONG_S), digest=""), False),
@@ -326,7 +346,9 @@ def test_local_variables_change_the_digest_and_are_never_written() -> None:
     assert "424242" not in text
     assert "(main, idle)" in text
     assert read_py_spy(0, 77, spied(424242))[0] == first
-    assert read_py_spy(0, 77, spied(5))[0].digest != first.digest
+    changed = read_py_spy(0, 77, spied(5))[0]
+    assert changed.digest != first.digest
+    assert changed.functions == first.functions
     assert read_py_spy(0, 77, spied(424242, helper_line=2))[0].digest == first.digest
     assert read_py_spy(0, 77, spied(424242, helper_line=2, active=True))[0].digest != first.digest
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.digests import FileChecksum
-from holdfast.contracts.durable import fsync_directory, make_directory
+from holdfast.contracts.durable import STORAGE_FULL, fsync_directory, make_directory
 from holdfast.contracts.errors import SaveError
 from holdfast.contracts.manifest import FileEntry
 from holdfast.contracts.paths import MANIFEST, RunPaths
@@ -29,7 +29,7 @@ from holdfast.trainer.flusher.commit import (
     committer_of,
     leave_failure,
 )
-from holdfast.trainer.flusher.space_guard import NO_SPACE, Need, SpaceGuard, with_advice
+from holdfast.trainer.flusher.space_guard import Need, SpaceGuard, with_advice
 from holdfast.trainer.placed import find_commit, is_saving_folder
 from holdfast.trainer.staging.slot_table import FilePlace, SlotTable
 
@@ -120,7 +120,7 @@ def _write_with_retry(
     try:
         return try_it()
     except OSError as problem:
-        if problem.errno not in NO_SPACE:
+        if problem.errno not in STORAGE_FULL:
             raise
         _discard(table.directory, images, written)
         written.clear()

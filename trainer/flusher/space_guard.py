@@ -20,7 +20,6 @@ from holdfast.trainer.staging.slot_table import SlotTable
 
 MARGIN_BYTES_MAX: Final = 64 * 1024 * 1024
 ANSWER_WAIT_S: Final = 120.0
-NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from holdfast.contracts.attempt import LaunchRecord
 from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.rank_status import NOWHERE
 from holdfast.workers.agent.node import CrashReport, NodeReport
+
+# The phases of a rank that only saves, or has left.
+_PAST_TRAINING: Final = frozenset({"SAVE", "STOP", "DONE"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,21 @@ class Ended:
     def gained(self) -> bool:
         """True if this launch finished a step that was not finished before."""
         return self.completed > self.resumed
+
+    @property
+    def unsaved(self) -> str:
+        """The recorded error that decides why this launch crashed, or ''.
+
+        It is that of a save after which nothing was trained, if the ranks had ended training or
+        left no error of their own.
+        """
+        phases = [phase for report in self.reports for phase in report.phases]
+        is_past_training = bool(phases) and _PAST_TRAINING.issuperset(phases)
+        crash = self.crash_report
+        if any(failure.text for failure in crash.failures) and not is_past_training:
+            return ""
+        last = [save for save in crash.failed_saves if save.step >= self.completed]
+        return str(last[0]) if last else crash.unwritten
 
     def record(self, number: int, started_at: float) -> LaunchRecord:
         """Return the record of this launch, which has just ended, for the attempt's outcome."""

@@ -9,6 +9,7 @@ number of samples and kept dumps, and how often suspicions may occur.
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -36,6 +37,8 @@ GAP_S_MIN: Final = 1.0
 GAP_VARIES: Final = 0.618
 # How many samples in a row must show no sign of life.
 STILL_SAMPLES_MIN: Final = 5
+# As many for a suspicion while no rank has registered.
+START_STILL_SAMPLES: Final = 2
 # A look at a rank takes microseconds. With thousands of ranks it is not done at every turn.
 LOOK_S_MIN: Final = 0.25
 LOOK_S_PER_RANK: Final = 1e-4
@@ -94,6 +97,8 @@ class HangWatch:
     def __init__(self, request: Request, attempt: AttemptPaths, journal: JournalWriter) -> None:
         self.evidence: tuple[str, ...] = ()
         self._is_on = request.supervision.hangs
+        # A program that saves by itself has no session, so none of its ranks ever registers.
+        self._has_session = not request.program.is_watched
         self._silence_limits = SilenceLimits(request.supervision.silence_s)
         self._world_size = request.world_size
         self._ranks_per_node = request.ranks_per_node
@@ -104,12 +109,15 @@ class HangWatch:
         self._quiet_until = 0.0
         self._doublings = 0
         self._stragglers = Stragglers()
+        # How long no rank had registered when that was last examined.
+        self._start_examined_s = 0.0
         self._straggler_at = 0.0
         self._looked_at = self._awake_since = time.monotonic()
 
     def begin(self, launch: int) -> None:
         """Start a new launch, without suspicions."""
         self._launch, self._open, self.evidence = launch, None, ()
+        self._start_examined_s = 0.0
         self._stragglers = Stragglers()
         self._looked_at = self._awake_since = time.monotonic()
         self._straggler_at = self._looked_at + STRAGGLER_WINDOW_S
@@ -129,6 +137,8 @@ class HangWatch:
         if not self._is_on or len(statuses) < self._world_size:
             return False
         self._name_stragglers(statuses, now)
+        if not silence.have_registered(statuses):
+            return self._look_at_start(nodes, reports, statuses, now)
         silent = silence.suspects(statuses, self._silence_limits)
         if self._open is None:
             if silent and now >= self._quiet_until:
@@ -141,6 +151,49 @@ class HangWatch:
             self._close(now)
         elif now >= self._open.next_at:
             self._ask(self._open, nodes, statuses, now)
+        return False
+
+    def silent_s(self, nodes: Sequence[WatchedNode], reports: Mapping[str, WatchedReport]) -> float:
+        """Return for how long all ranks have been silent, or 0.0 if that is usual for one of them.
+
+        It counts without the proof that ends ranks, for a launch that ends otherwise.
+        """
+        awake_s = time.monotonic() - self._awake_since
+        statuses = self._statuses(nodes, reports, awake_s) if nodes else []
+        silent = silence.suspects(statuses, self._silence_limits)
+        if not silent or len(silent) < len(statuses) or silence.have_left(statuses):
+            return 0.0
+        return min(status.silent_s for status in silent)
+
+    def _look_at_start(
+        self,
+        nodes: Sequence[WatchedNode],
+        reports: Mapping[str, WatchedReport],
+        statuses: list[RankStatus],
+        now: float,
+    ) -> bool:
+        """Examine ranks of which none has registered. They are suspected, and never ended.
+
+        An import may hang, or the program has no session. Samples without a sign of life are a
+        suspicion. After a sign of life, the next look comes when the silence has doubled.
+        """
+        silent = silence.silent_ranks(statuses, self._silence_limits)
+        silent_s = max((status.silent_s for status in silent), default=0.0)
+        open_ = self._open
+        if open_ is None:
+            if self._has_session and silent and silent_s >= 2 * self._start_examined_s:
+                self._open = _Suspicion(dump=self._next_dump())
+                self._ask(self._open, nodes, statuses, now)
+        elif open_.asked > open_.taken:
+            self._await_sample(open_, nodes, reports, statuses, now)
+            shows_life = open_.taken > 1 and open_.still_samples == 0
+            if open_.is_journaled or shows_life or open_.taken > STILL_SAMPLES_MIN:
+                self._start_examined_s = math.inf if open_.is_journaled else silent_s
+                if not open_.is_journaled:
+                    self._groundless.append(open_.dump)
+                self._open = None
+        elif now >= open_.next_at:
+            self._ask(open_, nodes, statuses, now)
         return False
 
     @staticmethod
@@ -192,12 +245,16 @@ class HangWatch:
             open_.still_since, open_.still_samples = sample.at, 0
         else:
             open_.still_samples += 1
+        # Nobody says when ranks that import their program should have finished.
+        have_registered = silence.have_registered(sample.statuses)
+        is_clear = have_registered or open_.still_samples >= START_STILL_SAMPLES
         # Ranks that are exiting have no stacks left, and their silence is expected.
-        if not open_.is_journaled and any(stack.top for stack in sample.stacks.values()):
+        has_stacks = any(stack.top for stack in sample.stacks.values())
+        if is_clear and has_stacks and not open_.is_journaled:
             self._journal_finding(EventKind.HANG_SUSPECTED, open_, statuses)
             open_.is_journaled = True
         open_.next_at = now + self._gap_s(statuses, sample_number=open_.taken)
-        if before is None or open_.still_samples < STILL_SAMPLES_MIN:
+        if before is None or not have_registered or open_.still_samples < STILL_SAMPLES_MIN:
             return False
         still_s = sample.at - max(open_.still_since, self._awake_since)
         busy = silence.busy_ranks(before, sample)
@@ -238,6 +295,8 @@ class HangWatch:
         worst = sorted(silent or statuses, key=lambda status: -status.silent_s)[:SILENT_NAMED_MAX]
         stacks = list(open_.last.stacks.values()) if open_.last else []
         finding = find_blame(stacks, {k.rank: k.step for k in statuses})
+        if not silence.have_registered(statuses):
+            finding = f"no rank has made a Session for {worst[0].silent_s:.0f} s; {finding}"
         self._journal.append(
             kind,
             attempt=self._attempt.number,

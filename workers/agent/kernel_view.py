@@ -30,13 +30,15 @@ def waits_for_others(pid: int) -> bool:
 class Below:
     """A process and those below it.
 
-    `on_storage` is True if a thread of them waits for storage. `cpu_s` and `io_bytes` are the CPU
-    seconds and the I/O of the processes below.
+    `computed_s` are the CPU seconds of its main thread. `on_storage` is True if a thread of them
+    waits for storage. `cpu_s` and `io_bytes` are the CPU seconds and the I/O of the processes
+    below.
     """
 
     on_storage: bool
     cpu_s: float
     io_bytes: int
+    computed_s: float = 0.0
 
 
 def look_below(pid: int) -> Below:
@@ -45,8 +47,10 @@ def look_below(pid: int) -> Below:
     The CPU time of processes that have ended and were waited for is included.
     """
     below = descendants(pid)
-    ticks = sum(_ticks(pid)[2:4]) + sum(sum(_ticks(number)) for number in below)
+    own = Path(f"/proc/{pid}")
+    ticks = sum(_ticks(own)[2:4]) + sum(sum(_ticks(Path(f"/proc/{n}"))) for n in below)
     return Below(
+        computed_s=sum(_ticks(own / "task" / str(pid))[:2]) / _TICKS_PER_S,
         on_storage=any(_waits_for_storage(number) for number in (pid, *below)),
         cpu_s=ticks / _TICKS_PER_S,
         io_bytes=sum(_moved_bytes(number) for number in below),
@@ -72,9 +76,9 @@ def _threads(pid: int) -> list[Path]:
         return []
 
 
-def _ticks(pid: int) -> list[int]:
-    """Return user and system time of a process, then those of its ended children."""
-    fields = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+def _ticks(place: Path) -> list[int]:
+    """Return user and system time of a process or thread, then those of its ended children."""
+    fields = _read(place / "stat").rpartition(")")[2].split()
     return [int(field) for field in fields[11:15]]
 
 

@@ -131,6 +131,7 @@ class Lead:
         self.group.forget_reports()
         ending = self._watch()
         trained_until = time.time()
+        silent_s = self._hangs.silent_s(self.group.nodes, self.group.reports)
         ended = self._end_launch(ending, number)
         self._journal.append(
             EventKind.LAUNCH_ENDED,
@@ -140,6 +141,7 @@ class Lead:
             exit_code=ended.exit_code,
             last_step=ended.completed if ended.gained else None,
             trained_until=trained_until,
+            hangs_from=trained_until - silent_s if silent_s else None,
         )
         self.launches.append(ended.record(number, started_at))
         return ended
@@ -303,13 +305,16 @@ class Lead:
 
     def _may_restart(self, ended: Ended, restarts: int) -> bool:
         """Decide about another launch, and journal the decision."""
+        ending = self.bad_ending(ended)[0]
+        self.launches[-1] = self.launches[-1].model_copy(update={"cause": ending.cause})
         decision = decide_in_place(
-            self.bad_ending(ended)[0],
+            ending,
             restarts=restarts,
             restarts_max=self._supervision.restarts_in_place,
             lost_nodes=self.group.lost,
             gained_steps=ended.gained,
-            hangs=sum(one.ending == "hung" for one in self.launches),
+            hangs=self.context.request.hangs_before
+            + sum(one.cause is Cause.HANG for one in self.launches),
             hangs_max=self._supervision.budgets.get(Cause.HANG, BUDGETS[Cause.HANG]),
             rolled_back=goes_on_after_numerics(*self._last_events()),
         )
@@ -322,7 +327,7 @@ class Lead:
         if ended.hang:
             ending, first = hung_ending(ended.hang), None
         else:
-            ending, first = ended.crash_report.classify(self.group.lost)
+            ending, first = ended.crash_report.classify(self.group.lost, ended.unsaved)
         return with_numerics_stop(ending, stopped_for_numerics(*self._last_events())), first
 
     def _last_events(self) -> tuple[list[Event], int, int]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import traceback
 from pathlib import Path
 
 from holdfast.contracts.channel import ChannelHost
 from holdfast.contracts.descriptors import raise_descriptor_limit
 from holdfast.contracts.errors import InterfaceError
 from holdfast.contracts.journal import JournalWriter
+from holdfast.workers.agent.agent_journal import AgentJournal
 from holdfast.workers.agent.claim import claim
 from holdfast.workers.agent.context import AgentContext, load_context
 from holdfast.workers.agent.interface import addresses_of
@@ -33,14 +33,14 @@ def run_agent(request_path: str) -> str:
     context = load_context(Path(request_path))
     if not context.is_lead:
         return run_member_agent(context, signals)
-    with JournalWriter(context.attempt.node_journal(0)) as journal:
+    with AgentJournal(context) as journal:
         if not claim(context, journal):
             return f"attempt {context.attempt.number} belongs to another job"
         try:
             return _lead(context, signals, journal)
-        except Exception:
+        except Exception as error:
             # Whatever the error, write an outcome, so that the attempt's cause is known.
-            leave_outcome(context, failed_outcome(context, traceback.format_exc()), journal)
+            leave_outcome(context, failed_outcome(context, error), journal)
             raise
 
 

@@ -13,7 +13,7 @@ from holdfast.workers.agent.health import HealthFinding
 from holdfast.workers.agent.notices.notice import Notice
 from holdfast.workers.agent.silence import RankStatus
 from holdfast.workers.agent.stacks import StackSample
-from holdfast.workers.causes import Ending, RankFailure, classify_crash
+from holdfast.workers.causes import Ending, FailedSave, RankFailure, classify_crash
 from holdfast.workers.root_probe import RootProblem
 
 
@@ -77,20 +77,26 @@ class NodeReport:
 class CrashReport:
     """What is known about the crash of one node or of all nodes.
 
-    `launch_log` is the end of torchrun's log if it named no rank.
+    `launch_log` is the end of torchrun's log if it named no rank. `failed_saves` are those of the
+    launch. `unwritten` says that the storage had no room for the error of a rank.
     """
 
     failures: list[RankFailure] = field(default_factory=list)
     oom_kills: int = 0
     launch_log: str = ""
+    failed_saves: list[FailedSave] = field(default_factory=list)
+    unwritten: str = ""
 
-    def classify(self, lost_nodes: Sequence[str] = ()) -> tuple[Ending, RankFailure | None]:
+    def classify(
+        self, lost_nodes: Sequence[str] = (), unsaved: str = ""
+    ) -> tuple[Ending, RankFailure | None]:
         """Return how training ended, and the rank that failed first."""
         return classify_crash(
             self.failures,
             oom_kills=self.oom_kills,
             lost_nodes=lost_nodes,
             launch_log=self.launch_log,
+            unsaved=unsaved,
         )
 
     @classmethod
@@ -100,6 +106,8 @@ class CrashReport:
             failures=[failure for report in crash_reports for failure in report.failures],
             oom_kills=sum(report.oom_kills for report in crash_reports),
             launch_log=next((r.launch_log for r in crash_reports if r.launch_log), ""),
+            failed_saves=[save for report in crash_reports for save in report.failed_saves],
+            unwritten=next((r.unwritten for r in crash_reports if r.unwritten), ""),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -108,7 +116,8 @@ class CrashReport:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> CrashReport:
         failures = [RankFailure(**failure) for failure in data["failures"]]
-        return cls(**{**data, "failures": failures})
+        failed_saves = [FailedSave(**save) for save in data.get("failed_saves", ())]
+        return cls(**{**data, "failures": failures, "failed_saves": failed_saves})
 
 
 class Node(NodePort, Protocol):

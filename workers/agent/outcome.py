@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+import traceback
 from dataclasses import replace
 
 from holdfast.contracts.attempt import LaunchRecord, Outcome, create_document
+from holdfast.contracts.durable import STORAGE_FULL
 from holdfast.contracts.journal import Event, EventKind, JournalWriter, read_journal
 from holdfast.contracts.manifest import Manifest
 from holdfast.contracts.states import AttemptState, Cause
@@ -17,6 +19,7 @@ from holdfast.workers.agent.stale_outcome import quarantine_stale_outcome
 from holdfast.workers.agent.stops import StopRequest
 from holdfast.workers.causes import STATE_OF_CAUSE, Ending, RankFailure
 from holdfast.workers.checkpoints import newest_committed
+from holdfast.workers.runs import with_reserve
 
 
 def build_outcome(lead: Lead) -> Outcome:
@@ -108,14 +111,15 @@ def judge_ending(lead: Lead) -> tuple[Ending, RankFailure | None]:
     return _stopped(stop_request), None
 
 
-def failed_outcome(context: AgentContext, traceback: str) -> Outcome:
+def failed_outcome(context: AgentContext, error: Exception) -> Outcome:
     """Return the outcome for a failure of the agent itself."""
     committed = newest_committed(context.run, context.attempt.number)
-    last = next((ln for ln in reversed(traceback.splitlines()) if ln.strip()), "")
+    is_full = isinstance(error, OSError) and error.errno in STORAGE_FULL
+    last = "".join(traceback.format_exception_only(error)).strip()
     return Outcome(
         attempt=context.attempt.number,
         state=AttemptState.FAILED,
-        cause=Cause.INFRASTRUCTURE,
+        cause=Cause.STORAGE_FULL if is_full else Cause.INFRASTRUCTURE,
         evidence=(f"the agent of node 0 failed: {last}",),
         job_id=context.job_id,
         hosts=(context.host,),
@@ -123,14 +127,17 @@ def failed_outcome(context: AgentContext, traceback: str) -> Outcome:
         committed_step=committed.step if committed else None,
         started_at=context.started_at,
         ended_at=time.time(),
-        traceback=traceback,
+        traceback="".join(traceback.format_exception(error)),
     )
 
 
 def leave_outcome(context: AgentContext, outcome: Outcome, journal: JournalWriter) -> None:
-    """Write `outcome.json` once; an outcome of another attempt is renamed first."""
+    """Write `outcome.json` once; an outcome of another attempt is renamed first.
+
+    On full storage it takes the run's reserve, because nothing else says why the attempt ended.
+    """
     quarantine_stale_outcome(context.attempt, journal)
-    create_document(context.attempt.outcome, outcome)
+    with_reserve(context.run, lambda: create_document(context.attempt.outcome, outcome))
 
 
 def _stopped(stop_request: StopRequest, detail: str = "") -> Ending:

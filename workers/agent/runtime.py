@@ -12,6 +12,7 @@ from typing import Any
 from holdfast.contracts.agreement import StatusPort
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.paths import CheckpointName
 from holdfast.contracts.rank_status import NOWHERE, RankStatusTable
 from holdfast.contracts.secrets import plain_part
 from holdfast.workers.agent.context import AgentContext
@@ -28,7 +29,7 @@ from holdfast.workers.agent.rank_watch import RankWatch
 from holdfast.workers.agent.stacks import StackTaker, Target
 from holdfast.workers.agent.torchrun import Torchrun
 from holdfast.workers.agent.warm_standby import WarmStandby, has_memory_for
-from holdfast.workers.causes import RankFailure
+from holdfast.workers.causes import FailedSave, RankFailure
 from holdfast.workers.heartbeats import RankBeat
 from holdfast.workers.root_probe import RootProblem, check_folder, race
 
@@ -283,7 +284,22 @@ class NodeRuntime(StatusPort):
             return CrashReport(oom_kills=kills)
         failures = self._torchrun.failures()
         log = "" if failures else self._torchrun.log_tail()
-        return CrashReport(failures=failures, oom_kills=kills, launch_log=log)
+        return CrashReport(
+            failures=failures,
+            oom_kills=kills,
+            launch_log=log,
+            failed_saves=self._failed_saves(),
+            unwritten="" if failures else self._torchrun.unwritten_error(),
+        )
+
+    def _failed_saves(self) -> list[FailedSave]:
+        """Return the failed saves of the launch. The flusher reports them without any storage."""
+        return [
+            FailedSave(step=int(message["step"]), error=str(message["error"]))
+            for message in self.flusher_supervisor.flushed.failed
+            if (name := CheckpointName.parse(str(message["checkpoint"])))
+            and name.launch == self.heartbeat.launch
+        ]
 
     def close(self) -> None:
         """End everything that this agent started; the flusher first finishes what is sealed."""

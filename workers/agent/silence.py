@@ -2,8 +2,9 @@
 
 A suspicion comes early and only costs taking stacks. Ending the ranks requires much more: every
 rank is silent for longer than its phase allows, and for half of that no sample shows a sign of life
-of any rank. So slow ranks continue. A rank that computes, reads or writes shows another stack,
-other local variables or more bytes in the next sample. A wait for a disk is detected.
+of any rank. So slow ranks continue. A rank that computes, reads or writes shows other functions in
+its stack, other local variables and CPU time, or more bytes in the next sample. A changed variable
+alone is none: a wait with a time limit has a deadline. A wait for a disk is detected.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ BUSY_FACTOR: Final = 3.0
 # that compute or read, and a rank whose stacks could not be read.
 FAINT_SIGNS_S: Final = 1800.0
 PROGRESS_BYTES: Final = 1 << 18
+# A main thread that uses at least this share of a CPU computes. One that wakes to look at a queue
+# uses a thousandth.
+COMPUTES_SHARE: Final = 0.05
 STEPS_ENOUGH: Final = 5
 
 
@@ -131,19 +135,30 @@ def _is_calibrated(phase: str, times: PhaseTimes | None) -> bool:
     return times is not None and (phase != "train" or times.count >= STEPS_ENOUGH)
 
 
-def watched(statuses: Sequence[RankStatus]) -> list[RankStatus]:
-    """Return the ranks whose silence counts: none while no rank has ever registered.
+def have_registered(statuses: Sequence[RankStatus]) -> bool:
+    """Return True once a rank has registered.
 
-    A program without a session never registers and cannot be judged.
+    Before that, the ranks may still import their program, or the program has no session. Then they
+    can be suspected, and are never ended.
     """
-    return list(statuses) if any(status.pid for status in statuses) else []
+    return any(status.pid for status in statuses)
+
+
+def have_left(statuses: Sequence[RankStatus]) -> bool:
+    """Return True if a rank has stopped or finished."""
+    return any(status.phase in _LEFT for status in statuses)
 
 
 def suspects(statuses: Sequence[RankStatus], limits: SilenceLimits) -> list[RankStatus]:
-    """Return the ranks that are silent for longer than usual."""
+    """Return the ranks that are silent for longer than usual, once a rank has registered."""
+    return silent_ranks(statuses, limits) if have_registered(statuses) else []
+
+
+def silent_ranks(statuses: Sequence[RankStatus], limits: SilenceLimits) -> list[RankStatus]:
+    """Return the ranks that are silent for longer than usual, even if none has registered."""
     # The ranks of a node share their times, so each limit is computed once per node.
     found, limits_s = [], dict[tuple[str, int], float]()
-    for status in watched(statuses):
+    for status in statuses:
         key = (status.phase, id(status.times))
         if key not in limits_s:
             limits_s[key] = limits.suspect_s(status.phase, status.times)
@@ -160,11 +175,6 @@ class Sample:
     statuses: Sequence[RankStatus]
     stacks: Mapping[int, RankStack]
 
-    def digest(self, rank: int) -> str:
-        """Return a digest that changes while the rank works, or '' if its stacks are missing."""
-        stack = self.stacks.get(rank)
-        return stack.digest if stack else ""
-
 
 def left_to_wait_s(
     statuses: Sequence[RankStatus],
@@ -177,11 +187,10 @@ def left_to_wait_s(
     No sample has shown a sign of life of any rank for `still_s`. The `busy` ranks computed since
     the last sample. A rank known to be dead shortens the wait.
     """
-    seen = watched(statuses)
-    if dead_peers(seen):
+    if dead_peers(statuses):
         return max(0.0, DEAD_PEER_S - still_s)
     left = [0.0]
-    for status in seen:
+    for status in statuses:
         limit_s = limits.end_s(status.phase, status.times)
         limit_s *= BUSY_FACTOR if status.rank in busy else 1.0
         left += [limit_s - status.silent_s, STILL_SHARE * limit_s - still_s]
@@ -218,7 +227,7 @@ def signs_of_life(before: Sample, after: Sample) -> list[int]:
     former = {status.rank: status for status in before.statuses}
     return [
         status.rank
-        for status in watched(after.statuses)
+        for status in after.statuses
         if _made_progress(former.get(status.rank), status, before, after)
         or (status.silent_s < FAINT_SIGNS_S and _may_be_working(status, before, after))
     ]
@@ -232,16 +241,33 @@ def _made_progress(
         was is None
         or (was.pid, was.phase, was.step) != (status.pid, status.phase, status.step)
         or status.io_bytes - was.io_bytes >= PROGRESS_BYTES
-        or before.digest(status.rank) != after.digest(status.rank)
+        or _works(before.stacks.get(status.rank), after.stacks.get(status.rank), after, before)
     )
+
+
+def _works(was: RankStack | None, stack: RankStack | None, after: Sample, before: Sample) -> bool:
+    """Return True if the stacks show work: other functions, or computing in other variables."""
+    if was is None or stack is None or not _are_comparable(was, stack):
+        return False
+    computes = stack.computed_s - was.computed_s >= COMPUTES_SHARE * (after.at - before.at)
+    if stack.functions and not computes:
+        return was.functions != stack.functions
+    return was.digest != stack.digest
+
+
+def _are_comparable(was: RankStack, stack: RankStack) -> bool:
+    """Return True if both stacks could be read, and in the same way."""
+    return bool(was.digest and stack.digest) and was.source == stack.source
 
 
 def _may_be_working(status: RankStatus, before: Sample, after: Sample) -> bool:
     """Return True for a weak sign of life: the rank may be at work."""
     stack = after.stacks.get(status.rank)
-    if stack is None or not stack.digest:
+    was = before.stacks.get(status.rank)
+    if was is None or stack is None or not _are_comparable(was, stack):
         return status.pid > 0 and status.is_alive
-    was = before.stacks.get(status.rank) or RankStack(rank=status.rank)
+    if status.pid and status.phase in _ALONE and was.digest != stack.digest:
+        return True
     computed_s = stack.helpers_cpu_s - was.helpers_cpu_s
     moved_bytes = stack.helpers_io_bytes - was.helpers_io_bytes
     return (

@@ -48,16 +48,21 @@ class Frame:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStack:
-    """A summary of a rank's stacks. `digest` changes while the rank works.
+    """A summary of a rank's stacks.
 
-    `top` has the innermost frames of the main thread, and `place` the innermost one outside torch.
-    `waits` is True if it waits for its peers. `problem` says why there are no stacks. `on_storage`
-    is True if a thread of the rank, or of a process below it, waits for storage. `helpers_cpu_s`
-    and `helpers_io_bytes` count the CPU time and the I/O of the processes below it.
+    `functions` is a digest of the functions in them, and `digest` also of lines and local
+    variables. The latter change in a rank that waits as well: a wait with a time limit has a
+    deadline. Without `functions`, the digest alone counts. `computed_s` is the CPU time of the main
+    thread. `top` has its innermost frames, and `place` the innermost one outside torch. `waits` is
+    True if it waits for its peers. `problem` says why there are no stacks. `on_storage` is True if
+    a thread of the rank, or of a process below it, waits for storage. `helpers_cpu_s` and
+    `helpers_io_bytes` count the CPU time and the I/O of the processes below it.
     """
 
     rank: int
     digest: str = ""
+    functions: str = ""
+    computed_s: float = 0.0
     top: tuple[str, ...] = ()
     place: str = ""
     waits: bool = False
@@ -85,15 +90,14 @@ def read_py_spy(rank: int, pid: int, output: bytes) -> tuple[RankStack, str]:
     if not isinstance(threads, list) or not threads:
         raise ValueError("no threads")
     main = next((t for t in threads if t.get("os_thread_id") == pid), threads[-1])
-    digest = hashlib.sha256()
-    digest.update(json.dumps(_traces(main, with_locals=True)).encode())
-    for thread in threads:
-        # Helper threads that wake now and then prove nothing. One that computes is at work.
-        if thread is not main and thread.get("active"):
-            digest.update(json.dumps(_traces(thread, with_locals=False)).encode())
+    # Helper threads that wake now and then prove nothing. One that computes is at work.
+    active = [thread for thread in threads if thread is not main and thread.get("active")]
+    helpers = [_traces(thread, with_locals=False) for thread in active]
+    digest = _digest([_traces(main, with_locals=True), helpers])
     frames = _frames(main)
+    functions = _digest([_functions(frames), helpers])
     text = "\n\n".join(_thread_text(thread, is_main=thread is main) for thread in threads)
-    return _summary(rank, frames, digest.hexdigest(), "py-spy"), text + "\n"
+    return _summary(rank, frames, digest, functions, "py-spy"), text + "\n"
 
 
 def read_faulthandler(rank: int, output: str) -> tuple[RankStack, str]:
@@ -107,11 +111,8 @@ def read_faulthandler(rank: int, output: str) -> tuple[RankStack, str]:
         if match:
             number = int(match["line"]) if match["line"].isdecimal() else 0
             frames.append(Frame(match["name"], match["file"], number))
-    traces = "".join(
-        f"{frame.file}:{frame.line}:{frame.name}\n" for frame in _outside_polls(frames)
-    )
-    digest = hashlib.sha256(traces.encode()).hexdigest()
-    return _summary(rank, frames, digest, "faulthandler"), output
+    digest = _digest([(frame.file, frame.line, frame.name) for frame in _outside_polls(frames)])
+    return _summary(rank, frames, digest, _digest(_functions(frames)), "faulthandler"), output
 
 
 def find_blame(stacks: Sequence[RankStack], steps: Mapping[int, int]) -> str:
@@ -171,7 +172,17 @@ def _ranks_text(ranks: Sequence[int]) -> str:
     )
 
 
-def _summary(rank: int, frames: Sequence[Frame], digest: str, source: str) -> RankStack:
+def _digest(traces: Any) -> str:
+    return hashlib.sha256(json.dumps(traces).encode()).hexdigest()
+
+
+def _functions(frames: Sequence[Frame]) -> list[tuple[str, str]]:
+    return [(frame.file, frame.name) for frame in _outside_polls(frames)]
+
+
+def _summary(
+    rank: int, frames: Sequence[Frame], digest: str, functions: str, source: str
+) -> RankStack:
     outside = _outside_polls(frames)
     own = next((f for f in outside if "/torch/" not in f.file and not f.file.startswith("<")), None)
     # Only the frames below the program's innermost one show what it waits for.
@@ -179,6 +190,7 @@ def _summary(rank: int, frames: Sequence[Frame], digest: str, source: str) -> Ra
     return RankStack(
         rank=rank,
         digest=digest,
+        functions=functions,
         top=tuple(str(frame) for frame in frames[:TOP_FRAMES]),
         place=str(own or frames[0]) if frames else "",
         waits=any(frame.is_wait for frame in inner),

@@ -108,6 +108,7 @@ def _take(target: Target, folder: Path, number: int) -> RankStack:
     below = look_below(target.pid)
     stack = replace(
         stack,
+        computed_s=below.computed_s,
         on_storage=below.on_storage,
         helpers_cpu_s=below.cpu_s,
         helpers_io_bytes=below.io_bytes,

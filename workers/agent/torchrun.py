@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -252,6 +253,14 @@ class Torchrun:
         code = self._process.poll() if self._program.launcher == "none" else None
         return 1 if code is None else code if code <= 128 else 128 - code
 
+    def unwritten_error(self) -> str:
+        """Return that the storage had no room for a rank's error, or ''.
+
+        torchrun fails itself when it then reads the empty file, and names no rank.
+        """
+        folders = (self._rank_folder(local) for local in range(self._ranks))
+        return next(filter(None, (unwritten_in(folder) for folder in folders if folder)), "")
+
     def log_tail(self) -> str:
         """Return the end of torchrun's own log."""
         return hide(self._log.tail(LOG_TAIL_BYTES), self._secrets)
@@ -305,6 +314,16 @@ def read_tail(path: Path, size_max: int) -> str:
             return stream.read().decode(errors="replace")
     except OSError:
         return ""
+
+
+def unwritten_in(folder: Path) -> str:
+    """Return that a rank could not write its error into its `folder`, which is full, or ''."""
+    path = folder / "error.json"
+    with contextlib.suppress(OSError):
+        facts = os.statvfs(folder)
+        if path.stat().st_size == 0 and not (facts.f_bavail and facts.f_favail):
+            return f"{os.strerror(errno.ENOSPC)}: a rank could not write its error to {path}"
+    return ""
 
 
 def _error_file(path: Path) -> tuple[str, float]:

@@ -180,6 +180,9 @@ FIELDS: Final[Mapping[str, Field]] = {
     "tracker": Field(STRING, "`wandb`, `mlflow` or `tensorboard`, or a tracker of your own"),
     "tracker_id": Field(STRING, "the tracker's own id of its run"),
     "trained_until": Field(NUMBER, "Unix seconds of the last sign of training"),
+    "hangs_from": Field(
+        NUMBER, "Unix seconds of the last sign of life, if all ranks were silent at the end"
+    ),
     "training_s": Field(NUMBER, "seconds of training that counts"),
     "unhealthy_hosts": Field(STRINGS, "hosts whose health checks failed"),
     "via": Field(STRING, "`cli`, `api` or `flow`: the part of Holdfast that took the order"),
@@ -291,7 +294,7 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
     Kind.LAUNCH_ENDED: EventEntry(
         "a launch ended",
         "agent",
-        (*_LAUNCH, "ending", "exit_code", "last_step", "trained_until"),
+        (*_LAUNCH, "ending", "exit_code", "last_step", "trained_until", "hangs_from"),
     ),
     Kind.SIGNAL: EventEntry(
         "a signal, a stop file or the time limit asked the attempt to stop",

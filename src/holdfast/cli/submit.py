@@ -107,14 +107,8 @@ def submit(
     paths, created = attach_or_create(run_spec, home, created_by=user_name())
     if created:
         warnings += [*left_behind(earlier, paths.name, spec), *snapshot_warnings(run_spec)]
-    start_and_follow(
-        paths,
-        warnings,
-        created=created,
-        wait=wait,
-        as_json=as_json,
-        preflight=not no_preflight,
-    )
+    how = {"created": created, "wait": wait, "as_json": as_json, "preflight": not no_preflight}
+    start_and_follow(paths, warnings, **how)
 
 
 def fork(

@@ -146,6 +146,8 @@ class Request(Document):
     command_digest: Name
     scheduler: dict[str, Any] = Field(description="the parameters passed to the executor")
     created_at: Moment
+    # How many launches of earlier attempts hung since a person's last relaunch, see `budgets`.
+    hangs_before: Annotated[int, Field(ge=0, le=NUMBER_MAX)] = 0
     reason: Text = Field(description="why the attempt was made: `first`, or the decision's reason")
     provenance: Provenance = Provenance()
     sources: dict[Name, Name] | None = Field(
@@ -277,6 +279,7 @@ class LaunchRecord(Document):
     first_step: Step | None = None
     last_step: Step | None = None
     ending: Name = Field(default="", description="completed, stopped, crashed, hung or killed")
+    cause: Cause | None = Field(default=None, description="why it crashed or hung")
 
 
 class Outcome(Document):

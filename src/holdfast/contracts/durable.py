@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -13,6 +14,8 @@ from typing import Any, Final, Literal
 from holdfast.contracts.reading import held_folder
 
 _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+# A write fails with one of these where storage is full.
+STORAGE_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def fsync_directory(directory: Path) -> None:

@@ -9,6 +9,7 @@ survive the database is written to a journal first.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import stat
@@ -179,7 +180,9 @@ class JournalWriter:
         content = self._encode(prefix, event)
         written = os.write(self._handle, content)
         if written != len(content):
-            raise OSError(f"{self.path}: wrote {written} of {len(content)} bytes")
+            # A file takes fewer bytes only where storage is full.
+            text = f"wrote {written} of {len(content)} bytes"
+            raise OSError(errno.ENOSPC, text, str(self.path))
         self._size_seen = os.fstat(self._handle).st_size
         self._sequence += 1
         return event

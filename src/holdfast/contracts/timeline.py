@@ -217,9 +217,15 @@ def _update(launch: Launch, mark: Mark) -> Launch:
         return replace(launch, hangs_from=_known(launch.hangs_from, time - longest_s))
     last_step = _whole(data.get("last_step"))
     until = _seconds(data.get("trained_until")) or None
+    hangs_from = _known(launch.hangs_from, _seconds(data.get("hangs_from")) or None)
+    trained_until = _known(launch.trained_until, until)
+    if hangs_from is not None and until is not None and hangs_from < trained_until:
+        # Silent ranks did not stop when they were asked to.
+        trained_until = until
     return replace(
         launch,
-        trained_until=_known(launch.trained_until, until),
+        hangs_from=hangs_from,
+        trained_until=trained_until,
         ended_at=_known(launch.ended_at, time),
         last_step=_known(launch.last_step, last_step if last_step and last_step > 0 else None),
     )

@@ -12,7 +12,10 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     Callback,
     LearningRateFinder,
+    ModelPruning,
     OnExceptionCheckpoint,
+    SpikeDetection,
+    StochasticWeightAveraging,
 )
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import (
@@ -39,6 +42,19 @@ REFUSED: Final = {
     ),
     LearningRateFinder: "it trains inside of fit. Find the learning rate in a program of its own",
     BatchSizeFinder: "it trains inside of fit. Find the batch size in a program of its own",
+    StochasticWeightAveraging: (
+        "it replaces the learning rate schedulers while it trains, and a resume begins with those "
+        "of configure_optimizers, so the learning rates would differ. Use WeightAveraging or "
+        "EMAWeightAveraging, and a schedule that ends as you want"
+    ),
+    SpikeDetection: (
+        "Lightning cannot load its state, so no run could resume. Use Holdfast's own policy: "
+        "supervision.numerics.on_spike in the spec"
+    ),
+    ModelPruning: (
+        "it replaces parameters of the model while it trains, and a resume begins with a model "
+        "that has none of them. Prune in a program of its own, from a finished checkpoint"
+    ),
     BaseFinetuning: (
         "it adds groups of parameters to the optimizer while it trains, and a resume begins with "
         "those of configure_optimizers. Give all parameters to the optimizer from the start, and "

@@ -9,6 +9,10 @@ of the loader's own sampler. In the middle of an epoch, a resume continues with 
 | a loader with a state of its own, such as `StatefulDataLoader` | by that state |
 | streams without a length, several loaders, other iterables | the batches are read again |
 
+Of several loaders, the shorter ones begin again within an epoch, and then draw from generators that
+the model has used, too. So each such moment is noted, and the batches are read again from the same
+states. A stream may draw at any batch, so one that does is refused: see `WatchedStreams`.
+
 Samplers draw from random generators when an iteration begins. So the generators' states of that
 moment are saved, and a resume sets them for a moment. Lightning itself starts the loader again from
 the epoch's first batch, and counts on.
@@ -17,14 +21,18 @@ the epoch's first batch, and counts on.
 from __future__ import annotations
 
 import contextlib
+import pickle
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from itertools import repeat
 from typing import Any, Final
 
+import numpy as np
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler
 
 from holdfast.contracts.errors import CheckpointError, SpecError
@@ -85,6 +93,68 @@ class _RemainingIterator(Iterator[Any]):
             next(self._batches, None)
 
 
+class DrawLog:
+    """The random states from which the samplers of several loaders draw in an epoch, in order."""
+
+    def __init__(self) -> None:
+        self._loaders: list[Any] = []
+        self.states: list[Draws] = []
+        self._at = 0
+
+    def begin(self, loaders: list[Any], states: list[Draws]) -> None:
+        """Begin an epoch, or the restored one with its `states`."""
+        self._loaders, self.states, self._at = loaders, states, 0
+
+    def meet(self) -> None:
+        """Set the next state that the restored epoch noted, or note a new one."""
+        if self._at < len(self.states):
+            _set_draws(self._loaders, self.states[self._at])
+        else:
+            self.states.append(_draws(self._loaders))
+        self._at += 1
+
+
+class Noted:
+    """A batch sampler whose draws are noted: when an iteration begins, and at its first batch."""
+
+    def __init__(self, batches: Any, log: DrawLog) -> None:
+        self.batches, self._log = batches, log
+
+    def __iter__(self) -> Iterator[Any]:
+        self._log.meet()
+        return self._iterate(iter(self.batches))
+
+    def _iterate(self, batches: Iterator[Any]) -> Iterator[Any]:
+        self._log.meet()
+        yield from batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.batches, name)
+
+
+class WatchedStreams(CombinedLoader):
+    """Streams that this process reads, and that must not draw from the global generators.
+
+    The model draws from them between two batches, so batches that are read again would differ.
+    """
+
+    def __next__(self) -> Any:
+        before = _global_states()
+        batch = super().__next__()
+        if _global_states() != before:
+            names = ", ".join(sorted({_data_name(each) for each in self.flattened}))
+            raise SpecError(
+                f"the training stream {names} draws from the global random generators while its "
+                "samples are read, and the model draws from them in between, so no resume could "
+                "read the same samples again. Give the stream a generator of its own, as an "
+                "attribute of the dataset, or read it in worker processes (num_workers=1 or more)"
+            )
+        return batch
+
+
 class TrainingData:
     """The training loaders of a `fit`, and where training stands in them."""
 
@@ -95,6 +165,7 @@ class TrainingData:
         self._start: Draws = {}
         self._first: Draws = {}
         self._start_states: list[Any] = []
+        self._log = DrawLog()
         # What the checkpoint contains, until it is used.
         self._saved: Mapping[str, Any] = {}
         self._saved_rank: Mapping[str, Any] = {}
@@ -128,6 +199,7 @@ class TrainingData:
             "now": _generators(self._loaders),
             "loaders": _states_of(self._loaders),
             "loaders_at_start": self._start_states,
+            "draws": self._log.states,
         }
 
     def load_shared(self, state: Mapping[str, Any]) -> None:
@@ -172,9 +244,12 @@ class TrainingData:
     def before_iterator(self, combined: Any) -> None:
         """Note the random states, or set those of the restored epoch."""
         self._loaders = list(combined.flattened)
+        self._prepare_to_read_again(combined)
         if self._resumes_inside:
+            self._log.begin(self._loaders, list(self._saved_rank.get("draws", ())))
             self._prepare_skip()
             return
+        self._log.begin(self._loaders, [])
         if self._saved_rank and not self._is_loading:
             # The first new epoch after a resume between two epochs.
             now = rng.capture()
@@ -205,6 +280,18 @@ class TrainingData:
         if all(map(_has_state, self._loaders)):
             return not all(map(_has_length, self._loaders))
         return len(self._loaders) != 1 or not has_order(self._loaders[0])
+
+    def _prepare_to_read_again(self, combined: Any) -> None:
+        """Note the draws of loaders whose batches a resume reads again, and watch streams."""
+        if not self._reads_again:
+            return
+        for loader in filter(has_order, self._loaders):
+            if not isinstance(loader.batch_sampler, Noted):
+                noted = Noted(loader.batch_sampler, self._log)
+                # A DataLoader refuses assignments to its parts.
+                object.__setattr__(loader, "batch_sampler", noted)
+        if type(combined) is CombinedLoader and all(map(_is_stream_here, self._loaders)):
+            combined.__class__ = WatchedStreams
 
     def _prepare_skip(self) -> None:
         """Set everything that an iterator of the restored epoch reads when it is created."""
@@ -259,6 +346,21 @@ class TrainingData:
         ranks = self._trainer.world_size
         given = [*self._given, *(None for _ in self._loaders)]
         return [Share.of(*each) for each in zip(self._loaders, repeat(ranks), given, strict=False)]
+
+
+def _is_stream_here(loader: Any) -> bool:
+    """Return True for a stream whose samples this process reads."""
+    return not has_order(loader) and not getattr(loader, "num_workers", 0)
+
+
+def _data_name(loader: Any) -> str:
+    return type(getattr(loader, "dataset", loader)).__qualname__
+
+
+def _global_states() -> tuple[Any, ...]:
+    """Return the states of the global generators of the CPU, from which streams draw."""
+    torch_state = torch.get_rng_state().numpy().tobytes()
+    return torch_state, random.getstate(), pickle.dumps(np.random.get_state())
 
 
 def _draws(loaders: list[Any]) -> Draws:

@@ -148,7 +148,6 @@ class Fit:
         self._trainer_state = trainer_state
         if self.resumes_inside:
             self.trainer.should_stop = trainer_state["should_stop"]
-            self.trainer.accumulate_grad_batches = trainer_state["accumulate_grad_batches"]
             self.data.resume_inside()
 
     @property
@@ -180,6 +179,10 @@ class Fit:
         if self._has_entered:
             return
         self._has_entered = True
+        if self.resumes_inside and self._trainer_state is not None:
+            # `GradientAccumulationScheduler` refuses another number when training starts.
+            accumulated = self._trainer_state["accumulate_grad_batches"]
+            self.trainer.accumulate_grad_batches = accumulated
         self._restore_loaders()
         self.metrics.restore_modules_again()
         if self._generators is not None:
