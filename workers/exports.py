@@ -11,6 +11,7 @@ from typing import Any, Final
 from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.history import load_history
 from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.known_damage import refuse_damaged
 from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.paths import RunPaths, checkpoint_id
 from holdfast.contracts.sources import require_readable
@@ -60,6 +61,7 @@ def export(
     if manifest is not None:
         require_readable(manifest, "export it")
     paths = RunPaths(directory.parent.parent)
+    refuse_damaged(paths, directory.name, "export it")
     record = read_document(RunRecord, paths.spec)
     python = [sys.executable]
     if record is not None:

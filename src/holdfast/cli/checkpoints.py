@@ -15,9 +15,9 @@ from holdfast.cli.exit_status import REFUSED
 from holdfast.cli.index import forget, locate_checkpoint, locate_run, look_at, user_name
 from holdfast.cli.output import AsJson, RootOption, answer, bytes_text, print_table, say, warn
 from holdfast.contracts.damage import find_damage, word_for
-from holdfast.contracts.errors import ForeignFileError, SpecError
+from holdfast.contracts.errors import ForeignFileError, NotFoundError, SpecError
 from holdfast.contracts.manifest import Manifest
-from holdfast.contracts.paths import checkpoint_id, plain_checkpoint
+from holdfast.contracts.paths import checkpoint_id, has_spec, plain_checkpoint
 from holdfast.contracts.plain_text import counted
 from holdfast.contracts.spec_checkpoint import Keep
 
@@ -174,6 +174,11 @@ def directory_of(checkpoint: str, root: str | None) -> Path:
     with the reason if that is known.
     """
     path = plain_checkpoint(checkpoint)
+    if has_spec(path):
+        raise NotFoundError(
+            f"{checkpoint}: the folder of run {path.name}, not a checkpoint; `holdfast checkpoints "
+            f"{path}` lists its checkpoints, and {path.name}:latest is the newest one"
+        )
     if path.is_dir():
         return path
     from holdfast.workers.verification import directory_to_verify
@@ -225,9 +230,13 @@ def _render_verify(facts: dict[str, Any]) -> None:
             f"{facts['checkpoint']}: {counted(facts['files'], 'file')}, {size}: matches the "
             f"manifest"
         )
+        if facts["copy_of"]:
+            say(f"  a copy of {facts['copy_of']}")
         if facts["mirror"]:
             say(f"  also in {facts['mirror']}")
         return
     say(f"{facts['checkpoint']}: {word_for(facts['damaged'])}")
     for line in facts["damaged"]:
         say(f"  {line}")
+    if facts["checkpoint"] != facts["path"]:
+        say(f"  in {facts['path']}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -30,8 +30,10 @@ from holdfast.contracts.alerts import FAILED_SAVES_MAX, failed_saves, noticed
 from holdfast.contracts.errors import reading_run
 from holdfast.contracts.goodput import PARTS
 from holdfast.contracts.history import load_events, load_history
+from holdfast.contracts.journal import Event
+from holdfast.contracts.known_damage import damaged_checkpoints
 from holdfast.contracts.orders import orders_of
-from holdfast.contracts.paths import RunPaths, has_spec
+from holdfast.contracts.paths import RunPaths, checkpoint_id, has_spec
 from holdfast.contracts.plain_text import counted
 from holdfast.contracts.redaction import redact
 from holdfast.contracts.saving import (
@@ -120,7 +122,7 @@ def _shown(run: str, root: str | None) -> dict[str, Any]:
                 "live_step": live_step(paths) if shown["state"] == RunState.RUNNING else None,
                 "orders": [vars(order) for order in orders_of(history)],
                 "saves_by_holdfast": saves_by_holdfast(trained),
-                "warnings": [*_warnings(shown), *_unsaved(trained)],
+                "warnings": [*_warnings(shown), *_unsaved(trained), *_damaged(paths, events)],
             }
         return {**shown, **redact(found, secrets_in(paths))}
 
@@ -158,6 +160,15 @@ def _warnings(run: Mapping[str, Any]) -> list[str]:
     warnings = warnings_of(RunSpec.read(run["spec"]), paths)
     found = (supervisor_warning(paths), why_not_submitted(read_record(paths)))
     return warnings + [warning for warning in found if warning]
+
+
+def _damaged(paths: RunPaths, events: Iterable[Event]) -> list[str]:
+    """Return a warning for each checkpoint that is known to be damaged and was not deleted."""
+    return [
+        f"{checkpoint_id(paths.name, name)} is damaged, so nothing starts from it: {damage}"
+        for name, damage in damaged_checkpoints(events).items()
+        if paths.checkpoint(name).is_dir()
+    ]
 
 
 def _unsaved(trained: Sequence[Trained]) -> list[str]:

@@ -27,6 +27,7 @@ from holdfast.api.services import Services, services_of
 from holdfast.api.watch import WRITER
 from holdfast.contracts.damage import find_damage
 from holdfast.contracts.errors import DamagedCheckpointError, SpecError
+from holdfast.contracts.known_damage import refuse_damaged
 from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.mirrors import read_record
 from holdfast.contracts.paths import RunPaths
@@ -131,6 +132,7 @@ def export(request: Request, checkpoint: CheckpointId, body: AskExport, caller: 
     paths, name = _on_disk(services, checkpoint)
     _refuse_foreign(paths, "export it with `holdfast export --output` as a user who can read it")
     directory = verification.directory_to_verify(paths, name)
+    refuse_damaged(paths, name, "export it")
     kind = f"-{body.dtype}" if body.dtype else ""
     output = paths.exports / f"{name}{kind}{exports.SUFFIXES[body.to]}"
     about = f"{paths.name}:{name} as {output.name}"
