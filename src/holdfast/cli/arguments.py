@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Annotated, Final
 
 import typer
 
+from holdfast.cli.exit_status import REFUSED
 from holdfast.cli.index import choose_root, locate_run
+from holdfast.contracts.errors import SpecError
 from holdfast.contracts.paths import RunPaths, list_runs
 
 COMPLETIONS_MAX: Final = 200
@@ -70,3 +73,20 @@ SinceOption = Annotated[
 def locate_runs(names: Sequence[str], root: str | None) -> list[RunPaths]:
     """Return the runs, each of them once. Raises `NotFoundError` for the first unknown one."""
     return list(dict.fromkeys(locate_run(name, root) for name in names))
+
+
+def confirm(
+    command: str,
+    what: str,
+    as_json: bool,
+    show: Callable[[], object] = lambda: None,
+    *,
+    has_dry_run: bool = False,
+) -> None:
+    """Ask whether to delete; exit with `REFUSED` at no. Raises `SpecError` without a terminal."""
+    if as_json or not sys.stdin.isatty():
+        instead = "--yes, or --dry-run to see" if has_dry_run else "--yes"
+        raise SpecError(f"{command} would delete {what} and cannot ask here: add {instead}")
+    show()
+    if not typer.confirm(f"Delete {what}?", err=True):
+        raise typer.Exit(REFUSED)

@@ -7,12 +7,12 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from holdfast.cli.arguments import RunsArgument
-from holdfast.cli.index import open_index, secrets_in
+from holdfast.cli.index import read_index, secrets_in
 from holdfast.cli.output import (
     AsJson,
     RootOption,
@@ -45,6 +45,9 @@ from holdfast.contracts.saving import (
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import RunState
 from holdfast.contracts.written import settings_in, settings_of
+
+if TYPE_CHECKING:
+    from holdfast.lineage.database import Database
 
 DIGEST_CHARACTERS: Final = 12
 ADVICE: Final = "see docs/porting.md, or describe the program's own checkpoints in [program]"
@@ -106,9 +109,9 @@ def _render(shown: Sequence[Mapping[str, Any]]) -> None:
 def _shown(run: str, root: str | None) -> dict[str, Any]:
     """Return what `show` prints of a run."""
     from holdfast.lineage import queries
-    from holdfast.workers.heartbeats import live_step
+    from holdfast.workers.heartbeats import live_step, trained_step
 
-    with open_index() as database:
+    def read(database: Database) -> dict[str, Any]:
         directory = refreshed_directory(run, root, database)
         with reading_run(directory):
             shown = queries.show_run(database, directory)
@@ -119,12 +122,16 @@ def _shown(run: str, root: str | None) -> dict[str, Any]:
             found = {
                 "failed_saves": failed_saves(events),
                 "noticed": noticed(events),
+                "committed_step": history.committed_step,
+                "trained_step": trained_step(history),
                 "live_step": live_step(paths) if shown["state"] == RunState.RUNNING else None,
                 "orders": [vars(order) for order in orders_of(history)],
                 "saves_by_holdfast": saves_by_holdfast(trained),
                 "warnings": [*_warnings(shown), *_unsaved(trained), *_damaged(paths, events)],
             }
         return {**shown, **redact(found, secrets_in(paths))}
+
+    return read_index(read)
 
 
 def _settings(run: str, root: str | None) -> dict[str, Any]:
@@ -195,8 +202,8 @@ def _render_run(run: Mapping[str, Any]) -> None:
             "state": run["state"],
             "reason": run["reason"],
             "newest attempt": newest_reason(run),
-            "step": run["step"],
-            "live step": run["live_step"],
+            "committed step": run["committed_step"],
+            "trained step": run["trained_step"],
             "folder": run["path"],
             "created": f"{time_text(run['created_at'])} by {run['created_by']}",
             "forked from": run["forked_from"],

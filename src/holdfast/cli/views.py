@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -14,8 +14,9 @@ from holdfast.cli.arguments import RunArgument
 from holdfast.cli.best import Mode, best_first
 from holdfast.cli.index import (
     choose_root,
+    existing_root,
     locate_known,
-    open_index,
+    read_index,
     refresh,
     refresh_all,
     refresh_newest,
@@ -25,6 +26,7 @@ from holdfast.cli.output import (
     RootOption,
     answer,
     bytes_text,
+    echo,
     plain_values,
     print_table,
     say,
@@ -41,6 +43,7 @@ from holdfast.contracts.states import RunState
 # Importing SQLAlchemy takes most of a second, so only the commands that use it do it.
 if TYPE_CHECKING:
     from holdfast.lineage.database import Database
+    from holdfast.lineage.views import CheckpointView
 
 # The state shown for a run whose folder cannot be read.
 UNREADABLE = "unreadable"
@@ -76,11 +79,12 @@ def runs(
     as_json: AsJson = False,
 ) -> None:
     """List the runs under the root and in the index, newest first."""
-    home = choose_root(root)
+    home = existing_root(root)
     # The state and the user of a run are known once it is read, so a filter reads all runs.
     most = None if states or user else limit
-    with open_index() as database:
-        found, unreadable = _refreshed_runs(database, home, most, is_alone=root is not None)
+    found, unreadable = read_index(
+        lambda database: _refreshed_runs(database, home, most, is_alone=root is not None)
+    )
     named = {row["path"] for row in found}
     broken = [
         _unreadable_row(paths, reason)
@@ -94,7 +98,11 @@ def runs(
     ]
     readable = [{**row, "warnings": _lost(row)} for row in wanted[:limit]]
     # The state and the user of an unreadable run are unknown.
-    answer([*readable, *([] if states or user else broken)][:limit], as_json, _render_runs)
+    answer(
+        [*readable, *([] if states or user else broken)][:limit],
+        as_json,
+        partial(_render_runs, home=home),
+    )
 
 
 def _refreshed_runs(
@@ -173,14 +181,16 @@ def checkpoints(
 
     if mode is not None and best is None:
         raise SpecError("checkpoints: --mode is for --best METRIC")
-    with open_index() as database:
+
+    def read(database: Database) -> list[CheckpointView]:
         directory = refreshed_directory(run, root, database)
         found = pages.list_checkpoints(database, directory, newest_first=False, limit=None).items
         if best is not None:
             found = best_first(found, best, mode, queries.read_spec(database, directory))
-        answer(
-            [_with_mirror(row) for row in found], as_json, partial(_render_checkpoints, metric=best)
-        )
+        return found
+
+    rows = [_with_mirror(row) for row in read_index(read)]
+    answer(rows, as_json, partial(_render_checkpoints, metric=best))
 
 
 def _with_mirror(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,21 +211,20 @@ def lineage(
     """Show a run's lineage: its attempts and checkpoints, their origins and descendants."""
     from holdfast.lineage import queries
 
-    with open_index() as database:
-        directory = refreshed_directory(run, root, database)
-        if form is Form.OPENLINEAGE:
-            from holdfast.lineage.openlineage import export_run
+    of = partial(refreshed_directory, run, root)
+    if form is Form.OPENLINEAGE:
+        from holdfast.lineage.openlineage import export_run
 
-            answer(export_run(database, directory), True, typer.echo)
-            return
-        graph = queries.lineage_graph(database, directory)
+        answer(read_index(lambda index: export_run(index, of(index))), True, echo)
+        return
+    graph = read_index(lambda index: queries.lineage_graph(index, of(index)))
     if form is None or form is Form.JSON:
         answer(graph, as_json or form is Form.JSON, render_lineage)
         return
     from holdfast.lineage.formats import dot, mermaid
 
     graph = plain_values(graph)
-    typer.echo(mermaid(graph) if form is Form.MERMAID else dot(graph), nl=False)
+    echo(mermaid(graph) if form is Form.MERMAID else dot(graph), nl=False)
 
 
 def refreshed_directory(run: str, root: str | None, database: Any) -> str:
@@ -228,7 +237,11 @@ def refreshed_directory(run: str, root: str | None, database: Any) -> str:
     return str(paths.directory)
 
 
-def _render_runs(found: list[Mapping[str, Any]]) -> None:
+def _render_runs(found: Sequence[Mapping[str, Any]], home: Path) -> None:
+    if not found:
+        is_new = "" if home.is_dir() else ", which does not exist yet"
+        say(f"no runs that match under {home}{is_new}; `holdfast submit SPEC` starts one")
+        return
     columns = ("run", "state", "step", "attempts", "world_size", "cause")
     rows = [
         (*(row[name] for name in columns), time_text(row["created_at"]), row["root"])
