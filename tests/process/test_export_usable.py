@@ -87,7 +87,7 @@ def test_exported_state_continues_in_a_program_without_holdfast(tmp_path: Path) 
         step(other, its)
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(one, two)
-    # Stock DCP reads the plain values too, from copied files and from those written anew.
+    # Stock DCP reads the plain values too, from copied files and from those written again.
     for more in ([], ["--dtype", "float64"]):
         place = tmp_path / f"dcp{len(more)}"
         assert main([str(saved), "--to", "dcp", "--output", str(place), *more]) == 0

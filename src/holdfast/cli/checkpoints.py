@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli.arguments import RunArgument, confirm
+from holdfast.cli.arguments import RunArgument, complete_checkpoint, confirm
 from holdfast.cli.index import forget, locate_checkpoint, locate_run, look_at, user_name
 from holdfast.cli.output import AsJson, RootOption, answer, bytes_text, print_table, say, warn
 from holdfast.contracts.damage import find_damage, word_for
@@ -22,7 +22,9 @@ from holdfast.contracts.spec_checkpoint import Keep
 CheckpointArgument = Annotated[
     str,
     typer.Argument(
-        metavar="CHECKPOINT", help="The checkpoint's id (run:step-…, run:latest, run:best) or path."
+        metavar="CHECKPOINT",
+        help="The checkpoint's id (run:step-…, run:latest, run:best) or path.",
+        autocompletion=complete_checkpoint,
     ),
 ]
 
@@ -128,6 +130,7 @@ def verify(
         typer.Argument(
             metavar="CHECKPOINT|DIR",
             help="A checkpoint's id (run:step-…, run:latest, run:best) or directory.",
+            autocompletion=complete_checkpoint,
         ),
     ],
     root: RootOption = None,

@@ -176,7 +176,7 @@ class LineFilter:
 class _Reader:
     """Prints the new part of each file, with its secrets masked, as text or an object per line."""
 
-    def __init__(self, secrets: Sequence[str], lines: LineFilter, *, as_json: bool) -> None:
+    def __init__(self, secrets: Sequence[str], lines: LineFilter, *, as_json: bool = False) -> None:
         self._lines, self._as_json = lines, as_json
         self._secrets = secrets
         self._spelled = [os.fsencode(secret) for secret in secrets]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from holdfast.cli.arguments import RunsArgument
+from holdfast.cli.arguments import CLEAR, WATCH_S, RunsArgument
 from holdfast.cli.index import read_index, secrets_in
 from holdfast.cli.output import (
     AsJson,
@@ -51,10 +51,7 @@ if TYPE_CHECKING:
 
 DIGEST_CHARACTERS: Final = 12
 ADVICE: Final = "see docs/porting.md, or describe the program's own checkpoints in [program]"
-WATCH_S: Final = 2.0
 ORDERS_MAX: Final = 5
-# ANSI: clear the screen, and move the cursor to its first line.
-CLEAR: Final = "\x1b[2J\x1b[H"
 
 
 def register(app: typer.Typer) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from functools import partial
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from holdfast.cli.arguments import RunArgument
+from holdfast.cli.arguments import CLEAR, WATCH_S, RunArgument, SinceOption
 from holdfast.cli.best import Mode, best_first
 from holdfast.cli.index import (
     choose_root,
@@ -34,6 +36,7 @@ from holdfast.cli.output import (
     time_text,
     warn,
 )
+from holdfast.cli.run_choice import RunChoice, RunSort, seconds_of
 from holdfast.cli.supervise import supervisor_warning
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.mirrors import read_record
@@ -47,6 +50,14 @@ if TYPE_CHECKING:
 
 # The state shown for a run whose folder cannot be read.
 UNREADABLE = "unreadable"
+
+
+class CheckpointState(StrEnum):
+    """The state of a checkpoint in the index."""
+
+    COMMITTED = "committed"
+    DAMAGED = "damaged"
+    DELETED = "deleted"
 
 
 class Form(StrEnum):
@@ -75,15 +86,56 @@ def runs(
     user: Annotated[
         str | None, typer.Option("--user", help="List runs that this user created only.")
     ] = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--name",
+            metavar="PATTERN",
+            help="List runs with this name only, as in gpt-*. Repeatable.",
+        ),
+    ] = None,
+    since: SinceOption = None,
+    sort: Annotated[
+        RunSort, typer.Option("--sort", help="The order. Steps and times come newest first.")
+    ] = RunSort.CREATED,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Show changes until no listed run is live.")
+    ] = False,
     root: RootOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the runs under the root and in the index, newest first."""
+    """List the runs under the root and in the index, newest first.
+
+    --since leaves out the runs that were created before.
+    """
+    if watch and as_json:
+        raise typer.BadParameter("--watch prints text: leave --json out")
     home = existing_root(root)
-    # The state and the user of a run are known once it is read, so a filter reads all runs.
-    most = None if states or user else limit
+    chosen = RunChoice(tuple(states or ()), user, tuple(names or ()), since, sort)
+    list_them = partial(_listed, home, chosen, limit, is_alone=root is not None)
+    show = partial(_render_runs, home=home)
+    shown = list_them()
+    answer(shown, as_json, show)
+    while watch and any(_is_live(row) for row in shown):
+        time.sleep(WATCH_S)
+        before, shown = shown, list_them()
+        if shown != before:
+            print(CLEAR if sys.stdout.isatty() else "", end="")
+            show(shown)
+
+
+def _is_live(row: Mapping[str, Any]) -> bool:
+    return row["state"] != UNREADABLE and RunState(row["state"]).is_live
+
+
+def _listed(
+    home: Path, chosen: RunChoice, limit: int | None, *, is_alone: bool
+) -> list[dict[str, Any]]:
+    """Return the rows of the chosen runs, and those of the unreadable ones if all are wanted."""
+    # The state and the user of a run are known once it is read, so a choice reads all runs.
+    most = limit if chosen.is_all else None
     found, unreadable = read_index(
-        lambda database: _refreshed_runs(database, home, most, is_alone=root is not None)
+        lambda database: _refreshed_runs(database, home, most, is_alone=is_alone)
     )
     named = {row["path"] for row in found}
     broken = [
@@ -91,18 +143,10 @@ def runs(
         for paths, reason in unreadable.items()
         if str(paths.directory.resolve()) not in named
     ]
-    wanted = [
-        row
-        for row in found
-        if (not states or RunState(row["state"]) in states) and user in {None, row["created_by"]}
-    ]
+    wanted = chosen.of(found)
     readable = [{**row, "warnings": _lost(row)} for row in wanted[:limit]]
-    # The state and the user of an unreadable run are unknown.
-    answer(
-        [*readable, *([] if states or user else broken)][:limit],
-        as_json,
-        partial(_render_runs, home=home),
-    )
+    # Of an unreadable run, only the folder is known.
+    return [*readable, *(broken if chosen.is_all else [])][:limit]
 
 
 def _refreshed_runs(
@@ -173,10 +217,19 @@ def checkpoints(
     mode: Annotated[
         Mode | None, typer.Option("--mode", help="For --best: which values are better.")
     ] = None,
+    states: Annotated[
+        list[CheckpointState] | None,
+        typer.Option("--state", help="List checkpoints in this state only. Repeatable."),
+    ] = None,
+    pinned: Annotated[bool, typer.Option("--pinned", help="List pinned checkpoints only.")] = False,
+    since: SinceOption = None,
     root: RootOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """List a run's checkpoints, oldest first, and why each one is kept."""
+    """List a run's checkpoints, oldest first, and why each one is kept.
+
+    --since leaves out the checkpoints that were committed before.
+    """
     from holdfast.lineage import pages, queries
 
     if mode is not None and best is None:
@@ -189,7 +242,13 @@ def checkpoints(
             found = best_first(found, best, mode, queries.read_spec(database, directory))
         return found
 
-    rows = [_with_mirror(row) for row in read_index(read)]
+    rows = [
+        _with_mirror(row)
+        for row in read_index(read)
+        if (not states or row["state"] in states)
+        and (row["pinned"] or not pinned)
+        and (since is None or (seconds_of(row["committed_at"]) or 0.0) >= since)
+    ]
     answer(rows, as_json, partial(_render_checkpoints, metric=best))
 
 
