@@ -49,10 +49,12 @@ def verify(directory: Path, find: Watched = find_damage) -> dict[str, Any]:
     except OSError as error:
         damaged = [f"{MANIFEST}: cannot be read: {error.strerror}"]
     run = RunPaths(directory.parent.parent).name
+    # A directory that the program chose may hold the only one.
+    is_copy = manifest is not None and own is None and not manifest.is_placed
     return {
         "ok": not damaged,
         "checkpoint": checkpoint_id(run, directory.name) if own else str(directory),
-        "copy_of": manifest.id if manifest and not own else None,
+        "copy_of": manifest.id if manifest and is_copy else None,
         "path": str(directory),
         "mirror": mirrored.url if mirrored else None,
         "files": len(manifest.files) if manifest else 0,
