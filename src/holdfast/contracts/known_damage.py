@@ -5,12 +5,13 @@ A later verification that finds no damage, or a resume that loads the checkpoint
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Iterator
 from typing import Final
 
 from holdfast.contracts.damage import word_for
-from holdfast.contracts.errors import DamagedCheckpointError
+from holdfast.contracts.errors import DamagedCheckpointError, HoldfastError
 from holdfast.contracts.history_cache import load_tallied
 from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.paths import CheckpointName, RunPaths, checkpoint_id, has_spec
@@ -64,7 +65,10 @@ def refuse_damaged(paths: RunPaths, name: str, purpose: str) -> None:
     """
     if CheckpointName.parse(name) is None or not has_spec(paths.directory):
         return
-    damage = damaged_checkpoints(load_tallied(paths).events).get(name)
+    damage = None
+    # The damage of a run whose records cannot be read is not known. Whatever reads it, verifies.
+    with contextlib.suppress(HoldfastError, OSError):
+        damage = damaged_checkpoints(load_tallied(paths).events).get(name)
     if damage is not None:
         identity = checkpoint_id(paths.name, name)
         raise DamagedCheckpointError(
