@@ -46,8 +46,8 @@ COMMANDS: dict[str, list[str]] = {
     "pin": [OLDEST],
     "unpin": [OLDEST],
     "export": [NEWEST, "--to", "torch", "--output", "/nonexistent/x"],
-    "prune": ["spare", "--dry-run"],
-    "delete": ["spare", "--dry-run"],
+    "prune": ["kelp", "--dry-run"],
+    "delete": ["kelp", "--dry-run"],
     "reindex": [],
     "db reindex": [],
     "db upgrade": [],
@@ -88,7 +88,7 @@ ANY_TEXT = {("runs", "--user"), ("runs", "--name"), ("pin", "--note")}
 
 @dataclass(frozen=True)
 class World:
-    """A home with the sample runs, an ended run `spare`, and a stock checkpoint."""
+    """A home with the sample runs, an ended run `kelp`, and a stock checkpoint."""
 
     home: Path
 
@@ -118,11 +118,11 @@ class World:
     def steps(self, *arguments: object) -> list[int]:
         return [one["step"] for one in self.json("checkpoints", "gpt", *arguments)]
 
-    def spare(self) -> RunPaths:
-        """The run `spare`, made again: three checkpoints, of which its rules keep two."""
-        shutil.rmtree(self.root / "spare", ignore_errors=True)
+    def kelp(self) -> RunPaths:
+        """The run `kelp`, made again: three checkpoints, of which its rules keep two."""
+        shutil.rmtree(self.root / "kelp", ignore_errors=True)
         fields = {"checkpoint": {"keep": {"last": 2}}}
-        run = RunFolder(self.root, "spare", "c" * 32, fields, created_at=T0 - 1000)
+        run = RunFolder(self.root, "kelp", "c" * 32, fields, created_at=T0 - 1000)
         run.submit(1, 2, T0)
         for step in (10, 20, 30):
             run.commit(step, 1, at=T0 + step)
@@ -177,7 +177,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
                 path.write_text(f"attempt {attempt}\nrank {rank}\nlast line\n")
         state = {"model": {"a.x": torch.zeros(2), "b.x": torch.ones(2)}, "lr": 0.5}
         save_with_dcp(state, checkpoint_id=home / "stock", no_dist=True)
-        one.spare()
+        one.kelp()
         yield one
 
 
@@ -191,8 +191,8 @@ def runs_rows(w: World) -> dict[str, bool]:
         "--since": (w.runs("--since", "1h"), w.runs("--since", "2023-11-14T22:20:00+00:00"))
         == ([], ["gpt-b"]),
         "--sort": [w.runs("--sort", one)[0] for one in by] == ["gpt-b", "gpt", "gpt", "gpt", "gpt"]
-        and w.runs("--sort", "name")[1:] == ["gpt-b", "spare"]
-        and w.runs("--sort", "step")[1:] == ["gpt-b", "spare"],
+        and w.runs("--sort", "name")[1:] == ["gpt-b", "kelp"]
+        and w.runs("--sort", "step")[1:] == ["gpt-b", "kelp"],
     }
     # The index still lists the run when its folder is gone.
     watched = w.seen_until_the_end("runs", "--name", "brief", "--watch")
@@ -300,11 +300,11 @@ def pin_rows(w: World) -> dict[str, bool]:
 
 
 def prune_rows(w: World) -> dict[str, bool]:
-    paths = w.spare()
-    planned = w.json("prune", "spare", "--dry-run", "--keep-last", 1)
+    paths = w.kelp()
+    planned = w.json("prune", "kelp", "--dry-run", "--keep-last", 1)
     still = len(paths.list_checkpoints())
-    assert w("prune", "spare").status == 2
-    w.json("prune", "spare", "--yes")
+    assert w("prune", "kelp").status == 2
+    w.json("prune", "kelp", "--yes")
     return {
         "--dry-run": still == 3,
         "--keep-last": len(planned["deleted"]) == 2,
@@ -313,13 +313,13 @@ def prune_rows(w: World) -> dict[str, bool]:
 
 
 def delete_rows(w: World) -> dict[str, bool]:
-    paths = w.spare()
-    w.json("delete", "spare", "--dry-run")
+    paths = w.kelp()
+    w.json("delete", "kelp", "--dry-run")
     still = paths.spec.exists()
-    assert w("delete", "spare").status == 2
-    w.json("delete", "spare", "--yes")
+    assert w("delete", "kelp").status == 2
+    w.json("delete", "kelp", "--yes")
     is_gone = not paths.directory.exists()
-    w.spare()
+    w.kelp()
     return {"--dry-run": still, "--yes": is_gone}
 
 
