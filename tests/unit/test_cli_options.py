@@ -201,7 +201,12 @@ def runs_rows(w: World) -> dict[str, bool]:
 
 def show_rows(w: World) -> dict[str, bool]:
     watched = w.seen_until_the_end("show", "brief", "--watch")
-    return {"--watch": watched.count("folder") >= 2 and "failed" in watched}
+    spec = w("show", "gpt", "--spec").out
+    return {
+        "--watch": watched.count("folder") >= 2 and "failed" in watched,
+        "--spec": "resources.gpus_per_node" in spec
+        and "resources.gpus_per_node" not in w("show", "gpt").out,
+    }
 
 
 def checkpoints_rows(w: World) -> dict[str, bool]:

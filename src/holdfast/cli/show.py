@@ -133,8 +133,7 @@ def _shown(run: str, root: str | None) -> dict[str, Any]:
 
 def _settings(run: str, root: str | None) -> dict[str, Any]:
     """Return the value and the source of each key of a run's spec."""
-    with open_index() as database:
-        directory = refreshed_directory(run, root, database)
+    directory = read_index(lambda database: refreshed_directory(run, root, database))
     with reading_run(directory):
         paths = RunPaths(Path(directory))
         history = load_history(paths)
