@@ -9,6 +9,7 @@ from pathlib import Path
 from holdfast.contracts.errors import CheckpointError, NotFoundError, RunConflictError, SpecError
 from holdfast.contracts.history_cache import load_tallied
 from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.known_damage import refuse_damaged
 from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.sources import is_dcp, require_own_directory
@@ -120,7 +121,7 @@ def committed_manifest(paths: RunPaths, directory: str) -> Manifest:
     """Return the manifest of a committed checkpoint.
 
     Raises `NotFoundError` if there is no such directory, and `CheckpointError` if it was never
-    committed.
+    committed or is known to be damaged.
     """
     folder = paths.checkpoint(directory)
     if not folder.is_dir():
@@ -135,4 +136,5 @@ def committed_manifest(paths: RunPaths, directory: str) -> Manifest:
             f"{folder} was never committed (no manifest.json); choose one that `holdfast "
             f"checkpoints {paths.name}` lists as committed"
         )
+    refuse_damaged(paths, directory, "start a run from it")
     return manifest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.attempt import RunRecord, read_document
-from holdfast.contracts.errors import RunConflictError, SpecError
+from holdfast.contracts.errors import NotFoundError, RunConflictError, SpecError
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.paths import IMPORTED, RunPaths, checkpoint_id, has_spec
 from holdfast.contracts.states import RunState
@@ -53,7 +54,8 @@ def import_run(
     The run appears complete, or not at all. `python` is the interpreter of the job's environment,
     by default this one. `look` is called during the import, and an exception in it ends the import.
     Raises `RunConflictError` for a name in use, `SpecError` for one that is not possible,
-    `CheckpointError` if the source cannot be imported or written, and `PreflightError` if the
+    `NotFoundError` for a source that does not exist, `CheckpointError` if it cannot be imported or
+    written, and `PreflightError` if the
     environment cannot run.
     """
     place = source.expanduser().absolute()
@@ -65,6 +67,8 @@ def import_run(
             "resources": {"executor": "local"},
         }
     )
+    if not os.path.lexists(place):
+        raise NotFoundError(f"{place}: no such file or folder; expected a source of weights")
     if newest_generation(root, name) is not None:
         raise RunConflictError(
             f"a run with the name {name} exists under {root}; choose another --name"

@@ -22,7 +22,7 @@ from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 from ruamel.yaml.nodes import CollectionNode, MappingNode
 
 from holdfast.contracts.bounds import DEPTH_MAX
-from holdfast.contracts.errors import ForeignFileError, SpecError
+from holdfast.contracts.errors import ForeignFileError, NotFoundError, SpecError
 from holdfast.contracts.plain_text import counted
 from holdfast.contracts.reading import read_bounded
 from holdfast.contracts.spec import RunSpec
@@ -99,7 +99,10 @@ def resolve_directory(spec: RunSpec, folder: Path) -> RunSpec:
 
 
 def read_spec_file(path: Path) -> dict[str, Any]:
-    """Return the table in a TOML or YAML file. Raises `SpecError` with the line of an error."""
+    """Return the table in a TOML or YAML file. Raises `SpecError` with the line of an error.
+
+    Raises `NotFoundError` for a file that does not exist.
+    """
     kind = path.suffix.lower()
     if kind not in _TOML | _YAML:
         raise SpecError(f"{path}: ends in {kind or 'nothing'}; expected .toml, .yaml or .yml")
@@ -107,7 +110,7 @@ def read_spec_file(path: Path) -> dict[str, Any]:
         # Links are followed, because the caller chose the path.
         text = read_bounded(path.resolve(), SPEC_BYTES_MAX).decode("utf-8")
     except FileNotFoundError as error:
-        raise SpecError(
+        raise NotFoundError(
             f"{path}: no such file. Expected the path of a run spec; a relative path starts at "
             f"the current directory, {Path.cwd()}."
         ) from error

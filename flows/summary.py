@@ -8,20 +8,29 @@ from holdfast.contracts.history import AttemptView, RunHistory
 from holdfast.contracts.redaction import redact_text
 from holdfast.contracts.secrets import known_secrets
 from holdfast.contracts.states import RunState
+from holdfast.workers.heartbeats import trained_step
 
 HEADINGS = ("attempt", "state", "cause", "GPUs", "steps", "resumed from", "job")
 
 
 def summarize(history: RunHistory, reason: str) -> dict[str, Any]:
-    """Return the run's state, its attempts, and the last step that any rank finished."""
-    last = history.last_attempt
+    """Return the run's state, its attempts and its steps.
+
+    `step` means the same as in `holdfast runs`: the newest committed one, or the last one of a run
+    that is completed.
+    """
+    committed, trained = history.committed_step, trained_step(history)
+    last = trained if history.state is RunState.COMPLETED else None
+    steps = [step for step in (committed, last) if step is not None]
     return {
         "run": history.paths.name,
         "uid": history.record.uid,
         "directory": str(history.paths.directory),
         "state": history.state.value,
         "reason": reason,
-        "step": last.last_step if last else None,
+        "step": max(steps, default=None),
+        "committed_step": committed,
+        "trained_step": trained,
         "attempts": [_facts(attempt) for attempt in history.attempts],
     }
 

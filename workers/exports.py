@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from enum import StrEnum
@@ -9,8 +10,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.attempt import RunRecord, read_document
+from holdfast.contracts.errors import OutputExistsError
 from holdfast.contracts.history import load_history
 from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.known_damage import refuse_damaged
 from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.paths import RunPaths, checkpoint_id
 from holdfast.contracts.sources import require_readable
@@ -27,6 +30,15 @@ class Form(StrEnum):
     SAFETENSORS = "safetensors"
     HF = "hf"
     DCP = "dcp"
+
+
+class Dtype(StrEnum):
+    """The type of floating-point tensors in an export."""
+
+    FLOAT64 = "float64"
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
 
 
 # The file name suffix of each format.
@@ -52,7 +64,8 @@ def export(
     """Write the checkpoint in `directory` to the new path `output`; return the facts for JSON.
 
     If the checkpoint's run belongs to the caller, its journal gets a line by `writer`. `look` is
-    called during the export, and an exception in it ends the export. Raises `CheckpointError` if
+    called during the export, and an exception in it ends the export. Raises `OutputExistsError` if
+    `output` exists, `CheckpointError` if
     the checkpoint cannot be exported or written, and `PreflightError` if the job's environment
     cannot run.
     """
@@ -60,11 +73,16 @@ def export(
     if manifest is not None:
         require_readable(manifest, "export it")
     paths = RunPaths(directory.parent.parent)
+    refuse_damaged(paths, directory.name, "export it")
+    target = output.expanduser().absolute()
+    if os.path.lexists(target):
+        raise OutputExistsError(
+            f"{target}: exists already and is not overwritten; give another --output, or delete it"
+        )
     record = read_document(RunRecord, paths.spec)
     python = [sys.executable]
     if record is not None:
         python = interpreter_of(paths, load_history(paths).spec)
-    target = output.expanduser().absolute()
     arguments = [str(directory.absolute()), "--to", form.value, "--output", str(target)]
     arguments += [word for key in include for word in ("--include", key)]
     arguments += [word for rule in rename for word in ("--rename", rule)]

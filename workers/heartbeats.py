@@ -34,8 +34,10 @@ from holdfast.contracts.bounds import (
 from holdfast.contracts.durable import make_directory
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.filesystems import fetch_attributes, send_flag
+from holdfast.contracts.history import RunHistory
 from holdfast.contracts.paths import AttemptPaths, RunPaths, folder_of
 from holdfast.contracts.reading import DOCUMENT_BYTES_MAX, open_beneath, open_regular
+from holdfast.contracts.states import RunState
 from holdfast.workers.agent.calibration import PhaseTimes
 from holdfast.workers.agent.gpus import GpuBeat
 
@@ -208,6 +210,13 @@ def live_step(paths: RunPaths) -> int | None:
     """Return the last step that any rank of the newest attempt finished, from its heartbeats."""
     attempts = paths.list_attempts()
     return newest_step(read_heartbeats(attempts[-1])) if attempts else None
+
+
+def trained_step(history: RunHistory) -> int | None:
+    """Return the last step that any rank finished: by heartbeats while it runs, else by endings."""
+    live = live_step(history.paths) if history.state is RunState.RUNNING else None
+    ended = (one.last_step for one in reversed(history.attempts) if one.last_step is not None)
+    return next(ended, None) if live is None else live
 
 
 def newest_step(beats: list[NodeBeat]) -> int | None:

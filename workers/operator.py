@@ -22,6 +22,7 @@ from holdfast.contracts.errors import (
     NotFoundError,
     OrdersChangedError,
     RequestConflictError,
+    RunStateError,
     SchedulerError,
     SchedulerUnavailableError,
     SpecError,
@@ -76,10 +77,10 @@ def request(
     `Decision`. With `now`, a run is cancelled without a last checkpoint, also while it saves that
     one. `seen` is the newest order that the caller knew, see `RunHistory.newest_order`.
 
-    Raises `SpecError` for a request that does not fit the run's state, `NotFoundError` if there is
-    no run, `OrdersChangedError` for an order after `seen`, and `RequestConflictError` for one of
-    Holdfast's own requests while a person's is pending, or with `alone` while another recent
-    request is pending.
+    Raises `RunStateError` for a request that does not fit the run's state, `SpecError` for one that
+    is wrong at any time, `NotFoundError` if there is no run, `OrdersChangedError` for an order
+    after `seen`, and `RequestConflictError` for one of Holdfast's own requests while a person's is
+    pending, or with `alone` while another recent request is pending.
     """
     asked = _Asked(action, by=by, gpus=gpus, reason=reason, place=place, now=now, via=writer)
     while True:
@@ -178,7 +179,7 @@ def unpin(paths: RunPaths, checkpoint: str, *, by: str, writer: str = "cli") -> 
     """Make a checkpoint subject to the keep rules again; return its id."""
     with _orders_of_run(paths) as book:
         if checkpoint not in pinned_checkpoints(load_tallied(paths).events):
-            raise SpecError(f"{checkpoint_id(paths.name, checkpoint)} is not pinned")
+            raise RunStateError(f"{checkpoint_id(paths.name, checkpoint)} is not pinned")
         book.give(EventKind.UNPINNED, checkpoint=checkpoint, by=by, via=writer)
     return checkpoint_id(paths.name, checkpoint)
 
@@ -241,7 +242,7 @@ def _refuse_second(history: RunHistory, now: float) -> None:
 
 
 def _check(history: RunHistory, asked: _Asked) -> None:
-    """Raise `SpecError` for a request that does not fit the run's state."""
+    """Raise `SpecError` for a wrong request, and `RunStateError` for one at the wrong time."""
     run, state, action = history.paths.name, history.state, asked.action
     if action not in ACTIONS:
         raise SpecError(f"{action!r}: expected one of {', '.join(ACTIONS)}")
@@ -250,18 +251,18 @@ def _check(history: RunHistory, asked: _Asked) -> None:
     last = history.last_attempt
     may_go_on = action == "relaunch" and last is not None and last.may_lack_steps
     if state is RunState.COMPLETED and not may_go_on:
-        raise SpecError(
+        raise RunStateError(
             f"run {run} is completed, so there is nothing to {action}; start a new run from one of "
             "its checkpoints with `holdfast fork`"
         )
     before = history.pending_request or {}
     if action == "resume" and state is not RunState.PAUSED and before.get("action") != "pause":
-        raise SpecError(
+        raise RunStateError(
             f"run {run} is {state}, not paused; continue a run that has ended with "
             f"`holdfast relaunch {run}`"
         )
     if action in {"stop", "pause", "cancel"} and not state.is_live:
-        raise SpecError(f"run {run} is already {state}; there is nothing to {action}")
+        raise RunStateError(f"run {run} is already {state}; there is nothing to {action}")
     reason = why_not_submitted(history.record) if action in OPERATOR_GOES_ON else ""
     if reason:
         raise SpecError(f"run {run}: {reason}. Nothing was queued or stopped", [reason])

@@ -22,6 +22,7 @@ from holdfast.contracts.history import (
 from holdfast.contracts.history_cache import load_tallied
 from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.keep_rules import kept_by_rules, why_not_kept
+from holdfast.contracts.known_damage import damaged_checkpoints
 from holdfast.contracts.leases import readers
 from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.mirrors import read_record
@@ -155,7 +156,8 @@ def gather(history: RunHistory, manifests: Sequence[Manifest]) -> Facts:
         in_use=checkpoints_in_use(history),
         read={name: ", ".join(who) for name, who in read.items() if who},
         excluded=excluded_checkpoints(history.events),
-        damaged={name: lines[0] for name, lines in damage.items() if lines},
+        damaged=damaged_checkpoints(history.events)
+        | {name: lines[0] for name, lines in damage.items() if lines},
         mirrored=_mirrored(history, manifests),
     )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from holdfast.contracts.bounds import NODES_MAX, SECONDS_MAX
-from holdfast.contracts.errors import SpecError
+from holdfast.contracts.errors import NotFoundError, SpecError
 from holdfast.contracts.reading import read_bounded
 
 GAP_S_MIN: Final = 1.0
@@ -40,7 +40,7 @@ class Trace:
 def read_trace(path: Path, gpus_per_instance: int) -> Trace:
     """Read a trace in the format of the public `spot-traces`; see `docs/simulate.md`.
 
-    Raises `SpecError` for anything else.
+    Raises `SpecError` for anything else, and `NotFoundError` without such a file.
     """
     try:
         document = json.loads(read_bounded(path))
@@ -54,6 +54,8 @@ def read_trace(path: Path, gpus_per_instance: int) -> Trace:
             raise ValueError(f"{what}; a gap in the trace must be filled")
         if not GAP_S_MIN <= gap_s <= SECONDS_MAX:
             raise ValueError(f"metadata.gap_seconds is {gap_s}")
+    except FileNotFoundError:
+        raise NotFoundError(f"--trace {path}: no such file") from None
     except OSError as error:
         raise SpecError(f"--trace {path}: {error.strerror}") from error
     except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from holdfast.contracts.errors import CheckpointError, PreflightError
+from holdfast.contracts.errors import (
+    CheckpointError,
+    HoldfastError,
+    PreflightError,
+    SpecError,
+)
 from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.plain_text import plain_line
 from holdfast.contracts.spec import RunSpec
 
 # A folder without modules, because `python -m` searches the current folder first.
@@ -19,8 +28,10 @@ NEUTRAL_FOLDER: Final = "/"
 ANSWER_S_MAX: Final = 300.0
 LOOK_S: Final = 0.5
 LEAVE_S: Final = 10.0
-# The last line of a traceback of the trainer itself. A missing module has another type.
-_FAILED: Final = ("KeyError", "ValueError", "TypeError", "RuntimeError", "IndexError", "OSError")
+SHOWN_CHARACTERS: Final = 200
+# The last line of a Python that lacks the trainer or one of its libraries.
+_LACKS: Final = ("ModuleNotFoundError", "ImportError", "No module named", "Error while finding")
+_USAGE: Final = re.compile(r"\bpython -m holdfast\.\S+: error: (.*)", re.DOTALL)
 
 
 def interpreter_of(paths: RunPaths, spec: RunSpec) -> list[str]:
@@ -44,38 +55,57 @@ def ask_trainer(
     """Return the JSON that `python -m holdfast.trainer.<module> ARGUMENTS --json` prints.
 
     Paths in `arguments` are absolute. `look` is called twice a second, and an exception in it ends
-    the work. Raises `CheckpointError` with the trainer's message for a problem with the checkpoint.
-    Raises `PreflightError` if `python` cannot run, is too slow or has no trainer.
+    the work. Raises `CheckpointError` with the trainer's message for a problem with the checkpoint,
+    or with the error that ended it, and `SpecError` for an argument that it refuses. Raises
+    `PreflightError` if `python` cannot run, is too slow or has no trainer.
     """
     name = shlex.join(python)
     command = [*python, "-m", f"holdfast.trainer.{module}", *arguments, "--json"]
     try:
-        output, errors = _run(command, timeout_s, look)
+        status, output, errors = _run(command, timeout_s, look)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise PreflightError(
             f"{name} could not read the checkpoint ({error}); check that the spec's "
             "launch.wrapper and launch.python run on this machine"
         ) from error
-    try:
-        found: dict[str, Any] = json.loads(output)
-    except ValueError:
-        last = errors.strip().rpartition("\n")[2]
-        if last.startswith("holdfast: "):
-            raise CheckpointError(last.removeprefix("holdfast: ")) from None
-        if last.startswith(_FAILED):
-            raise CheckpointError(
-                f"the checkpoint cannot be read: {last}; verify it, and report the error if it is "
-                "whole"
-            ) from None
-        raise PreflightError(
-            f"{name} cannot read checkpoints: {last or 'it printed no error'}; install "
-            "`holdfast[trainer]` there, or use a machine that has the job's environment"
-        ) from None
-    return found
+    # A wrapper may print lines before the answer.
+    with contextlib.suppress(ValueError):
+        found = json.loads(output.strip().rpartition("\n")[2])
+        if status == 0 and isinstance(found, dict):
+            return found
+    raise _problem(name, status, output, errors.strip())
 
 
-def _run(command: list[str], timeout_s: float, look: Callable[[], object]) -> tuple[str, str]:
-    """Return a command's standard output and error; end the command if `look` raises."""
+def _problem(name: str, status: int, output: str, errors: str) -> HoldfastError:
+    """Return why the trainer gave no answer, from its exit status and its errors."""
+    last = errors.rpartition("\n")[2]
+    if last.startswith("holdfast: "):
+        return CheckpointError(last.removeprefix("holdfast: "))
+    if usage := _USAGE.search(errors):
+        return SpecError(plain_line(usage[1]))
+    if status < 0:
+        return CheckpointError(
+            f"{name} was ended by signal {-status} ({signal.strsignal(-status)}) before it "
+            "answered; a kill often means that the machine lacks memory"
+        )
+    if last.startswith(_LACKS):
+        return PreflightError(
+            f"{name} cannot read checkpoints: {last}; install `holdfast[trainer]` there, or use a "
+            "machine that has the job's environment"
+        )
+    if status == 0:
+        return CheckpointError(
+            f"{name} printed no answer, but {output[-SHOWN_CHARACTERS:].strip()!r}; expected one "
+            "line of JSON at the end"
+        )
+    return CheckpointError(
+        f"{name} failed with exit status {status}: {last or 'it printed no error'}; if the "
+        "checkpoint verifies, report the error"
+    )
+
+
+def _run(command: list[str], timeout_s: float, look: Callable[[], object]) -> tuple[int, str, str]:
+    """Return a command's exit status, output and errors; end the command if `look` raises."""
     give_up = time.monotonic() + timeout_s
     pipe = subprocess.PIPE
     with subprocess.Popen(
@@ -90,7 +120,8 @@ def _run(command: list[str], timeout_s: float, look: Callable[[], object]) -> tu
         try:
             while True:
                 try:
-                    return process.communicate(timeout=LOOK_S)
+                    output, errors = process.communicate(timeout=LOOK_S)
+                    return process.returncode, output, errors
                 except subprocess.TimeoutExpired:
                     if time.monotonic() >= give_up:
                         raise subprocess.TimeoutExpired(command[:3], timeout_s) from None

@@ -13,7 +13,7 @@ from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.leases import reading
 from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.mirrors import read_record
-from holdfast.contracts.paths import CheckpointName, RunPaths
+from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths, checkpoint_id
 from holdfast.workers import mirrors
 
 # A checkpoint in a mirror is read completely, over the network.
@@ -28,29 +28,35 @@ def verify(directory: Path, find: Watched = find_damage) -> dict[str, Any]:
 
     `find` reads the files and returns a line for each damaged one, as `find_damage` does. If the
     run's files are on the nodes' own disks, the copy in the mirror of the run's spec is read
-    instead. Raises `MirrorError` if the mirror cannot be read.
+    instead. A copy outside a run is called by its path, and may have any name. Raises
+    `MirrorError` if the mirror cannot be read.
     """
-    record = read_record(directory)
+    mirrored = read_record(directory)
+    own = _record_of(directory)
     damaged: list[str] = []
     manifest: Manifest | None = None
     try:
         with reading(directory):
-            manifest = read_manifest(directory)
+            manifest = read_manifest(directory, is_copy=own is None)
             if manifest is None:
-                damaged = ["manifest.json: missing, so the checkpoint was never committed"]
-            elif record is not None and _is_elsewhere(directory, manifest):
+                damaged = [f"{MANIFEST}: missing, {_why_missing(own)}"]
+            elif mirrored is not None and _is_elsewhere(directory, manifest):
                 damaged = _damage_in_mirror(_mirror_of(directory), manifest)
             else:
-                damaged = [*_foreign_manifest(directory, manifest), *find(directory, manifest)]
+                damaged = [*_foreign_manifest(own, manifest), *find(directory, manifest)]
     except DamagedCheckpointError as error:
         damaged = list(error.damaged)
     except OSError as error:
-        damaged = [f"manifest.json: cannot be read: {error.strerror}"]
+        damaged = [f"{MANIFEST}: cannot be read: {error.strerror}"]
+    run = RunPaths(directory.parent.parent).name
+    # A directory that the program chose may hold the only one.
+    is_copy = manifest is not None and own is None and not manifest.is_placed
     return {
         "ok": not damaged,
-        "checkpoint": manifest.id if manifest else directory.name,
+        "checkpoint": checkpoint_id(run, directory.name) if own else str(directory),
+        "copy_of": manifest.id if manifest and is_copy else None,
         "path": str(directory),
-        "mirror": record.url if record else None,
+        "mirror": mirrored.url if mirrored else None,
         "files": len(manifest.files) if manifest else 0,
         "bytes": manifest.bytes if manifest else 0,
         "damaged": damaged,
@@ -64,9 +70,7 @@ def record(directory: Path, facts: dict[str, Any], *, by: str, writer: str = "cl
     cannot be written.
     """
     paths = RunPaths(directory.parent.parent)
-    known = read_document(RunRecord, paths.spec)
-    name = CheckpointName.parse(directory.name)
-    if known is None or name is None or paths.checkpoint(name) != directory or not paths.is_mine():
+    if _record_of(directory) is None or not paths.is_mine():
         return
     with JournalWriter(paths.journal_of(writer)) as journal:
         journal.append(
@@ -77,6 +81,20 @@ def record(directory: Path, facts: dict[str, Any], *, by: str, writer: str = "cl
             bytes=facts["bytes"],
             damaged=facts["damaged"][:DAMAGED_KEPT_MAX],
         )
+
+
+def _record_of(directory: Path) -> RunRecord | None:
+    """Return the record of the run in whose folder a checkpoint is; None for a copy elsewhere."""
+    paths, name = RunPaths(directory.parent.parent), CheckpointName.parse(directory.name)
+    if name is None or paths.checkpoint(name) != directory:
+        return None
+    return read_document(RunRecord, paths.spec)
+
+
+def _why_missing(own: RunRecord | None) -> str:
+    if own is not None:
+        return "so the checkpoint was never committed"
+    return "so this is not a checkpoint of Holdfast, or its copy is not complete"
 
 
 def directory_to_verify(paths: RunPaths, name: str) -> Path:
@@ -95,12 +113,11 @@ def directory_to_verify(paths: RunPaths, name: str) -> Path:
     )
 
 
-def _foreign_manifest(directory: Path, manifest: Manifest) -> list[str]:
+def _foreign_manifest(own: RunRecord | None, manifest: Manifest) -> list[str]:
     """Return a line if the directory is in a run and its manifest belongs to another run."""
-    record = read_document(RunRecord, RunPaths(directory.parent.parent).spec)
-    if record is None or record.uid == manifest.run_uid:
+    if own is None or own.uid == manifest.run_uid:
         return []
-    return [f"manifest.json: belongs to run {manifest.run}; this run is {record.run}"]
+    return [f"{MANIFEST}: belongs to run {manifest.run}; this run is {own.run}"]
 
 
 def _is_elsewhere(directory: Path, manifest: Manifest) -> bool:

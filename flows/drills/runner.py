@@ -11,7 +11,7 @@ from typing import Final
 
 import psutil
 
-from holdfast.contracts.errors import HoldfastError, ServiceError
+from holdfast.contracts.errors import HoldfastError, RunStateError
 from holdfast.contracts.history import load_history
 from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.paths import RunPaths
@@ -212,10 +212,10 @@ def drill_live(
     tell: Tell,
     within_s: float = math.inf,
 ) -> DrillResult:
-    """Inject `count` faults into a running run. Raises `ServiceError` if it is not running."""
+    """Inject `count` faults into a running run. Raises `RunStateError` if it is not running."""
     began = time.monotonic()
     if load_history(paths).state is not RunState.RUNNING:
-        raise ServiceError(f"run {paths.name} is not running; expected a run that is training")
+        raise RunStateError(f"run {paths.name} is not running; expected a run that is training")
     result = DrillResult(seed=seed)
     context = FaultContext(TargetRun(paths), chance_of(seed, 0))
     rehearsal = Rehearsal(context, result, database_url(), tell)

@@ -94,6 +94,7 @@ def test_prune_is_a_dry_run_unless_told_otherwise(api: httpx.Client, served: Ser
 
 def test_verify_runs_as_a_job_and_reports_damage(api: httpx.Client, served: Served) -> None:
     directory = served.runs["gpt"].paths.checkpoint("step-00000100.a0001.l01")
+    content_before = (directory / "__0_0.distcp").read_bytes()
     for content, ok in ((None, True), (b"state of step 9_9", False)):
         if content is not None:
             (directory / "__0_0.distcp").write_bytes(content)
@@ -102,6 +103,15 @@ def test_verify_runs_as_a_job_and_reports_damage(api: httpx.Client, served: Serv
         result = shown(api, job)["result"]
         assert result["ok"] is ok
         assert bool(result["damaged"]) is not ok
+    # The damage is shown, and refused as a source.
+    path = "/checkpoints/gpt:step-00000100.a0001.l01"
+    wait_for(lambda: api.get(f"/api/v1{path}").json()["state"] == "damaged")
+    for action, body in (("export", {"to": "dcp"}), ("fork", {"name": "gpt-d"})):
+        assert "verify found damage" in post(api, f"{path}/{action}", 409, **body)["message"]
+    # Later tests use it again.
+    (directory / "__0_0.distcp").write_bytes(content_before)
+    job = post(api, f"{path}/verify", 202)
+    wait_for(lambda: api.get(f"/api/v1{path}").json()["state"] == "committed")
 
 
 def test_failed_export_job_reports_the_reason(api: httpx.Client, served: Served) -> None:

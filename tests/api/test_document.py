@@ -92,4 +92,4 @@ def test_web_page_types_match_the_openapi_document() -> None:
 @pytest.mark.timeout(1800)
 def test_no_operation_fails_on_many_generated_inputs(tried: Served) -> None:
     found = operations(tried)
-    assert call_all(tried, found, examples=100) > 5 * len(found)
+    assert call_all(tried, found, examples=100) >= 2_000

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from holdfast.cli import exit_status as statuses
-from holdfast.cli.output import exit_status
+from holdfast.cli.exit_status import exit_status
 from holdfast.contracts import errors
 from holdfast.contracts.event_facts import needed_facts, problem_with_facts
 from holdfast.contracts.journal import EventKind

@@ -122,7 +122,7 @@ WRONG_CALLS: list[tuple[Sequence[str], int, str]] = [
     (["show"], 2, "Missing argument"),
     (["show", "nobody"], 3, "no run 'nobody'"),
     (["nonsense"], 2, "No such command"),
-    (["submit", "/nonexistent/spec.toml"], 2, "no such file"),
+    (["submit", "/nonexistent/spec.toml"], 3, "no such file"),
     (["relaunch", "x", "--gpus", "0"], 2, "Invalid value"),
     (["pin", "not-a-checkpoint"], 3, "not a checkpoint"),
     (["verify", "kelp:step-00000001.a0001.l01"], 3, "no run 'kelp'"),
@@ -374,7 +374,7 @@ def test_verify_distinguishes_intact_from_damaged(call: Call, ended_run: RunPath
 def test_an_invalid_operator_request_is_refused(call: Call, ended_run: RunPaths) -> None:
     assert call("cancel", "kelp", "--json").json["state"] == "cancelled"
     answer = call("pause", "kelp")
-    assert answer.status == 2
+    assert answer.status == 5
     assert "already cancelled" in answer.err
     assert call("relaunch", "kelp", "--gpus", 64).status == 2
 
@@ -435,7 +435,7 @@ def test_db_upgrades_and_downgrades(call: Call) -> None:
     head = call("db", "upgrade", "--json").json["revision"]
     now = call("db", "current", "--json").json
     assert now == {"revision": head, "head": head, "ok": True, "problem": None}
-    assert call("db", "downgrade", "base", "--json").json["revision"] is None
+    assert call("db", "downgrade", "base", "--yes", "--json").json["revision"] is None
     assert call("db", "downgrade", "nonsense").status == 2
 
 
@@ -463,6 +463,11 @@ def test_show_reports_the_newest_step_of_a_live_run(call: Call, root: Path) -> N
     writer.close()
     shown = call("show", "gpt", "--json").json
     assert (shown["state"], shown["step"], shown["live_step"]) == ("running", 40, 57)
+    (waited,) = call("wait", "gpt", "--timeout", "0", "--json").json
+    (listed,) = call("runs", "--json").json
+    assert shown["step"] == waited["step"] == listed["step"] == 40
+    for one in (shown, waited):
+        assert (one["committed_step"], one["trained_step"]) == (40, 57)
 
 
 def test_delete_removes_an_ended_run_and_nothing_that_somebody_needs(

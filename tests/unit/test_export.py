@@ -86,6 +86,38 @@ def test_safetensors_export_has_the_weights_under_their_own_names(
         assert file.metadata() == {"format": "pt"}
 
 
+def test_a_flat_state_dict_keeps_its_names(tmp_path: Path) -> None:
+    flat = {"model.x": torch.zeros(2), "x": torch.ones(2)}
+    save_with_dcp(flat, checkpoint_id=tmp_path / "d", no_dist=True)
+    export(tmp_path / "d", "safetensors", tmp_path / "w.safetensors")
+    found = load_file(tmp_path / "w.safetensors")
+    assert found.keys() == flat.keys()
+    assert all(torch.equal(found[key], value) for key, value in flat.items())
+
+
+def test_two_tensors_never_get_one_name(
+    state: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = {"model": state["model"], "embed.weight": torch.ones(2)}
+    save_with_dcp(both, checkpoint_id=tmp_path / "d", no_dist=True)
+    arguments = ["--to", "safetensors", "--output", str(tmp_path / "w")]
+    arguments += ["--include", "model", "--include", "embed.weight"]
+    assert main([str(tmp_path / "d"), *arguments]) == 1
+    assert "model.embed.weight and embed.weight would both be embed.weight" in (
+        capsys.readouterr().err
+    )
+
+
+def test_groups_that_differ_in_a_tensor_stay_apart(tmp_path: Path) -> None:
+    rates = {name: {"lr": torch.tensor(lr)} for name, lr in (("a", 0.1), ("b", 0.1 + 1e-6))}
+    save_with_dcp(
+        {"optimizer": {"param_groups": rates}}, checkpoint_id=tmp_path / "d", no_dist=True
+    )
+    export(tmp_path / "d", "torch", tmp_path / "all.pt")
+    groups = torch.load(tmp_path / "all.pt", weights_only=True)["optimizer"]["param_groups"]
+    assert [one["param_names"] for one in groups] == [["a"], ["b"]]
+
+
 def test_hf_export_is_split_into_shards_with_an_index(
     saved: Path, state: dict[str, Any], tmp_path: Path
 ) -> None:

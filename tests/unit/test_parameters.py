@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.contracts.errors import SpecError
+from holdfast.contracts.errors import NotFoundError, SpecError
 from holdfast.flows.parameters import load_spec, parse_override
 
 PLAIN: dict[str, Any] = {"name": "kelp", "command": ["train.py", "--lr", "1e-3"]}
@@ -145,7 +145,7 @@ def test_a_file_that_cannot_be_read_is_named(
     path = tmp_path / name
     if content is not None:
         path.write_text(content)
-    with pytest.raises(SpecError) as caught:
+    with pytest.raises(NotFoundError if content is None else SpecError) as caught:
         load_spec(path)
     assert expected in str(caught.value)
     assert str(path) in str(caught.value)

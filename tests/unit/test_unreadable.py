@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,14 +14,17 @@ import pytest
 import torch
 from tests.cli_calls import Call
 from tests.runs import RunFolder
+from tests.unit.test_cli import ended_run
 
 from holdfast.contracts import damage
 from holdfast.contracts.damage import word_for
-from holdfast.contracts.errors import CheckpointError, PreflightError
+from holdfast.contracts.errors import CheckpointError, PreflightError, SpecError
+from holdfast.contracts.paths import RunPaths
 from holdfast.trainer.loading.resume import inspect
 from holdfast.trainer.state import plain
 from holdfast.workers.trainer_call import ask_trainer
 
+__all__ = ["ended_run"]
 EIO = f"__0_0.distcp: cannot be read: {os.strerror(errno.EIO)}"
 
 
@@ -67,7 +72,14 @@ def python_that_fails(tmp_path: Path, line: str) -> list[str]:
 @pytest.mark.parametrize(
     ("line", "kind", "words"),
     [
-        ("KeyError: 'x'", CheckpointError, "the checkpoint cannot be read: KeyError: 'x'"),
+        ("KeyError: 'x'", CheckpointError, "failed with exit status 1: KeyError: 'x'"),
+        ("torch.AcceleratorError: gone", CheckpointError, "status 1: torch.AcceleratorError: gone"),
+        ("MemoryError", CheckpointError, "failed with exit status 1: MemoryError"),
+        (
+            "usage: x\npython -m holdfast.trainer.export: error: argument --dtype: invalid choice",
+            SpecError,
+            "^argument --dtype: invalid choice$",
+        ),
         ("holdfast: it is damaged", CheckpointError, "it is damaged"),
         ("No module named holdfast", PreflightError, r"install `holdfast\[trainer\]` there"),
         ("ModuleNotFoundError: No module named 'torch'", PreflightError, "install"),
@@ -78,3 +90,62 @@ def test_only_a_missing_module_is_a_problem_of_the_environment(
 ) -> None:
     with pytest.raises(kind, match=words):
         ask_trainer(python_that_fails(tmp_path, line), "export")
+
+
+def test_a_call_that_was_killed_or_chatty_is_understood(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nkill -9 $$\n")
+    python.chmod(0o755)
+    with pytest.raises(CheckpointError, match=r"was ended by signal 9 \(Killed\)"):
+        ask_trainer([str(python)], "export")
+    python.write_text("#!/bin/sh\necho Loading modules\necho '{\"tensors\": 3}'\n")
+    assert ask_trainer([str(python)], "export") == {"tensors": 3}
+    python.write_text("#!/bin/sh\necho hello\n")
+    with pytest.raises(CheckpointError, match="printed no answer, but 'hello'"):
+        ask_trainer([str(python)], "export")
+
+
+def test_each_command_states_the_true_cause(
+    call: Call, ended_run: RunPaths, tmp_path: Path
+) -> None:
+    first, _ = ended_run.list_checkpoints()
+    output = tmp_path / "x.pt"
+    wrong = call("export", f"kelp:{first.name}", "--to", "torch", "-o", output, "--dtype", "fp16")
+    assert wrong.status == 2
+    assert "'float16'" in wrong.err
+    assert call("prune", "kelp", "--yes").status == 0
+    gone = call("doctor", "fit", "kelp", "--gpus", "2", "--checkpoint", f"kelp:{first.name}")
+    assert gone.status == 3
+    assert "deleted" in gone.err
+    assert "committed" not in gone.err
+
+
+def test_logs_that_are_followed_as_json_are_a_stream(
+    home: Path, call: Call, ended_run: RunPaths
+) -> None:
+    log = ended_run.attempt(1).rank_log(0, 1, 0)
+    log.parent.mkdir(parents=True)
+    log.write_text("one\ntwo\nthr")
+    command = [sys.executable, "-m", "holdfast.cli.main", "logs", "kelp", "--follow", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as following:
+        assert following.stdout is not None
+        try:
+            lines = [json.loads(following.stdout.readline()) for _ in range(2)]
+            assert [one["text"] for one in lines] == ["one\n", "two\n"]
+            assert lines[0] | {"path": ""} == {
+                "attempt": 1,
+                "launch": 1,
+                "rank": 0,
+                "stream": "stdout",
+                "path": "",
+                "text": "one\n",
+            }
+            assert following.poll() is None
+            with log.open("a") as stream:
+                stream.write("ee\n")
+            assert json.loads(following.stdout.readline())["text"] == "three\n"
+            # The run waits for a relaunch. Its end ends the stream.
+            assert call("cancel", "kelp").status == 0
+            assert following.wait(60) == 0
+        finally:
+            following.kill()

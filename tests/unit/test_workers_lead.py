@@ -334,7 +334,8 @@ def test_a_signal_ends_the_wait_for_nodes_that_do_not_join(tmp_path: Path) -> No
 
 @pytest.mark.timeout(20)
 def test_the_join_timeout_of_the_spec_limits_the_wait_for_nodes(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path, "quick", "1" * 32, {"supervision": {"join_timeout_s": 0.3}})
+    spec = {"resources": {"executor": "slurm"}, "supervision": {"join_timeout_s": 0.3}}
+    run = RunFolder(tmp_path, "quick", "1" * 32, spec)
     attempt = run.submit(1, 1, 0.0)
     context = dataclasses.replace(load_context(attempt.request), nodes=2)
     host = ChannelHost(attempt.channel, 2)

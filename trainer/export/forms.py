@@ -4,34 +4,51 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import stat
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import reduce
 from operator import and_
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
+from torch.distributed.checkpoint._traverse import OBJ_PATH, set_element
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 
 from holdfast.contracts.damage import find_damage
 from holdfast.contracts.durable import fsync_directory, make_directory
 from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError
-from holdfast.trainer.export.usable import OPTIMIZER, make_objects, make_optimizer, owned_by
+from holdfast.trainer.export.usable import (
+    OPTIMIZER,
+    make_objects,
+    make_optimizer,
+    owned_by,
+    plain_values,
+)
 from holdfast.trainer.export.whole import Entry, Source, batches, require_tensors, weights_of
 from holdfast.trainer.loading.compare_keys import is_of_one_rank
-from holdfast.trainer.planning.metadata import METADATA
+from holdfast.trainer.planning.metadata import METADATA, paths_of
 from holdfast.trainer.sources.tensors import rights_of
 
 # The file names that Hugging Face's libraries use.
 HF_WHOLE: Final = "model.safetensors"
 HF_SHARD: Final = "model-{number:05d}-of-{count:05d}.safetensors"
+# In a folder of DCP: the values of schedulers and extras that are no tensors.
+VALUES: Final = "__values_0.distcp"
 HF_INDEX: Final = "model.safetensors.index.json"
 
 
@@ -84,17 +101,21 @@ def write_hf(source: Source, place: Path, shard_bytes: int) -> None:
 def write_dcp(source: Source, place: Path, _: int) -> None:
     """Write a stock DCP folder, without Holdfast's own files.
 
-    If everything is wanted as it was saved, the files are copied. Otherwise, and to join several
+    The plain values of schedulers and extras, which Holdfast saves as JSON, become entries. If
+    everything is wanted as it was saved, the files are copied. Otherwise, and to join several
     pipeline stages, the state goes through memory and stock DCP's own writer.
     """
     require_tensors(source)
+    values = plain_values(source.documents)
     if _is_whole(source):
         _copy_files(source, place)
+        if values:
+            _add_values(source.opened.metadata, values, place)
         return
     with warnings.catch_warnings():
         # Stock DCP warns about a save without a process group, which is intended here.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        save_with_dcp(_nested(source), checkpoint_id=place, no_dist=True)
+        save_with_dcp(_nested(source, values), checkpoint_id=place, no_dist=True)
     for path in place.iterdir():
         _sync(path)
     fsync_directory(place)
@@ -155,12 +176,35 @@ def _refuse_existing(output: Path) -> None:
         )
 
 
-def _nested(source: Source) -> dict[str, Any]:
+def _nested(source: Source, more: Mapping[OBJ_PATH, Any]) -> dict[str, Any]:
     state: dict[str, Any] = {}
     values = source.read(source.entries)
     for entry in source.entries:
         set_element(state, entry.path, values[entry.name])
+    for path, value in more.items():
+        set_element(state, path, value)
     return state
+
+
+def _add_values(metadata: Metadata, values: Mapping[OBJ_PATH, Any], place: Path) -> None:
+    """Add values that are no tensors to a copied DCP folder, in a file of their own."""
+    entries, stored, paths = {}, {}, {}
+    with open(place / VALUES, "wb") as stream:
+        for path, value in values.items():
+            key, start = ".".join(map(str, path)), stream.tell()
+            torch.save(value, stream)
+            stored[MetadataIndex(key)] = _StorageInfo(VALUES, start, stream.tell() - start)
+            entries[key], paths[key] = BytesStorageMetadata(), path
+    more = replace(
+        metadata,
+        state_dict_metadata={**metadata.state_dict_metadata, **entries},
+        storage_data={**(metadata.storage_data or {}), **stored},
+        planner_data={**paths_of(metadata), **paths},
+    )
+    (place / METADATA).write_bytes(pickle.dumps(more))
+    _sync(place / VALUES)
+    _sync(place / METADATA)
+    fsync_directory(place)
 
 
 def _write_tensors(source: Source, entries: list[Entry], place: Path) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint._traverse import OBJ_PATH
@@ -19,8 +19,6 @@ from holdfast.trainer.loading.reader import load_state
 from holdfast.trainer.loading.train_state import read_train_state
 from holdfast.trainer.planning.metadata import Opened, open_checkpoint, paths_of
 from holdfast.trainer.sources.dcp import weights_at
-
-MODEL: Final = "model."
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class Source:
     opened: Opened
     entries: tuple[Entry, ...]
     documents: Mapping[str, Any] = field(default_factory=dict)
-    prefix: str = MODEL
+    prefix: str = ""
 
     @property
     def directory(self) -> Path:
@@ -104,10 +102,9 @@ def open_source(
         for key, value in opened.metadata.state_dict_metadata.items()
         if not is_of_one_rank(key)
     }
-    pick = Selection(include=tuple(include))
-    taken = [key for key in saved if pick.takes(key)]
+    taken = [key for key in saved if _is_below(key, include)]
     kept = read_train_state(opened.directory, opened.manifest).get("objects", {})
-    documents = {name: document for name, document in kept.items() if pick.takes(name)}
+    documents = {name: document for name, document in kept.items() if _is_below(name, include)}
     if not taken and not documents:
         raise CheckpointError(
             f"{directory}: no key matches {', '.join(include) or 'the selection'}; it has "
@@ -132,7 +129,7 @@ def open_source(
                 bytes=math.prod(shape) * wanted.itemsize if wanted is not None else 0,
             )
         )
-    return Source(opened, tuple(entries), documents, f"{at}." if at else MODEL)
+    return Source(opened, tuple(entries), documents, f"{at}." if at else "")
 
 
 def batches(entries: Sequence[Entry], bytes_max: int) -> Iterator[list[Entry]]:
@@ -160,7 +157,16 @@ def weights_of(source: Source) -> list[Entry]:
             "are numbers; leave them out with --include, or use --to torch",
             extra=numbers,
         )
-    return [replace(one, name=one.name.removeprefix(source.prefix)) for one in source.entries]
+    named = [replace(one, name=one.name.removeprefix(source.prefix)) for one in source.entries]
+    owners: dict[str, str] = {}
+    for one in named:
+        if owners.setdefault(one.name, one.key) != one.key:
+            raise KeyMismatchError(
+                f"{source.directory}: {owners[one.name]} and {one.key} would both be {one.name}; "
+                "give one of them another name with --rename, or choose with --include",
+                extra=[one.key],
+            )
+    return named
 
 
 def require_tensors(source: Source) -> None:
@@ -176,6 +182,14 @@ def split_name(name: str) -> OBJ_PATH:
     """Return the path of a key without a known path: its part, then the name in that part."""
     part, dot, rest = name.partition(".")
     return (part, rest) if dot else (part,)
+
+
+def _is_below(key: str, prefixes: Collection[str]) -> bool:
+    """Return True if no prefixes are given, or if `key` is one of them or lies below one.
+
+    The optimizer's state of a parameter is not below the parameter, unlike in a `Selection`.
+    """
+    return not prefixes or any(key == one or key.startswith(f"{one}.") for one in prefixes)
 
 
 def _type_of(entry: TensorStorageMetadata, wanted: torch.dtype | None) -> torch.dtype:

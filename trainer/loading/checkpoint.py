@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from holdfast.contracts.checkpoint_choice import choose_checkpoint, is_checkpoint
 from holdfast.contracts.errors import NotFoundError
 from holdfast.contracts.filesystems import is_there
+from holdfast.contracts.known_damage import refuse_damaged
 from holdfast.contracts.leases import reading
 from holdfast.contracts.paths import (
     MANIFEST,
@@ -130,8 +131,14 @@ def _held(directory: Path, ranks: ControlGroup) -> Iterator[None]:
         if is_ours and ranks.rank == 0:
             held.enter_context(reading(directory))
         # No rank reads before the lease exists. Loading ends with a collective of all ranks.
-        ranks.gather(lambda: check_committed(directory) if is_ours else None)
+        ranks.gather(lambda: _check(directory, ranks) if is_ours else None)
         yield
+
+
+def _check(directory: Path, ranks: ControlGroup) -> None:
+    check_committed(directory)
+    if ranks.rank == 0:
+        refuse_damaged(RunPaths(directory.parent.parent), directory.name, "load it")
 
 
 def check_committed(directory: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.damage import find_damage, word_for
 from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.contracts.history import excluded_checkpoints, load_events
+from holdfast.contracts.known_damage import damaged_checkpoints
 from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.retries import read_again
@@ -39,22 +40,27 @@ def choose(
     Normally only sizes are compared here, because the load verifies the contents. With `verify`,
     every byte is read. `passing_over` maps directories that turned out damaged to the damage. The
     last remaining candidate is always read, because after a failed load the process cannot start
-    over. A run without a checkpoint of its own resumes from the checkpoint that it was forked
-    from, or from `start_from`. Raises `DamagedCheckpointError` if that one is damaged, because a
-    start from nothing is not what was asked for.
+    over. One that was found damaged before is read too. A run without a checkpoint of its own
+    resumes from the checkpoint that it was forked from, or from `start_from`. Raises
+    `DamagedCheckpointError` if that one is damaged, because a start from nothing is not what was
+    asked for.
     """
     passed = passing_over or {}
     record = read_document(RunRecord, run.spec)
     origin = Path(record.forked_path) if record is not None and record.forked_path else start_from
     uid = record.uid if record is not None else None
     skipped: list[str] = []
-    candidates = _candidates(run, uid, passed, skipped)
+    events = load_events(run)
+    known = damaged_checkpoints(events)
+    candidates = _candidates(run, uid, excluded_checkpoints(events), passed, skipped)
     found = next(candidates, None)
     while found is not None:
         directory, manifest = found
         before = len(skipped)
         following = next(candidates, None)
-        must_read = verify or (following is None and origin is None)
+        is_last = following is None and origin is None
+        # If it was found damaged before, its files may have been restored since.
+        must_read = verify or is_last or directory.name in known
         damage = find(directory, manifest) if must_read else []
         if not damage:
             return Choice(directory, manifest, tuple(skipped[:before]))
@@ -75,10 +81,13 @@ def choose(
 
 
 def _candidates(
-    run: RunPaths, uid: str | None, passed: Mapping[str, str], skipped: list[str]
+    run: RunPaths,
+    uid: str | None,
+    excluded: Collection[str],
+    passed: Mapping[str, str],
+    skipped: list[str],
 ) -> Iterator[tuple[Path, Manifest]]:
     """Yield checkpoints that look complete, newest first. Add a line to `skipped` for others."""
-    excluded = excluded_checkpoints(load_events(run))
     for directory in reversed(run.list_checkpoints()):
         if directory.name in excluded:
             skipped.append(f"{directory.name}: excluded by a rollback")

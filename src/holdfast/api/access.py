@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
-from fastapi import Depends, Request
+from fastapi import Depends, Request, Security
+from fastapi.security import APIKeyCookie, HTTPBearer
 
 from holdfast.api.problems import Refusal
 from holdfast.api.security import SAFE_METHODS
@@ -95,8 +96,25 @@ def try_token(services: Services, text: str, address: str) -> Token:
     )
 
 
-def _at_least(role: Role) -> Callable[[Request], Caller]:
-    def caller(request: Request) -> Caller:
+# For the OpenAPI document. `identify` reads the credentials.
+_BEARER: Final = HTTPBearer(
+    scheme_name="token", description="A token of `holdfast token add`.", auto_error=False
+)
+_COOKIE: Final = APIKeyCookie(
+    name=f"{COOKIE}_PORT",
+    scheme_name="session",
+    description="The session of the web UI. PORT is that of the server. Writes also need the "
+    f"session's CSRF token in the header `{CSRF_HEADER}`.",
+    auto_error=False,
+)
+
+
+def _at_least(role: Role) -> Callable[..., Caller]:
+    def caller(
+        request: Request,
+        _token: Annotated[object, Security(_BEARER)],
+        _session: Annotated[object, Security(_COOKIE)],
+    ) -> Caller:
         found = identify(request)
         if found is None:
             raise Refusal(

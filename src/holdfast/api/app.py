@@ -11,6 +11,7 @@ from fastapi.middleware.gzip import GZipMiddleware
 
 from holdfast import __version__
 from holdfast.api import problems
+from holdfast.api.negotiation import Conditional, Negotiation
 from holdfast.api.routes import actions, checkpoints, live, overview, page, runs, session
 from holdfast.api.schemas import Problem
 from holdfast.api.security import Guard
@@ -43,8 +44,10 @@ def create_app(services: Services) -> FastAPI:
     app.include_router(api)
     app.include_router(live.router)
     app.include_router(page.router)
+    app.add_middleware(Conditional)
     # Starlette does not compress the event stream: compression would delay its events.
     app.add_middleware(GZipMiddleware, minimum_size=COMPRESSED_BYTES_MIN, compresslevel=LEVEL)
+    app.add_middleware(Negotiation)
     app.add_middleware(
         Guard, access_policy=services.access_policy, answered=services.measures.answered
     )

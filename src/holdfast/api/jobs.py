@@ -60,7 +60,7 @@ class Jobs:
                 return same[0]
             if len(waiting) >= WAITING_MAX:
                 raise Refusal(
-                    503, f"{WAITING_MAX} jobs are waiting or running; try again later", _LATER
+                    429, f"{WAITING_MAX} jobs are waiting or running; try again later", _LATER
                 )
             self._jobs[job.id] = job
             while len(self._jobs) > REMEMBERED_MAX:

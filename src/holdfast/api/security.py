@@ -85,9 +85,13 @@ class Guard:
             return
 
         has_begun, began = False, time.monotonic()
+        bounded = _Bounded(receive)
 
         async def send_guarded(message: Message) -> None:
             nonlocal has_begun
+            if bounded.is_exceeded:
+                # What the route makes of an incomplete body is not the answer.
+                return
             if message["type"] == "http.response.start":
                 has_begun = True
                 took_s = time.monotonic() - began
@@ -104,7 +108,7 @@ class Guard:
             await refused(status, message)(scope, receive, send_guarded)
             return
         try:
-            await self._app(scope, _Bounded(receive).receive, send_guarded)
+            await self._app(scope, bounded.receive, send_guarded)
         # An unexpected error: the client gets a plain message and the log gets the traceback.
         except Exception:
             LOG.exception("%s %s", scope["method"], scope["path"])
@@ -112,19 +116,28 @@ class Guard:
                 raise
             message = "internal server error; the server's log has the traceback"
             await refused(500, message)(scope, receive, send_guarded)
+        if bounded.is_exceeded and not has_begun:
+            bounded.is_exceeded = False
+            message = f"the request body is larger than {BODY_BYTES_MAX} bytes"
+            await refused(413, message, {"Connection": "close"})(scope, receive, send_guarded)
 
 
 class _Bounded:
-    """Limits a body without a Content-Length to `BODY_BYTES_MAX`: beyond that, it disconnects."""
+    """Limits a body without a Content-Length to `BODY_BYTES_MAX`: beyond that, it disconnects.
+
+    `is_exceeded` then is True.
+    """
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self._left = BODY_BYTES_MAX
+        self.is_exceeded = False
 
     async def receive(self) -> Message:
         message = await self._receive()
         self._left -= len(message.get("body", b""))
         if self._left < 0:
+            self.is_exceeded = True
             return {"type": "http.disconnect"}
         return message
 

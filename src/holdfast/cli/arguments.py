@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Annotated, Final
 
 import typer
 
+from holdfast.cli.exit_status import REFUSED
 from holdfast.cli.index import choose_root, locate_run
-from holdfast.contracts.paths import RunPaths, list_runs
+from holdfast.contracts.checkpoint_choice import BEST
+from holdfast.contracts.errors import SpecError
+from holdfast.contracts.paths import LATEST, RunPaths, list_runs
 
 COMPLETIONS_MAX: Final = 200
+# For --watch. ANSI: clear the screen, and move the cursor to its first line.
+WATCH_S: Final = 2.0
+CLEAR: Final = "\x1b[2J\x1b[H"
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 _SECONDS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -25,6 +32,18 @@ def complete_run(context: typer.Context, incomplete: str) -> list[str]:
         found = list_runs(choose_root(context.params.get("root")))
         names = [paths.name for paths in found if paths.name.startswith(incomplete)]
         return sorted(names)[:COMPLETIONS_MAX]
+    return []
+
+
+def complete_checkpoint(context: typer.Context, incomplete: str) -> list[str]:
+    """Return ids of checkpoints, or names of runs before the colon, that start so."""
+    run, colon, name = incomplete.partition(":")
+    if not colon:
+        return [f"{one}:" for one in complete_run(context, incomplete)]
+    with contextlib.suppress(OSError):
+        found = RunPaths(choose_root(context.params.get("root")) / run).list_checkpoint_names()
+        words = [LATEST, BEST, *map(str, reversed(found))]
+        return [f"{run}:{one}" for one in words if one.startswith(name)][:COMPLETIONS_MAX]
     return []
 
 
@@ -70,3 +89,20 @@ SinceOption = Annotated[
 def locate_runs(names: Sequence[str], root: str | None) -> list[RunPaths]:
     """Return the runs, each of them once. Raises `NotFoundError` for the first unknown one."""
     return list(dict.fromkeys(locate_run(name, root) for name in names))
+
+
+def confirm(
+    command: str,
+    what: str,
+    as_json: bool,
+    show: Callable[[], object] = lambda: None,
+    *,
+    has_dry_run: bool = False,
+) -> None:
+    """Ask whether to delete; exit with `REFUSED` at no. Raises `SpecError` without a terminal."""
+    if as_json or not sys.stdin.isatty():
+        instead = "--yes, or --dry-run to see" if has_dry_run else "--yes"
+        raise SpecError(f"{command} would delete {what} and cannot ask here: add {instead}")
+    show()
+    if not typer.confirm(f"Delete {what}?", err=True):
+        raise typer.Exit(REFUSED)

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli.arguments import RunArgument
-from holdfast.cli.exit_status import REFUSED
+from holdfast.cli.arguments import RunArgument, complete_checkpoint, confirm
 from holdfast.cli.index import forget, locate_checkpoint, locate_run, look_at, user_name
 from holdfast.cli.output import AsJson, RootOption, answer, bytes_text, print_table, say, warn
 from holdfast.contracts.damage import find_damage, word_for
-from holdfast.contracts.errors import ForeignFileError, SpecError
+from holdfast.contracts.errors import ForeignFileError, NotFoundError
 from holdfast.contracts.manifest import Manifest
-from holdfast.contracts.paths import checkpoint_id, plain_checkpoint
+from holdfast.contracts.paths import checkpoint_id, has_spec, plain_checkpoint
 from holdfast.contracts.plain_text import counted
 from holdfast.contracts.spec_checkpoint import Keep
 
 CheckpointArgument = Annotated[
     str,
     typer.Argument(
-        metavar="CHECKPOINT", help="The checkpoint's id (run:step-…, run:latest, run:best) or path."
+        metavar="CHECKPOINT",
+        help="The checkpoint's id (run:step-…, run:latest, run:best) or path.",
+        autocompletion=complete_checkpoint,
     ),
 ]
 
@@ -95,7 +95,7 @@ def prune(
         facts = work(dry_run=True)
         if facts["deleted"]:
             what = f"{counted(len(facts['deleted']), 'checkpoint')} of {facts['run']}"
-            _ask("prune", what, as_json, lambda: _render_prune(facts))
+            confirm("prune", what, as_json, lambda: _render_prune(facts), has_dry_run=True)
     answer(work(dry_run=dry_run), as_json, _render_prune)
 
 
@@ -116,27 +116,12 @@ def delete(
     look_at(paths)
     if not (dry_run or yes):
         facts = delete_run(paths, dry_run=True)
-        _ask(
-            "delete",
-            f"run {facts['run']} with {counted(facts['checkpoints'], 'checkpoint')}",
-            as_json,
-            lambda: _render_delete(facts),
-        )
+        what = f"run {facts['run']} with {counted(facts['checkpoints'], 'checkpoint')}"
+        confirm("delete", what, as_json, lambda: _render_delete(facts), has_dry_run=True)
     facts = delete_run(paths, dry_run=dry_run)
     if not dry_run:
         forget(facts["uid"])
     answer(facts, as_json, _render_delete)
-
-
-def _ask(command: str, what: str, as_json: bool, show: Callable[[], None]) -> None:
-    """Ask whether to delete; exit with `REFUSED` at no. Raises `SpecError` without a terminal."""
-    if as_json or not sys.stdin.isatty():
-        raise SpecError(
-            f"{command} would delete {what} and cannot ask here: add --yes, or --dry-run to see"
-        )
-    show()
-    if not typer.confirm(f"Delete {what}?", err=True):
-        raise typer.Exit(REFUSED)
 
 
 def verify(
@@ -145,6 +130,7 @@ def verify(
         typer.Argument(
             metavar="CHECKPOINT|DIR",
             help="A checkpoint's id (run:step-…, run:latest, run:best) or directory.",
+            autocompletion=complete_checkpoint,
         ),
     ],
     root: RootOption = None,
@@ -174,6 +160,11 @@ def directory_of(checkpoint: str, root: str | None) -> Path:
     with the reason if that is known.
     """
     path = plain_checkpoint(checkpoint)
+    if has_spec(path):
+        raise NotFoundError(
+            f"{checkpoint}: the folder of run {path.name}, not a checkpoint; `holdfast checkpoints "
+            f"{path}` lists its checkpoints, and {path.name}:latest is the newest one"
+        )
     if path.is_dir():
         return path
     from holdfast.workers.verification import directory_to_verify
@@ -225,9 +216,13 @@ def _render_verify(facts: dict[str, Any]) -> None:
             f"{facts['checkpoint']}: {counted(facts['files'], 'file')}, {size}: matches the "
             f"manifest"
         )
+        if facts["copy_of"]:
+            say(f"  a copy of {facts['copy_of']}")
         if facts["mirror"]:
             say(f"  also in {facts['mirror']}")
         return
     say(f"{facts['checkpoint']}: {word_for(facts['damaged'])}")
     for line in facts["damaged"]:
         say(f"  {line}")
+    if facts["checkpoint"] != facts["path"]:
+        say(f"  in {facts['path']}")

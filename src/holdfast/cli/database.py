@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from holdfast.cli.arguments import confirm
 from holdfast.cli.collector import return_free_memory
 from holdfast.cli.index import choose_root, open_index
 from holdfast.cli.output import AsJson, RootOption, answer, print_facts, say, warn
@@ -37,11 +38,18 @@ def downgrade(
     revision: Annotated[
         str, typer.Argument(help="The revision to downgrade to; `base` removes the schema.")
     ],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Downgrade the schema to an older revision."""
+    """Downgrade the schema to an older revision.
+
+    Asks before it removes the whole index, unless --yes is given. `reindex` fills it again.
+    """
     from holdfast.lineage import schema_changes
 
+    if not yes and (revision == "base" or revision.startswith("-")):
+        what = "all rows of the index" if revision == "base" else "what newer revisions added"
+        confirm("db downgrade", what, as_json)
     answer({"revision": schema_changes.downgrade(None, revision)}, as_json, _render_revision)
 
 

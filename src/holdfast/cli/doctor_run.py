@@ -34,10 +34,11 @@ def examine(run: str, gpus: int, checkpoint: str | None, root: str | None) -> di
     from holdfast.flows import secrets
     from holdfast.workers.sizes import problem_with
     from holdfast.workers.slurm_defaults import warnings_of_defaults
+    from holdfast.workers.verification import directory_to_verify
 
     paths = locate_run(run, root)
     spec = load_history(paths).spec
-    directory = paths.checkpoint(_choose(paths, checkpoint, root))
+    directory = directory_to_verify(paths, _choose(paths, checkpoint, root))
     python = interpreter_of(paths, spec)
     ranks = spec.ranks(gpus) if spec.can_split(gpus) else gpus
     shape = ask_trainer(python, "shape", str(directory.absolute()), "--ranks", str(ranks))

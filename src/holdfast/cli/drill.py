@@ -17,7 +17,7 @@ from holdfast.cli.bench_package import require_bench_package
 from holdfast.cli.index import locate_run
 from holdfast.cli.output import AsJson, RootOption, answer, print_table, say, seconds_text, warn
 from holdfast.cli.unused import refuse_unused
-from holdfast.contracts.errors import SpecError
+from holdfast.contracts.errors import NotFoundError, SpecError
 
 if TYPE_CHECKING:
     from holdfast.flows.drills.results import DrillResult
@@ -48,6 +48,8 @@ def _read(path: Path) -> DrillResult:
 
     try:
         return read_result(json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        raise NotFoundError(f"--after {path}: no such file") from None
     except (OSError, ValueError) as error:
         raise SpecError(
             f"{path}: {error}. Expected a file that `holdfast drill --json` wrote."
@@ -101,9 +103,6 @@ def drill(
         typer.Option(
             help="An existing folder for the temporary runs. Default: the system's.",
             metavar="DIR",
-            exists=True,
-            file_okay=False,
-            writable=True,
         ),
     ] = None,
     root: RootOption = None,
@@ -113,6 +112,8 @@ def drill(
     wanted = [name.strip() for name in kinds.split(",") if name.strip()]
     within_s = math.inf if within is None else within
     _check_options(context, run, report)
+    if directory is not None and not directory.is_dir():
+        raise NotFoundError(f"--directory {directory}: no such folder")
     page = _Report(report, after or [], as_json)
     if run is not None:
         result = _drill_live(run, root, wanted, count, seed, within_s)

@@ -11,7 +11,7 @@ from holdfast.cli.checkpoints import CheckpointArgument, directory_of
 from holdfast.cli.output import AsJson, RootOption, answer, bytes_text, say
 from holdfast.contracts.plain_text import counted
 from holdfast.workers import exports
-from holdfast.workers.exports import Form
+from holdfast.workers.exports import Dtype, Form
 
 
 def register(app: typer.Typer) -> None:
@@ -43,7 +43,7 @@ def export(
         ),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Convert floating-point tensors: float32, bfloat16, …")
+        Dtype | None, typer.Option("--dtype", help="Convert floating-point tensors to this type.")
     ] = None,
     root: RootOption = None,
     as_json: AsJson = False,

@@ -7,12 +7,14 @@ that the output is correct even if no supervisor has been running.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import getpass
 import os
+import tempfile
 from collections.abc import Callable, Iterable
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.cli.output import warn
 from holdfast.contracts.attempt import RunRecord, read_document
@@ -43,12 +45,35 @@ if TYPE_CHECKING:
     from holdfast.lineage.database import Database
     from holdfast.lineage.db_limits import Limits
 
+T = TypeVar("T")
 WRITER = "cli"
 
 
 def choose_root(root: str | None) -> Path:
     """Return `root`, or the default root if it is None, as an absolute path."""
     return Path(root).expanduser().absolute() if root else default_root()
+
+
+def existing_root(root: str | None) -> Path:
+    """Return the root that a command reads. Raises `NotFoundError` for a `root` without a folder.
+
+    The default root may be missing, because nothing has been submitted yet.
+    """
+    home = choose_root(root)
+    if root is not None and not home.is_dir():
+        near = difflib.get_close_matches(home.name, _folders_in(home.parent), n=1, cutoff=0.5)
+        hint = f"; did you mean {home.parent / near[0]}?" if near else ""
+        raise NotFoundError(
+            f"--root {home}: no such directory, expected the folder that contains the runs{hint}"
+        )
+    return home
+
+
+def _folders_in(parent: Path) -> list[str]:
+    try:
+        return [each.name for each in parent.iterdir() if each.is_dir()]
+    except OSError:
+        return []
 
 
 def user_name() -> str:
@@ -70,7 +95,7 @@ def locate_run(name: str, root: str | None, database: Database | None = None) ->
         return RunPaths(folder.absolute())
     from holdfast.workers.runs import find_run
 
-    home = choose_root(root)
+    home = existing_root(root)
     # The run with this uid takes precedence over a folder of that name.
     if MADE_UID.fullmatch(name) and (found := _find_uid(home, name, database)):
         return found
@@ -247,6 +272,31 @@ def secrets_in(paths: RunPaths) -> tuple[str, ...]:
     """Return the secrets that a run's spec contains or refers to; none if it has no folder."""
     record = read_document(RunRecord, paths.spec)
     return known_secrets(record.spec, paths) if record else ()
+
+
+def read_index(work: Callable[[Database], T]) -> T:
+    """Return `work(index)` for a command that only reads, with or without the user's index.
+
+    The folders of the runs are authoritative. If the index in `$HOLDFAST_HOME` cannot be written, a
+    temporary one is filled from the folders that `work` reads. Raises `LineageError` for a
+    database that HOLDFAST_DATABASE_URL names.
+    """
+    from holdfast.lineage.database import open_database
+    from holdfast.lineage.engine import URL_VARIABLE
+
+    try:
+        with open_index() as database:
+            return work(database)
+    except LineageError as error:
+        if os.environ.get(URL_VARIABLE):
+            raise
+        warn(f"holdfast: {error}")
+    warn("holdfast: answering from the runs' folders, without runs of other roots")
+    with (
+        tempfile.TemporaryDirectory(prefix="holdfast-index-") as folder,
+        open_database(f"sqlite:///{folder}/index.db") as database,
+    ):
+        return work(database)
 
 
 def open_index(limits: Limits | None = None) -> Database:

@@ -13,7 +13,7 @@ import typer
 
 from holdfast.cli.output import AsJson, answer, say
 from holdfast.contracts.durable import create_bytes
-from holdfast.contracts.errors import NotFoundError, SchedulerError, SpecError
+from holdfast.contracts.errors import NotFoundError, OutputExistsError, SchedulerError, SpecError
 from holdfast.contracts.paths import SPEC_NAME, default_root
 
 SPEC: Final = "run.toml"
@@ -140,7 +140,7 @@ def init(
         ),
     }
     if there := [each for each in files if (place / each).exists()]:
-        raise SpecError(
+        raise OutputExistsError(
             f"{place}: {' and '.join(there)} exist already and are not overwritten; give another "
             "folder"
         )

@@ -16,7 +16,7 @@ import typer
 
 from holdfast.cli.arguments import RunArgument, SinceOption
 from holdfast.cli.index import locate_run, look_at, secrets_in
-from holdfast.cli.output import AsJson, RootOption, answer, warn
+from holdfast.cli.output import AsJson, RootOption, answer, echo, to_json_text, warn
 from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.contracts.plain_text import plain_output
 from holdfast.contracts.rank_logs import RankLog, choose_attempt, rank_logs
@@ -72,23 +72,24 @@ def logs(
     secrets = secrets_in(paths)
     chosen = choose_attempt(paths, attempt)
     wanted = None if all_ranks else rank
-    lines = LineFilter(grep=grep, tail=tail, show_rank=all_ranks)
+    is_stream = as_json and follow
+    lines = LineFilter(grep=grep, tail=tail, show_rank=all_ranks and not is_stream, whole=is_stream)
     found = sorted_logs(chosen, wanted, since)
     numbers = [one.number for one in paths.list_attempts()]
-    if as_json:
+    if as_json and not follow:
         files = [
             {"path": str(log.path), "text": lines.select(log, _masked_tail(log, secrets))}
             for log in found
         ]
         facts = {"run": paths.name, "attempt": chosen.number, "attempts": numbers, "rank": wanted}
-        answer({**facts, "logs": files}, True, typer.echo)
+        answer({**facts, "logs": files}, True, echo)
         return
     if attempt is None and len(numbers) > 1:
         warn(
             f"holdfast: attempt {chosen.number}, the last of {len(numbers)}; `holdfast logs "
             f"{paths.name} --attempt N` prints an earlier one"
         )
-    reader = _Reader(secrets, lines)
+    reader = _Reader(secrets, lines, as_json=as_json)
     printed = reader.print_new(found, is_last=not follow)
     if follow:
         lines.tail = None
@@ -127,7 +128,8 @@ def parse_pattern(text: str) -> re.Pattern[str]:
 class LineFilter:
     """Selects what to print of each file: the lines that match, the last ones, with the rank.
 
-    Without a condition, text passes unchanged and at once, also an incomplete last line.
+    Without a condition, text passes unchanged and at once, also an incomplete last line. With
+    `whole`, only whole lines pass.
     """
 
     def __init__(
@@ -136,8 +138,10 @@ class LineFilter:
         grep: re.Pattern[str] | None,
         tail: int | None,
         show_rank: bool,
+        whole: bool = False,
     ) -> None:
         self.tail = tail
+        self._whole = whole
         self._grep, self._show_rank = grep, show_rank
         self._unfinished: dict[Path, str] = {}
 
@@ -147,7 +151,8 @@ class LineFilter:
 
     def feed(self, log: RankLog, parts: Iterable[str], *, is_last: bool) -> Iterator[str]:
         """Yield what to print of the next parts of a file."""
-        if self._grep is None and self.tail is None and not self._show_rank:
+        has_condition = self._grep is not None or self.tail is not None or self._show_rank
+        if not has_condition and not self._whole:
             yield from parts
             return
         lines = self._lines(log, parts, is_last)
@@ -169,10 +174,10 @@ class LineFilter:
 
 
 class _Reader:
-    """Prints the new part of each file, with its secrets masked."""
+    """Prints the new part of each file, with its secrets masked, as text or an object per line."""
 
-    def __init__(self, secrets: Sequence[str], lines: LineFilter) -> None:
-        self._lines = lines
+    def __init__(self, secrets: Sequence[str], lines: LineFilter, *, as_json: bool = False) -> None:
+        self._lines, self._as_json = lines, as_json
         self._secrets = secrets
         self._spelled = [os.fsencode(secret) for secret in secrets]
         self._offsets: dict[Path, int] = {}
@@ -187,8 +192,11 @@ class _Reader:
         for log in logs:
             parts = self._parts(log, is_last)
             for part in self._lines.feed(log, parts, is_last=is_last):
-                # Remove terminal control sequences from the program's output.
-                typer.echo(plain_output(part), nl=False)
+                if self._as_json:
+                    echo(to_json_text({**_source(log), "text": part}))
+                else:
+                    # Remove terminal control sequences from the program's output.
+                    echo(plain_output(part), nl=False)
                 printed = True
         sys.stdout.flush()
         return printed
@@ -226,6 +234,12 @@ class _Reader:
             ),
             default=0,
         )
+
+
+def _source(log: RankLog) -> dict[str, object]:
+    """Return where a line of the JSON stream comes from."""
+    facts = {name: getattr(log, name) for name in ("launch", "rank", "stream")}
+    return {"attempt": int(log.below.name), **facts, "path": str(log.path)}
 
 
 def _masked_tail(log: RankLog, secrets: Sequence[str]) -> str:

@@ -35,8 +35,8 @@ from holdfast.cli import (
     views,
     wait,
 )
-from holdfast.cli.exit_status import REFUSED
-from holdfast.cli.output import print_error
+from holdfast.cli.exit_status import MISUSE, REFUSED
+from holdfast.cli.output import echo, prepare_streams, print_error, print_usage, warn
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.paths import refuse_others_home
 
@@ -55,7 +55,7 @@ for module in (
 
 def _print_version(show: bool) -> None:
     if show:
-        typer.echo(f"holdfast {version('holdfast')}")
+        echo(f"holdfast {version('holdfast')}")
         raise typer.Exit
 
 
@@ -78,17 +78,24 @@ def _root(
 
 
 def main() -> None:
-    """Run the command line. Turn Holdfast's errors and `OSError` into a message and exit status."""
+    """Run the command line. Turn each error into a message and its exit status."""
     as_json = "--json" in sys.argv
+    prepare_streams()
     try:
-        # Without the standalone mode, usage errors are raised and can be printed as JSON.
-        done = app(standalone_mode=not as_json)
+        # In its standalone mode, typer chooses exit statuses itself.
+        done = app(standalone_mode=False)
     # An OSError is a full disk or a missing permission: the message is enough, without traceback.
     except (HoldfastError, OSError) as error:
         sys.exit(print_error(error, as_json=as_json))
     except TyperException as error:
-        sys.exit(print_error(error, as_json=as_json))
+        if as_json:
+            print_error(error, as_json=True)
+        else:
+            print_usage(error)
+        sys.exit(MISUSE)
     except typer.Abort:
+        # Ctrl-C or Ctrl-D at a question.
+        warn("holdfast: not confirmed, so nothing was done")
         sys.exit(REFUSED)
     # `typer.Exit` makes click return the status.
     sys.exit(done if isinstance(done, int) else 0)

@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, cast
 
 import typer
 from typer.exceptions import TyperException
 
-from holdfast.cli import exit_status as status
-from holdfast.contracts.errors import (
-    CheckpointError,
-    HoldfastError,
-    LineageError,
-    MirrorError,
-    NotFoundError,
-    OrdersChangedError,
-    PreflightError,
-    RequestConflictError,
-    RunConflictError,
-    RunFailedError,
-    SchedulerError,
-    SchedulerUnavailableError,
-    SecretError,
-    ServiceError,
-    UnreadableRunError,
-)
+from holdfast.cli.exit_status import exit_status
 from holdfast.contracts.plain_text import plain, plain_line
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
@@ -41,36 +26,32 @@ RootOption = Annotated[
         metavar="DIR",
     ),
 ]
-# The first entry that contains an error's class decides. Every other error is of the call.
-_STATUSES: Final[tuple[tuple[int, tuple[type[HoldfastError], ...]], ...]] = (
-    (status.NOT_FOUND, (NotFoundError,)),
-    (
-        status.UNAVAILABLE,
-        (LineageError, MirrorError, SchedulerUnavailableError, SecretError, ServiceError),
-    ),
-    (
-        status.REFUSED,
-        (
-            OrdersChangedError,
-            PreflightError,
-            RequestConflictError,
-            RunConflictError,
-            SchedulerError,
-        ),
-    ),
-    (status.FAILED, (CheckpointError, RunFailedError, UnreadableRunError)),
-)
 # `json.dumps` escapes only the ASCII control characters.
 _UNSAFE_IN_JSON: Final = re.compile("[\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+WIDTH_MAX: Final = 10_000
+# The characters of Holdfast's own messages that are not ASCII.
+_ASCII: Final = {"→": "->", "–": "-", "—": "-", "…": "...", "·": "*", "×": "x", "─": "-", "│": "|"}
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def exit_status(error: Exception) -> int:
-    """Return the exit status for an error."""
-    if isinstance(error, OSError):
-        return status.UNAVAILABLE
-    found = (number for number, classes in _STATUSES if isinstance(error, classes))
-    return next(found, status.MISUSE)
+def prepare_streams() -> None:
+    """Make standard output and error write what their encoding lacks as ASCII, without an error."""
+    codecs.register_error("holdfast", _as_ascii)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="holdfast")
+
+
+def _has_unicode(encoding: str | None) -> bool:
+    return (encoding or "").lower().startswith("utf")
+
+
+def _as_ascii(error: UnicodeError) -> tuple[str | bytes, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lacking = error.object[error.start : error.end]
+    text = "".join(_ASCII.get(one, one) for one in lacking)
+    return text.encode("ascii", "backslashreplace").decode("ascii"), error.end
 
 
 def print_error(error: Exception, *, as_json: bool = False) -> int:
@@ -95,14 +76,26 @@ def print_error(error: Exception, *, as_json: bool = False) -> int:
     return number
 
 
+def print_usage(error: TyperException) -> None:
+    """Print what is wrong with the arguments, and the usage of the command."""
+    from typer.rich_utils import rich_format_error
+
+    rich_format_error(cast(Any, error))
+
+
 def warn(text: str) -> None:
     """Print a line on standard error, so that standard output contains nothing but JSON."""
     print(plain(text), file=sys.stderr, flush=True)
 
 
+def echo(text: object = "", *, nl: bool = True) -> None:
+    """Print text on standard output at once. Unlike typer's, it respects the encoding."""
+    print(text, end="\n" if nl else "", flush=True)
+
+
 def say(text: object) -> None:
     """Print a line on standard output without terminal control characters."""
-    typer.echo(plain(text))
+    echo(plain(text))
 
 
 def plain_values(data: Any) -> Any:
@@ -119,14 +112,15 @@ def answer(
 ) -> None:
     """Print `data` as JSON if `as_json` is set; otherwise call `render` with it."""
     if as_json:
-        typer.echo(to_json_text(data, indent))
+        echo(to_json_text(data, indent))
     else:
         render(data)
 
 
 def to_json_text(data: Any, indent: int | None = None) -> str:
     """Return `data` as JSON without characters that control a terminal."""
-    text = json.dumps(data, indent=indent, ensure_ascii=False, default=str)
+    is_ascii = not _has_unicode(getattr(sys.stdout, "encoding", None))
+    text = json.dumps(data, indent=indent, ensure_ascii=is_ascii, default=str)
     return _UNSAFE_IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
@@ -138,13 +132,49 @@ def print_table(
     from rich.console import Console
     from rich.table import Table
 
+    cells = [[plain_line(cell_text(cell)) for cell in row] for row in rows]
     table = Table(title=title, box=SIMPLE_HEAD, title_justify="left", pad_edge=False)
     for heading in headings:
-        table.add_column(heading, no_wrap=not sys.stdout.isatty())
-    for row in rows:
-        table.add_row(*(plain_line(cell_text(cell)) for cell in row))
-    width = None if sys.stdout.isatty() else 10_000
-    Console(width=width, highlight=False, markup=False, emoji=False).print(table)
+        table.add_column(heading)
+    for row in cells:
+        table.add_row(*row)
+    console = Console(highlight=False, markup=False, emoji=False)
+    free = console.width if sys.stdout.isatty() else WIDTH_MAX
+    console.width = WIDTH_MAX
+    if console.measure(table).maximum > free:
+        own = console.measure(table).minimum - sum(low for low, _ in _bounds(headings, cells))
+        widths = _column_widths(_bounds(headings, cells), free - own)
+        for column, width in zip(table.columns, widths, strict=True):
+            column.width = width
+    console.print(table, crop=False)
+
+
+def _bounds(headings: Sequence[str], cells: Sequence[Sequence[str]]) -> list[tuple[int, int]]:
+    """Return the width of each column's longest word, and that of its longest cell."""
+    from rich.cells import cell_len
+
+    columns = [[heading, *column] for heading, *column in zip(headings, *cells, strict=True)]
+    return [
+        (
+            max(cell_len(word) for cell in column for word in cell.split(" ")),
+            max(cell_len(cell) for cell in column),
+        )
+        for column in columns
+    ]
+
+
+def _column_widths(bounds: Sequence[tuple[int, int]], free: int) -> list[int]:
+    """Return widths that together take `free` columns if possible, without cutting a word.
+
+    An id that is cut cannot be copied. What is left is shared by the columns that wrap.
+    """
+    widths = [low for low, _ in bounds]
+    left = free - sum(widths)
+    while left > 0 and (short := [n for n, (_, high) in enumerate(bounds) if widths[n] < high]):
+        for number in short[:left]:
+            widths[number] += 1
+        left -= len(short[:left])
+    return widths
 
 
 def print_facts(facts: Mapping[str, object]) -> None:

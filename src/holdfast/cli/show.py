@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from holdfast.cli.arguments import RunsArgument
-from holdfast.cli.index import open_index, secrets_in
+from holdfast.cli.arguments import CLEAR, WATCH_S, RunsArgument
+from holdfast.cli.index import read_index, secrets_in
 from holdfast.cli.output import (
     AsJson,
     RootOption,
@@ -30,8 +30,10 @@ from holdfast.contracts.alerts import FAILED_SAVES_MAX, failed_saves, noticed
 from holdfast.contracts.errors import reading_run
 from holdfast.contracts.goodput import PARTS
 from holdfast.contracts.history import load_events, load_history
+from holdfast.contracts.journal import Event
+from holdfast.contracts.known_damage import damaged_checkpoints
 from holdfast.contracts.orders import orders_of
-from holdfast.contracts.paths import RunPaths, has_spec
+from holdfast.contracts.paths import RunPaths, checkpoint_id, has_spec
 from holdfast.contracts.plain_text import counted
 from holdfast.contracts.redaction import redact
 from holdfast.contracts.saving import (
@@ -44,12 +46,12 @@ from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import RunState
 from holdfast.contracts.written import settings_in, settings_of
 
+if TYPE_CHECKING:
+    from holdfast.lineage.database import Database
+
 DIGEST_CHARACTERS: Final = 12
 ADVICE: Final = "see docs/porting.md, or describe the program's own checkpoints in [program]"
-WATCH_S: Final = 2.0
 ORDERS_MAX: Final = 5
-# ANSI: clear the screen, and move the cursor to its first line.
-CLEAR: Final = "\x1b[2J\x1b[H"
 
 
 def register(app: typer.Typer) -> None:
@@ -104,9 +106,9 @@ def _render(shown: Sequence[Mapping[str, Any]]) -> None:
 def _shown(run: str, root: str | None) -> dict[str, Any]:
     """Return what `show` prints of a run."""
     from holdfast.lineage import queries
-    from holdfast.workers.heartbeats import live_step
+    from holdfast.workers.heartbeats import live_step, trained_step
 
-    with open_index() as database:
+    def read(database: Database) -> dict[str, Any]:
         directory = refreshed_directory(run, root, database)
         with reading_run(directory):
             shown = queries.show_run(database, directory)
@@ -117,18 +119,21 @@ def _shown(run: str, root: str | None) -> dict[str, Any]:
             found = {
                 "failed_saves": failed_saves(events),
                 "noticed": noticed(events),
+                "committed_step": history.committed_step,
+                "trained_step": trained_step(history),
                 "live_step": live_step(paths) if shown["state"] == RunState.RUNNING else None,
                 "orders": [vars(order) for order in orders_of(history)],
                 "saves_by_holdfast": saves_by_holdfast(trained),
-                "warnings": [*_warnings(shown), *_unsaved(trained)],
+                "warnings": [*_warnings(shown), *_unsaved(trained), *_damaged(paths, events)],
             }
         return {**shown, **redact(found, secrets_in(paths))}
+
+    return read_index(read)
 
 
 def _settings(run: str, root: str | None) -> dict[str, Any]:
     """Return the value and the source of each key of a run's spec."""
-    with open_index() as database:
-        directory = refreshed_directory(run, root, database)
+    directory = read_index(lambda database: refreshed_directory(run, root, database))
     with reading_run(directory):
         paths = RunPaths(Path(directory))
         history = load_history(paths)
@@ -160,6 +165,15 @@ def _warnings(run: Mapping[str, Any]) -> list[str]:
     return warnings + [warning for warning in found if warning]
 
 
+def _damaged(paths: RunPaths, events: Iterable[Event]) -> list[str]:
+    """Return a warning for each checkpoint that is known to be damaged and was not deleted."""
+    return [
+        f"{checkpoint_id(paths.name, name)} is damaged, so nothing starts from it: {damage}"
+        for name, damage in damaged_checkpoints(events).items()
+        if paths.checkpoint(name).is_dir()
+    ]
+
+
 def _unsaved(trained: Sequence[Trained]) -> list[str]:
     """Return a warning if the program is known to save nothing by Holdfast, or []."""
     if saves_by_holdfast(trained) is not False:
@@ -184,8 +198,8 @@ def _render_run(run: Mapping[str, Any]) -> None:
             "state": run["state"],
             "reason": run["reason"],
             "newest attempt": newest_reason(run),
-            "step": run["step"],
-            "live step": run["live_step"],
+            "committed step": run["committed_step"],
+            "trained step": run["trained_step"],
             "folder": run["path"],
             "created": f"{time_text(run['created_at'])} by {run['created_by']}",
             "forked from": run["forked_from"],

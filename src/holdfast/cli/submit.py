@@ -18,7 +18,7 @@ from holdfast.cli.index import (
     look_at,
     user_name,
 )
-from holdfast.cli.output import AsJson, RootOption, answer, say, warn
+from holdfast.cli.output import AsJson, RootOption, answer, echo, say, warn
 from holdfast.cli.unused import refuse_unused
 from holdfast.contracts.attempt import Request, RunRecord
 from holdfast.contracts.checkpoint_choice import newest_of_branch
@@ -91,7 +91,7 @@ def submit(
     if dry_run:
         for text in (*secrets.examine(run_spec), *snapshot_warnings(run_spec)):
             warn(f"holdfast: {text}")
-        answer(_dry_run(run_spec, home), True, typer.echo)
+        answer(_dry_run(run_spec, home), True, echo)
         return
     if not skip_preflight and not no_preflight:
         from holdfast.flows.forks import check_everything

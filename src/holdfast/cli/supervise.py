@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from holdfast.cli.arguments import complete_run, locate_runs
-from holdfast.cli.index import choose_root, look_at
-from holdfast.cli.output import AsJson, RootOption, answer, warn
+from holdfast.cli.index import existing_root, look_at
+from holdfast.cli.output import AsJson, RootOption, answer, echo, warn
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.paths import RunPaths, default_root
 from holdfast.contracts.states import RunState
@@ -57,14 +57,14 @@ def supervise(
     if stay:
         if runs or every:
             raise SpecError("supervise: expected --stay without RUNs and without --all")
-        _serve(choose_root(root))
+        _serve(existing_root(root))
         return
     if bool(runs) == every:
         raise SpecError("supervise: expected RUNs, or --all for every live run under the root")
     if runs:
         facts = [_start(paths, look_at(paths).state) for paths in locate_runs(runs, root)]
     else:
-        facts = _start_all(choose_root(root))
+        facts = _start_all(existing_root(root))
     answer(facts, as_json, _render)
 
 
@@ -143,8 +143,8 @@ def _render(facts: list[dict[str, Any]]) -> None:
     for one in facts:
         waits = f"flow run {one['flow_run']} will supervise it" if one.get("flow_run") else ""
         done = "a supervisor was started" if one["started"] else waits or "needs no supervisor"
-        typer.echo(f"{one['run']} ({one['state']}): {done}")
+        echo(f"{one['run']} ({one['state']}): {done}")
         if one["warning"]:
             warn(f"holdfast: {one['warning']}")
     if not facts:
-        typer.echo("no live runs")
+        echo("no live runs")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+import time
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -10,12 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from holdfast.cli.arguments import RunArgument
+from holdfast.cli.arguments import CLEAR, WATCH_S, RunArgument, SinceOption
 from holdfast.cli.best import Mode, best_first
 from holdfast.cli.index import (
     choose_root,
+    existing_root,
     locate_known,
-    open_index,
+    read_index,
     refresh,
     refresh_all,
     refresh_newest,
@@ -25,6 +28,7 @@ from holdfast.cli.output import (
     RootOption,
     answer,
     bytes_text,
+    echo,
     plain_values,
     print_table,
     say,
@@ -32,6 +36,7 @@ from holdfast.cli.output import (
     time_text,
     warn,
 )
+from holdfast.cli.run_choice import RunChoice, RunSort, seconds_of
 from holdfast.cli.supervise import supervisor_warning
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.mirrors import read_record
@@ -41,9 +46,18 @@ from holdfast.contracts.states import RunState
 # Importing SQLAlchemy takes most of a second, so only the commands that use it do it.
 if TYPE_CHECKING:
     from holdfast.lineage.database import Database
+    from holdfast.lineage.views import CheckpointView
 
 # The state shown for a run whose folder cannot be read.
 UNREADABLE = "unreadable"
+
+
+class CheckpointState(StrEnum):
+    """The state of a checkpoint in the index."""
+
+    COMMITTED = "committed"
+    DAMAGED = "damaged"
+    DELETED = "deleted"
 
 
 class Form(StrEnum):
@@ -72,29 +86,67 @@ def runs(
     user: Annotated[
         str | None, typer.Option("--user", help="List runs that this user created only.")
     ] = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--name",
+            metavar="PATTERN",
+            help="List runs with this name only, as in gpt-*. Repeatable.",
+        ),
+    ] = None,
+    since: SinceOption = None,
+    sort: Annotated[
+        RunSort, typer.Option("--sort", help="The order. Steps and times come newest first.")
+    ] = RunSort.CREATED,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Show changes until no listed run is live.")
+    ] = False,
     root: RootOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the runs under the root and in the index, newest first."""
-    home = choose_root(root)
-    # The state and the user of a run are known once it is read, so a filter reads all runs.
-    most = None if states or user else limit
-    with open_index() as database:
-        found, unreadable = _refreshed_runs(database, home, most, is_alone=root is not None)
+    """List the runs under the root and in the index, newest first.
+
+    --since leaves out the runs that were created before.
+    """
+    if watch and as_json:
+        raise typer.BadParameter("--watch prints text: leave --json out")
+    home = existing_root(root)
+    chosen = RunChoice(tuple(states or ()), user, tuple(names or ()), since, sort)
+    list_them = partial(_listed, home, chosen, limit, is_alone=root is not None)
+    show = partial(_render_runs, home=home)
+    shown = list_them()
+    answer(shown, as_json, show)
+    while watch and any(_is_live(row) for row in shown):
+        time.sleep(WATCH_S)
+        before, shown = shown, list_them()
+        if shown != before:
+            print(CLEAR if sys.stdout.isatty() else "", end="")
+            show(shown)
+
+
+def _is_live(row: Mapping[str, Any]) -> bool:
+    return row["state"] != UNREADABLE and RunState(row["state"]).is_live
+
+
+def _listed(
+    home: Path, chosen: RunChoice, limit: int | None, *, is_alone: bool
+) -> list[dict[str, Any]]:
+    """Return the rows of the chosen runs, and those of the unreadable ones if all are wanted."""
+    # The state and the user of a run are known once it is read, so a choice reads all runs.
+    most = limit if chosen.is_all else None
+    found, unreadable = read_index(
+        lambda database: _refreshed_runs(database, home, most, is_alone=is_alone)
+    )
     named = {row["path"] for row in found}
     broken = [
         _unreadable_row(paths, reason)
         for paths, reason in unreadable.items()
         if str(paths.directory.resolve()) not in named
     ]
-    wanted = [
-        row
-        for row in found
-        if (not states or RunState(row["state"]) in states) and user in {None, row["created_by"]}
-    ]
+    wanted = chosen.of(found)
     readable = [{**row, "warnings": _lost(row)} for row in wanted[:limit]]
-    # The state and the user of an unreadable run are unknown.
-    answer([*readable, *([] if states or user else broken)][:limit], as_json, _render_runs)
+    # Of an unreadable run, only the folder is known.
+    return [*readable, *(broken if chosen.is_all else [])][:limit]
 
 
 def _refreshed_runs(
@@ -165,22 +217,39 @@ def checkpoints(
     mode: Annotated[
         Mode | None, typer.Option("--mode", help="For --best: which values are better.")
     ] = None,
+    states: Annotated[
+        list[CheckpointState] | None,
+        typer.Option("--state", help="List checkpoints in this state only. Repeatable."),
+    ] = None,
+    pinned: Annotated[bool, typer.Option("--pinned", help="List pinned checkpoints only.")] = False,
+    since: SinceOption = None,
     root: RootOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """List a run's checkpoints, oldest first, and why each one is kept."""
+    """List a run's checkpoints, oldest first, and why each one is kept.
+
+    --since leaves out the checkpoints that were committed before.
+    """
     from holdfast.lineage import pages, queries
 
     if mode is not None and best is None:
         raise SpecError("checkpoints: --mode is for --best METRIC")
-    with open_index() as database:
+
+    def read(database: Database) -> list[CheckpointView]:
         directory = refreshed_directory(run, root, database)
         found = pages.list_checkpoints(database, directory, newest_first=False, limit=None).items
         if best is not None:
             found = best_first(found, best, mode, queries.read_spec(database, directory))
-        answer(
-            [_with_mirror(row) for row in found], as_json, partial(_render_checkpoints, metric=best)
-        )
+        return found
+
+    rows = [
+        _with_mirror(row)
+        for row in read_index(read)
+        if (not states or row["state"] in states)
+        and (row["pinned"] or not pinned)
+        and (since is None or (seconds_of(row["committed_at"]) or 0.0) >= since)
+    ]
+    answer(rows, as_json, partial(_render_checkpoints, metric=best))
 
 
 def _with_mirror(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,21 +270,20 @@ def lineage(
     """Show a run's lineage: its attempts and checkpoints, their origins and descendants."""
     from holdfast.lineage import queries
 
-    with open_index() as database:
-        directory = refreshed_directory(run, root, database)
-        if form is Form.OPENLINEAGE:
-            from holdfast.lineage.openlineage import export_run
+    of = partial(refreshed_directory, run, root)
+    if form is Form.OPENLINEAGE:
+        from holdfast.lineage.openlineage import export_run
 
-            answer(export_run(database, directory), True, typer.echo)
-            return
-        graph = queries.lineage_graph(database, directory)
+        answer(read_index(lambda index: export_run(index, of(index))), True, echo)
+        return
+    graph = read_index(lambda index: queries.lineage_graph(index, of(index)))
     if form is None or form is Form.JSON:
         answer(graph, as_json or form is Form.JSON, render_lineage)
         return
     from holdfast.lineage.formats import dot, mermaid
 
     graph = plain_values(graph)
-    typer.echo(mermaid(graph) if form is Form.MERMAID else dot(graph), nl=False)
+    echo(mermaid(graph) if form is Form.MERMAID else dot(graph), nl=False)
 
 
 def refreshed_directory(run: str, root: str | None, database: Any) -> str:
@@ -228,7 +296,11 @@ def refreshed_directory(run: str, root: str | None, database: Any) -> str:
     return str(paths.directory)
 
 
-def _render_runs(found: list[Mapping[str, Any]]) -> None:
+def _render_runs(found: Sequence[Mapping[str, Any]], home: Path) -> None:
+    if not found:
+        is_new = "" if home.is_dir() else ", which does not exist yet"
+        say(f"no runs that match under {home}{is_new}; `holdfast submit SPEC` starts one")
+        return
     columns = ("run", "state", "step", "attempts", "world_size", "cause")
     rows = [
         (*(row[name] for name in columns), time_text(row["created_at"]), row["root"])

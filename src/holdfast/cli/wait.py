@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from typing import Annotated, Any, Final
 
 import typer
@@ -21,6 +22,13 @@ from holdfast.flows.summary import end_reason, summarize
 POLL_S: Final = 1.0
 
 
+class Goal(StrEnum):
+    """What `holdfast wait` waits for."""
+
+    ENDED = "ended"
+    RUNNING = "running"
+
+
 def register(app: typer.Typer) -> None:
     """Add the command of this module to `app`."""
     app.command()(wait)
@@ -32,41 +40,58 @@ def wait(
         float | None,
         typer.Option("--timeout", min=0, metavar="SECONDS", help="Stop waiting after this time."),
     ] = None,
+    goal: Annotated[
+        Goal, typer.Option("--for", help="What to wait for: the run's end, or that it trains.")
+    ] = Goal.ENDED,
+    first: Annotated[
+        bool, typer.Option("--any", help="Stop waiting as soon as one RUN is there.")
+    ] = False,
     root: RootOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Wait until every RUN has ended.
+    """Wait until every RUN has ended, or with --for running, until its ranks train.
 
     The exit status is 0 if all of them completed, and 1 if one failed, was cancelled, or is still
-    live after --timeout. Ctrl-C stops waiting; the runs continue.
+    live after --timeout. With --for running it is 0 if all were running, or had completed by then.
+    With --any, only the runs that are there count. Ctrl-C stops waiting; the runs continue.
     """
     found = locate_runs(runs, root)
     try:
-        histories = _wait(found, timeout, show=not as_json)
+        histories = _wait(found, timeout, goal, is_any=first, show=not as_json)
     except KeyboardInterrupt:
         warn("holdfast: stopped waiting; the runs continue")
         raise typer.Exit(INTERRUPTED) from None
     facts = [_facts(history) for history in histories]
     answer(facts, as_json, _render)
-    if any(one["state"] != RunState.COMPLETED for one in facts):
+    wanted = {RunState.COMPLETED, *([RunState.RUNNING] if goal is Goal.RUNNING else [])}
+    there = [history.state in wanted for history in histories if _is_there(history, goal)]
+    if not all(there) or not there or (len(there) < len(histories) and not first):
         raise typer.Exit(1)
 
 
-def _wait(found: Sequence[RunPaths], timeout: float | None, *, show: bool) -> list[RunHistory]:
-    """Return the histories of the runs once all have ended, or after `timeout` seconds."""
+def _is_there(history: RunHistory, goal: Goal) -> bool:
+    """Return True if there is nothing more to wait for. A run that has ended never runs."""
+    is_running = goal is Goal.RUNNING and history.state is RunState.RUNNING
+    return is_running or not history.state.is_live
+
+
+def _wait(
+    found: Sequence[RunPaths], timeout: float | None, goal: Goal, *, is_any: bool, show: bool
+) -> list[RunHistory]:
+    """Return the histories once all runs, or with `is_any` one, are there, or after `timeout`."""
     ends_at = None if timeout is None else time.monotonic() + timeout
     shown: dict[RunPaths, object] = {}
     ended: dict[RunPaths, RunHistory] = {}
     while True:
         histories = {paths: ended.get(paths) or look_at(paths) for paths in found}
-        ended = {paths: one for paths, one in histories.items() if not one.state.is_live}
+        ended = {paths: one for paths, one in histories.items() if _is_there(one, goal)}
         for paths, history in histories.items():
             progress = describe_progress(history)
             if show and progress.key != shown.get(paths):
                 warn(progress.text)
             shown[paths] = progress.key
         is_late = ends_at is not None and time.monotonic() >= ends_at
-        if is_late or len(ended) == len(histories):
+        if is_late or len(ended) == len(histories) or (is_any and ended):
             return list(histories.values())
         time.sleep(POLL_S)
 

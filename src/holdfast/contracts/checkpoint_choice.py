@@ -11,6 +11,7 @@ from typing import Final
 from holdfast.contracts.errors import DamagedCheckpointError, NotFoundError
 from holdfast.contracts.history import RunHistory, excluded_checkpoints, load_history
 from holdfast.contracts.keep_rules import ranked
+from holdfast.contracts.known_damage import damaged_checkpoints
 from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.paths import LATEST, MANIFEST, CheckpointName, RunPaths
 
@@ -53,7 +54,7 @@ def newest_of_branch(paths: RunPaths, history: RunHistory) -> Manifest:
 
 def _branch(paths: RunPaths, history: RunHistory) -> Iterator[Manifest]:
     """Yield the committed checkpoints of the run's branch, newest first, without damaged ones."""
-    excluded = excluded_checkpoints(history.events)
+    excluded = {*excluded_checkpoints(history.events), *damaged_checkpoints(history.events)}
     for directory in reversed(paths.list_checkpoints()):
         with contextlib.suppress(DamagedCheckpointError):
             manifest = None if directory.name in excluded else read_manifest(directory)

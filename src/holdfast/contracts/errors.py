@@ -2,6 +2,8 @@
 
 HoldfastError
 ├── SpecError (ValueError)               a run spec, override or argument is invalid
+│   └── RunStateError                    the state of the run forbids the request
+├── OutputExistsError (RuntimeError)     the file or folder to write exists already
 ├── PreflightError (RuntimeError)        something the run needs is missing; nothing was queued
 ├── RunConflictError (RuntimeError)      the name belongs to another live run
 ├── RequestConflictError (RuntimeError)  another operator's request is pending
@@ -50,6 +52,14 @@ class SpecError(HoldfastError, ValueError):
     def __init__(self, message: str, problems: Iterable[str] = ()) -> None:
         super().__init__(message)
         self.problems = tuple(problems)
+
+
+class RunStateError(SpecError):
+    """The state of a run forbids a request: it has ended, or is not paused."""
+
+
+class OutputExistsError(HoldfastError, RuntimeError):
+    """The file or folder that a command is to write exists already. Nothing was changed."""
 
 
 class PreflightError(HoldfastError, RuntimeError):

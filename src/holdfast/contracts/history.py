@@ -27,7 +27,7 @@ from holdfast.contracts.attempt import (
 from holdfast.contracts.errors import NotFoundError, UnreadableRunError, reading_run
 from holdfast.contracts.journal import AUTOMATIC, Event, EventKind, read_journal
 from holdfast.contracts.journal_cache import KEPT
-from holdfast.contracts.paths import AttemptPaths, RunPaths
+from holdfast.contracts.paths import IMPORTED, AttemptPaths, RunPaths
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause, RunState
 from holdfast.contracts.tally import Tally, tally_of
@@ -192,6 +192,14 @@ class RunHistory:
         last = self.last_asked.number if self.last_asked else 0
         found = (event.data for event in reversed(self.lines.of_kinds(EventKind.DECISION)))
         return next((data for data in found if data.get("after_attempt") == last), None)
+
+    @property
+    def committed_step(self) -> int | None:
+        """The newest committed step on the run's branch, or None."""
+        if self.record.imported_from is not None:
+            return IMPORTED.step
+        found = (one.branch_step for one in self.tally.commits.values())
+        return max((step for step in found if step is not None), default=None)
 
     @cached_property
     def state(self) -> RunState:

@@ -242,11 +242,12 @@ def _read(path: str, directory: Path) -> bytes | None:
         return None
 
 
-def read_manifest(directory: Path) -> Manifest | None:
+def read_manifest(directory: Path, *, is_copy: bool = False) -> Manifest | None:
     """Return the manifest in `directory`, or None if the checkpoint was never committed.
 
     Raises `DamagedCheckpointError` for an invalid manifest: not JSON, of another format, or of
-    another checkpoint than the directory's. Raises `OSError` if storage cannot read it.
+    another checkpoint than the directory's, unless it `is_copy`, which may have any name. Raises
+    `OSError` if storage cannot read it.
     """
     # A string is faster than a `Path`, and a run may have ten thousand checkpoints.
     path = f"{directory}/{MANIFEST}"
@@ -273,6 +274,8 @@ def read_manifest(directory: Path) -> Manifest | None:
             damaged=[f"{MANIFEST}: {where}: {first['msg']}"],
         ) from error
     name = CheckpointName(manifest.step, manifest.attempt, manifest.launch)
+    if is_copy and manifest.name == str(name):
+        return manifest
     if manifest.is_placed and CheckpointName.parse(directory.name) is None:
         # A program chose the directory, and may rename it.
         return manifest

@@ -19,7 +19,7 @@ from holdfast.contracts.spans import Blocked
 # Lines of these kinds, and of kinds that only a newer version knows, are counted and not kept.
 COUNTED: Final = frozenset(
     {
-        *(EventKind.STAGED, EventKind.COMMITTED, EventKind.SAVE_FAILED, EventKind.VERIFIED),
+        *(EventKind.STAGED, EventKind.COMMITTED, EventKind.SAVE_FAILED),
         *(EventKind.MIRRORED, EventKind.MIRROR_FAILED, EventKind.FETCHED, EventKind.TRACKED),
         *(EventKind.GOODPUT, EventKind.STRAGGLER),
         *(EventKind.HANG_SUSPECTED, EventKind.NODE_SILENT, EventKind.NODE_UNHEALTHY),
@@ -40,6 +40,7 @@ _REPLACED: Final[Mapping[str, tuple[str, ...]]] = {
     EventKind.METRIC_MISSING: ("key", "metric"),
     EventKind.SIGNAL: ("attempt", "cause"),
     EventKind.ORDER_STATE: ("order",),
+    EventKind.VERIFIED: ("checkpoint",),
 }
 # The last save of a launch. Training does not continue after it.
 FINAL: Final = "final"

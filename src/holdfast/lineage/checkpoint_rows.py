@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from holdfast.contracts.history import Lines, RunHistory, excluded_checkpoints, pinned_checkpoints
 from holdfast.contracts.journal import Event, EventKind
+from holdfast.contracts.known_damage import (
+    DAMAGE_EVENTS,
+    damaged_checkpoints,
+    passed_over,
+)
 from holdfast.contracts.paths import CheckpointName
 from holdfast.lineage.disk import FoundCheckpoint, Row, empty_facts
 from holdfast.lineage.origins import Origins, bare
 from holdfast.lineage.states import INTEGER_MAX, CheckpointState
 
 _DELETED: Final = ("deleted_reason", "deleted_by", "deleted_at")
-_NAME_INSIDE: Final = re.compile(r"step-\d{8,}\.a\d{4,}\.l\d{2,}")
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Journaled:
         return cls(
             pins={name: one for name, one in pins.items() if name in pinned},
             excluded=frozenset(map(bare, excluded)),
-            damage=_damage_at_resume(lines.of_kinds(EventKind.RESUMED)),
+            damage=damaged_checkpoints(lines.of_kinds(*DAMAGE_EVENTS)),
         )
 
 
@@ -49,7 +52,7 @@ def names_in(event: Event) -> Iterator[str]:
     if event.kind is EventKind.ROLLED_BACK:
         yield from map(bare, data.get("excluded") or ())
     if event.kind is EventKind.RESUMED:
-        yield from _names_skipped(event)
+        yield from (name for name, _ in passed_over(event))
 
 
 def add_deletion(
@@ -121,24 +124,3 @@ def only_journaled(name: str) -> FoundCheckpoint | None:
         return None
     facts = empty_facts("it has no tombstone")
     return FoundCheckpoint(name=parsed, facts=facts, stamp="", is_deleted=True)
-
-
-def _names_skipped(event: Event) -> Iterator[str]:
-    for line in event.data.get("skipped") or ():
-        match = _NAME_INSIDE.search(str(line))
-        if match:
-            yield match[0]
-
-
-def _damage_at_resume(events: Iterable[Event]) -> dict[str, str]:
-    """Return why resumes skipped checkpoints, by name, unless a later resume loaded them."""
-    skipped: dict[str, str] = {}
-    for event in events:
-        if event.kind is not EventKind.RESUMED:
-            continue
-        for line in event.data.get("skipped") or ():
-            match = _NAME_INSIDE.search(str(line))
-            if match:
-                skipped[match[0]] = str(line)
-        skipped.pop(bare(event.data.get("checkpoint")), None)
-    return skipped

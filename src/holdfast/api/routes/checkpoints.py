@@ -26,7 +26,9 @@ from holdfast.api.schemas import (
 from holdfast.api.services import Services, services_of
 from holdfast.api.watch import WRITER
 from holdfast.contracts.damage import find_damage
+from holdfast.contracts.digests import document_digest
 from holdfast.contracts.errors import DamagedCheckpointError, SpecError
+from holdfast.contracts.known_damage import refuse_damaged
 from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.mirrors import read_record
 from holdfast.contracts.paths import RunPaths
@@ -131,8 +133,8 @@ def export(request: Request, checkpoint: CheckpointId, body: AskExport, caller: 
     paths, name = _on_disk(services, checkpoint)
     _refuse_foreign(paths, "export it with `holdfast export --output` as a user who can read it")
     directory = verification.directory_to_verify(paths, name)
-    kind = f"-{body.dtype}" if body.dtype else ""
-    output = paths.exports / f"{name}{kind}{exports.SUFFIXES[body.to]}"
+    refuse_damaged(paths, name, "export it")
+    output = paths.exports / export_name(name, body)
     about = f"{paths.name}:{name} as {output.name}"
     with audited(paths, "export", caller, checkpoint=name, output=output.name):
         started = services.jobs.start(
@@ -159,6 +161,13 @@ def fork(request: Request, checkpoint: CheckpointId, body: AskFork, caller: Oper
         facts = services.fork(paths, name, body.name, overrides, caller.name)
     services.watch.touch(paths)
     return Forked.model_validate({**facts, "forked_from": f"{paths.name}:{name}"})
+
+
+def export_name(checkpoint: str, body: AskExport) -> str:
+    """Return the name of an export. Another choice of keys is another export."""
+    kind = f"-{body.dtype}" if body.dtype else ""
+    kind += f"-{document_digest(sorted(body.include))[:8]}" if body.include else ""
+    return f"{checkpoint}{kind}{exports.SUFFIXES[body.to]}"
 
 
 def _verify(directory: FilePath, by: str, advance: Callable[[int], None]) -> dict[str, Any]:

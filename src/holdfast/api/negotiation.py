@@ -1,0 +1,124 @@
+"""HTTP itself: HEAD, conditional requests and accepted encodings, the same for every route."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Final
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from holdfast.contracts.digests import digest_of
+
+JSON: Final = "application/json"
+# What a 304 response repeats of the 200 response.
+_KEPT_IN_304: Final = frozenset({"etag", "cache-control", "vary", "last-modified", "date"})
+
+
+class Negotiation:
+    """ASGI middleware: answers HEAD as GET without a body, and states the accepted encoding.
+
+    The middleware and the routes inside see `gzip` or `identity` as the accepted encoding.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = MutableHeaders(scope={**scope, "headers": list(scope["headers"])})
+        headers["accept-encoding"] = "gzip" if accepts_gzip(headers) else "identity"
+        inner = {**scope, "headers": headers.raw}
+        if scope["method"] == "HEAD":
+            await _head(self._app, {**inner, "method": "GET"}, receive, send)
+        else:
+            await self._app(inner, receive, send)
+
+
+class Conditional:
+    """ASGI middleware: gives each JSON answer to GET an ETag, and answers 304 if it matches."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "GET":
+            await self._app(scope, receive, send)
+            return
+        wanted = Headers(scope=scope).get("if-none-match", "")
+        start: Message | None = None
+        is_same = False
+
+        async def send_checked(message: Message) -> None:
+            nonlocal start, is_same
+            if is_same:
+                return
+            if message["type"] == "http.response.start":
+                start = message
+                return
+            if start is not None:
+                headers = MutableHeaders(scope=start)
+                is_whole = not message.get("more_body") and "body" in message
+                is_json = headers.get("content-type", "").startswith(JSON)
+                if start["status"] == 200 and is_whole and is_json:
+                    headers.setdefault("etag", f'W/"{digest_of(message["body"])}"')
+                is_same = start["status"] == 200 and matches(headers.get("etag", ""), wanted)
+                if is_same:
+                    kept = [(k, v) for k, v in start["headers"] if k.decode() in _KEPT_IN_304]
+                    await send({**start, "status": 304, "headers": kept})
+                    await send({"type": "http.response.body", "body": b""})
+                    return
+                await send(start)
+                start = None
+            await send(message)
+
+        await self._app(scope, receive, send_checked)
+
+
+def matches(etag: str, wanted: str) -> bool:
+    """Return True if `etag` is among those of an `If-None-Match` header."""
+    if not etag or not wanted:
+        return False
+    given = {one.strip().removeprefix("W/") for one in wanted.split(",")}
+    return "*" in given or etag.removeprefix("W/") in given
+
+
+def accepts_gzip(headers: Headers) -> bool:
+    """Return True if the client accepts gzip: it is named, or `*` is, and not with `q=0`."""
+    weights: dict[str, float] = {}
+    for part in ",".join(headers.getlist("accept-encoding")).split(","):
+        name, _, parameter = part.partition(";")
+        key, _, value = parameter.strip().partition("=")
+        weight = 1.0
+        if key.strip().lower() == "q":
+            try:
+                weight = float(value)
+            except ValueError:
+                weight = 0.0
+        weights[name.strip().lower()] = weight
+    return weights.get("gzip", weights.get("*", 0.0)) > 0
+
+
+async def _head(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer with what GET begins its response with. A stream, which never ends, is left then."""
+    has_begun = asyncio.Event()
+
+    async def send_start(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await send(message)
+            await send({"type": "http.response.body", "body": b""})
+            has_begun.set()
+
+    answering = asyncio.ensure_future(app(scope, receive, send_start))
+    begun = asyncio.ensure_future(has_begun.wait())
+    try:
+        await asyncio.wait({answering, begun}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        begun.cancel()
+        if has_begun.is_set():
+            answering.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await answering
