@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.durable import make_directory
-from holdfast.contracts.errors import HoldfastError
+from holdfast.contracts.errors import HoldfastError, SpecError
 from holdfast.contracts.filesystems import send_flag
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.paths import folder_of
@@ -32,6 +32,8 @@ FLUSH_S: Final = 1.0
 CHECKPOINT_BYTES_MAX: Final = 256 * 1024
 QUEUE_MAX: Final = 100_000
 CLOSE_TIMEOUT_S: Final = 30.0
+# The names of a line that are no metrics.
+RESERVED: Final = ("step", "time")
 
 _More = Callable[[], dict[str, Any]]
 _Item = tuple[EventKind | None, dict[str, Any], _More | None]
@@ -151,6 +153,42 @@ def open_recorder(context: RankContext) -> Recorder:
         return NoRecorder()
     metrics = context.run.metrics_of(who.attempt, who.launch)
     return Recorder(context.attempt.rank_journal, metrics, attempt=who.attempt, launch=who.launch)
+
+
+def numbers_in(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return logged metrics as numbers.
+
+    Raises `SpecError` for a name in `RESERVED`, and `TypeError` for a value that is not one number.
+    """
+    for name in RESERVED:
+        if name in values:
+            raise SpecError(
+                f"log({name}={values[name]!r}): each line of metrics has its own {name}, so no "
+                f"metric can have this name; log it under another one, such as my_{name}"
+            )
+    return {name: number_of(value, f"log({name}=...)") for name, value in values.items()}
+
+
+def number_of(value: Any, given: str) -> float:
+    """Return a number, or a tensor or array of one element, as a float.
+
+    True counts as 1 and False as 0. For other values, raises `TypeError` whose text begins with
+    `given`.
+    """
+    if type(value) is float:
+        return value
+    try:
+        if not isinstance(value, str | bytes | bytearray):
+            return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        # The type is reported below.
+        pass
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+    shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+    raise TypeError(
+        f"{given}: {type(value).__name__}{shape}; expected a number, or a tensor of one element"
+    )
 
 
 def improved(

@@ -32,10 +32,10 @@ from holdfast.trainer import alone
 from holdfast.trainer.data.order import Batch
 from holdfast.trainer.data.sampler import ElasticDistributedSampler, ElasticSampler, check_order
 from holdfast.trainer.loading.restore import chosen_interval, chosen_snapshots, load_tensors
-from holdfast.trainer.metrics import improved
+from holdfast.trainer.metrics import improved, numbers_in
 from holdfast.trainer.optimizer_steps import OptimizerSteps
 from holdfast.trainer.saver import Saver
-from holdfast.trainer.session_parts import SessionParts
+from holdfast.trainer.session_parts import SessionParts, while_open
 from holdfast.trainer.signals import ignore_stop_signals
 from holdfast.trainer.state.fit import Fit
 from holdfast.trainer.state.local_buffers import warn_of_local_buffers
@@ -185,10 +185,11 @@ class Session(SessionParts):
     @property
     def stop_requested(self) -> bool:
         """True as soon as a stop is requested. Ranks see it at different times."""
-        return self._context.status_table.stopping
+        return self.should_stop if self._is_closed else self._context.status_table.stopping
 
     # --- the loop -------------------------------------------------------------------------
 
+    @while_open
     def steps(self, total: int) -> Iterator[int]:
         """Iterates over the remaining steps, counted from 1, up to `total`.
 
@@ -215,6 +216,7 @@ class Session(SessionParts):
         if not loop.is_in_epochs:
             loop.finish()
 
+    @while_open
     def epochs(self, total: int) -> Iterator[int]:
         """Iterates over the remaining epochs, counted from 0, up to `total` - 1.
 
@@ -242,6 +244,7 @@ class Session(SessionParts):
             loop.is_in_epochs = False
         loop.finish()
 
+    @while_open
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Iterates over `loader`. Each batch is one step.
 
@@ -254,6 +257,7 @@ class Session(SessionParts):
         """
         return (batch for _, batch in self.enumerate(loader))
 
+    @while_open
     def enumerate(self, loader: Iterable[T]) -> Iterator[tuple[int, T]]:
         """Iterates over `loader` as `batches` does, with the number of each batch in its epoch.
 
@@ -299,6 +303,7 @@ class Session(SessionParts):
         """
         return self._position.batches_before(self._position.batches_per_step)
 
+    @while_open
     def boundary(self) -> bool:
         """Ends one step in a loop that you write yourself; saves if a checkpoint is due.
 
@@ -306,10 +311,13 @@ class Session(SessionParts):
         """
         return self._loop.boundary()
 
+    @while_open
     def checkpoint(self) -> None:
         """Requests a checkpoint at the end of this step or epoch. Call it on every rank."""
+        self._loop.require_training()
         self._loop.is_checkpoint_wanted = True
 
+    @while_open
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[Session]:
         """A context manager for a slow phase: `"eval"`, `"compile"`, `"load"` or `"save"`.
@@ -320,12 +328,14 @@ class Session(SessionParts):
         with self._loop.phase(name):
             yield self
 
+    @while_open
     def beat(self) -> None:
         """Reports, inside a slow phase, that this rank is alive."""
         self._record.beat(self._record.phase)
 
     # --- data -----------------------------------------------------------------------------
 
+    @while_open
     def batch(self, dataset_size: int, global_batch: int, *, ahead: int = 0) -> Batch:
         """Returns this rank's sample ids of the current step, or of the step `ahead` steps later.
 
@@ -337,6 +347,7 @@ class Session(SessionParts):
         """
         return self._position.batch(dataset_size, global_batch, ahead)
 
+    @while_open
     def sampler(self, dataset_size: int, global_batch: int, total: int) -> ElasticSampler:
         """Returns a `batch_sampler` for a DataLoader: one batch per step, up to step `total`.
 
@@ -344,6 +355,7 @@ class Session(SessionParts):
         """
         return self._position.sampler(dataset_size, global_batch, total)
 
+    @while_open
     def distributed_sampler(
         self, dataset_size: int, global_batch: int, *, batch_size: int | None = None
     ) -> ElasticDistributedSampler:
@@ -366,16 +378,22 @@ class Session(SessionParts):
 
     # --- metrics --------------------------------------------------------------------------
 
-    def log(self, **values: float) -> None:
-        """Records metrics of the current step. Rank 0 writes its own to the run's folder."""
-        step = self._loop.step_under_way
-        self.best = improved(self.best, self._best_of, values, step)
-        if self._guard.metric in values and self._observed != step:
-            self._guard.observe(step, values[self._guard.metric])
-        self._recorder.log(step, values)
-        for sink in self._sinks:
-            sink.log(step, values)
+    @while_open
+    def log(self, /, **values: float) -> None:
+        """Records metrics of the current step. Rank 0 writes its own to the run's folder.
 
+        Raises `SpecError` for a metric named `step` or `time`, which each line of metrics has
+        already, and `TypeError` for a value that is not one number.
+        """
+        numbers, step = numbers_in(values), self._loop.step_under_way
+        self.best = improved(self.best, self._best_of, numbers, step)
+        if self._guard.metric in numbers and self._observed != step:
+            self._guard.observe(step, numbers[self._guard.metric])
+        self._recorder.log(step, numbers)
+        for sink in self._sinks:
+            sink.log(step, numbers)
+
+    @while_open
     def observe(self, loss: float | Tensor) -> None:
         """Watches a loss of the current step without writing it and without waiting for the GPU.
 
@@ -386,6 +404,7 @@ class Session(SessionParts):
         self._observed = self._position.completed + 1
         self._guard.observe(self._observed, loss)
 
+    @while_open
     def track(self, tracker: Tracker) -> None:
         """Sends what `log` records to an experiment tracker, too. Call it on every rank.
 
@@ -402,8 +421,9 @@ class Session(SessionParts):
         """Saves the state that is not saved yet, waits for the commit, releases all resources.
 
         After a loop that was left by `break`, the last step counts if an optimizer has stepped in
-        it. If an exception passes from inside a step, nothing is saved. Raises `SaveError` if the
-        last checkpoint could not be committed.
+        it. After an exception, nothing is saved: neither while it passes, as in a `finally` block,
+        nor later if it came from a step boundary, such as `NumericsError`. Further calls do
+        nothing. Raises `SaveError` if the last checkpoint could not be committed.
 
         A program that calls this before its last step declares that it is complete, as after early
         stopping. Pass `may_end_early=False` where code of a framework calls it, whatever the reason
@@ -411,10 +431,14 @@ class Session(SessionParts):
         """
         if self._is_closed or self._is_in_child:
             return
+        if self.has_failed:
+            self._leave(None, wait=True)
+            return
         is_orderly = False
         try:
-            if not self._loop.is_finished and self._loop.can_finish():
-                self._loop.finish(is_declared=may_end_early)
+            loop, is_handling = self._loop, self._is_handling
+            if not loop.is_finished and loop.can_finish(is_handling=is_handling):
+                loop.finish(is_declared=may_end_early)
             else:
                 self._saver.wait()
                 self._loop.note_end(is_declared=may_end_early)
@@ -422,6 +446,7 @@ class Session(SessionParts):
         finally:
             self._release(wait=True, is_orderly=is_orderly)
 
+    @while_open
     def __enter__(self) -> Session:
         return self
 
@@ -433,7 +458,5 @@ class Session(SessionParts):
     ) -> None:
         if error is None:
             self.close()
-            return
-        # The other ranks may be anywhere, so do not wait. The flusher commits sealed slots.
-        self._failures.write(error)
-        self._release(wait=False)
+        else:
+            self._leave(error, wait=False)

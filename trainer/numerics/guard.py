@@ -29,6 +29,7 @@ from holdfast.contracts.spec_supervision import Numerics
 from holdfast.trainer import devices
 from holdfast.trainer.collective import ControlGroup
 from holdfast.trainer.data.position import Position
+from holdfast.trainer.metrics import number_of
 from holdfast.trainer.numerics.answer import Answer, Known, answer, policy_for
 from holdfast.trainer.numerics.detector import Anomaly, Detector
 from holdfast.trainer.rank_context import RankContext
@@ -77,10 +78,12 @@ class LossGuard:
     def observe(self, step: int, loss: float | torch.Tensor) -> None:
         """Check the loss of `step`: a number, or a tensor with one element on any device."""
         if not isinstance(loss, torch.Tensor):
-            self._look(step, float(loss))
+            self._look(step, number_of(loss, "observe(loss)"))
             return
         if loss.numel() != 1:
             raise SpecError(f"a loss of shape {tuple(loss.shape)}: expected one number")
+        if loss.is_complex():
+            raise SpecError(f"a loss of type {loss.dtype}: expected a real number")
         if not devices.is_streamed(loss.device):
             self._look(step, float(loss.item()))
             return
