@@ -30,7 +30,7 @@ from holdfast.trainer.saver import Captured, Saver
 from holdfast.trainer.signals import FailureRecord, SignalFlags, end_deaf_helpers_at_exit
 from holdfast.trainer.staging.snapshots import SnapshotRhythm
 from holdfast.trainer.state.made_with import changes
-from holdfast.trainer.state.run_state import MADE_WITH, STEPS_IN_EPOCH, Progress, RunState
+from holdfast.trainer.state.run_state import LOSSES, MADE_WITH, STEPS_IN_EPOCH, Progress, RunState
 from holdfast.trainer.stop_coordinator import StopCoordinator
 from holdfast.trainer.trackers.sink import TrackerSink
 
@@ -126,6 +126,7 @@ class SessionParts:
         self._guard = LossGuard(
             self._context, self._ranks, self._record, self._position, self._saver, self._state
         )
+        self._guard.resume(map(float, found.program.get(LOSSES, ())))
         awaits_state = bool(self._ranks.largest([self._state.awaits_first_step])[0])
         pace = Pace(
             interval,
@@ -173,6 +174,7 @@ class SessionParts:
             program={
                 MADE_WITH: self._made_with,
                 STEPS_IN_EPOCH: self._position.steps_in_epoch,
+                LOSSES: self._guard.losses,
             },
         )
         return self._state.capture(progress)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from holdfast.contracts import environment
 from holdfast.contracts.errors import NumericsError, SessionError, SpecError
 from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.paths import RunPaths
@@ -232,7 +234,8 @@ def test_a_logged_line_is_written_whole_or_refused_by_name(tmp_path: Path) -> No
         with pytest.raises(SpecError, match=f"log\\({name}=7\\).*such as my_{name}"):
             Session.log(session, loss=1.0, **{name: 7})
     # A framework's own names are carried. `self` is a name like others.
-    session.log(step=7, time=8, self=torch.tensor([3]), yes=True, huge=10**400)
+    odd: dict[str, Any] = {"self": torch.tensor([3]), "yes": True, "huge": 10**400}
+    session.log(step=7, time=8, **odd)
     training.step()
     session.boundary()
     session.close()
@@ -242,3 +245,42 @@ def test_a_logged_line_is_written_whole_or_refused_by_name(tmp_path: Path) -> No
     last = {name: spread[1] for name, spread in line.data.items()}
     assert (line.step, line.time > 1e9) == (1, True)
     assert last == {"logged_step": 7, "logged_time": 8, "self": 3, "yes": 1, "huge": None}
+
+
+def test_a_second_bad_loss_that_reaches_the_weights_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one leaves the weights whole, and is skipped."""
+    numerics = {"on_nan": "skip", "margin_steps": 1, "skip_steps": 2}
+    monkeypatch.setenv(environment.NUMERICS, json.dumps(numerics))
+    training = Training(tmp_path / "run", interval=4)
+
+    def train() -> None:
+        for step in training.session.steps(20):
+            training.session.log(loss=math.nan if step in (5, 10) else 1.0)
+            training.step()
+            if step == 10:
+                training.model.weight.data.fill_(math.nan)
+
+    with pytest.raises(NumericsError, match=r"the loss of step 10 is nan; roll back to step-0+8\."):
+        train()
+    assert [manifest.step for manifest in training.manifests()] == [4, 8]
+    training.session.close()
+
+
+def test_a_resume_remembers_the_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numerics = {"on_spike": "stop", "window": 16}
+    monkeypatch.setenv(environment.NUMERICS, json.dumps(numerics))
+
+    def train(losses: list[float]) -> None:
+        training = Training(tmp_path / "run")
+        with training.session as session:
+            session.begin(20)
+            for loss in losses:
+                session.log(loss=loss)
+                training.step()
+                session.boundary()
+
+    train([1.0] * 8)
+    with pytest.raises(NumericsError, match="the loss of step 9, 9, is above the limit"):
+        train([9.0, 1.0, 1.0, 1.0])

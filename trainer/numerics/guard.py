@@ -64,6 +64,17 @@ class LossGuard:
         self._detector = Detector(self._numerics, after=position.reached)
         self._copies: deque[_Copy] = deque()
         self._found: Anomaly | None = None
+        # A further loss that is not finite, soon after one that was reported.
+        self._suspect: Anomaly | None = None
+
+    @property
+    def losses(self) -> list[float]:
+        """The losses before the next one, for a checkpoint."""
+        return self._detector.losses
+
+    def resume(self, losses: Iterable[float]) -> None:
+        """Continue after the `losses` of a checkpoint."""
+        self._detector.resume(losses)
 
     @property
     def metric(self) -> str:
@@ -99,6 +110,10 @@ class LossGuard:
         while self._copies and self._copies[0][2].query():
             step, landing, _ = self._copies.popleft()
             self._look(step, float(landing))
+        suspect, self._suspect = self._suspect, None
+        # Only now is the step complete in which the loss may have reached the weights.
+        if suspect is not None and not self._is_sane():
+            self._ask(suspect)
 
     def finish(self) -> None:
         """At the last boundary, wait for all copies and check them."""
@@ -129,9 +144,16 @@ class LossGuard:
 
     def _look(self, step: int, loss: float) -> None:
         found = self._detector.look(step, loss)
-        if found is not None and (self._found is None or urgency(found) < urgency(self._found)):
+        if found is not None:
+            self._ask(found)
+        elif not math.isfinite(loss):
+            self._suspect = self._suspect or self._detector.describe("nan", step, loss)
+
+    def _ask(self, found: Anomaly) -> None:
+        """Request a meeting about a bad loss, unless a more urgent one is known."""
+        if self._found is None or urgency(found) < urgency(self._found):
             self._found = found
-            self._record.ask(step)
+            self._record.ask(found.step)
 
     def _is_sane(self) -> bool:
         """Return True if this rank's weights are finite. Only a skip needs this check."""
