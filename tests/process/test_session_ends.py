@@ -274,7 +274,8 @@ def test_a_resume_remembers_the_losses(tmp_path: Path, monkeypatch: pytest.Monke
 
     def train(losses: list[float]) -> None:
         training = Training(tmp_path / "run")
-        with training.session as session:
+        session = training.session
+        with session:
             session.begin(20)
             for loss in losses:
                 session.log(loss=loss)
