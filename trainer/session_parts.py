@@ -6,6 +6,7 @@ import atexit
 import functools
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -155,6 +156,8 @@ class SessionParts:
             self._stop_coordinator = StopCoordinator(self._context, self._recorder.event)
         # Work that the program still does before its first step counts as loading.
         self._record.beat(Phase.LOAD)
+        # Without a reference: a session that nothing uses any more is released, see `__del__`.
+        self._at_exit = functools.partial(_release_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
 
     def _enter_loop(self, *, is_last: bool) -> bool:
@@ -260,6 +263,7 @@ class SessionParts:
 
     def _abandon(self) -> None:
         """Clean up after a failed constructor as after a crash, so that another can be created."""
+        self._is_closed = True
         for name in ("_stop_coordinator", "_recorder", "_flags", "_optimizers"):
             part = getattr(self, name, None)
             if part is not None:
@@ -295,9 +299,16 @@ class SessionParts:
             report(f"holdfast: {text}")
         self._recorder.event(EventKind.NOTE, text=text)
 
-    def _at_exit(self) -> None:
-        """Write the journal lines and metrics of a program that ends without `close`."""
-        self._release(wait=False)
+    def __del__(self) -> None:
+        """Release all resources of a session that the program dropped, as after a crash."""
+        if hasattr(self, "_loop"):
+            self._release(wait=False)
+
+
+def _release_at_exit(session: weakref.ref[SessionParts]) -> None:
+    """Write the journal lines and metrics of a program that ends without `close`."""
+    if (held := session()) is not None:
+        held._release(wait=False)
 
 
 def _handled() -> int | None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -285,3 +286,22 @@ def test_a_resume_remembers_the_losses(tmp_path: Path, monkeypatch: pytest.Monke
     train([1.0] * 8)
     with pytest.raises(NumericsError, match="the loss of step 9, 9, is above the limit"):
         train([9.0, 1.0, 1.0, 1.0])
+
+
+def test_a_session_that_was_dropped_makes_room_for_another(tmp_path: Path) -> None:
+    training = Training(tmp_path / "run")
+    for step in training.session.steps(9):
+        training.step()
+        if step == 3:
+            break
+    with pytest.raises(SessionError, match="Something still refers to the first"):
+        Training(tmp_path / "other")
+    del training
+    again = Training(tmp_path / "run")
+    assert again.session.step == 0
+    thread = threading.Thread(target=again.session.close)
+    thread.start()
+    thread.join()
+    # A thread may close the session too.
+    last = Training(tmp_path / "other")
+    last.session.close()
