@@ -303,8 +303,8 @@ class Loop:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Mark a slow phase by its public name. Raises `SpecError` for any other name."""
-        if name not in SLOW_PHASES:
-            raise SpecError(f"phase {name!r}: expected one of {sorted(SLOW_PHASES)}")
+        if not isinstance(name, str) or name not in SLOW_PHASES:
+            raise SpecError(f"phase name={name!r}: expected one of {sorted(SLOW_PHASES)}")
         before = self._record.phase
         self._record.beat(SLOW_PHASES[name])
         try:

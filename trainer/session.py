@@ -20,15 +20,24 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from holdfast.contracts.errors import SpecError
 from holdfast.trainer import alone
+from holdfast.trainer.arguments import (
+    check_best,
+    check_kinds,
+    check_model,
+    check_named,
+    check_seed,
+    check_stateful,
+    truth,
+    whole,
+)
 from holdfast.trainer.data.order import Batch
 from holdfast.trainer.data.sampler import ElasticDistributedSampler, ElasticSampler, check_order
 from holdfast.trainer.loading.restore import chosen_interval, chosen_snapshots, load_tensors
@@ -47,13 +56,6 @@ from holdfast.trainer.trackers.sink import open_sink
 from holdfast.trainer.trackers.tracker import Tracker
 
 T = TypeVar("T")
-BETTER: Final = ("min", "max")
-
-
-def check_best(best: tuple[str, str] | None) -> None:
-    """Raise `SpecError` unless `best` is a metric's name and one of `BETTER`, or None."""
-    if best is not None and best[1] not in BETTER:
-        raise SpecError(f"best={best!r}: expected a metric's name and one of {BETTER}")
 
 
 def _saver_of(state: TrainState, planner: SavePlanner | None) -> partial[Saver]:
@@ -126,8 +128,15 @@ class Session(SessionParts):
         left, `SessionError` if this process has an open Session, and `SpecError` for an argument.
         """
         check_best(best)
+        check_model(model)
+        check_stateful(optimizer, "optimizer")
+        check_stateful(scheduler, "scheduler")
+        check_named(extra, "extra")
+        check_named(per_rank, "per_rank")
+        check_kinds(mesh=mesh, planner=planner, directory=directory)
+        fit = Fit.of(strict=strict, rename=rename, exclude=exclude)
         chosen, rhythm = chosen_interval(interval), chosen_snapshots(snapshots)
-        self.seed, self._best_of = seed, best
+        self.seed, self._best_of = check_seed(seed), (best[0], best[1]) if best else None
         optimizers, schedulers = listed(optimizer), listed(scheduler)
         with alone.claimed(self, self._abandon):
             self._optimizers = OptimizerSteps(map(unwrap, optimizers))
@@ -139,7 +148,7 @@ class Session(SessionParts):
                 schedulers,
                 extra,
                 per_rank=per_rank,
-                fit=Fit.of(strict=strict, rename=rename, exclude=exclude),
+                fit=fit,
                 rank=self._ranks.rank,
                 world_size=self._ranks.world_size,
             )
@@ -197,7 +206,7 @@ class Session(SessionParts):
         have agreed to stop. By then the last checkpoint is committed. Raises `SaveError` if it
         could not be.
         """
-        loop = self._loop
+        loop, total = self._loop, whole(total, "total")
         loop.leave_step()
         if not loop.is_in_epochs:
             loop.promise(steps=total)
@@ -226,7 +235,7 @@ class Session(SessionParts):
         Then `should_stop` is true, and the program must leave out the end of the epoch. Raises
         `SaveError` if the last checkpoint could not be committed.
         """
-        loop, position = self._loop, self._position
+        loop, position, total = self._loop, self._position, whole(total, "total")
         loop.leave_step()
         loop.promise(epochs=total)
         position.begin_epochs(self._began_in[0], in_epoch=self._began_in[1])
@@ -287,7 +296,9 @@ class Session(SessionParts):
         loop.is_at_end = loop.is_in_epochs
 
     def _batches_per_step(self, loader: Iterable[Any]) -> int:
-        """Return how many batches of `loader` are one step. Raises `SpecError` as `batches`."""
+        """Return how many batches of `loader` are one step. Raises as `batches`."""
+        if not (isinstance(loader, Iterable) or hasattr(loader, "__getitem__")):
+            raise TypeError(f"loader={loader!r}: expected an iterable of batches")
         return check_order(loader)
 
     def _ends_step(self, number: int, parts: int) -> bool:
@@ -345,7 +356,8 @@ class Session(SessionParts):
         ranks. Raises `SpecError` if the ranks cannot share the global batch evenly, or if the
         dataset is smaller than the global batch.
         """
-        return self._position.batch(dataset_size, global_batch, ahead)
+        size, batch = whole(dataset_size, "dataset_size"), whole(global_batch, "global_batch")
+        return self._position.batch(size, batch, whole(ahead, "ahead"))
 
     @while_open
     def sampler(self, dataset_size: int, global_batch: int, total: int) -> ElasticSampler:
@@ -353,7 +365,8 @@ class Session(SessionParts):
 
         An iteration begins with the current step. torchdata's `StatefulDataLoader` works too.
         """
-        return self._position.sampler(dataset_size, global_batch, total)
+        size, batch = whole(dataset_size, "dataset_size"), whole(global_batch, "global_batch")
+        return self._position.sampler(size, batch, whole(total, "total"))
 
     @while_open
     def distributed_sampler(
@@ -365,7 +378,9 @@ class Session(SessionParts):
         global_batch / ranks, or less for gradient accumulation. Raises `SpecError` if it does not
         divide that number.
         """
-        return self._position.distributed_sampler(dataset_size, global_batch, batch_size)
+        size, batch = whole(dataset_size, "dataset_size"), whole(global_batch, "global_batch")
+        part = None if batch_size is None else whole(batch_size, "batch_size", least=1)
+        return self._position.distributed_sampler(size, batch, part)
 
     @staticmethod
     def worker_init(_worker: int) -> None:
@@ -411,6 +426,8 @@ class Session(SessionParts):
         The tracker has one run over all relaunches. Only rank 0 opens it. A tracker that cannot
         be opened, or does not answer, is reported and does not stop training.
         """
+        if not isinstance(tracker, Tracker):
+            raise TypeError(f"tracker={tracker!r}: expected a Tracker of holdfast.trainer.trackers")
         if self._ranks.rank == 0:
             sink = open_sink(tracker, self._context, self._recorder, step=self.step)
             self._sinks += [sink] if sink is not None else []
@@ -429,6 +446,7 @@ class Session(SessionParts):
         stopping. Pass `may_end_early=False` where code of a framework calls it, whatever the reason
         why training ended: an end before the promised number of steps is then incomplete.
         """
+        truth(may_end_early, "may_end_early")
         if self._is_closed or self._is_in_child:
             return
         if self.has_failed:

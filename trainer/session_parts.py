@@ -107,6 +107,11 @@ class SessionParts:
         self._saver.began_at(found.step, found.checkpoint, found.manifest)
         self.resumed_from = found.checkpoint
         self.best = found.best if self._is_of(found.best) else {}
+        if found.best and not self.best and self._best_of is not None:
+            self._note(
+                f"session.best begins anew for {' '.join(self._best_of)}: the checkpoint has the "
+                f"best {found.best.get('metric')}, {found.best.get('mode')}"
+            )
         self._began_in = found.epoch, found.in_epoch
         self._note_changes(found.program.get(MADE_WITH, {}))
         self._position = Position(
@@ -295,6 +300,10 @@ class SessionParts:
             "use the new ones, set them after you create the Session. The page `Change a run` of "
             "the documentation shows how"
         )
+        self._note(text)
+
+    def _note(self, text: str) -> None:
+        """Print and journal what a person should know."""
         if self._ranks.rank == 0:
             report(f"holdfast: {text}")
         self._recorder.event(EventKind.NOTE, text=text)

@@ -22,6 +22,7 @@ from holdfast.contracts.paths import (
     default_root,
     plain_checkpoint,
 )
+from holdfast.trainer.arguments import check_path
 from holdfast.trainer.collective import ControlGroup
 from holdfast.trainer.loading.compare_keys import Selection
 from holdfast.trainer.loading.reader import LoadReport, load_state, open_any_together
@@ -67,6 +68,7 @@ def load_checkpoint(
     another type, such as a dict of tensors.
     """
     given = Selection.of(include=include, exclude=exclude, rename=rename, strict=strict)
+    check_path(checkpoint, "checkpoint")
     check_all(model, nn.Module, "model")
     check_all(() if optimizer is None else optimizer, Optimizer, "optimizer")
     directory = find_directory(checkpoint)

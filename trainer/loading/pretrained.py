@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from holdfast.contracts.errors import CheckpointError, KeyMismatchError
+from holdfast.trainer.arguments import check_path
 from holdfast.trainer.collective import ControlGroup
 from holdfast.trainer.loading.agreement import agree
 from holdfast.trainer.loading.checkpoint import check_all
@@ -54,6 +55,7 @@ def load_pretrained(
     another kind of model.
     """
     check_all(model, nn.Module, "model", "load_pretrained")
+    check_path(directory, "directory")
     given = Selection.of(exclude=exclude, rename=rename, strict=strict)
     place, ranks = Path(directory).expanduser().absolute(), ControlGroup()
     try:
