@@ -142,19 +142,30 @@ class Session(SessionParts):
             self._optimizers = OptimizerSteps(map(unwrap, optimizers))
             self._made_with = describe_made(map(unwrap, optimizers), schedulers)
             self._join(directory, mesh)
-            state = TrainState(
-                model,
-                optimizers,
-                schedulers,
-                extra,
-                per_rank=per_rank,
-                fit=fit,
-                rank=self._ranks.rank,
-                world_size=self._ranks.world_size,
-            )
+            state = self._state_of(model, optimizers, schedulers, extra, per_rank, fit)
             warn_of_local_buffers(extra or {}, self.rank, self.world_size)
             load = partial(load_tensors, self._ranks, state)
             self._start(self._restore(state, _saver_of(state, planner), load), chosen, rhythm)
+
+    def _state_of(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        schedulers: Sequence[Stateful],
+        extra: Mapping[str, Any] | None,
+        per_rank: Mapping[str, Any] | None,
+        fit: Fit,
+    ) -> TrainState:
+        return TrainState(
+            model,
+            optimizers,
+            schedulers,
+            extra,
+            per_rank=per_rank,
+            fit=fit,
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
+        )
 
     # --- where training stands ------------------------------------------------------------
 

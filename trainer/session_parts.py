@@ -109,7 +109,7 @@ class SessionParts:
         self.best = found.best if self._is_of(found.best) else {}
         if found.best and not self.best and self._best_of is not None:
             self._note(
-                f"session.best begins anew for {' '.join(self._best_of)}: the checkpoint has the "
+                f"session.best begins again for {' '.join(self._best_of)}: the checkpoint has the "
                 f"best {found.best.get('metric')}, {found.best.get('mode')}"
             )
         self._began_in = found.epoch, found.in_epoch
