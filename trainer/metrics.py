@@ -6,6 +6,7 @@ step waits for it. Metrics are buffered and written about once a second.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -178,11 +179,10 @@ def number_of(value: Any, given: str) -> float:
     if type(value) is float:
         return value
     try:
-        if not isinstance(value, str | bytes | bytearray):
-            return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        # The type is reported below.
-        pass
+        # The type of a value that is no number is reported below.
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+            if not isinstance(value, str | bytes | bytearray):
+                return float(value)
     except OverflowError:
         return math.inf if value > 0 else -math.inf
     shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
