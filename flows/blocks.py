@@ -61,25 +61,28 @@ def register_blocks() -> None:
         block.register_type_and_schema()
 
 
-def with_blocks(table: Mapping[str, Any]) -> dict[str, Any]:
+def with_blocks(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the table of a spec with the values of its blocks where it has none of its own.
 
-    Raises `ServiceError` if Prefect has no such block, or cannot be used.
+    Returns also the keys whose values are those of blocks. Raises `ServiceError` if Prefect has no
+    such block, or cannot be used.
     """
     names = table.get("blocks")
     if not isinstance(names, Mapping):
-        return dict(table)
+        return dict(table), []
     parts: dict[str, dict[str, Any]] = {}
     for key, value in _values(HoldfastCluster, names.get("cluster")).items():
         parts.setdefault("launch" if key in _LAUNCH else "resources", {})[key] = value
     for key, value in _values(HoldfastStorage, names.get("storage")).items():
         if key != "root":
             parts.setdefault("checkpoint", {})[key] = value
-    merged = dict(table)
+    merged, used = dict(table), []
     for part, values in parts.items():
         own = table.get(part, {})
-        merged[part] = {**values, **own} if isinstance(own, Mapping) else own
-    return merged
+        if isinstance(own, Mapping):
+            merged[part] = {**values, **own}
+            used += [f"{part}.{key}" for key in values if key not in own]
+    return merged, used
 
 
 def root_of(storage: str | None) -> Path | None:

@@ -62,8 +62,8 @@ def given_spec(
     """
     if run is not None and not overrides:
         record = read_document(RunRecord, RunPaths(root / run).spec)
-        if record is not None and record.spec == spec:
-            return RunSpec.read(record.spec)
+        if record is not None and spec in (record.given, record.spec):
+            return record.read_spec()
     return load_spec(spec, overrides)
 
 

@@ -26,6 +26,8 @@ from holdfast.contracts.errors import ServiceError
 
 FLOW: Final = "train"
 DEPLOYMENT: Final = "holdfast"
+# Continues runs that are paused until capacity returns.
+RESUMER: Final = f"resume/{DEPLOYMENT}"
 API_S_MAX: Final = 10.0
 # A server whose SQLite is busy responds with 503: the client retries after 2, 4 and 8 seconds.
 RETRIES_MAX: Final = 3
@@ -175,6 +177,12 @@ def check_service() -> ServiceReport:
         pool = deployment.work_pool_name
         workers = _live_workers(client, pool) if pool else 0
         return ServiceReport(url=str(client.api_url), pool=pool, workers=workers)
+
+
+def check_resumer() -> None:
+    """Raise `ServiceError` if Prefect has no deployment that continues paused runs."""
+    with open_client() as client:
+        read_deployment(client, RESUMER)
 
 
 def flow_run_state(flow_run: str) -> tuple[str, bool]:

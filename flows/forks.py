@@ -97,8 +97,10 @@ def _spec_of_fork(
         )
     if name is None:
         raise SpecError("no name is given; expected --name, because two runs cannot share a name")
-    # The values of the parent's blocks are in its record.
-    return load_spec({**record.spec, "name": name, "blocks": {}}, overrides)
+    # What the parent's user wrote, with the values of its blocks. Its defaults were not written.
+    written = record.read_spec().given if record.given is None else record.given
+    own = {key: value for key, value in written.items() if key != "blocks"}
+    return load_spec({**own, "name": name}, overrides, known=record.origins)
 
 
 def check_everything(spec: RunSpec, root: Path) -> None:

@@ -8,22 +8,32 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
 from pydantic import ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.constructor import DuplicateKeyError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
+from ruamel.yaml.nodes import CollectionNode, MappingNode
 
+from holdfast.contracts.bounds import DEPTH_MAX
 from holdfast.contracts.errors import ForeignFileError, SpecError
 from holdfast.contracts.plain_text import counted
 from holdfast.contracts.reading import read_bounded
 from holdfast.contracts.spec import RunSpec
-from holdfast.flows.spec_problems import describe_error, drop_unknown_keys, is_answered
+from holdfast.contracts.written import BLOCK, DEFAULT, SET
+from holdfast.flows.spec_problems import describe_errors, drop_unknown_keys, is_text
 
 SPEC_BYTES_MAX: Final = 4 * 1024 * 1024
 YAML_VALUES_MAX: Final = 200_000
+DIRECTORY: Final = "launch.working_directory"
+# With another version, the rules of that version would apply.
+_DIRECTIVE: Final = re.compile(r"^%YAML +(?!1\.2 *$).*$", re.MULTILINE)
 _TOML: Final = frozenset({".toml"})
 _YAML: Final = frozenset({".yaml", ".yml"})
 
@@ -32,11 +42,14 @@ def load_spec(
     source: str | Path | Mapping[str, Any],
     overrides: Sequence[str] = (),
     base: Path | None = None,
+    *,
+    known: Mapping[str, str] | None = None,
 ) -> RunSpec:
     """Return the `RunSpec` of `source` with the `overrides` (`a.b.c=value`) applied.
 
     `source` is a TOML or YAML file, or a table. The working directory becomes absolute. A relative
     one starts at the file's folder or, for a table, at `base` (by default, the current directory).
+    `known` are the origins of keys in a table that another run recorded.
     Raises `SpecError` with every problem, and `ServiceError` if a block of Prefect cannot be read.
     """
     if isinstance(source, Mapping):
@@ -46,30 +59,43 @@ def load_spec(
         path = Path(source).expanduser().absolute()
         table, origin = read_spec_file(path), str(path)
         folder = path.parent
-    problems = _apply(table, overrides)
+    problems, set_keys = _apply(table, overrides)
     problems += drop_unknown_keys(table, RunSpec)
+    origins = {**(known or {}), **dict.fromkeys(set_keys, SET)}
     if table.get("blocks") and not problems:
         from holdfast.flows.blocks import with_blocks
 
-        table = with_blocks(table)
+        table, of_blocks = with_blocks(table)
+        origins |= dict.fromkeys(of_blocks, BLOCK)
     spec = None
     try:
         spec = RunSpec.model_validate(table)
     except ValidationError as error:
-        unanswered = [each for each in error.errors() if not is_answered(each, problems)]
-        problems += [describe_error(each, RunSpec) for each in unanswered]
+        found = describe_errors(error.errors(), table, RunSpec, problems)
+        # Keys without an effect are one error with a line for each.
+        problems += [line for each in found for line in each.splitlines()]
     if problems or spec is None:
         count = counted(len(problems), "problem")
         listing = "".join(f"\n  {problem}" for problem in problems)
         raise SpecError(f"{origin}: {count}; nothing was queued{listing}", problems)
-    return resolve_directory(spec, folder)
+    return resolve_directory(spec.with_origins(origins), folder)
 
 
 def resolve_directory(spec: RunSpec, folder: Path) -> RunSpec:
-    """Return `spec` with an absolute working directory, with links resolved as by `os.getcwd`."""
+    """Return `spec` with an absolute working directory, with links resolved as by `os.getcwd`.
+
+    The path of a Python interpreter becomes absolute too, from that directory. Its links stay,
+    because a virtual environment is one. In a container, the path is one of the image.
+    """
     directory = (folder / Path(spec.launch.working_directory).expanduser()).resolve()
-    launch = spec.launch.model_copy(update={"working_directory": str(directory)})
-    return spec.model_copy(update={"launch": launch})
+    changed = {"working_directory": str(directory)}
+    python, launch = spec.launch.python, spec.launch
+    if "/" in python and not (launch.container or launch.wrapper):
+        changed["python"] = str(directory / Path(python).expanduser())
+    found = spec.model_copy(update={"launch": launch.model_copy(update=changed)})
+    if DIRECTORY in spec.sources:
+        return found
+    return found.with_origins({**spec.origins, DIRECTORY: DEFAULT})
 
 
 def read_spec_file(path: Path) -> dict[str, Any]:
@@ -100,9 +126,10 @@ def read_spec_file(path: Path) -> dict[str, Any]:
 
 
 def parse_override(text: str) -> tuple[list[str], Any]:
-    """Return the keys and the value of `a.b.c=value`. A value that is not TOML is a string.
+    """Return the keys and the value of `a.b.c=value`, read by the type of the key.
 
-    Raises `SpecError` if there is no `=` or a key is empty.
+    A key of text takes the text as it is, or without its quotes. Other values are TOML, and text if
+    they are not. Raises `SpecError` if there is no `=` or a key is empty.
     """
     name, equals, given = text.partition("=")
     keys = [part.strip() for part in name.split(".")]
@@ -112,8 +139,8 @@ def parse_override(text: str) -> tuple[list[str], Any]:
             "--set resources.nodes=2"
         )
     value = _toml_value(given.strip())
-    # Environment variables are strings, so OMP_NUM_THREADS=4 must not become a number.
-    if keys[0] == "environment" and not isinstance(value, str | dict):
+    # A reference to a secret is a table.
+    if not isinstance(value, str | dict) and is_text(keys, RunSpec):
         value = given.strip()
     return keys, value
 
@@ -129,9 +156,12 @@ def _toml_value(text: str) -> Any:
     return value if plain else text
 
 
-def _apply(table: dict[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Set every override in `table`; return a line for each that cannot be set."""
-    problems = []
+def _apply(table: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Set every override in `table`.
+
+    Returns a line for each override that cannot be set, and the keys that were set.
+    """
+    problems, done = [], []
     for text in overrides:
         try:
             keys, value = parse_override(text)
@@ -147,7 +177,8 @@ def _apply(table: dict[str, Any], overrides: Sequence[str]) -> list[str]:
                 break
         else:
             level[keys[-1]] = value
-    return problems
+            done.append(".".join(keys))
+    return problems, done
 
 
 def _parse_toml(path: Path, text: str) -> Any:
@@ -158,22 +189,52 @@ def _parse_toml(path: Path, text: str) -> Any:
 
 
 def _parse_yaml(path: Path, text: str) -> Any:
+    """Return the document, by the rules of YAML 1.2: `off` and `1:30` are text."""
+    if directive := _DIRECTIVE.search(text):
+        raise SpecError(f"{path}: {directive[0]}: expected YAML 1.2; remove that line")
     try:
-        tree = yaml.compose(text, Loader=yaml.SafeLoader)
+        # Before the rest, because the loader takes seconds for thousands of levels.
+        _check_depth(path, _loader().parse(text))
+        tree = _loader().compose(text)
         values = _count_values(tree, {})
         if values > YAML_VALUES_MAX:
             raise SpecError(
                 f"{path}: its aliases expand to {values:.3g} values; expected at most "
                 f"{YAML_VALUES_MAX}. Remove aliases."
             )
-        return yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        place = f" (at line {mark.line + 1}, column {mark.column + 1})" if mark else ""
-        raise SpecError(f"{path}: not YAML: {error.problem}{place}; fix that line") from error
-    except (yaml.YAMLError, ValueError, OverflowError) as error:
-        # An impossible date raises ValueError.
+        return _loader().load(text)
+    except DuplicateKeyError as error:
+        # The rest of the text is about an option of the loader.
+        problem = str(error.problem).partition(" with value")[0]
+        raise SpecError(
+            f"{path}: {problem}{_place(error)}, which the file has already; keep one of them"
+        ) from error
+    except MarkedYAMLError as error:
+        raise SpecError(
+            f"{path}: not YAML: {error.problem}{_place(error)}; fix that line"
+        ) from error
+    except (YAMLError, ValueError, OverflowError, TypeError) as error:
+        # An impossible date raises ValueError, and a key that is a table TypeError.
         raise SpecError(f"{path}: not YAML: {error}; fix that line") from error
+
+
+def _check_depth(path: Path, events: Iterable[Any]) -> None:
+    depth = 0
+    for event in events:
+        depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
+        if depth > DEPTH_MAX:
+            raise SpecError(f"{path}: nested too deep; expected a run spec")
+
+
+def _loader() -> YAML:
+    loader = YAML(typ="safe", pure=True)
+    loader.version = (1, 2)
+    return loader
+
+
+def _place(error: MarkedYAMLError) -> str:
+    mark = error.problem_mark
+    return f" (at line {mark.line + 1}, column {mark.column + 1})" if mark else ""
 
 
 def _count_values(node: Any, known: dict[int, float]) -> float:
@@ -182,11 +243,11 @@ def _count_values(node: Any, known: dict[int, float]) -> float:
     The result is infinite for a node that contains itself. `known` has the counts so far, because
     nested aliases double the number with each level.
     """
-    if not isinstance(node, yaml.CollectionNode):
+    if not isinstance(node, CollectionNode):
         return 1
     if id(node) not in known:
         known[id(node)] = math.inf
-        is_table = isinstance(node, yaml.MappingNode)
+        is_table = isinstance(node, MappingNode)
         children = [each for pair in node.value for each in pair] if is_table else node.value
         known[id(node)] = 1 + sum(_count_values(child, known) for child in children)
     return known[id(node)]

@@ -63,6 +63,22 @@ def has_service() -> bool:
     return bool(api_url())
 
 
+def require_resumer() -> None:
+    """Raise `ServiceError` if nothing would continue a run that is paused until capacity returns.
+
+    Only a deployment of Prefect does, because a paused run has no supervisor.
+    """
+    if not has_service():
+        raise ServiceError(
+            "--until-capacity: only Prefect's deployment `resume/holdfast` continues such a run, "
+            "and no Prefect API is configured. Set PREFECT_API_URL, or pause without the option "
+            "and continue the run with `holdfast resume`"
+        )
+    from holdfast.flows.deployments import check_resumer
+
+    check_resumer()
+
+
 def start_flow(paths: RunPaths, *, preflight: bool = True) -> Started:
     """Start a supervisor for the run at `paths`, with the spec that it was created with.
 
@@ -145,18 +161,19 @@ def start_if_alone(paths: RunPaths, *, preflight: bool = True, refresh: bool = F
 def flow_parameters(paths: RunPaths) -> dict[str, Any]:
     """Return the parameters of the flow `train` for an existing run.
 
-    They contain the spec, for people, unless Prefect would refuse it: a recorded spec may have
-    keys of another version.
+    They contain the spec as it was written, for people, unless Prefect would refuse it: a recorded
+    spec may have keys of another version.
     """
     record = read_document(RunRecord, paths.spec)
     if record is None:
         raise NotFoundError(f"{paths.directory}: no run here (no spec.json)")
     given = {"root": str(paths.directory.parent), "run": paths.name}
+    written = record.spec if record.given is None else record.given
     try:
-        RunSpec.model_validate(record.spec)
+        RunSpec.model_validate(written)
     except ValidationError:
         return given
-    return {"spec": record.spec, **given}
+    return {"spec": written, **given}
 
 
 def start_here(paths: RunPaths) -> Started:

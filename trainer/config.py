@@ -19,11 +19,14 @@ from holdfast.contracts.errors import SpecError
 def config(default: str | Path | None = None) -> dict[str, Any]:
     """Return the `[config]` table: `$HOLDFAST_CONFIG` if set, else from the TOML spec `default`.
 
+    If the run's spec has no settings, those of `default` count too, where that file exists.
     Raises `SpecError` if the value is not a table, or if there is neither variable nor spec.
     """
     given = os.environ.get(CONFIG)
     if given is not None:
-        return _table(_parse_json(given), f"${CONFIG}")
+        table = _table(_parse_json(given), f"${CONFIG}")
+        if table or default is None or not Path(default).exists():
+            return table
     if default is None:
         raise SpecError(f"no settings: expected ${CONFIG} to be set, or the path of a TOML spec")
     if not isinstance(default, str | Path) or not str(default):

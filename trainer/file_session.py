@@ -20,11 +20,10 @@ from holdfast.contracts.rank_status import Phase
 from holdfast.trainer import alone
 from holdfast.trainer.arguments import check_best, check_kinds, check_seed
 from holdfast.trainer.file_engine import FileEngine
-from holdfast.trainer.loading.restore import chosen_interval
 from holdfast.trainer.optimizer_steps import OptimizerSteps
 from holdfast.trainer.saver import PlanStatus, Saver
 from holdfast.trainer.session import Session
-from holdfast.trainer.staging.snapshots import SnapshotRhythm
+from holdfast.trainer.settings import Settings
 from holdfast.trainer.state.file_state import FileState, Framework
 from holdfast.trainer.state.run_state import Restored
 
@@ -52,7 +51,7 @@ class FileSession(Session):
         framework: Framework,
         *,
         seed: int = 0,
-        interval: int | str = "auto",
+        interval: int | str | None = None,
         directory: str | Path | None = None,
         best: tuple[str, str] | None = None,
     ) -> None:
@@ -63,7 +62,7 @@ class FileSession(Session):
         """
         check_best(best)
         check_kinds(mesh=None, planner=None, directory=directory)
-        chosen = chosen_interval(interval)
+        settings = Settings.without_snapshots(interval, framework.name)
         if local := Tiers.from_environment(os.environ).local:
             raise PreflightError(
                 f"checkpoint.local is {local!r}, and {framework.name} reads files of other nodes. "
@@ -75,7 +74,7 @@ class FileSession(Session):
             self._join(directory, None)
             state = FileState(framework, self._ranks)
             found = self._restore(state, FileSaver, partial(self._load, state))
-            self._start(found, chosen, SnapshotRhythm("off"))
+            self._start(found, settings)
 
     def _load(
         self, state: FileState, directory: Path, manifest: Manifest, document: Mapping[str, Any]

@@ -18,6 +18,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Final
 
+from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.durable import make_directory
 from holdfast.contracts.errors import HoldfastError, SpecError
 from holdfast.contracts.filesystems import send_flag
@@ -26,6 +27,7 @@ from holdfast.contracts.paths import folder_of
 from holdfast.contracts.plain_text import counted
 from holdfast.contracts.reading import open_beneath
 from holdfast.contracts.reporting import report
+from holdfast.trainer.metric_watch import MetricWatch, named_metrics
 from holdfast.trainer.rank_context import RankContext
 
 FLUSH_S: Final = 1.0
@@ -35,6 +37,7 @@ QUEUE_MAX: Final = 100_000
 CLOSE_TIMEOUT_S: Final = 30.0
 # The names of a line that are no metrics.
 RESERVED: Final = ("step", "time")
+NOTHING: Final[Mapping[str, str]] = {}
 
 _More = Callable[[], dict[str, Any]]
 _Item = tuple[EventKind | None, dict[str, Any], _More | None]
@@ -43,12 +46,16 @@ _Item = tuple[EventKind | None, dict[str, Any], _More | None]
 class Recorder:
     """Queues journal events and metric lines, and writes them in order."""
 
-    def __init__(self, journal: Path, metrics: Path, **facts: Any) -> None:
+    def __init__(
+        self, journal: Path, metrics: Path, named: Mapping[str, str] = NOTHING, **facts: Any
+    ) -> None:
         """Open `journal` now. `metrics` is created with its first line.
 
-        `facts` are part of every journal line about training.
+        `named` are the metrics that the spec names, by key. `facts` are part of every journal line
+        about training.
         """
         self._facts = facts
+        self.watch = MetricWatch(named, self.event)
         self._journal = JournalWriter(journal)
         self._metrics = metrics
         self._queue: queue.Queue[_Item | None] = queue.Queue(QUEUE_MAX)
@@ -66,6 +73,7 @@ class Recorder:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Queue one line of metrics. If the queue is full, drop and count it."""
         self.latest.update({k: float(v) for k, v in values.items() if math.isfinite(v)})
+        self.watch.look(step, values)
         line = {"step": step, "time": time.time(), **{k: _number(v) for k, v in values.items()}}
         try:
             self._queue.put_nowait((None, line, None))
@@ -74,6 +82,7 @@ class Recorder:
 
     def close(self) -> None:
         """Write the queued lines, for `CLOSE_TIMEOUT_S` at most, and end the thread."""
+        self.watch.look_back()
         if self._dropped:
             text = f"dropped {counted(self._dropped, 'line')} of metrics"
             self._queue.put((EventKind.NOTE, {"text": text}, None))
@@ -136,6 +145,7 @@ class NoRecorder(Recorder):
 
     def __init__(self) -> None:
         self.latest = {}
+        self.watch = MetricWatch(NOTHING, self.event)
 
     def event(self, kind: EventKind, more: _More | None = None, **data: Any) -> None:
         """Write nothing."""
@@ -153,7 +163,15 @@ def open_recorder(context: RankContext) -> Recorder:
     if who.rank != 0:
         return NoRecorder()
     metrics = context.run.metrics_of(who.attempt, who.launch)
-    return Recorder(context.attempt.rank_journal, metrics, attempt=who.attempt, launch=who.launch)
+    # Without an agent, no spec is in force.
+    record = read_document(RunRecord, context.run.spec) if context.has_agent else None
+    return Recorder(
+        context.attempt.rank_journal,
+        metrics,
+        named_metrics(record),
+        attempt=who.attempt,
+        launch=who.launch,
+    )
 
 
 def numbers_in(values: Mapping[str, Any]) -> dict[str, float]:

@@ -168,6 +168,7 @@ class Saver:
         if manifest is not None and is_ours:
             # Later checkpoints record what was logged before the resume too.
             self._recorder.latest.update(manifest.metrics)
+            self._recorder.watch.meet(manifest.metrics)
         if manifest is not None and is_ours and manifest.reason == CRASH:
             text = (
                 f"step {step} was only in memory when the ranks died, and was then committed "
@@ -315,6 +316,7 @@ class Saver:
 
     def _metrics(self) -> dict[str, float]:
         """Return the latest metrics, as many as a checkpoint can record."""
+        self._recorder.watch.look_back()
         kept, left_out = that_fit(self._recorder.latest)
         if left_out and not self._has_warned_of_metrics:
             self._has_warned_of_metrics = True

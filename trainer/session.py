@@ -40,11 +40,12 @@ from holdfast.trainer.arguments import (
 )
 from holdfast.trainer.data.order import Batch
 from holdfast.trainer.data.sampler import ElasticDistributedSampler, ElasticSampler, check_order
-from holdfast.trainer.loading.restore import chosen_interval, chosen_snapshots, load_tensors
+from holdfast.trainer.loading.restore import load_tensors
 from holdfast.trainer.metrics import improved, numbers_in
 from holdfast.trainer.optimizer_steps import OptimizerSteps
 from holdfast.trainer.saver import Saver
 from holdfast.trainer.session_parts import SessionParts, while_open
+from holdfast.trainer.settings import Settings
 from holdfast.trainer.signals import ignore_stop_signals
 from holdfast.trainer.state.fit import Fit
 from holdfast.trainer.state.local_buffers import warn_of_local_buffers
@@ -87,14 +88,14 @@ class Session(SessionParts):
         extra: Mapping[str, Any] | None = None,
         per_rank: Mapping[str, Any] | None = None,
         seed: int = 0,
-        interval: int | str = "auto",
+        interval: int | str | None = None,
         directory: str | Path | None = None,
         best: tuple[str, str] | None = None,
         mesh: DeviceMesh | None = None,
         strict: bool = True,
         rename: Mapping[str, str] | None = None,
         exclude: str | Sequence[str] = (),
-        snapshots: int | str = "auto",
+        snapshots: int | str | None = None,
         planner: SavePlanner | None = None,
     ) -> None:
         """Resumes from the newest checkpoint that verifies.
@@ -109,8 +110,8 @@ class Session(SessionParts):
             per_rank: objects whose state differs between ranks, by name: a loader, a
                 `torch.Generator`. They are restored only at the same world size.
             seed: determines the data order. It also seeds the ranks without a saved random state.
-            interval: steps (`50`) or seconds (`"10m"`) between checkpoints, or `"auto"`. The
-                spec's `checkpoint.interval` has precedence.
+            interval: steps (`50`) or seconds (`"10m"`) between checkpoints. Default: `"auto"`. A
+                key `checkpoint.interval` in the spec has precedence.
             directory: the run's folder when there is no agent. The default is
                 `$HOLDFAST_ROOT/<script>`, or `./runs/<script>` without that variable.
             best: a logged metric and `"min"` or `"max"`, such as `("accuracy", "max")`.
@@ -120,7 +121,7 @@ class Session(SessionParts):
             rename: saved names to new ones, for checkpoints that were saved without this rule.
             exclude: parts that begin afresh from a checkpoint that was saved without this, and
                 from any checkpoint that they do not fit.
-            snapshots: steps between snapshots, `"auto"` or `"off"`. The spec has precedence.
+            snapshots: steps between snapshots, `"auto"` or `"off"`, with the rule of `interval`.
             planner: your own `SavePlanner`. There are no snapshots with it.
 
         Raises `PreflightError` if the process group or the flusher is missing, `CheckpointError`
@@ -135,7 +136,7 @@ class Session(SessionParts):
         check_named(per_rank, "per_rank")
         check_kinds(mesh=mesh, planner=planner, directory=directory)
         fit = Fit.of(strict=strict, rename=rename, exclude=exclude)
-        chosen, rhythm = chosen_interval(interval), chosen_snapshots(snapshots)
+        settings = Settings.of(interval, snapshots)
         self.seed, self._best_of = check_seed(seed), (best[0], best[1]) if best else None
         optimizers, schedulers = listed(optimizer), listed(scheduler)
         with alone.claimed(self, self._abandon):
@@ -145,7 +146,7 @@ class Session(SessionParts):
             state = self._state_of(model, optimizers, schedulers, extra, per_rank, fit)
             warn_of_local_buffers(extra or {}, self.rank, self.world_size)
             load = partial(load_tensors, self._ranks, state)
-            self._start(self._restore(state, _saver_of(state, planner), load), chosen, rhythm)
+            self._start(self._restore(state, _saver_of(state, planner), load), settings)
 
     def _state_of(
         self,
@@ -428,6 +429,7 @@ class Session(SessionParts):
         those before it.
         """
         self._observed = self._position.completed + 1
+        self._recorder.watch.meet((self._guard.metric,))
         self._guard.observe(self._observed, loss)
 
     @while_open

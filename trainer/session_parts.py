@@ -21,15 +21,15 @@ from holdfast.trainer import alone
 from holdfast.trainer.data.position import Position
 from holdfast.trainer.loading.restore import Load, Resumed, resume
 from holdfast.trainer.loop import Loop
+from holdfast.trainer.metric_watch import BEST
 from holdfast.trainer.metrics import open_recorder
 from holdfast.trainer.numerics.guard import LossGuard
 from holdfast.trainer.optimizer_steps import OptimizerSteps
-from holdfast.trainer.pacing.cadence import Interval
 from holdfast.trainer.pacing.pace import Pace
 from holdfast.trainer.rank_context import RankContext, open_control_group, open_rank_context
 from holdfast.trainer.saver import Captured, Saver
+from holdfast.trainer.settings import Settings
 from holdfast.trainer.signals import FailureRecord, SignalFlags, end_deaf_helpers_at_exit
-from holdfast.trainer.staging.snapshots import SnapshotRhythm
 from holdfast.trainer.state.made_with import changes
 from holdfast.trainer.state.run_state import LOSSES, MADE_WITH, STEPS_IN_EPOCH, Progress, RunState
 from holdfast.trainer.stop_coordinator import StopCoordinator
@@ -93,6 +93,8 @@ class SessionParts:
         """Restore the newest checkpoint that verifies. Return the resumed position."""
         self._state = state
         self._recorder = open_recorder(self._context)
+        if self._best_of is not None and self._ranks.rank == 0:
+            self._recorder.watch.want(BEST, self._best_of[0])
         self._saver = open_saver(
             self._context, self._ranks, self._record, self._recorder, capture=self._capture
         )
@@ -127,16 +129,17 @@ class SessionParts:
         )
         return found
 
-    def _start(self, found: Resumed, interval: Interval, rhythm: SnapshotRhythm) -> None:
+    def _start(self, found: Resumed, settings: Settings) -> None:
         """Prepare the loop, its saves and its stops after the resumed position."""
+        settings.announce(self._recorder.event, self._ranks.rank)
         self._guard = LossGuard(
             self._context, self._ranks, self._record, self._position, self._saver, self._state
         )
         self._guard.resume(map(float, found.program.get(LOSSES, ())))
         awaits_state = bool(self._ranks.largest([self._state.awaits_first_step])[0])
         pace = Pace(
-            interval,
-            rhythm,
+            settings.interval,
+            settings.rhythm,
             step=found.step,
             context=self._context,
             saver=self._saver,

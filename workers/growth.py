@@ -15,6 +15,7 @@ from holdfast.contracts.history import RunHistory
 from holdfast.contracts.journal import GROWER
 from holdfast.contracts.spec_resources import Resources
 from holdfast.contracts.states import AttemptState, Cause
+from holdfast.workers.attempt_limit import may_try_again
 from holdfast.workers.executors import executor_for
 from holdfast.workers.sizes import allowed_sizes
 
@@ -45,7 +46,7 @@ def observe_capacity(
     before keeps the start time, a smaller one or another attempt resets it.
     """
     last, spec = history.last_attempt, history.spec
-    if not spec.elastic.grow or capacity is None or last is None:
+    if not spec.elastic.grow or capacity is None or last is None or not may_try_again(history):
         return None
     if last.state is not AttemptState.RUNNING:
         return None

@@ -14,6 +14,7 @@ from holdfast.contracts.history import AttemptView, RunHistory
 from holdfast.contracts.journal import PENDING_TIMEOUT, EventKind, JournalWriter
 from holdfast.contracts.spec import RunSpec
 from holdfast.workers import operator
+from holdfast.workers.attempt_limit import may_try_again
 from holdfast.workers.exclusions import Rooms, exclude_for, excluded_hosts
 from holdfast.workers.executors import executor_for
 from holdfast.workers.feasibility import Feasibility
@@ -29,7 +30,10 @@ def take_back_overdue(history: RunHistory, *, now: float, writer: str) -> str:
     has just started continues. Raises `SchedulerError` if the scheduler does not answer.
     """
     last, spec = history.last_attempt, history.spec
-    if last is None or last.request is None or not is_overdue(spec, last, now=now):
+    may_move = may_try_again(history)
+    if last is None or last.request is None:
+        return ""
+    if not is_overdue(spec, last, now=now, may_move=may_move):
         return ""
     if history.pending_request is not None or not is_pending_now(history, last):
         return ""
@@ -42,7 +46,9 @@ def take_back_overdue(history: RunHistory, *, now: float, writer: str) -> str:
     )
     exclude = excluded_hosts(history.attempts, now)
     ask = ask_capacity(spec.resources.at(place_of(last)), exclude=exclude)
-    gpus = smaller_size(spec, last.gpus, ask(is_urgent=True), Feasibility.of(history).allows)
+    gpus = None
+    if may_move:
+        gpus = smaller_size(spec, last.gpus, ask(is_urgent=True), Feasibility.of(history).allows)
     action: operator.Action = "relaunch" if gpus else "pause"
     done = operator.request(
         history.paths,
@@ -86,13 +92,15 @@ def allow_hosts_again(history: RunHistory, *, now: float, writer: str) -> str:
     return f"attempt {last.number}: {text}"
 
 
-def is_overdue(spec: RunSpec, last: AttemptView, *, now: float) -> bool:
+def is_overdue(spec: RunSpec, last: AttemptView, *, now: float, may_move: bool = True) -> bool:
     """Return True if the attempt's job is in the queue for longer than the spec allows.
 
-    A job that waits before the last fallback goes to the next one instead.
+    A job that waits before the last fallback goes to the next one instead, if it `may_move`.
     """
     limit_min = spec.supervision.pending_timeout_min
-    if limit_min is None or place_of(last) < len(spec.resources.fallbacks) or not is_queued(last):
+    if limit_min is None or not is_queued(last):
+        return False
+    if may_move and spec.resources.next_place(place_of(last)) is not None:
         return False
     return waited_s(last, now) >= 60 * limit_min
 

@@ -16,6 +16,7 @@ from holdfast.contracts.history import AttemptView, RunHistory
 from holdfast.contracts.journal import FALLBACKS
 from holdfast.contracts.states import AttemptState
 from holdfast.workers import operator
+from holdfast.workers.attempt_limit import may_try_again
 from holdfast.workers.exclusions import Capacity, Rooms, exclude_for
 from holdfast.workers.executors import executor_for
 from holdfast.workers.growth import AskCapacity, ask_capacity
@@ -48,9 +49,10 @@ def move_on(history: RunHistory, *, now: float, writer: str) -> str:
     """
     last = history.last_attempt
     why = reason_to_move(history, now=now)
-    if last is None or not why or not is_pending_now(history, last):
+    following = history.spec.resources.next_place(place_of(last))
+    if last is None or following is None or not why or not is_pending_now(history, last):
         return ""
-    return _request(history, last, place_of(last) + 1, why, writer)
+    return _request(history, last, following, why, writer)
 
 
 def is_pending_now(history: RunHistory, last: AttemptView) -> bool:
@@ -77,13 +79,13 @@ def waited_s(view: AttemptView, now: float) -> float:
 
 def reason_to_move(history: RunHistory, *, now: float) -> str:
     """Return why a pending attempt should go to the next place, or '' if it should not."""
-    last, fallbacks = history.last_attempt, history.spec.resources.fallbacks
-    place = place_of(last)
-    if last is None or place >= len(fallbacks) or history.pending_request is not None:
+    last, resources = history.last_attempt, history.spec.resources
+    following = resources.next_place(place_of(last))
+    if last is None or following is None or history.pending_request is not None:
         return ""
-    if not is_queued(last):
+    if not is_queued(last) or not may_try_again(history):
         return ""
-    queued_s, limit_s = waited_s(last, now), 60 * fallbacks[place].after_min
+    queued_s, limit_s = waited_s(last, now), 60 * resources.fallbacks[following - 1].after_min
     if queued_s >= limit_s:
         return f"attempt {last.number} was pending for {queued_s / 60:.0f} min"
     starts_at = last.pending.data.get("starts_at") if last.pending else None
@@ -114,7 +116,7 @@ class ReturnWatch:
         if last is None or last.number != self.attempt:
             self.free_since, self.attempt = None, last.number if last else 0
         is_live = last is not None and (last.state is AttemptState.RUNNING or is_queued(last))
-        is_away = is_live and place_of(last) > 0
+        is_away = is_live and place_of(last) > 0 and may_try_again(history)
         if not is_away or last is None or history.pending_request is not None:
             self.free_since = None
             return ""

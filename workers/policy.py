@@ -19,6 +19,7 @@ from holdfast.contracts.journal import AUTOMATIC, FALLBACKS, GROWER
 from holdfast.contracts.paths import CheckpointName
 from holdfast.contracts.plain_text import counted
 from holdfast.contracts.states import AttemptState, Cause
+from holdfast.workers.attempt_limit import may_try_again
 from holdfast.workers.causes import Ending
 from holdfast.workers.evidence import names_hardware
 from holdfast.workers.exclusions import (
@@ -142,6 +143,9 @@ def _decide_by_request(
     gpus = nearest_fitting(history.spec, asked, fits)
     if by == FALLBACKS:
         place = int(request.get("place") or 0)
+        if history.spec.resources.problem_at(place):
+            # An earlier version asked for it, and its supervisor could not submit there.
+            place = history.spec.resources.next_place(place) or 0
     else:
         place = place_of(last) if by == GROWER else place_after(history, rooms, now=now)
 
@@ -239,9 +243,8 @@ def _why_stop(history: RunHistory, last: AttemptView, cause: Cause, spent: int) 
     if spent > budget:
         again = f" ({counted(spent, 'time')}, {budget} allowed)" if budget else ""
         return f"{cause}{again}: {_why(last)}"
-    limit = history.spec.supervision.attempts_max
-    if sum(not is_refused_exclusion(one) for one in history.attempts) >= limit:
-        return f"supervision.attempts_max ({limit}) is reached"
+    if not may_try_again(history):
+        return f"supervision.attempts_max ({history.spec.supervision.attempts_max}) is reached"
     same = same_failure_elsewhere(_since_relaunch(history), last)
     if same is not None:
         return (

@@ -240,6 +240,9 @@ def _slurm_problems(spec: RunSpec, places: Sequence[_Place]) -> list[str]:
             "started; ask its operators to run slurmdbd"
         )
     for number in range(len(spec.resources.fallbacks) + 1):
+        if spec.resources.problem_at(number):
+            # Only a recorded spec has such a place, which the run passes over.
+            continue
         chosen = spec.resources.at(number)
         found = _partition_problems(chosen, partitions)
         found += _gpu_problems(chosen, nodes)

@@ -87,6 +87,7 @@ def build_request(
         "created_at": created_at,
         "reason": reason,
         "provenance": provenance,
+        "sources": spec.sources,
     }
     # A recorded spec must stay readable, so the rules for new specs do not apply here.
     return Request.model_validate(facts, context=RECORDED)

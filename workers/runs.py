@@ -37,6 +37,7 @@ from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.spec_part import unknown_keys
 from holdfast.contracts.states import RunState
 from holdfast.contracts.supervision import is_supervised
+from holdfast.contracts.written import OF_PROGRAM
 from holdfast.workers.code_snapshot import CodeFiles, copy_code, find_code
 
 # Enough for a few journal lines and documents.
@@ -92,6 +93,7 @@ def create_run(
         spec=spec.model_dump(mode="json"),
         spec_digest=spec.digest,
         given=spec.given,
+        origins=spec.origins,
         forked_from=forked.checkpoint_id if forked else None,
         forked_path=str(forked.path) if forked else None,
         forked_uid=forked.run_uid if forked else None,
@@ -198,13 +200,16 @@ def attach_or_create(spec: RunSpec, root: Path, *, created_by: str) -> tuple[Run
         return newest, False
     if same:
         raise RunConflictError(
-            f"run {newest.name} {_ended(state)}; `holdfast relaunch {newest.name}` continues it "
+            f"run {newest.name} {how_ended(state)}; `holdfast relaunch {newest.name}` continues it "
             "from its newest checkpoint; give another name to start again"
         )
     if state.is_live:
+        digests = f"digest {record.spec_digest[:12]}, given {spec.digest[:12]}"
+        keys = ", ".join(_written_otherwise(record, spec))
+        only = f"only one of them has {keys}" if record.spec_digest == spec.digest else digests
         raise RunConflictError(
-            f"run {newest.name} is {state} with another spec (digest {record.spec_digest[:12]}, "
-            f"given {spec.digest[:12]}); the spec of a live run cannot change. Stop the run first, "
+            f"run {newest.name} is {state} with another spec ({only}); "
+            "the spec of a live run cannot change. Stop the run first, "
             "or `holdfast fork` one of its checkpoints under a new name"
         )
     return create_run(spec, root, created_by=created_by, folder=following), True
@@ -215,11 +220,20 @@ def is_same_spec(record: RunRecord, spec: RunSpec) -> bool:
 
     The recorded spec is compared as this version reads it, so a key that is new here has its
     default in both. The keys that the user gave are compared too, so that a changed default makes
-    no difference.
+    no difference. A written key that the program could give otherwise is another spec than one
+    without it, except in the record itself, which has every key.
     """
-    if record.spec_digest == spec.digest or record.given == spec.given:
+    if record.given == spec.given:
         return True
-    return RunSpec.read(record.spec).digest == spec.digest
+    if spec.digest not in {record.spec_digest, RunSpec.read(record.spec).digest}:
+        return False
+    return spec.given == RunSpec.read(record.spec).given or not _written_otherwise(record, spec)
+
+
+def _written_otherwise(record: RunRecord, spec: RunSpec) -> list[str]:
+    """Return the keys that the program can give too and that only one of the two has."""
+    then, now = record.read_spec().sources, spec.sources
+    return [key for key in OF_PROGRAM if (key in then) != (key in now)]
 
 
 def newer_keys(record: RunRecord) -> list[str]:
@@ -319,7 +333,8 @@ def _is_abandoned(paths: RunPaths) -> bool:
     return is_empty and is_free and is_mine(paths.directory)
 
 
-def _ended(state: RunState) -> str:
+def how_ended(state: RunState) -> str:
+    """Return how a run that did not complete ended, for a message."""
     return "was cancelled" if state is RunState.CANCELLED else "has failed"
 
 

@@ -162,15 +162,18 @@ class _Run:
 
     def _moves_at(self, place: int) -> float:
         """Return when a job that was submitted now and waits goes to the next place."""
-        fallbacks = self.spec.resources.fallbacks
-        if place >= len(fallbacks):
+        resources = self.spec.resources
+        following = resources.next_place(place)
+        # The attempt that would wait is not in the history yet.
+        if following is None or len(self.views) + 1 >= self.spec.supervision.attempts_max:
             return math.inf
-        return self.now + 60 * fallbacks[place].after_min
+        return self.now + 60 * resources.fallbacks[following - 1].after_min
 
     def _play_wait(self, gpus: int, place: int, reason: str, until: float) -> None:
         """Play an attempt that waits for too long and is taken back for the next place."""
         self._add_view(gpus, place, reason, AttemptState.PENDING, None)
-        self._ask_for_place(place + 1, reason_to_move(self.history, now=until), until)
+        following = self.spec.resources.next_place(place) or 0
+        self._ask_for_place(following, reason_to_move(self.history, now=until), until)
         self._end_attempt(Cause.OPERATOR, until, place, ())
 
     def _ask_for_place(self, place: int, why: str, at: float) -> None:

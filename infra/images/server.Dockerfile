@@ -21,6 +21,8 @@ RUN pip install --no-cache-dir --constraint /wheels/requirements.lock \
 # Jobs run as this account, so its number must be that of the account on the cluster.
 ARG UID=1500
 RUN useradd --uid "$UID" --create-home holdfast
+# Prefect copies its page to this folder, which the account can write.
+ENV PREFECT_UI_STATIC_DIRECTORY=/home/holdfast/.prefect/page
 USER $UID
 WORKDIR /home/holdfast
 # A flow can outlive the worker that started it, so the container needs an init process.

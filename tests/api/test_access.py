@@ -165,6 +165,10 @@ def test_forwarded_headers_count_only_from_a_trusted_proxy(
         ({"Host": ""}, 421),
         ({"Origin": "http://evil.example"}, 403),
         ({"Origin": "null"}, 403),
+        ({"Origin": "null", "Sec-Fetch-Site": "same-origin"}, 403),
+        ({"Origin": "https://evil.example:1", "Sec-Fetch-Site": "same-origin"}, 403),
+        ({"Origin": "https://127.0.0.1:8443"}, 403),
+        ({"Origin": "https://127.0.0.1:8443", "Sec-Fetch-Site": "same-site"}, 403),
         ({"Sec-Fetch-Site": "cross-site"}, 403),
         ({"Content-Type": "text/plain"}, 415),
     ],
@@ -176,6 +180,15 @@ def test_cross_site_writes_are_refused_even_with_a_token(
         answer = client.post(PIN, content=b"{}", headers={**JSON, **headers})
         assert answer.status_code == status
         assert client.post(PIN, content=b"{}", headers=JSON).status_code == 200
+
+
+def test_a_page_behind_a_proxy_on_another_port_may_write(served: Served) -> None:
+    # nginx's `proxy_set_header Host $host` leaves out the port that the browser used.
+    browser = {"Origin": "https://127.0.0.1:8443", "Sec-Fetch-Site": "same-origin"}
+    with served.client() as client:
+        for host in ("127.0.0.1", "127.0.0.1:8443"):
+            headers = {**JSON, **browser, "Host": host}
+            assert client.post(PIN, content=b"{}", headers=headers).status_code == 200
 
 
 JSON = {"Content-Type": "application/json"}

@@ -21,6 +21,7 @@ from tests.runs import RunFolder, build_sample_runs
 
 from holdfast.lineage.schema_changes import upgrade
 
+LOG: Final = "serve.log"
 SERVING: Final = re.compile(r"serving (https://\S+)/")
 
 pytestmark = pytest.mark.timeout(600)
@@ -59,11 +60,12 @@ def api(tmp_path: Path, local: Local) -> Iterator[httpx.Client]:
     command = [sys.executable, "-m", "holdfast.cli.main", "serve", "--port", "0"]
     command += ["--key", str(tmp_path / "key.pem")]
     command += ["--certificate", str(tmp_path / "certificate.pem")]
-    server = subprocess.Popen(command, env=local.environment, stderr=subprocess.PIPE, text=True)
+    log = tmp_path / LOG
+    with open(log, "wb") as stream:
+        server = subprocess.Popen(command, env=local.environment, stderr=stream)
     try:
-        assert server.stderr is not None
-        said = iter(server.stderr.readline, "")
-        url = next(match[1] for line in said if (match := SERVING.search(line)))
+        wait_for(lambda: SERVING.search(log.read_text()))
+        url = SERVING.findall(log.read_text())[0]
         headers = {"Authorization": f"Bearer {token}"}
         with httpx.Client(base_url=url, verify=trusted, headers=headers, timeout=WAIT_S) as client:
             yield client
@@ -79,7 +81,7 @@ def listed(api: httpx.Client, run: RunFolder) -> list[dict[str, Any]]:
 
 
 def test_server_survives_a_database_outage(
-    local: Local, database: tuple[PostgresServer, str], api: httpx.Client
+    local: Local, database: tuple[PostgresServer, str], api: httpx.Client, tmp_path: Path
 ) -> None:
     server, _ = database
     *_, fork = build_sample_runs(local.root)
@@ -100,3 +102,5 @@ def test_server_survives_a_database_outage(
     wait_for(lambda: len(listed(api, fork)) == known + 1)
     assert api.get(f"/api/v1/checkpoints/{fork.uid}:{name}").json()["step"] == 160
     wait_for(lambda: api.get("/healthz").status_code == 200)
+    wait_for(lambda: "\ndatabase: works again" in (tmp_path / LOG).read_text())
+    assert (tmp_path / LOG).read_text().count("\ndatabase: ") == 2

@@ -27,6 +27,7 @@ EXAMPLES = {
     event_book.STRING: "text",
     event_book.BOOLEAN: True,
     event_book.STRINGS: ["text"],
+    event_book.TABLE: {"key": {"value": 1, "source": "spec"}},
     event_book.NUMBERS: [1.5],
     event_book.PAIRS: [[1, 2]],
     event_book.TABLES: [{}],

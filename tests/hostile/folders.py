@@ -298,6 +298,7 @@ _KEYS: Final = (
     *("attempt", "launch", "step", "checkpoint", "state", "cause", "action", "host", "nodes"),
     *("after_attempt", "evidence", "excluded", "skip", "skipped", "dumps", "silent", "own_s"),
     *("peers_s", "rank", "finding", "reason", "error", "path", "to", "hosts", "ended_at", "gpus"),
+    *("limit", "passed", "text", "key", "metric", "missing"),
 )
 # How a plain folder is made hostile, by name.
 Kinds = Mapping[str, Callable[[Target], object]]

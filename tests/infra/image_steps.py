@@ -75,6 +75,7 @@ class Image:
         """Carry out all instructions. Raises `AssertionError` for one that fails or is unknown."""
         steps = {
             "FROM": self._from, "ARG": self._arg, "COPY": self._copy, "RUN": self._run,
+            "ENV": self._arg,
             "USER": self._set_user, "WORKDIR": self._set_directory,
             "ENTRYPOINT": self._extend_start, "CMD": self._extend_start,
         }  # fmt: skip
@@ -85,6 +86,12 @@ class Image:
     def run_start(self) -> str:
         """The output of the image's own start command, as the image's own user."""
         return self._as_user([*self.start])
+
+    def run_python(self, program: str, *arguments: str) -> str:
+        """The output of a program in the image, as the image's own user in its own folder."""
+        given = [f"{name}={value}" for name, value in self.arguments.items()]
+        home = f"HOME={self.directory}"
+        return self._as_user(["env", *given, home, "python", "-c", program, *arguments])
 
     def _from(self, text: str) -> None:
         name = text.partition(" AS ")[2] or "last"

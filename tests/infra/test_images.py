@@ -7,9 +7,33 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from examples.demo_service import free_port
 from tests.infra.image_steps import CHECKOUT, Image, make_base, read_steps, run_in
 
 IMAGES = CHECKOUT / "infra" / "images"
+
+# Starts Prefect's server, and prints the status of its page.
+PREFECT_PAGE = """
+import subprocess, sys, time, urllib.request
+port = sys.argv[1]
+server = subprocess.Popen(["prefect", "server", "start", "--host", "127.0.0.1", "--port", port])
+try:
+    ends_at = time.monotonic() + 120
+    while True:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/api/health", timeout=5)
+            break
+        except OSError:
+            assert time.monotonic() < ends_at and server.poll() is None
+            time.sleep(1)
+    try:
+        print(urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=10).status)
+    except urllib.error.HTTPError as error:
+        print(error.code)
+finally:
+    server.terminate()
+    server.wait(60)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +69,8 @@ def test_server_image_has_the_commands_the_page_and_slurm(image: Image) -> None:
     assert "index.html" in run_in(image.tree, ["python", "-c", page])
     absent = "import importlib.util as u; print(u.find_spec('torch'))"
     assert run_in(image.tree, ["python", "-c", absent]).strip() == "None"
+    # The account cannot write into the installed packages, where Prefect puts its page otherwise.
+    assert image.run_python(PREFECT_PAGE, str(free_port())).split()[-1] == "200"
 
 
 @pytest.mark.slow

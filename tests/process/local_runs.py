@@ -73,7 +73,7 @@ class LocalRun:
             health=health or {},
             config=config or {},
             program=own or {},
-            checkpoint=checkpoint or {"interval": 1000},
+            checkpoint=checkpoint or ({} if own else {"interval": 1000}),
         )
         self.paths, _ = runs.attach_or_create(self.spec, root, created_by="tests")
 

@@ -30,7 +30,11 @@ GOOD_STEP = 20
 def poisoned(root: Path, on_nan: str, **settings: Any) -> LocalRun:
     """A run whose rank 1 trains on a poisoned sample in step `BAD_STEP`."""
     ids = [int(ORDER.rank_ids(BAD_STEP, 1, 2)[0])]
-    numerics = {"on_nan": on_nan, "margin_steps": MARGIN, "skip_steps": SKIPPED}
+    numerics: dict[str, Any] = {"on_nan": on_nan}
+    if on_nan in {"rollback", "skip"}:
+        numerics["skip_steps"] = SKIPPED
+    if on_nan == "rollback":
+        numerics["margin_steps"] = MARGIN
     return LocalRun(
         root,
         program=PROGRAM,

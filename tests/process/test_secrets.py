@@ -145,7 +145,7 @@ def test_unreadable_secret_file_fails_the_attempt_and_is_named(local: Local) -> 
     run = SecretRun(local)
     _record(run)
     run.file.chmod(0o644)
-    done = local.call("submit", str(run.spec), "--wait", "--skip-preflight")
+    done = local.call("submit", str(run.spec), "--wait", "--no-preflight")
     assert done.returncode != 0
     assert "has mode 0644" in done.stderr
     # A running supervisor does not read secret files, because only the nodes have them.

@@ -20,7 +20,7 @@ from holdfast.workers import operator
 from holdfast.workers.preflight import check
 
 SPOT = {"executor": "slurm", "nodes": 1, "gpus_per_node": 1, "partition": "spot"}
-FALLBACKS = [{"partition": "prod", "after_min": 0.05}]
+FALLBACKS = [{"partition": "prod", "after_min": 0.4}]
 
 
 @pytest.mark.slow
@@ -30,7 +30,8 @@ def test_run_moves_to_another_partition_and_returns(slurm: SlurmCluster, tmp_pat
     run = LocalRun(
         tmp_path / "root",
         resources={**SPOT, "fallbacks": FALLBACKS, "return_after_min": 0.05},
-        supervision={"poll_s": 0.5},
+        # The timeout is for the last place only, so it is shorter than the wait for the fallback.
+        supervision={"poll_s": 0.5, "pending_timeout_min": 0.3},
         steps=100_000,
         sleep_s=0.05,
         grace_s=8.0,

@@ -33,7 +33,7 @@ def _run(folder: Path, **settings: Any) -> LocalRun:
 def test_an_overdue_job_is_taken_back_for_a_smaller_one_and_then_the_run_pauses(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
-    run = _run(tmp_path, elastic={"choices": [1, 2]})
+    run = _run(tmp_path, elastic={"choices": [1]})
 
     def submit(paths: RunPaths, *, gpus: int, **_: object) -> AttemptPaths:
         return run.submit(gpus)

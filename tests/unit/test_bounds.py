@@ -175,6 +175,25 @@ def test_a_journal_line_with_an_impossible_number_is_damaged(facts: dict[str, An
     assert problem_with_facts("note", {name: [[1, 1]] if name == "skip" else 1}) is None
 
 
+@pytest.mark.parametrize(
+    ("kind", "facts"),
+    [
+        ("limit_passed", {"limit": [], "passed": True, "text": "low"}),
+        ("metric_missing", {"key": [], "metric": "m", "missing": True, "text": "none"}),
+        ("metric_missing", {"key": "k", "metric": {}, "missing": True, "text": "none"}),
+    ],
+)
+def test_a_journal_line_whose_subject_is_no_text_is_damaged(
+    kind: str, facts: dict[str, Any]
+) -> None:
+    """The subjects are the keys of tables."""
+    assert problem_with_facts(kind, facts)
+    assert (
+        problem_with_facts(kind, {**facts, **dict.fromkeys(("limit", "key", "metric"), "x")})
+        is None
+    )
+
+
 @pytest.mark.parametrize("job", ["--user=root", "-9", "12 13", "12;x", "12\n13", "a" * 200])
 def test_a_job_id_that_is_no_job_id_is_refused(job: str) -> None:
     """It would reach the command line of `scancel`."""

@@ -50,7 +50,14 @@ ALL = [100, 200, 300, 400, 500, 600]
             },
         ),
         ({"best": {"metric": "loss", "mode": "max"}}, {100: "best 1 of 1 by loss (0.9)"}),
-        ({"best": {"metric": "accuracy"}}, {}),
+        # Any of them may be the best: the program may log the metric later, under this name or not.
+        (
+            {"last": 1, "best": {"metric": "accuracy"}},
+            {
+                **dict.fromkeys(ALL, "no checkpoint has accuracy yet"),
+                600: "last 1, no checkpoint has accuracy yet",
+            },
+        ),
         ({"every_steps": 200}, dict.fromkeys((200, 400, 600), "every 200 steps")),
         # Saves by time rarely hit a multiple exactly: the first save past it is kept instead.
         ({"every_steps": 250}, {300: "every 250 steps", 500: "every 250 steps"}),

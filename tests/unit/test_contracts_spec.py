@@ -117,7 +117,7 @@ def test_arguments_of_srun_are_refused_on_the_local_executor(key: str) -> None:
 
 
 def test_sizes_follow_from_resources_and_elastic() -> None:
-    spec = make_spec(resources=SLURM, elastic={"on_preemption": [4], "choices": [8, 16]})
+    spec = make_spec(resources=SLURM, elastic={"on_preemption": [4], "choices": [4, 8, 16]})
     assert (spec.gpus, spec.gpus_min, spec.gpus_max) == (8, 4, 16)
     assert (make_spec().gpus, make_spec().gpus_min, make_spec().gpus_max) == (1, 1, 1)
 

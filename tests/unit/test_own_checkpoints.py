@@ -54,8 +54,8 @@ WAIT_S = 20
         ({"checkpoints": CHECKPOINTS, "complete": ["../done"]}, "a file inside a checkpoint"),
         ({"checkpoints": CHECKPOINTS, "complete": [""]}, "a file inside a checkpoint"),
         ({"checkpoints": CHECKPOINTS, "signal": "SIGKILL"}, "SIGTERM"),
-        ({"progress": PROGRESS}, "program.progress is set without program.checkpoints"),
-        ({"launcher": "none"}, "program.launcher is set without program.checkpoints"),
+        ({"progress": PROGRESS}, "program.progress"),
+        ({"launcher": "none"}, "is set without program.checkpoints"),
     ],
 )
 def test_a_wrong_description_of_a_program_is_refused(program: dict[str, Any], words: str) -> None:
@@ -67,8 +67,8 @@ def test_a_wrong_description_of_a_program_is_refused(program: dict[str, Any], wo
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"checkpoint": {"mirror": "file:///copies"}}, "checkpoint.mirror does not apply"),
-        ({"checkpoint": {"keep": {"last": 3}}}, "checkpoint.keep does not apply"),
+        ({"checkpoint": {"mirror": "file:///copies"}}, r"checkpoint\.mirror .* does not apply"),
+        ({"checkpoint": {"keep": {"last": 3}}}, r"checkpoint\.keep\.last .* does not apply"),
         ({"launch": {"torchrun": ["--numa-binding=node"]}}, "leave one of them out"),
     ],
 )

@@ -12,6 +12,8 @@ from tests.runs import RunFolder
 from holdfast.contracts.durable import create_bytes, write_bytes
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.leases import reading
+from holdfast.contracts.paths import ROOT_ID
+from holdfast.contracts.roots import ensure_root_id
 from holdfast.lineage.database import open_database
 
 
@@ -50,6 +52,18 @@ def test_the_umask_decides_who_can_read_a_run(
     locks = [path for path in files if path.suffix == ".lock"]
     assert {mode_of(path) for path in locks} == {of_locks}
     assert {p.name for p in files if mode_of(p) != expected and p not in locks} == set()
+
+
+@pytest.mark.usefixtures("umask")
+def test_the_id_of_a_root_is_for_all_who_can_enter_it(tmp_path: Path) -> None:
+    """Clusters that share an index would not be told apart otherwise."""
+    os.umask(0o077)
+    given = ensure_root_id(tmp_path)
+    assert mode_of(tmp_path / ROOT_ID) == 0o644
+    # One that an older version left private is opened by its owner.
+    (tmp_path / ROOT_ID).chmod(0o600)
+    assert ensure_root_id(tmp_path) == given
+    assert mode_of(tmp_path / ROOT_ID) == 0o644
 
 
 @pytest.mark.usefixtures("umask")

@@ -103,6 +103,25 @@ def test_run_continues_at_the_size_that_is_free_and_grows_again() -> None:
     check_parts(grown)
 
 
+def test_a_single_choice_below_the_asked_count_is_used() -> None:
+    trace = [16, 16, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8]
+    one, both = (play(spec_of(elastic={"choices": c}), 500, trace) for c in ([8], [8, 16]))
+    assert [span.gpus for span in one.spans] == [span.gpus for span in both.spans] == [16, 8]
+    assert one.ends_s == both.ends_s
+
+
+def test_the_limit_of_attempts_holds_for_fallbacks_too() -> None:
+    fallbacks = [{"partition": "prod", "after_min": 2}]
+    for attempts, places in ((2, [0, 1]), (3, [0, 1, 0])):
+        spec = with_fallbacks(*fallbacks)
+        spec = spec.model_copy(
+            update={"supervision": spec.supervision.model_copy(update={"attempts_max": attempts})}
+        )
+        # The first choice is full at first, and has room for good a while later.
+        done = play(spec, 500, [0, 0, 0, 0, *[16] * 60])
+        assert [span.place for span in done.spans] == places
+
+
 def test_failures_follow_the_budgets_of_the_spec() -> None:
     costs = dataclasses.replace(COSTS, mean_failure_s=400.0)
     few = play(spec_of(supervision={"budgets": {"node_failure": 1}}), 5000, [16], costs)

@@ -23,7 +23,8 @@ RUNNING = AttemptState.RUNNING
 
 
 def growing_spec(grow: bool = True) -> RunSpec:
-    return spec_of(elastic={"min_gpus": 1, "grow": grow, "grow_after_s": AFTER_S})
+    elastic = {"min_gpus": 1, "grow": True, "grow_after_s": AFTER_S} if grow else {"min_gpus": 1}
+    return spec_of(elastic=elastic, resources={"executor": "slurm", "gpus_per_node": 4})
 
 
 def running(spec: RunSpec, gpus: int = 2, *, began: float = NOW - 10 * AFTER_S) -> AttemptView:

@@ -12,7 +12,8 @@ from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.pending import is_overdue, smaller_size
 from holdfast.workers.policy import decide, fits_any
 
-LIMIT = {"supervision": {"pending_timeout_min": 10}}
+ON_SLURM = {"executor": "slurm", "gpus_per_node": 4}
+LIMIT = {"supervision": {"pending_timeout_min": 10}, "resources": ON_SLURM}
 
 
 @pytest.mark.parametrize(

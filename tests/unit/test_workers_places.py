@@ -12,10 +12,10 @@ from tests.histories import NOW, attempt_of, history_of, record_of, spec_of
 from holdfast.contracts.history import AttemptView
 from holdfast.contracts.journal import FALLBACKS, Event, EventKind
 from holdfast.contracts.spec import RunSpec
-from holdfast.contracts.spec_resources import Resources
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.executors.slurm_capacity import free_gpus, wanted_of
-from holdfast.workers.places import place_after, reason_to_move
+from holdfast.workers.pending import is_overdue
+from holdfast.workers.places import ReturnWatch, place_after, reason_to_move
 from holdfast.workers.policy import decide
 from holdfast.workers.request import build_request
 
@@ -128,8 +128,8 @@ def test_a_fallback_without_another_place_is_refused(fallback: dict[str, Any]) -
 
 
 def test_fallbacks_need_slurm() -> None:
-    with pytest.raises(ValidationError, match="only the executor `slurm`"):
-        Resources.model_validate({"fallbacks": [ELSEWHERE]})
+    with pytest.raises(ValidationError, match=r"resources\.fallbacks .* acts only on Slurm"):
+        spec_of(resources={"fallbacks": [ELSEWHERE]})
 
 
 def test_a_closed_partition_has_no_capacity() -> None:
@@ -152,3 +152,49 @@ def test_a_request_of_an_older_version_has_no_place() -> None:
     request = build_request(record_of(spec), spec, attempt=1, gpus=4, reason="r")
     old = {key: value for key, value in request.model_dump(mode="json").items() if key != "place"}
     assert type(request).model_validate(old).place == 0
+
+
+def recorded(*fallbacks: dict[str, Any], **fields: Any) -> RunSpec:
+    """A spec that an earlier version accepted: its first fallback contradicts `gres`."""
+    resources = {"executor": "slurm", "gpus_per_node": 4, "gres": "gpu:4", "fallbacks": fallbacks}
+    return RunSpec.read({"name": "r", "command": ["t.py"], "resources": resources, **fields})
+
+
+def test_a_recorded_fallback_that_cannot_be_submitted_is_passed_over() -> None:
+    spec = recorded({"gpu_type": "a100", "after_min": 1}, ELSEWHERE)
+    with pytest.raises(ValidationError, match=r"resources\.gres"):
+        spec.resources.at(1)
+    assert spec.resources.next_place(0) == 2
+    assert reason_to_move(history_of(spec, pending_at(spec, 0, 599)), now=NOW) == ""
+    assert reason_to_move(history_of(spec, pending_at(spec, 0, 600)), now=NOW)
+    # The request for the bad place may be in the journal: its supervisor died of it.
+    asked = {"action": "relaunch", "by": FALLBACKS, "gpus": 4, "place": 1, "after_attempt": 1}
+    assert decide(history_of(spec, taken_back(spec, 0), asked=asked), 4, now=NOW).place == 2
+    alone = recorded({"gpu_type": "a100", "after_min": 1})
+    assert reason_to_move(history_of(alone, pending_at(alone, 0, 6000)), now=NOW) == ""
+    assert decide(history_of(alone, taken_back(alone, 0), asked=asked), 4, now=NOW).place == 0
+    late = {"supervision": {"pending_timeout_min": 10}}
+    waits = pending_at(alone, 0, 6000)
+    assert is_overdue(recorded({"gpu_type": "a100"}, **late), waits, now=NOW)
+    assert not is_overdue(recorded({"gpu_type": "a100"}, ELSEWHERE, **late), waits, now=NOW)
+
+
+def test_the_limit_of_attempts_also_holds_for_moves() -> None:
+    spec = spec_of(
+        resources=spec_with(ELSEWHERE, ON_DEMAND).resources, supervision={"attempts_max": 3}
+    )
+    first, second = attempt_of(spec, 1, Cause.PREEMPTION), attempt_of(spec, 2, Cause.PREEMPTION)
+    waits = pending_at(spec, 0, 6000)
+    assert reason_to_move(history_of(spec, first, replace(waits, number=2)), now=NOW)
+    last = history_of(spec, first, second, replace(waits, number=3))
+    assert reason_to_move(last, now=NOW) == ""
+    away = replace(waits, number=3, request=replace_place(waits, 1))
+    watch = ReturnWatch(free_since=NOW - 6000, attempt=3)
+    assert watch.look(history_of(spec, first, second, away), lambda **_: 8, now=NOW) == ""
+    watch = ReturnWatch(free_since=NOW - 6000, attempt=2)
+    assert watch.look(history_of(spec, first, replace(away, number=2)), lambda **_: 8, now=NOW)
+
+
+def replace_place(view: AttemptView, place: int) -> Any:
+    assert view.request is not None
+    return view.request.model_copy(update={"place": place})

@@ -33,7 +33,7 @@ FRAMEWORKS: Final = {
     "transformers": Supported(package="transformers", oldest="5.6", below="6"),
     "accelerate": Supported(package="accelerate", oldest="1.15", below="2"),
     "lightning": Supported(package="lightning", oldest="2.6", below="2.7"),
-    "deepspeed": Supported(package="deepspeed", oldest="0.19", below="0.20"),
+    "deepspeed": Supported(package="deepspeed", oldest="0.19.4", below="0.20"),
     "torchtitan": Supported(package="torchtitan", oldest="0.3", below="0.4"),
     "wandb": Supported(package="wandb", oldest="0.20", below="1"),
     "mlflow": Supported(package="mlflow-skinny", oldest="3", below="4"),

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.contracts import environment
 from holdfast.contracts.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -33,11 +32,9 @@ from holdfast.trainer.loading.reader import load_state, open_together
 from holdfast.trainer.loading.train_state import read_train_state
 from holdfast.trainer.metrics import Recorder
 from holdfast.trainer.mirror.resume import Search
-from holdfast.trainer.pacing.cadence import Interval
 from holdfast.trainer.planning.metadata import Opened
 from holdfast.trainer.program import program_argv
 from holdfast.trainer.rank_context import RankContext
-from holdfast.trainer.staging.snapshots import SnapshotRhythm
 from holdfast.trainer.standby import changed_variables
 from holdfast.trainer.state.run_state import FRAMEWORK, PROGRAM, Restored
 from holdfast.trainer.state.train_state import TrainState
@@ -78,16 +75,6 @@ class _Choice:
     skipped: tuple[str, ...]
     skips: tuple[SkipWindow, ...]
     document: dict[str, Any]
-
-
-def chosen_interval(default: int | str) -> Interval:
-    """Return the spec's interval if there is one, else the program's."""
-    return Interval.parse(os.environ.get(environment.CHECKPOINT_INTERVAL) or default)
-
-
-def chosen_snapshots(default: int | str) -> SnapshotRhythm:
-    """Return the spec's snapshot rhythm if there is one, else the program's."""
-    return SnapshotRhythm(os.environ.get(environment.CHECKPOINT_SNAPSHOTS) or default)
 
 
 def resume(

@@ -46,7 +46,7 @@ class Interval:
     @classmethod
     def parse(cls, value: int | str) -> Interval:
         """Parse 50, "50", "300s", "10m", "1h" or "auto". Raises `SpecError` for anything else."""
-        given: int | str = int(value) if str(value).strip().isdecimal() else value
+        given: int | str = int(value) if _is_count(value) else value
         try:
             checked = Checkpointing(interval=given)
         except ValidationError as error:
@@ -57,6 +57,12 @@ class Interval:
         if checked.interval_s is None:
             return cls(seconds=AUTO_INTERVAL_S, is_auto=True)
         return cls(seconds=checked.interval_s)
+
+
+def _is_count(value: int | str) -> bool:
+    """Return True for digits, as in an environment variable."""
+    text = str(value).strip()
+    return text.isascii() and text.isdecimal()
 
 
 class Cadence:

@@ -29,7 +29,7 @@ class SnapshotRhythm:
 
     def __init__(self, given: int | str) -> None:
         """`given` is as in a spec: steps (1 or more), "auto" or "off". Raises `SpecError`."""
-        chosen: int | str = int(given) if str(given).strip().isdecimal() else given
+        chosen: int | str = int(given) if str(given).isascii() and str(given).isdecimal() else given
         try:
             checked = Checkpointing.model_validate({"snapshots": chosen})
         except ValidationError as error:

@@ -10,8 +10,8 @@ export const KINDS = [
   "claimed", "launch_started", "launch_ended", "signal", "notice", "stop_agreed",
   "stop_failed", "resumed", "staged", "committed", "save_failed", "mirrored", "mirror_failed",
   "fetched", "verified", "node_lost", "tracked", "goodput", "hang_suspected",
-  "hang_confirmed", "straggler", "node_silent", "node_unhealthy", "limit_passed", "audit",
-  "note",
+  "hang_confirmed", "straggler", "node_silent", "node_unhealthy", "limit_passed",
+  "metric_missing", "audit", "note",
 ] as const;
 
 const WORDS_MAX = 280;

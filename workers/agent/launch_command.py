@@ -11,6 +11,7 @@ from typing import Final
 
 from holdfast.contracts import environment
 from holdfast.contracts.attempt import Request
+from holdfast.contracts.written import OF_PROGRAM, keys_of
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.interface import interface_environment
 from holdfast.workers.setup_lines import after_setup
@@ -100,21 +101,37 @@ def build_environment(
         environment.RANK_STATUS: handles.status_table,
         environment.FLUSHER: handles.flusher,
         environment.CONFIG: json.dumps(request.config),
-        environment.CHECKPOINT_INTERVAL: str(request.checkpoint.interval),
+        **_written(request),
         **request.tiers.to_environment(),
-        environment.CHECKPOINT_SNAPSHOTS: str(request.checkpoint.snapshots),
         environment.NUMERICS: request.supervision.numerics.model_dump_json(),
         environment.FLUSH_TIMEOUT: str(request.supervision.flush_timeout_s),
     }
     network = interface_environment(request.launch.network_interface)
-    cpus = (request.resources.cpus_per_gpu or 0) * (request.gpus_per_node or request.ranks_per_node)
-    threads = str(max(1, cpus // max(1, request.ranks_per_node)))
     kept = {
         name: value
         for name, value in inherited.items()
         if not name.startswith(("TORCHELASTIC_", "HOLDFAST_")) or name == environment.S3_ENDPOINT
     }
-    return {"OMP_NUM_THREADS": threads, **kept, **network, **given, **own}
+    return {"OMP_NUM_THREADS": "1", **kept, **_threads(request), **network, **given, **own}
+
+
+def _threads(request: Request) -> dict[str, str]:
+    """Return the threads of each rank, if the spec says how many CPU cores it has."""
+    cores = request.resources.cpus_per_gpu
+    if cores is None:
+        return {}
+    per_node = cores * (request.gpus_per_node or request.ranks_per_node)
+    return {"OMP_NUM_THREADS": str(max(1, per_node // max(1, request.ranks_per_node)))}
+
+
+def _written(request: Request) -> dict[str, str]:
+    """Return the variables of the written keys that the program can give too, and the sources."""
+    sources = request.sources_of_checkpoint
+    values = dict(keys_of(request.checkpoint, written=False, where="checkpoint."))
+    return {
+        environment.SOURCES: json.dumps(sources),
+        **{name: str(values[key]) for key, name in OF_PROGRAM.items() if key in sources},
+    }
 
 
 def meeting_environment(context: AgentContext, address: str, port: int) -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pwd
 import shlex
 import sys
 import time
@@ -24,7 +23,7 @@ from holdfast.contracts.errors import (
     SchedulerUnavailableError,
     SubmissionRefusedError,
 )
-from holdfast.contracts.paths import AttemptPaths
+from holdfast.contracts.paths import AttemptPaths, account_name
 from holdfast.contracts.slurm_options import LOSES_JOB, problem_with_option, problem_with_setup
 from holdfast.contracts.spec_resources import Resources
 from holdfast.contracts.spec_values import problem_with_value
@@ -288,7 +287,7 @@ class SlurmExecutor(Executor):
         if qos is None or not slurm_client.enforces_qos(ask):
             return None
         limits, in_use = slurm_client.qos_limits(qos, ask), slurm_client.jobs_in_qos(qos, ask)
-        user = pwd.getpwuid(os.getuid()).pw_name
+        user = account_name(os.getuid())
         return gpus_under_qos(limits, in_use, user, sum(held.values()))
 
     def held_after_end(self, request: Request, submission: Submission) -> dict[str, int]:

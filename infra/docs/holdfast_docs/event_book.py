@@ -22,6 +22,7 @@ STRINGS: Final = "list of strings"
 PAIRS: Final = "list of pairs of integers"
 NUMBERS: Final = "list of numbers"
 TABLES: Final = "list of tables"
+TABLE: Final = "table"
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,7 @@ FIELDS: Final[Mapping[str, Field]] = {
     "saved": Field(NUMBER, "`on_demand_cost` minus `cost`"),
     "scheduler_state": Field(STRING, "the scheduler's name of the job's state"),
     "seconds": Field(NUMBER, "seconds that the copy took"),
+    "settings": Field(TABLE, "`value` and `source` of each key that the program can give too"),
     "silent": Field(TABLES, "silent ranks, each with step, phase and seconds of silence"),
     "skip": Field(PAIRS, "data that is skipped from then on: first step and number of steps"),
     "skipped": Field(STRINGS, "newer checkpoints that were skipped, with the reason"),
@@ -388,6 +390,16 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
         ("attempt", "limit", "passed", "value", "text"),
         {"limit": Field(STRING, "key of `alerts`, such as `ettr_min`")},
     ),
+    Kind.METRIC_MISSING: EventEntry(
+        "the program has not logged a metric that the spec names, or it does now",
+        "rank 0",
+        (*_LAUNCH, "key", "metric", "missing", "text"),
+        {
+            "key": Field(STRING, "key of the spec that names the metric"),
+            "metric": Field(STRING, "name of the metric"),
+            "missing": Field(BOOLEAN, "false once the program logs it"),
+        },
+    ),
     Kind.AUDIT: EventEntry(
         "a user acted through the server. Fields of the action itself follow",
         "server",
@@ -398,7 +410,7 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
         "any process",
         (
             *(*_LAUNCH, "text", "host", "checkpoint", "step", "promised", "has_left", "is_whole"),
-            *("is_declared", "interval_s", "snapshots_every"),
+            *("is_declared", "interval_s", "snapshots_every", "settings"),
         ),
     ),
 }

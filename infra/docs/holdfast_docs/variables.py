@@ -93,10 +93,25 @@ VARIABLES: Final = (
         Setter.AGENT,
         "the spec's `[config]` table, as JSON. `holdfast.trainer.config` reads it",
     ),
-    Variable(environment.CHECKPOINT_INTERVAL, Setter.AGENT, "`checkpoint.interval` of the spec"),
+    Variable(
+        environment.SOURCES,
+        Setter.AGENT,
+        "where the written keys of `checkpoint` come from, as JSON: `spec`, `--set` or `block`",
+    ),
+    Variable(
+        environment.CHECKPOINT_INTERVAL,
+        Setter.AGENT,
+        "`checkpoint.interval`, if the spec has that key. Without an agent, you can set it",
+        "the program's own value",
+    ),
     Variable(environment.CHECKPOINT_MIRROR, Setter.AGENT, "`checkpoint.mirror` of the spec"),
     Variable(environment.CHECKPOINT_LOCAL, Setter.AGENT, "`checkpoint.local` of the spec"),
-    Variable(environment.CHECKPOINT_SNAPSHOTS, Setter.AGENT, "`checkpoint.snapshots` of the spec"),
+    Variable(
+        environment.CHECKPOINT_SNAPSHOTS,
+        Setter.AGENT,
+        "`checkpoint.snapshots`, if the spec has that key. Without an agent, you can set it",
+        "the program's own value",
+    ),
     Variable(environment.NUMERICS, Setter.AGENT, "`supervision.numerics` of the spec, as JSON"),
     Variable(
         environment.FLUSH_TIMEOUT,

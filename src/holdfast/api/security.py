@@ -151,15 +151,29 @@ def problem_with(
 
 def _foreign_problem(headers: Headers, host: str) -> tuple[int, str] | None:
     """Return why a write request does not come from the server's own page, or None."""
-    origin = headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
-        return 403, "write requests from pages of another origin are not allowed"
-    if headers.get("sec-fetch-site", "none") not in {"none", "same-origin"}:
+    origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none")
+    if origin is not None and not _is_of(origin, host, trusts_port=site == "same-origin"):
+        return 403, (
+            f"the page is of {origin[:100]!r} and the Host header is {host[:100]!r}: write "
+            "requests from pages of another origin are not allowed. If this is the server's own "
+            "page, let the proxy keep the Host header with its port"
+        )
+    if site not in {"none", "same-origin"}:
         return 403, "write requests from pages of another site are not allowed"
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if headers.get("content-length", "0") != "0" and kind != "application/json":
         return 415, f"Content-Type is {kind[:50]!r}; expected application/json"
     return None
+
+
+def _is_of(origin: str, host: str, *, trusts_port: bool) -> bool:
+    """Return True if a page of `origin` is one of this server, which was reached as `host`.
+
+    A proxy on another port often leaves the port out of `Host`. A browser that says `same-origin`
+    has compared the ports itself.
+    """
+    its = urlsplit(origin).netloc.lower()
+    return its == host.lower() or (trusts_port and its != "" and host_name(its) == host_name(host))
 
 
 def host_name(host: str) -> str:

@@ -38,6 +38,8 @@ ELSEWHERE_S: Final = 10.0
 RECONCILE_S: Final = 15.0
 JOIN_S: Final = 5.0
 PROBLEM_CHARACTERS_MAX: Final = 1000
+# In one round.
+LOGGED_MAX: Final = 20
 
 Stamp = tuple[tuple[str, int, int], ...]
 
@@ -78,6 +80,7 @@ class Watch:
         self._threads: list[threading.Thread] = []
         self._began = time.monotonic()
         self.problems: dict[str, str] = {}
+        self._logged: dict[str, str] = {}
         self.round_ended_at: float | None = None
         self.round_s = 0.0
 
@@ -149,8 +152,21 @@ class Watch:
             except Exception as error:
                 LOG.exception("a round of the watch over the runs failed")
                 self.problems["watch"] = f"{type(error).__name__}: {error}"
+            self._log_changes()
             self._wake.wait(ROUND_S)
             self._wake.clear()
+
+    def _log_changes(self) -> None:
+        """Write to the log which problems are new, and which have gone, since the last call."""
+        former, self._logged = self._logged, dict(self.problems)
+        lines = [f"{name}: {text}" for name, text in self._logged.items() if name not in former]
+        lines += [f"{name}: works again" for name in former if name not in self._logged]
+        for line in lines[:LOGGED_MAX]:
+            LOG.warning("%s", plain_line(line))
+        if len(lines) > LOGGED_MAX:
+            LOG.warning(
+                "%d more such lines; `holdfast runs` lists the runs", len(lines) - LOGGED_MAX
+            )
 
     def _find_runs(self, now: float) -> None:
         found: set[Path] = set()

@@ -16,6 +16,7 @@ import typer
 from holdfast.cli.bench_package import require_bench_package
 from holdfast.cli.index import locate_run
 from holdfast.cli.output import AsJson, RootOption, answer, print_table, say, seconds_text, warn
+from holdfast.cli.unused import refuse_unused
 from holdfast.contracts.errors import SpecError
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def register(app: typer.Typer) -> None:
 
 
 def drill(
+    context: typer.Context,
     run: Annotated[
         str | None,
         typer.Argument(metavar="[RUN]", help="A run that is training. Default: a temporary run."),
@@ -110,6 +112,7 @@ def drill(
     """Inject faults into a run and check the invariants. The exit status is 1 if one is broken."""
     wanted = [name.strip() for name in kinds.split(",") if name.strip()]
     within_s = math.inf if within is None else within
+    _check_options(context, run, report)
     page = _Report(report, after or [], as_json)
     if run is not None:
         result = _drill_live(run, root, wanted, count, seed, within_s)
@@ -125,6 +128,17 @@ def drill(
         result = _drill_temporary(wanted, settings, directory, page)
     if result.broken:
         raise typer.Exit(1)
+
+
+def _check_options(context: typer.Context, run: str | None, report: Path | None) -> None:
+    """Raise `SpecError` for options that this drill does not use."""
+    if run is not None:
+        why = "a drill of a run needs no temporary runs"
+        refuse_unused(context, why, "at_once", "calibrate", "directory")
+    else:
+        refuse_unused(context, "temporary runs have a root of their own", "root")
+    if report is None:
+        refuse_unused(context, "there is no --report that it is for", "after", "calibrate")
 
 
 def _drill_live(

@@ -6,6 +6,7 @@ as one JSON object with --json.
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.metadata import version
 from typing import Annotated
@@ -37,6 +38,7 @@ from holdfast.cli import (
 from holdfast.cli.exit_status import REFUSED
 from holdfast.cli.output import print_error
 from holdfast.contracts.errors import HoldfastError
+from holdfast.contracts.paths import refuse_others_home
 
 app = typer.Typer(
     name="holdfast",
@@ -70,6 +72,9 @@ def _root(
     ] = False,
 ) -> None:
     """Keep cluster training jobs alive: submit, watch, stop and relaunch them."""
+    # Root can write everywhere, so nothing else stops it from taking over files of an account.
+    if os.geteuid() == 0 and "--help" not in sys.argv:
+        refuse_others_home()
 
 
 def main() -> None:

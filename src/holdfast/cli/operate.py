@@ -58,6 +58,10 @@ def pause(
     """Release a run's GPUs after a last checkpoint. `resume` continues it."""
     from holdfast.workers.until_capacity import UNTIL_CAPACITY
 
+    if until_capacity:
+        from holdfast.flows.start import require_resumer
+
+        require_resumer()
     _ask(runs, "pause", root, as_json, reason=UNTIL_CAPACITY if until_capacity else "")
 
 

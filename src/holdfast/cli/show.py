@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -41,6 +42,7 @@ from holdfast.contracts.saving import (
 )
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import RunState
+from holdfast.contracts.written import settings_in, settings_of
 
 DIGEST_CHARACTERS: Final = 12
 ADVICE: Final = "see docs/porting.md, or describe the program's own checkpoints in [program]"
@@ -60,6 +62,9 @@ def show(
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Show changes until every run has ended.")
     ] = False,
+    spec: Annotated[
+        bool, typer.Option("--spec", help="Show the value and the source of each key of the spec.")
+    ] = False,
     root: RootOption = None,
     as_json: AsJson = False,
 ) -> None:
@@ -67,6 +72,13 @@ def show(
 
     With --json and several runs, print a list.
     """
+    if watch and spec:
+        raise typer.BadParameter("--watch and --spec: a spec never changes; leave one of them out")
+    if spec:
+        settings = [_settings(run, root) for run in runs]
+        found = settings if len(settings) > 1 else settings[0]
+        answer(found, as_json, lambda _: _render_settings(settings))
+        return
     if watch and as_json:
         raise typer.BadParameter("--watch prints text: leave --json out, or use `holdfast events`")
     shown = [_shown(run, root) for run in runs]
@@ -111,6 +123,28 @@ def _shown(run: str, root: str | None) -> dict[str, Any]:
                 "warnings": [*_warnings(shown), *_unsaved(trained)],
             }
         return {**shown, **redact(found, secrets_in(paths))}
+
+
+def _settings(run: str, root: str | None) -> dict[str, Any]:
+    """Return the value and the source of each key of a run's spec."""
+    with open_index() as database:
+        directory = refreshed_directory(run, root, database)
+    with reading_run(directory):
+        paths = RunPaths(Path(directory))
+        history = load_history(paths)
+        found = settings_of(history.spec, history.spec.sources)
+        found |= settings_in(history.events)
+        return {"run": paths.name, "settings": redact(found, secrets_in(paths))}
+
+
+def _render_settings(settings: Sequence[Mapping[str, Any]]) -> None:
+    for one in settings:
+        say(f"run {one['run']}")
+        rows = [
+            (key, json.dumps(found["value"], ensure_ascii=False), found["source"])
+            for key, found in one["settings"].items()
+        ]
+        print_table(("key", "value", "source"), rows)
 
 
 def _warnings(run: Mapping[str, Any]) -> list[str]:

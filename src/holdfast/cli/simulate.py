@@ -16,6 +16,7 @@ from holdfast.cli.index import locate_run
 from holdfast.cli.output import AsJson, RootOption, answer, print_table, say, seconds_text
 from holdfast.cli.stretches import print_stretches
 from holdfast.cli.submit import Overrides
+from holdfast.cli.unused import refuse_unused
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.history import load_history
 from holdfast.contracts.plain_text import counted
@@ -53,6 +54,7 @@ def register(app: typer.Typer) -> None:
 
 
 def simulate(
+    context: typer.Context,
     spec: Annotated[str, typer.Argument(help="The spec: a TOML or YAML file.")],
     trace: Annotated[
         Path | None,
@@ -98,6 +100,8 @@ def simulate(
     from holdfast.flows.parameters import load_spec
     from holdfast.workers.simulation import simulate as play
 
+    _check_options(context, history_days, costs_of)
+
     base = load_spec(spec, overrides or ())
     costs = _costs(costs_of, root, cost or ())
     seen, *others = _traces(base, trace, history_days, fallback_trace or (), instance_gpus)
@@ -113,6 +117,15 @@ def simulate(
         _draw(first, seen, plot)
     facts = {"trace_s": seen.length_s, "steps": count, "costs": vars(costs), "rows": rows}
     answer(facts, as_json, _render)
+
+
+def _check_options(context: typer.Context, days: float | None, costs_of: str | None) -> None:
+    """Raise `SpecError` for options that this simulation does not use."""
+    if days is not None:
+        why = "the history counts GPUs, and instances only matter in a --trace"
+        refuse_unused(context, why, "instance_gpus")
+    if costs_of is None:
+        refuse_unused(context, "it is for the run of --costs-of, which is not given", "root")
 
 
 def _traces(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,12 +19,16 @@ from holdfast.cli.index import (
     user_name,
 )
 from holdfast.cli.output import AsJson, RootOption, answer, say, warn
+from holdfast.cli.unused import refuse_unused
 from holdfast.contracts.attempt import Request, RunRecord
+from holdfast.contracts.checkpoint_choice import newest_of_branch
+from holdfast.contracts.errors import NotFoundError, SpecError
 from holdfast.contracts.history import load_history
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.paths import RunPaths, checkpoint_id
 from holdfast.contracts.saving import saves_by_holdfast, trained_in, why_nothing_is_saved
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import RunState
+from holdfast.contracts.written import settings_of
 
 Overrides = Annotated[
     list[str] | None,
@@ -39,12 +44,16 @@ def register(app: typer.Typer) -> None:
 
 
 def submit(
+    context: typer.Context,
     spec: Annotated[Path, typer.Argument(help="The run's spec, a TOML or YAML file.")],
     overrides: Overrides = None,
     wait: Wait = False,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Print the first job request as JSON and queue nothing."),
+        typer.Option(
+            "--dry-run",
+            help="Print the first job request and the source of each key, and queue nothing.",
+        ),
     ] = False,
     skip_preflight: Annotated[
         bool,
@@ -73,6 +82,7 @@ def submit(
     from holdfast.flows.parameters import load_spec
     from holdfast.workers.code_snapshot import snapshot_warnings
 
+    _check_options(context, dry_run, skip_preflight, no_preflight)
     accepted = ["supervision.allow_early_exit=true"] if allow_early_exit else []
     run_spec = load_spec(spec, [*(overrides or ()), *accepted])
     home = root_for(run_spec, root)
@@ -81,7 +91,7 @@ def submit(
     if dry_run:
         for text in (*secrets.examine(run_spec), *snapshot_warnings(run_spec)):
             warn(f"holdfast: {text}")
-        answer(first_request(run_spec, home).model_dump(mode="json"), True, typer.echo)
+        answer(_dry_run(run_spec, home), True, typer.echo)
         return
     if not skip_preflight and not no_preflight:
         from holdfast.flows.forks import check_everything
@@ -95,7 +105,8 @@ def submit(
     warnings = [*secrets.require(run_spec, earlier), *warnings_of(run_spec, earlier)]
     warnings += warnings_of_defaults(run_spec)
     paths, created = attach_or_create(run_spec, home, created_by=user_name())
-    warnings += snapshot_warnings(run_spec) if created else []
+    if created:
+        warnings += [*left_behind(earlier, paths.name, spec), *snapshot_warnings(run_spec)]
     start_and_follow(
         paths,
         warnings,
@@ -149,6 +160,48 @@ def fork(
     start_and_follow(paths, warnings, created=True, wait=wait, as_json=as_json)
 
 
+def _check_options(
+    context: typer.Context, dry_run: bool, skip_preflight: bool, no_preflight: bool
+) -> None:
+    """Raise `SpecError` for options that do nothing in this call."""
+    if dry_run:
+        why = "--dry-run queues nothing"
+        refuse_unused(context, why, "wait", "skip_preflight", "no_preflight")
+    if not skip_preflight:
+        return
+    from holdfast.flows.start import has_service
+
+    if no_preflight or not has_service():
+        why = "--no-preflight" if no_preflight else "no Prefect API is configured"
+        raise SpecError(
+            f"--skip-preflight and {why}: no flow would run the checks. Leave --skip-preflight "
+            "out, or give only --no-preflight to run no checks at all"
+        )
+
+
+def left_behind(earlier: RunPaths | None, run: str, spec: Path) -> list[str]:
+    """Warn of the checkpoints of a run that ended early, if `run` has its name and another spec."""
+    from holdfast.workers.runs import how_ended
+
+    if earlier is None:
+        return []
+    history = load_history(earlier)
+    if history.state is RunState.COMPLETED or history.spec.program.is_watched:
+        # An opaque program finds its checkpoints itself.
+        return []
+    try:
+        newest = newest_of_branch(earlier, history)
+    except NotFoundError:
+        return []
+    text = (
+        f"run {run} starts at step 0, because its spec differs from that of run {earlier.name}, "
+        f"which {how_ended(history.state)} and has a checkpoint of step {newest.step}. To continue "
+        f"from it: `holdfast cancel {run} --now`, then `holdfast fork "
+        f"{checkpoint_id(earlier.name, newest.name)} --spec {shlex.quote(str(spec))} --name NAME`"
+    )
+    return [text]
+
+
 def root_for(spec: RunSpec, root: str | None) -> Path:
     """Return the folder of runs: `root`, that of the spec's storage block, or the default."""
     if root is None and spec.blocks.storage:
@@ -173,6 +226,12 @@ def first_request(spec: RunSpec, root: Path) -> Request:
         spec_digest=spec.digest,
     )
     return build_request(record, spec, attempt=1, gpus=spec.gpus, reason="first")
+
+
+def _dry_run(spec: RunSpec, root: Path) -> dict[str, Any]:
+    """Return the first request, and the value and the source of each key of the spec."""
+    request = first_request(spec, root).model_dump(mode="json")
+    return {**request, "settings": settings_of(spec, spec.sources)}
 
 
 def start_and_follow(

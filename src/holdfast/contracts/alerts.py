@@ -18,6 +18,7 @@ KINDS: Final = (
     EventKind.NODE_SILENT,
     EventKind.NODE_UNHEALTHY,
     EventKind.LIMIT_PASSED,
+    EventKind.METRIC_MISSING,
     EventKind.NUMERICS,
     EventKind.LAUNCH_STARTED,
     EventKind.LAUNCH_ENDED,
@@ -27,8 +28,8 @@ KINDS: Final = (
 def noticed(events: Iterable[Event]) -> list[dict[str, Any]]:
     """Return the newest `SHOWN_MAX` alerts, oldest first.
 
-    Alerts are hangs, slow ranks, silent or unhealthy nodes, bad losses, restarts in place and
-    limits of the spec that were passed.
+    Alerts are hangs, slow ranks, silent or unhealthy nodes, bad losses, restarts in place,
+    limits of the spec that were passed, and metrics of the spec that the program does not log.
     Repeated silences of the same ranks count as one alert, the last one.
 
     Each has `kind`, `attempt`, `at` (Unix seconds), `text` and `dumps` (paths in the run's folder).
@@ -42,6 +43,9 @@ def noticed(events: Iterable[Event]) -> list[dict[str, Any]]:
             dumps = list(facts.get("dumps", ()))
             # A confirmed hang has the dumps of the suspected one and replaces it.
             key = (facts.get("attempt"), *(dumps or (event.kind, event.time, text)))
+            if event.kind is EventKind.METRIC_MISSING:
+                # Each launch reports it again, until the program logs the metric.
+                key = (event.kind, str(facts["key"]), str(facts["metric"]))
             found.pop(key, None)
             found[key] = {
                 "kind": str(event.kind),
@@ -100,7 +104,7 @@ def _alert_text(event: Event) -> str:
         return f"{state}: {', '.join(facts['nodes'])}"
     if event.kind is EventKind.NODE_UNHEALTHY:
         return f"{facts['host']} is unhealthy: {facts['check']}: {facts.get('detail', '')}"
-    if event.kind is EventKind.LIMIT_PASSED:
+    if event.kind in {EventKind.LIMIT_PASSED, EventKind.METRIC_MISSING}:
         return str(facts["text"])
     if event.kind is EventKind.NUMERICS:
         return f"{facts['action']}: {facts['reason']}"

@@ -44,7 +44,7 @@ from holdfast.contracts.node_share import gpus_of
 from holdfast.contracts.paths import RUN_NAME, AttemptPaths, folder_of
 from holdfast.contracts.reading import read_bounded
 from holdfast.contracts.secrets import EnvironmentValue
-from holdfast.contracts.spec import Launch
+from holdfast.contracts.spec import Launch, RunSpec
 from holdfast.contracts.spec_checkpoint import Checkpointing
 from holdfast.contracts.spec_health import Health
 from holdfast.contracts.spec_part import RECORDED
@@ -52,6 +52,7 @@ from holdfast.contracts.spec_program import Program
 from holdfast.contracts.spec_resources import Resources
 from holdfast.contracts.spec_supervision import Supervision
 from holdfast.contracts.states import AttemptState, Cause
+from holdfast.contracts.written import SPEC, forget_defaults, keys_of
 
 
 class Document(BaseModel):
@@ -84,10 +85,19 @@ class RunRecord(Document):
     given: dict[str, Any] | None = Field(
         default=None, description="the keys that the user gave, without defaults"
     )
+    origins: dict[Name, Name] = Field(
+        default_factory=dict, description="where given keys come from, if not from the spec itself"
+    )
     forked_from: Name | None = Field(default=None, description="id of the checkpoint forked from")
     forked_path: FilePath | None = Field(default=None, description="that checkpoint's directory")
     forked_uid: Uid | None = Field(default=None, description="uid of the run that was forked")
     imported_from: FilePath | None = Field(default=None, description="path of imported weights")
+
+    def read_spec(self) -> RunSpec:
+        """Return the recorded spec, with only the given keys as written. Raises `ValueError`."""
+        spec = RunSpec.read(self.spec)
+        forget_defaults(spec, self.given)
+        return spec.with_origins(self.origins)
 
 
 class Provenance(Document):
@@ -138,6 +148,23 @@ class Request(Document):
     created_at: Moment
     reason: Text = Field(description="why the attempt was made: `first`, or the decision's reason")
     provenance: Provenance = Provenance()
+    sources: dict[Name, Name] | None = Field(
+        default=None,
+        description="where the written keys of the spec come from; all others have their defaults",
+    )
+
+    @property
+    def sources_of_checkpoint(self) -> dict[str, str]:
+        """Where the written keys of `checkpoint` come from.
+
+        A request of an older version does not say. There, a default counts as not written.
+        """
+        of = "checkpoint."
+        if self.sources is not None:
+            return {key: name for key, name in self.sources.items() if key.startswith(of)}
+        default = dict(keys_of(Checkpointing(), written=False, where=of))
+        now = keys_of(self.checkpoint, written=False, where=of)
+        return {key: SPEC for key, value in now if value != default.get(key)}
 
     @property
     def world_size(self) -> int:

@@ -19,7 +19,10 @@ NODES: Final = "HOLDFAST_NODES"
 RANK_STATUS: Final = "HOLDFAST_RANK_STATUS"
 FLUSHER: Final = "HOLDFAST_FLUSHER"
 CONFIG: Final = "HOLDFAST_CONFIG"
-# The next ones come from the spec, so that the program needs no arguments for them.
+# Where the values come from that the agent passes on, as JSON: see `contracts.written`.
+SOURCES: Final = "HOLDFAST_SOURCES"
+# The next ones come from the spec, so that the program needs no arguments for them. An agent sets
+# the interval and the snapshots only if somebody wrote them: the program may give its own.
 CHECKPOINT_INTERVAL: Final = "HOLDFAST_CHECKPOINT_INTERVAL"
 CHECKPOINT_MIRROR: Final = "HOLDFAST_CHECKPOINT_MIRROR"
 CHECKPOINT_LOCAL: Final = "HOLDFAST_CHECKPOINT_LOCAL"
@@ -35,6 +38,18 @@ FLUSH_TIMEOUT: Final = "HOLDFAST_FLUSH_TIMEOUT_S"
 FLUSH_TIMEOUT_DEFAULT_S: Final = 1800.0
 # The pipe from which a warm standby reads the signal to start.
 STANDBY_PIPE: Final = "HOLDFAST_STANDBY_PIPE"
+
+# The keys of a spec that set these variables for the program.
+KEYS_OF_VARIABLES: Final[Mapping[str, str]] = {
+    CONFIG: "config",
+    CHECKPOINT_INTERVAL: "checkpoint.interval",
+    CHECKPOINT_SNAPSHOTS: "checkpoint.snapshots",
+    CHECKPOINT_MIRROR: "checkpoint.mirror",
+    CHECKPOINT_LOCAL: "checkpoint.local",
+    NOTICES_URL: "supervision.notices_url",
+    NUMERICS: "supervision.numerics",
+    FLUSH_TIMEOUT: "supervision.flush_timeout_s",
+}
 
 
 def flush_timeout_s(env: Mapping[str, str] = os.environ) -> float:

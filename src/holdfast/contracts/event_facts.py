@@ -27,7 +27,7 @@ _TEXT: Final = frozenset(
         *("checkpoint", "to", "action", "by", "state", "cause", "host", "error", "reason", "path"),
         *("url", "flow_run", "job_id", "note", "into_uid", "into_run", "format", "text", "finding"),
         *("resumed_from", "command_digest", "traceback", "ending", "source", "problem"),
-        *("check", "digest", "tracker", "tracker_id"),
+        *("check", "digest", "tracker", "tracker_id", "key", "metric"),
     }
 )
 _TEXTS: Final = frozenset(
@@ -56,6 +56,7 @@ _NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
     "node_unhealthy": ("host", "check"),
     "numerics": ("action", "reason"),
     "limit_passed": ("limit", "passed", "text"),
+    "metric_missing": ("key", "metric", "missing", "text"),
     "tracked": ("tracker", "tracker_id"),
 }
 
@@ -75,6 +76,8 @@ def problem_with_facts(kind: str, facts: Mapping[str, Any]) -> str | None:
             return f"{name} has an invalid value of type {type(value).__name__}"
     if kind == "node_silent" and not _are_texts(facts["nodes"]):
         return "nodes is not a list of names"
+    if kind == "limit_passed" and type(facts["limit"]) is not str:
+        return "limit is not the name of a limit"
     if kind in {"attempt_state", "attempt_ended"} and facts["state"] not in _STATES:
         return "state is not a state of an attempt"
     return None

@@ -344,7 +344,7 @@ def load_identity(paths: RunPaths) -> tuple[RunRecord, RunSpec]:
         )
     check_identity(paths, record)
     with reading_run(paths.directory):
-        return record, RunSpec.read(record.spec)
+        return record, record.read_spec()
 
 
 def check_identity(paths: RunPaths, record: RunRecord) -> None:

@@ -99,6 +99,7 @@ class EventKind(StrEnum):
     NODE_SILENT = "node_silent"
     NODE_UNHEALTHY = "node_unhealthy"
     LIMIT_PASSED = "limit_passed"
+    METRIC_MISSING = "metric_missing"
     AUDIT = "audit"
     NOTE = "note"
 

@@ -77,13 +77,20 @@ def _last(branch: Sequence[Candidate], keep: Keep, now: float) -> dict[str, str]
 
 
 def _best(branch: Sequence[Candidate], keep: Keep, now: float) -> dict[str, str]:
-    """Keep the best by the metric. With equal values, the older checkpoint ranks first."""
+    """Keep the best by the metric. With equal values, the older checkpoint ranks first.
+
+    As long as no checkpoint has the metric, all are kept.
+    """
     if keep.best is None:
         return {}
     metric, n = keep.best.metric, keep.best.n
+    measured = ranked(branch, metric, keep.best.mode)
+    if not measured:
+        # The name may be misspelt, or the first evaluation is still to come. Any may be the best.
+        return {one.name: f"no checkpoint has {metric} yet" for one in branch}
     return {
         name: f"best {place} of {n} by {metric} ({value:.4g})"
-        for place, (value, name) in enumerate(ranked(branch, metric, keep.best.mode)[:n], 1)
+        for place, (value, name) in enumerate(measured[:n], 1)
     }
 
 

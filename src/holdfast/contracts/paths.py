@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pwd
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from holdfast.contracts.errors import ForeignFileError
 from holdfast.contracts.reading import HELD, held_folder, is_mine
 
 ROOT_ID = ".holdfast-root"
@@ -41,6 +43,35 @@ SPEC_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 def holdfast_home() -> Path:
     """Return `$HOLDFAST_HOME` or `~/.holdfast`, the folder of a user's database and settings."""
     return _given_folder("HOLDFAST_HOME") or Path("~/.holdfast").expanduser()
+
+
+def refuse_others_home() -> None:
+    """Raise `ForeignFileError` if the Holdfast home belongs to another account.
+
+    Files that this process would create or replace there could not be read by that account: a
+    command of root would lock a server's account out of its own tokens and index.
+    """
+    home = holdfast_home().absolute()
+    existing = next(place for place in (home, *home.parents) if place.exists())
+    owner, me = existing.stat().st_uid, os.geteuid()
+    # A folder that does not exist yet becomes ours, wherever the system lets us create it.
+    if owner == me or (existing != home and owner == 0):
+        return
+    name = account_name(owner)
+    problem = (
+        f"belongs to the account {name}, which could not read what {account_name(me)} writes "
+        f"there; call the command as that account, for example with `sudo -u {name}`, or set "
+        "HOLDFAST_HOME to a folder of your own"
+    )
+    raise ForeignFileError(existing, problem)
+
+
+def account_name(uid: int) -> str:
+    """Return the name of an account, or its number if it has none here."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
 
 
 def default_root() -> Path:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import stat
 import uuid
 from pathlib import Path
 from typing import Final
@@ -13,6 +16,7 @@ from holdfast.contracts.paths import ROOT_ID
 from holdfast.contracts.reading import read_bounded
 
 BYTES_MAX: Final = 64
+MODE: Final = 0o644
 _ID: Final = re.compile(rb"[0-9a-f]{32}\n?")
 
 
@@ -28,12 +32,28 @@ def read_root_id(root: Path) -> str:
 def ensure_root_id(root: Path) -> str:
     """Return the UUID of `root`, and create it durably if there is none.
 
-    Returns an empty string if the file cannot be created, such as in another user's root.
+    Everyone who can enter the root can read it, whatever the umask of the process that created it:
+    two clusters that share an index could not be told apart otherwise. Returns an empty string if
+    the file cannot be created, such as in another user's root.
     """
-    if found := read_root_id(root):
-        return found
+    place = root / ROOT_ID
+    if not (found := read_root_id(root)):
+        try:
+            create_bytes(place, f"{uuid.uuid4().hex}\n".encode())
+        except OSError:
+            return ""
+        found = read_root_id(root)
+    with contextlib.suppress(OSError):
+        if place.lstat().st_mode & MODE != MODE:
+            _open_to_all(place)
+    return found
+
+
+def _open_to_all(place: Path) -> None:
+    """Let everyone read the file, if it is a regular file of this account."""
+    handle = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        create_bytes(root / ROOT_ID, f"{uuid.uuid4().hex}\n".encode())
-    except OSError:
-        return ""
-    return read_root_id(root)
+        if stat.S_ISREG(os.fstat(handle).st_mode):
+            os.fchmod(handle, MODE)
+    finally:
+        os.close(handle)

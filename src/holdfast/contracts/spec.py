@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 from holdfast.contracts.digests import document_digest
+from holdfast.contracts.environment import KEYS_OF_VARIABLES, S3_ENDPOINT
 from holdfast.contracts.node_share import Share, share_of
 from holdfast.contracts.paths import SPEC_NAME
 from holdfast.contracts.plain_text import counted
@@ -20,13 +22,17 @@ from holdfast.contracts.secrets import EnvironmentValue, SecretReference
 from holdfast.contracts.slurm_options import problem_with_setup
 from holdfast.contracts.spec_alerts import Alerts
 from holdfast.contracts.spec_checkpoint import Checkpointing
+from holdfast.contracts.spec_effects import problems_of_effects
 from holdfast.contracts.spec_health import Health
 from holdfast.contracts.spec_part import SpecPart, is_recorded
 from holdfast.contracts.spec_program import Program
 from holdfast.contracts.spec_resources import Resources
 from holdfast.contracts.spec_supervision import Supervision
+from holdfast.contracts.steps_total import problem_with_steps
 from holdfast.contracts.torchrun_options import problem_with_torchrun
+from holdfast.contracts.written import sources_of
 
+_OWN = "HOLDFAST_"
 _ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -35,7 +41,9 @@ class Launch(SpecPart):
 
     python: str = Field(
         default="",
-        description="Python interpreter of the job's environment. Empty: that of the agent",
+        description="Python interpreter of the job's environment: a name on `PATH`, or a path. A "
+        "relative path starts at the working directory, and is refused in a container. Empty: "
+        "that of the agent",
     )
     setup: tuple[str, ...] = Field(
         default=(),
@@ -218,6 +226,8 @@ class RunSpec(SpecPart):
     cost: Cost = Cost()
     alerts: Alerts = Alerts()
     blocks: Blocks = Blocks()
+    # Where keys come from that were not written in the spec itself: see `contracts.written`.
+    _origins: Mapping[str, str] = PrivateAttr(default_factory=dict)
 
     @field_validator("name")
     @classmethod
@@ -232,11 +242,24 @@ class RunSpec(SpecPart):
     @field_validator("environment")
     @classmethod
     def _environment_names_are_names(
-        cls, value: dict[str, str | SecretReference]
+        cls, value: dict[str, str | SecretReference], info: ValidationInfo
     ) -> dict[str, str | SecretReference]:
         wrong = [name for name in value if not _ENVIRONMENT_NAME.fullmatch(name)]
         if wrong:
             raise ValueError(f"{wrong}: expected names such as OMP_NUM_THREADS")
+        own = [name for name in value if name.startswith(_OWN) and name != S3_ENDPOINT]
+        if own and not is_recorded(info):
+            key = KEYS_OF_VARIABLES.get(own[0])
+            advice = f"set {key}" if key else "leave it out"
+            raise ValueError(f"{own[0]}: Holdfast sets the variables HOLDFAST_… itself; {advice}")
+        return value
+
+    @field_validator("config")
+    @classmethod
+    def _steps_are_a_number(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        problem = problem_with_steps(value)
+        if problem and not is_recorded(info):
+            raise ValueError(problem)
         return value
 
     @model_validator(mode="after")
@@ -259,32 +282,10 @@ class RunSpec(SpecPart):
         return self
 
     @model_validator(mode="after")
-    def _srun_has_a_job(self, info: ValidationInfo) -> RunSpec:
-        """Refuse arguments of srun where Holdfast starts none, except in a recorded spec."""
-        given = [key for key in ("container", "srun") if getattr(self.launch, key)]
-        if self.resources.executor == "local" and given and not is_recorded(info):
-            raise ValueError(
-                f"launch.{given[0]} {list(getattr(self.launch, given[0]))}: the local executor "
-                "starts no srun for these arguments; leave them out, set resources.executor = "
-                "'slurm', or name a container's command in launch.wrapper"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _own_checkpoints_are_the_program_s(self, info: ValidationInfo) -> RunSpec:
-        """Refuse keys that would act on checkpoints which only the program itself may change."""
-        if not self.program.is_watched or is_recorded(info):
-            return self
-        if self.launch.torchrun and self.program.launcher == "none":
-            raise ValueError(
-                "launch.torchrun is set although program.launcher is 'none'; leave one of them out"
-            )
-        if self.checkpoint.mirror is not None or self.checkpoint.keep.is_limited:
-            key = "mirror" if self.checkpoint.mirror is not None else "keep"
-            raise ValueError(
-                f"checkpoint.{key} does not apply to program.checkpoints: the program itself "
-                "copies and deletes its checkpoints; leave the key out"
-            )
+    def _every_key_has_an_effect(self, info: ValidationInfo) -> RunSpec:
+        """Refuse keys that cannot act in this run, one problem a line; see `spec_effects`."""
+        if not is_recorded(info) and (problems := problems_of_effects(self)):
+            raise ValueError("\n".join(problems))
         return self
 
     @property
@@ -342,6 +343,22 @@ class RunSpec(SpecPart):
     def given(self) -> dict[str, Any]:
         """The keys that the user gave, without the defaults."""
         return self.model_dump(mode="json", exclude_unset=True)
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Where each key that somebody wrote comes from, by dotted names: see `written`."""
+        return sources_of(self, self._origins)
+
+    @property
+    def origins(self) -> dict[str, str]:
+        """Where keys come from that were not written in the spec itself."""
+        return dict(self._origins)
+
+    def with_origins(self, origins: Mapping[str, str]) -> RunSpec:
+        """Return this spec with the origins of keys that were not written in the spec itself."""
+        spec = self.model_copy()
+        spec._origins = dict(origins)
+        return spec
 
     @property
     def digest(self) -> str:

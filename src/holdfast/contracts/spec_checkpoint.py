@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from math import inf
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictInt, field_validator, model_validator
 
@@ -18,8 +18,16 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kMGTP]?)(i?)B")
 _POWERS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 
 
+def _without_default(schema: dict[str, Any]) -> None:
+    """Leave the default out of the schema of a form, which would fill it in as if it were given."""
+    schema.pop("default", None)
+
+
 class KeepBest(SpecPart):
-    """The checkpoints with the best logged metric. One without the metric does not count."""
+    """The checkpoints with the best logged metric. One without the metric does not count.
+
+    As long as no checkpoint has the metric, all are kept.
+    """
 
     metric: Annotated[str, Field(min_length=1)] = Field(description="metric that the program logs")
     n: Annotated[int, Field(ge=1)] = Field(default=1, description="number of checkpoints")
@@ -79,6 +87,7 @@ class Checkpointing(SpecPart):
 
     interval: StrictInt | str = Field(
         default="auto",
+        json_schema_extra=_without_default,
         description='interval between checkpoints: steps (`500`), time (`"300s"`, `"10m"`, '
         '`"1h"`) or `"auto"`',
     )
@@ -109,6 +118,7 @@ class Checkpointing(SpecPart):
     )
     snapshots: Annotated[StrictInt, Field(ge=1)] | Literal["auto", "off"] = Field(
         default="auto",
+        json_schema_extra=_without_default,
         description="steps between snapshots, which are copies in memory. If the program dies, "
         "Holdfast commits the newest one. `auto` takes as many as cost 3 % of the "
         "time, and `off` takes none",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, Self, get_args
+from typing import Any, Final, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, model_validator
 
@@ -29,6 +29,9 @@ class SpecPart(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", str_strip_whitespace=False)
+    # Text is no number, a number is no text, and true and false are neither. The plugin of mypy
+    # does not see it here, so Python code may give tables for parts.
+    model_config["strict"] = True
 
     @classmethod
     def read(cls, recorded: Any) -> Self:
@@ -42,15 +45,44 @@ class SpecPart(BaseModel):
             return data
         return {key: value for key, value in data.items() if key in cls.model_fields}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _lists_are_tuples(cls, data: Any) -> Any:
+        """Take the lists of TOML, YAML and JSON for tuples, and change no other type."""
+        if not isinstance(data, Mapping):
+            return data
+        fields = cls.model_fields
+        return {
+            key: tuple(value)
+            if isinstance(value, list) and key in fields and _is_tuple(fields[key].annotation)
+            else value
+            for key, value in data.items()
+        }
+
     @model_validator(mode="after")
     def _values_can_be_used(self, info: ValidationInfo) -> Self:
         for name, value in self:
             several_lines = name in _SEVERAL_LINES or is_recorded(info)
+            is_optional = type(self).model_fields[name].default is None
+            if value == "" and is_optional and not is_recorded(info):
+                raise ValueError(
+                    f"{name}: given empty text; expected a value, or leave the key out"
+                )
             if problem := problem_with_value(
                 value, several_lines=several_lines, any_float=name in _SEVERAL_LINES
             ):
                 raise ValueError(f"{name}: {problem}")
         return self
+
+
+def _is_tuple(annotation: Any) -> bool:
+    return get_origin(annotation) is tuple
+
+
+def part_of(annotation: Any) -> type[SpecPart] | None:
+    """Return the part that a field holds, alone, in a list or as one of several types, or None."""
+    kinds = [annotation, *get_args(annotation)]
+    return next((k for k in kinds if isinstance(k, type) and issubclass(k, SpecPart)), None)
 
 
 def unknown_keys(recorded: Mapping[str, Any], model: type[SpecPart], where: str = "") -> list[str]:
@@ -61,8 +93,7 @@ def unknown_keys(recorded: Mapping[str, Any], model: type[SpecPart], where: str 
         if field is None:
             found.append(f"{where}{key}")
             continue
-        kinds = [field.annotation, *get_args(field.annotation)]
-        part = next((k for k in kinds if isinstance(k, type) and issubclass(k, SpecPart)), None)
+        part = part_of(field.annotation)
         if part is not None and isinstance(value, Mapping):
             found += unknown_keys(value, part, f"{where}{key}.")
     return found

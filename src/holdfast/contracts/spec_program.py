@@ -115,17 +115,7 @@ class Program(SpecPart):
         return value
 
     @model_validator(mode="after")
-    def _other_keys_need_checkpoints(self) -> Program:
-        others = sorted(
-            name
-            for name, field in type(self).model_fields.items()
-            if name != "checkpoints" and getattr(self, name) != field.default
-        )
-        if others and not self.is_watched:
-            raise ValueError(
-                f"program.{others[0]} is set without program.checkpoints; set checkpoints to the "
-                "path of the program's own checkpoints, such as 'out/checkpoint-{step}'"
-            )
+    def _complete_proves_something(self) -> Program:
         if self.complete and self.is_overwritten:
             raise ValueError(
                 f"program.complete proves nothing for {self.checkpoints!r}, because its files are "

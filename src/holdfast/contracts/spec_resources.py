@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from holdfast.contracts.node_share import gpus_of, problem_with_sizes
 from holdfast.contracts.slurm_options import problem_with_option
@@ -134,16 +134,11 @@ class Resources(SpecPart):
             )
         return self
 
-    @model_validator(mode="after")
-    def _fallbacks_need_slurm(self, info: ValidationInfo) -> Resources:
-        if self.fallbacks and self.executor != "slurm" and not is_recorded(info):
-            raise ValueError(
-                "fallbacks: only the executor `slurm` has other places; leave them out"
-            )
-        return self
-
     def at(self, place: int) -> Resources:
-        """Return the resources of a place: 0 is the first choice, and n the n-th fallback."""
+        """Return the resources of a place: 0 is the first choice, and n the n-th fallback.
+
+        Raises `ValueError` if the fallback contradicts other keys, which only a recorded spec can.
+        """
         if not 0 < place <= len(self.fallbacks):
             return self
         found = self.fallbacks[place - 1]
@@ -153,7 +148,25 @@ class Resources(SpecPart):
             "qos": found.qos,
             "gpu_type": found.gpu_type,
         }
-        return self.model_copy(update={key: value for key, value in given.items() if value})
+        own = {name: getattr(self, name) for name in self.model_fields_set}
+        # A copy would not be validated. The rules for new specs were applied to the whole spec.
+        return type(self).read({**own, **{key: value for key, value in given.items() if value}})
+
+    def problem_at(self, place: int) -> str:
+        """Return why attempts cannot run at a place; empty if they can."""
+        try:
+            self.at(place)
+        except ValidationError as error:
+            return error.errors()[0]["msg"].removeprefix("Value error, ")
+        return ""
+
+    def next_place(self, place: int) -> int | None:
+        """Return the place where a job goes that waits for too long at `place`; None at the last.
+
+        A fallback that contradicts other keys is passed over. Only recorded specs have such ones.
+        """
+        later = range(place + 1, len(self.fallbacks) + 1)
+        return next((each for each in later if not self.problem_at(each)), None)
 
     def gpu_hour_at(self, place: int) -> float | None:
         """Return the price of a GPU hour at a place; None if the place has none of its own."""

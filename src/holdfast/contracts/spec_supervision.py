@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, Strict, field_validator
 
 from holdfast.contracts.handshake import parse_ports
 from holdfast.contracts.spec_part import SpecPart
@@ -81,12 +81,13 @@ class Supervision(SpecPart):
     )
     pending_timeout_min: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
-        description="minutes that Slurm may keep a job pending. Holdfast then takes it back and "
-        "submits a smaller one, or pauses the run if `elastic` allows none. None: no limit",
+        description="minutes that Slurm may keep a job pending, at the last of "
+        "`resources.fallbacks`. Holdfast then takes it back and submits a smaller one, or pauses "
+        "the run if `elastic` allows none. None: no limit",
     )
     ports: str = Field(
         default="any",
-        pattern=r"^(any|\d{1,5}-\d{1,5})$",
+        pattern=r"^(any|[0-9]{1,5}-[0-9]{1,5})$",
         description="ports between nodes, for the agents and the torchrun store, as `40000-40063`",
     )
     restarts_in_place: Annotated[int, Field(ge=0)] = Field(
@@ -107,7 +108,7 @@ class Supervision(SpecPart):
         "60, eval = 900 }`. Empty: the limits of each phase",
     )
     numerics: Numerics = Numerics()
-    budgets: dict[Cause, Annotated[int, Field(ge=0)]] = Field(
+    budgets: dict[Annotated[Cause, Strict(False)], Annotated[int, Field(ge=0)]] = Field(
         default_factory=dict,
         description="relaunches allowed per cause, as `{ hang = 2 }`. Empty: the default budgets",
     )
@@ -123,7 +124,9 @@ class Supervision(SpecPart):
         "`holdfast submit --allow-early-exit` sets it",
     )
     attempts_max: Annotated[int, Field(ge=1)] = Field(
-        default=1000, description="most attempts of one run"
+        default=1000,
+        description="most attempts of one run, also moves to a fallback and growth. An operator's "
+        "relaunch may exceed it",
     )
 
     @field_validator("notices_url")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from datetime import date, time
 from typing import Any, Final
 
 from pydantic import BaseModel
@@ -39,9 +40,11 @@ def problem_with_value(
     if depth > DEPTH_MAX:
         return f"nested more than {DEPTH_MAX} deep"
     if isinstance(value, Mapping):
+        if unnamed := [key for key in value if not isinstance(key, str)]:
+            return f"{unnamed[0]!r}: expected text as a key; write it in quotes"
         value = [*value.keys(), *value.values()]
     if not isinstance(value, list | tuple):
-        return None
+        return _problem_with_kind(value)
     if len(value) > ITEMS_MAX:
         return f"{len(value)} items, expected at most {ITEMS_MAX}"
     found = (
@@ -49,6 +52,15 @@ def problem_with_value(
         for item in value
     )
     return next((problem for problem in found if problem), None)
+
+
+def _problem_with_kind(value: Any) -> str | None:
+    """Return the problem with a value that TOML or YAML can express and JSON cannot, or None."""
+    if isinstance(value, date | time):
+        return f"{value}: a date or a time; write it in quotes, as text"
+    if isinstance(value, bytes | set):
+        return f"a {type(value).__name__}; expected text, a number, true, false, a list or a table"
+    return None
 
 
 def _problem_with_text(text: str, refused: re.Pattern[str]) -> str | None:

@@ -37,6 +37,7 @@ _REPLACED: Final[Mapping[str, tuple[str, ...]]] = {
     EventKind.DECISION: ("after_attempt",),
     EventKind.ATTEMPT_STATE: ("attempt", "state"),
     EventKind.LIMIT_PASSED: ("limit",),
+    EventKind.METRIC_MISSING: ("key", "metric"),
     EventKind.SIGNAL: ("attempt", "cause"),
     EventKind.ORDER_STATE: ("order",),
 }

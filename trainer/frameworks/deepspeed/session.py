@@ -30,7 +30,7 @@ class DeepSpeedSession(FileSession):
         client_state: dict[str, Any] | None = None,
         *,
         seed: int = 0,
-        interval: int | str = "auto",
+        interval: int | str | None = None,
         directory: str | Path | None = None,
         best: tuple[str, str] | None = None,
     ) -> None:
@@ -41,8 +41,8 @@ class DeepSpeedSession(FileSession):
             client_state: the program's own values, the same on all ranks, such as counters. Every
                 checkpoint contains them. A resume updates this dictionary.
             seed: determines the data order.
-            interval: steps (`50`) or seconds (`"10m"`) between checkpoints, or `"auto"`. The
-                spec's `checkpoint.interval` has precedence.
+            interval: steps (`50`) or seconds (`"10m"`) between checkpoints, or `"auto"`, which is
+                the default. `checkpoint.interval` has precedence where the spec has that key.
             directory: the run's folder when there is no agent: see `Session`.
             best: a logged metric and `"min"` or `"max"`: see `Session`.
 

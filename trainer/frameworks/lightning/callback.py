@@ -60,8 +60,8 @@ class Holdfast(Callback):
     def __init__(
         self,
         *,
-        interval: int | str = "auto",
-        snapshots: int | str = "auto",
+        interval: int | str | None = None,
+        snapshots: int | str | None = None,
         directory: str | Path | None = None,
         strict: bool = True,
         rename: Mapping[str, str] | None = None,

@@ -48,7 +48,7 @@ class CheckpointManager(BaseCheckpointManager):
         """The run's folder when there is no agent of Holdfast."""
 
         snapshots: str = "auto"
-        """Steps between snapshots, "auto" or "off". The run spec has precedence."""
+        """Steps between snapshots, "auto" or "off". A key in the run spec has precedence."""
 
         best: str = ""
         """A logged metric and "min" or "max", such as "validation_metrics/loss min"."""
@@ -143,10 +143,10 @@ class CheckpointManager(BaseCheckpointManager):
             extra={TRAINER: self._state},
             per_rank={} if self._loader is None else {LOADER: self._loader},
             seed=loader.seed if is_ordered else self._trainer.config.debug.seed or 0,
-            interval=config.interval,
+            interval=settings.given(config, "interval"),
             directory=config.directory,
             best=settings.best_of(config),
-            snapshots=config.snapshots,
+            snapshots=settings.given(config, "snapshots"),
             exclude=settings.excluded(config),
             start_from=first if is_continued else None,
             begins_at=begins_at,
@@ -215,12 +215,6 @@ class CheckpointManager(BaseCheckpointManager):
             self._loader.create_iterator()
         log_to(session, trainer.metrics_processor)
         watch_validation(session, trainer, self._complete_step)
-        wanted = settings.overridden_interval(self._config)
-        if wanted is not None and session.rank == 0:
-            logger.info(
-                f"Holdfast: checkpoint.interval is {wanted} in the run spec, which counts, and "
-                f"{self._config.interval} steps in Trainer.Config"
-            )
 
     # --- steps ----------------------------------------------------------------------------
 

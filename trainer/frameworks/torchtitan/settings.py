@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
+from dataclasses import fields
 from typing import Any, Final
 
-from holdfast.contracts import environment
 from holdfast.contracts.errors import SpecError
+from holdfast.trainer.settings import Argument
 
 # Part of torchtitan's state → its name in a checkpoint of Holdfast.
 PARTS: Final = {
@@ -16,6 +16,7 @@ PARTS: Final = {
 }
 FOLDER: Final = "checkpoint"
 EXPORT_DTYPE: Final = "float32"
+CONFIGURATION: Final = "Trainer.Config"
 
 
 def check(config: Any) -> None:
@@ -38,10 +39,11 @@ def best_of(config: Any) -> tuple[str, str] | None:
     return metric, direction
 
 
-def overridden_interval(config: Any) -> str | None:
-    """Return the spec's interval if it counts instead of the configuration's, or None."""
-    wanted = os.environ.get(environment.CHECKPOINT_INTERVAL)
-    return wanted if wanted and wanted != str(config.interval) else None
+def given(config: Any, name: str) -> Argument:
+    """Return a value of the configuration that the run spec can give too."""
+    default = next(field.default for field in fields(config) if field.name == name)
+    value = getattr(config, name)
+    return Argument(value, CONFIGURATION, is_default=value == default)
 
 
 def _of_loading(config: Any) -> list[str]:
