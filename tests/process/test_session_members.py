@@ -373,6 +373,8 @@ MEANT: Final[Mapping[str, tuple[Any, ...]]] = {
     "Session(extra)": (None,),
     "Session(per_rank)": (None,),
     "Session(seed)": (-1,),
+    "Session(interval)": (None,),
+    "Session(snapshots)": (None,),
     "Session(directory)": (None, "text"),
     "Session(best)": (None,),
     "Session(mesh)": (None,),
