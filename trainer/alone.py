@@ -6,6 +6,7 @@ Two sessions would share the node's status table, the flusher and torch's proces
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,10 +24,14 @@ def claimed(session: object, abandon: Callable[[], None]) -> Iterator[None]:
     session is open.
     """
     if is_claimed():
+        # Parts of a session refer to each other, so one that was dropped may still be there.
+        gc.collect()
+    if is_claimed():
         raise SessionError(
             "this process already has a Session; expected one at a time. Give one Session all "
             "models and optimizers as lists, and further objects as extra; or call close() on the "
-            "first before you create the second"
+            "first before you create the second. Something still refers to the first, such as a "
+            "variable, a loop that was left, or the last traceback of an interactive Python"
         )
     # A forked child inherits the entry of its parent. It may open its own session.
     _live.clear()

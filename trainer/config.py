@@ -29,6 +29,8 @@ def config(default: str | Path | None = None) -> dict[str, Any]:
             return table
     if default is None:
         raise SpecError(f"no settings: expected ${CONFIG} to be set, or the path of a TOML spec")
+    if not isinstance(default, str | Path) or not str(default):
+        raise TypeError(f"default={default!r}: expected the path of a TOML spec")
     path = Path(default)
     try:
         document = tomllib.loads(path.read_text())

@@ -18,10 +18,11 @@ from holdfast.contracts.manifest import Manifest
 from holdfast.contracts.mirrors import Tiers
 from holdfast.contracts.rank_status import Phase
 from holdfast.trainer import alone
+from holdfast.trainer.arguments import check_best, check_kinds, check_seed
 from holdfast.trainer.file_engine import FileEngine
 from holdfast.trainer.optimizer_steps import OptimizerSteps
 from holdfast.trainer.saver import PlanStatus, Saver
-from holdfast.trainer.session import Session, check_best
+from holdfast.trainer.session import Session
 from holdfast.trainer.settings import Settings
 from holdfast.trainer.state.file_state import FileState, Framework
 from holdfast.trainer.state.run_state import Restored
@@ -60,13 +61,14 @@ class FileSession(Session):
         all ranks.
         """
         check_best(best)
+        check_kinds(mesh=None, planner=None, directory=directory)
         settings = Settings.without_snapshots(interval, framework.name)
         if local := Tiers.from_environment(os.environ).local:
             raise PreflightError(
                 f"checkpoint.local is {local!r}, and {framework.name} reads files of other nodes. "
                 "Remove checkpoint.local from the spec"
             )
-        self.seed, self._best_of = seed, best
+        self.seed, self._best_of = check_seed(seed), (best[0], best[1]) if best else None
         self._optimizers, self._made_with = OptimizerSteps.unknown(), {}
         with alone.claimed(self, self._abandon):
             self._join(directory, None)

@@ -15,13 +15,13 @@ and `finish_end`. Its own state then says whether the end has still to run.
 from __future__ import annotations
 
 import contextlib
-import sys
+import functools
 import time
-from collections.abc import Iterator, Sequence
-from typing import Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Concatenate, Final, ParamSpec, TypeVar
 
 from holdfast.contracts.agreement import consider
-from holdfast.contracts.errors import SpecError
+from holdfast.contracts.errors import SaveError, SessionError, SpecError
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.rank_status import Phase, Proposal, RankRecord
 from holdfast.contracts.reporting import report
@@ -37,6 +37,9 @@ from holdfast.trainer.rank_context import RankContext
 from holdfast.trainer.saver import Saver
 from holdfast.trainer.signals import SignalFlags
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 NOTICE: Final = "notice"
 DRAWN: Final = (
     "were drawn between the resume and the first step. The generators were reset to the resumed "
@@ -47,6 +50,28 @@ DRAWN: Final = (
 SLOW_PHASES: Final = {
     phase.name.lower(): phase for phase in (Phase.LOAD, Phase.COMPILE, Phase.EVAL, Phase.SAVE)
 }
+
+
+def _part_of_training(
+    method: Callable[Concatenate[Loop, P], R],
+) -> Callable[Concatenate[Loop, P], R]:
+    """Let an exception from `method` end training, unless only a save failed.
+
+    The state may then be bad or half changed, and other ranks may be anywhere.
+    """
+
+    @functools.wraps(method)
+    def call(self: Loop, /, *args: P.args, **options: P.kwargs) -> R:
+        self.require_training()
+        try:
+            return method(self, *args, **options)
+        except SaveError:
+            raise
+        except BaseException as error:
+            self.failure = self.failure or f"{type(error).__name__}: {error}"
+            raise
+
+    return call
 
 
 class Loop:
@@ -67,6 +92,8 @@ class Loop:
     _ended: int | None = None
     total: int | None = None
     epochs: int | None = None
+    # The exception that ended training at a step boundary, as text. No step and no save may follow.
+    failure = ""
     # True if the program has left the loop's generator by `break`, in the middle of a step.
     was_left = False
     _has_entered = _has_noted_end = _has_warned_of_gradients = False
@@ -99,6 +126,7 @@ class Loop:
         """The number of complete optimizer steps."""
         return self._position.completed
 
+    @_part_of_training
     def enter(self) -> bool:
         """Process the boundary before this launch's first step. Return True to leave at once."""
         # The first step compiles and warms up, so it has its own limit of silence.
@@ -111,6 +139,7 @@ class Loop:
         self._has_entered = self._position.has_begun = True
         return self.should_stop
 
+    @_part_of_training
     def boundary(self, *, has_end: bool = False, ends_epoch: bool = False) -> bool:
         """Complete one more step. Return True if this rank must leave now.
 
@@ -140,6 +169,16 @@ class Loop:
         if self._record.finish_step(step):
             self._consider(step)
         return self.should_stop
+
+    def require_training(self) -> None:
+        """Raise `SessionError` if an exception has ended training at a step boundary."""
+        if self.failure:
+            raise SessionError(
+                f"the training of this Session ended after step {self.completed} with "
+                f"{self.failure}. No step and no checkpoint can follow. End the program, and the "
+                "same command continues from the newest checkpoint; or call close() and create "
+                "another Session"
+            )
 
     def promise(self, *, steps: int | None = None, epochs: int | None = None) -> None:
         """Record how many steps or epochs the program will run.
@@ -187,6 +226,7 @@ class Loop:
         self.finish_end()
         return False
 
+    @_part_of_training
     def finish_end(self) -> None:
         """Complete the work after the last step's boundary. A save that waited for it comes now."""
         step = self.completed
@@ -200,6 +240,7 @@ class Loop:
         self._pace.meter.enter(time.monotonic())
         self._record.beat(Phase.TRAIN)
 
+    @_part_of_training
     def finish(self, *, is_declared: bool = True) -> None:
         """Commit the last save of this launch, then record how the launch ended, see `note_end`."""
         self.is_finished = True
@@ -237,18 +278,18 @@ class Loop:
         if self._optimizers.is_trained:
             self.boundary(ends_epoch=ends_epoch)
 
-    def can_finish(self) -> bool:
+    def can_finish(self, *, is_handling: bool) -> bool:
         """Return True if the state may be saved, after any loop. All ranks call this together.
 
         A step that the program left by `break` counts if an optimizer has stepped in it. Nothing
-        may be saved if an exception passes from inside a step, or if ranks left after different
-        steps.
+        may be saved if an exception passes from inside a step, which `is_handling` says, or if
+        ranks left after different steps.
         """
-        if self.should_stop:
+        if self.should_stop or self.failure:
             return False
         if not self.is_inside_step:
             return True
-        if self._optimizers.is_inside or sys.exc_info()[1] is not None:
+        if self._optimizers.is_inside or is_handling:
             return False
         if self._optimizers.is_trained:
             self._record.finish_step(self._position.finish_step())
@@ -262,8 +303,8 @@ class Loop:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Mark a slow phase by its public name. Raises `SpecError` for any other name."""
-        if name not in SLOW_PHASES:
-            raise SpecError(f"phase {name!r}: expected one of {sorted(SLOW_PHASES)}")
+        if not isinstance(name, str) or name not in SLOW_PHASES:
+            raise SpecError(f"phase name={name!r}: expected one of {sorted(SLOW_PHASES)}")
         before = self._record.phase
         self._record.beat(SLOW_PHASES[name])
         try:
@@ -286,7 +327,7 @@ class Loop:
     def warn_of_draws(self, generators: Sequence[str]) -> None:
         """Report which generators were used before the first step, if any."""
         if generators:
-            self._note(f"random numbers ({', '.join(generators)}) {DRAWN}")
+            self.note(f"random numbers ({', '.join(generators)}) {DRAWN}")
 
     def _check_numbers(self) -> None:
         """After the first step of a resume inside an epoch, look for numbers that began at 0."""
@@ -294,9 +335,9 @@ class Loop:
         before = position.resumed_inside * position.batches_per_step
         position.resumed_inside = 0
         if has_restarted(before, position.batches_per_step):
-            self._note(RESTARTED.format(before=before))
+            self.note(RESTARTED.format(before=before))
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
         """Print and journal what a person should know."""
         if self._ranks.rank == 0:
             report(f"holdfast: {text}")
@@ -313,7 +354,7 @@ class Loop:
             "loses some. Make these batches one step: pass the loader's batch_size to "
             "session.distributed_sampler, or call session.boundary() after each optimizer step"
         )
-        self._note(text)
+        self.note(text)
 
     def _is_save_due(self, step: int) -> bool:
         return self.is_checkpoint_wanted or self._pace.cadence.is_due(step)
@@ -343,7 +384,7 @@ class Loop:
 
     def _look_at_signals(self, now: float) -> None:
         for text in self._flags.look(now) if self._flags is not None else ():
-            self._note(text)
+            self.note(text)
 
     def _meet(self, step: int, *, asked: str = "", at: Boundary | None = None) -> None:
         """Meet all ranks at an agreed step, to decide on a save and on the next meeting step.

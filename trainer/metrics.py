@@ -6,6 +6,7 @@ step waits for it. Metrics are buffered and written about once a second.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -19,7 +20,7 @@ from typing import Any, Final
 
 from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.durable import make_directory
-from holdfast.contracts.errors import HoldfastError
+from holdfast.contracts.errors import HoldfastError, SpecError
 from holdfast.contracts.filesystems import send_flag
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.paths import folder_of
@@ -34,6 +35,8 @@ FLUSH_S: Final = 1.0
 CHECKPOINT_BYTES_MAX: Final = 256 * 1024
 QUEUE_MAX: Final = 100_000
 CLOSE_TIMEOUT_S: Final = 30.0
+# The names of a line that are no metrics.
+RESERVED: Final = ("step", "time")
 NOTHING: Final[Mapping[str, str]] = {}
 
 _More = Callable[[], dict[str, Any]]
@@ -168,6 +171,41 @@ def open_recorder(context: RankContext) -> Recorder:
         named_metrics(record),
         attempt=who.attempt,
         launch=who.launch,
+    )
+
+
+def numbers_in(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return logged metrics as numbers.
+
+    Raises `SpecError` for a name in `RESERVED`, and `TypeError` for a value that is not one number.
+    """
+    for name in RESERVED:
+        if name in values:
+            raise SpecError(
+                f"log({name}={values[name]!r}): each line of metrics has its own {name}, so no "
+                f"metric can have this name; log it under another one, such as my_{name}"
+            )
+    return {name: number_of(value, f"log({name}=...)") for name, value in values.items()}
+
+
+def number_of(value: Any, given: str) -> float:
+    """Return a number, or a tensor or array of one element, as a float.
+
+    True counts as 1 and False as 0. For other values, raises `TypeError` whose text begins with
+    `given`.
+    """
+    if type(value) is float:
+        return value
+    try:
+        # The type of a value that is no number is reported below.
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+            if not isinstance(value, str | bytes | bytearray):
+                return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+    shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+    raise TypeError(
+        f"{given}: {type(value).__name__}{shape}; expected a number, or a tensor of one element"
     )
 
 

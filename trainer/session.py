@@ -20,22 +20,31 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from holdfast.contracts.errors import SpecError
 from holdfast.trainer import alone
+from holdfast.trainer.arguments import (
+    check_best,
+    check_kinds,
+    check_model,
+    check_named,
+    check_seed,
+    check_stateful,
+    truth,
+    whole,
+)
 from holdfast.trainer.data.order import Batch
 from holdfast.trainer.data.sampler import ElasticDistributedSampler, ElasticSampler, check_order
 from holdfast.trainer.loading.restore import load_tensors
-from holdfast.trainer.metrics import improved
+from holdfast.trainer.metrics import improved, numbers_in
 from holdfast.trainer.optimizer_steps import OptimizerSteps
 from holdfast.trainer.saver import Saver
-from holdfast.trainer.session_parts import SessionParts
+from holdfast.trainer.session_parts import SessionParts, while_open
 from holdfast.trainer.settings import Settings
 from holdfast.trainer.signals import ignore_stop_signals
 from holdfast.trainer.state.fit import Fit
@@ -48,13 +57,6 @@ from holdfast.trainer.trackers.sink import open_sink
 from holdfast.trainer.trackers.tracker import Tracker
 
 T = TypeVar("T")
-BETTER: Final = ("min", "max")
-
-
-def check_best(best: tuple[str, str] | None) -> None:
-    """Raise `SpecError` unless `best` is a metric's name and one of `BETTER`, or None."""
-    if best is not None and best[1] not in BETTER:
-        raise SpecError(f"best={best!r}: expected a metric's name and one of {BETTER}")
 
 
 def _saver_of(state: TrainState, planner: SavePlanner | None) -> partial[Saver]:
@@ -127,26 +129,44 @@ class Session(SessionParts):
         left, `SessionError` if this process has an open Session, and `SpecError` for an argument.
         """
         check_best(best)
+        check_model(model)
+        check_stateful(optimizer, "optimizer")
+        check_stateful(scheduler, "scheduler")
+        check_named(extra, "extra")
+        check_named(per_rank, "per_rank")
+        check_kinds(mesh=mesh, planner=planner, directory=directory)
+        fit = Fit.of(strict=strict, rename=rename, exclude=exclude)
         settings = Settings.of(interval, snapshots)
-        self.seed, self._best_of = seed, best
+        self.seed, self._best_of = check_seed(seed), (best[0], best[1]) if best else None
         optimizers, schedulers = listed(optimizer), listed(scheduler)
         with alone.claimed(self, self._abandon):
             self._optimizers = OptimizerSteps(map(unwrap, optimizers))
             self._made_with = describe_made(map(unwrap, optimizers), schedulers)
             self._join(directory, mesh)
-            state = TrainState(
-                model,
-                optimizers,
-                schedulers,
-                extra,
-                per_rank=per_rank,
-                fit=Fit.of(strict=strict, rename=rename, exclude=exclude),
-                rank=self._ranks.rank,
-                world_size=self._ranks.world_size,
-            )
+            state = self._state_of(model, optimizers, schedulers, extra, per_rank, fit)
             warn_of_local_buffers(extra or {}, self.rank, self.world_size)
             load = partial(load_tensors, self._ranks, state)
             self._start(self._restore(state, _saver_of(state, planner), load), settings)
+
+    def _state_of(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        schedulers: Sequence[Stateful],
+        extra: Mapping[str, Any] | None,
+        per_rank: Mapping[str, Any] | None,
+        fit: Fit,
+    ) -> TrainState:
+        return TrainState(
+            model,
+            optimizers,
+            schedulers,
+            extra,
+            per_rank=per_rank,
+            fit=fit,
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
+        )
 
     # --- where training stands ------------------------------------------------------------
 
@@ -186,10 +206,11 @@ class Session(SessionParts):
     @property
     def stop_requested(self) -> bool:
         """True as soon as a stop is requested. Ranks see it at different times."""
-        return self._context.status_table.stopping
+        return self.should_stop if self._is_closed else self._context.status_table.stopping
 
     # --- the loop -------------------------------------------------------------------------
 
+    @while_open
     def steps(self, total: int) -> Iterator[int]:
         """Iterates over the remaining steps, counted from 1, up to `total`.
 
@@ -197,7 +218,7 @@ class Session(SessionParts):
         have agreed to stop. By then the last checkpoint is committed. Raises `SaveError` if it
         could not be.
         """
-        loop = self._loop
+        loop, total = self._loop, whole(total, "total")
         loop.leave_step()
         if not loop.is_in_epochs:
             loop.promise(steps=total)
@@ -216,6 +237,7 @@ class Session(SessionParts):
         if not loop.is_in_epochs:
             loop.finish()
 
+    @while_open
     def epochs(self, total: int) -> Iterator[int]:
         """Iterates over the remaining epochs, counted from 0, up to `total` - 1.
 
@@ -225,7 +247,7 @@ class Session(SessionParts):
         Then `should_stop` is true, and the program must leave out the end of the epoch. Raises
         `SaveError` if the last checkpoint could not be committed.
         """
-        loop, position = self._loop, self._position
+        loop, position, total = self._loop, self._position, whole(total, "total")
         loop.leave_step()
         loop.promise(epochs=total)
         position.begin_epochs(self._began_in[0], in_epoch=self._began_in[1])
@@ -243,6 +265,7 @@ class Session(SessionParts):
             loop.is_in_epochs = False
         loop.finish()
 
+    @while_open
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Iterates over `loader`. Each batch is one step.
 
@@ -255,6 +278,7 @@ class Session(SessionParts):
         """
         return (batch for _, batch in self.enumerate(loader))
 
+    @while_open
     def enumerate(self, loader: Iterable[T]) -> Iterator[tuple[int, T]]:
         """Iterates over `loader` as `batches` does, with the number of each batch in its epoch.
 
@@ -284,7 +308,9 @@ class Session(SessionParts):
         loop.is_at_end = loop.is_in_epochs
 
     def _batches_per_step(self, loader: Iterable[Any]) -> int:
-        """Return how many batches of `loader` are one step. Raises `SpecError` as `batches`."""
+        """Return how many batches of `loader` are one step. Raises as `batches`."""
+        if not (isinstance(loader, Iterable) or hasattr(loader, "__getitem__")):
+            raise TypeError(f"loader={loader!r}: expected an iterable of batches")
         return check_order(loader)
 
     def _ends_step(self, number: int, parts: int) -> bool:
@@ -300,6 +326,7 @@ class Session(SessionParts):
         """
         return self._position.batches_before(self._position.batches_per_step)
 
+    @while_open
     def boundary(self) -> bool:
         """Ends one step in a loop that you write yourself; saves if a checkpoint is due.
 
@@ -307,10 +334,13 @@ class Session(SessionParts):
         """
         return self._loop.boundary()
 
+    @while_open
     def checkpoint(self) -> None:
         """Requests a checkpoint at the end of this step or epoch. Call it on every rank."""
+        self._loop.require_training()
         self._loop.is_checkpoint_wanted = True
 
+    @while_open
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[Session]:
         """A context manager for a slow phase: `"eval"`, `"compile"`, `"load"` or `"save"`.
@@ -321,12 +351,14 @@ class Session(SessionParts):
         with self._loop.phase(name):
             yield self
 
+    @while_open
     def beat(self) -> None:
         """Reports, inside a slow phase, that this rank is alive."""
         self._record.beat(self._record.phase)
 
     # --- data -----------------------------------------------------------------------------
 
+    @while_open
     def batch(self, dataset_size: int, global_batch: int, *, ahead: int = 0) -> Batch:
         """Returns this rank's sample ids of the current step, or of the step `ahead` steps later.
 
@@ -336,15 +368,19 @@ class Session(SessionParts):
         ranks. Raises `SpecError` if the ranks cannot share the global batch evenly, or if the
         dataset is smaller than the global batch.
         """
-        return self._position.batch(dataset_size, global_batch, ahead)
+        size, batch = whole(dataset_size, "dataset_size"), whole(global_batch, "global_batch")
+        return self._position.batch(size, batch, whole(ahead, "ahead"))
 
+    @while_open
     def sampler(self, dataset_size: int, global_batch: int, total: int) -> ElasticSampler:
         """Returns a `batch_sampler` for a DataLoader: one batch per step, up to step `total`.
 
         An iteration begins with the current step. torchdata's `StatefulDataLoader` works too.
         """
-        return self._position.sampler(dataset_size, global_batch, total)
+        size, batch = whole(dataset_size, "dataset_size"), whole(global_batch, "global_batch")
+        return self._position.sampler(size, batch, whole(total, "total"))
 
+    @while_open
     def distributed_sampler(
         self, dataset_size: int, global_batch: int, *, batch_size: int | None = None
     ) -> ElasticDistributedSampler:
@@ -354,7 +390,9 @@ class Session(SessionParts):
         global_batch / ranks, or less for gradient accumulation. Raises `SpecError` if it does not
         divide that number.
         """
-        return self._position.distributed_sampler(dataset_size, global_batch, batch_size)
+        size, batch = whole(dataset_size, "dataset_size"), whole(global_batch, "global_batch")
+        part = None if batch_size is None else whole(batch_size, "batch_size", least=1)
+        return self._position.distributed_sampler(size, batch, part)
 
     @staticmethod
     def worker_init(_worker: int) -> None:
@@ -367,16 +405,22 @@ class Session(SessionParts):
 
     # --- metrics --------------------------------------------------------------------------
 
-    def log(self, **values: float) -> None:
-        """Records metrics of the current step. Rank 0 writes its own to the run's folder."""
-        step = self._loop.step_under_way
-        self.best = improved(self.best, self._best_of, values, step)
-        if self._guard.metric in values and self._observed != step:
-            self._guard.observe(step, values[self._guard.metric])
-        self._recorder.log(step, values)
-        for sink in self._sinks:
-            sink.log(step, values)
+    @while_open
+    def log(self, /, **values: float) -> None:
+        """Records metrics of the current step. Rank 0 writes its own to the run's folder.
 
+        Raises `SpecError` for a metric named `step` or `time`, which each line of metrics has
+        already, and `TypeError` for a value that is not one number.
+        """
+        numbers, step = numbers_in(values), self._loop.step_under_way
+        self.best = improved(self.best, self._best_of, numbers, step)
+        if self._guard.metric in numbers and self._observed != step:
+            self._guard.observe(step, numbers[self._guard.metric])
+        self._recorder.log(step, numbers)
+        for sink in self._sinks:
+            sink.log(step, numbers)
+
+    @while_open
     def observe(self, loss: float | Tensor) -> None:
         """Watches a loss of the current step without writing it and without waiting for the GPU.
 
@@ -388,12 +432,15 @@ class Session(SessionParts):
         self._recorder.watch.meet((self._guard.metric,))
         self._guard.observe(self._observed, loss)
 
+    @while_open
     def track(self, tracker: Tracker) -> None:
         """Sends what `log` records to an experiment tracker, too. Call it on every rank.
 
         The tracker has one run over all relaunches. Only rank 0 opens it. A tracker that cannot
         be opened, or does not answer, is reported and does not stop training.
         """
+        if not isinstance(tracker, Tracker):
+            raise TypeError(f"tracker={tracker!r}: expected a Tracker of holdfast.trainer.trackers")
         if self._ranks.rank == 0:
             sink = open_sink(tracker, self._context, self._recorder, step=self.step)
             self._sinks += [sink] if sink is not None else []
@@ -404,19 +451,25 @@ class Session(SessionParts):
         """Saves the state that is not saved yet, waits for the commit, releases all resources.
 
         After a loop that was left by `break`, the last step counts if an optimizer has stepped in
-        it. If an exception passes from inside a step, nothing is saved. Raises `SaveError` if the
-        last checkpoint could not be committed.
+        it. After an exception, nothing is saved: neither while it passes, as in a `finally` block,
+        nor later if it came from a step boundary, such as `NumericsError`. Further calls do
+        nothing. Raises `SaveError` if the last checkpoint could not be committed.
 
         A program that calls this before its last step declares that it is complete, as after early
         stopping. Pass `may_end_early=False` where code of a framework calls it, whatever the reason
         why training ended: an end before the promised number of steps is then incomplete.
         """
+        truth(may_end_early, "may_end_early")
         if self._is_closed or self._is_in_child:
+            return
+        if self.has_failed:
+            self._leave(None, wait=True)
             return
         is_orderly = False
         try:
-            if not self._loop.is_finished and self._loop.can_finish():
-                self._loop.finish(is_declared=may_end_early)
+            loop, is_handling = self._loop, self._is_handling
+            if not loop.is_finished and loop.can_finish(is_handling=is_handling):
+                loop.finish(is_declared=may_end_early)
             else:
                 self._saver.wait()
                 self._loop.note_end(is_declared=may_end_early)
@@ -424,6 +477,7 @@ class Session(SessionParts):
         finally:
             self._release(wait=True, is_orderly=is_orderly)
 
+    @while_open
     def __enter__(self) -> Session:
         return self
 
@@ -435,7 +489,5 @@ class Session(SessionParts):
     ) -> None:
         if error is None:
             self.close()
-            return
-        # The other ranks may be anywhere, so do not wait. The flusher commits sealed slots.
-        self._failures.write(error)
-        self._release(wait=False)
+        else:
+            self._leave(error, wait=False)

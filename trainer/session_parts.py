@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
+import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from holdfast.contracts.errors import SessionError
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.rank_status import NOWHERE, Phase
 from holdfast.contracts.reporting import report
@@ -27,9 +31,24 @@ from holdfast.trainer.saver import Captured, Saver
 from holdfast.trainer.settings import Settings
 from holdfast.trainer.signals import FailureRecord, SignalFlags, end_deaf_helpers_at_exit
 from holdfast.trainer.state.made_with import changes
-from holdfast.trainer.state.run_state import MADE_WITH, STEPS_IN_EPOCH, Progress, RunState
+from holdfast.trainer.state.run_state import LOSSES, MADE_WITH, STEPS_IN_EPOCH, Progress, RunState
 from holdfast.trainer.stop_coordinator import StopCoordinator
 from holdfast.trainer.trackers.sink import TrackerSink
+
+S = TypeVar("S", bound="SessionParts")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def while_open(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Let `method` raise `SessionError` after the session has ended, and in a forked child."""
+
+    @functools.wraps(method)
+    def call(self: S, /, *args: P.args, **options: P.kwargs) -> R:
+        self._require_open(method.__name__)
+        return method(self, *args, **options)
+
+    return call
 
 
 class SessionParts:
@@ -51,12 +70,14 @@ class SessionParts:
     _optimizers: OptimizerSteps
     # The values with which the program made optimizers and schedulers, see `made_with`.
     _made_with: dict[str, Any]
+    # The exception that the program handled when its loop began, which is none of the loop's.
+    _around: int | None = None
 
     def _join(self, directory: str | Path | None, mesh: DeviceMesh | None) -> None:
         """Join the other ranks, and register in the node's status table."""
         # A loader may start its workers while it is restored, and fail.
         end_deaf_helpers_at_exit()
-        self._sinks = []
+        self._sinks, self._around = [], _handled()
         self._owner = os.getpid()
         self._failures = FailureRecord()
         self._ranks = open_control_group()
@@ -88,6 +109,11 @@ class SessionParts:
         self._saver.began_at(found.step, found.checkpoint, found.manifest)
         self.resumed_from = found.checkpoint
         self.best = found.best if self._is_of(found.best) else {}
+        if found.best and not self.best and self._best_of is not None:
+            self._note(
+                f"session.best begins again for {' '.join(self._best_of)}: the checkpoint has the "
+                f"best {found.best.get('metric')}, {found.best.get('mode')}"
+            )
         self._began_in = found.epoch, found.in_epoch
         self._note_changes(found.program.get(MADE_WITH, {}))
         self._position = Position(
@@ -109,6 +135,7 @@ class SessionParts:
         self._guard = LossGuard(
             self._context, self._ranks, self._record, self._position, self._saver, self._state
         )
+        self._guard.resume(map(float, found.program.get(LOSSES, ())))
         awaits_state = bool(self._ranks.largest([self._state.awaits_first_step])[0])
         pace = Pace(
             settings.interval,
@@ -137,10 +164,13 @@ class SessionParts:
             self._stop_coordinator = StopCoordinator(self._context, self._recorder.event)
         # Work that the program still does before its first step counts as loading.
         self._record.beat(Phase.LOAD)
+        # Without a reference: a session that nothing uses any more is released, see `__del__`.
+        self._at_exit = functools.partial(_release_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
 
     def _enter_loop(self, *, is_last: bool) -> bool:
         """Restore the random generators and begin the loop. Return True to leave it at once."""
+        self._around = _handled()
         self._loop.warn_of_draws(self._state.rewind_generators(is_last=is_last))
         return self._loop.enter()
 
@@ -155,9 +185,63 @@ class SessionParts:
             program={
                 MADE_WITH: self._made_with,
                 STEPS_IN_EPOCH: self._position.steps_in_epoch,
+                LOSSES: self._guard.losses,
             },
         )
         return self._state.capture(progress)
+
+    @property
+    def has_failed(self) -> bool:
+        """True if an exception ended training, so that `close` saves nothing.
+
+        It came from a step boundary, or the program handles it now, as in a `finally` block.
+        """
+        return bool(self._loop.failure) or self._passing() is not None
+
+    def _passing(self) -> BaseException | None:
+        """Return the exception that passes from the program's loop to its caller, or None."""
+        error = sys.exc_info()[1]
+        is_exit = isinstance(error, GeneratorExit) or (
+            isinstance(error, SystemExit) and error.code in (None, 0)
+        )
+        return error if self._is_handling and not is_exit else None
+
+    @property
+    def _is_handling(self) -> bool:
+        """True while the program handles an exception that it did not handle before its loop."""
+        return _handled() not in (None, self._around)
+
+    def _leave(self, error: BaseException | None, *, wait: bool) -> None:
+        """Release all resources after an exception, as after a crash.
+
+        The other ranks may be anywhere, so nothing is saved. The flusher commits sealed slots.
+        """
+        if self._is_closed or self._is_in_child:
+            return
+        error = error or self._passing()
+        if error is not None:
+            self._failures.write(error)
+        step, failure = self._loop.completed, self._loop.failure or type(error).__name__
+        if not self._saver.has_staged(step):
+            cause = failure.partition(":")[0]
+            self._loop.note(
+                f"no last checkpoint after step {step}, because training ended: {cause}"
+            )
+        self._release(wait=wait)
+
+    def _require_open(self, name: str) -> None:
+        """Raise `SessionError` if this session has ended, or if this process is a forked child."""
+        if self._is_closed:
+            raise SessionError(
+                f"{name}: this Session has ended after step {self._loop.completed}, because it was "
+                "closed. Call it before close() or the end of the with block; or create another "
+                "Session, which continues from the newest checkpoint"
+            )
+        if self._is_in_child:
+            raise SessionError(
+                f"{name}: this process is a fork of the process {self._owner}, to which the "
+                "Session belongs. Call it there, and send it what this process has found"
+            )
 
     def _release(self, *, wait: bool, is_orderly: bool = False) -> None:
         """Release all resources. With `wait`, also wait until the session's own flusher has ended.
@@ -187,6 +271,7 @@ class SessionParts:
 
     def _abandon(self) -> None:
         """Clean up after a failed constructor as after a crash, so that another can be created."""
+        self._is_closed = True
         for name in ("_stop_coordinator", "_recorder", "_flags", "_optimizers"):
             part = getattr(self, name, None)
             if part is not None:
@@ -218,10 +303,27 @@ class SessionParts:
             "use the new ones, set them after you create the Session. The page `Change a run` of "
             "the documentation shows how"
         )
+        self._note(text)
+
+    def _note(self, text: str) -> None:
+        """Print and journal what a person should know."""
         if self._ranks.rank == 0:
             report(f"holdfast: {text}")
         self._recorder.event(EventKind.NOTE, text=text)
 
-    def _at_exit(self) -> None:
-        """Write the journal lines and metrics of a program that ends without `close`."""
-        self._release(wait=False)
+    def __del__(self) -> None:
+        """Release all resources of a session that the program dropped, as after a crash."""
+        if hasattr(self, "_loop"):
+            self._release(wait=False)
+
+
+def _release_at_exit(session: weakref.ref[SessionParts]) -> None:
+    """Write the journal lines and metrics of a program that ends without `close`."""
+    if (held := session()) is not None:
+        held._release(wait=False)
+
+
+def _handled() -> int | None:
+    """Return the identity of the exception that is being handled, without keeping it alive."""
+    error = sys.exc_info()[1]
+    return None if error is None else id(error)

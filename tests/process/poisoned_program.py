@@ -56,7 +56,8 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     dist.init_process_group("gloo")
     own = Trained(settings["poison"])
-    with Session(own.model, own.optimizer, seed=SEED) as session:
+    session = Session(own.model, own.optimizer, seed=SEED)
+    try:
         with open(_record(session), "a") as record:
             for step in session.steps(int(settings["steps"])):
                 ids = session.batch(SAMPLES, GLOBAL_BATCH)
@@ -67,6 +68,9 @@ def main() -> None:
         weights = {"own": own.digest(), "spared": spared(settings, session).digest()}
         path = session.run_directory / f"weights{session.rank}.json"
         path.write_text(json.dumps(weights))
+    finally:
+        # After a loss that is NaN, this saves nothing.
+        session.close()
     dist.destroy_process_group()
 
 

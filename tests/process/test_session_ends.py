@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from holdfast.contracts import environment
+from holdfast.contracts.errors import NumericsError, SessionError, SpecError
 from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.paths import RunPaths
-from holdfast.trainer import load_checkpoint
+from holdfast.lineage.metric_rows import parse_line
+from holdfast.trainer import Session, load_checkpoint
 from holdfast.trainer.frameworks.session import FrameworkSession
 
 
@@ -96,3 +105,203 @@ def test_a_logged_mean_does_not_count_beside_the_losses_of_its_step(tmp_path: Pa
     assert not session.boundary()
     session.close()
     assert [manifest.step for manifest in training.manifests()] == [1]
+
+
+def lose(training: Training, steps: int = 12, bad: int = 6) -> Iterator[int]:
+    """Train, and log NaN in step `bad`. The policy is to stop, at a later boundary."""
+    for step in training.session.steps(steps):
+        training.step()
+        training.session.log(loss=math.nan if step == bad else 1.0)
+        yield step
+
+
+def in_finally(training: Training) -> None:
+    try:
+        list(lose(training))
+    finally:
+        training.session.close()
+
+
+def after_the_error(training: Training) -> None:
+    with contextlib.suppress(NumericsError):
+        list(lose(training))
+    assert sys.exc_info()[1] is None
+    with pytest.raises(SessionError, match=r"ended after step .* with NumericsError"):
+        next(training.session.steps(12))
+    training.session.close()
+
+
+def in_a_with_block(training: Training) -> None:
+    with training.session, contextlib.suppress(NumericsError):
+        list(lose(training))
+
+
+def by_a_generator(training: Training) -> None:
+    def batches() -> Iterator[int]:
+        try:
+            yield from lose(training)
+        finally:
+            training.session.close()
+
+    list(batches())
+
+
+def between_boundaries(training: Training) -> None:
+    """The weights are those of step 6, which has no boundary."""
+    try:
+        for _ in range(5):
+            training.step()
+            training.session.boundary()
+        training.step()
+        raise NumericsError("found by the program")
+    finally:
+        training.session.close()
+
+
+ENDINGS = (in_finally, after_the_error, in_a_with_block, by_a_generator, between_boundaries)
+
+
+@pytest.mark.parametrize("end", ENDINGS, ids=lambda end: end.__name__)
+def test_nothing_is_saved_after_an_exception_whoever_closes(
+    tmp_path: Path, end: Callable[[Training], None]
+) -> None:
+    training = Training(tmp_path / "run", interval=4)
+    with contextlib.suppress(NumericsError):
+        end(training)
+    training.session.close()
+    assert [manifest.step for manifest in training.manifests()] == [4]
+    # The process may continue with another session, from the checkpoint before the bad loss.
+    again = Training(tmp_path / "run")
+    assert again.session.step == 4
+    again.session.close()
+
+
+def test_an_exception_around_the_loop_does_not_count(tmp_path: Path) -> None:
+    """A program may train inside a handler, as after a missing module."""
+    try:
+        raise ImportError("a faster kernel is missing")
+    except ImportError:
+        training = Training(tmp_path / "run")
+        for step in training.session.steps(9):
+            training.step()
+            if step == 3:
+                break
+        training.session.close()
+    assert [manifest.step for manifest in training.manifests()] == [3]
+
+
+def test_a_session_that_has_ended_says_so(tmp_path: Path) -> None:
+    training = Training(tmp_path / "run", best=("loss", "min"))
+    session = training.session
+    for step in session.steps(2):
+        training.step()
+        session.log(loss=float(step))
+    for _ in range(2):
+        session.close()
+    acting: dict[str, Callable[[], object]] = {
+        "steps": lambda: session.steps(5),
+        "epochs": lambda: session.epochs(5),
+        "batches": lambda: session.batches([1]),
+        "enumerate": lambda: session.enumerate([1]),
+        "boundary": session.boundary,
+        "finish_end": session.finish_end,
+        "checkpoint": session.checkpoint,
+        "phase": lambda: session.phase("eval"),
+        "beat": session.beat,
+        "batch": lambda: session.batch(8, 4),
+        "sampler": lambda: session.sampler(8, 4, 2),
+        "distributed_sampler": lambda: session.distributed_sampler(8, 4),
+        "log": lambda: session.log(loss=1.0),
+        "observe": lambda: session.observe(1.0),
+        "__enter__": session.__enter__,
+    }
+    for name, act in acting.items():
+        with pytest.raises(SessionError, match=f"^{name}: this Session has ended after step 2"):
+            act()
+    # What is only read stays.
+    assert (session.step, session.should_stop, session.stop_requested) == (2, False, False)
+    assert (session.best["value"], session.resumed_from, session.rank) == (1.0, None, 0)
+
+
+def test_a_logged_line_is_written_whole_or_refused_by_name(tmp_path: Path) -> None:
+    training = Training(tmp_path / "run")
+    session = training.session
+    session.begin(1)
+    refused: dict[str, Any] = {"a": None, "b": "0.5", "c": torch.ones(2), "d": [1], "e": 1j}
+    for name, value in refused.items():
+        with pytest.raises(TypeError, match=rf"log\({name}=\.\.\.\): {type(value).__name__}"):
+            session.log(loss=1.0, **{name: value})
+    for name in ("step", "time"):
+        with pytest.raises(SpecError, match=f"log\\({name}=7\\).*such as my_{name}"):
+            Session.log(session, loss=1.0, **{name: 7})
+    # A framework's own names are carried. `self` is a name like others.
+    odd: dict[str, Any] = {"self": torch.tensor([3]), "yes": True, "huge": 10**400}
+    session.log(step=7, time=8, **odd)
+    training.step()
+    session.boundary()
+    session.close()
+    path = training.run.metrics_of(0, 1)
+    line = parse_line(path.read_bytes())
+    assert line is not None
+    last = {name: spread[1] for name, spread in line.data.items()}
+    assert (line.step, line.time > 1e9) == (1, True)
+    assert last == {"logged_step": 7, "logged_time": 8, "self": 3, "yes": 1, "huge": None}
+
+
+def test_a_second_bad_loss_that_reaches_the_weights_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one leaves the weights whole, and is skipped."""
+    numerics = {"on_nan": "skip", "margin_steps": 1, "skip_steps": 2}
+    monkeypatch.setenv(environment.NUMERICS, json.dumps(numerics))
+    training = Training(tmp_path / "run", interval=4)
+
+    def train() -> None:
+        for step in training.session.steps(20):
+            training.session.log(loss=math.nan if step in (5, 10) else 1.0)
+            training.step()
+            if step == 10:
+                training.model.weight.data.fill_(math.nan)
+
+    with pytest.raises(NumericsError, match=r"the loss of step 10 is nan; roll back to step-0+8\."):
+        train()
+    assert [manifest.step for manifest in training.manifests()] == [4, 8]
+    training.session.close()
+
+
+def test_a_resume_remembers_the_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numerics = {"on_spike": "stop", "window": 16}
+    monkeypatch.setenv(environment.NUMERICS, json.dumps(numerics))
+
+    def train(losses: list[float]) -> None:
+        training = Training(tmp_path / "run")
+        session = training.session
+        with session:
+            session.begin(20)
+            for loss in losses:
+                session.log(loss=loss)
+                training.step()
+                session.boundary()
+
+    train([1.0] * 8)
+    with pytest.raises(NumericsError, match="the loss of step 9, 9, is above the limit"):
+        train([9.0, 1.0, 1.0, 1.0])
+
+
+def test_a_session_that_was_dropped_makes_room_for_another(tmp_path: Path) -> None:
+    training = Training(tmp_path / "run")
+    for step in training.session.steps(9):
+        training.step()
+        if step == 3:
+            break
+    with pytest.raises(SessionError, match="Something still refers to the first"):
+        Training(tmp_path / "other")
+    del training
+    again = Training(tmp_path / "run")
+    assert again.session.step == 0
+    thread = threading.Thread(target=again.session.close)
+    thread.start()
+    thread.join()
+    # A thread may close the session too.
+    last = Training(tmp_path / "other")
+    last.session.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,21 @@ def test_home_and_root_follow_the_environment(
     monkeypatch.setenv("HOLDFAST_ROOT", "~/root")
     assert default_root() == tmp_path / "root"
     assert checkpoint_id("run", "step") == "run:step"
+
+
+@pytest.mark.parametrize(
+    ("variable", "read"), [("HOLDFAST_HOME", holdfast_home), ("HOLDFAST_ROOT", default_root)]
+)
+def test_a_relative_folder_is_the_same_for_processes_that_start_elsewhere(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    read: Callable[[], Path],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(variable, "mine")
+    assert read() == tmp_path / "mine"
+    # A child has the environment of this process, and may have another folder.
+    (tmp_path / "else").mkdir()
+    monkeypatch.chdir(tmp_path / "else")
+    assert read() == tmp_path / "mine"

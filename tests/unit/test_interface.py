@@ -82,7 +82,7 @@ def test_other_nodes_call_node_0_at_the_addresses_of_the_interface(tmp_path: Pat
 def environment_of(given: dict[str, str], inherited: dict[str, str], **launch: Any) -> Any:
     spec = spec_of(launch=launch)
     request = build_request(record_of(spec), spec, attempt=1, gpus=spec.gpus, reason="test")
-    run = SimpleNamespace(directory="/r")
+    run = SimpleNamespace(directory=Path("/r"))
     context: Any = SimpleNamespace(request=request, run=run, node=0, nodes=2)
     handles: Any = SimpleNamespace(status_table="b", flusher="f")
     return build_environment(context, 1, handles, inherited, given)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
@@ -30,7 +31,7 @@ from holdfast.contracts.errors import (
 from holdfast.contracts.leases import readers
 from holdfast.contracts.manifest import FileEntry, Manifest
 from holdfast.contracts.paths import MANIFEST, RunPaths
-from holdfast.trainer import load_checkpoint
+from holdfast.trainer import load_checkpoint, load_pretrained
 from holdfast.trainer.loading.compare_keys import Selection
 from holdfast.trainer.loading.reader import load_state
 from holdfast.trainer.planning.metadata import read_metadata
@@ -358,3 +359,39 @@ def test_a_target_of_another_type_is_refused_with_the_function_to_use(
     with pytest.raises(TypeError, match=words) as refused:
         load_checkpoint(saved(tmp_path), model, optimizer)
     assert "reader.load_state(Path(directory), state, group=None)" in str(refused.value)
+
+
+def test_names_to_include_and_exclude_are_names(tmp_path: Path) -> None:
+    """One text is one name, and a name that fits no key is refused before anything is loaded."""
+    torch.manual_seed(0)
+    saved = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    save_with_dcp({"model": saved.state_dict()}, checkpoint_id=str(tmp_path))
+
+    def loaded(**selection: Any) -> list[str]:
+        """The parameters that a load changes."""
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        load_checkpoint(tmp_path, model, **selection)
+        now = model.state_dict()
+        return [name for name, value in before.items() if not torch.equal(value, now[name])]
+
+    every = ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert loaded(include="model.0") == loaded(exclude="model.1") == every[:2]
+    assert loaded(include=["model.0", "model.1.bias"]) == [*every[:2], "1.bias"]
+    # A program may leave out the optimizer of any checkpoint.
+    assert loaded(exclude="optimizer") == loaded(include=["model", "optimizer"]) == every
+    near: dict[str, Any] = {"include": "model.O", "exclude": ["model.1.wieght"]}
+    for title, names in near.items():
+        with pytest.raises(KeyMismatchError, match=rf"{title} 'model.*no key.*did you mean model"):
+            loaded(**{title: names}, strict=False)
+    with pytest.raises(KeyMismatchError, match=r"did you mean model\.0\.weight"):
+        loaded(rename={"model.0.wait": "model.0.weight"})
+    for title, value in {
+        "include": 3, "exclude": [1], "rename": {1: 2}, "strict": None,
+    }.items():  # fmt: skip
+        with pytest.raises(TypeError, match=title):
+            loaded(**{title: value})
+    with pytest.raises(TypeError, match="exclude=None"):
+        load_pretrained(saved, tmp_path, exclude=None)  # type: ignore[arg-type]
+    with pytest.raises(KeyMismatchError, match=r"did you mean model\.1"):
+        load_pretrained(saved, tmp_path, exclude="11")

@@ -174,7 +174,7 @@ def test_cpus_follow_the_gpus_and_threads_the_ranks(
 ) -> None:
     request = request_of(resources)
     assert request.scheduler.get("cpus_per_task") == cpus
-    run = SimpleNamespace(directory="/r")
+    run = SimpleNamespace(directory=Path("/r"))
     context: Any = SimpleNamespace(request=request, run=run, node=0, nodes=2)
     handles: Any = SimpleNamespace(status_table="b", flusher="f")
     assert build_environment(context, 1, handles, {}, {})["OMP_NUM_THREADS"] == threads

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -49,6 +49,46 @@ def test_plain_state_round_trips() -> None:
     back = round_trip(state)
     assert back == {**state, "milestones": {10: 1, 20: 2}}
     assert isinstance(back["tuple"], tuple)
+
+
+class Place(NamedTuple):
+    row: int
+    column: int
+
+
+def test_numpy_values_keep_their_types() -> None:
+    """A float32 that comes back as a Python float makes an average differ after two resumes."""
+    state = {
+        "one": np.float32(0.1),
+        "half": np.float16("nan"),
+        "flag": np.bool_(True),
+        "long": np.uint64(2**64 - 1),
+        "text": np.str_("a"),
+        "bytes": np.bytes_(b"\xff"),
+        "foreign": np.arange(3, dtype=">f4"),
+        "foreigner": {"a.b": np.ones(1, dtype=">i8"), "a": {"b": np.zeros(1, dtype="<i8")}},
+    }
+    back = round_trip(state)
+    for name, value in state.items():
+        assert type(back[name]) is type(value), name
+        assert repr(back[name]) == repr(value), name
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.ma.masked_array([1.0, 2.0], mask=[False, True]),
+        np.zeros(2, dtype=[("a", "f4")]),
+        np.longdouble(1),
+        np.array([1, "a"], dtype=object),
+        np.complex64(1),
+        Place(1, 2),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_numpy_values_with_more_than_numbers_are_refused_by_name(value: Any) -> None:
+    with pytest.raises(CheckpointError, match=rf"^extra\.x\.v: {type(value).__name__}.* a pickle"):
+        plain.encode({"v": value}, "extra.x")
 
 
 def test_infinities_and_nan_round_trip() -> None:

@@ -151,13 +151,16 @@ def test_a_code_snapshot_runs_from_the_run_folder() -> None:
     assert request.working_directory == "/srv/r/code"
 
 
-def test_the_flush_timeout_is_in_the_environment_of_the_ranks() -> None:
+def test_what_the_ranks_must_know_is_in_their_environment() -> None:
     request = request_of(supervision={"flush_timeout_s": 90})
-    run = SimpleNamespace(directory="/r")
+    run = SimpleNamespace(directory=Path("/runs/r"))
     context: Any = SimpleNamespace(request=request, run=run, node=0, nodes=1)
     handles: Any = SimpleNamespace(status_table="b", flusher="f")
-    built = build_environment(context, 1, handles, {"HOLDFAST_FLUSH_TIMEOUT_S": "7"}, {})
+    around = {"HOLDFAST_FLUSH_TIMEOUT_S": "7", "HOLDFAST_ROOT": "/other"}
+    built = build_environment(context, 1, handles, around, {})
     assert built["HOLDFAST_FLUSH_TIMEOUT_S"] == "90.0"
+    # By it, the program names checkpoints of other runs.
+    assert built["HOLDFAST_ROOT"] == "/runs"
 
 
 def test_the_gpu_type_scales_with_the_gpu_count() -> None:

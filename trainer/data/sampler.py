@@ -14,6 +14,7 @@ from typing import Final, Protocol
 from torch.utils.data import DataLoader, Sampler
 
 from holdfast.contracts.errors import SpecError
+from holdfast.trainer.arguments import whole
 from holdfast.trainer.data.order import DataOrder, local_batch
 
 # Drawing this many ids takes a few times as long as drawing one.
@@ -78,12 +79,15 @@ class ElasticSampler(Sampler[list[int]]):
 
         `first_step` may be a `Place`, which is read when an iteration begins.
         """
-        self.local_batch = local_batch(order.global_batch, world_size)
+        if not isinstance(order, DataOrder):
+            raise TypeError(f"order={order!r}: expected a DataOrder")
+        self.world_size = whole(world_size, "world_size", least=1)
+        self.local_batch = local_batch(order.global_batch, self.world_size)
         self.order = order
-        self.rank = rank
-        self.world_size = world_size
-        self._first_step = first_step
-        self.last_step = last_step
+        self.rank = whole(rank, "rank", most=self.world_size - 1)
+        is_place = hasattr(first_step, "next_step")
+        self._first_step = first_step if is_place else whole(first_step, "first_step", least=1)
+        self.last_step = whole(last_step, "last_step")
         # The last step for which ids were drawn. A loader fetches ahead of training.
         self.reached = 0
 

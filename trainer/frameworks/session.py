@@ -11,7 +11,9 @@ from typing import Any
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.paths import checkpoint_id
 from holdfast.trainer.data.sampler import ElasticSampler
+from holdfast.trainer.metrics import RESERVED
 from holdfast.trainer.session import Session
+from holdfast.trainer.session_parts import while_open
 from holdfast.trainer.staging.file_writers import Writer
 
 
@@ -41,6 +43,7 @@ class FrameworkSession(Session):
 
     # --- the loop -------------------------------------------------------------------------
 
+    @while_open
     def begin_steps(self) -> bool:
         """Begins the steps of a loop that you write yourself, after its loader is in place.
 
@@ -49,6 +52,7 @@ class FrameworkSession(Session):
         """
         return self._enter_loop(is_last=True)
 
+    @while_open
     def begin(self, total: int | None, *, has_end: bool = False) -> bool:
         """Begins the framework's loop, up to step `total`; `boundary` ends its steps.
 
@@ -61,6 +65,7 @@ class FrameworkSession(Session):
             self._loop.promise(steps=total)
         return self._enter_loop(is_last=True)
 
+    @while_open
     def boundary(self, *, has_end: bool = False, ends_epoch: bool = False) -> bool:
         """Ends one step in a loop that you write yourself; saves if a checkpoint is due.
 
@@ -71,10 +76,12 @@ class FrameworkSession(Session):
         """
         return self._loop.boundary(has_end=has_end, ends_epoch=ends_epoch)
 
+    @while_open
     def finish_end(self) -> None:
         """Completes the work that followed `boundary(has_end=True)`; saves if one is due."""
         self._loop.finish_end()
 
+    @while_open
     def finish(self) -> None:
         """Commits the state after the last step. `close` then saves nothing more.
 
@@ -88,6 +95,7 @@ class FrameworkSession(Session):
 
     # --- data -----------------------------------------------------------------------------
 
+    @while_open
     def sampler_of_part(
         self, dataset_size: int, global_batch: int, total: int, *, part: int, parts: int
     ) -> ElasticSampler:
@@ -97,15 +105,25 @@ class FrameworkSession(Session):
         """
         return self._position.sampler(dataset_size, global_batch, total, (part, parts))
 
+    # --- metrics --------------------------------------------------------------------------
+
+    def log(self, /, **values: float) -> None:
+        """Records metrics of the current step, as `Session.log` does.
+
+        A framework's own `step` and `time` become `logged_step` and `logged_time`.
+        """
+        super().log(**{f"logged_{k}" if k in RESERVED else k: v for k, v in values.items()})
+
     # --- checkpoints ----------------------------------------------------------------------
 
+    @while_open
     def checkpoint(self, *, wait: bool = False) -> None:
         """Requests a checkpoint at the end of this step or epoch. Call it on every rank.
 
         While both staging slots are still being written, the checkpoint is skipped. With `wait`,
         it waits for one of them.
         """
-        self._loop.is_checkpoint_wanted = True
+        super().checkpoint()
         self._loop.waits_for_slot = self._loop.waits_for_slot or wait
 
     @property
@@ -124,6 +142,7 @@ class FrameworkSession(Session):
         name = self._saver.staged_name
         return self.resumed_from if name is None else checkpoint_id(self._context.run.name, name)
 
+    @while_open
     def write_file(self, path: Path, write: Writer) -> None:
         """Writes a file of the framework in the background, and replaces one that is there.
 
@@ -134,6 +153,7 @@ class FrameworkSession(Session):
         with self.phase("save"):
             self._saver.files.stage(path, write)
 
+    @while_open
     def wait_for_files(self, path: Path | None = None) -> None:
         """Waits until the file last written to `path`, or every file, is there.
 
@@ -142,6 +162,7 @@ class FrameworkSession(Session):
         with self.phase("save"):
             self._saver.files.wait(path)
 
+    @while_open
     def keep_while_there(self, checkpoint: str, path: Path) -> None:
         """Keeps one of this run's checkpoints from deletion by keep rules while `path` exists."""
         name = checkpoint.rpartition(":")[2]
@@ -150,7 +171,7 @@ class FrameworkSession(Session):
     def close(self, *, may_end_early: bool = True) -> None:
         """Waits for the files of `write_file`, then closes as `Session` does."""
         try:
-            if not self._is_closed and not self._is_in_child:
+            if not (self._is_closed or self._is_in_child or self.has_failed):
                 self._saver.files.wait()
         finally:
             super().close(may_end_early=may_end_early)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ from holdfast.contracts.paths import (
     default_root,
     plain_checkpoint,
 )
+from holdfast.trainer.arguments import check_path
 from holdfast.trainer.collective import ControlGroup
 from holdfast.trainer.loading.compare_keys import Selection
 from holdfast.trainer.loading.reader import LoadReport, load_state, open_any_together
@@ -38,8 +40,8 @@ def load_checkpoint(
     model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
-    exclude: Collection[str] = (),
-    include: Collection[str] = (),
+    exclude: str | Collection[str] = (),
+    include: str | Collection[str] = (),
     rename: Mapping[str, str] | None = None,
     strict: bool = True,
 ) -> LoadReport:
@@ -53,18 +55,21 @@ def load_checkpoint(
         checkpoint: the checkpoint to load.
         model: the model, or the parts of it that pipeline stages hold.
         optimizer: one, several, or none. Without it, only the model is loaded.
-        exclude: keys or key prefixes that keep their current values, such as "optimizer" or
-            "model.head". An excluded parameter also keeps its optimizer state.
+        exclude: a key or key prefix that keeps its current values, such as "optimizer" or
+            "model.head", or several. An excluded parameter also keeps its optimizer state.
         include: if given, only these keys or key prefixes are loaded.
         rename: saved keys mapped to keys of this model, `{"model.old.*": "model.new.*"}`. The
             optimizer state of a renamed parameter follows.
         strict: if False, keys that only one side has are ignored and listed in the report.
 
-    Raises `KeyMismatchError` before anything is loaded if keys or shapes do not fit. Raises
+    Raises `KeyMismatchError` before anything is loaded if keys or shapes do not fit, or if a name
+    in `exclude`, `include` or `rename` fits no key. Raises
     `DamagedCheckpointError` if bytes differ from the committed ones; the model may then have
     changed. Raises `NotFoundError` if there is no such checkpoint, and `TypeError` for a target of
     another type, such as a dict of tensors.
     """
+    given = Selection.of(include=include, exclude=exclude, rename=rename, strict=strict)
+    check_path(checkpoint, "checkpoint")
     check_all(model, nn.Module, "model")
     check_all(() if optimizer is None else optimizer, Optimizer, "optimizer")
     directory = find_directory(checkpoint)
@@ -74,7 +79,7 @@ def load_checkpoint(
     state = TrainState(model, optimizers, rank=ranks.rank, world_size=ranks.world_size)
     try:
         with _held(directory, ranks):
-            pick = Selection(tuple(include or parts), tuple(exclude), dict(rename or {}), strict)
+            pick = replace(given, include=given.include or parts)
             opened = open_any_together(directory, ranks.group)
             made: list[dict[str, Any]] = []
             ranks.gather(lambda: made.append(_target(state, opened, pick)))
@@ -83,9 +88,9 @@ def load_checkpoint(
                 made[0],
                 group=ranks.group,
                 strict=strict,
-                include=include or parts,
-                exclude=exclude,
-                rename=rename,
+                include=pick.include,
+                exclude=pick.exclude,
+                rename=pick.rename,
             )
         ranks.gather(lambda: state.put_back(made[0], strict=strict))
     finally:

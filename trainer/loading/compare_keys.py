@@ -7,8 +7,9 @@ settings of `head`.
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
@@ -18,9 +19,12 @@ from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMe
 from holdfast.contracts.errors import KeyMismatchError
 
 KEYS_SHOWN: Final = 8
+NEAREST_SHOWN: Final = 3
 _MODEL: Final = "model."
 _OF_A_PARAMETER: Final = ("optimizer.state.", "optimizer.param_groups.")
 _ALL: Final = ".*"
+# Names that a program may give for any checkpoint, whether it has such a part or not.
+_PARTS: Final = frozenset({"model", "optimizer"})
 # A module may have such a name too: below `model` and `optimizer`, and deeper in an extra.
 _OF_ONE_RANK: Final = re.compile(r"rng\.rank\d{5,}(?:\..*)?|extra\.[^.]+\.rank\d{5,}")
 
@@ -38,6 +42,36 @@ class Selection:
     exclude: tuple[str, ...] = ()
     rename: Mapping[str, str] = field(default_factory=dict)
     strict: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        include: str | Collection[str] = (),
+        exclude: str | Collection[str] = (),
+        rename: Mapping[str, str] | None = None,
+        strict: bool = True,
+    ) -> Selection:
+        """Return the selection of a caller's arguments. Raises `TypeError`, which names one."""
+        if not isinstance(strict, bool):
+            raise TypeError(f"strict={strict!r}: expected True or False")
+        return cls(
+            names_of(include, "include"), names_of(exclude, "exclude"), rules_of(rename), strict
+        )
+
+    def check_names(self, known: Set[str]) -> None:
+        """Raise `KeyMismatchError` for a name to include or exclude that fits no `known` key."""
+        unmet = [
+            f"{title} {name!r}: no key has this name{_nearest(name, known)}"
+            for title, names in (("include", self.include), ("exclude", self.exclude))
+            for name in names
+            if not (name in _PARTS or name in known or any(_lies_under(key, name) for key in known))
+        ]
+        if unmet:
+            raise KeyMismatchError(
+                f"the selection is not possible: {shorten(unmet)}; expected complete keys, or "
+                "beginnings of keys that end before a dot"
+            )
 
     def takes(self, key: str) -> bool:
         """Return True if the wanted `key` is to be loaded."""
@@ -64,7 +98,8 @@ class Selection:
             for old, new in sorted(names.items())
             if owners.setdefault(new, old) != old
         ]
-        reasons = [f"{old}: no saved key has this name" for old in unused] + twice
+        reasons = [f"{old}: no saved key has this name{_nearest(old, saved)}" for old in unused]
+        reasons += twice
         reasons += [f"{old} to {new}: only one of them ends with .*" for old, new in uneven]
         if reasons:
             raise KeyMismatchError(
@@ -156,6 +191,29 @@ def raise_mismatch(where: str, found: KeyComparison, *, strict: bool) -> None:
     )
 
 
+def names_of(given: object, parameter: str) -> tuple[str, ...]:
+    """Return one name, or several, as a tuple. Raises `TypeError`, which names `parameter`."""
+    names = (given,) if isinstance(given, str) else given
+    if not isinstance(names, Collection) or isinstance(names, bytes | Mapping):
+        raise TypeError(f"{parameter}={given!r}: expected a name, or a list of names")
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"{parameter}={given!r}: {name!r} is no name; expected text")
+    return tuple(names)
+
+
+def rules_of(given: object) -> dict[str, str]:
+    """Return the rules of a rename, which may be None. Raises `TypeError`."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise TypeError(f"rename={given!r}: expected a mapping of saved names to new names")
+    for pair in given.items():
+        if not all(isinstance(name, str) and name for name in pair):
+            raise TypeError(f"rename={given!r}: {pair[0]!r} to {pair[1]!r}; expected two names")
+    return dict(given)
+
+
 def is_of_one_rank(key: str) -> bool:
     """Return True for keys such as `rng.rank00003.cpu`, which only one rank saves and wants.
 
@@ -168,6 +226,21 @@ def shorten(keys: Collection[str]) -> str:
     """Return the first `KEYS_SHOWN` of `keys`, and the number of further keys."""
     shown = ", ".join(list(keys)[:KEYS_SHOWN])
     return shown + (f" and {len(keys) - KEYS_SHOWN} more" if len(keys) > KEYS_SHOWN else "")
+
+
+def _nearest(name: str, keys: Collection[str]) -> str:
+    """Return "; did you mean …?" with the keys or beginnings of keys most like `name`, or ""."""
+    known = dict.fromkeys(begin for key in keys for begin in _beginnings(key))
+    wanted, end = name.removesuffix(_ALL), _ALL if _is_prefix(name) else ""
+    near = difflib.get_close_matches(wanted, known, n=NEAREST_SHOWN)
+    return f"; did you mean {' or '.join(one + end for one in near)}?" if near else ""
+
+
+def _beginnings(key: str) -> Iterator[str]:
+    """Yield each beginning of `key` that ends before a dot, and the key."""
+    parts = key.split(".")
+    for end in range(1, len(parts) + 1):
+        yield ".".join(parts[:end])
 
 
 def _lies_under(key: str, prefix: str) -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from holdfast.contracts.errors import CheckpointError, KeyMismatchError
+from holdfast.trainer.arguments import check_path
 from holdfast.trainer.collective import ControlGroup
 from holdfast.trainer.loading.agreement import agree
 from holdfast.trainer.loading.checkpoint import check_all
@@ -48,16 +49,19 @@ def load_pretrained(
         exclude: parameters, or prefixes of their names, that keep their values.
 
     In the report and in errors, the name of a parameter begins with `model.`. Raises
-    `KeyMismatchError` before anything is loaded if names, shapes or kinds of types do not fit,
+    `KeyMismatchError` before anything is loaded if names, shapes or kinds of types do not fit, or
+    if a name in `exclude` or `rename` fits none,
     `CheckpointError` if the source is missing, damaged or of another form, and `TypeError` for
     another kind of model.
     """
     check_all(model, nn.Module, "model", "load_pretrained")
+    check_path(directory, "directory")
+    given = Selection.of(exclude=exclude, rename=rename, strict=strict)
     place, ranks = Path(directory).expanduser().absolute(), ControlGroup()
     try:
         state = TrainState(model, [], rank=ranks.rank, world_size=ranks.world_size)
         opened = _open(place, ranks)
-        pick = Selection((), model_names(exclude), model_rules(rename or {}), strict)
+        pick = replace(given, exclude=model_names(given.exclude), rename=model_rules(given.rename))
         target, _ = agree(lambda: _target(state, opened, pick), ranks.group, lambda _: None)
         report = load_state(
             opened,

@@ -165,28 +165,31 @@ def load_state(
     *,
     group: Group,
     strict: bool = True,
-    include: Collection[str] = (),
-    exclude: Collection[str] = (),
+    include: str | Collection[str] = (),
+    exclude: str | Collection[str] = (),
     rename: Mapping[str, str] | None = None,
     planner: LoadPlanner | None = None,
+    knows_names: bool = True,
 ) -> LoadReport:
     """Load a checkpoint in place into `state`. All ranks of `group` call this together.
 
     `checkpoint` is a directory, or the result of an earlier open. `include`, `exclude`, `rename`
     and `strict` are those of `Selection`. By default every key is loaded, and both sides must have
-    the same keys. With a custom `planner`, the planner decides what goes where, stock DCP reads,
+    the same keys. Without `knows_names`, names to include or exclude need not fit any key. With a
+    custom `planner`, the planner decides what goes where, stock DCP reads,
     and the report has the keys that the planner asked for.
 
-    Raises `KeyMismatchError` on every rank, before any byte is loaded, if shapes differ or, if
-    strict, keys differ. Raises `DamagedCheckpointError` if bytes differ from the manifest; tensors
-    of `state` may then have changed. Raises `CheckpointError` if something cannot be loaded.
+    Raises `KeyMismatchError` on every rank, before any byte is loaded, if shapes differ, if a name
+    fits no key or, if strict, keys differ. Raises `DamagedCheckpointError` if bytes differ from the
+    manifest; tensors of `state` may then have changed. Raises `CheckpointError` if something cannot
+    be loaded.
     """
     if planner is not None and (include or exclude or rename):
         raise CheckpointError(
             "a planner and a selection of keys were given, but a planner selects keys itself. "
             "Leave out include, exclude and rename, or the planner"
         )
-    pick = Selection(tuple(include), tuple(exclude), dict(rename or {}), strict)
+    pick = Selection.of(include=include, exclude=exclude, rename=rename, strict=strict)
     directory = checkpoint if isinstance(checkpoint, Path) else checkpoint.directory
     if planner is not None:
         return _load_planned(directory, state, group, planner)
@@ -199,6 +202,9 @@ def load_state(
             lambda ready: ready.message,
         )
         found = _compare_together(ready, pick, messages, tree)
+        if knows_names:
+            saved = ready.opened.metadata.state_dict_metadata
+            pick.check_names({*saved, *found.missing, *found.excluded})
         raise_mismatch(str(directory), found, strict=pick.strict)
         if needs_stock(ready.opened.metadata):
             _raise_damage(directory, tree.gather_all(check_share(ready.opened, tree)))

@@ -191,6 +191,8 @@ def load_opened(
                 strict=fit.strict,
                 rename=fit.rename,
                 exclude=fit.exclude,
+                # A part that was removed from the program may be in no later checkpoint.
+                knows_names=False,
             )
             break
         except KeyMismatchError as error:

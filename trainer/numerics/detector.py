@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from statistics import median
 from typing import Final, Literal
@@ -60,6 +60,16 @@ class Detector:
         self._until_limit = LIMIT_LOSSES
         self._quiet_until = {"nan": 0, "spike": 0}
 
+    @property
+    def losses(self) -> list[float]:
+        """The window's losses, oldest first."""
+        return list(self._window)
+
+    def resume(self, losses: Iterable[float]) -> None:
+        """Continue after the window of losses that a checkpoint has."""
+        self._window.extend(losses)
+        self._set_limit()
+
     def look(self, step: int, loss: float) -> Anomaly | None:
         """Return the problem with the loss of `step`, or None if there is none.
 
@@ -74,15 +84,23 @@ class Detector:
             self._good_step = step
         self._window.append(loss)
         self._until_limit -= 1
-        if self._until_limit <= 0 and len(self._window) >= self._needed:
+        if self._until_limit <= 0:
+            self._set_limit()
+        return found
+
+    def _set_limit(self) -> None:
+        if len(self._window) >= self._needed:
             self._median, self._limit = spike_limit(self._window, self._numerics.spike_mads)
             self._until_limit = LIMIT_LOSSES
-        return found
 
     def _report(self, problem: Literal["nan", "spike"], step: int, loss: float) -> Anomaly | None:
         if step < self._quiet_until[problem]:
             return None
         self._quiet_until[problem] = step + self._numerics.window
+        return self.describe(problem, step, loss)
+
+    def describe(self, problem: Literal["nan", "spike"], step: int, loss: float) -> Anomaly:
+        """Return a bad loss with what is known of the losses before it."""
         is_spike = problem == "spike"
         return Anomaly(
             problem=problem,

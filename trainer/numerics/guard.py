@@ -29,6 +29,7 @@ from holdfast.contracts.spec_supervision import Numerics
 from holdfast.trainer import devices
 from holdfast.trainer.collective import ControlGroup
 from holdfast.trainer.data.position import Position
+from holdfast.trainer.metrics import number_of
 from holdfast.trainer.numerics.answer import Answer, Known, answer, policy_for
 from holdfast.trainer.numerics.detector import Anomaly, Detector
 from holdfast.trainer.rank_context import RankContext
@@ -63,6 +64,17 @@ class LossGuard:
         self._detector = Detector(self._numerics, after=position.reached)
         self._copies: deque[_Copy] = deque()
         self._found: Anomaly | None = None
+        # A further loss that is not finite, soon after one that was reported.
+        self._suspect: Anomaly | None = None
+
+    @property
+    def losses(self) -> list[float]:
+        """The losses before the next one, for a checkpoint."""
+        return self._detector.losses
+
+    def resume(self, losses: Iterable[float]) -> None:
+        """Continue after the `losses` of a checkpoint."""
+        self._detector.resume(losses)
 
     @property
     def metric(self) -> str:
@@ -77,10 +89,12 @@ class LossGuard:
     def observe(self, step: int, loss: float | torch.Tensor) -> None:
         """Check the loss of `step`: a number, or a tensor with one element on any device."""
         if not isinstance(loss, torch.Tensor):
-            self._look(step, float(loss))
+            self._look(step, number_of(loss, "observe(loss)"))
             return
         if loss.numel() != 1:
             raise SpecError(f"a loss of shape {tuple(loss.shape)}: expected one number")
+        if loss.is_complex():
+            raise SpecError(f"a loss of type {loss.dtype}: expected a real number")
         if not devices.is_streamed(loss.device):
             self._look(step, float(loss.item()))
             return
@@ -96,6 +110,10 @@ class LossGuard:
         while self._copies and self._copies[0][2].query():
             step, landing, _ = self._copies.popleft()
             self._look(step, float(landing))
+        suspect, self._suspect = self._suspect, None
+        # Only now is the step complete in which the loss may have reached the weights.
+        if suspect is not None and not self._is_sane():
+            self._ask(suspect)
 
     def finish(self) -> None:
         """At the last boundary, wait for all copies and check them."""
@@ -126,9 +144,16 @@ class LossGuard:
 
     def _look(self, step: int, loss: float) -> None:
         found = self._detector.look(step, loss)
-        if found is not None and (self._found is None or urgency(found) < urgency(self._found)):
+        if found is not None:
+            self._ask(found)
+        elif not math.isfinite(loss):
+            self._suspect = self._suspect or self._detector.describe("nan", step, loss)
+
+    def _ask(self, found: Anomaly) -> None:
+        """Request a meeting about a bad loss, unless a more urgent one is known."""
+        if self._found is None or urgency(found) < urgency(self._found):
             self._found = found
-            self._record.ask(step)
+            self._record.ask(found.step)
 
     def _is_sane(self) -> bool:
         """Return True if this rank's weights are finite. Only a skip needs this check."""

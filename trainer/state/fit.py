@@ -8,13 +8,16 @@ otherwise each preemption would lose it again. If it does not fit, it is left ou
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from holdfast.contracts.errors import SpecError
 from holdfast.trainer.loading.compare_keys import Selection
 
 FIT: Final = "fit"
+PARTS: Final = ("model", "optimizer", "scheduler", "rng", "extra")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +37,20 @@ class Fit:
     def of(
         cls, *, strict: bool, rename: Mapping[str, str] | None, exclude: str | Collection[str]
     ) -> Fit:
-        """Return the fit for a user's arguments. `exclude` may be a single name."""
-        parts = (exclude,) if isinstance(exclude, str) else tuple(exclude)
-        return cls(strict=strict, rename=dict(rename or {}), exclude=parts)
+        """Return the fit for a user's arguments. `exclude` may be a single name.
+
+        Raises `TypeError`, and `SpecError` for an excluded name that begins like no part.
+        """
+        pick = Selection.of(exclude=exclude, rename=rename, strict=strict)
+        for name in pick.exclude:
+            if name.partition(".")[0] not in PARTS:
+                near = difflib.get_close_matches(name.partition(".")[0], PARTS, n=1)
+                hint = f"; did you mean {near[0]}?" if near else "."
+                raise SpecError(
+                    f"exclude={exclude!r}: no part of the state is called {name!r}{hint} Expected "
+                    f"one of {', '.join(PARTS)}, or a name that begins with one of them and a dot"
+                )
+        return cls(strict=pick.strict, rename=pick.rename, exclude=pick.exclude)
 
     def describe(self) -> dict[str, Any]:
         """Return the record that a checkpoint keeps of this fit."""

@@ -75,7 +75,13 @@ def spread(value: Any, path: str, found: dict[str, Any], forms: Forms | None = N
         found[path] = value.item()
     elif kind is np.ndarray:
         _note(forms, path, {AS: "array"})
-        found[path] = torch.from_numpy(value)
+        try:
+            found[path] = torch.from_numpy(value)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{path}: an array of {value.dtype} cannot be saved ({error}); expected numbers in "
+                "the byte order of this machine. Let the optimizer keep a tensor"
+            ) from error
     else:
         found[path] = value
 

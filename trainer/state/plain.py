@@ -37,6 +37,12 @@ _MAPPINGS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "counter": Counter,
 }
 _FACTORIES: Final = (int, float, list, dict, set, str)
+# NumPy's scalars and arrays whose types torch and JSON can express.
+_NUMBERS: Final = "biuf"
+_FLOAT_BYTES_MAX: Final = 8
+_TEXTS: Final[Mapping[type, str]] = {np.str_: "str", np.bytes_: "bytes"}
+# Other arrays, such as masked ones, have more than their values.
+_ARRAYS: Final = (np.ndarray, np.memmap)
 # In a path, before a key that contains a tensor itself.
 _KEY: Final = "$key"
 
@@ -88,7 +94,10 @@ def decode(document: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
                 f"train_state.json names the tensor {ascii(value)[:100]}, which the checkpoint "
                 "does not have; verify the checkpoint, and load another one if it is damaged"
             )
-        return tensor if kind == "tensor" else tensor.numpy()
+        if kind == "tensor":
+            return tensor
+        array = tensor.numpy()
+        return array.astype(array.dtype.newbyteorder()) if document.get("swapped") else array
     if kind == "tuple":
         return tuple(decode(item, tensors) for item in value)
     if kind == "size":
@@ -168,11 +177,10 @@ def _content(tensor: torch.Tensor) -> bytes:
 def _encode(value: Any, name: str, path: _Path, found: list[_Found], depth: int) -> Any:
     if depth > DEPTH_MAX:
         raise CheckpointError(f"{name}: nested more than {DEPTH_MAX} deep; does it contain itself?")
+    if isinstance(value, np.generic):
+        return _encode_scalar(value, name, path, found, depth)
     if value is None or isinstance(value, bool | str):
         return value
-    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
-        item = _encode(value.item(), name, path, found, depth + 1)
-        return {MARK: "number", "dtype": value.dtype.name, "value": item}
     if isinstance(value, int):
         is_long = int(value).bit_length() > INT_BITS_MAX
         return {MARK: "int", "value": hex(value)} if is_long else int(value)
@@ -180,10 +188,14 @@ def _encode(value: Any, name: str, path: _Path, found: list[_Found], depth: int)
         return float(value) if math.isfinite(value) else {MARK: "float", "value": repr(value)}
     if isinstance(value, torch.Tensor):
         return _note("tensor", value.detach(), name, path, found)
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        # torch has neither NumPy's long types nor the other byte order.
+    if type(value) in _ARRAYS and value.dtype.kind in _NUMBERS:
+        # torch does not have NumPy's long types.
         with contextlib.suppress(TypeError):
-            return _note("array", torch.from_numpy(value.copy()), name, path, found)
+            native = torch.from_numpy(value.astype(value.dtype.newbyteorder("=")))
+            marked = _note("array", native, name, path, found)
+            if not value.dtype.isnative:
+                marked["swapped"] = True
+            return marked
     if isinstance(value, bytes):
         return {MARK: "bytes", "value": base64.b64encode(value).decode()}
     if isinstance(value, torch.Size):
@@ -196,8 +208,28 @@ def _encode(value: Any, name: str, path: _Path, found: list[_Found], depth: int)
         return items if isinstance(value, list) else {MARK: "tuple", "value": items}
     if isinstance(value, Mapping):
         return _encode_mapping(value, name, path, found, depth)
-    raise CheckpointError(
-        f"{name}: {type(value).__name__} cannot be saved without a pickle; expected tensors, "
+    raise _without_pickle(value, name)
+
+
+def _encode_scalar(
+    value: np.generic, name: str, path: _Path, found: list[_Found], depth: int
+) -> dict[str, Any]:
+    """Return a scalar of NumPy with its type: without it, a resume computes with other digits."""
+    kind = _TEXTS.get(type(value))
+    if value.dtype.kind in _NUMBERS and value.dtype.itemsize <= _FLOAT_BYTES_MAX:
+        kind = value.dtype.name
+    if kind is None:
+        raise _without_pickle(value, name)
+    item = _encode(value.item(), name, path, found, depth + 1)
+    return {MARK: "number", "dtype": kind, "value": item}
+
+
+def _without_pickle(value: object, name: str) -> CheckpointError:
+    kind = type(value).__name__
+    if isinstance(value, np.ndarray | np.generic):
+        kind = f"{kind} of {value.dtype}"
+    return CheckpointError(
+        f"{name}: {kind} cannot be saved without a pickle; expected tensors, "
         "numbers, text, bytes, lists, tuples and mappings. Let its state_dict return those"
     )
 

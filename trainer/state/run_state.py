@@ -10,10 +10,12 @@ import torch
 
 # In `train_state.json`: the framework that wrote the files. Absent for files of DCP.
 FRAMEWORK: Final = "framework"
-# In `program` of the train state: see `made_with`, and the complete steps of the current epoch.
+# In `program` of the train state: see `made_with`, the complete steps of the current epoch, and the
+# last losses of rank 0, see `numerics`.
 PROGRAM: Final = "program"
 MADE_WITH: Final = "made_with"
 STEPS_IN_EPOCH: Final = "steps_in_epoch"
+LOSSES: Final = "losses"
 
 State = dict[str, Any]
 

@@ -92,6 +92,7 @@ def build_environment(
     """Return the environment of torchrun and its ranks; `given` is the spec's part, resolved."""
     request = context.request
     own = {
+        environment.ROOT: str(context.run.directory.parent),
         environment.RUN_DIRECTORY: str(context.run.directory),
         environment.ATTEMPT: str(request.attempt),
         environment.LAUNCH: str(launch),

@@ -34,7 +34,8 @@ VARIABLES: Final = (
     Variable(
         "HOLDFAST_ROOT",
         Setter.PERSON,
-        "folder of all runs; every node must see it. `--root` has precedence",
+        "folder of all runs; every node must see it. `--root` has precedence. An agent sets it for "
+        "the program",
         "`$HOLDFAST_HOME/runs`",
     ),
     Variable(

@@ -9,6 +9,8 @@ from typing import Final
 
 from holdfast.contracts.errors import SpecError
 
+# The folder of all runs, by which a program names checkpoints of other runs.
+ROOT: Final = "HOLDFAST_ROOT"
 RUN_DIRECTORY: Final = "HOLDFAST_RUN_DIR"
 ATTEMPT: Final = "HOLDFAST_ATTEMPT"
 LAUNCH: Final = "HOLDFAST_LAUNCH"

@@ -42,7 +42,7 @@ SPEC_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 
 def holdfast_home() -> Path:
     """Return `$HOLDFAST_HOME` or `~/.holdfast`, the folder of a user's database and settings."""
-    return Path(os.environ.get("HOLDFAST_HOME") or "~/.holdfast").expanduser()
+    return _given_folder("HOLDFAST_HOME") or Path("~/.holdfast").expanduser()
 
 
 def refuse_others_home() -> None:
@@ -76,8 +76,21 @@ def account_name(uid: int) -> str:
 
 def default_root() -> Path:
     """Return the default root of runs: `$HOLDFAST_ROOT`, or `runs` in the Holdfast home."""
-    given = os.environ.get("HOLDFAST_ROOT")
-    return Path(given).expanduser().absolute() if given else holdfast_home() / "runs"
+    return _given_folder("HOLDFAST_ROOT") or holdfast_home() / "runs"
+
+
+def _given_folder(variable: str) -> Path | None:
+    """Return the folder in an environment variable, or None if it is not set.
+
+    A relative one is made absolute there too, for the processes that this one starts elsewhere.
+    """
+    given = os.environ.get(variable)
+    if not given:
+        return None
+    folder = Path(given).expanduser().absolute()
+    if str(folder) != given:
+        os.environ[variable] = str(folder)
+    return folder
 
 
 @dataclass(frozen=True, order=True)

@@ -34,8 +34,6 @@ from holdfast.trainer.state import rng
 
 SHARED: Final = "lightning"
 OF_RANK: Final = "lightning_rank"
-# Keys that each line of metrics has already.
-RESERVED: Final = ("step", "time")
 
 
 class Stopped(_TunerExitException):
@@ -214,8 +212,7 @@ class Fit:
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Pass on what Lightning passes to its loggers."""
         if self.session is not None and metrics:
-            values = convert_tensors_to_scalars(dict(metrics))
-            self.session.log(**{k: v for k, v in values.items() if k not in RESERVED})
+            self.session.log(**convert_tensors_to_scalars(dict(metrics)))
 
     def begin_evaluation(self) -> None:
         if self.session is not None:

@@ -143,7 +143,8 @@ class LoopTraining(ABC):
         """Complete the last step, wait for the last commit and close the session."""
         if self.session is None or self._is_closed:
             return
-        self.complete_step()
+        if not self.session.has_failed:
+            self.complete_step()
         self._is_closed = True
         LoopTraining._has_trained = LoopTraining._has_trained or self._has_looped
         self.session.close()

@@ -10,8 +10,6 @@ from torchtitan.components.metrics import BaseLogger
 from holdfast.trainer.frameworks.session import FrameworkSession
 
 LOSS: Final = "loss_metrics/global_avg_loss"
-# Keys that each line of metrics has already.
-RESERVED: Final = ("step", "time")
 
 
 class SessionLogger(BaseLogger):
@@ -23,9 +21,7 @@ class SessionLogger(BaseLogger):
     def log(self, metrics: dict[str, Any], step: int) -> None:
         self._inner.log(metrics, step)
         values = {
-            name: float(value)
-            for name, value in metrics.items()
-            if isinstance(value, int | float) and name not in RESERVED
+            name: float(value) for name, value in metrics.items() if isinstance(value, int | float)
         }
         if LOSS in values:
             self._session.observe(values[LOSS])
