@@ -23,7 +23,8 @@ def everything_in(folder: Path) -> list[tuple[str, int, bytes]]:
 def test_root_leaves_nothing_in_the_home_of_an_account(
     home: Path, call: Call, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    home.mkdir(exist_ok=True)
+    home = home / "home"
+    home.mkdir()
     os.chown(home, STRANGER, STRANGER)
     for folder in home.parents:
         if folder.stat().st_uid == os.geteuid() and folder != Path("/"):

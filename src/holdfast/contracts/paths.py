@@ -51,11 +51,10 @@ def refuse_others_home() -> None:
     Files that this process would create or replace there could not be read by that account: a
     command of root would lock a server's account out of its own tokens and index.
     """
-    home = holdfast_home().absolute()
-    existing = next(place for place in (home, *home.parents) if place.exists())
-    owner, me = existing.stat().st_uid, os.geteuid()
-    # A folder that does not exist yet becomes ours, wherever the system lets us create it.
-    if owner == me or (existing != home and owner == 0):
+    home, me = holdfast_home(), os.geteuid()
+    # A folder that does not exist yet becomes ours.
+    owner = home.stat().st_uid if home.exists() else me
+    if owner == me:
         return
     name = account_name(owner)
     problem = (
@@ -63,7 +62,7 @@ def refuse_others_home() -> None:
         f"there; call the command as that account, for example with `sudo -u {name}`, or set "
         "HOLDFAST_HOME to a folder of your own"
     )
-    raise ForeignFileError(existing, problem)
+    raise ForeignFileError(home, problem)
 
 
 def account_name(uid: int) -> str:
