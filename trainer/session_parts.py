@@ -17,7 +17,7 @@ from holdfast.contracts.errors import SessionError
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.rank_status import NOWHERE, Phase
 from holdfast.contracts.reporting import report
-from holdfast.trainer import alone
+from holdfast.trainer import alone, forks
 from holdfast.trainer.data.position import Position
 from holdfast.trainer.loading.restore import Load, Resumed, resume
 from holdfast.trainer.loop import Loop
@@ -78,7 +78,7 @@ class SessionParts:
         # A loader may start its workers while it is restored, and fail.
         end_deaf_helpers_at_exit()
         self._sinks, self._around = [], _handled()
-        self._owner = os.getpid()
+        self._owner, self._forks = os.getpid(), forks.count
         self._failures = FailureRecord()
         self._ranks = open_control_group()
         self._context: RankContext = open_rank_context(directory, self._ranks, mesh)
@@ -286,7 +286,8 @@ class SessionParts:
     @property
     def _is_in_child(self) -> bool:
         """True in a forked child, which has no part in the session of its parent."""
-        return os.getpid() != self._owner
+        # Asking for the process id would be a system call in each step.
+        return forks.count != self._forks
 
     def _is_of(self, best: dict[str, Any]) -> bool:
         """Return True if a restored best value is of the metric and the mode that now count."""

@@ -68,10 +68,10 @@ def ask_trainer(
             f"{name} could not read the checkpoint ({error}); check that the spec's "
             "launch.wrapper and launch.python run on this machine"
         ) from error
-    # A wrapper may print lines before the answer.
+    # A wrapper may print lines before the answer. The status is 1 if the answer is no.
     with contextlib.suppress(ValueError):
         found = json.loads(output.strip().rpartition("\n")[2])
-        if status == 0 and isinstance(found, dict):
+        if status in {0, 1} and isinstance(found, dict):
             return found
     raise _problem(name, status, output, errors.strip())
 

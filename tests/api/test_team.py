@@ -96,6 +96,7 @@ def test_server_survives_a_database_outage(
     refused = api.get("/api/v1/runs")
     assert (refused.status_code, refused.json()["code"]) == (503, "database_away")
     assert "Retry-After" in refused.headers
+    wait_for(lambda: "\ndatabase: " in (tmp_path / LOG).read_text())
     name = fork.commit(160, 1, parent="gpt-b:step-00000150.a0001.l01", at=time.time())
 
     assert server.start()

@@ -82,7 +82,8 @@ def optimizer_prepared_late() -> None:
 
 
 def two_accelerators() -> None:
-    prepared("two")[0].resume()
+    first, *_ = prepared("two")
+    first.resume()
     prepared("two")[0].resume()
 
 

@@ -248,13 +248,13 @@ def _call_trainer_in_this_process() -> None:
     """Call the trainer's modules in this process: a new Python would take seconds."""
     from holdfast.workers import trainer_call
 
-    def answer(command: list[str], *_: object) -> tuple[str, str]:
+    def answer(command: list[str], *_: object) -> tuple[int, str, str]:
         python, module, arguments = command[0], command[2], command[3:]
         assert python == sys.executable, f"{python} was to be executed"
         out, err = io.StringIO(), io.StringIO()
         name = module if module.endswith("shape") else f"{module}.__main__"
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            importlib.import_module(name).main(arguments)
-        return out.getvalue(), err.getvalue()
+            status = importlib.import_module(name).main(arguments)
+        return status, out.getvalue(), err.getvalue()
 
     trainer_call._run = answer  # type: ignore[assignment]

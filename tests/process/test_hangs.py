@@ -166,7 +166,7 @@ def test_hang_that_holdfast_does_not_end_is_accounted_as_hung(tmp_path: Path) ->
         gpus=1,
         steps=10**6,
         hangs={"1": ["sleep", 0, 30]},
-        supervision={"hangs": False, "flush_timeout_s": 3},
+        supervision={"hangs": False, "grace_s": 3, "flush_timeout_s": 3},
     )
     attempt = run.submit()
     try:

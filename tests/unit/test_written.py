@@ -38,7 +38,7 @@ VALUES = ("HOLDFAST_CHECKPOINT_INTERVAL", "HOLDFAST_CHECKPOINT_SNAPSHOTS")
 
 def environment_of(request: Request, inherited: dict[str, str] | None = None) -> dict[str, str]:
     context: Any = SimpleNamespace(
-        request=request, run=SimpleNamespace(directory="/r"), node=0, nodes=1
+        request=request, run=SimpleNamespace(directory=Path("/r")), node=0, nodes=1
     )
     handles: Any = SimpleNamespace(status_table="b", flusher="f")
     given = {name: str(value) for name, value in request.environment.items()}

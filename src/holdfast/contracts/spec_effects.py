@@ -222,7 +222,7 @@ def problems_of_effects(spec: RunSpec) -> list[str]:
     written = written_keys(spec)
     problems = []
     for key, value in written.items():
-        unmet = next((scope for scope in ACTS[key] if not scope.holds(spec)), None)
+        unmet = next((scope for scope in ACTS.get(key, ()) if not scope.holds(spec)), None)
         if unmet is not None:
             problems.append(f"{key} {_shown(value)}: {unmet.otherwise}")
     for contradictions in _CONTRADICTIONS:
