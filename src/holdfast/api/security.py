@@ -167,7 +167,7 @@ def _foreign_problem(headers: Headers, host: str) -> tuple[int, str] | None:
     origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none")
     if origin is not None and not _is_of(origin, host, trusts_port=site == "same-origin"):
         return 403, (
-            f"the page is of {origin[:100]!r} and the Host header is {host[:100]!r}: write "
+            f"the page comes from {origin[:100]!r}, and the Host header is {host[:100]!r}: write "
             "requests from pages of another origin are not allowed. If this is the server's own "
             "page, let the proxy keep the Host header with its port"
         )

@@ -128,7 +128,7 @@ def parse_pattern(text: str) -> re.Pattern[str]:
 class LineFilter:
     """Selects what to print of each file: the lines that match, the last ones, with the rank.
 
-    Without a condition, text passes unchanged and at once, also an incomplete last line. With
+    Without a condition, text passes unchanged and immediately, even an incomplete last line. With
     `whole`, only whole lines pass.
     """
 
