@@ -7,21 +7,13 @@ from __future__ import annotations
 
 import copy
 import json
-import math
-import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from pydantic import ValidationError
-from ruamel.yaml import YAML
-from ruamel.yaml.constructor import DuplicateKeyError
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
-from ruamel.yaml.nodes import CollectionNode, MappingNode
 
-from holdfast.contracts.bounds import DEPTH_MAX
 from holdfast.contracts.errors import ForeignFileError, NotFoundError, SpecError
 from holdfast.contracts.plain_text import counted
 from holdfast.contracts.reading import read_bounded
@@ -30,10 +22,7 @@ from holdfast.contracts.written import BLOCK, DEFAULT, SET
 from holdfast.flows.spec_problems import describe_errors, drop_unknown_keys, is_text
 
 SPEC_BYTES_MAX: Final = 4 * 1024 * 1024
-YAML_VALUES_MAX: Final = 200_000
 DIRECTORY: Final = "launch.working_directory"
-# With another version, the rules of that version would apply.
-_DIRECTIVE: Final = re.compile(r"^%YAML +(?!1\.2 *$).*$", re.MULTILINE)
 _TOML: Final = frozenset({".toml"})
 _YAML: Final = frozenset({".yaml", ".yml"})
 
@@ -192,65 +181,7 @@ def _parse_toml(path: Path, text: str) -> Any:
 
 
 def _parse_yaml(path: Path, text: str) -> Any:
-    """Return the document, by the rules of YAML 1.2: `off` and `1:30` are text."""
-    if directive := _DIRECTIVE.search(text):
-        raise SpecError(f"{path}: {directive[0]}: expected YAML 1.2; remove that line")
-    try:
-        # Before the rest, because the loader takes seconds for thousands of levels.
-        _check_depth(path, _loader().parse(text))
-        tree = _loader().compose(text)
-        values = _count_values(tree, {})
-        if values > YAML_VALUES_MAX:
-            raise SpecError(
-                f"{path}: its aliases expand to {values:.3g} values; expected at most "
-                f"{YAML_VALUES_MAX}. Remove aliases."
-            )
-        return _loader().load(text)
-    except DuplicateKeyError as error:
-        # The rest of the text is about an option of the loader.
-        problem = str(error.problem).partition(" with value")[0]
-        raise SpecError(
-            f"{path}: {problem}{_place(error)}, which the file has already; keep one of them"
-        ) from error
-    except MarkedYAMLError as error:
-        raise SpecError(
-            f"{path}: not YAML: {error.problem}{_place(error)}; fix that line"
-        ) from error
-    except (YAMLError, ValueError, OverflowError, TypeError) as error:
-        # An impossible date raises ValueError, and a key that is a table TypeError.
-        raise SpecError(f"{path}: not YAML: {error}; fix that line") from error
+    # Most commands read no YAML, and the library takes a while to import.
+    from holdfast.flows.spec_yaml import parse_yaml
 
-
-def _check_depth(path: Path, events: Iterable[Any]) -> None:
-    depth = 0
-    for event in events:
-        depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
-        if depth > DEPTH_MAX:
-            raise SpecError(f"{path}: nested too deep; expected a run spec")
-
-
-def _loader() -> YAML:
-    loader = YAML(typ="safe", pure=True)
-    loader.version = (1, 2)
-    return loader
-
-
-def _place(error: MarkedYAMLError) -> str:
-    mark = error.problem_mark
-    return f" (at line {mark.line + 1}, column {mark.column + 1})" if mark else ""
-
-
-def _count_values(node: Any, known: dict[int, float]) -> float:
-    """Return the number of values in a YAML tree after its aliases are expanded.
-
-    The result is infinite for a node that contains itself. `known` has the counts so far, because
-    nested aliases double the number with each level.
-    """
-    if not isinstance(node, CollectionNode):
-        return 1
-    if id(node) not in known:
-        known[id(node)] = math.inf
-        is_table = isinstance(node, MappingNode)
-        children = [each for pair in node.value for each in pair] if is_table else node.value
-        known[id(node)] = 1 + sum(_count_values(child, known) for child in children)
-    return known[id(node)]
+    return parse_yaml(path, text)
