@@ -61,7 +61,8 @@ class SignalFlags:
             self._notes.append(NO_HANDLERS)
             return
         for number in STOP_SIGNALS:
-            self._chained[number] = [signal.signal(number, self._handler)]
+            found = signal.signal(number, self._handler)
+            self._chained[number] = [_without_closed(number, found)]
         os.register_at_fork(after_in_child=self._forget_in_child)
 
     def look(self, now: float) -> list[str]:
@@ -87,7 +88,8 @@ class SignalFlags:
         self._is_open = False
         for number, handlers in self._chained.items():
             if _in_main_thread() and signal.getsignal(number) is self._handler:
-                signal.signal(number, signal.SIG_DFL if handlers[-1] is None else handlers[-1])
+                newest = _without_closed(number, handlers[-1])
+                signal.signal(number, signal.SIG_DFL if newest is None else newest)
 
     def _take_back(self, number: int, current: _Handler) -> None:
         name = signal.Signals(number).name
@@ -151,6 +153,19 @@ class SignalFlags:
 
 def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
+
+
+def _without_closed(number: int, handler: _Handler) -> _Handler:
+    """Return the handler that the session of `handler` found, if that session has ended.
+
+    A session that another thread collects as garbage cannot restore the handlers. Its own would
+    stay, and end this process by the signal.
+    """
+    owner = getattr(handler, "__self__", None)
+    while isinstance(owner, SignalFlags) and not owner._is_open:
+        handler = owner._chained[number][-1]
+        owner = getattr(handler, "__self__", None)
+    return handler
 
 
 def _act(number: int, frame: FrameType | None, handler: _Handler) -> None:

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from holdfast_bench.limits.figures import STOCK_MODES, TARGETS
+from holdfast_bench.limits.launch import Launch
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 HOLDFAST = Path(sys.executable).with_name("holdfast")
@@ -75,6 +76,27 @@ def test_terminated_benchmark_ends_its_child_processes(tmp_path: Path) -> None:
     assert gone
     assert not alive
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_term_while_a_program_starts_ends_that_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Interrupted(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            started.append(self)
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    try:
+        with pytest.raises(SystemExit):
+            Launch("pairs", 1, {"directory": str(tmp_path)}, end_by=time.time() + LIMIT_S)
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    assert started[0].poll() is not None
 
 
 @pytest.mark.parametrize(

@@ -289,6 +289,23 @@ def test_a_session_outside_the_main_thread_says_that_it_hears_no_signals(
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.parametrize("found", [signal.SIG_DFL, lambda *_: None], ids=["default", "own"])
+def test_a_session_that_another_thread_collected_leaves_no_handler(
+    table: RankStatusTable, found: Any
+) -> None:
+    """Only the main thread can restore handlers. The next session must not call the old ones."""
+    signal.signal(signal.SIGTERM, found)
+    dropped = SignalFlags(table.record(0))
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(dropped.close).result(30)
+    assert signal.getsignal(signal.SIGTERM) is dropped._handler
+    flags = SignalFlags(table.record(0))
+    signal.raise_signal(signal.SIGTERM)
+    assert table.signals == signal.SIGTERM
+    flags.close()
+    assert signal.getsignal(signal.SIGTERM) is found
+
+
 def test_handlers_of_asyncio_run_beside_those_of_the_session(table: RankStatusTable) -> None:
     flags = SignalFlags(table.record(0))
     called: list[str] = []

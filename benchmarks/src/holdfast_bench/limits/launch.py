@@ -6,10 +6,12 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -49,10 +51,12 @@ class Launch:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(ranks), "-m", f"{package}.{program}"]
         command.append(json.dumps(settings | {"out": str(self._out)}))
-        with open(self._log, "wb") as log:
+        with open(self._log, "wb") as log, deferred_term() as terms:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=log, env=self._environment(ranks)
             )
+            if terms:
+                self.__exit__()
 
     def __enter__(self) -> Launch:
         return self
@@ -99,6 +103,22 @@ class Launch:
         env = {name: v for name, v in os.environ.items() if not name.startswith("HOLDFAST_")}
         # torchrun leaves a folder in TMPDIR. Here it is deleted with the rest.
         return {"OMP_NUM_THREADS": str(threads), **env, "TMPDIR": self._scratch}
+
+
+@contextlib.contextmanager
+def deferred_term() -> Iterator[list[int]]:
+    """Let SIGTERM wait for the end of the body, which finds the ones that came in the list.
+
+    A handler that raises inside of `Popen` loses the process that has just been started.
+    """
+    came: list[int] = []
+    former = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGTERM, former)
+        if came:
+            signal.raise_signal(signal.SIGTERM)
 
 
 def end_tree(process: subprocess.Popen[bytes]) -> None:
