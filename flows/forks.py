@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.contracts.errors import CheckpointError, NotFoundError, RunConflictError, SpecError
@@ -36,11 +37,46 @@ def fork_run(
 ) -> RunPaths:
     """Create the run `name` from the committed checkpoint `directory` of `parent`.
 
-    The run is not started. Its spec is that of `spec_file`, by default the parent's. A spec file
-    also has a name for the run. The run's folder is under `root`, by default the parent's root.
-    Raises `RunConflictError` for a name in use, `NotFoundError` or `CheckpointError` for a
-    checkpoint that does not exist or is not committed, `SpecError` without a name or a program or
-    at a size that the checkpoint does not fit, and the errors of `check_everything`.
+    The run is not started. See `plan_fork` for its spec, its place and what is refused, and
+    `check_everything` for what is checked besides.
+    """
+    plan = plan_fork(
+        parent, directory, name=name, overrides=overrides, spec_file=spec_file, root=root
+    )
+    check_everything(plan.spec, plan.root)
+    require(plan.spec)
+    paths = create_run(plan.spec, plan.root, created_by=by, forked=plan.origin)
+    uid = load_tallied(paths).record.uid
+    with JournalWriter(parent.journal_of(writer)) as journal:
+        journal.append(EventKind.FORKED, checkpoint=directory, into_uid=uid, into_run=paths.name)
+    return paths
+
+
+@dataclass(frozen=True)
+class PlannedFork:
+    """A run that can begin from a checkpoint, and the folder of runs for it."""
+
+    spec: RunSpec
+    root: Path
+    origin: ForkPoint
+
+
+def plan_fork(
+    parent: RunPaths,
+    directory: str,
+    *,
+    name: str | None,
+    overrides: Sequence[str],
+    spec_file: Path | None = None,
+    root: Path | None = None,
+) -> PlannedFork:
+    """Return the run `name` from the committed checkpoint `directory` of `parent`. Write nothing.
+
+    Its spec is that of `spec_file`, by default the parent's. A spec file also has a name for the
+    run. The run's folder is under `root`, by default the parent's root. Raises `RunConflictError`
+    for a name in use, `NotFoundError` or `CheckpointError` for a checkpoint that does not exist or
+    is not committed, and `SpecError` without a name or a program or at a size that the checkpoint
+    does not fit.
     """
     manifest = committed_manifest(parent, directory)
     require_own_directory(manifest, "start another run from it", _instead_of_fork(manifest))
@@ -52,16 +88,10 @@ def fork_run(
         )
     if spec_file is None:
         _require_fit(spec, manifest)
-    check_everything(spec, home)
-    require(spec)
     origin = ForkPoint(
         checkpoint_id=manifest.id, path=parent.checkpoint(directory), run_uid=manifest.run_uid
     )
-    paths = create_run(spec, home, created_by=by, forked=origin)
-    uid = load_tallied(paths).record.uid
-    with JournalWriter(parent.journal_of(writer)) as journal:
-        journal.append(EventKind.FORKED, checkpoint=directory, into_uid=uid, into_run=paths.name)
-    return paths
+    return PlannedFork(spec, home, origin)
 
 
 def _require_fit(spec: RunSpec, manifest: Manifest) -> None:

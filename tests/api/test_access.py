@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -269,6 +270,24 @@ def test_tokens_are_stored_as_digests_readable_by_the_owner_only(tmp_path: Path)
     assert store.check(text) is None
     with pytest.raises(NotFoundError, match="no token"):
         store.revoke("ci")
+
+
+def test_an_expired_token_is_refused_and_its_name_is_free(guarded: Served) -> None:
+    store = guarded.services.tokens
+    _, text = store.add("short", Role.OPERATOR, expires_at=time.time() + 3)
+    with bearer(guarded, text) as client:
+        assert client.get("/api/v1/runs").status_code == 200
+        started = client.post("/api/v1/session", json={"token": text})
+        assert started.status_code == 200
+    with guarded.stranger() as client:
+        client.cookies.update(started.cookies)
+        assert client.get("/api/v1/session").json()["name"] == "short"
+        wait_for(lambda: client.get("/api/v1/session").json()["name"] is None)
+    with bearer(guarded, text) as client:
+        assert client.get("/api/v1/runs").status_code == 401
+    again, _ = store.add("short", Role.READER)
+    assert [one.id for one in store.tokens() if one.name == "short"] == [again.id]
+    store.revoke("short")
 
 
 def test_serving_beyond_loopback_requires_a_token_from_the_cli(

@@ -36,6 +36,8 @@ def test_quick_benchmark_reports_every_measurement_and_removes_its_files(tmp_pat
     place = tmp_path / "place"
     plot, answer = tmp_path / "plot.svg", tmp_path / "bench.json"
     command = [str(HOLDFAST), "bench", "--json", "--quick", "--directory", str(place)]
+    # What is given counts, with --quick too.
+    command += ["--megabytes", "6", "--pairs", "2", "--ranks", "2"]
     command += ["--plot", str(plot)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
@@ -48,6 +50,9 @@ def test_quick_benchmark_reports_every_measurement_and_removes_its_files(tmp_pat
     assert all(figures["n"] >= 1 for figures in found["seconds"].values())
     assert all(isfinite(number) for number in numbers_of(found))
     assert all(value > 0 for name, value in found["ratios"].items() if name != "memory_growth")
+    assert found["conditions"]["pairs_wanted"] == 2
+    assert found["conditions"]["state_bytes"] == pytest.approx(6e6, rel=0.1)
+    assert found["conditions"]["ranks"] == 2
     assert found["ratios"]["load_bytes_same"] >= 1
     assert all(spread["min"] > 0 for spread in found["setup"].values())
     assert found["versions"]["torch"]

@@ -45,6 +45,11 @@ def test_run_is_submitted_awaited_and_forked(local: Local) -> None:
         (35, "committed"),
     ]
     assert local.json("verify", found[-1]["id"])["ok"] is True
+    trace = local.folder / "trace.json"
+    trace.write_text(json.dumps({"metadata": {"gap_seconds": 60}, "data": [9] * 9}))
+    played = ["simulate", str(spec), "--trace", str(trace), "--steps", "99"]
+    costs = local.json(*played, "--costs-of", "first")["costs"]
+    assert 0.05 < costs["step_s"] < 5, costs
     logs = local.call("logs", "first")
     assert "ends after step 35" in logs.stdout
     middle = found[2]["id"]

@@ -70,6 +70,20 @@ def test_drill_with_six_fault_kinds_breaks_no_invariant(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+def test_drill_ends_after_its_time_and_reports_an_earlier_one_too(tmp_path: Path) -> None:
+    words = ["--count", "50", "--kinds", "kill-rank", "--within", "1"]
+    first = drill(tmp_path, *words)
+    assert 1 <= len(first["faults"]) < 50
+    earlier, page = tmp_path / "earlier.json", tmp_path / "report.md"
+    earlier.write_text(json.dumps(first))
+    more = ["--report", str(page), "--after", str(earlier), "--no-calibrate"]
+    second = drill(tmp_path, *words, *more)
+    both = len(first["faults"]) + len(second["faults"])
+    assert f"After {both} of {both} faults" in page.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_drill_detects_a_lost_checkpoint_and_keeps_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

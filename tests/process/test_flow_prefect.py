@@ -193,6 +193,17 @@ def test_failing_program_fails_the_flow_with_its_traceback(runs: FlowRuns) -> No
     assert "holdfast relaunch failing" in again.stderr
 
 
+def test_checks_that_were_skipped_are_made_by_the_flow(runs: FlowRuns) -> None:
+    spec = runs.write_spec("unchecked", {}, command=["nothing.py"])
+    refused = runs.service.command("holdfast", "submit", str(spec), check=False)
+    assert (refused.returncode, "nothing.py" in refused.stderr) == (5, True)
+    told = runs.holdfast("submit", str(spec), "--skip-preflight")
+    paths = RunPaths(Path(told["directory"]))
+    wait_for("the flow's end", lambda: runs.flow_state(told["flow_run"]) == "FAILED")
+    assert "nothing.py is not a file" in flow_logs(runs, told["flow_run"])
+    assert submissions(paths) == 0
+
+
 @pytest.mark.slow
 def test_prefect_deploy_makes_the_same_deployment(runs: FlowRuns) -> None:
     service = runs.service

@@ -81,6 +81,9 @@ def test_predicted_memory_equals_the_memory_used(
         for part in ("device", "staging"):
             most = max(one[part] for one in taken)
             assert predicted["bytes_per_rank"][part] == pytest.approx(most, rel=TOLERANCE), part
+    first = paths.list_checkpoints()[0].name
+    status, found = doctor(tmp_path, "fit", "r", "--gpus", "1", "--checkpoint", f"r:{first}")
+    assert (status, found["checkpoint"]) == (0, f"r:{first}")
     status, found = doctor(tmp_path, "fit", "r", "--gpus", "3")
     assert status == 1, "three GPUs are more than the spec allows"
     assert not found["ok"]

@@ -202,7 +202,12 @@ def runs_rows(w: World) -> dict[str, bool]:
 def show_rows(w: World) -> dict[str, bool]:
     watched = w.seen_until_the_end("show", "brief", "--watch")
     spec = w("show", "gpt", "--spec").out
+    differing = w.json("show", "gpt", "kelp", "--diff")["keys"]
+    assert w("show", "gpt", "--diff").status == 2
     return {
+        "--diff": [one["value"] for one in differing["checkpoint.keep.last"]] == [None, 2]
+        and "resources.nodes" not in differing
+        and "have the same values" in w("show", "gpt", "gpt", "--diff").out,
         "--watch": watched.count("folder") >= 2 and "failed" in watched,
         "--spec": "resources.gpus_per_node" in spec
         and "resources.gpus_per_node" not in w("show", "gpt").out,
@@ -263,6 +268,8 @@ def logs_rows(w: World) -> dict[str, bool]:
         "--rank": out("--rank", 1) == "attempt 3\nrank 1\nlast line\n",
         "--all-ranks": {"0: rank 0", "1: rank 1"} <= {*out("--all-ranks").splitlines()},
         "--attempt": out("--attempt", 1).startswith("attempt 1\n"),
+        "--all-attempts": out("--all-attempts") == out("--attempt", 1) + out("--attempt", 3)
+        and [one["attempt"] for one in w.json("logs", "gpt", "--all-attempts")["logs"]] == [1, 3],
         "--tail": out("--tail", 1) == "last line\n",
         "--since": out("--since", "2999-01-01T00:00") == "" and out("--since", "1h") != "",
         "--grep": out("--grep", "^rank") == "rank 0\n",

@@ -223,12 +223,13 @@ def select(
 
     `rename` maps names in the source to parameter names, exactly or by prefix with `old.*` to
     `new.*`. A `*` alone stands for every name. `exclude` has parameter names or their prefixes.
-    Raises `KeyMismatchError` for a rule that fits no name, and for names that would become equal.
-    Raises `CheckpointError` if nothing is left.
+    Raises `KeyMismatchError` for a rule or an exclusion that fits no name, and for names that would
+    become equal. Raises `CheckpointError` if nothing is left.
     """
     rules, leave = model_rules(rename), model_names(exclude)
     pick = Selection(exclude=leave, rename=rules)
     names = pick.rename_all({f"{MODEL}{part.name}": None for part in parts})
+    pick.check_names(set(names.values()))
     kept = [
         replace(part, name=new.removeprefix(MODEL))
         for part in parts

@@ -43,7 +43,9 @@ class Role(StrEnum):
 
 
 class Token(BaseModel):
-    """One token as stored in the file; `created_at` is Unix seconds."""
+    """One token as stored in the file. Times are Unix seconds. Without `expires_at`, it is valid
+    until it is revoked.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -53,6 +55,11 @@ class Token(BaseModel):
     salt: str
     digest: str
     created_at: float
+    expires_at: float | None = None
+
+    @property
+    def has_expired(self) -> bool:
+        return self.expires_at is not None and time.time() >= self.expires_at
 
 
 class TokenFile(BaseModel):
@@ -87,19 +94,20 @@ class TokenStore:
             ) from error
         return self._read[1]
 
-    def add(self, name: str, role: Role) -> tuple[Token, str]:
+    def add(self, name: str, role: Role, *, expires_at: float | None = None) -> tuple[Token, str]:
         """Create a token; return it and its text, which is not stored.
 
-        Raises `SpecError` if the name is invalid or in use.
+        It replaces an expired token of the same name. Raises `SpecError` if the name is invalid or
+        in use.
         """
         if not _NAME.fullmatch(name):
             raise SpecError(
                 f"{name!r} is not a valid token name; expected up to 64 letters, digits, spaces "
                 "and ._@-, beginning with a letter or digit"
             )
-        token, text = _make(name, role)
+        token, text = _make(name, role, expires_at)
         with self._changing():
-            tokens = self.tokens()
+            tokens = [one for one in self.tokens() if one.name != name or not one.has_expired]
             if any(one.name == name for one in tokens):
                 raise SpecError(
                     f"a token named {name!r} exists already; choose another name, or run "
@@ -128,9 +136,9 @@ class TokenStore:
         return gone
 
     def find(self, identity: str) -> Token | None:
-        """Return the token with this id, or None if there is none or it was revoked."""
+        """Return the token with this id, or None if it is unknown, revoked or has expired."""
         known = (*self._issued, *self.tokens())
-        return next((one for one in known if one.id == identity), None)
+        return next((one for one in known if one.id == identity and not one.has_expired), None)
 
     def check(self, text: str) -> Token | None:
         """Return the token whose text is `text`, or None if it is not valid."""
@@ -159,7 +167,7 @@ class TokenStore:
             yield
 
 
-def _make(name: str, role: Role) -> tuple[Token, str]:
+def _make(name: str, role: Role, expires_at: float | None = None) -> tuple[Token, str]:
     """Create a token; return it and its text."""
     secret, salt = secrets.token_urlsafe(SECRET_BYTES), secrets.token_bytes(16)
     token = Token(
@@ -169,6 +177,7 @@ def _make(name: str, role: Role) -> tuple[Token, str]:
         salt=salt.hex(),
         digest=_digest(secret, salt).hex(),
         created_at=time.time(),
+        expires_at=expires_at,
     )
     return token, f"hold_{token.id}_{secret}"
 

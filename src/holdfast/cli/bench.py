@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -13,7 +12,7 @@ import typer
 
 from holdfast.cli.bench_package import require_bench_package
 from holdfast.cli.output import AsJson, answer, print_facts, print_table
-from holdfast.contracts.errors import PreflightError
+from holdfast.cli.output_files import check_plot
 
 END_S: Final = 60.0
 # The titles of the keys in the benchmark's JSON.
@@ -46,11 +45,18 @@ def bench(
         Path | None,
         typer.Option(help="Where to write. Default: $HOLDFAST_ROOT, else /var/tmp.", metavar="DIR"),
     ] = None,
-    megabytes: Annotated[int, typer.Option(help="The total state of all ranks, in MB.")] = 1250,
-    pairs: Annotated[int, typer.Option(help="How often each measurement is repeated.")] = 7,
-    ranks: Annotated[int, typer.Option(help="The number of ranks that save together.")] = 2,
+    megabytes: Annotated[
+        int | None,
+        typer.Option(min=1, help="The total state of all ranks, in MB. Default: 1250."),
+    ] = None,
+    pairs: Annotated[
+        int | None,
+        typer.Option(min=1, help="How often each measurement is repeated. Default: 7."),
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=2, help="The number of ranks that save together.")] = 2,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Use a few megabytes and one repetition.")
+        bool,
+        typer.Option("--quick", help="Measure less: by default 4 MB, and each pair once."),
     ] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Also write a plot, as SVG, PNG or PDF.", metavar="FILE")
@@ -59,14 +65,12 @@ def bench(
 ) -> None:
     """Compare saves and loads with this machine's limits. It takes about ten minutes."""
     require_bench_package("the benchmark")
-    if plot is not None and find_spec("matplotlib") is None:
-        raise PreflightError(
-            "--plot needs matplotlib, which is not installed. Run `pip install matplotlib`, or "
-            "leave --plot out."
-        )
-    command = [sys.executable, "-m", "holdfast_bench.limits"]
-    command += ["--megabytes", str(megabytes), "--pairs", str(pairs), "--ranks", str(ranks)]
-    command += ["--directory", str(directory)] if directory is not None else []
+    if plot is not None:
+        check_plot(plot)
+    command = [sys.executable, "-m", "holdfast_bench.limits", "--ranks", str(ranks)]
+    given = {"--megabytes": megabytes, "--pairs": pairs, "--directory": directory}
+    for option, value in given.items():
+        command += [] if value is None else [option, str(value)]
     command += ["--quick"] if quick else []
     found = _measure(command)
     if plot is not None:

@@ -16,6 +16,7 @@ import typer
 from holdfast.cli.bench_package import require_bench_package
 from holdfast.cli.index import locate_run
 from holdfast.cli.output import AsJson, RootOption, answer, print_table, say, seconds_text, warn
+from holdfast.cli.output_files import check_folder_of
 from holdfast.cli.unused import refuse_unused
 from holdfast.contracts.errors import NotFoundError, SpecError
 
@@ -29,6 +30,8 @@ class _Report:
     def __init__(self, path: Path | None, after: list[Path], as_json: bool) -> None:
         if path is not None or after:
             require_bench_package("the report of a drill")
+        if path is not None:
+            check_folder_of("--report", path)
         self.path, self._former = path, [_read(one) for one in after]
         self._as_json = as_json
 

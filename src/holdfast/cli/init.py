@@ -129,7 +129,7 @@ def init(
 ) -> None:
     """Write a spec, a program and a prefect.yaml to start from. No file is overwritten."""
     place = folder.expanduser().absolute()
-    chosen = name or _UNUSUAL.sub("-", place.name).strip("-_")
+    chosen = _UNUSUAL.sub("-", place.name).strip("-_") if name is None else name
     if not SPEC_NAME.fullmatch(chosen):
         raise SpecError(f"--name {chosen!r}: expected letters, digits, '-' and '_'")
     files = {
@@ -153,7 +153,9 @@ def init(
 
 def _spec_text(name: str, executor: str | None, partition: str | None) -> str:
     """Return a spec for the cluster of this host, or for this machine."""
-    kind = executor or ("slurm" if shutil.which("sbatch") else "local")
+    kind = executor
+    if kind is None:
+        kind = "slurm" if shutil.which("sbatch") else "local"
     if kind not in {"slurm", "local"}:
         raise SpecError(f"--executor {executor!r}: expected slurm or local")
     if kind == "local":
@@ -179,7 +181,7 @@ def _slurm_text(partition: str | None) -> tuple[str, int]:
     except SchedulerError as error:
         raise type(error)(f"{error}; for runs on this machine, give --executor local") from error
     named = [one for one in known if one.name == partition]
-    found = choose_partition(named if partition else known)
+    found = choose_partition(known if partition is None else named)
     listed = ", ".join(map(str, known))
     if not known:
         raise NotFoundError("the cluster has no partitions; give --executor local")

@@ -47,6 +47,9 @@ def logs(
     attempt: Annotated[
         int | None, typer.Option("--attempt", min=1, help="The attempt. Default: the last one.")
     ] = None,
+    all_attempts: Annotated[
+        bool, typer.Option("--all-attempts", help="Print the output of every attempt, in order.")
+    ] = False,
     tail: Annotated[
         int | None, typer.Option("--tail", "-n", min=0, help="Print the last N lines per file.")
     ] = None,
@@ -68,29 +71,37 @@ def logs(
     --since leaves out the files whose last output is older. Secrets are masked: the values of the
     spec's secret references, and text that looks like one.
     """
+    if all_attempts and attempt is not None:
+        raise typer.BadParameter("--attempt and --all-attempts: leave one of them out")
     paths = locate_run(run, root)
     secrets = secrets_in(paths)
     chosen = choose_attempt(paths, attempt)
     wanted = None if all_ranks else rank
     is_stream = as_json and follow
     lines = LineFilter(grep=grep, tail=tail, show_rank=all_ranks and not is_stream, whole=is_stream)
-    found = sorted_logs(chosen, wanted, since)
+    shown = paths.list_attempts() if all_attempts else [chosen]
+    found = {one.number: sorted_logs(one, wanted, since) for one in shown}
     numbers = [one.number for one in paths.list_attempts()]
     if as_json and not follow:
         files = [
-            {"path": str(log.path), "text": lines.select(log, _masked_tail(log, secrets))}
-            for log in found
+            {**_source(log), "text": lines.select(log, _masked_tail(log, secrets))}
+            for logs in found.values()
+            for log in logs
         ]
-        facts = {"run": paths.name, "attempt": chosen.number, "attempts": numbers, "rank": wanted}
+        facts = {"run": paths.name, "attempts": numbers, "rank": wanted}
+        facts["attempt"] = None if all_attempts else chosen.number
         answer({**facts, "logs": files}, True, echo)
         return
-    if attempt is None and len(numbers) > 1:
+    if attempt is None and not all_attempts and len(numbers) > 1:
         warn(
             f"holdfast: attempt {chosen.number}, the last of {len(numbers)}; `holdfast logs "
-            f"{paths.name} --attempt N` prints an earlier one"
+            f"{paths.name} --attempt N` prints an earlier one, --all-attempts all of them"
         )
-    reader = _Reader(secrets, lines, as_json=as_json)
-    printed = reader.print_new(found, is_last=not follow)
+    reader, printed = _Reader(secrets, lines, as_json=as_json), False
+    for number, logs in found.items():
+        if all_attempts:
+            warn(f"--- attempt {number}")
+        printed |= reader.print_new(logs, is_last=not follow or number != chosen.number)
     if follow:
         lines.tail = None
         _follow(paths, chosen, wanted, reader, is_pinned=attempt is not None)

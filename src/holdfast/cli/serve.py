@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -10,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from holdfast.cli.collector import return_free_memory
-from holdfast.cli.index import choose_root, user_name
+from holdfast.cli.index import choose_root, existing_root, user_name
 from holdfast.cli.output import AsJson, answer, print_table, say, time_text, warn
-from holdfast.contracts.errors import SpecError
+from holdfast.contracts.errors import NotFoundError, SpecError
 from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import RunPaths
 
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 
 SHUT_DOWN_S: Final = 3
 ROLES: Final = ("reader", "operator")
+HOST_NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
+DAY_S: Final = 24 * 3600.0
+DAYS_MAX: Final = 3650
 
 
 def register(app: typer.Typer) -> None:
@@ -75,9 +80,11 @@ def serve(
     from holdfast.api.app import create_app
     from holdfast.api.connections import limited_protocol, raise_open_files
 
+    _check_names(name or (), trusted_proxy or ())
+    _check_certificate(certificate, key)
+    roots = tuple(existing_root(str(one)) for one in root or ()) or (choose_root(None),)
     access_policy = _access_policy(host, name or ())
     listening = _listen(host, port)
-    roots = tuple(one.expanduser().absolute() for one in root or [choose_root(None)])
     services = _services(roots, access_policy)
     is_secure = certificate is not None
     config = uvicorn.Config(
@@ -97,9 +104,7 @@ def serve(
             "holdfast: tokens cross the network unencrypted. Use --certificate and --key, or "
             "--trusted-proxy with the address of a proxy that serves HTTPS."
         )
-    shown = f"[{host}]" if ":" in host else host
-    scheme = "https" if is_secure else "http"
-    address = f"{scheme}://{shown}:{listening.getsockname()[1]}/"
+    address = _address(host, listening, "https" if is_secure else "http")
     if is_private(host, name or ()):
         address += f"?token={_own_token(services)}"
     warn(f"holdfast: serving {address}")
@@ -110,6 +115,12 @@ def serve(
 def add_token(
     name: Annotated[str, typer.Argument(help="The owner's name, which the records show.")],
     role: Annotated[str, typer.Option(help="The token's role: reader or operator.")] = "reader",
+    days: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=DAYS_MAX, help="How long it is valid. Default: until it is revoked."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Create a token and print it. Holdfast stores only its hash."""
@@ -117,7 +128,8 @@ def add_token(
 
     if role not in ROLES:
         raise SpecError(f"--role {role!r}: expected {' or '.join(ROLES)}")
-    token, text = TokenStore().add(name, Role(role))
+    expires_at = None if days is None else time.time() + days * DAY_S
+    token, text = TokenStore().add(name, Role(role), expires_at=expires_at)
     answer({**_facts(token), "token": text}, as_json, lambda facts: say(facts["token"]))
 
 
@@ -164,6 +176,45 @@ def begin_fork(
     return {"run": paths.name, "uid": uid, "directory": str(paths.directory)} | dict(
         start_run(paths)
     )
+
+
+def _check_names(names: Sequence[str], proxies: Sequence[str]) -> None:
+    """Raise `SpecError` for a name or an address that no request could have."""
+    import ipaddress
+
+    for one in names:
+        if not HOST_NAME.fullmatch(one):
+            raise SpecError(
+                f"--name {one!r}: expected a host name without a port, such as runs.lab.example"
+            )
+    for one in proxies:
+        try:
+            ipaddress.ip_network(one)
+        except ValueError:
+            raise SpecError(
+                f"--trusted-proxy {one!r}: expected an address or a network, such as 127.0.0.1 or "
+                "10.0.0.0/8"
+            ) from None
+
+
+def _check_certificate(certificate: Path | None, key: Path | None) -> None:
+    """Raise `SpecError` or `NotFoundError` if HTTPS cannot be served with these files."""
+    import ssl
+
+    if certificate is None:
+        if key is not None:
+            raise SpecError(f"--key {key}: expected --certificate too, the file that it belongs to")
+        return
+    for option, path in {"--certificate": certificate, "--key": key}.items():
+        if path is not None and not path.is_file():
+            raise NotFoundError(f"{option} {path}: no such file, expected a PEM file")
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
+    except (OSError, ValueError) as error:
+        raise SpecError(
+            f"--certificate {certificate}: {error}. Expected a PEM certificate, and its private "
+            "key in the same file or in that of --key"
+        ) from error
 
 
 def _services(roots: tuple[Path, ...], access_policy: AccessPolicy) -> Services:
@@ -238,12 +289,31 @@ def _listen(host: str, port: int) -> socket.socket:
     return listening
 
 
+def _address(host: str, listening: socket.socket, scheme: str) -> str:
+    shown = f"[{host}]" if ":" in host else host
+    return f"{scheme}://{shown}:{listening.getsockname()[1]}/"
+
+
 def _facts(token: Token) -> dict[str, Any]:
-    return {"name": token.name, "role": str(token.role), "id": token.id} | {
-        "created_at": token.created_at
+    return {
+        "name": token.name,
+        "role": str(token.role),
+        "id": token.id,
+        "created_at": token.created_at,
+        "expires_at": token.expires_at,
+        "has_expired": token.has_expired,
     }
 
 
 def _render_tokens(found: list[dict[str, Any]]) -> None:
-    rows = [(one["name"], one["role"], one["id"], time_text(one["created_at"])) for one in found]
-    print_table(("name", "role", "id", "created"), rows)
+    rows = [
+        (one["name"], one["role"], one["id"], time_text(one["created_at"]), _end_of(one))
+        for one in found
+    ]
+    print_table(("name", "role", "id", "created", "expires"), rows)
+
+
+def _end_of(token: Mapping[str, Any]) -> str:
+    if token["expires_at"] is None:
+        return "never"
+    return ("expired " if token["has_expired"] else "") + time_text(token["expires_at"])

@@ -67,6 +67,10 @@ def show(
     spec: Annotated[
         bool, typer.Option("--spec", help="Show the value and the source of each key of the spec.")
     ] = False,
+    diff: Annotated[
+        bool,
+        typer.Option("--diff", help="Show only the keys of the spec in which several runs differ."),
+    ] = False,
     root: RootOption = None,
     as_json: AsJson = False,
 ) -> None:
@@ -74,10 +78,25 @@ def show(
 
     With --json and several runs, print a list.
     """
-    if watch and spec:
-        raise typer.BadParameter("--watch and --spec: a spec never changes; leave one of them out")
-    if spec:
+    if watch and (spec or diff):
+        other = "--spec" if spec else "--diff"
+        raise typer.BadParameter(
+            f"--watch and {other}: a spec never changes; leave one of them out"
+        )
+    if diff and (spec or len(runs) < 2):
+        given = "--spec" if spec else "one run"
+        raise typer.BadParameter(
+            f"--diff and {given}: expected two or more runs, without --spec; `--diff` prints the "
+            "keys in which they differ"
+        )
+    if spec or diff:
         settings = [_settings(run, root) for run in runs]
+    if diff:
+        differing = _differing(settings)
+        names = [one["run"] for one in settings]
+        answer({"runs": names, "keys": differing}, as_json, _render_differing)
+        return
+    if spec:
         found = settings if len(settings) > 1 else settings[0]
         answer(found, as_json, lambda _: _render_settings(settings))
         return
@@ -142,11 +161,40 @@ def _settings(run: str, root: str | None) -> dict[str, Any]:
         return {"run": paths.name, "settings": redact(found, secrets_in(paths))}
 
 
+def _differing(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any] | None]]:
+    """Return the keys whose values differ, each with its value and source in every run.
+
+    A key that a run does not have is None there.
+    """
+    keys = dict.fromkeys(key for one in settings for key in one["settings"])
+    rows = {key: [one["settings"].get(key) for one in settings] for key in keys}
+
+    def values(row: Sequence[Mapping[str, Any] | None]) -> set[str]:
+        return {json.dumps(one and one["value"], sort_keys=True) for one in row}
+
+    return {key: row for key, row in rows.items() if len(values(row)) > 1}
+
+
+def _render_differing(facts: Mapping[str, Any]) -> None:
+    rows = [
+        (key, *("–" if one is None else _as_written(one["value"]) for one in row))
+        for key, row in facts["keys"].items()
+    ]
+    if rows:
+        print_table(("key", *facts["runs"]), rows)
+    else:
+        say(f"the specs of {' and '.join(facts['runs'])} have the same values")
+
+
+def _as_written(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
 def _render_settings(settings: Sequence[Mapping[str, Any]]) -> None:
     for one in settings:
         say(f"run {one['run']}")
         rows = [
-            (key, json.dumps(found["value"], ensure_ascii=False), found["source"])
+            (key, _as_written(found["value"]), found["source"])
             for key, found in one["settings"].items()
         ]
         print_table(("key", "value", "source"), rows)

@@ -14,10 +14,11 @@ import typer
 
 from holdfast.cli.index import locate_run
 from holdfast.cli.output import AsJson, RootOption, answer, print_table, say, seconds_text
+from holdfast.cli.output_files import check_plot
 from holdfast.cli.stretches import print_stretches
 from holdfast.cli.submit import Overrides
 from holdfast.cli.unused import refuse_unused
-from holdfast.contracts.errors import NotFoundError, SpecError
+from holdfast.contracts.errors import SpecError
 from holdfast.contracts.history import load_history
 from holdfast.contracts.plain_text import counted
 from holdfast.contracts.spec import RunSpec
@@ -102,7 +103,7 @@ def simulate(
 
     _check_options(context, history_days, costs_of)
     if plot is not None:
-        _check_plot(plot)
+        check_plot(plot)
     base = load_spec(spec, overrides or ())
     costs = _costs(costs_of, root, cost or ())
     seen, *others = _traces(base, trace, history_days, fallback_trace or (), instance_gpus)
@@ -214,22 +215,6 @@ def _size(word: str, per_node: int) -> int:
             f"--gpus {word.strip()!r}: expected multiples of the {per_node} GPUs of a node"
         )
     return int(word)
-
-
-def _check_plot(path: Path) -> None:
-    """Raise `SpecError` before the simulation if its plot could not be drawn."""
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError as error:
-        raise SpecError("--plot needs matplotlib; run `pip install 'holdfast[plot]'`") from error
-    known = sorted(FigureCanvasBase.get_supported_filetypes())
-    if path.suffix.lower().removeprefix(".") not in known:
-        raise SpecError(
-            f"--plot {path}: ends in {path.suffix or 'nothing'}; expected .svg, .png or another "
-            f"of matplotlib's formats: {', '.join(known)}"
-        )
-    if not path.expanduser().absolute().parent.is_dir():
-        raise NotFoundError(f"--plot {path}: there is no folder {path.parent}")
 
 
 def _draw(done: Simulated, trace: Trace, path: Path) -> None:

@@ -89,8 +89,7 @@ def submit(
     for warning in secrets.plain_secret_warnings(run_spec):
         warn(f"holdfast: {warning}")
     if dry_run:
-        for text in (*secrets.examine(run_spec), *snapshot_warnings(run_spec)):
-            warn(f"holdfast: {text}")
+        _warn_before(run_spec)
         answer(_dry_run(run_spec, home), True, echo)
         return
     if not skip_preflight and not no_preflight:
@@ -112,6 +111,7 @@ def submit(
 
 
 def fork(
+    context: typer.Context,
     checkpoint: Annotated[
         str, typer.Argument(help="The checkpoint to start from, as an id or a path.")
     ],
@@ -125,11 +125,19 @@ def fork(
     ] = None,
     overrides: Overrides = None,
     wait: Wait = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Check that the fork is possible, print its first job request and the source of "
+            "each key, and create nothing.",
+        ),
+    ] = False,
     root: RootOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Start a new run, under another name, from a committed checkpoint."""
-    from holdfast.flows.forks import fork_run
+    from holdfast.flows.forks import fork_run, plan_fork
     from holdfast.flows.secrets import plain_secret_warnings
     from holdfast.workers.code_snapshot import snapshot_warnings
     from holdfast.workers.feasibility import Feasibility
@@ -137,15 +145,16 @@ def fork(
     from holdfast.workers.slurm_defaults import warnings_of_defaults
 
     parent, directory = locate_checkpoint(checkpoint, root)
-    paths = fork_run(
-        parent,
-        directory,
-        name=name,
-        spec_file=spec,
-        overrides=overrides or (),
-        by=user_name(),
-        root=choose_root(root) if root else None,
-    )
+    given: dict[str, Any] = {"name": name, "spec_file": spec, "overrides": overrides or ()}
+    given["root"] = choose_root(root) if root else None
+    if dry_run:
+        refuse_unused(context, "--dry-run queues nothing", "wait")
+        plan = plan_fork(parent, directory, **given)
+        _warn_before(plan.spec)
+        found = _dry_run(plan.spec, plan.root)
+        answer({**found, "forked_from": plan.origin.checkpoint_id}, True, echo)
+        return
+    paths = fork_run(parent, directory, by=user_name(), **given)
     own = load_history(paths).spec
     warnings = [*plain_secret_warnings(own), *warnings_of(own, parent)]
     problem = Feasibility.of(load_history(paths)).problem(own.gpus)
@@ -220,6 +229,15 @@ def first_request(spec: RunSpec, root: Path) -> Request:
         spec_digest=spec.digest,
     )
     return build_request(record, spec, attempt=1, gpus=spec.gpus, reason="first")
+
+
+def _warn_before(spec: RunSpec) -> None:
+    """Warn of secrets without a value and of what a code snapshot would leave out."""
+    from holdfast.flows.secrets import examine
+    from holdfast.workers.code_snapshot import snapshot_warnings
+
+    for text in (*examine(spec), *snapshot_warnings(spec)):
+        warn(f"holdfast: {text}")
 
 
 def _dry_run(spec: RunSpec, root: Path) -> dict[str, Any]:

@@ -20,8 +20,8 @@ def main() -> int:
     options = parse_options()
     plan = Plan(
         directory=options.directory,
-        state_bytes=options.megabytes * MEGABYTE,
-        pairs=options.pairs,
+        state_bytes=(options.megabytes or (4 if options.quick else 1250)) * MEGABYTE,
+        pairs=options.pairs or (1 if options.quick else 7),
         ranks=options.ranks,
     )
     try:
@@ -37,8 +37,8 @@ def main() -> int:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m holdfast_bench.limits", description=__doc__)
     parser.add_argument("--directory", type=Path, default=default_directory())
-    parser.add_argument("--megabytes", type=int, default=1250, help="total state of all ranks")
-    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--megabytes", type=int, help="total state of all ranks; default: 1250")
+    parser.add_argument("--pairs", type=int, help="default: 7")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="a few megabytes and one pair")
     parser.add_argument("--gpu", action="store_true", help="measure only what concerns GPUs")

@@ -46,8 +46,8 @@ class Plan:
     """What to measure, and how long it may take in all."""
 
     directory: Path
-    state_bytes: int = 1_250 * MEGABYTE
-    pairs: int = 7
+    state_bytes: int
+    pairs: int
     ranks: int = 2
     step_s: float = 0.2
     small_state_bytes: int = 64 * MEGABYTE
@@ -60,8 +60,6 @@ class Plan:
         """Return the shortest plan with all programs, to check that they work, not how fast."""
         return replace(
             self,
-            state_bytes=min(self.state_bytes, 4 * MEGABYTE),
-            pairs=1,
             step_s=0.05,
             small_state_bytes=2 * MEGABYTE,
             warm_up_saves=1,
@@ -77,8 +75,7 @@ def run(plan: Plan) -> dict[str, Any]:
     one of its programs fails or the time limit is exceeded.
     """
     check(plan)
-    plan.directory.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix="holdfast-bench-", dir=plan.directory)).resolve()
+    work = make_folder(plan.directory)
     began = time.time()
     try:
         course = Course(plan, work, end_by=began + plan.time_limit_s)
@@ -110,14 +107,24 @@ def run_gpu(plan: Plan) -> dict[str, Any]:
             "node with GPUs; `holdfast bench` measures what needs no GPU"
         )
     check(plan)
-    plan.directory.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix="holdfast-bench-", dir=plan.directory)).resolve()
+    work = make_folder(plan.directory)
     try:
         course = Course(plan, work, end_by=time.time() + plan.time_limit_s)
         found = figures.gpu(course.run_gpu())
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return {"machine": machine(plan.directory), "versions": versions(), "gpu": found}
+
+
+def make_folder(directory: Path) -> Path:
+    """Create a folder for the benchmark in `directory`. Raises `PreflightError` if it cannot."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix="holdfast-bench-", dir=directory)).resolve()
+    except OSError as error:
+        raise PreflightError(
+            f"--directory {directory}: cannot write there: {error.strerror}; give another folder"
+        ) from error
 
 
 class Course:
