@@ -69,7 +69,8 @@ def _call(strategy: Any, examples: int, served: Served) -> int:
     )
     @given(case=strategy)
     def call(case: Any) -> None:
-        case.call_and_validate(checks=CHECKS, headers={"Authorization": f"Bearer {served.token}"})
+        token = {"Authorization": f"Bearer {served.token}"}
+        case.call_and_validate(checks=CHECKS, headers=token, timeout=LIMIT_S)
         made.append(case)
 
     call()
@@ -92,4 +93,4 @@ def test_web_page_types_match_the_openapi_document() -> None:
 @pytest.mark.timeout(1800)
 def test_no_operation_fails_on_many_generated_inputs(tried: Served) -> None:
     found = operations(tried)
-    assert call_all(tried, found, examples=100) >= 2_000
+    assert call_all(tried, found, examples=40) >= 2_000

@@ -6,6 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Final
 
@@ -52,6 +53,10 @@ def test_run_is_submitted_awaited_and_forked(local: Local) -> None:
     assert 0.05 < costs["step_s"] < 5, costs
     logs = local.call("logs", "first")
     assert "ends after step 35" in logs.stdout
+    stamped = local.call("logs", "first", "--timestamps").stdout.splitlines()
+    times = [datetime.fromisoformat(line.split(" ")[0]).timestamp() for line in stamped]
+    assert [line.split(" ", 1)[1] for line in stamped] == logs.stdout.splitlines()
+    assert told["submitted_at"] - 1 <= times[0] <= times[-1] <= time.time()
     middle = found[2]["id"]
     command = json.dumps([PROGRAM.name, json.dumps({"steps": 45, "sleep_s": 0.06})])
     changes = ("--set", f"command={command}", "--set", "supervision.grace_s=0.001")

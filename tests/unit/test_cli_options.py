@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from holdfast.cli.main import app, main
 from holdfast.contracts.history import load_events
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.rank_logs import TIMES, time_line
 from holdfast.contracts.states import AttemptState, Cause
 
 OLDEST, NEWEST = "gpt:step-00000050.a0001.l01", "gpt:step-00000200.a0003.l01"
@@ -264,7 +266,22 @@ def logs_rows(w: World) -> dict[str, bool]:
         return w("logs", "gpt", *more).out
 
     lines = [json.loads(line) for line in out("--follow", "--json").splitlines()]
+    log = RunPaths(w.root / "gpt").attempt(3).rank_log(0, 1, 0)
+    # Between the two heartbeats, rank 0 printed the end of its second line and its third.
+    (log.parent / TIMES).write_text(
+        time_line(T0, log.name, len("attempt 3\nran")) + time_line(T0 + 60, log.name, 99)
+    )
+    stamped = [line.split(" ", 1) for line in out("--timestamps").splitlines()]
+    timed = [
+        json.loads(one)["at"] for one in out("--timestamps", "--follow", "--json").splitlines()
+    ]
+    (log.parent / TIMES).unlink()
+    assert w("logs", "gpt", "--timestamps", "--json").status == 2
     return {
+        "--timestamps": [(datetime.fromisoformat(at).timestamp(), text) for at, text in stamped]
+        == [(T0, "attempt 3"), (T0, "rank 0"), (T0 + 60, "last line")]
+        and timed == [T0, T0, T0 + 60]
+        and out("--timestamps").startswith("- attempt 3\n"),
         "--rank": out("--rank", 1) == "attempt 3\nrank 1\nlast line\n",
         "--all-ranks": {"0: rank 0", "1: rank 1"} <= {*out("--all-ranks").splitlines()},
         "--attempt": out("--attempt", 1).startswith("attempt 1\n"),

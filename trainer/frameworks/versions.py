@@ -37,7 +37,7 @@ FRAMEWORKS: Final = {
     "torchtitan": Supported(package="torchtitan", oldest="0.3", below="0.4"),
     "wandb": Supported(package="wandb", oldest="0.20", below="1"),
     "mlflow": Supported(package="mlflow-skinny", oldest="3", below="4"),
-    "tensorboard": Supported(package="tensorboard", oldest="2.16.2", below="3"),
+    "tensorboard": Supported(package="tensorboard", oldest="2.17.1", below="3"),
 }
 # More packages that an adapter uses, by the name of its extra.
 COMPANIONS: Final = {

@@ -19,6 +19,7 @@ from holdfast.contracts.rank_status import RankStatusTable
 from holdfast.workers.agent.calibration import PhaseTimes, scaled
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.gpus import watch_gpus
+from holdfast.workers.agent.log_times import LogTimes
 from holdfast.workers.agent.rank_watch import RankWatch
 from holdfast.workers.heartbeats import (
     HeartbeatWriter,
@@ -54,6 +55,7 @@ class Heartbeat:
         self._beats: dict[int, dict[str, Any]] = {}
         self._writer = HeartbeatWriter(context.attempt) if context.is_lead else None
         self._status_table, self._watch, self._program = status_table, watch, program
+        self._log_times = LogTimes(context.attempt, context.node)
         self._gpus = watch_gpus()
         self._boot_id = boot_id()
         self._clock = _clock_offset_s()
@@ -80,6 +82,8 @@ class Heartbeat:
             # A full or absent file system, or the loss of node 0, must not stop later heartbeats.
             with contextlib.suppress(OSError):
                 self._look_at_clock()
+            with contextlib.suppress(OSError):
+                self._log_times.look(self.launch, is_last=is_last)
             with contextlib.suppress(OSError):
                 self._report()
             if is_last:

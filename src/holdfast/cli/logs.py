@@ -9,6 +9,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, BinaryIO, Final
 
@@ -30,6 +31,8 @@ JSON_BYTES_MAX: Final = 1024 * 1024
 LINE_CHARACTERS_MAX: Final = 1024 * 1024
 # Beyond this size, a terminal shows the end only.
 PRINTED_BYTES_MAX: Final = 8 * 1024 * 1024
+# A text, and the Unix time at which it was in the file.
+_Part = tuple[str, float | None]
 _DECODER: Final = codecs.getincrementaldecoder("utf-8")
 
 
@@ -60,6 +63,10 @@ def logs(
             "--grep", parser=parse_pattern, metavar="REGEX", help="Print matching lines only."
         ),
     ] = None,
+    timestamps: Annotated[
+        bool,
+        typer.Option("--timestamps", help="Begin each line with the time at which it was there."),
+    ] = False,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Print new output until the run has ended.")
     ] = False,
@@ -68,17 +75,18 @@ def logs(
 ) -> None:
     """Print a rank's output: standard output and standard error of each launch, in order.
 
-    --since leaves out the files whose last output is older. Secrets are masked: the values of the
-    spec's secret references, and text that looks like one.
+    --since leaves out the files whose last output is older. The times of --timestamps are up to a
+    minute late. Secrets are masked: the values of the spec's secret references, and text that looks
+    like one.
     """
-    if all_attempts and attempt is not None:
-        raise typer.BadParameter("--attempt and --all-attempts: leave one of them out")
+    _check(all_attempts, attempt, timestamps, as_json and not follow)
     paths = locate_run(run, root)
     secrets = secrets_in(paths)
     chosen = choose_attempt(paths, attempt)
     wanted = None if all_ranks else rank
     is_stream = as_json and follow
     lines = LineFilter(grep=grep, tail=tail, show_rank=all_ranks and not is_stream, whole=is_stream)
+    lines.show_time = timestamps and not is_stream
     shown = paths.list_attempts() if all_attempts else [chosen]
     found = {one.number: sorted_logs(one, wanted, since) for one in shown}
     numbers = [one.number for one in paths.list_attempts()]
@@ -97,7 +105,8 @@ def logs(
             f"holdfast: attempt {chosen.number}, the last of {len(numbers)}; `holdfast logs "
             f"{paths.name} --attempt N` prints an earlier one, --all-attempts all of them"
         )
-    reader, printed = _Reader(secrets, lines, as_json=as_json), False
+    reader = _Reader(secrets, lines, as_json=as_json, with_times=timestamps)
+    printed = False
     for number, logs in found.items():
         if all_attempts:
             warn(f"--- attempt {number}")
@@ -107,6 +116,19 @@ def logs(
         _follow(paths, chosen, wanted, reader, is_pinned=attempt is not None)
     elif not printed:
         _list_other_logs(chosen, wanted)
+
+
+def _check(
+    all_attempts: bool, attempt: int | None, timestamps: bool, is_one_document: bool
+) -> None:
+    """Raise `typer.BadParameter` for options that exclude each other."""
+    if all_attempts and attempt is not None:
+        raise typer.BadParameter("--attempt and --all-attempts: leave one of them out")
+    if timestamps and is_one_document:
+        raise typer.BadParameter(
+            "--timestamps and --json: add --follow, which prints an object for each line, with its "
+            "time in `at`"
+        )
 
 
 def sorted_logs(
@@ -152,33 +174,43 @@ class LineFilter:
         whole: bool = False,
     ) -> None:
         self.tail = tail
+        # Each line then begins with its time, or with "-" if that is not known.
+        self.show_time = False
         self._whole = whole
         self._grep, self._show_rank = grep, show_rank
-        self._unfinished: dict[Path, str] = {}
+        self._unfinished: dict[Path, tuple[str, float | None]] = {}
 
     def select(self, log: RankLog, text: str) -> str:
         """Return what to print of `text`, the whole content of a file."""
-        return "".join(self.feed(log, [text], is_last=True))
+        return "".join(one for one, _ in self.feed(log, [(text, None)], is_last=True))
 
-    def feed(self, log: RankLog, parts: Iterable[str], *, is_last: bool) -> Iterator[str]:
-        """Yield what to print of the next parts of a file."""
+    def feed(self, log: RankLog, parts: Iterable[_Part], *, is_last: bool) -> Iterator[_Part]:
+        """Yield what to print of the next parts of a file, each text with its time."""
         has_condition = self._grep is not None or self.tail is not None or self._show_rank
-        if not has_condition and not self._whole:
+        if not has_condition and not self._whole and not self.show_time:
             yield from parts
             return
         lines = self._lines(log, parts, is_last)
         yield from lines if self.tail is None else deque(lines, maxlen=self.tail)
 
-    def _lines(self, log: RankLog, parts: Iterable[str], is_last: bool) -> Iterator[str]:
-        path, prefix = log.path, f"{log.rank}: " if self._show_rank else ""
-        for part in parts:
-            text = self._unfinished.pop(path, "") + part
-            lines = text.splitlines(keepends=True)
+    def _lines(self, log: RankLog, parts: Iterable[_Part], is_last: bool) -> Iterator[_Part]:
+        path = log.path
+        for part, at in parts:
+            former, began = self._unfinished.pop(path, ("", at))
+            lines = (former + part).splitlines(keepends=True)
+            times = [began, *[at] * (len(lines) - 1)]
             if lines and not lines[-1].endswith("\n") and len(lines[-1]) < LINE_CHARACTERS_MAX:
-                self._unfinished[path] = lines.pop()
-            yield from (prefix + line for line in lines if self._is_chosen(line))
-        if is_last and (line := self._unfinished.pop(path, "")) and self._is_chosen(line):
-            yield f"{prefix}{line}\n"
+                self._unfinished[path] = lines.pop(), times[len(lines)]
+            for line, when in zip(lines, times, strict=False):
+                if self._is_chosen(line):
+                    yield self._prefix(log, when) + line, when
+        line, when = self._unfinished.pop(path, ("", None)) if is_last else ("", None)
+        if line and self._is_chosen(line):
+            yield f"{self._prefix(log, when)}{line}\n", when
+
+    def _prefix(self, log: RankLog, at: float | None) -> str:
+        time = f"{_moment(at)} " if self.show_time else ""
+        return f"{time}{log.rank}: " if self._show_rank else time
 
     def _is_chosen(self, line: str) -> bool:
         return self._grep is None or self._grep.search(line.rstrip("\n")) is not None
@@ -187,8 +219,15 @@ class LineFilter:
 class _Reader:
     """Prints the new part of each file, with its secrets masked, as text or an object per line."""
 
-    def __init__(self, secrets: Sequence[str], lines: LineFilter, *, as_json: bool = False) -> None:
-        self._lines, self._as_json = lines, as_json
+    def __init__(
+        self,
+        secrets: Sequence[str],
+        lines: LineFilter,
+        *,
+        as_json: bool = False,
+        with_times: bool = False,
+    ) -> None:
+        self._lines, self._as_json, self._with_times = lines, as_json, with_times
         self._secrets = secrets
         self._spelled = [os.fsencode(secret) for secret in secrets]
         self._offsets: dict[Path, int] = {}
@@ -202,9 +241,10 @@ class _Reader:
         printed = False
         for log in logs:
             parts = self._parts(log, is_last)
-            for part in self._lines.feed(log, parts, is_last=is_last):
+            for part, at in self._lines.feed(log, parts, is_last=is_last):
                 if self._as_json:
-                    echo(to_json_text({**_source(log), "text": part}))
+                    when = {"at": at} if self._with_times else {}
+                    echo(to_json_text({**_source(log), **when, "text": part}))
                 else:
                     # Remove terminal control sequences from the program's output.
                     echo(plain_output(part), nl=False)
@@ -212,8 +252,9 @@ class _Reader:
         sys.stdout.flush()
         return printed
 
-    def _parts(self, log: RankLog, is_last: bool) -> Iterator[str]:
-        path = log.path
+    def _parts(self, log: RankLog, is_last: bool) -> Iterator[_Part]:
+        """Yield the new text of a file in parts, each with the time at which it was there."""
+        path, times = log.path, log.times() if self._with_times else []
         decoder = self._decoders.setdefault(path, _DECODER(errors="replace"))
         with log.open() as stream:
             size, start = os.fstat(stream.fileno()).st_size, self._offsets.get(path, 0)
@@ -224,11 +265,16 @@ class _Reader:
             # Read up to the current size only: a growing file might never end.
             end = size if is_last else size - self._unfinished(stream, start, size)
             while start < end:
-                part = read_masked(stream, start, min(end - start, READ_BYTES_MAX), self._secrets)
+                reached, at = next((one for one in times if one[0] > start), (end, None))
+                if times and at is None:
+                    # No heartbeat has found it yet.
+                    at = log.changed_at
+                length = min(end - start, READ_BYTES_MAX, reached - start)
+                part = read_masked(stream, start, length, self._secrets)
                 if not part:
                     break
                 start += len(part)
-                yield decoder.decode(part)
+                yield decoder.decode(part), at
             self._offsets[path] = start
 
     def _unfinished(self, stream: BinaryIO, start: int, size: int) -> int:
@@ -245,6 +291,14 @@ class _Reader:
             ),
             default=0,
         )
+
+
+def _moment(at: float | None) -> str:
+    return (
+        "-"
+        if at is None
+        else datetime.fromtimestamp(at, UTC).astimezone().isoformat("T", "seconds")
+    )
 
 
 def _source(log: RankLog) -> dict[str, object]:

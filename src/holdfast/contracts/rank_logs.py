@@ -14,7 +14,10 @@ from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.contracts.reading import open_regular
 
 # Only Holdfast's own names: another user's folder may contain any other.
+# In the folder of a node's launch: when its logs had which sizes.
+TIMES: Final = "times.log"
 _NAME: Final = re.compile(r"(node-[0-9]+)/l([0-9]{1,9})/rank-([0-9]{5,9})\.(stdout|stderr)\.log")
+_TIME: Final = re.compile(r"([0-9]{1,12}\.[0-9]{3}) (\S+) ([0-9]{1,18})")
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,31 @@ class RankLog:
     def open(self) -> BinaryIO:
         """Open the file. torchrun's names are links, which must not leave the attempt."""
         return open(open_regular(self.path, below=self.below, follow=True), "rb")
+
+    def times(self) -> list[tuple[int, float]]:
+        """Return (bytes, Unix time) pairs: at that time, the file was found to have that size.
+
+        Sizes grow from pair to pair. The agent records them with its heartbeats, later once a
+        minute. It is empty for an attempt of an older version.
+        """
+        try:
+            with open(open_regular(self.path.with_name(TIMES), below=self.below), "rb") as stream:
+                lines = stream.read().decode(errors="replace").splitlines()
+        except (OSError, ForeignFileError):
+            return []
+        found: list[tuple[int, float]] = []
+        for line in lines:
+            match = _TIME.fullmatch(line)
+            if match and match[2] == self.path.name:
+                size = int(match[3])
+                if size > (found[-1][0] if found else 0):
+                    found.append((size, float(match[1])))
+        return found
+
+
+def time_line(at: float, name: str, size: int) -> str:
+    """Return the line of `TIMES` that says that the log `name` had `size` bytes at `at`."""
+    return f"{at:.3f} {name} {size}\n"
 
 
 def choose_attempt(paths: RunPaths, number: int | None) -> AttemptPaths:
