@@ -1,4 +1,4 @@
-"""HTTP itself: HEAD, conditional requests and accepted encodings, the same for every route."""
+"""HTTP itself, the same for every route: HEAD, conditions, encodings and the server's path."""
 
 from __future__ import annotations
 
@@ -36,6 +36,17 @@ class Negotiation:
             await _head(self._app, {**inner, "method": "GET"}, receive, send)
         else:
             await self._app(inner, receive, send)
+
+
+class Below:
+    """ASGI middleware: the server's path below a proxy, which may remove it from requests."""
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        self._app, self._prefix = app, prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # The router removes `root_path` where a request has it.
+        await self._app({**scope, "root_path": self._prefix}, receive, send)
 
 
 class Conditional:
