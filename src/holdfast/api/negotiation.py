@@ -11,7 +11,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast.contracts.digests import digest_of
 
-JSON: Final = "application/json"
+# The types of answers that get an ETag. Files have one of their own.
+TAGGED: Final = ("application/json", "text/html")
 # What a 304 response repeats of the 200 response.
 _KEPT_IN_304: Final = frozenset({"etag", "cache-control", "vary", "last-modified", "date"})
 
@@ -50,7 +51,7 @@ class Below:
 
 
 class Conditional:
-    """ASGI middleware: gives each JSON answer to GET an ETag, and answers 304 if it matches."""
+    """ASGI middleware: gives each JSON or HTML answer to GET an ETag, and answers 304 if it matches."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -73,8 +74,8 @@ class Conditional:
             if start is not None:
                 headers = MutableHeaders(scope=start)
                 is_whole = not message.get("more_body") and "body" in message
-                is_json = headers.get("content-type", "").startswith(JSON)
-                if start["status"] == 200 and is_whole and is_json:
+                is_tagged = headers.get("content-type", "").startswith(TAGGED)
+                if start["status"] == 200 and is_whole and is_tagged:
                     headers.setdefault("etag", f'W/"{digest_of(message["body"])}"')
                 is_same = start["status"] == 200 and matches(headers.get("etag", ""), wanted)
                 if is_same:
