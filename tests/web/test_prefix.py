@@ -117,7 +117,7 @@ def test_page_works_below_a_prefix_in_a_browser(proxied: Site, browser: Browser)
         page.get_by_role("link", name=LIVE, exact=True).click()
         expect(page.get_by_text("Where the time went").first).to_be_visible()
         expect(page).to_have_url(f"{proxied.url}/runs/{LIVE}")
-        # Each is loaded anew: the lineage has a style sheet, a chunk and a worker of its own.
+        # Each is loaded from the start. The lineage has a style sheet, a chunk and a worker.
         for path, text in (
             (f"/runs/{LIVE}/lineage", "preemption · 8 ranks"),
             (f"/runs/{LIVE}/checkpoints", "keep.last 4: it is older"),

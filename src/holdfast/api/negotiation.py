@@ -51,7 +51,7 @@ class Below:
 
 
 class Conditional:
-    """ASGI middleware: gives each JSON or HTML answer to GET an ETag, and answers 304 if it matches."""
+    """ASGI middleware: gives JSON and HTML answers to GET an ETag; answers 304 if it matches."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

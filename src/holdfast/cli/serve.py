@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 SHUT_DOWN_S: Final = 3
 PREFIX: Final = re.compile(r"(/[A-Za-z0-9_-][A-Za-z0-9._-]*){1,8}")
+UNENCRYPTED: Final = (
+    "holdfast: tokens cross the network unencrypted. Use --certificate and --key, or "
+    "--trusted-proxy with the address of a proxy that serves HTTPS."
+)
 ROLES: Final = ("reader", "operator")
 HOST_NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
 DAY_S: Final = 24 * 3600.0
@@ -65,10 +69,7 @@ def serve(
         ),
     ] = None,
     prefix: Annotated[
-        str,
-        typer.Option(
-            metavar="PATH", help="The path below which a proxy serves it, such as /holdfast."
-        ),
+        str, typer.Option(metavar="PATH", help="Its path at a proxy, such as /holdfast.")
     ] = "",
     certificate: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Serve HTTPS with this PEM certificate.")
@@ -108,10 +109,7 @@ def serve(
         ssl_keyfile=key,
     )
     if not (is_secure or trusted_proxy or is_private(host, name or ())):
-        warn(
-            "holdfast: tokens cross the network unencrypted. Use --certificate and --key, or "
-            "--trusted-proxy with the address of a proxy that serves HTTPS."
-        )
+        warn(UNENCRYPTED)
     address = _address(host, listening, "https" if is_secure else "http", prefix)
     if is_private(host, name or ()):
         address += f"?token={_own_token(services)}"

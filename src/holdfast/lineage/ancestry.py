@@ -18,7 +18,7 @@ from sqlalchemy import Connection, select
 from holdfast.contracts.paths import CheckpointName, RunPaths
 from holdfast.lineage import reports, views
 from holdfast.lineage.database import Database
-from holdfast.lineage.find import Row, checkpoint_row
+from holdfast.lineage.find import Row, checkpoint_row, rows_of
 from holdfast.lineage.permissions import PERMISSIONS, may_read
 from holdfast.lineage.tables import CHECKPOINTS, RUNS
 
@@ -110,7 +110,7 @@ def descent(connection: Connection, uid: str, name: str) -> list[Stretch]:
         rows = _follow(read[uid], uid, name)
         if not rows:
             return stretches
-        run = connection.execute(select(*_FACTS).where(RUNS.c.uid == uid)).mappings().one()
+        (run,) = rows_of(connection, select(*_FACTS).where(RUNS.c.uid == uid))
         if not may_read(run):
             return stretches
         stretches.append(Stretch(uid, run["run"], run["directory"], rows))

@@ -169,7 +169,8 @@ def _ask(connection: Connection, account: Account) -> _Asked:
         return known
     try:
         began = time.monotonic()
-        hidden, shown = [], []
+        hidden: list[str] = []
+        shown: list[str] = []
         for row in _others(connection, account):
             may = may_read(row, account)
             if may != account.may_by_row(row):
@@ -182,12 +183,13 @@ def _ask(connection: Connection, account: Account) -> _Asked:
         _ASKING.release()
 
 
-def _others(connection: Connection, account: Account) -> Iterator[Mapping[str, Any]]:
+def _others(connection: Connection, account: Account) -> Iterator[Row]:
     owner = RUNS.c.owner_uid
     # Unlike `!=`, these conditions use the index.
     is_other = or_(owner.is_(None), owner < account.uid, owner > account.uid)
     query = select(*(RUNS.c[name] for name in ("uid", *PERMISSIONS))).where(is_other)
-    yield from connection.execute(query).mappings()
+    for row in connection.execute(query).mappings():
+        yield dict(row)
 
 
 def _listed(connection: Connection, name: str, uids: list[str]) -> Any:
