@@ -69,8 +69,8 @@ def serve(
         ),
     ] = None,
     prefix: Annotated[
-        str, typer.Option(metavar="PATH", help="Its path at a proxy, such as /holdfast.")
-    ] = "",
+        str | None, typer.Option(metavar="PATH", help="Its path at a proxy, such as /holdfast.")
+    ] = None,
     certificate: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Serve HTTPS with this PEM certificate.")
     ] = None,
@@ -91,13 +91,13 @@ def serve(
     _check_names(name or (), trusted_proxy or ())
     _check_certificate(certificate, key)
     roots = tuple(existing_root(str(one)) for one in root or ()) or (choose_root(None),)
-    _check_prefix(prefix)
+    below = _checked_prefix(prefix)
     access_policy = _access_policy(host, name or ())
     listening = _listen(host, port)
     services = _services(roots, access_policy)
     is_secure = certificate is not None
     config = uvicorn.Config(
-        create_app(services, prefix),
+        create_app(services, below),
         log_level="warning",
         http=limited_protocol(raise_open_files()),
         # Trust these headers only from the named proxies.
@@ -110,7 +110,7 @@ def serve(
     )
     if not (is_secure or trusted_proxy or is_private(host, name or ())):
         warn(UNENCRYPTED)
-    address = _address(host, listening, "https" if is_secure else "http", prefix)
+    address = _address(host, listening, "https" if is_secure else "http", below)
     if is_private(host, name or ()):
         address += f"?token={_own_token(services)}"
     warn(f"holdfast: serving {address}")
@@ -261,13 +261,14 @@ def _own_token(services: Services) -> str:
     return services.tokens.issue(user_name(), Role.OPERATOR)[1]
 
 
-def _check_prefix(prefix: str) -> None:
-    """Raise `SpecError` for a path that is not one or several plain names."""
-    if prefix and not PREFIX.fullmatch(prefix):
+def _checked_prefix(prefix: str | None) -> str:
+    """Return the prefix, or "". Raises `SpecError` for one that is not several plain names."""
+    if prefix is not None and not PREFIX.fullmatch(prefix):
         raise SpecError(
             f"--prefix {prefix!r}: expected a path that begins with a slash and ends without one, "
             "of letters, digits, dots, dashes and underscores, such as /holdfast"
         )
+    return prefix or ""
 
 
 def _access_policy(host: str, names: Sequence[str]) -> AccessPolicy:
