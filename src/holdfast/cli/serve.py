@@ -110,10 +110,9 @@ def serve(
     )
     if not (is_secure or trusted_proxy or is_private(host, name or ())):
         warn(UNENCRYPTED)
-    address = _address(host, listening, "https" if is_secure else "http", below)
-    if is_private(host, name or ()):
-        address += f"?token={_own_token(services)}"
-    warn(f"holdfast: serving {address}")
+    query = f"?token={_own_token(services)}" if is_private(host, name or ()) else ""
+    scheme = "https" if is_secure else "http"
+    warn(f"holdfast: serving {_address(host, listening, scheme, below)}{query}")
     return_free_memory()
     uvicorn.Server(config).run(sockets=[listening])
 
