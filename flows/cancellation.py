@@ -26,12 +26,12 @@ from holdfast.contracts.history_cache import load_tallied
 from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.paths import RunPaths, default_root
 from holdfast.contracts.visits import own_runs, visit
+from holdfast.flows.givers import cancelled_by
 from holdfast.flows.redactor import Log
 from holdfast.flows.submission import JOURNAL
 from holdfast.workers import operator
 
 ASK_S_MAX: Final = 8.0
-BY: Final = "prefect"
 
 
 class Supervision(Protocol):
@@ -52,8 +52,8 @@ def cancel_on_signal(paths: RunPaths, supervision: Supervision, log: Log) -> Ite
     except TerminationSignal:
         if not supervision.is_acting:
             log.info("%s is supervised by another flow, which continues", paths.name)
-        elif is_cancelling(supervision.flow_run):
-            log.info("%s", cancel_run(paths))
+        elif (found := find_cancelling(supervision.flow_run)) is not None:
+            log.info("%s", cancel_run(paths, found))
         else:
             log.warning(
                 "this flow ends; %s does not change; a flow run with the same parameters resumes "
@@ -63,29 +63,30 @@ def cancel_on_signal(paths: RunPaths, supervision: Supervision, log: Log) -> Ite
         raise
 
 
-def is_cancelling(flow_run: str) -> bool:
-    """Return whether Prefect's API reports that this flow run was cancelled.
+def find_cancelling(flow_run: str) -> FlowRun | None:
+    """Return this flow run if Prefect's API reports that it was cancelled.
 
-    Returns False if the API does not respond within `ASK_S_MAX` seconds. The worker's hook then
+    Returns None if the API does not respond within `ASK_S_MAX` seconds. The worker's hook then
     cancels the run.
     """
     if not flow_run:
-        return False
+        return None
     try:
         with (
             temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
             get_client(sync_client=True, httpx_settings={"timeout": ASK_S_MAX}) as client,
         ):
-            state = client.read_flow_run(UUID(flow_run)).state
+            found = client.read_flow_run(UUID(flow_run))
     # The process is about to be killed, so no error may prevent its exit.
     except Exception as error:
         get_logger("holdfast").warning("Prefect did not report why this flow ends: %s", error)
-        return False
-    return state is not None and (state.is_cancelling() or state.is_cancelled())
+        return None
+    state = found.state
+    return found if state and (state.is_cancelling() or state.is_cancelled()) else None
 
 
-def cancel_run(paths: RunPaths) -> str:
-    """Request that the run be cancelled, unless it has ended or that is pending.
+def cancel_run(paths: RunPaths, flow_run: FlowRun, state: State[Any] | None = None) -> str:
+    """Request that the run of `flow_run` be cancelled, unless it has ended or that is pending.
 
     Returns a message about what was done.
     """
@@ -95,7 +96,8 @@ def cancel_run(paths: RunPaths) -> str:
     pending = history.pending_request
     if pending and pending["action"] == "cancel":
         return f"{paths.name} is already being cancelled"
-    return operator.request(paths, "cancel", by=BY, writer=JOURNAL)
+    by, reason = cancelled_by(flow_run, state)
+    return operator.request(paths, "cancel", by=by, reason=reason, writer=JOURNAL)
 
 
 def cancel_run_of_flow(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
@@ -108,7 +110,7 @@ def cancel_run_of_flow(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any
         log.info("flow run %s supervised no run under %s", flow_run.name, home)
         return
     try:
-        log.info("%s", cancel_run(paths))
+        log.info("%s", cancel_run(paths, flow_run, state))
     except HoldfastError as error:
         log.error("%s could not be cancelled: %s", paths.name, error)
 

@@ -67,13 +67,13 @@ def given_spec(
     return load_spec(spec, overrides)
 
 
-def take_up(spec: RunSpec, root: Path, run: str | None) -> RunPaths:
+def take_up(spec: RunSpec, root: Path, run: str | None, *, by: str = "flow") -> RunPaths:
     """Return the folder of `run`, or of the run that `spec` attaches to or creates.
 
-    Raises `RunConflictError` if `run` was created with another spec.
+    `by` is who creates it. Raises `RunConflictError` if `run` was created with another spec.
     """
     if run is None:
-        return runs.attach_or_create(spec, root, created_by="flow")[0]
+        return runs.attach_or_create(spec, root, created_by=by)[0]
     paths = runs.find_run(root, run)
     record = read_document(RunRecord, paths.spec)
     if record is None or not runs.is_same_spec(record, spec):

@@ -16,6 +16,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.exceptions import Pause
+from prefect.runtime import flow_run as current_flow_run
 from prefect.states import Running, Suspended
 
 from holdfast.contracts.errors import HoldfastError, OrdersChangedError, ServiceError
@@ -23,9 +24,10 @@ from holdfast.contracts.history import RunHistory
 from holdfast.contracts.history_cache import load_tallied
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.states import RunState
-from holdfast.flows.cancellation import BY, last_supervisor
+from holdfast.flows.cancellation import last_supervisor
 from holdfast.flows.deployments import open_client
 from holdfast.flows.flow_run_states import state_before_scheduling
+from holdfast.flows.givers import message_of, of_flow_run
 from holdfast.flows.progress import recorded_progress
 from holdfast.flows.redactor import Log, Redactor
 from holdfast.flows.run_report import Artifact, artifacts, state_name
@@ -114,12 +116,12 @@ class FlowRunLink:
             if state.type is StateType.PAUSED and state.message == RUN_IS_PAUSED:
                 self._stay_paused(client)
             elif state.type is StateType.PAUSED:
-                self._follow_pause(state)
+                self._follow_pause(found, state)
             elif history.state is RunState.PAUSED and not self._is_paused_there:
                 self._pause_there(client, found)
             elif history.state is RunState.PAUSED:
                 self._is_paused_there = False
-                self._request("resume", history)
+                self._request("resume", history, found)
             else:
                 self._is_paused_there = self.is_suspended = False
                 self._name(client, state, state_name(history))
@@ -132,7 +134,7 @@ class FlowRunLink:
         if load_tallied(self._paths).state is not RunState.PAUSED:
             client.resume_flow_run(self._id)
 
-    def _follow_pause(self, state: State[Any]) -> None:
+    def _follow_pause(self, found: FlowRun, state: State[Any]) -> None:
         """Pause the run, because someone has paused its flow run."""
         self._is_paused_there = True
         self.is_suspended = bool(state.state_details.pause_reschedule)
@@ -140,7 +142,7 @@ class FlowRunLink:
         history = load_tallied(self._paths)
         asked = history.pending_request
         if history.state is not RunState.PAUSED and not (asked and asked["action"] == "pause"):
-            self._request("pause", history)
+            self._request("pause", history, found)
 
     def _pause_there(self, client: SyncPrefectClient, found: FlowRun) -> None:
         """Suspend the flow run, because the run is paused.
@@ -158,12 +160,13 @@ class FlowRunLink:
         client.set_flow_run_state(self._id, Suspended(message=RUN_IS_PAUSED))
         self._is_paused_there = self.is_suspended = True
 
-    def _request(self, action: operator.Action, history: RunHistory) -> None:
+    def _request(self, action: operator.Action, history: RunHistory, found: FlowRun) -> None:
         """Ask for `action`, unless someone gave an order since `history` was read."""
+        facts: dict[str, Any] = {"by": of_flow_run(found.name), "seen": history.newest_order}
+        if action == "pause":
+            facts["reason"] = self._redactor.text(message_of(found.state))
         try:
-            message = operator.request(
-                self._paths, action, by=BY, writer=JOURNAL, seen=history.newest_order
-            )
+            message = operator.request(self._paths, action, writer=JOURNAL, **facts)
             self._log.info("%s", message)
         except HoldfastError as error:
             self._log.warning("Prefect's request to %s the run is refused: %s", action, error)
@@ -225,8 +228,8 @@ def take_up_requests(paths: RunPaths, flow_run: str, log: Log) -> None:
         action = "relaunch"
     else:
         return
-    seen = history.newest_order
+    by, seen = of_flow_run(current_flow_run.name or flow_run), history.newest_order
     try:
-        log.info("%s", operator.request(paths, action, by=BY, writer=JOURNAL, seen=seen))
+        log.info("%s", operator.request(paths, action, by=by, writer=JOURNAL, seen=seen))
     except OrdersChangedError as error:
         log.warning("Prefect's request to %s the run is dropped: %s", action, error)

@@ -23,12 +23,12 @@ from holdfast.contracts.supervision import is_supervised
 from holdfast.contracts.visits import Visit, own_runs, visit
 from holdfast.flows import secrets
 from holdfast.flows.cancellation import (
-    BY,
     cancel_run_of_flow,
+    find_cancelling,
     find_supervised,
-    is_cancelling,
     last_supervisor,
 )
+from holdfast.flows.givers import cancelled_by, giver
 from holdfast.flows.redactor import Redactor
 from holdfast.flows.spec_form import SpecParameter, SpecTable
 from holdfast.flows.start import start_if_alone
@@ -44,32 +44,38 @@ Answer = dict[str, Any] | State[Any]
 
 
 @flow(name="submit", on_cancellation=[cancel_run_of_flow], persist_result=False)
-def submit(spec: SpecTable, root: str | None = None, preflight: bool = True) -> Answer:
+def submit(
+    spec: SpecTable, root: str | None = None, preflight: bool = True, by: str | None = None
+) -> Answer:
     """Start a run from a form, and supervise it until its end, as `train` does.
 
     Args:
         spec: What to run, and within which limits.
         root: The folder that contains the runs. By default that of the worker's environment.
         preflight: Whether checks run before the first attempt is queued.
+        by: Who asks, for the records. By default what Prefect knows: the flow run.
     """
-    answer: Answer = train.fn(spec=spec, root=root, preflight=preflight)
+    answer: Answer = train.fn(spec=spec, root=root, preflight=preflight, by=by)
     return answer
 
 
 @flow(name="relaunch", on_cancellation=[cancel_run_of_flow], persist_result=False)
-def relaunch(run: str, gpus: int | None = None, root: str | None = None) -> Answer:
+def relaunch(
+    run: str, gpus: int | None = None, root: str | None = None, by: str | None = None
+) -> Answer:
     """Continue a run in a new attempt, and supervise it. A live run saves a checkpoint first.
 
     Args:
         run: The run's folder name, or its name in the spec.
         gpus: GPUs of the next attempt. By default as many as before.
         root: The folder that contains the runs. By default that of the worker's environment.
+        by: Who asks, for the records. By default what Prefect knows: the flow run.
     """
     paths = find_run(home_of(root), run)
     secrets.require_again(paths)
     # A flow run that is started again, such as after a pause, has asked already.
     if last_supervisor(paths) != str(current_flow_run.id):
-        message = operator.request(paths, "relaunch", by=BY, gpus=gpus, writer=JOURNAL)
+        message = operator.request(paths, "relaunch", by=giver(by), gpus=gpus, writer=JOURNAL)
         get_run_logger().info("%s", message)
     return _supervise(paths)
 
@@ -104,7 +110,9 @@ def supervise(
 
 
 @flow(name="verify", persist_result=False)
-def verify(run: str, checkpoint: str = LATEST, root: str | None = None) -> dict[str, Any]:
+def verify(
+    run: str, checkpoint: str = LATEST, root: str | None = None, by: str | None = None
+) -> dict[str, Any]:
     """Read every byte of a checkpoint and compare it with the manifest. Damage fails the flow.
 
     Args:
@@ -112,11 +120,12 @@ def verify(run: str, checkpoint: str = LATEST, root: str | None = None) -> dict[
         checkpoint: The checkpoint's name, such as `step-00000100.a0001.l01`, or a word:
             `latest`, `best` or `step-100`.
         root: The folder that contains the runs. By default that of the worker's environment.
+        by: Who asks, for the records. By default what Prefect knows: the flow run.
     """
     paths = find_run(home_of(root), run)
     directory = verification.directory_to_verify(paths, choose_checkpoint(paths, checkpoint))
     facts = verification.verify(directory)
-    verification.record(directory, facts, by=BY, writer=JOURNAL)
+    verification.record(directory, facts, by=giver(by), writer=JOURNAL)
     if not facts["ok"]:
         raise DamagedCheckpointError(
             f"{facts['checkpoint']}: {'; '.join(facts['damaged'])}", facts["damaged"]
@@ -126,7 +135,9 @@ def verify(run: str, checkpoint: str = LATEST, root: str | None = None) -> dict[
 
 
 @flow(name="prune", persist_result=False)
-def prune(run: str | None = None, root: str | None = None, dry_run: bool = False) -> dict[str, Any]:
+def prune(
+    run: str | None = None, root: str | None = None, dry_run: bool = False, by: str | None = None
+) -> dict[str, Any]:
     """Delete checkpoints that no keep rule, pin or use keeps. Their manifests remain.
 
     A run that cannot be read is reported. If deleting fails in a run, the others are pruned first.
@@ -135,11 +146,12 @@ def prune(run: str | None = None, root: str | None = None, dry_run: bool = False
         run: The run's folder name, or its name in the spec. By default all runs of this user.
         root: The folder that contains the runs. By default that of the worker's environment.
         dry_run: Whether only to say what would be deleted.
+        by: Who asks, for the records. By default what Prefect knows: the flow run.
     """
-    log, home = get_run_logger(), home_of(root)
+    log, home, pruner = get_run_logger(), home_of(root), giver(by)
 
     def prune_one(paths: RunPaths) -> dict[str, Any]:
-        facts = pruning.prune(paths, by=BY, writer=JOURNAL, dry_run=dry_run)
+        facts = pruning.prune(paths, by=pruner, writer=JOURNAL, dry_run=dry_run)
         for one in facts["deleted"]:
             log.info("%s:%s: %s", paths.name, one["checkpoint"], one["reason"])
         return facts
@@ -213,7 +225,9 @@ def drill(
 
 
 @flow(name="resume", persist_result=False)
-def resume(run: str | None = None, root: str | None = None) -> dict[str, Any]:
+def resume(
+    run: str | None = None, root: str | None = None, by: str | None = None
+) -> dict[str, Any]:
     """Continue paused runs, and start a supervisor for one that has none.
 
     If a run cannot continue, such as for a secret without a value, the others continue first.
@@ -222,8 +236,9 @@ def resume(run: str | None = None, root: str | None = None) -> dict[str, Any]:
         run: The run's folder name, or its name in the spec. By default all runs that were paused
             until capacity returns, oldest first, as far as they fit on free GPUs.
         root: The folder that contains the runs. By default that of the worker's environment.
+        by: Who asks, for the records. By default what Prefect knows: the flow run.
     """
-    log, home = get_run_logger(), home_of(root)
+    log, home, resumer = get_run_logger(), home_of(root), giver(by)
     chosen = [find_run(home, run)] if run else ready_runs(home)
 
     def resume_one(paths: RunPaths) -> None:
@@ -233,7 +248,7 @@ def resume(run: str | None = None, root: str | None = None) -> dict[str, Any]:
             log.info("%s: another order came meanwhile", paths.name)
             return
         seen = None if run else history.newest_order
-        message = operator.request(paths, "resume", by=BY, writer=JOURNAL, seen=seen)
+        message = operator.request(paths, "resume", by=resumer, writer=JOURNAL, seen=seen)
         log.info("%s", message)
         start_if_alone(paths)
 
@@ -244,7 +259,11 @@ def resume(run: str | None = None, root: str | None = None) -> dict[str, Any]:
 
 @flow(name="sweep", persist_result=False)
 def sweep(
-    spec: SpecParameter, variants: dict[str, list[str]], gpus: int, root: str | None = None
+    spec: SpecParameter,
+    variants: dict[str, list[str]],
+    gpus: int,
+    root: str | None = None,
+    by: str | None = None,
 ) -> dict[str, Any]:
     """Run variants of a spec, as many at a time as a quota of GPUs allows.
 
@@ -256,6 +275,7 @@ def sweep(
             `{"small": ["environment.LR=0.1"]}`.
         gpus: The most GPUs that the runs may hold together.
         root: The folder that contains the runs. By default that of the worker's environment.
+        by: Who asks, for the records. By default what Prefect knows: the flow run.
     """
     if spec is None:
         raise SpecError("spec: nothing given; expected a run spec or the path of one")
@@ -265,12 +285,12 @@ def sweep(
         members = members_of(spec, variants, gpus)
         for member in members:
             redactor.learn(member.spec.given)
-        many = Sweep(members, home_of(root), gpus, log)
+        many = Sweep(members, home_of(root), gpus, log, by=giver(by))
         try:
             done = many.run()
         except TerminationSignal:
-            if is_cancelling(str(current_flow_run.id or "")):
-                many.cancel()
+            if (found := find_cancelling(str(current_flow_run.id or ""))) is not None:
+                many.cancel(*cancelled_by(found))
             raise
     failed = [one["run"] for one in done["runs"] if one["state"] != RunState.COMPLETED]
     if failed:

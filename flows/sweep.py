@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,7 +29,6 @@ from holdfast.workers import operator, runs
 from holdfast.workers.preflight import check
 from holdfast.workers.sizes import allowed_sizes
 
-BY: Final = "sweep"
 POLL_S: Final = 5.0
 
 
@@ -65,10 +65,16 @@ def members_of(
 
 
 class Sweep:
-    """The runs of a sweep under `root`, of which as many run as `gpus` GPUs allow."""
+    """The runs of a sweep under `root`, of which as many run as `gpus` GPUs allow.
 
-    def __init__(self, members: Sequence[Member], root: Path, gpus: int, log: Log) -> None:
+    `by` is who started the sweep.
+    """
+
+    def __init__(
+        self, members: Sequence[Member], root: Path, gpus: int, log: Log, *, by: str
+    ) -> None:
         self._members, self._root, self._gpus, self._log = members, root, gpus, log
+        self._by = by
         self._runs: dict[str, RunPaths] = {}
         self._told: dict[str, RunState] = {}
         self._started: set[str] = set()
@@ -87,9 +93,9 @@ class Sweep:
             time.sleep(POLL_S)
         return {"gpus": self._gpus, "runs": [self._summary(one) for one in self._runs.values()]}
 
-    def cancel(self) -> None:
+    def cancel(self, by: str, reason: str) -> None:
         """Cancel the runs that were started, after a last checkpoint of each."""
-        for one in visit(self._runs.values(), _cancel):
+        for one in visit(self._runs.values(), partial(_cancel, by=by, reason=reason)):
             if one.error is not None:
                 self._log.error("%s was not cancelled: %s", one.paths.name, one.reason)
             elif one.result:
@@ -127,7 +133,7 @@ class Sweep:
         return state
 
     def _start(self, member: Member) -> None:
-        paths, _ = runs.attach_or_create(member.spec, self._root, created_by=BY)
+        paths, _ = runs.attach_or_create(member.spec, self._root, created_by=self._by)
         self._runs[member.spec.name] = paths
         started = start_if_alone(paths)
         # Once: a supervisor that Prefect has queued cannot be told from one that is missing.
@@ -141,6 +147,8 @@ class Sweep:
         return summarize(history, end_reason(history))
 
 
-def _cancel(paths: RunPaths) -> str:
+def _cancel(paths: RunPaths, *, by: str, reason: str) -> str:
     """Cancel a run if it is live; return what happens."""
-    return operator.request(paths, "cancel", by=BY) if load_tallied(paths).state.is_live else ""
+    if not load_tallied(paths).state.is_live:
+        return ""
+    return operator.request(paths, "cancel", by=by, reason=reason)

@@ -28,6 +28,7 @@ from holdfast.flows.cancellation import cancel_on_signal, cancel_run_of_flow, la
 from holdfast.flows.carry import given_spec, is_under_way, take_up
 from holdfast.flows.deployments import api_url
 from holdfast.flows.flow_run_link import FlowRunLink, take_up_requests
+from holdfast.flows.givers import giver
 from holdfast.flows.prefect_events import PREFECT, PrefectEvents
 from holdfast.flows.redactor import Log, Redactor
 from holdfast.flows.secrets import require
@@ -73,6 +74,7 @@ def train(
     root: str | None = None,
     run: str | None = None,
     preflight: bool = True,
+    by: str | None = None,
 ) -> dict[str, Any] | State[Any]:
     """Supervise a run until its end and return its summary.
 
@@ -85,6 +87,7 @@ def train(
         root: The folder that contains the runs. By default that of the worker's environment.
         run: The folder name of an existing run, to resume its supervision.
         preflight: Whether checks run before the first attempt is queued.
+        by: Who asks, for the records. By default what Prefect knows: the flow run.
     """
     redactor = Redactor()
     log = redactor.log(get_run_logger())
@@ -107,7 +110,7 @@ def train(
             known = runs.own_generation(home, run_spec.name) if run is None else None
             for warning in require(run_spec, known if run is None else RunPaths(home / run)):
                 log.warning("%s", warning)
-        return supervise_here(take_up(run_spec, home, run), index, redactor)
+        return supervise_here(take_up(run_spec, home, run, by=giver(by)), index, redactor)
 
 
 def _own_run(root: Path, name: str) -> RunPaths | None:

@@ -240,17 +240,17 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
         """
         has_asked = False
         while place is not None and await run_sync(self._is_there, place, child):
-            if not has_asked and (await self._state(flow_run)).is_cancelling():
+            if not has_asked and (state := await self._state(flow_run)).is_cancelling():
                 has_asked = True
-                if not await run_sync(self._cancel, flow_run):
+                if not await run_sync(self._cancel, flow_run, state):
                     await run_sync(end, place)
             await anyio.sleep(LOOK_S)
 
-    def _cancel(self, flow_run: FlowRun) -> bool:
+    def _cancel(self, flow_run: FlowRun, state: State[Any]) -> bool:
         """Ask the run of a flow run to end; return False if the flow run has none."""
         paths = self._find_run(flow_run)
         if paths is not None:
-            self._logger.info("%s", cancel_run(paths))
+            self._logger.info("%s", cancel_run(paths, flow_run, state))
         return paths is not None
 
     def _is_there(self, place: FlowPlace, child: subprocess.Popen[bytes] | None) -> bool:
@@ -277,7 +277,7 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
         if await self._times_scheduled(flow_run) != scheduled:
             return False
         if state.is_cancelling():
-            await run_sync(self._cancel, flow_run)
+            await run_sync(self._cancel, flow_run, state)
             await self._set_state(flow_run, Cancelled(message="cancelled by its worker"))
             return False
         if await run_sync(self._has_live_run, flow_run):

@@ -3,7 +3,8 @@
 import { defineConfig } from "vite";
 
 export default defineConfig({
-  base: "/",
+  // The server completes the addresses in index.html, because it may be below another path.
+  base: "./",
   esbuild: { jsx: "automatic" },
   build: {
     outDir: "../src/holdfast/api/static",

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import pytest
 from tests.hostile.folders import MANY
@@ -240,13 +240,17 @@ def test_flows_of_operators_work_on_all_good_runs(testbed: Testbed, good: list[R
 def test_a_cancellation_by_prefect_reaches_the_run_of_the_flow(
     testbed: Testbed, good: list[RunPaths]
 ) -> None:
-    from holdfast.flows.cancellation import cancel_run_of_flow, find_supervised
+    from prefect.client.schemas.objects import FlowRun
+    from prefect.states import Cancelling
 
-    class FlowRun:
-        id, name, parameters = FLOW_RUN, "otter", {"root": str(testbed.root)}
+    from holdfast.flows.cancellation import cancel_run_of_flow, find_supervised
+    from holdfast.flows.operations import prune
+
+    parameters = {"root": str(testbed.root)}
+    made = FlowRun(id=UUID(FLOW_RUN), flow_id=uuid4(), name="otter", parameters=parameters)
 
     def cancel() -> None:
-        cancel_run_of_flow(None, FlowRun(), None)  # type: ignore[arg-type]
+        cancel_run_of_flow(prune, made, Cancelling())
 
     def find() -> str:
         paths = find_supervised(testbed.root, FLOW_RUN)

@@ -68,7 +68,8 @@ def test_pause_and_resume_in_prefect_commit_free_and_go_on(
     runs.ask(f"flow_runs/{flow_run}/resume", run_input={})
     wait_for("the second attempt's steps", lambda: step_of(paths, 2) > (first.last_step or 0))
     assert [one["flow_run"] for one in supervisions(paths)] == [flow_run, flow_run]
-    assert last_request(paths)["by"] == "prefect"
+    name = runs.ask(f"flow_runs/{flow_run}")["name"]
+    assert last_request(paths)["by"] == f"prefect flow run {name}"
     wait_to_show(runs, flow_run, "Running")
     service.command("prefect", "flow-run", "cancel", flow_run)
     # The flow's process ends at once, and the run ends in its own time.

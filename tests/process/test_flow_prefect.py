@@ -107,7 +107,9 @@ def test_job_of_a_cancelled_flow_still_saves_and_ends_in_the_index(
     assert (attempt["state"], attempt["cause"]) == ("cancelled", "operator")
     assert attempt["committed_step"] == attempt["last_step"]
     asked = [e for e in load_events(paths) if e.kind is EventKind.OPERATOR_REQUEST]
-    assert [(e.data["action"], e.data["by"]) for e in asked] == [("cancel", "prefect")]
+    name = runs.ask(f"flow_runs/{taken['flow_run']}")["name"]
+    by = f"prefect flow run {name}"
+    assert [(e.data["action"], e.data["by"]) for e in asked] == [("cancel", by)]
 
 
 def test_cli_cancel_ends_the_flow_as_cancelled(runs: FlowRuns) -> None:

@@ -195,7 +195,8 @@ def test_cancelled_flow_does_not_interrupt_a_slow_flush(
         runs.service.command("prefect", "flow-run", "cancel", taken["flow_run"])
         wait_for("Prefect's word", lambda: runs.flow_state(taken["flow_run"]) == "CANCELLED")
         asked = next(e for e in load_events(paths) if e.kind is EventKind.OPERATOR_REQUEST)
-        assert (asked.data["action"], asked.data["by"]) == ("cancel", "prefect")
+        assert asked.data["action"] == "cancel"
+        assert asked.data["by"].startswith("prefect flow run ")
         wait_for("the flow's end", lambda: not psutil.pid_exists(taken["pid"]))
         wait_for("a long flush", lambda: time.time() - asked.time >= flush_s)
         assert not paths.attempt(1).outcome.exists(), "the job should still be flushing"

@@ -12,6 +12,7 @@ from tests.cli_calls import Call
 from tests.unit.test_cli import ended_run
 
 from holdfast.cli.arguments import complete_run, parse_moment
+from holdfast.cli.output import time_text
 from holdfast.contracts.history import load_history
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.paths import RunPaths
@@ -204,3 +205,15 @@ def test_prune_deletes_nothing_when_answered_no(
     before = ended_run.list_checkpoints()
     assert call("prune", "kelp").status == 5
     assert ended_run.list_checkpoints() == before
+
+
+def test_time_can_name_its_zone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    try:
+        assert time_text(0.0) == "1970-01-01 09:00:00"
+        assert time_text("1970-01-01T00:00:00Z", zone=True) == "1970-01-01 09:00:00 JST"
+        assert time_text(None, zone=True) == "-"
+    finally:
+        monkeypatch.undo()
+        time.tzset()

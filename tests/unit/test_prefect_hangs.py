@@ -13,7 +13,7 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from holdfast.contracts.errors import ServiceError
-from holdfast.flows.cancellation import is_cancelling
+from holdfast.flows.cancellation import find_cancelling
 from holdfast.flows.deployments import flow_run_state
 
 ANSWER_S_MAX: Final = 15.0
@@ -58,5 +58,5 @@ def test_a_request_ends_in_time(hanging: str) -> None:
 
 def test_the_question_of_a_process_that_is_being_killed_ends_in_time(hanging: str) -> None:
     began = time.monotonic()
-    assert not is_cancelling(str(uuid.uuid4()))
+    assert not find_cancelling(str(uuid.uuid4()))
     assert time.monotonic() - began < ANSWER_S_MAX, "Prefect kills the process after 30 s"

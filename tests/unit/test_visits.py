@@ -6,9 +6,11 @@ import logging
 import os
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import pytest
+from prefect.client.schemas.objects import FlowRun
+from prefect.states import Cancelling
 from tests.other_users import STRANGER
 from tests.runs import RunFolder
 
@@ -100,13 +102,13 @@ def test_a_cancellation_finds_the_run_behind_folders_that_cannot_be_read(root: P
     assert find_supervised(root, FLOW_RUN) == RunPaths(root / "mine")
     assert find_supervised(root, str(uuid4())) is None
 
-    class FlowRun:
-        id, name, parameters = FLOW_RUN, "otter", {"root": str(root)}
-
-    cancel_run_of_flow(None, FlowRun(), None)  # type: ignore[arg-type]
+    parameters = {"root": str(root)}
+    made = FlowRun(id=UUID(FLOW_RUN), flow_id=uuid4(), name="otter", parameters=parameters)
+    cancel_run_of_flow(operations.prune, made, Cancelling(message="ann: wrong data"))
     asked = load_history(RunPaths(root / "mine")).pending_request
     assert asked is not None
-    assert asked["action"] == "cancel"
+    assert (asked["action"], asked["by"]) == ("cancel", "prefect flow run otter")
+    assert asked["reason"] == "ann: wrong data"
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import {
 import { lazyView } from "./lazy";
 import { Problem } from "./parts/basics";
 import { NotFound } from "./pages/NotFound";
+import { PREFIX } from "./prefix";
 import { Runs } from "./pages/Runs";
 import { Shell } from "./shell";
 
@@ -122,6 +123,7 @@ export const router = createRouter({
     nodes,
     storage,
   ]),
+  basepath: PREFIX || "/",
   defaultPreload: "intent",
   scrollRestoration: true,
 });

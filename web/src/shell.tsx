@@ -9,6 +9,7 @@ import { Login } from "./pages/Login";
 import { State, useNow } from "./parts/basics";
 import { exact, relative } from "./format";
 import { GO, useKeys } from "./keyboard";
+import { PREFIX } from "./prefix";
 import { useTheme, type Theme } from "./theme";
 
 const PAGES = [
@@ -71,7 +72,7 @@ function Bar({ help }: { help: () => void }) {
   return (
     <header className="bar">
       <Link to="/" className="mark">
-        <img src="/icon.svg" width="22" height="22" alt="" />
+        <img src={`${PREFIX}/icon.svg`} width="22" height="22" alt="" />
         Holdfast
       </Link>
       <nav aria-label="Pages">

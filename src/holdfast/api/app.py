@@ -11,7 +11,7 @@ from fastapi.middleware.gzip import GZipMiddleware
 
 from holdfast import __version__
 from holdfast.api import problems
-from holdfast.api.negotiation import Conditional, Negotiation
+from holdfast.api.negotiation import Below, Conditional, Negotiation
 from holdfast.api.routes import actions, checkpoints, live, overview, page, runs, session
 from holdfast.api.schemas import Problem
 from holdfast.api.security import Guard
@@ -23,8 +23,11 @@ COMPRESSED_BYTES_MIN: Final = 1000
 LEVEL: Final = 5
 
 
-def create_app(services: Services) -> FastAPI:
-    """Create the ASGI application. Its watch runs from start-up to shut-down."""
+def create_app(services: Services, prefix: str = "") -> FastAPI:
+    """Create the ASGI application. Its watch runs from start-up to shut-down.
+
+    `prefix` is its path below a proxy, such as `/holdfast`. Requests may have it or not.
+    """
     app = FastAPI(
         title="Holdfast",
         version=__version__,
@@ -44,6 +47,7 @@ def create_app(services: Services) -> FastAPI:
     app.include_router(api)
     app.include_router(live.router)
     app.include_router(page.router)
+    app.add_middleware(Below, prefix=prefix)
     app.add_middleware(Conditional)
     # Starlette does not compress the event stream: compression would delay its events.
     app.add_middleware(GZipMiddleware, minimum_size=COMPRESSED_BYTES_MIN, compresslevel=LEVEL)

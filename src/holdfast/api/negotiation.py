@@ -1,4 +1,4 @@
-"""HTTP itself: HEAD, conditional requests and accepted encodings, the same for every route."""
+"""HTTP itself, the same for every route: HEAD, conditions, encodings and the server's path."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast.contracts.digests import digest_of
 
-JSON: Final = "application/json"
+# The types of answers that get an ETag. Files have one of their own.
+TAGGED: Final = ("application/json", "text/html")
 # What a 304 response repeats of the 200 response.
 _KEPT_IN_304: Final = frozenset({"etag", "cache-control", "vary", "last-modified", "date"})
 
@@ -38,8 +39,19 @@ class Negotiation:
             await self._app(inner, receive, send)
 
 
+class Below:
+    """ASGI middleware: the server's path below a proxy, which may remove it from requests."""
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        self._app, self._prefix = app, prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # The router removes `root_path` where a request has it.
+        await self._app({**scope, "root_path": self._prefix}, receive, send)
+
+
 class Conditional:
-    """ASGI middleware: gives each JSON answer to GET an ETag, and answers 304 if it matches."""
+    """ASGI middleware: gives JSON and HTML answers to GET an ETag; answers 304 if it matches."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -62,8 +74,8 @@ class Conditional:
             if start is not None:
                 headers = MutableHeaders(scope=start)
                 is_whole = not message.get("more_body") and "body" in message
-                is_json = headers.get("content-type", "").startswith(JSON)
-                if start["status"] == 200 and is_whole and is_json:
+                is_tagged = headers.get("content-type", "").startswith(TAGGED)
+                if start["status"] == 200 and is_whole and is_tagged:
                     headers.setdefault("etag", f'W/"{digest_of(message["body"])}"')
                 is_same = start["status"] == 200 and matches(headers.get("etag", ""), wanted)
                 if is_same:

@@ -237,7 +237,7 @@ class Watch:
 
     def _forget(self, folder: Path) -> None:
         del self._runs[folder]
-        text = "the run's folder was deleted; only the data in the index is shown"
+        text = "the run's folder was deleted, or this account may no longer enter it"
         self.problems[str(folder)] = text
 
     def _ingest(self, seen: _Seen) -> None:

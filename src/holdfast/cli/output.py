@@ -221,8 +221,8 @@ def seconds_text(seconds: float | None) -> str:
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
 
 
-def time_text(moment: str | float | None) -> str:
-    """Return an ISO 8601 text or Unix seconds as local date and time."""
+def time_text(moment: str | float | None, *, zone: bool = False) -> str:
+    """Return an ISO 8601 text or Unix seconds as local date and time, or with the time zone."""
     if moment is None or moment == "":
         return "-"
     try:
@@ -234,4 +234,4 @@ def time_text(moment: str | float | None) -> str:
     except (ValueError, OverflowError, OSError):
         # Such as the text of a number that is no time.
         return str(moment)
-    return when.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    return when.astimezone().strftime(f"%Y-%m-%d %H:%M:%S{' %Z' if zone else ''}")

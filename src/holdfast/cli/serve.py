@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from holdfast.api.tokens import Token
 
 SHUT_DOWN_S: Final = 3
+PREFIX: Final = re.compile(r"(/[A-Za-z0-9_-][A-Za-z0-9._-]*){1,8}")
+UNENCRYPTED: Final = (
+    "holdfast: tokens cross the network unencrypted. Use --certificate and --key, or "
+    "--trusted-proxy with the address of a proxy that serves HTTPS."
+)
 ROLES: Final = ("reader", "operator")
 HOST_NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
 DAY_S: Final = 24 * 3600.0
@@ -63,6 +68,9 @@ def serve(
             help="Trust the X-Forwarded-For and -Proto headers of this proxy. Repeatable.",
         ),
     ] = None,
+    prefix: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Its path at a proxy, such as /holdfast.")
+    ] = None,
     certificate: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Serve HTTPS with this PEM certificate.")
     ] = None,
@@ -83,12 +91,13 @@ def serve(
     _check_names(name or (), trusted_proxy or ())
     _check_certificate(certificate, key)
     roots = tuple(existing_root(str(one)) for one in root or ()) or (choose_root(None),)
+    below = _checked_prefix(prefix)
     access_policy = _access_policy(host, name or ())
     listening = _listen(host, port)
     services = _services(roots, access_policy)
     is_secure = certificate is not None
     config = uvicorn.Config(
-        create_app(services),
+        create_app(services, below),
         log_level="warning",
         http=limited_protocol(raise_open_files()),
         # Trust these headers only from the named proxies.
@@ -100,14 +109,10 @@ def serve(
         ssl_keyfile=key,
     )
     if not (is_secure or trusted_proxy or is_private(host, name or ())):
-        warn(
-            "holdfast: tokens cross the network unencrypted. Use --certificate and --key, or "
-            "--trusted-proxy with the address of a proxy that serves HTTPS."
-        )
-    address = _address(host, listening, "https" if is_secure else "http")
-    if is_private(host, name or ()):
-        address += f"?token={_own_token(services)}"
-    warn(f"holdfast: serving {address}")
+        warn(UNENCRYPTED)
+    query = f"?token={_own_token(services)}" if is_private(host, name or ()) else ""
+    scheme = "https" if is_secure else "http"
+    warn(f"holdfast: serving {_address(host, listening, scheme, below)}{query}")
     return_free_memory()
     uvicorn.Server(config).run(sockets=[listening])
 
@@ -255,6 +260,16 @@ def _own_token(services: Services) -> str:
     return services.tokens.issue(user_name(), Role.OPERATOR)[1]
 
 
+def _checked_prefix(prefix: str | None) -> str:
+    """Return the prefix, or "". Raises `SpecError` for one that is not several plain names."""
+    if prefix is not None and not PREFIX.fullmatch(prefix):
+        raise SpecError(
+            f"--prefix {prefix!r}: expected a path that begins with a slash and ends without one, "
+            "of letters, digits, dots, dashes and underscores, such as /holdfast"
+        )
+    return prefix or ""
+
+
 def _access_policy(host: str, names: Sequence[str]) -> AccessPolicy:
     """Return the server's access policy. Raises `SpecError` if it needs a token and has none."""
     from holdfast.api.security import AccessPolicy, is_loopback
@@ -289,9 +304,9 @@ def _listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def _address(host: str, listening: socket.socket, scheme: str) -> str:
+def _address(host: str, listening: socket.socket, scheme: str, prefix: str) -> str:
     shown = f"[{host}]" if ":" in host else host
-    return f"{scheme}://{shown}:{listening.getsockname()[1]}/"
+    return f"{scheme}://{shown}:{listening.getsockname()[1]}{prefix}/"
 
 
 def _facts(token: Token) -> dict[str, Any]:

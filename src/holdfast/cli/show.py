@@ -249,7 +249,7 @@ def _render_run(run: Mapping[str, Any]) -> None:
             "committed step": run["committed_step"],
             "trained step": run["trained_step"],
             "folder": run["path"],
-            "created": f"{time_text(run['created_at'])} by {run['created_by']}",
+            "created": f"{time_text(run['created_at'], zone=True)} by {run['created_by']}",
             "forked from": run["forked_from"],
             "flow run": run["flow_run"],
             "spec digest": _short(run["spec_digest"]),

@@ -18,7 +18,8 @@ from sqlalchemy import Connection, select
 from holdfast.contracts.paths import CheckpointName, RunPaths
 from holdfast.lineage import reports, views
 from holdfast.lineage.database import Database
-from holdfast.lineage.find import Row, checkpoint_row
+from holdfast.lineage.find import Row, checkpoint_row, rows_of
+from holdfast.lineage.permissions import PERMISSIONS, may_read
 from holdfast.lineage.tables import CHECKPOINTS, RUNS
 
 # Only the columns that a result needs. The path follows from the run's folder and the name.
@@ -26,6 +27,7 @@ _COLUMNS: Final = (
     *("name", "parent_uid", "parent_name", "step", "attempt", "state", "parent"),
     *("world_size", "bytes", "checksum", "committed_at", "pinned", "rolled_back"),
 )
+_FACTS: Final = [RUNS.c[name] for name in ("run", *PERMISSIONS)]
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,8 @@ def ancestry(database: Database, identity: str) -> list[reports.Ancestor]:
 def descent(connection: Connection, uid: str, name: str) -> list[Stretch]:
     """Return the chains of a checkpoint and its ancestors, newest first; empty if it is unknown.
 
-    The loop ends, because each visited checkpoint is removed from the rows in memory and the
-    database rejects cycles.
+    They end before a run that this account may not read. The loop ends, because each visited
+    checkpoint is removed from the rows in memory and the database rejects cycles.
     """
     stretches: list[Stretch] = []
     read: dict[str, dict[str, Any]] = {}
@@ -108,10 +110,10 @@ def descent(connection: Connection, uid: str, name: str) -> list[Stretch]:
         rows = _follow(read[uid], uid, name)
         if not rows:
             return stretches
-        columns = RUNS.c
-        query = select(columns.run, columns.directory).where(columns.uid == uid)
-        run, directory = connection.execute(query).one()
-        stretches.append(Stretch(uid, run, directory, rows))
+        (run,) = rows_of(connection, select(*_FACTS).where(RUNS.c.uid == uid))
+        if not may_read(run):
+            return stretches
+        stretches.append(Stretch(uid, run["run"], run["directory"], rows))
         _, uid, name, *_ = rows[-1]
 
 

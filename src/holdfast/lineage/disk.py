@@ -29,7 +29,7 @@ _METRICS: Final = re.compile(r"a([0-9]{4,9})\.l([0-9]{2,9})")
 # About ten million lines.
 METRICS_BYTES_MAX: Final = 1 << 30
 # Increase this when rows are built differently, so that every run is ingested again.
-INGEST_VERSION: Final = 5
+INGEST_VERSION: Final = 6
 JOURNALS: Final = "journal"
 TOMBSTONE: Final = ".json"
 _DIRECTORY: Final = "directory"
@@ -247,6 +247,9 @@ def _documents(paths: RunPaths, number: int) -> dict[str, str]:
     else:
         places = [str(paths.spec)]
     found = {place: _stamp_at(place) for place in places}
+    if not number:
+        # Who may read a run is a part of its row.
+        found[base] = _mode_at(base)
     for entry in _entries(f"{base}/{JOURNALS}", ".jsonl"):
         found[f"{base}/{JOURNALS}/{entry.name}"] = _stamp(entry)
     return found
@@ -277,6 +280,14 @@ def _stamp_at(path: str) -> str:
     """Return the size and modification time of a file; empty if it does not exist."""
     try:
         return _stamp_of(os.lstat(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+
+
+def _mode_at(path: str) -> str:
+    """Return the permissions of a folder; empty if it does not exist."""
+    try:
+        return f"{stat.S_IMODE(os.lstat(path).st_mode):o}"
     except (FileNotFoundError, NotADirectoryError):
         return ""
 

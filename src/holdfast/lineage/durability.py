@@ -20,6 +20,7 @@ from holdfast.contracts.states import RunState
 from holdfast.lineage import views
 from holdfast.lineage.database import Database
 from holdfast.lineage.find import Row, rows_of, run_row
+from holdfast.lineage.permissions import readable
 from holdfast.lineage.states import EdgeKind
 from holdfast.lineage.tables import ATTEMPTS, CHECKPOINTS, EVENTS, LAUNCHES, RUNS
 
@@ -189,7 +190,7 @@ def _durability_of_others(
         if node["kind"] == "checkpoint" and name and node.get("run") != run["run"]:
             names[folder][name] = node["id"]
             runs.add(node["run"])
-    query = select(RUNS).where(RUNS.c.run.in_(sorted(runs)))
+    query = readable(connection, select(RUNS).where(RUNS.c.run.in_(sorted(runs))))
     return {
         names[other["directory"]][name]: status
         for other in rows_of(connection, query)

@@ -14,6 +14,7 @@ from holdfast.contracts.paths import CheckpointName, RunPaths, plain_checkpoint
 from holdfast.contracts.roots import read_root_id
 from holdfast.contracts.states import RunState
 from holdfast.lineage.database import Database
+from holdfast.lineage.permissions import may_read, readable
 from holdfast.lineage.tables import CHECKPOINTS, RUNS
 
 NAMES_SUGGESTED_MAX: Final = 3
@@ -96,7 +97,8 @@ def run_row(connection: Connection, name: str, root: Path | None = None) -> Row:
         # The column of the folder's name has an index; paths may be too long for one.
         matches = [and_(RUNS.c.run == directory.name, RUNS.c.directory == str(directory))]
     newest = RUNS.c.created_at.desc(), RUNS.c.uid
-    found = rows_of(connection, select(RUNS).where(or_(*matches)).order_by(*newest))
+    matching = rows_of(connection, select(RUNS).where(or_(*matches)).order_by(*newest))
+    found = [run for run in matching if may_read(run)]
     wanted = plain_root(root) if root else None
     is_several = len(found) > 1
     # The sort is stable, so the newest run stays first in each group.
@@ -109,7 +111,8 @@ def run_row(connection: Connection, name: str, root: Path | None = None) -> Row:
     )
     if found:
         return found[0]
-    names = connection.scalars(select(RUNS.c.run).order_by(*newest).limit(NAMES_SEARCHED_MAX))
+    known = readable(connection, select(RUNS.c.run))
+    names = connection.scalars(known.order_by(*newest).limit(NAMES_SEARCHED_MAX))
     near = difflib.get_close_matches(name, set(names), NAMES_SUGGESTED_MAX)
     hint = f"did you mean {' or '.join(near)}?" if near else "`holdfast runs` lists all runs"
     raise NotFoundError(f"{name}: no such run; {hint}")

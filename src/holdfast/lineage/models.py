@@ -21,6 +21,7 @@ from sqlalchemy import (
     Integer,
     MetaData,
     Text,
+    false,
 )
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
@@ -78,7 +79,8 @@ class Run(Base):
     `updated_at` is the newest time in its folder. `goodput` covers the time until the end of the
     run, or until `updated_at` if it is live. `root_id` is the UUID of its root. `unknown_kinds`
     are the event kinds that the version which wrote the row did not know. `world_size` is that of
-    the newest attempt. `kept`, `damaged` and `deleted` count checkpoints by state.
+    the newest attempt. `kept`, `damaged` and `deleted` count checkpoints by state. `owner_uid`,
+    `reader_gid` and `is_public` say who may read the folder, see `permissions`.
     """
 
     __tablename__ = "runs"
@@ -89,6 +91,7 @@ class Run(Base):
         Index(None, "name", "uid"),
         Index(None, "run", "created_at"),
         Index(None, "state", "created_at", "uid"),
+        Index(None, "owner_uid"),
         # A path may be too long for a B-tree index of PostgreSQL.
         Index(None, "root", postgresql_using="hash"),
     )
@@ -125,6 +128,9 @@ class Run(Base):
     damaged_bytes: Mapped[int] = mapped_column(server_default="0")
     deleted: Mapped[int] = mapped_column(server_default="0")
     deleted_bytes: Mapped[int] = mapped_column(server_default="0")
+    owner_uid: Mapped[int | None]
+    reader_gid: Mapped[int | None]
+    is_public: Mapped[bool] = mapped_column(server_default=false())
 
 
 class Attempt(Base):

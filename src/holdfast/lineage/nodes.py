@@ -11,6 +11,7 @@ from holdfast.lineage import reports, views
 from holdfast.lineage.cursors import PAGE_DEFAULT, Order, Page, fetch_page
 from holdfast.lineage.database import Database
 from holdfast.lineage.find import Row, rows_of
+from holdfast.lineage.permissions import readable
 from holdfast.lineage.tables import NODES, RUNS
 
 FAULTS_SHOWN_MAX = 20
@@ -26,11 +27,13 @@ def list_nodes(
     columns = NODES.c
     hosts = select(columns.host).group_by(columns.host)
     with database.reading() as connection:
+        hosts = readable(connection, hosts, columns.run_uid)
         page = fetch_page(connection, hosts, Order("host", (columns.host,)), after, limit)
         hosts_shown = [row["host"] for row in page.items]
         found = (columns.host, columns.fault, func.count().label("count"))
         newest = (func.max(columns[name]).label(name) for name in ("started_at", "ended_at"))
         query = select(*found, *newest).where(columns.host.in_(hosts_shown))
+        query = readable(connection, query, columns.run_uid)
         counts = rows_of(connection, query.group_by(columns.host, columns.fault))
     by_host = defaultdict(list)
     for one in counts:
@@ -62,7 +65,7 @@ def node_faults(database: Database, host: str) -> list[reports.NodeFault]:
         .limit(FAULTS_SHOWN_MAX)
     )
     with database.reading() as connection:
-        return [_node_fault(row) for row in rows_of(connection, query)]
+        return [_node_fault(row) for row in rows_of(connection, readable(connection, query))]
 
 
 def _node_fault(row: Row) -> reports.NodeFault:

@@ -20,6 +20,7 @@ from holdfast.lineage import views
 from holdfast.lineage.cursors import PAGE_DEFAULT, Order, Page, fetch_page
 from holdfast.lineage.database import Database
 from holdfast.lineage.find import Row, is_under, rows_of, run_row
+from holdfast.lineage.permissions import readable
 from holdfast.lineage.reasons import NOTHING_KEEPS
 from holdfast.lineage.retained import keep_of, reasons_of
 from holdfast.lineage.states import CheckpointState
@@ -213,14 +214,15 @@ def _page_of_runs(
     usual = RUN_ORDERS[sort]
     descending = usual.descending if order is None else order == "desc"
     chosen = Order(f"{sort} {'desc' if descending else 'asc'}", usual.columns, descending)
-    query = wanted_runs(select(RUNS, *added), where or RunFilter())
+    query = wanted_runs(connection, select(RUNS, *added), where or RunFilter())
     query = query.add_columns(*(one for one in usual.columns if one.name == "sort_key"))
     return fetch_page(connection, query, chosen, after, limit)
 
 
-def wanted_runs(query: Select[Any], where: RunFilter) -> Select[Any]:
-    """Return a query of runs with the conditions of `where`."""
+def wanted_runs(connection: Connection, query: Select[Any], where: RunFilter) -> Select[Any]:
+    """Return a query of readable runs with the conditions of `where`."""
     columns = RUNS.c
+    query = readable(connection, query)
     if where.states:
         query = query.where(columns.state.in_([str(state) for state in where.states]))
     if where.search:

@@ -34,6 +34,7 @@ from holdfast.lineage.find import (
     rows_of_run,
     run_row,
 )
+from holdfast.lineage.permissions import readable
 from holdfast.lineage.states import EdgeKind
 from holdfast.lineage.tables import ATTEMPTS, CHECKPOINTS, EDGES, EVENTS, LAUNCHES, RUNS
 
@@ -71,6 +72,7 @@ def count_runs(database: Database) -> dict[str, int]:
     """Return the number of runs in each state."""
     query = select(RUNS.c.state, func.count()).group_by(RUNS.c.state)
     with database.reading() as connection:
+        query = readable(connection, query)
         return {str(state): int(count) for state, count in connection.execute(query)}
 
 
@@ -289,11 +291,12 @@ def _size(spec: RunSpec | None, world_size: int) -> int:
 
 
 def _edges_about(connection: Connection, run: Row) -> list[Row]:
-    """Return the edges that begin or end at this run or its parts, from all runs' folders."""
+    """Return the edges that begin or end at this run or its parts, from all readable folders."""
     uid = run["uid"]
     about = or_(EDGES.c.source_uid == uid, EDGES.c.target_uid == uid)
     order = (EDGES.c.kind, EDGES.c.source_run, EDGES.c.source, EDGES.c.target, EDGES.c.id)
-    return rows_of(connection, select(EDGES).where(about).order_by(*order))
+    query = readable(connection, select(EDGES).where(about), EDGES.c.run_uid)
+    return rows_of(connection, query.order_by(*order))
 
 
 def _children(connection: Connection, run: Row) -> list[Row]:
@@ -305,7 +308,7 @@ def _children(connection: Connection, run: Row) -> list[Row]:
         .where(columns.parent_uid == run["uid"], columns.run_uid != run["uid"])
         .order_by(RUNS.c.run, columns.name)
     )
-    return rows_of(connection, query)
+    return rows_of(connection, readable(connection, query))
 
 
 def _edge(row: Row) -> views.Edge:

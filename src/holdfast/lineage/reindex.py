@@ -42,7 +42,8 @@ def reindex(
 ) -> ReindexReport:
     """Rebuild the rows of every run under `root`, and delete those of runs that no longer exist.
 
-    A run that cannot be read is reported and keeps its rows. `progress` is called with the name
+    A run that cannot be read is reported and keeps its rows, and so does one whose folder only
+    other accounts may enter. `progress` is called with the name
     of each folder when it is done. Raises `NotFoundError` if `root` is not a folder, and
     `LineageError` if the database cannot be used.
     """
@@ -68,10 +69,21 @@ def _forget_missing(database: Database, root: Path, there: set[str]) -> list[str
     is_this = (RUNS.c.root == str(root)) & (RUNS.c.root_id == read_root_id(root))
     with database.reading() as connection:
         stored = connection.execute(select(RUNS.c.uid, RUNS.c.run).where(is_this)).all()
-    missing = [(uid, run) for uid, run in stored if run not in there]
+    missing = [(uid, run) for uid, run in stored if run not in there and not _hides(root / run)]
     for uid, _ in missing:
         forget_run(database, uid)
     return [run for _, run in missing]
+
+
+def _hides(folder: Path) -> bool:
+    """Return True if this account cannot tell whether the folder contains a run."""
+    try:
+        RunPaths(folder).spec.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return False
 
 
 def _ingest_all(database: Database, found: Sequence[RunPaths]) -> Iterator[str]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from sqlalchemy import Connection, or_, select
+from sqlalchemy import Connection, or_, select, true
 
 from holdfast.contracts.spec_checkpoint import Keep
 from holdfast.contracts.states import AttemptState, RunState
 from holdfast.lineage.find import Row, rows_of
+from holdfast.lineage.permissions import may_see
 from holdfast.lineage.reasons import explain
 from holdfast.lineage.states import CheckpointState, EdgeKind
 from holdfast.lineage.tables import ATTEMPTS, CHECKPOINTS, EDGES, RUNS
@@ -70,8 +71,10 @@ def _exports_and_forks(connection: Connection, run: Row) -> Iterator[tuple[str, 
     """Yield the checkpoints that were exported, and those that live runs were forked from."""
     live = [str(state) for state in RunState if state.is_live]
     source = RUNS.alias("source")
+    seen = may_see(connection, EDGES.c.run_uid)
+    is_seen = (true() if seen is None else seen).label("is_seen")
     query = (
-        select(EDGES, source.c.state)
+        select(EDGES, source.c.state, is_seen)
         .outerjoin(source, source.c.uid == EDGES.c.source_uid)
         .where(or_(EDGES.c.target_uid == run["uid"], EDGES.c.source_uid == run["uid"]))
         .where(EDGES.c.kind.in_([EdgeKind.EXPORTED_TO.value, EdgeKind.FORKED_FROM.value]))
@@ -83,4 +86,5 @@ def _exports_and_forks(connection: Connection, run: Row) -> Iterator[tuple[str, 
         if edge["kind"] == EdgeKind.EXPORTED_TO and edge["source_uid"] == run["uid"]:
             yield edge["source"], f"exported to {edge['target']}"
         elif edge["kind"] == EdgeKind.FORKED_FROM and edge["target_uid"] == run["uid"] and is_live:
-            yield edge["target"], f"in use as the parent of run {edge['source_run']}"
+            fork = f"run {edge['source_run']}" if edge["is_seen"] else "a run that you may not read"
+            yield edge["target"], f"in use as the parent of {fork}"

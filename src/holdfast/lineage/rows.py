@@ -18,6 +18,7 @@ from holdfast.lineage.checkpoint_totals import Totals
 from holdfast.lineage.disk import Row
 from holdfast.lineage.node_rows import node_rows
 from holdfast.lineage.origins import Origins, bare
+from holdfast.lineage.permissions import permissions_of
 from holdfast.lineage.states import INTEGER_MAX, EdgeKind
 
 # Lines of these kinds record edges.
@@ -121,6 +122,7 @@ def run_row(
         "unknown_kinds": sorted(history.tally.unknown_kinds),
         "attempts": len(attempts),
         "world_size": _world_size(last) if last else None,
+        **permissions_of(history.paths),
         **totals.storage(),
     }
 

@@ -74,8 +74,8 @@ def storage_totals(database: Database, where: RunFilter) -> StorageTotals:
     # Sum as floating point: the sum of many integers could overflow in SQLite.
     columns = {name: sql_cast(RUNS.c[name], Double) for name in _STORED}
     sums = [func.coalesce(func.sum(column), 0).label(name) for name, column in columns.items()]
-    query = wanted_runs(select(func.count().label("runs"), *sums), where)
     with database.reading() as connection:
+        query = wanted_runs(connection, select(func.count().label("runs"), *sums), where)
         (row,) = rows_of(connection, query)
     return cast(StorageTotals, {name: int(value) for name, value in row.items()})
 
@@ -83,7 +83,7 @@ def storage_totals(database: Database, where: RunFilter) -> StorageTotals:
 def goodput_totals(database: Database, where: RunFilter) -> GoodputTotals:
     """Return the total goodput of all matching runs, each up to the last update of its row."""
     with database.reading() as connection:
-        found = rows_of(connection, wanted_runs(select(RUNS.c.goodput), where))
+        found = rows_of(connection, wanted_runs(connection, select(RUNS.c.goodput), where))
     accounts = [row["goodput"] for row in found]
     sums = {name: sum(one.get(name) or 0 for one in accounts) for name in _ADDED}
     total_s, training_s = sums["total_s"], sums["training_s"]

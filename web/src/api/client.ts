@@ -1,6 +1,7 @@
 // Requests to the server in JSON, its errors, and whether it responds.
+import { PREFIX } from "../prefix";
 
-const BASE = "/api/v1";
+export const BASE = `${PREFIX}/api/v1`;
 const LIMIT_MS = 20_000;
 const PROBE_MS = 5_000;
 const HEADER = "X-Holdfast-CSRF";

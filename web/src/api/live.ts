@@ -2,7 +2,7 @@
 import { useQueryClient, type Query, type QueryClient } from "@tanstack/react-query";
 import { useEffect, useSyncExternalStore } from "react";
 import { runOf } from "../format";
-import { AwayError, onReach, probe } from "./client";
+import { AwayError, BASE, onReach, probe } from "./client";
 import { connectionOf, isFresh, type Connection, type Link } from "./link";
 
 export type { Connection } from "./link";
@@ -136,7 +136,7 @@ function listen(client: QueryClient): () => void {
   let again: number | undefined;
   const connect = () => {
     source?.close();
-    source = new EventSource("/api/v1/events");
+    source = new EventSource(`${BASE}/events`);
     source.onopen = () => {
       update({ isOpen: true, hasFailed: false, heardAt: Date.now() });
       // Events before the stream opened are unknown, so everything may have changed.

@@ -8,6 +8,7 @@ import { count, figure, money, percent, when } from "../format";
 import { GoodputBar, Progress, Spark } from "../parts/bars";
 import { Copy, Empty, Loaded, State, Time, useTitle } from "../parts/basics";
 import { Table } from "../parts/Table";
+import { PREFIX } from "../prefix";
 import { plain } from "../states";
 import { stepOf, timeLeft } from "../progress";
 
@@ -86,7 +87,7 @@ function Search() {
     timer.current = window.setTimeout(() => {
       timer.current = undefined;
       // The user may have left this page meanwhile.
-      if (window.location.pathname !== "/") return;
+      if (window.location.pathname !== `${PREFIX}/`) return;
       void navigate({ search: (old) => ({ ...old, search: words || undefined }), replace: true });
     }, TYPING_MS);
   };

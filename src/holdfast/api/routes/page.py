@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -10,7 +11,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import FileResponse, HTMLResponse, RedirectResponse, Response
 
 from holdfast.api.problems import Refusal
-from holdfast.api.routes.session import begin_session
+from holdfast.api.routes.session import begin_session, prefix_of
 from holdfast.api.schemas import TOKEN_CHARACTERS_MAX
 
 STATIC: Final = Path(__file__).resolve().parents[1] / "static"
@@ -19,10 +20,12 @@ UNBUILT: Final = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>Holdfast</title>
 <h1>Holdfast</h1>
 <p>The server is running, but its web UI is not built. In a checkout with Node 18 or later, run
-<code>make page</code> to build it. The same data is at <a href="/api/v1/runs">/api/v1/runs</a>;
-<a href="/api/v1/openapi.json">/api/v1/openapi.json</a> describes the API.</p>
+<code>make page</code> to build it. The same data is at <a href="./api/v1/runs">/api/v1/runs</a>;
+<a href="./api/v1/openapi.json">/api/v1/openapi.json</a> describes the API.</p>
 </html>
 """
+
+_ADDRESS: Final = re.compile(r'((?:src|href)=)"\./')
 
 router = APIRouter(include_in_schema=False)
 
@@ -34,8 +37,8 @@ def open_page(
 ) -> Response:
     """Serve the page. With `?token=`, log in first, then redirect to a URL without the token."""
     if token is None:
-        return show_page()
-    response = RedirectResponse("/", 303, {"Cache-Control": "no-store"})
+        return show_page(request)
+    response = RedirectResponse(prefix_of(request) + "/", 303, {"Cache-Control": "no-store"})
     # With a wrong token, the page shows its login form.
     with contextlib.suppress(Refusal):
         begin_session(request, response, token)
@@ -43,7 +46,7 @@ def open_page(
 
 
 @router.get("/{path:path}")
-def show_page(path: str = "") -> Response:
+def show_page(request: Request, path: str = "") -> Response:
     """Serve a built file, or the page itself for any other path outside `/api`."""
     if path == "api" or path.startswith("api/"):
         raise Refusal(
@@ -59,9 +62,19 @@ def show_page(path: str = "") -> Response:
             404, f"/{path[:200]}: no such file; the web UI was rebuilt, so reload the page"
         )
     index = STATIC / "index.html"
-    if not index.is_file():
-        return HTMLResponse(UNBUILT)
-    return FileResponse(index, headers={"Cache-Control": "no-cache"})
+    page = index.read_text() if index.is_file() else UNBUILT
+    return HTMLResponse(_placed(page, prefix_of(request)), headers={"Cache-Control": "no-cache"})
+
+
+def _placed(page: str, prefix: str) -> str:
+    """Return the page with its addresses, which are relative as it is built, below `prefix`.
+
+    The page is the answer for many paths, and the content security policy forbids a base.
+    """
+    placed = page.replace(
+        '<meta name="prefix" content="" />', f'<meta name="prefix" content="{prefix}" />'
+    )
+    return _ADDRESS.sub(rf'\1"{prefix}/', placed)
 
 
 def _file_of(path: str) -> Path | None:

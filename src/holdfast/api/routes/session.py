@@ -32,7 +32,7 @@ def log_out(request: Request, response: Response) -> None:
     caller = identify(request)
     name = cookie_name(request)
     services_of(request).sessions.close(request.cookies.get(name, ""))
-    response.delete_cookie(name, samesite="strict")
+    response.delete_cookie(name, path=prefix_of(request) or "/", samesite="strict")
     if caller is not None and caller.csrf is not None:
         audit = services_of(request).session_audit
         audit.record("log out", caller.address, outcome="done", by=caller.name)
@@ -54,9 +54,15 @@ def begin_session(request: Request, response: Response, text: str) -> Caller:
         httponly=True,
         secure=request.url.scheme == "https",
         samesite="strict",
+        path=prefix_of(request) or "/",
     )
     services.session_audit.record("log in", address, outcome="done", by=token.name, token=token.id)
     return Caller(name=token.name, role=token.role, address=address, token=token.id, csrf=csrf)
+
+
+def prefix_of(request: Request) -> str:
+    """Return the server's path below its proxy, without a slash at the end; empty without one."""
+    return str(request.scope.get("root_path", ""))
 
 
 def _session(caller: Caller | None) -> Session:
