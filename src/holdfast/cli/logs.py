@@ -8,7 +8,7 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, BinaryIO, Final
@@ -91,14 +91,9 @@ def logs(
     found = {one.number: sorted_logs(one, wanted, since) for one in shown}
     numbers = [one.number for one in paths.list_attempts()]
     if as_json and not follow:
-        files = [
-            {**_source(log), "text": lines.select(log, _masked_tail(log, secrets))}
-            for logs in found.values()
-            for log in logs
-        ]
         facts = {"run": paths.name, "attempts": numbers, "rank": wanted}
         facts["attempt"] = None if all_attempts else chosen.number
-        answer({**facts, "logs": files}, True, echo)
+        answer({**facts, "logs": _texts(found, lines, secrets)}, True, echo)
         return
     if attempt is None and not all_attempts and len(numbers) > 1:
         warn(
@@ -116,6 +111,17 @@ def logs(
         _follow(paths, chosen, wanted, reader, is_pinned=attempt is not None)
     elif not printed:
         _list_other_logs(chosen, wanted)
+
+
+def _texts(
+    found: Mapping[int, Sequence[RankLog]], lines: LineFilter, secrets: Sequence[str]
+) -> list[dict[str, object]]:
+    """Return the chosen text of each file, for one document of JSON."""
+    return [
+        {**_source(log), "text": lines.select(log, _masked_tail(log, secrets))}
+        for logs in found.values()
+        for log in logs
+    ]
 
 
 def _check(
