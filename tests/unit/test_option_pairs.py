@@ -22,7 +22,7 @@ from holdfast.cli.main import app
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.states import AttemptState, Cause
 
-# The options that choose what a command prints, how long it goes on, or whether it acts.
+# The options that choose what a command prints, how long it continues, or whether it acts.
 OUTPUT: Final = ("--json", "--follow", "--watch", "--wait", "--format", "--dry-run", "--stay")
 FORMS: Final = {*OUTPUT, "--plot", "--report", "--spec"}
 # Words of a call, and the parts of its refusal.
