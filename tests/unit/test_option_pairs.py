@@ -24,6 +24,7 @@ from holdfast.contracts.states import AttemptState, Cause
 
 # The options that choose what a command prints, how long it continues, or whether it acts.
 OUTPUT: Final = ("--json", "--follow", "--watch", "--wait", "--format", "--dry-run", "--stay")
+NEWEST: Final = "gpt:step-00000200.a0003.l01"
 FORMS: Final = {*OUTPUT, "--plot", "--report", "--spec"}
 # Words of a call, and the parts of its refusal.
 REFUSED: Final[dict[tuple[str, str, str], tuple[str, tuple[str, ...]]]] = {
@@ -32,6 +33,10 @@ REFUSED: Final[dict[tuple[str, str, str], tuple[str, tuple[str, ...]]]] = {
     ("show", "--watch", "--spec"): ("gpt --watch --spec", ("--watch", "--spec")),
     ("lineage", "--format", "--json"): ("gpt --format dot --json", ("--json", "--format dot")),
     ("submit", "--wait", "--dry-run"): ("SPEC --wait --dry-run", ("--wait", "--dry-run")),
+    ("fork", "--wait", "--dry-run"): (
+        f"{NEWEST} --name x --wait --dry-run",
+        ("--wait", "--dry-run"),
+    ),
     ("supervise", "--stay", "--json"): ("--stay --json", ("--stay", "--json")),
 }
 # Pairs of other options, which are refused too.
@@ -43,8 +48,6 @@ OTHERS: Final = {
     "supervise gpt --stay": ("--stay",),
     "supervise gpt --all": ("--all",),
     "serve --key FOLDER/key.pem": ("--key", "--certificate"),
-    "bench --quick --megabytes 10": ("--megabytes", "--quick"),
-    "bench --quick --pairs 2": ("--pairs", "--quick"),
     "init FOLDER/x --partition gpu --executor local": ("--partition", "local"),
     "simulate SPEC --trace x --history-days 2 --cost step_s=1": ("--trace", "--history-days"),
     "doctor fit gpt --gpus 0": ("--gpus",),
@@ -87,6 +90,7 @@ def effects(call: Call, spec: Path) -> dict[tuple[str, str, str], bool]:
 
     planned = call("prune", "kelp", "--dry-run", "--json").json
     deleted = call("delete", "kelp", "--dry-run", "--json").json
+    forked = call("fork", NEWEST, "--name", "x", "--dry-run", "--json").json
     shown = call("show", "gpt", "--spec", "--json").json["settings"]
     events = call("events", "gpt", "--json").json
     return {
@@ -99,13 +103,14 @@ def effects(call: Call, spec: Path) -> dict[tuple[str, str, str], bool]:
         == ["rank 0\n"],
         ("submit", "--dry-run", "--json"): call("submit", spec, "--dry-run", "--json").json
         == call("submit", spec, "--dry-run").json,
+        ("fork", "--dry-run", "--json"): forked["run"] == "x",
         ("prune", "--dry-run", "--json"): planned["dry_run"] and len(planned["deleted"]) == 2,
         ("delete", "--dry-run", "--json"): deleted["run"] == "kelp",
     }
 
 
 @pytest.fixture
-def spec(root: Path, tmp_path: Path) -> Path:
+def spec(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The sample runs with a log, an ended run `kelp`, and a spec."""
     root.mkdir(parents=True)
     for run in build_sample_runs(root):
@@ -113,6 +118,7 @@ def spec(root: Path, tmp_path: Path) -> Path:
             log = run.paths.attempt(3).rank_log(0, 1, 0)
             log.parent.mkdir(parents=True, exist_ok=True)
             log.write_text("rank 0\n")
+    monkeypatch.chdir(tmp_path)
     kelp = RunFolder(root, "kelp", "c" * 32, {"checkpoint": {"keep": {"last": 1}}})
     kelp.submit(1, 2, T0)
     for step in (10, 20, 30):

@@ -13,7 +13,6 @@ import typer
 from holdfast.cli.bench_package import require_bench_package
 from holdfast.cli.output import AsJson, answer, print_facts, print_table
 from holdfast.cli.output_files import check_plot
-from holdfast.cli.unused import refuse_unused
 
 END_S: Final = 60.0
 # The titles of the keys in the benchmark's JSON.
@@ -42,7 +41,6 @@ def register(app: typer.Typer) -> None:
 
 
 def bench(
-    context: typer.Context,
     directory: Annotated[
         Path | None,
         typer.Option(help="Where to write. Default: $HOLDFAST_ROOT, else /var/tmp.", metavar="DIR"),
@@ -66,8 +64,6 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Compare saves and loads with this machine's limits. It takes about ten minutes."""
-    if quick:
-        refuse_unused(context, "--quick has sizes of its own", "megabytes", "pairs")
     require_bench_package("the benchmark")
     if plot is not None:
         check_plot(plot)
