@@ -19,6 +19,7 @@ from urllib.parse import quote, urlencode
 import httpx
 import pytest
 import torch
+from fastapi.routing import APIRoute
 from safetensors.torch import load_file
 from tests.api.conftest import Served, serving, wait_for
 from tests.runs import T0, RunFolder, build_sample_runs, file_checksum
@@ -62,7 +63,7 @@ LONG: Final = "x" * 5000
 # status from 400 to 499, whose message names the parameter, or for a path the value.
 NUMBERS: Final = (0, -1, 1.5, "many", 10**30, "")
 SWITCHES: Final = ("maybe", 2, "", "x")
-JSON_SWITCHES: Final = (None, 0, "yes", "no", [], {})
+JSON_SWITCHES: Final[tuple[Any, ...]] = (None, 0, "yes", "no", [], {})
 BAD: Final[Mapping[str, tuple[Any, ...]]] = {
     "path:run": ("nobody", "gpt b", "gpt\0", LONG[:121]),
     "path:checkpoint": ("gpt", "gpt:nix", "gpt:step-00000001.a0001.l01", "..:latest", LONG[:251]),
@@ -184,8 +185,8 @@ def make_runs(root: Path) -> None:
             log.parent.mkdir(parents=True, exist_ok=True)
             log = log.with_name(log.name.replace("stdout", stream))
             log.write_text(f"attempt {attempt} launch {launch}\nrank {rank} {stream}\n")
+    fields: dict[str, Any] = {"resources": {"gpus_per_node": 2}, "elastic": {"min_gpus": 1}}
     for number, name in enumerate(ORDERS):
-        fields = {"resources": {"gpus_per_node": 2}, "elastic": {"min_gpus": 1}}
         made = RunFolder(root, f"o-{name}", f"{number:032x}", fields, created_at=T0 - 99)
         made.submit(1, 2, T0)
         made.claim(1, T0 + 1)
@@ -193,9 +194,9 @@ def make_runs(root: Path) -> None:
     made.submit(1, 2, T0)
     for step in (10, 20, 30):
         made.commit(step, 1)
-    launch = {"working_directory": str(root.parent)}
+    program = {"launch": {"working_directory": str(root.parent)}}
     (root.parent / "train.py").touch()
-    made = RunFolder(root, "weights", "9" * 32, {"launch": launch})
+    made = RunFolder(root, "weights", "9" * 32, program)
     made.submit(1, 1, T0)
     made.claim(1, T0 + 1, "node-b")
     where = made.paths.checkpoint(made.commit(10, 1, world_size=1))
@@ -225,7 +226,7 @@ def parameters() -> dict[str, dict[str, Any]]:
                 mine |= {f"body:{name}": one for name, one in body.get("properties", {}).items()}
             found[f"{method.upper()} {path}"] = mine
     for route in page.router.routes:
-        assert hasattr(route, "dependant")
+        assert isinstance(route, APIRoute)
         mine = {f"path:{one.alias}": {} for one in route.dependant.path_params}
         mine |= {f"query:{one.alias}": {} for one in route.dependant.query_params}
         found[f"GET {route.path.replace(':path', '')}"] = mine

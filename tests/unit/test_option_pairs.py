@@ -42,6 +42,7 @@ REFUSED: Final[dict[tuple[str, str, str], tuple[str, tuple[str, ...]]]] = {
 # Pairs of other options, which are refused too.
 OTHERS: Final = {
     "logs gpt --rank 1 --all-ranks": ("--rank", "--all-ranks"),
+    "logs gpt --attempt 1 --all-attempts": ("--attempt", "--all-attempts"),
     "prune gpt --dry-run --yes": ("--yes", "--dry-run"),
     "delete gpt --dry-run --yes": ("--yes", "--dry-run"),
     "checkpoints gpt --mode max": ("--mode", "--best"),

@@ -78,8 +78,7 @@ def logs(
     """Print a rank's output: standard output and standard error of each launch, in order.
 
     --since leaves out the files whose last output is older. The times of --timestamps are up to a
-    minute late. Secrets are masked: the values of the spec's secret references, and text that looks
-    like one.
+    minute late. Secrets are masked: those that the spec refers to, and text that looks like one.
     """
     _check(context, timestamps=timestamps, is_one_document=as_json and not follow)
     paths = locate_run(run, root)
