@@ -13,6 +13,7 @@ from typing import Any, Final, Literal
 from prefect.blocks.core import Block
 from pydantic import Field
 
+from holdfast.contracts.paths import given_folder
 from holdfast.flows.deployments import open_client, read_block
 
 
@@ -88,7 +89,7 @@ def with_blocks(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 def root_of(storage: str | None) -> Path | None:
     """Return the folder of runs that a storage block names, or None. Raises `ServiceError`."""
     root = _values(HoldfastStorage, storage).get("root")
-    return Path(root).expanduser().absolute() if root else None
+    return given_folder(root, "root") if root else None
 
 
 def _values(kind: type[Block], name: object) -> dict[str, Any]:

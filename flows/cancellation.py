@@ -24,7 +24,7 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.history_cache import load_tallied
 from holdfast.contracts.journal import Event, EventKind
-from holdfast.contracts.paths import RunPaths, default_root
+from holdfast.contracts.paths import RunPaths, default_root, given_folder
 from holdfast.contracts.visits import own_runs, visit
 from holdfast.flows.givers import cancelled_by
 from holdfast.flows.redactor import Log
@@ -104,7 +104,7 @@ def cancel_run_of_flow(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any
     """Cancel the flow's run. Prefect's worker calls this hook after the flow's process is gone."""
     log = get_logger("holdfast")
     root = flow_run.parameters.get("root")
-    home = Path(root).expanduser().absolute() if root else default_root()
+    home = given_folder(root, "root") if root else default_root()
     paths = find_supervised(home, str(flow_run.id))
     if paths is None:
         log.info("flow run %s supervised no run under %s", flow_run.name, home)

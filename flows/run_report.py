@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import quote
 
+from holdfast.contracts.environment import PAGE_URL, problem_with_address
 from holdfast.contracts.history import RunHistory
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.states import AttemptState, Cause, RunState
@@ -21,8 +22,6 @@ from holdfast.flows.summary import HEADINGS, cells
 from holdfast.lineage.formats import mermaid
 from holdfast.workers.heartbeats import newest_step, read_heartbeats
 
-# The address of `holdfast serve`, for links in artifacts.
-PAGE_VARIABLE: Final = "HOLDFAST_PAGE_URL"
 _QUEUED: Final = frozenset({AttemptState.CREATED, AttemptState.SUBMITTED, AttemptState.PENDING})
 
 
@@ -96,10 +95,12 @@ def _progress(history: RunHistory) -> tuple[int, int, str]:
 
 def _markdown(history: RunHistory, progress: str) -> str:
     paths = history.paths
-    page = os.environ.get(PAGE_VARIABLE, "").rstrip("/")
+    problem = problem_with_address(PAGE_URL, os.environ)
+    page = "" if problem else os.environ.get(PAGE_URL, "").rstrip("/")
     name = f"[{paths.name}]({page}/runs/{quote(paths.name)})" if page else f"`{paths.name}`"
     lines = [f"# Run {name}", "", f"{history.state.value}: {progress}", ""]
     lines += [describe_progress(history).text, "", f"Folder: `{paths.directory}`", ""]
+    lines += [f"No links to the page: {problem}", ""] if problem else []
     if history.attempts:
         logs = paths.attempt(history.attempts[-1].number).directory
         lines += [f"Logs of the newest attempt: `holdfast logs {paths.name}`, in `{logs}`", ""]

@@ -21,7 +21,7 @@ from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.errors import RunFailedError, SpecError
 from holdfast.contracts.history import RunHistory
 from holdfast.contracts.history_cache import load_tallied
-from holdfast.contracts.paths import AttemptPaths, RunPaths, default_root
+from holdfast.contracts.paths import AttemptPaths, RunPaths, default_root, given_folder
 from holdfast.contracts.states import RunState
 from holdfast.flows.blocks import root_of
 from holdfast.flows.cancellation import cancel_on_signal, cancel_run_of_flow, last_supervisor
@@ -123,7 +123,7 @@ def _own_run(root: Path, name: str) -> RunPaths | None:
 
 def home_of(root: str | None) -> Path:
     """Return the folder of the runs that the parameter `root` names."""
-    return Path(root).expanduser().absolute() if root else default_root()
+    return given_folder(root, "root") if root else default_root()
 
 
 def supervise_here(

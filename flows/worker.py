@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any, Final
 from uuid import UUID
 
@@ -37,7 +36,7 @@ from prefect.workers.base import (
 
 from holdfast.contracts.errors import HoldfastError, SchedulerUnavailableError
 from holdfast.contracts.history_cache import load_tallied
-from holdfast.contracts.paths import RunPaths, default_root, holdfast_home
+from holdfast.contracts.paths import RunPaths, default_root, given_folder, holdfast_home
 from holdfast.contracts.supervision import is_supervised
 from holdfast.flows.cancellation import cancel_run, find_supervised, last_supervision
 from holdfast.flows.flow_lock import FlowLock
@@ -381,7 +380,7 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
         number = str(flow_run.id)
         if number not in self._found:
             given = flow_run.parameters.get("root")
-            root = Path(given).expanduser().absolute() if given else default_root()
+            root = given_folder(given, "root") if given else default_root()
             paths = find_supervised(root, number)
             if paths is None:
                 return None

@@ -20,7 +20,7 @@ from holdfast.contracts import environment as names
 from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.durable import make_directory
 from holdfast.contracts.errors import HoldfastError, PreflightError
-from holdfast.contracts.paths import AttemptPaths, RunPaths
+from holdfast.contracts.paths import AttemptPaths, RunPaths, given_folder
 from holdfast.contracts.rank_status import NOWHERE, Phase, RankStatusTable
 from holdfast.trainer.collective import ControlGroup
 from holdfast.trainer.flusher_supervisor import FlusherSupervisor, wait_for_former
@@ -115,8 +115,8 @@ def choose_directory(given: str | Path | None, env: Mapping[str, str], stem: str
     """Return the run's folder without an agent: as given, in `$HOLDFAST_ROOT`, or in ./runs."""
     if given is not None:
         return Path(given).expanduser().absolute()
-    root = env.get("HOLDFAST_ROOT")
-    return (Path(root).expanduser() if root else Path("runs")).absolute() / stem
+    root = env.get(names.ROOT)
+    return (given_folder(root, names.ROOT) if root else Path("runs").absolute()) / stem
 
 
 def _context_of_agent(env: Mapping[str, str], ranks: ControlGroup) -> RankContext:

@@ -11,9 +11,10 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from holdfast.contracts import environment
+from holdfast.contracts.errors import SpecError
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.mirrors import Tiers
 from holdfast.contracts.reporting import report
@@ -29,8 +30,11 @@ from holdfast.contracts.written import (
 from holdfast.trainer.pacing.cadence import Interval
 from holdfast.trainer.staging.snapshots import SnapshotRhythm
 
+T = TypeVar("T")
+
 AUTO: Final = "auto"
 OFF: Final = "off"
+DIGITS_MAX: Final = 20
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,9 @@ def choose(key: str, argument: Given, default: int | str = AUTO) -> Setting:
     if not isinstance(own, Argument):
         own = None if own is None else Argument(own, PROGRAM)
     if text := os.environ.get(OF_PROGRAM[key]):
-        value = int(text) if text.isascii() and text.isdecimal() else text
+        # Longer digits are no number of steps, and `int` refuses very long ones.
+        is_count = text.isascii() and text.isdecimal() and len(text) < DIGITS_MAX
+        value = int(text) if is_count else text
         return Setting(key, value, _source_of(key), None if own and own.is_default else own)
     if own is not None:
         return Setting(key, own.value, own.source)
@@ -92,6 +98,16 @@ def _source_of(key: str) -> str:
         return SPEC if os.environ.get(environment.RUN_DIRECTORY) else ENVIRONMENT
 
 
+def _parsed(setting: Setting, parse: Callable[[int | str], T]) -> T:
+    """Return a parsed setting. An error names the environment variable that it comes from."""
+    try:
+        return parse(setting.value)
+    except ValueError as error:
+        if setting.source != ENVIRONMENT:
+            raise
+        raise SpecError(f"{OF_PROGRAM[setting.key]}: {error}") from error
+
+
 @dataclass(frozen=True)
 class Settings:
     """The settings of one session."""
@@ -104,7 +120,8 @@ class Settings:
     def of(cls, interval: Given, snapshots: Given) -> Settings:
         """Return the settings with a program's own values, or None. Raises `SpecError`."""
         every, kept = choose(INTERVAL, interval), choose(SNAPSHOTS, snapshots)
-        return cls(Interval.parse(every.value), SnapshotRhythm(kept.value), (every, kept))
+        interval_of, rhythm_of = _parsed(every, Interval.parse), _parsed(kept, SnapshotRhythm)
+        return cls(interval_of, rhythm_of, (every, kept))
 
     @classmethod
     def without_snapshots(cls, interval: Given, because: str) -> Settings:
@@ -112,7 +129,7 @@ class Settings:
         every, asked = choose(INTERVAL, interval), choose(SNAPSHOTS, None, default=OFF)
         lost = None if asked.source == DEFAULT else Argument(asked.value, asked.source)
         none = Setting(SNAPSHOTS, OFF, because, lost)
-        return cls(Interval.parse(every.value), SnapshotRhythm(OFF), (every, none))
+        return cls(_parsed(every, Interval.parse), SnapshotRhythm(OFF), (every, none))
 
     def announce(self, event: Callable[..., Any], rank: int) -> None:
         """On rank 0, log the settings and the warnings, and record them in the journal."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from holdfast.contracts.durable import make_directory
+from holdfast.contracts.environment import problems_with_addresses
 from holdfast.contracts.errors import PreflightError, SchedulerError, SchedulerUnavailableError
 from holdfast.contracts.filesystems import NODE_LOCAL, filesystem_of
 from holdfast.contracts.node_share import gpu_kind, gpus_of
@@ -53,6 +54,7 @@ def check(spec: RunSpec, root: Path) -> None:
     places = _places(spec, root)
     problems = [one for place in places for one in _place_problems(place)]
     problems += _program_problems(spec)
+    problems += problems_with_addresses({**os.environ, **spec.environment})
     if spec.resources.executor == "slurm":
         problems += _slurm_problems(spec, places)
     elif not spec.launch.wrapper:

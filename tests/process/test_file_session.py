@@ -118,6 +118,7 @@ def test_each_kind_of_session_refuses_the_files_of_the_other(tmp_path: Path) -> 
 def test_files_on_the_nodes_own_disks_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("HOLDFAST_CHECKPOINT_MIRROR", f"file://{tmp_path}/mirror")
     monkeypatch.setenv("HOLDFAST_CHECKPOINT_LOCAL", str(tmp_path))
     with pytest.raises(PreflightError, match=r"Remove checkpoint\.local"):
         FileSession(Notebook(), directory=tmp_path / "run")

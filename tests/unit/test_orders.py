@@ -422,7 +422,7 @@ def test_show_lists_the_orders(paths: RunPaths, cluster: Cluster, call: Call) ->
 def test_a_size_that_a_person_asked_for_counts_until_an_attempt_has_started(
     started_at: float | None, gpus: int
 ) -> None:
-    spec = spec_of(elastic={"min_gpus": 2, "max_gpus": 8})
+    spec = spec_of(resources=SLURM, elastic={"min_gpus": 2, "max_gpus": 8})
     asked = {"action": "relaunch", "gpus": 2, "after_attempt": 1}
     first = attempt_of(spec, 1, Cause.USER_ERROR, gpus=8)
     lost = attempt_of(spec, 2, Cause.INFRASTRUCTURE, gpus=2, started_at=started_at)

@@ -60,7 +60,10 @@ class Selection:
         )
 
     def check_names(self, known: Set[str]) -> None:
-        """Raise `KeyMismatchError` for a name to include or exclude that fits no `known` key."""
+        """Raise `KeyMismatchError` for a name to include or exclude that fits no `known` key.
+
+        It is raised too if `exclude` leaves nothing to load.
+        """
         unmet = [
             f"{title} {name!r}: no key has this name{_nearest(name, known)}"
             for title, names in (("include", self.include), ("exclude", self.exclude))
@@ -71,6 +74,12 @@ class Selection:
             raise KeyMismatchError(
                 f"the selection is not possible: {shorten(unmet)}; expected complete keys, or "
                 "beginnings of keys that end before a dot"
+            )
+        if self.exclude and known and not any(map(self.takes, known)):
+            raise KeyMismatchError(
+                f"exclude {', '.join(self.exclude)} leaves no key of include "
+                f"{', '.join(self.include) or '(all)'}, so nothing would be loaded; expected fewer "
+                "names to exclude"
             )
 
     def takes(self, key: str) -> bool:

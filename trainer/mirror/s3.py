@@ -264,6 +264,8 @@ def _connect(url: str) -> Any:
         raise MirrorError(
             f"{url}: s3fs is not installed ({error}). Install holdfast[s3] in this environment"
         ) from error
+    if problem := environment.problem_with_address(environment.S3_ENDPOINT, os.environ):
+        raise MirrorError(problem)
     endpoint = os.environ.get(environment.S3_ENDPOINT) or None
     system = s3fs.S3FileSystem(
         endpoint_url=endpoint,

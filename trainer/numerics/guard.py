@@ -16,6 +16,7 @@ from dataclasses import asdict, replace
 from typing import Any, Final
 
 import torch
+from pydantic import ValidationError
 from torch.distributed.tensor import DTensor
 
 from holdfast.contracts import environment
@@ -208,7 +209,13 @@ class LossGuard:
 def chosen_numerics() -> Numerics:
     """Return the spec's policy, which the agent passes on, or the defaults."""
     given = os.environ.get(environment.NUMERICS)
-    return Numerics.model_validate_json(given) if given else Numerics()
+    try:
+        return Numerics.model_validate_json(given) if given else Numerics()
+    except ValidationError as error:
+        raise SpecError(
+            f"{environment.NUMERICS}: {error.errors()[0]['msg']}; expected supervision.numerics of "
+            "a spec as JSON"
+        ) from error
 
 
 def are_finite(tensors: Iterable[torch.Tensor]) -> bool:

@@ -47,11 +47,12 @@ VARIABLES: Final = (
     Variable(
         "HOLDFAST_DATABASE_URL",
         Setter.PERSON,
-        "URL of the lineage database, SQLite or PostgreSQL, as SQLAlchemy writes it",
+        "URL of the lineage database, SQLite or PostgreSQL, as SQLAlchemy writes it. The path of "
+        "an SQLite file may be relative or begin with `~`",
         "SQLite in `$HOLDFAST_HOME/holdfast.db`",
     ),
     Variable(
-        "HOLDFAST_PAGE_URL",
+        environment.PAGE_URL,
         Setter.PERSON,
         "address of `holdfast serve`, for links to the page in Prefect's artifacts",
         "no links",
@@ -91,7 +92,8 @@ VARIABLES: Final = (
     Variable(
         environment.CONFIG,
         Setter.AGENT,
-        "the spec's `[config]` table, as JSON. `holdfast.trainer.config` reads it",
+        "the spec's `[config]` table, as JSON. `holdfast.trainer.config` reads it. Without an "
+        "agent, you can set it",
     ),
     Variable(
         environment.SOURCES,
@@ -104,15 +106,27 @@ VARIABLES: Final = (
         "`checkpoint.interval`, if the spec has that key. Without an agent, you can set it",
         "the program's own value",
     ),
-    Variable(environment.CHECKPOINT_MIRROR, Setter.AGENT, "`checkpoint.mirror` of the spec"),
-    Variable(environment.CHECKPOINT_LOCAL, Setter.AGENT, "`checkpoint.local` of the spec"),
+    Variable(
+        environment.CHECKPOINT_MIRROR,
+        Setter.AGENT,
+        "`checkpoint.mirror` of the spec. Without an agent, you can set it",
+    ),
+    Variable(
+        environment.CHECKPOINT_LOCAL,
+        Setter.AGENT,
+        "`checkpoint.local` of the spec. Without an agent, you can set it, with a mirror",
+    ),
     Variable(
         environment.CHECKPOINT_SNAPSHOTS,
         Setter.AGENT,
         "`checkpoint.snapshots`, if the spec has that key. Without an agent, you can set it",
         "the program's own value",
     ),
-    Variable(environment.NUMERICS, Setter.AGENT, "`supervision.numerics` of the spec, as JSON"),
+    Variable(
+        environment.NUMERICS,
+        Setter.AGENT,
+        "`supervision.numerics` of the spec, as JSON. Without an agent, you can set it",
+    ),
     Variable(
         environment.FLUSH_TIMEOUT,
         Setter.AGENT,

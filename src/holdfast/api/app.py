@@ -12,6 +12,7 @@ from fastapi.middleware.gzip import GZipMiddleware
 from holdfast import __version__
 from holdfast.api import problems
 from holdfast.api.negotiation import Below, Conditional, Negotiation
+from holdfast.api.query_names import KNOWN_QUERY
 from holdfast.api.routes import actions, checkpoints, live, overview, page, runs, session
 from holdfast.api.schemas import Problem
 from holdfast.api.security import Guard
@@ -41,7 +42,7 @@ def create_app(services: Services, prefix: str = "") -> FastAPI:
     )
     app.state.services = services
     problems.register(app)
-    api = APIRouter(prefix=PREFIX)
+    api = APIRouter(prefix=PREFIX, dependencies=[KNOWN_QUERY])
     for module in (runs, checkpoints, overview, actions, session):
         api.include_router(module.router)
     app.include_router(api)

@@ -323,9 +323,9 @@ class JobRow(BaseModel):
 
 
 class Body(BaseModel):
-    """The base of all request bodies. An unknown key is an error."""
+    """The base of all request bodies. An unknown key and a value of another type are errors."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class LogIn(Body):
@@ -368,7 +368,7 @@ class AskFork(Body):
 class AskExport(Body):
     """The export format. `include` selects keys by prefix; `dtype` converts floating-point data."""
 
-    to: exports.Form
+    to: Annotated[exports.Form, Field(strict=False)]
     include: Annotated[
         list[Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.]{0,199}$")]],
         Field(max_length=50),

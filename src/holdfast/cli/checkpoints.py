@@ -12,6 +12,7 @@ import typer
 from holdfast.cli.arguments import RunArgument, complete_checkpoint, confirm
 from holdfast.cli.index import forget, locate_checkpoint, locate_run, look_at, user_name
 from holdfast.cli.output import AsJson, RootOption, answer, bytes_text, print_table, say, warn
+from holdfast.cli.unused import refuse_unused
 from holdfast.contracts.damage import find_damage, word_for
 from holdfast.contracts.errors import ForeignFileError, NotFoundError
 from holdfast.contracts.manifest import Manifest
@@ -65,7 +66,14 @@ def unpin(checkpoint: CheckpointArgument, root: RootOption = None, as_json: AsJs
     answer(facts, as_json, lambda data: say(f"unpinned {data['checkpoint']}"))
 
 
+def _check_options(context: typer.Context, dry_run: bool) -> None:
+    """Raise `SpecError` for `--yes` to a question that is not asked."""
+    if dry_run:
+        refuse_unused(context, "--dry-run deletes nothing and asks nothing", "yes")
+
+
 def prune(
+    context: typer.Context,
     run: RunArgument,
     dry_run: DryRun = False,
     yes: Yes = False,
@@ -87,6 +95,7 @@ def prune(
     """
     from holdfast.workers import pruning
 
+    _check_options(context, dry_run)
     paths = locate_run(run, root)
     look_at(paths)
     rules = Keep(last=keep_last) if keep_last else None
@@ -100,6 +109,7 @@ def prune(
 
 
 def delete(
+    context: typer.Context,
     run: RunArgument,
     dry_run: DryRun = False,
     yes: Yes = False,
@@ -112,6 +122,7 @@ def delete(
     """
     from holdfast.workers.run_deletion import delete_run
 
+    _check_options(context, dry_run)
     paths = locate_run(run, root)
     look_at(paths)
     if not (dry_run or yes):

@@ -31,6 +31,7 @@ from holdfast.contracts.paths import (
     CheckpointName,
     RunPaths,
     default_root,
+    given_folder,
     has_spec,
     list_runs,
     plain_checkpoint,
@@ -51,7 +52,7 @@ WRITER = "cli"
 
 def choose_root(root: str | None) -> Path:
     """Return `root`, or the default root if it is None, as an absolute path."""
-    return Path(root).expanduser().absolute() if root else default_root()
+    return given_folder(root, "--root") if root else default_root()
 
 
 def existing_root(root: str | None) -> Path:

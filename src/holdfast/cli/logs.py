@@ -18,6 +18,7 @@ import typer
 from holdfast.cli.arguments import RunArgument, SinceOption
 from holdfast.cli.index import locate_run, look_at, secrets_in
 from holdfast.cli.output import AsJson, RootOption, answer, echo, to_json_text, warn
+from holdfast.cli.unused import refuse_unused
 from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.contracts.plain_text import plain_output
 from holdfast.contracts.rank_logs import RankLog, choose_attempt, rank_logs
@@ -42,6 +43,7 @@ def register(app: typer.Typer) -> None:
 
 
 def logs(
+    context: typer.Context,
     run: RunArgument,
     rank: Annotated[int, typer.Option("--rank", min=0, help="The rank whose output to print.")] = 0,
     all_ranks: Annotated[
@@ -76,10 +78,9 @@ def logs(
     """Print a rank's output: standard output and standard error of each launch, in order.
 
     --since leaves out the files whose last output is older. The times of --timestamps are up to a
-    minute late. Secrets are masked: the values of the spec's secret references, and text that looks
-    like one.
+    minute late. Secrets are masked: those that the spec refers to, and text that looks like one.
     """
-    _check(all_attempts, attempt, timestamps, as_json and not follow)
+    _check(context, timestamps=timestamps, is_one_document=as_json and not follow)
     paths = locate_run(run, root)
     secrets = secrets_in(paths)
     chosen = choose_attempt(paths, attempt)
@@ -124,12 +125,12 @@ def _texts(
     ]
 
 
-def _check(
-    all_attempts: bool, attempt: int | None, timestamps: bool, is_one_document: bool
-) -> None:
-    """Raise `typer.BadParameter` for options that exclude each other."""
-    if all_attempts and attempt is not None:
-        raise typer.BadParameter("--attempt and --all-attempts: leave one of them out")
+def _check(context: typer.Context, *, timestamps: bool, is_one_document: bool) -> None:
+    """Raise `SpecError` or `typer.BadParameter` for options that exclude each other."""
+    for one, every in (("attempt", "all_attempts"), ("rank", "all_ranks")):
+        if context.params[every]:
+            option = every.replace("_", "-")
+            refuse_unused(context, f"--{option} prints every {one}", one)
     if timestamps and is_one_document:
         raise typer.BadParameter(
             "--timestamps and --json: add --follow, which prints an object for each line, with its "

@@ -57,6 +57,8 @@ def supervise(
     if stay:
         if runs or every:
             raise SpecError("supervise: expected --stay without RUNs and without --all")
+        if as_json:
+            raise SpecError("--json: with --stay there is no answer to print; leave it out")
         _serve(existing_root(root))
         return
     if bool(runs) == every:

@@ -276,6 +276,10 @@ def lineage(
 
         answer(read_index(lambda index: export_run(index, of(index))), True, echo)
         return
+    if as_json and form in {Form.MERMAID, Form.DOT}:
+        raise typer.BadParameter(
+            f"--json and --format {form}: only one of them can be printed; leave one of them out"
+        )
     graph = read_index(lambda index: queries.lineage_graph(index, of(index)))
     if form is None or form is Form.JSON:
         answer(graph, as_json or form is Form.JSON, render_lineage)

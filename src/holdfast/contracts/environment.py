@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from typing import Final
 
@@ -26,6 +27,8 @@ SOURCES: Final = "HOLDFAST_SOURCES"
 CHECKPOINT_INTERVAL: Final = "HOLDFAST_CHECKPOINT_INTERVAL"
 CHECKPOINT_MIRROR: Final = "HOLDFAST_CHECKPOINT_MIRROR"
 CHECKPOINT_LOCAL: Final = "HOLDFAST_CHECKPOINT_LOCAL"
+# Address of `holdfast serve`, for links in Prefect's artifacts.
+PAGE_URL: Final = "HOLDFAST_PAGE_URL"
 # Address of an S3 store other than Amazon's. `AWS_ENDPOINT_URL` has the same effect.
 S3_ENDPOINT: Final = "HOLDFAST_S3_ENDPOINT"
 # Address of interruption notices, for nodes that do not reach the cloud's own address.
@@ -36,8 +39,18 @@ NUMERICS: Final = "HOLDFAST_NUMERICS"
 # `supervision.flush_timeout_s` of the spec, for the ranks and their flusher.
 FLUSH_TIMEOUT: Final = "HOLDFAST_FLUSH_TIMEOUT_S"
 FLUSH_TIMEOUT_DEFAULT_S: Final = 1800.0
+FLUSH_TIMEOUT_MAX_S: Final = 1e9
 # The pipe from which a warm standby reads the signal to start.
 STANDBY_PIPE: Final = "HOLDFAST_STANDBY_PIPE"
+
+# The addresses that people set, each with the schemes that act and an example.
+_ADDRESSES: Final[Mapping[str, tuple[str, str]]] = {
+    PAGE_URL: ("https?", "https://holdfast.example.org"),
+    S3_ENDPOINT: ("https?", "https://s3.example.org"),
+    # Nodes ask for notices by plain HTTP.
+    NOTICES_URL: ("http", "http://169.254.169.254"),
+}
+_HOST_AND_PATH: Final = r"://[^\s/:?#@]+(:[0-9]{1,5})?(/[^\s?#]*)?"
 
 # The keys of a spec that set these variables for the program.
 KEYS_OF_VARIABLES: Final[Mapping[str, str]] = {
@@ -64,6 +77,23 @@ def flush_timeout_s(env: Mapping[str, str] = os.environ) -> float:
         seconds = float(given)
     except ValueError:
         seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise SpecError(f"{FLUSH_TIMEOUT}={given!r}: expected a positive number of seconds")
+    if not 0 < seconds <= FLUSH_TIMEOUT_MAX_S:
+        raise SpecError(
+            f"{FLUSH_TIMEOUT}={given!r}: expected a positive number of seconds, at most "
+            f"{FLUSH_TIMEOUT_MAX_S:.0e}"
+        )
     return seconds
+
+
+def problems_with_addresses(env: Mapping[str, object]) -> list[str]:
+    """Return a line for each variable of `env` that should be an address and is none."""
+    return [problem for name in _ADDRESSES if (problem := problem_with_address(name, env))]
+
+
+def problem_with_address(name: str, env: Mapping[str, object]) -> str | None:
+    """Return the problem with an address in a variable as text, or None."""
+    (schemes, example), given = _ADDRESSES[name], env.get(name)
+    # A reference to a secret has no value here.
+    if not given or not isinstance(given, str) or re.fullmatch(schemes + _HOST_AND_PATH, given):
+        return None
+    return f"{name}={given!r}: expected an address such as {example}"

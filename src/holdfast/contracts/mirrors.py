@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from holdfast.contracts import environment
 from holdfast.contracts.bounds import ByteCount, FilePath, Moment, Seconds
 from holdfast.contracts.durable import to_json, write_bytes
-from holdfast.contracts.errors import ForeignFileError
+from holdfast.contracts.errors import ForeignFileError, SpecError
 from holdfast.contracts.paths import MANIFEST, MIRRORED, RunPaths
 from holdfast.contracts.reading import read_bounded
 
@@ -46,11 +46,30 @@ class Tiers:
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str]) -> Tiers:
-        """Return the tiers that the environment variables set."""
-        return cls(
+        """Return the tiers that the environment variables set.
+
+        Raises `SpecError` for bad values without an agent, which passes on those of a spec.
+        """
+        found = cls(
             mirror=variables.get(environment.CHECKPOINT_MIRROR, ""),
             local=variables.get(environment.CHECKPOINT_LOCAL, ""),
         )
+        if not variables.get(environment.RUN_DIRECTORY):
+            found._check()
+        return found
+
+    def _check(self) -> None:
+        if self.mirror and (problem := problem_with_mirror(self.mirror)):
+            raise SpecError(f"{environment.CHECKPOINT_MIRROR}: {problem}")
+        if self.local and not self.local.startswith("/"):
+            raise SpecError(
+                f"{environment.CHECKPOINT_LOCAL}={self.local!r}: expected an absolute path"
+            )
+        if self.local and not self.mirror:
+            raise SpecError(
+                f"{environment.CHECKPOINT_LOCAL} is set without {environment.CHECKPOINT_MIRROR}: "
+                "files on a node's disk are lost with the node; set both"
+            )
 
     def to_environment(self) -> dict[str, str]:
         """Return the environment variables that pass these tiers to a program."""

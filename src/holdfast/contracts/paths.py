@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from holdfast.contracts.errors import ForeignFileError
+from holdfast.contracts.errors import ForeignFileError, SpecError
 from holdfast.contracts.reading import HELD, held_folder, is_mine
 
 ROOT_ID = ".holdfast-root"
@@ -33,6 +33,8 @@ _CHECKPOINT = re.compile(
     r"step-([0-9]{8}|[1-9][0-9]{8,14})\.a([0-9]{4}|[1-9][0-9]{4,8})"
     r"\.l([0-9]{2}|[1-9][0-9]{2,8})"
 )
+# `Path` makes one slash of several.
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 _ATTEMPT = re.compile(r"[0-9]{4}|[1-9][0-9]{4,8}")
 _REMOVING = re.compile(rf".*{re.escape(REMOVING)}")
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -86,10 +88,36 @@ def _given_folder(variable: str) -> Path | None:
     given = os.environ.get(variable)
     if not given:
         return None
-    folder = Path(given).expanduser().absolute()
+    folder = given_folder(given, variable)
     if str(folder) != given:
         os.environ[variable] = str(folder)
     return folder
+
+
+def given_folder(given: str | Path, name: str) -> Path:
+    """Return a folder that a person gave as an absolute path; `name` is the option or variable.
+
+    It may be missing. Raises `SpecError` for a file, and for what is no path, such as a URL.
+    """
+    text = str(given)
+    if not text.strip() or _URL.match(text):
+        raise SpecError(f"{name}={text!r}: expected the path of a folder")
+    folder = absolute_path(text, name)
+    # Unlike those of `Path`, these raise nothing for a folder that this user may not search.
+    if os.path.exists(folder) and not os.path.isdir(folder):
+        raise SpecError(f"{name}={text!r}: this is not a folder; expected one, or a new path")
+    return folder
+
+
+def absolute_path(given: str, name: str) -> Path:
+    """Return a path as an absolute one, with `~` expanded. Raises `SpecError` naming `name`."""
+    try:
+        return Path(given).expanduser().absolute()
+    except RuntimeError as error:
+        account = given.partition("/")[0]
+        raise SpecError(
+            f"{name}={given!r}: there is no account with the home {account}; write the whole path"
+        ) from error
 
 
 @dataclass(frozen=True, order=True)

@@ -272,14 +272,24 @@ class RunSpec(SpecPart):
             )
         if self.resources.executor == "local" and self.resources.nodes > 1:
             raise ValueError("the local executor has one node; set resources.nodes = 1")
-        for count in (self.gpus, *self.elastic.choices, *self.elastic.on_preemption):
+        elastic = self.elastic
+        counts = [("resources", self.gpus)]
+        counts += [("elastic.choices", count) for count in elastic.choices]
+        counts += [("elastic.on_preemption", count) for count in elastic.on_preemption]
+        for key, count in counts:
             if not low <= count <= high:
-                raise ValueError(f"{counted(count, 'GPU')}: outside elastic {low} to {high}")
-            self.share(count)
+                raise ValueError(f"{key}: {counted(count, 'GPU')}: outside elastic {low} to {high}")
+            self._require_share(key, count)
         if low < self.resources.size_per_node:
             # Below one node, the least count must have a whole number of ranks.
-            self.share(low)
+            self._require_share("elastic.min_gpus", low)
         return self
+
+    def _require_share(self, key: str, count: int) -> None:
+        try:
+            self.share(count)
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from error
 
     @model_validator(mode="after")
     def _every_key_has_an_effect(self, info: ValidationInfo) -> RunSpec:

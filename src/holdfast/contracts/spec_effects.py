@@ -265,10 +265,13 @@ _Written = Mapping[str, Any]
 def _times(spec: RunSpec, written: _Written) -> Iterator[str]:
     """Waits that are longer than the attempt in which they happen."""
     minutes = spec.resources.time_limit_min
-    for key in ("supervision.grace_s", "supervision.join_timeout_s", "elastic.grow_after_s"):
-        if minutes is not None and key in written and written[key] >= 60 * minutes:
+    seconds = dict(written)
+    if "checkpoint.interval" in written:
+        seconds["checkpoint.interval"] = spec.checkpoint.interval_s or 0.0
+    for key in _CONSEQUENCES:
+        if minutes is not None and seconds.get(key, 0.0) >= 60 * minutes:
             yield (
-                f"{key} {written[key]:g} and resources.time_limit_min {minutes}: the attempt ends "
+                f"{key} {seconds[key]:g} and resources.time_limit_min {minutes}: the attempt ends "
                 f"after {60 * minutes} s, so {_CONSEQUENCES[key]}; set a shorter {key}, or a "
                 "longer resources.time_limit_min"
             )
@@ -283,6 +286,7 @@ def _times(spec: RunSpec, written: _Written) -> Iterator[str]:
 
 _CONSEQUENCES: Final = {
     "supervision.grace_s": "it would stop to save before its first step",
+    "checkpoint.interval": "it would end before the first of these saves",
     "supervision.join_timeout_s": "the nodes would never have waited for so long",
     "elastic.grow_after_s": "it would never have run for so long",
 }
@@ -306,6 +310,7 @@ def _counts(spec: RunSpec, written: _Written) -> Iterator[str]:
                     f"elastic.{key} {given} and elastic.choices {sorted(choices)}: the choices "
                     f"are the only allowed counts, so {key} allows no other; leave one of them out"
                 )
+    yield from _beyond_one_node(spec)
     largest = max(choices, default=spec.gpus_max)
     if elastic.grow and largest <= spec.gpus_min:
         yield (
@@ -324,6 +329,21 @@ def _counts(spec: RunSpec, written: _Written) -> Iterator[str]:
             "supervision.budgets.operator: what an operator ended is never relaunched by Holdfast; "
             "leave it out"
         )
+
+
+def _beyond_one_node(spec: RunSpec) -> Iterator[str]:
+    """Counts that the local executor cannot start."""
+    elastic, most = spec.elastic, spec.resources.size_per_node
+    if spec.resources.executor != "local":
+        return
+    keys = {"max_gpus": (elastic.max_gpus or 0,), "choices": elastic.choices}
+    for key, counts in {**keys, "on_preemption": elastic.on_preemption}.items():
+        for count in dict.fromkeys(counts):
+            if count > most:
+                yield (
+                    f"elastic.{key} {count}: the local executor has one node, of "
+                    f"{counted(most, 'GPU')}; set at most {most}, or resources.executor = 'slurm'"
+                )
 
 
 def _places(spec: RunSpec, written: _Written) -> Iterator[str]:

@@ -89,7 +89,7 @@ def read_cursor(order: Order, cursor: str) -> list[str | int | float]:
         name, values, fits = None, [], False
     if name != order.name or not fits:
         raise QueryError(
-            f"{cursor[:80]!r} is not a cursor of this list sorted by {order.name}; pass the "
+            f"after={cursor[:80]!r} is not a cursor of this list sorted by {order.name}; pass the "
             "unchanged `next` of the previous page, or no cursor for the first page"
         )
     return values

@@ -16,7 +16,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from holdfast.contracts.errors import DamagedIndexError, LineageError
 from holdfast.contracts.filesystems import filesystem_of
-from holdfast.contracts.paths import holdfast_home
+from holdfast.contracts.paths import absolute_path, holdfast_home
 from holdfast.lineage.db_limits import ORDINARY, POOL_S, Limits
 from holdfast.lineage.heal import says_damage
 
@@ -30,7 +30,7 @@ WRITES: Final = "holdfast_writes"
 def database_url() -> str:
     """Return `$HOLDFAST_DATABASE_URL`, by default SQLite in `$HOLDFAST_HOME/holdfast.db`."""
     given = os.environ.get(URL_VARIABLE)
-    return given or f"sqlite:///{holdfast_home().absolute() / 'holdfast.db'}"
+    return given or f"sqlite:///{holdfast_home() / 'holdfast.db'}"
 
 
 def parse_url(url: str | None) -> URL:
@@ -48,7 +48,12 @@ def parse_url(url: str | None) -> URL:
     if backend == "postgresql":
         return parsed.set(drivername="postgresql+psycopg")
     if backend == "sqlite" and parsed.database and parsed.database != ":memory:":
-        return parsed
+        path = str(absolute_path(parsed.database, URL_VARIABLE))
+        found = parsed.set(database=path)
+        if url is None and found != parsed:
+            # For the processes that this one starts elsewhere.
+            os.environ[URL_VARIABLE] = found.render_as_string(hide_password=False)
+        return found
     raise LineageError(
         f"{parsed.render_as_string(hide_password=True)}: this database is not supported; expected "
         f"sqlite:////path/to/file or postgresql://user@host/database in {URL_VARIABLE}"

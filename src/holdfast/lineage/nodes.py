@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from sqlalchemy import func, select
 
+from holdfast.contracts.errors import NotFoundError
 from holdfast.lineage import reports, views
 from holdfast.lineage.cursors import PAGE_DEFAULT, Order, Page, fetch_page
 from holdfast.lineage.database import Database
@@ -55,7 +56,10 @@ def _node_row(host: str, counts: Sequence[Row]) -> reports.NodeRow:
 
 
 def node_faults(database: Database, host: str) -> list[reports.NodeFault]:
-    """Return the newest faults of a host with attempt and cause, at most `FAULTS_SHOWN_MAX`."""
+    """Return the newest faults of a host with attempt and cause, at most `FAULTS_SHOWN_MAX`.
+
+    Raises `NotFoundError` for a host on which no attempt ran.
+    """
     columns = NODES.c
     query = (
         select(NODES, RUNS.c.run)
@@ -65,7 +69,12 @@ def node_faults(database: Database, host: str) -> list[reports.NodeFault]:
         .limit(FAULTS_SHOWN_MAX)
     )
     with database.reading() as connection:
-        return [_node_fault(row) for row in rows_of(connection, readable(connection, query))]
+        faults = [_node_fault(row) for row in rows_of(connection, readable(connection, query))]
+        known = select(columns.host).where(columns.host == host).limit(1)
+        known = readable(connection, known, columns.run_uid)
+        if not faults and not rows_of(connection, known):
+            raise NotFoundError(f"{host!r}: no attempt ran on a machine with this name")
+    return faults
 
 
 def _node_fault(row: Row) -> reports.NodeFault:

@@ -160,7 +160,7 @@ def list_checkpoints(
     with database.reading() as connection:
         row = run_row(connection, run)
         query = _wanted_checkpoints(row, where or CheckpointFilter())
-        order = Order("step", _STEPS, descending=newest_first)
+        order = _by("step", _STEPS, newest_first)
         page = fetch_page(connection, query, order, after, limit)
         reasons = reasons_of(connection, row, page.items)
     reason_of = {one["name"]: reason for one, reason in zip(page.items, reasons, strict=True)}
@@ -180,7 +180,7 @@ def list_events(
     with database.reading() as connection:
         row = run_row(connection, run)
         query = _wanted_events(row, where or EventFilter())
-        order = Order("time", _LINES, descending=newest_first)
+        order = _by("time", _LINES, newest_first)
         page = fetch_page(connection, query, order, after, limit)
     return page.map(lambda event: views.event_view(row["run"], event))
 
@@ -213,10 +213,15 @@ def _page_of_runs(
     """Return one page of the rows of runs, with the columns `added`."""
     usual = RUN_ORDERS[sort]
     descending = usual.descending if order is None else order == "desc"
-    chosen = Order(f"{sort} {'desc' if descending else 'asc'}", usual.columns, descending)
+    chosen = _by(sort, usual.columns, descending)
     query = wanted_runs(connection, select(RUNS, *added), where or RunFilter())
     query = query.add_columns(*(one for one in usual.columns if one.name == "sort_key"))
     return fetch_page(connection, query, chosen, after, limit)
+
+
+def _by(name: str, columns: tuple[Any, ...], descending: bool) -> Order:
+    """Return an order whose cursors fit its direction only."""
+    return Order(f"{name} {'desc' if descending else 'asc'}", columns, descending)
 
 
 def wanted_runs(connection: Connection, query: Select[Any], where: RunFilter) -> Select[Any]:

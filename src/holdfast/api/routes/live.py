@@ -14,6 +14,7 @@ from holdfast import __version__
 from holdfast.api.access import AS_READER, identify
 from holdfast.api.problems import Refusal
 from holdfast.api.prometheus import CONTENT_TYPE, render
+from holdfast.api.query_names import KNOWN_QUERY
 from holdfast.api.schemas import Health
 from holdfast.api.services import Services, services_of
 from holdfast.contracts.errors import LineageError
@@ -29,7 +30,7 @@ router = APIRouter(tags=["live"])
 
 @router.get(
     "/api/v1/events",
-    dependencies=[AS_READER],
+    dependencies=[AS_READER, KNOWN_QUERY],
     response_class=StreamingResponse,
     responses={200: {"content": {"text/event-stream": {}}}},
 )
@@ -47,7 +48,8 @@ async def stream_events(
     follows five seconds without another event. A stream that is silent for longer is broken.
     """
     services = services_of(request)
-    uid = await run_in_threadpool(lambda: services.store.find_run(run).uid) if run else None
+    ref = None if run is None else await run_in_threadpool(services.store.find_run, run)
+    uid = ref.uid if ref else None
     lines = _lines(services, request, last_event_id, uid)
     # Read the first line here, so that a `Refusal` still becomes an error response.
     first = await anext(lines)

@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, Request
 
 from holdfast.api.access import AS_READER
-from holdfast.api.routes.runs import After, Limit, Search, SortAs, States
+from holdfast.api.routes.runs import NO_NUL, After, Limit, Search, SortAs, States
 from holdfast.api.schemas import NodeDetail, Page
 from holdfast.api.services import services_of
 from holdfast.lineage import reports, totals, views
@@ -34,9 +34,11 @@ def list_nodes(
 
 
 @router.get("/nodes/{host}")
-def show_node(request: Request, host: Annotated[str, Path(max_length=255)]) -> NodeDetail:
+def show_node(
+    request: Request, host: Annotated[str, Path(max_length=255, pattern=NO_NUL)]
+) -> NodeDetail:
     """Return the newest failures of attempts that are attributed to a machine."""
-    faults = services_of(request).store.node_faults(host.replace("\0", ""))
+    faults = services_of(request).store.node_faults(host)
     return NodeDetail(host=host, faults=faults)
 
 

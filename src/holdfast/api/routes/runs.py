@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Final, cast
 
 from fastapi import APIRouter, Path, Query, Request
 from pydantic import StringConstraints
@@ -27,6 +27,8 @@ from holdfast.api.steering import read_supervision, requests_in
 from holdfast.api.vitals import read_nodes
 from holdfast.api.watch import Pace, Watch
 from holdfast.contracts.alerts import failed_saves, noticed
+from holdfast.contracts.errors import QueryError
+from holdfast.contracts.journal import EventKind
 from holdfast.contracts.plain_text import plain_line
 from holdfast.contracts.rank_logs import choose_attempt
 from holdfast.contracts.saving import saves_by_holdfast, trained_in_view
@@ -43,6 +45,8 @@ from holdfast.workers.feasibility import Feasibility
 from holdfast.workers.heartbeats import live_step
 from holdfast.workers.sizes import allowed_sizes
 
+NO_NUL: Final = r"^[^\x00]*$"
+
 RunId = Annotated[str, Path(max_length=120, description="The run's uid, folder name or name")]
 After = Annotated[
     str | None, Query(max_length=4096, description="The value of `next` from the previous page")
@@ -51,7 +55,8 @@ Limit = Annotated[int, Query(ge=1, le=PAGE_MAX, description="The largest number 
 Number = Annotated[int | None, Query(ge=1, le=1_000_000, description="The attempt's number")]
 States = Annotated[list[RunState] | None, Query(description="Any of these states")]
 Search = Annotated[
-    str | None, Query(max_length=200, description="Text in the name or folder, or the uid")
+    str | None,
+    Query(max_length=200, pattern=NO_NUL, description="Text in the name or folder, or the uid"),
 ]
 Moment = Annotated[float | None, Query(ge=0, le=1e12, description="Unix seconds")]
 Step = Annotated[int | None, Query(ge=0, le=2**62)]
@@ -59,7 +64,7 @@ SortAs = Annotated[
     SortOrder | None,
     Query(description="By default ascending for `name` and `state`, descending for all others"),
 ]
-Kind = Annotated[str, StringConstraints(max_length=100, pattern=r"^[^\x00]*$")]
+MetricName = Annotated[str, StringConstraints(max_length=100, pattern=NO_NUL)]
 
 SIZES_SHOWN_MAX = 64
 
@@ -79,6 +84,7 @@ def list_runs(
     limit: Limit = PAGE_DEFAULT,
 ) -> RunPage:
     """List runs, newest first by default."""
+    _refuse_reversed("created", created_from, created_to)
     where = RunFilter(
         states=tuple(state or ()), search=search, created_from=created_from, created_to=created_to
     )
@@ -134,6 +140,7 @@ def list_checkpoints(
     limit: Limit = PAGE_DEFAULT,
 ) -> Page[CheckpointRow]:
     """List a run's checkpoints, oldest first, each with the reason it is kept or was deleted."""
+    _refuse_reversed("step", step_from, step_to)
     where = CheckpointFilter(
         states=tuple(state or ()), pinned=pinned, step_from=step_from, step_to=step_to
     )
@@ -147,7 +154,7 @@ def list_events(
     request: Request,
     run: RunId,
     kind: Annotated[
-        list[Kind] | None, Query(description="Any of these kinds", max_length=50)
+        list[EventKind] | None, Query(description="Any of these kinds", max_length=50)
     ] = None,
     attempt: Number = None,
     newest_first: bool = True,
@@ -177,7 +184,7 @@ def show_metrics(
     request: Request,
     run: RunId,
     name: Annotated[
-        list[Kind] | None, Query(description="Only these metrics", max_length=50)
+        list[MetricName] | None, Query(description="Only these metrics", max_length=50)
     ] = None,
     points: Annotated[
         int, Query(ge=1, le=10_000, description="The approximate total number of points")
@@ -252,6 +259,14 @@ def show_log(
         limit=limit,
         secrets=store.secrets(run),
     )
+
+
+def _refuse_reversed(name: str, first: float | None, last: float | None) -> None:
+    """Raise `QueryError` for a range that contains nothing."""
+    if first is not None and last is not None and first > last:
+        raise QueryError(
+            f"{name}_from {first:g} is after {name}_to {last:g}, so nothing can match; swap them"
+        )
 
 
 def _unreadable(watch: Watch, search: str | None) -> list[UnreadableRun]:
