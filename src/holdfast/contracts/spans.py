@@ -40,7 +40,7 @@ class Launch:
     """One launch of torchrun. Times are Unix seconds; None means unknown.
 
     Ranks restore their state from `loads_from` to `trained_from`. They train until `hangs_from` or
-    `trained_until`. `held` are the periods in which saves blocked training. `blocked` has the
+    `trained_until`. Ranks that are silent now have hung since `silent_from`. `held` are the periods in which saves blocked training. `blocked` has the
     sum of further ones.
     """
 
@@ -48,6 +48,7 @@ class Launch:
     loads_from: float | None = None
     trained_from: float | None = None
     hangs_from: float | None = None
+    silent_from: float | None = None
     trained_until: float | None = None
     ended_at: float | None = None
     resumed_step: int | None = None
