@@ -47,6 +47,9 @@ def set_up_interpreter(command: Sequence[str]) -> None:
 
 def run_program(command: Sequence[str]) -> None:
     """Run a script, or a module after `-m`, as `__main__` in a new module."""
+    if command == ["-m"]:
+        sys.stderr.write("error: -m: expected the name of a module after it\n")
+        sys.exit(2)
     spec = _spec_of(command[1]) if command[0] == "-m" else None
     loader = spec.loader if spec else None
     if spec is not None and isinstance(loader, SourceFileLoader):
