@@ -98,8 +98,8 @@ def run(folder: Path, program: str, *args: str) -> subprocess.CompletedProcess[s
             start_new_session=True,
         )
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for kept, handler in before.items():
+            signal.signal(kept, handler)
     try:
         output, errors = process.communicate(timeout=EXIT_S)
     finally:

@@ -177,8 +177,7 @@ def test_sighup_with_a_lost_node_is_a_node_failure(name: str, detail: str, cause
         ("RuntimeError: std::bad_alloc", Cause.HOST_OOM),
         ("RuntimeError: unable to write to file </torch_1>: out of shared memory", Cause.HOST_OOM),
         (
-            "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. It is possible"
-            " that dataloader's workers are out of shared memory.",
+            "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error.",
             Cause.HOST_OOM,
         ),
         ("OSError: [Errno 28] No space left on device", Cause.STORAGE_FULL),
