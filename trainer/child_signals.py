@@ -93,7 +93,7 @@ def hold(numbers: Sequence[int]) -> None:
         _util.spawnv_passfds = _deaf_command(_util.spawnv_passfds)
         _popen.terminate = _end(_popen.terminate)
     _held.extend(number for number in numbers if number not in _held)
-    # Anew each time: the hook that is registered last runs first, before that of torch's loaders.
+    # Registered again each time, because the last one runs first: before that of torch's loaders.
     atexit.unregister(_end_deaf_children)
     atexit.register(_end_deaf_children, os.getpid())
 
