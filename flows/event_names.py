@@ -31,6 +31,7 @@ NAMES: Final[Mapping[EventKind, str]] = {
     EventKind.ATTEMPT_ENDED: "attempt.ended",
     EventKind.GOODPUT: "attempt.accounted",
     EventKind.HANG_SUSPECTED: "attempt.hang-suspected",
+    EventKind.HANG_CLEARED: "attempt.hang-cleared",
     EventKind.HANG_CONFIRMED: "attempt.hang-confirmed",
     EventKind.STRAGGLER: "attempt.straggler-found",
     EventKind.NODE_LOST: "attempt.node-lost",

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from holdfast.contracts import environment
 from holdfast.contracts.damage import find_damage
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.manifest import Manifest, read_manifest
@@ -116,7 +117,8 @@ def waiting_ranks(run: LocalRun, but: Iterable[int] = ()) -> set[int]:
     found = set[int]()
     for process in processes_of(run.paths):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if process.cmdline()[1:4] == ["-u", "-m", "holdfast.trainer.standby"]:
+            is_rank = process.cmdline()[1:4] == ["-u", "-m", "holdfast.trainer.rank_start"]
+            if is_rank and environment.STANDBY_PIPE in process.environ():
                 found.add(process.pid)
     found -= set(but)
     return found if len(found) == run.spec.gpus else set()

@@ -46,7 +46,6 @@ from holdfast.trainer.optimizer_steps import OptimizerSteps
 from holdfast.trainer.saver import Saver
 from holdfast.trainer.session_parts import SessionParts, while_open
 from holdfast.trainer.settings import Settings
-from holdfast.trainer.signals import ignore_stop_signals
 from holdfast.trainer.state.fit import Fit
 from holdfast.trainer.state.local_buffers import warn_of_local_buffers
 from holdfast.trainer.state.made_with import describe_made
@@ -393,15 +392,6 @@ class Session(SessionParts):
         size, batch = whole(dataset_size, "dataset_size"), whole(global_batch, "global_batch")
         part = None if batch_size is None else whole(batch_size, "batch_size", least=1)
         return self._position.distributed_sampler(size, batch, part)
-
-    @staticmethod
-    def worker_init(_worker: int) -> None:
-        """Makes a worker of a data loader ignore stop signals. Pass it as `worker_init_fn`.
-
-        Only workers that are not forked need it, in a program without an agent. They still end
-        with the loader or the rank.
-        """
-        ignore_stop_signals()
 
     # --- metrics --------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from holdfast.contracts.errors import SessionError
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.rank_status import NOWHERE, Phase
 from holdfast.contracts.reporting import report
-from holdfast.trainer import alone, forks
+from holdfast.trainer import alone, child_signals, forks
 from holdfast.trainer.data.position import Position
 from holdfast.trainer.loading.restore import Load, Resumed, resume
 from holdfast.trainer.loop import Loop
@@ -29,7 +29,7 @@ from holdfast.trainer.pacing.pace import Pace
 from holdfast.trainer.rank_context import RankContext, open_control_group, open_rank_context
 from holdfast.trainer.saver import Captured, Saver
 from holdfast.trainer.settings import Settings
-from holdfast.trainer.signals import FailureRecord, SignalFlags, end_deaf_helpers_at_exit
+from holdfast.trainer.signals import FailureRecord, SignalFlags
 from holdfast.trainer.state.made_with import changes
 from holdfast.trainer.state.run_state import LOSSES, MADE_WITH, STEPS_IN_EPOCH, Progress, RunState
 from holdfast.trainer.stop_coordinator import StopCoordinator
@@ -75,8 +75,9 @@ class SessionParts:
 
     def _join(self, directory: str | Path | None, mesh: DeviceMesh | None) -> None:
         """Join the other ranks, and register in the node's status table."""
-        # A loader may start its workers while it is restored, and fail.
-        end_deaf_helpers_at_exit()
+        # After torch's own hook at exit: a loader may start its workers while it is restored, and
+        # fail.
+        child_signals.hold(())
         self._sinks, self._around = [], _handled()
         self._owner, self._forks = os.getpid(), forks.count
         self._failures = FailureRecord()
@@ -87,6 +88,8 @@ class SessionParts:
         self._record.register(identity.rank, NOWHERE)
         # Under an agent, the agent handles signals.
         self._flags = None if self._context.has_agent else SignalFlags(self._record)
+        if self._flags is None:
+            child_signals.survive_in_session()
         self._record.beat(Phase.LOAD)
 
     def _restore(self, state: RunState, open_saver: Callable[..., Saver], load: Load) -> Resumed:

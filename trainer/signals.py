@@ -1,31 +1,26 @@
 """Signal handlers that set a flag, and the record of exceptions in torchrun's error file.
 
-Handlers are installed only without an agent. Under an agent, the whole process tree ignores TERM
-and USR2, and the agent starts the stop agreement.
+They are installed only without an agent. Under an agent, the ranks survive TERM and USR2, and the
+agent starts the stop agreement.
 """
 
 from __future__ import annotations
 
-import atexit
 import math
-import multiprocessing
 import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
-from multiprocessing.process import BaseProcess
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Final
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-from torch.utils.data._utils import signal_handling
 
 from holdfast.contracts.rank_status import RankRecord
+from holdfast.trainer import child_signals
+from holdfast.trainer.child_signals import STOP_SIGNALS
 
-STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR2)
 # The time between two looks at the handlers.
 LOOK_S: Final = 1.0
 NO_HANDLERS: Final = (
@@ -33,8 +28,6 @@ NO_HANDLERS: Final = (
     "SIGTERM and SIGUSR2 end this process without a last checkpoint. Create the Session in the "
     "main thread, or stop the run by the file `stop` in its folder"
 )
-# How long daemonic children get to end at the exit of the interpreter.
-END_S: Final = 2.0
 
 _Handler = Callable[[int, FrameType | None], Any] | int | None
 
@@ -63,6 +56,7 @@ class SignalFlags:
         for number in STOP_SIGNALS:
             found = signal.signal(number, self._handler)
             self._chained[number] = [_without_closed(number, found)]
+        child_signals.hold(STOP_SIGNALS)
         os.register_at_fork(after_in_child=self._forget_in_child)
 
     def look(self, now: float) -> list[str]:
@@ -139,8 +133,8 @@ class SignalFlags:
     def _forget_in_child(self) -> None:
         """Reset a forked child's handlers: `terminate()` on the child must not stop the run.
 
-        A worker of a data loader ignores the signals, once torch has set its handlers. torchrun
-        passes a signal on to all processes of a rank, and a rank without its workers fails.
+        A worker of a data loader ignores the signals, see `child_signals`. torchrun passes a signal
+        on to all processes of a rank, and a rank without its workers fails.
         """
         if not self._is_open:
             return
@@ -148,7 +142,6 @@ class SignalFlags:
         for number in self._chained:
             if signal.getsignal(number) is self._handler:
                 signal.signal(number, signal.SIG_DFL)
-        _torch._set_worker_signal_handlers = _set_handlers_of_worker
 
 
 def _in_main_thread() -> bool:
@@ -175,65 +168,6 @@ def _act(number: int, frame: FrameType | None, handler: _Handler) -> None:
     elif handler is not signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
-
-
-# Torch has no public name for it.
-_torch: Any = signal_handling
-_set_torch_handlers: Final = _torch._set_worker_signal_handlers
-
-
-def _set_handlers_of_worker() -> None:
-    """Set torch's signal handlers in a worker of a data loader, and then ignore stop signals."""
-    _set_torch_handlers()
-    ignore_stop_signals()
-
-
-def ignore_stop_signals() -> None:
-    """Ignore the signals that stop the run, in a helper process of a rank."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-
-
-def end_deaf_helpers_at_exit() -> None:
-    """Register a hook that ends the daemonic children that ignore stop signals.
-
-    When the interpreter ends, `multiprocessing` sends TERM to its daemons and waits for them
-    without a limit. A loader that is still referenced then would block its rank forever.
-    """
-    atexit.unregister(_end_deaf_helpers)
-    atexit.register(_end_deaf_helpers, os.getpid())
-
-
-def _end_deaf_helpers(owner: int) -> None:
-    """End the daemonic children, as `multiprocessing` would, but kill those that do not end."""
-    if os.getpid() != owner:
-        # A forked child: they are children of its parent.
-        return
-    daemons = [child for child in multiprocessing.active_children() if child.daemon]
-    if daemons and _in_main_thread():
-        # torch's loader reports a dead worker as an error, which is wrong at the end.
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for child in daemons:
-        if _is_deaf(child):
-            child.kill()
-        else:
-            child.terminate()
-    give_up = time.monotonic() + END_S
-    for child in daemons:
-        child.join(max(0.0, give_up - time.monotonic()))
-        if child.is_alive():
-            # It may have begun to ignore signals only now.
-            child.kill()
-
-
-def _is_deaf(child: BaseProcess) -> bool:
-    """Return True for a process that ignores TERM."""
-    try:
-        status = Path(f"/proc/{child.pid}/status").read_text()
-    except OSError:
-        return False
-    ignored = next(line for line in status.splitlines() if line.startswith("SigIgn:"))
-    return bool(int(ignored.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
 class FailureRecord:

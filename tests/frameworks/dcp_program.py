@@ -32,9 +32,12 @@ from torch.distributed.fsdp import fully_shard
 
 from holdfast.contracts.errors import DamagedCheckpointError, SaveError
 from holdfast.contracts.manifest import read_manifest
-from holdfast.trainer import dcp
+from holdfast.trainer import dcp, load_checkpoint
+from holdfast.trainer.dcp import loading
+from holdfast.trainer.dcp.delegation import target_of
 
 MANY_ROUNDS = 50
+LINK_S = 1.0
 
 
 class Trained:
@@ -255,6 +258,72 @@ def trains_on(folder: Path) -> None:
         assert_same(whole(found.state_dict()), expected[step])
 
 
+def lowest_rank(folder: Path) -> None:
+    """A planner that saves copies from the lowest rank. Each rank has others here."""
+    for name, module in (("lowest", dcp), ("stock-lowest", stock)):
+        copies = {f"copy{n}": torch.full((64,), float(dist.get_rank())) for n in range(6)}
+        planner = stock.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+        module.save(
+            copies | {"number": dist.get_rank()}, checkpoint_id=folder / name, planner=planner
+        )
+        found: State = {key: torch.full((64,), 9.0) for key in copies} | {"number": 9}
+        stock.load(found, checkpoint_id=folder / name)
+        assert found.pop("number") == 0, name
+        assert all(not value.any() for value in found.values()), (name, found)
+
+
+def links(folder: Path) -> None:
+    """A link to a checkpoint. It moves while the ranks load, and all of them load one."""
+    rank, latest = dist.get_rank(), folder / "latest"
+    # The ranks read parts of it for each other.
+    model = torch.nn.ParameterDict({f"w{n}": torch.zeros(1 << 16) for n in range(16)})
+    for number in (1, 2):
+        state = {key: torch.full_like(weight, number) for key, weight in model.items()}
+        dcp.save(state, checkpoint_id=folder / f"c{number}")
+
+    def move_late(directory: Path) -> Path:
+        # The first rank has followed the link now.
+        time.sleep(LINK_S)
+        _point(latest, "c2")
+        return target_of(directory)
+
+    def load_into_model(state: State) -> None:
+        if rank == 1:
+            time.sleep(LINK_S)
+            _point(latest, "c2")
+        load_checkpoint(latest, model, rename={k: f"model.{k}" for k in state})
+        state |= {key: weight.detach() for key, weight in model.items()}
+
+    if rank == 1:
+        vars(loading)["target_of"] = move_late
+    for load in (
+        partial(stock.load, checkpoint_id=latest),
+        load_into_model,
+        partial(dcp.load, checkpoint_id=latest),
+    ):
+        if rank == 0:
+            _point(latest, "c1")
+        dist.barrier()
+        state = {key: torch.zeros(1 << 16) for key in model}
+        load(state)
+        found: list[Any] = [None, None]
+        values = torch.cat([*state.values()])
+        dist.all_gather_object(found, {float(values.min()), float(values.max())})
+        assert found[0] == found[1] in ({1.0}, {2.0}), (load, found)
+        dist.barrier()
+    dcp.save({"w0": torch.full((2,), 3.0)}, checkpoint_id=latest)
+    assert latest.is_symlink()
+    state = {"w0": torch.zeros(2)}
+    stock.load(state, checkpoint_id=latest)
+    assert state["w0"].tolist() == [3.0, 3.0]
+
+
+def _point(link: Path, target: str) -> None:
+    new = link.with_name("new")
+    new.symlink_to(target)
+    new.replace(link)
+
+
 def saves_forever(folder: Path) -> None:
     """Save into one directory again and again. `kill_saves` kills the ranks."""
     rank = dist.get_rank()
@@ -339,6 +408,8 @@ SCENARIOS: Mapping[str, Callable[[Path], None]] = {
         groups,
         renewed_group,
         trains_on,
+        lowest_rank,
+        links,
     )
 }
 

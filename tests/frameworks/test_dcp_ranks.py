@@ -20,6 +20,7 @@ EXAMPLE = ROOT / "examples" / "dcp" / "train.py"
 RANKS_S = 240.0
 ON_TWO_RANKS = (
     *("fails", "damaged", "own_keys", "shards", "groups", "renewed_group", "trains_on"),
+    *("lowest_rank", "links"),
 )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from typing import Any
@@ -19,6 +20,9 @@ SAMPLES = 64
 def main() -> None:
     settings = json.loads(sys.argv[1])
     if not settings.get("session", True):
+        if settings.get("heeds_signals"):
+            # As scripts do that save by themselves at a signal.
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         print("without a session", flush=True)
         time.sleep(settings["sleep_s"])
         if settings.get("fail_at") is not None:

@@ -180,7 +180,6 @@ def main() -> None:
         batch_sampler=session.sampler(SAMPLES, GLOBAL_BATCH, total),
         num_workers=1,
         prefetch_factor=4,
-        worker_init_fn=session.worker_init,
     )
     folder = session.run_directory / "records"
     folder.mkdir(parents=True, exist_ok=True)

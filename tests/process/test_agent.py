@@ -286,6 +286,19 @@ def test_cancel_now_ends_a_stop_that_waits_for_a_step(make: Make) -> None:
     wait_until(lambda: not processes_of(run.paths), "the end of every process")
 
 
+def test_program_without_a_session_that_a_preemption_ends_is_not_complete(make: Make) -> None:
+    """A signal to all processes of the job, and the program exits with status 0."""
+    run = make(session=False, sleep_s=SLEEP_S, heeds_signals=True)
+    attempt = run.submit()
+    wait_until(lambda: _said_hello(run, attempt), "the program's first line")
+    for process in processes_of(run.paths):
+        process.send_signal(signal.SIGTERM)
+    view = run.wait_for_end()
+    assert (view.state, view.cause) == (AttemptState.PREEMPTED, Cause.PREEMPTION), view.evidence
+    assert "then the program ended without a Session" in " ".join(view.evidence)
+    assert decide(run.history(), None, now=time.time()).action == "relaunch"
+
+
 def _said_hello(run: LocalRun, attempt: Any) -> bool:
     log = attempt.rank_log(0, 1, 0)
     return log.exists() and "without a session" in log.read_text()

@@ -43,7 +43,6 @@ ATTRIBUTES: Final = ("best", "resumed_from", "seed")
 ELSEWHERE: Final = {
     "Session(mesh)": "tests/process/test_pipeline.py",
     "Session(planner)": "tests/process/test_session_fit.py",
-    "Session.worker_init()": "tests/process/test_loader_workers.py",
 }
 
 

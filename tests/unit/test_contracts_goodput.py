@@ -163,6 +163,31 @@ def test_a_launch_that_ends_while_its_ranks_are_silent_hung_until_its_end() -> N
         assert found["flushing_s"] == flushing_s
 
 
+def test_ranks_that_are_silent_now_hang_until_they_report_again() -> None:
+    begins: tuple[Any, ...] = (
+        ("launch_started", 0, {"launch": 1}),
+        ("resumed", 10, {"launch": 1, "step": 0}),
+    )
+    suspected: tuple[Any, ...] = ("hang_suspected", 60, {"launch": 1, "all_silent_s": 20.0})
+    cleared: tuple[Any, ...] = ("hang_cleared", 70, {"launch": 1})
+    ends = {"launch": 1, "last_step": 40, "trained_until": 90.0, "hangs_from": None}
+    ended: tuple[Any, ...] = ("launch_ended", 92, ends)
+    for lines, ended_at, training_s, hung_s in (
+        ([], None, 90, 0),
+        ([suspected], None, 30, 60),
+        # The agent was killed, so nobody recorded the end of the launch.
+        ([suspected], 100, 30, 60),
+        ([suspected, cleared], None, 90, 0),
+        ([suspected, cleared, suspected], None, 30, 60),
+        ([suspected, ended], 100, 80, 0),
+    ):
+        launches = marks(*begins, *lines)[1]
+        found = account(
+            [span(started_at=0, ended_at=ended_at, launches=launches)], created_at=0, until=100
+        )
+        assert (found["training_s"], found["hung_s"]) == (training_s, hung_s), lines
+
+
 def test_repeated_steps_and_their_time_count_as_lost() -> None:
     first = span(
         submitted_at=0,
@@ -258,6 +283,7 @@ launches = st.builds(
     loads_from=times,
     trained_from=times,
     hangs_from=times,
+    silent_from=times,
     trained_until=times,
     ended_at=times,
     resumed_step=steps,
@@ -333,7 +359,7 @@ lines = st.tuples(
         st.sampled_from(
             [
                 *("launch", "step", "load_s", "blocked_s", "last_step", "trained_until"),
-                *("silent", "hangs_from"),
+                *("silent", "hangs_from", "all_silent_s"),
             ]
         ),
         numbers,

@@ -36,6 +36,7 @@ from holdfast.workers.request import build_request
 CHECKPOINTS = "out/checkpoint-{step}"
 PROGRESS = r"step (?P<step>[\d,]+)"
 WAIT_S = 20
+RANK_START = [sys.executable, "-u", "-m", "holdfast.trainer.rank_start"]
 
 
 # --- The spec.
@@ -85,7 +86,7 @@ def test_ranks_start_with_the_signal_s_default_action() -> None:
     words = _command(checkpoints=CHECKPOINTS, signal="SIGUSR1")
     (at,) = (n for n, word in enumerate(words) if word.endswith(".program_start"))
     assert "--no-python" in words[:at]
-    assert words[at + 1 :] == ["SIGUSR1", "", sys.executable, "-u", "t.py"]
+    assert words[at + 1 :] == ["SIGUSR1", "", *RANK_START, "t.py"]
     assert "--no-python" not in _command()
 
 

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import textwrap
 from itertools import islice
 from typing import Any
 
@@ -271,49 +266,6 @@ def test_data_that_is_skipped_at_a_change_of_the_batch_is_skipped_once() -> None
     # The first step of the new size is the first one that the window moves.
     assert second.position.order(SAMPLES, 5).position(3) == 20 + 2 * 5
     assert second.position.order(SAMPLES, 5).position(4) == 35
-
-
-WORKERS = """
-    import os, signal, sys
-    from torch.utils.data import DataLoader
-    from holdfast.trainer import Session
-
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    protected = sys.argv[1] == "protected"
-    # The main process ignores the signal, so the workers must not inherit that.
-    def reset(worker):
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if protected:
-            Session.worker_init(worker)
-    batches = iter(DataLoader(range(400), batch_size=4, num_workers=2, worker_init_fn=reset))
-    seen = [next(batches).tolist() for _ in range(3)]
-    print("ready", flush=True)
-    sys.stdin.readline()
-    seen += [batch.tolist() for batch in batches]
-    assert sum(seen, []) == list(range(400))
-"""
-
-
-@pytest.mark.parametrize("kind", ["protected", "bare"])
-def test_loader_workers_survive_a_stop_signal_to_the_process_group(kind: str) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(WORKERS), kind],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    # As torchrun does: to the rank and all processes that it started.
-    os.killpg(process.pid, signal.SIGTERM)
-    _, errors = process.communicate("go\n", timeout=120)
-    if kind == "protected":
-        assert process.returncode == 0, errors
-    else:
-        # The loader's message depends on what it was doing.
-        assert process.returncode != 0
 
 
 def test_a_skip_window_added_later_does_not_change_prefetched_steps() -> None:

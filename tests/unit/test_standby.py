@@ -12,14 +12,15 @@ import pytest
 
 from holdfast.contracts import environment
 from holdfast.trainer.program import program_argv
-from holdfast.trainer.standby import changed_variables, set_up_interpreter
+from holdfast.trainer.rank_start import set_up_interpreter
+from holdfast.trainer.standby import changed_variables
 
 # Preload a small module instead of the large libraries, to save time.
 STANDBY = """
 import sys
-from holdfast.trainer import standby
+from holdfast.trainer import rank_start, standby
 standby.PRELOADED = ("decimal",)
-standby.main(sys.argv[1:])
+rank_start.main(sys.argv[1:])
 """
 # Prints everything that depends on how a program was started, then fails with its own error.
 PROGRAM = """
@@ -83,7 +84,7 @@ def test_an_unused_standby_rank_exits_without_running_the_program(tmp_path: Path
 def test_a_standby_sets_the_command_line_of_the_program(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    started = ["python", "-u", "-m", "holdfast.trainer.standby", "train.py", "--lr", "1"]
+    started = ["python", "-u", "-m", "holdfast.trainer.rank_start", "train.py", "--lr", "1"]
     monkeypatch.setattr(sys, "orig_argv", [*started])
     monkeypatch.setattr(sys, "argv", [*started[3:]])
     monkeypatch.setattr(sys, "path", ["", *sys.path])

@@ -212,6 +212,17 @@ def test_slow_ranks_are_never_ended(
     assert simulation.events(EventKind.HANG_CONFIRMED) == []
 
 
+def test_a_suspicion_is_cleared_when_the_ranks_report_again(simulation: Simulation) -> None:
+    assert simulation.run([WAITING, WAITING], 20.0) is None
+    (suspected,) = simulation.events(EventKind.HANG_SUSPECTED)
+    assert 2.0 <= suspected.data["all_silent_s"] <= 7.0
+    assert simulation.events(EventKind.HANG_CLEARED) == []
+    # The same ranks, which have just done a step.
+    assert simulation.run([WAITING, WAITING], 1.0) is None
+    (cleared,) = simulation.events(EventKind.HANG_CLEARED)
+    assert cleared.data["dumps"] == suspected.data["dumps"]
+
+
 def test_ranks_that_exit_slowly_are_not_suspected(simulation: Simulation) -> None:
     gone = {"top": (), "problem": "no such process"}
     leaving = Rank("done", times=None, stack=lambda s: gone)

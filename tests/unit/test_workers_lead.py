@@ -227,6 +227,22 @@ def test_a_node_report_from_before_a_restart_does_not_end_the_next_launch(tmp_pa
     assert [one.ending for one in lead.launches] == ["crashed", "completed"]
 
 
+def test_ranks_that_stop_without_a_request_end_for_an_unknown_cause(tmp_path: Path) -> None:
+    class Leaver(FakeNode):
+        def report(self) -> NodeReport:
+            return dataclasses.replace(super().report(), phases=("STOP",))
+
+    attempt = RunFolder(tmp_path, "quick", "1" * 32).submit(1, 1, 0.0)
+    with JournalWriter(attempt.node_journal(0)) as journal:
+        node = cast(NodeRuntime, Leaver("n0", {1: 0}))
+        lead = Lead(load_context(attempt.request), SignalBox(), journal, node, None)
+        lead.run()
+        lead.close()
+        ending, _ = judge_ending(lead)
+    assert (ending.state, ending.cause) == (AttemptState.FAILED, Cause.UNKNOWN)
+    assert "stopped early without a stop request" in ending.evidence[0]
+
+
 @contextlib.contextmanager
 def running_lead(
     folder: Path, silent_after: Sequence[float], grace_s: float

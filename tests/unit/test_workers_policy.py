@@ -169,7 +169,7 @@ def test_an_operator_request_takes_precedence_over_every_rule(
 def test_a_run_cancelled_outside_holdfast_is_not_relaunched() -> None:
     spec = spec_of()
     decision = decide(history_of(spec, attempt_of(spec, 1, Cause.OPERATOR)), None, now=NOW)
-    assert decision.action == "stop"
+    assert (decision.action, decision.reason) == ("stop", "cancelled from outside Holdfast")
 
 
 def test_preemptions_do_not_trip_the_breaker() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from pathlib import Path
@@ -51,6 +52,20 @@ def directory_of_load(checkpoint_id: CheckpointId, reader: StorageReader | None)
         return f"the storage reader is a {type(reader).__name__}"
     reader.reset(checkpoint_id)
     return _absolute(reader.path)
+
+
+def target_of(directory: Path) -> Path:
+    """Return the directory that a link such as `latest` names, or `directory` if it is no link.
+
+    Links above it stay: they may differ between nodes, such as those of an automounter.
+    """
+    with contextlib.suppress(OSError):
+        joined = directory.parent / os.readlink(directory)
+        plain = _absolute(joined)
+        # Above a link, `..` is not the folder before it in the text.
+        is_same = plain.exists() and plain.samefile(joined)
+        return target_of(plain) if is_same else Path(os.path.realpath(directory))
+    return directory
 
 
 def extensions_of(reader: StorageReader | None) -> ExtensionRegistry | None:

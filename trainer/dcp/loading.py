@@ -30,7 +30,7 @@ from holdfast.contracts.filesystems import is_there
 from holdfast.contracts.paths import MANIFEST, METADATA
 from holdfast.trainer.collective import attempt, tree_over
 from holdfast.trainer.dcp.channel import choose_group
-from holdfast.trainer.dcp.delegation import directory_of_load, extensions_of, warn
+from holdfast.trainer.dcp.delegation import directory_of_load, extensions_of, target_of, warn
 from holdfast.trainer.dcp.errors import DcpLoadError, describe, portable
 from holdfast.trainer.dcp.record import RECORD
 from holdfast.trainer.dcp.state import Form, State, form_of, loadable
@@ -75,6 +75,9 @@ def load(
         return
     group = choose_group(process_group, no_dist=no_dist)
     with tree_over(group) as tree:
+        # A link may be moved to another checkpoint meanwhile, so the first rank follows it for all.
+        given, target = tree.gather_all((directory, target_of(directory)))[0]
+        directory = target if directory == given else target_of(directory)
         opened = _open(directory, tree)
         live = {key: state_dict[key] for key in sorted(state_dict)}
         state = {key: _state_of(value) for key, value in live.items()}

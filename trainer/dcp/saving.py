@@ -11,7 +11,7 @@ import os
 import time
 import warnings
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,7 +32,7 @@ from holdfast.contracts.errors import SaveError, SpecError
 from holdfast.contracts.paths import MANIFEST, METADATA, CheckpointName
 from holdfast.trainer.collective import attempt
 from holdfast.trainer.dcp.channel import Channel, channel_of, choose_group
-from holdfast.trainer.dcp.delegation import directory_of_save, warn, why_not_staged
+from holdfast.trainer.dcp.delegation import directory_of_save, target_of, warn, why_not_staged
 from holdfast.trainer.dcp.errors import DcpSaveError, describe, portable
 from holdfast.trainer.dcp.pending import CommitFuture
 from holdfast.trainer.dcp.record import REASON, RECORD
@@ -194,12 +194,16 @@ class _Own:
 
 @dataclass(frozen=True)
 class _Message:
-    """What a rank sends to all others before a save. The first rank chooses the last three."""
+    """What a rank sends to all others before a save. The first rank chooses the last four.
+
+    `target` is the directory without a link.
+    """
 
     problem: WRAPPED_EXCEPTION | None
     directory: Path
     form: Form
     is_changed: bool
+    target: Path
     step: int
     token: str
     parent: str | None
@@ -220,13 +224,18 @@ def _begin(
         return target.reason
     began = time.monotonic()
     channel = channel_of(group)
+    given = target.directory
+    if channel.is_root:
+        # A link may be moved meanwhile, so the first rank follows it for all.
+        target = replace(target, directory=target_of(given))
     own, error = attempt(lambda: _prepare(channel, state_dict, target, planner))
     step = RECORD.next_step(target.directory) if channel.is_root else 0
     message = _Message(
         problem=portable(error),
-        directory=target.directory,
+        directory=given,
         form=own.form if own else Form.ENGINE,
         is_changed=own is not None and own.changes is not None,
+        target=target.directory,
         step=step,
         token=new_token() if channel.is_root else "",
         parent=RECORD.parent,
@@ -283,7 +292,7 @@ def _stage(
 
     If the copy of one rank fails, the futures of all ranks fail.
     """
-    directory = first.directory
+    directory = first.target
     state = own.state if planner is not None or own.staged is None else own.staged
     with channel.pending.engine() as engine:
         engine.plan_with(planner)
@@ -318,7 +327,9 @@ def _is_default(planner: SavePlanner | None) -> bool:
         return True
     if type(planner) is not DefaultSavePlanner:
         return False
-    return planner.flatten_state_dict and planner.flatten_sharded_tensors
+    # The engine's plan balances what each rank writes.
+    is_balanced = not planner.dedup_save_to_lowest_rank
+    return is_balanced and planner.flatten_state_dict and planner.flatten_sharded_tensors
 
 
 def _planner_for(form: Form, planner: SavePlanner | None) -> SavePlanner | None:

@@ -72,12 +72,12 @@ def load_checkpoint(
     check_path(checkpoint, "checkpoint")
     check_all(model, nn.Module, "model")
     check_all(() if optimizer is None else optimizer, Optimizer, "optimizer")
-    directory = find_directory(checkpoint)
     ranks = ControlGroup()
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
     parts = PARTS if optimizers else PARTS[:1]
-    state = TrainState(model, optimizers, rank=ranks.rank, world_size=ranks.world_size)
     try:
+        directory = _choose(checkpoint, ranks)
+        state = TrainState(model, optimizers, rank=ranks.rank, world_size=ranks.world_size)
         with _held(directory, ranks):
             pick = replace(given, include=given.include or parts)
             opened = open_any_together(directory, ranks.group)
@@ -158,6 +158,24 @@ def check_committed(directory: Path) -> None:
             f"{directory}: it has no {MANIFEST}, so it was never committed or is being deleted; "
             "load another checkpoint of the run"
         )
+
+
+def _choose(checkpoint: str | Path, ranks: ControlGroup) -> Path:
+    """Return the directory that rank 0 finds: `latest` may become another checkpoint meanwhile.
+
+    Raises `NotFoundError` on all ranks.
+    """
+
+    def find() -> tuple[Path | None, str]:
+        try:
+            return find_directory(checkpoint), ""
+        except NotFoundError as error:
+            return None, str(error)
+
+    directory, problem = ranks.share(find)
+    if directory is None:
+        raise NotFoundError(problem)
+    return directory
 
 
 def find_directory(checkpoint: str | Path) -> Path:

@@ -10,7 +10,7 @@ export const KINDS = [
   "claimed", "launch_started", "launch_ended", "signal", "notice", "stop_agreed",
   "stop_failed", "resumed", "staged", "committed", "save_failed", "mirrored", "mirror_failed",
   "fetched", "verified", "node_lost", "tracked", "goodput", "hang_suspected",
-  "hang_confirmed", "straggler", "node_silent", "node_unhealthy", "limit_passed",
+  "hang_cleared", "hang_confirmed", "straggler", "node_silent", "node_unhealthy", "limit_passed",
   "metric_missing", "audit", "note",
 ] as const;
 

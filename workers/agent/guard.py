@@ -2,8 +2,8 @@
 
 `python -m holdfast.workers.agent.guard <command …>` has one end of the agent's pipe as its standard
 input. When the pipe is closed, by request or because the agent was killed, the guard kills
-everything below. It ignores the signals by which clusters announce an end. So do all processes
-below it, including ranks and their data loaders: only the agent handles them.
+everything below. It ignores the signals by which clusters announce an end, and so do torchrun and
+ranks at their start: only the agent handles them. `trainer.child_signals` says what ranks do then.
 
 Standard library only: it is started once per launch and should cost little.
 """

@@ -148,7 +148,7 @@ class HangWatch:
         if self._open.asked > self._open.taken:
             return self._await_sample(self._open, nodes, reports, statuses, now)
         if not silent:
-            self._close(now)
+            self._close(statuses, now)
         elif now >= self._open.next_at:
             self._ask(self._open, nodes, statuses, now)
         return False
@@ -251,7 +251,8 @@ class HangWatch:
         # Ranks that are exiting have no stacks left, and their silence is expected.
         has_stacks = any(stack.top for stack in sample.stacks.values())
         if is_clear and has_stacks and not open_.is_journaled:
-            self._journal_finding(EventKind.HANG_SUSPECTED, open_, statuses)
+            all_s = min(status.silent_s for status in statuses)
+            self._journal_finding(EventKind.HANG_SUSPECTED, open_, statuses, all_silent_s=all_s)
             open_.is_journaled = True
         open_.next_at = now + self._gap_s(statuses, sample_number=open_.taken)
         if before is None or not have_registered or open_.still_samples < STILL_SAMPLES_MIN:
@@ -311,9 +312,16 @@ class HangWatch:
         )
         return finding
 
-    def _close(self, now: float) -> None:
+    def _close(self, statuses: Sequence[RankStatus], now: float) -> None:
         """Close a false suspicion: a rank has shown a sign of life."""
         assert self._open is not None
+        if self._open.is_journaled:
+            self._journal.append(
+                EventKind.HANG_CLEARED,
+                attempt=self._attempt.number,
+                launch=self._launch,
+                dumps=self._dumps(self._open, statuses),
+            )
         if now - self._quiet_until > QUIET_FORGOTTEN_S:
             self._doublings = 0
         self._quiet_until = now + QUIET_S * 2**self._doublings

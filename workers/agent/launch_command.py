@@ -16,7 +16,7 @@ from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.interface import interface_environment
 from holdfast.workers.setup_lines import after_setup
 
-STANDBY: Final = "holdfast.trainer.standby"
+RANK_START: Final = "holdfast.trainer.rank_start"
 STARTER: Final = "holdfast.workers.agent.program_start"
 # Where the output of a command without torchrun is, as torchrun would have it for its first rank.
 COMMAND_LOGS: Final = "command/attempt_0/0"
@@ -44,22 +44,20 @@ def build_command(
     address: str,
     port: int,
     logs: Path,
-    is_ahead: bool = False,
 ) -> list[str]:
     """Return torchrun's command line for one node, without side effects.
 
     The rendezvous is static, with a port that node 0's agent picks for each launch, so that no
-    process of an earlier launch can answer there. With `is_ahead`, ranks wait before the program.
+    process of an earlier launch can answer there.
     """
     starter = [sys.executable, "-m", STARTER, request.program.signal]
     if request.program.launcher == "none":
         setup = after_setup("launch.node_setup", request.launch.node_setup)
         return [*setup, *starter, str(logs / COMMAND_LOGS), *request.command]
-    module = ["-m", STANDBY] if is_ahead else []
-    program = [*module, *request.command]
-    words = ["--module", *program[1:]] if program[0] == "-m" else program
+    words = ["--module", RANK_START, *request.command]
     if request.program.is_watched:
-        words = ["--no-python", *starter, "", sys.executable, "-u", *program]
+        python = [sys.executable, "-u", "-m", RANK_START]
+        words = ["--no-python", *starter, "", *python, *request.command]
     return [
         *after_setup("launch.node_setup", request.launch.node_setup),
         sys.executable,

@@ -75,24 +75,11 @@ def judge_ending(lead: Lead) -> tuple[Ending, RankFailure | None]:
         return _stopped(stop_request, "requested before training started"), None
     assert last is not None
     if last.ending == "completed":
-        events = _events(lead.context)
-        number = lead.launches[-1].number
-        request = lead.context.request
-        if lead.program is not None:
-            ending = judge_own_completion(
-                last.completed,
-                steps_total(request.config),
-                counts_steps=bool(request.program.progress),
-                allow_early_exit=request.supervision.allow_early_exit,
-            )
-            return ending, None
-        ending = judge_completion(
-            events,
-            launch=number,
-            step=last.completed,
-            steps_total=steps_total(request.config),
-            allow_early_exit=request.supervision.allow_early_exit,
-        )
+        ending = _judge_exit(lead, last.completed)
+        is_proven = ending.state is AttemptState.COMPLETED and not ending.evidence
+        if stop_request is not None and not is_proven:
+            # Its own handler of the signal may have ended it.
+            return _stopped(stop_request, f"then {ending.evidence[0]}"), None
         return ending, None
     if stop_request is None and last.ending == "stopped":
         message = "the ranks stopped early without a stop request to this agent"
@@ -109,6 +96,26 @@ def judge_ending(lead: Lead) -> tuple[Ending, RankFailure | None]:
     if first is not None and last.exit_code:
         return _stopped(stop_request, f"rank {first.rank} failed while stopping"), first
     return _stopped(stop_request), None
+
+
+def _judge_exit(lead: Lead, step: int) -> Ending:
+    """Return how the last launch ended, whose ranks all exited with status 0 after `step`."""
+    request = lead.context.request
+    total = steps_total(request.config)
+    if lead.program is not None:
+        return judge_own_completion(
+            step,
+            total,
+            counts_steps=bool(request.program.progress),
+            allow_early_exit=request.supervision.allow_early_exit,
+        )
+    return judge_completion(
+        _events(lead.context),
+        launch=lead.launches[-1].number,
+        step=step,
+        steps_total=total,
+        allow_early_exit=request.supervision.allow_early_exit,
+    )
 
 
 def failed_outcome(context: AgentContext, error: Exception) -> Outcome:

@@ -1,7 +1,7 @@
 """Starts a program that handles a signal of its own.
 
 `python -m holdfast.workers.agent.program_start SIGTERM <folder> <command …>` becomes the command.
-The guard ignores the signals by which clusters announce an end, and so does all that it starts. The
+The guard ignores the signals by which clusters announce an end, and so does what it starts. The
 program gets the default action of the one signal that the agent will send it. Shells cannot handle
 a signal that was ignored when they began, and some frameworks leave such a signal alone. With a
 `<folder>`, the output goes to `stdout.log` and `stderr.log` there. An empty one leaves it as it is.

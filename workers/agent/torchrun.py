@@ -99,7 +99,6 @@ class Torchrun:
             address=address,
             port=port,
             logs=self._logs,
-            is_ahead=bool(standby_pipe),
         )
         inherited = {**os.environ, **given}
         recorder = recorder_environment(self._logs, inherited) if CONTROL.exists() else {}

@@ -156,6 +156,7 @@ FIELDS: Final[Mapping[str, Field]] = {
     "scheduler_state": Field(STRING, "the scheduler's name of the job's state"),
     "seconds": Field(NUMBER, "seconds that the copy took"),
     "settings": Field(TABLE, "`value` and `source` of each key that the program can give too"),
+    "all_silent_s": Field(NUMBER, "seconds for which every rank has been silent"),
     "silent": Field(TABLES, "silent ranks, each with step, phase and seconds of silence"),
     "skip": Field(PAIRS, "data that is skipped from then on: first step and number of steps"),
     "skipped": Field(STRINGS, "newer checkpoints that were skipped, with the reason"),
@@ -361,7 +362,12 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
         "process that reconciles",
         ("attempt", *(one.name for one in dataclasses.fields(Goodput))),
     ),
-    Kind.HANG_SUSPECTED: EventEntry("ranks are silent, and their stacks are taken", "agent", _HANG),
+    Kind.HANG_SUSPECTED: EventEntry(
+        "ranks are silent, and their stacks are taken", "agent", (*_HANG, "all_silent_s")
+    ),
+    Kind.HANG_CLEARED: EventEntry(
+        "the ranks of the last suspicion are no longer silent", "agent", (*_LAUNCH, "dumps")
+    ),
     Kind.HANG_CONFIRMED: EventEntry(
         "the launch hangs, and node 0 ends it", "agent", (*_HANG, "reason")
     ),

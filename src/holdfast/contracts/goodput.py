@@ -6,7 +6,7 @@
     training   reported steps that were not lost later: productive time
     lost       steps that were trained again, or that are in no checkpoint after the last attempt
     blocked    a save blocks training
-    hung       ranks are silent, until Holdfast ended them
+    hung       ranks are silent, until they report again or the launch ends
     flushing   training is over, and the last state is being written to storage
     stopped    no attempt runs: waiting, paused or between attempts
 
@@ -329,7 +329,8 @@ def _walk_launch(
         kept.go_to(launch.trained_from, "loading" if launch.loads_from else "starting", limit)
     trained_until = _first(launch.trained_until, asked, limit)
     began_at = kept.cursor
-    worked_until = min(trained_until, _first(launch.hangs_from, trained_until))
+    hangs_from = _first(launch.hangs_from, launch.silent_from, trained_until)
+    worked_until = min(trained_until, hangs_from)
     trained_s = kept.go_to(worked_until, "training", limit)
     held = _overlaps(launch.held, began_at, kept.cursor)
     held_s = sum(end - begin for begin, end in held)

@@ -95,6 +95,7 @@ class EventKind(StrEnum):
     TRACKED = "tracked"
     GOODPUT = "goodput"
     HANG_SUSPECTED = "hang_suspected"
+    HANG_CLEARED = "hang_cleared"
     HANG_CONFIRMED = "hang_confirmed"
     STRAGGLER = "straggler"
     NODE_SILENT = "node_silent"

@@ -40,14 +40,15 @@ class Launch:
     """One launch of torchrun. Times are Unix seconds; None means unknown.
 
     Ranks restore their state from `loads_from` to `trained_from`. They train until `hangs_from` or
-    `trained_until`. `held` are the periods in which saves blocked training. `blocked` has the
-    sum of further ones.
+    `trained_until`. Ranks that are silent now have hung since `silent_from`. `held` are the periods
+    in which saves blocked training. `blocked` has the sum of further ones.
     """
 
     started_at: float | None = None
     loads_from: float | None = None
     trained_from: float | None = None
     hangs_from: float | None = None
+    silent_from: float | None = None
     trained_until: float | None = None
     ended_at: float | None = None
     resumed_step: int | None = None

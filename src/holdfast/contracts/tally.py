@@ -22,7 +22,7 @@ COUNTED: Final = frozenset(
         *(EventKind.STAGED, EventKind.COMMITTED, EventKind.SAVE_FAILED),
         *(EventKind.MIRRORED, EventKind.MIRROR_FAILED, EventKind.FETCHED, EventKind.TRACKED),
         *(EventKind.GOODPUT, EventKind.STRAGGLER),
-        *(EventKind.HANG_SUSPECTED, EventKind.NODE_SILENT, EventKind.NODE_UNHEALTHY),
+        *(EventKind.NODE_SILENT, EventKind.NODE_UNHEALTHY),
         *(EventKind.ATTEMPT_RESERVED, EventKind.ATTEMPT_SUBMITTED, EventKind.CLAIMED),
         *(EventKind.NOTICE, EventKind.STOP_FAILED, EventKind.AUDIT, EventKind.NOTE),
     }
@@ -36,6 +36,8 @@ _REPLACED: Final[Mapping[str, tuple[str, ...]]] = {
     EventKind.SUPERVISED: (),
     EventKind.DECISION: ("after_attempt",),
     EventKind.ATTEMPT_STATE: ("attempt", "state"),
+    EventKind.HANG_SUSPECTED: ("attempt", "launch"),
+    EventKind.HANG_CLEARED: ("attempt", "launch"),
     EventKind.LIMIT_PASSED: ("limit",),
     EventKind.METRIC_MISSING: ("key", "metric"),
     EventKind.SIGNAL: ("attempt", "cause"),

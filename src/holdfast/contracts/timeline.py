@@ -25,6 +25,8 @@ KINDS: Final = (
     EventKind.RESUMED.value,
     EventKind.STAGED.value,
     EventKind.STOP_AGREED.value,
+    EventKind.HANG_SUSPECTED.value,
+    EventKind.HANG_CLEARED.value,
     EventKind.HANG_CONFIRMED.value,
 )
 RECORDED: Final = ("started_at", "trained_from", "ended_at", "resumed_step", "last_step")
@@ -210,6 +212,11 @@ def _update(launch: Launch, mark: Mark) -> Launch:
         return replace(launch, trained_until=time - _seconds(data.get("blocked_s")))
     if mark.kind == EventKind.STOP_AGREED:
         return replace(launch, trained_until=_known(launch.trained_until, time))
+    if mark.kind in {EventKind.HANG_SUSPECTED, EventKind.HANG_CLEARED}:
+        # A later line says whether they trained meanwhile: of this kind, or the launch's end.
+        is_open = mark.kind == EventKind.HANG_SUSPECTED and "all_silent_s" in data
+        since = time - _seconds(data.get("all_silent_s"))
+        return replace(launch, silent_from=since if is_open else None)
     if mark.kind == EventKind.HANG_CONFIRMED:
         silent = data.get("silent")
         ranks = [r for r in silent if isinstance(r, dict)] if isinstance(silent, list) else []
@@ -225,6 +232,7 @@ def _update(launch: Launch, mark: Mark) -> Launch:
     return replace(
         launch,
         hangs_from=hangs_from,
+        silent_from=None,
         trained_until=trained_until,
         ended_at=_known(launch.ended_at, time),
         last_step=_known(launch.last_step, last_step if last_step and last_step > 0 else None),

@@ -156,7 +156,6 @@ class TokenDataLoader(BaseDataLoader):
             num_workers=workers,
             pin_memory=config.pin_memory,
             prefetch_factor=config.prefetch_factor if workers else None,
-            worker_init_fn=FrameworkSession.worker_init,
             # Otherwise each iteration would draw a number from the process's own generator.
             generator=torch.Generator(),
         )
