@@ -16,6 +16,7 @@ agent, under plain torchrun and in a single process.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -392,6 +393,18 @@ class Session(SessionParts):
         size, batch = whole(dataset_size, "dataset_size"), whole(global_batch, "global_batch")
         part = None if batch_size is None else whole(batch_size, "batch_size", least=1)
         return self._position.distributed_sampler(size, batch, part)
+
+    @staticmethod
+    def worker_init(_worker: int) -> None:
+        """Does nothing. Older programs pass it to a data loader as `worker_init_fn`.
+
+        Deprecated: the workers of loaders survive the signals that end a job without it.
+        """
+        warnings.warn(
+            "Session.worker_init does nothing any more: leave worker_init_fn out",
+            DeprecationWarning,
+            stacklevel=2,
+        )
 
     # --- metrics --------------------------------------------------------------------------
 

@@ -204,6 +204,9 @@ def resumed(folder: Path) -> Facts:
             signal.raise_signal(signal.SIGTERM)
         # The agreement takes a moment.
         time.sleep(0.05 * (step >= 7))
+    with pytest.warns(DeprecationWarning, match="leave worker_init_fn out"):
+        session.worker_init(0)
+    facts["Session.worker_init()"] = True
     facts["Session.stop_requested"] = session.stop_requested and not before
     facts["Session.should_stop"] = session.should_stop and 7 <= session.step < 90
     session.close()
