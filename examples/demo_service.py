@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 SERVER_S_MAX: Final = 400.0
+SERVICE_UNAVAILABLE: Final = 503
 COMMAND_S_MAX: Final = 300.0
 WORKER_S_MAX: Final = 300.0
 # The worker waits some seconds for its flows to end, and the server closes its database.
@@ -137,8 +138,16 @@ class PrefectService:
         headers = {"Content-Type": "application/json"}
         content = json.dumps(body).encode()
         request = urllib.request.Request(f"{self.api}/{path}", content, headers)
-        with urllib.request.urlopen(request, timeout=COMMAND_S_MAX) as answer:
-            return json.load(answer)
+        ends_at = time.monotonic() + SERVER_S_MAX
+        while True:
+            try:
+                with urllib.request.urlopen(request, timeout=COMMAND_S_MAX) as answer:
+                    return json.load(answer)
+            except urllib.error.HTTPError as error:
+                # While its database is busy, the server answers so. Prefect's client retries too.
+                if error.code != SERVICE_UNAVAILABLE or time.monotonic() > ends_at:
+                    raise
+            time.sleep(0.3)
 
     def _wait_for_answer(self, process: subprocess.Popen[bytes]) -> None:
         ends_at = time.monotonic() + SERVER_S_MAX
