@@ -24,6 +24,7 @@ from holdfast.contracts.errors import (
     ForeignFileError,
     SchedulerError,
     SchedulerUnavailableError,
+    SpecError,
 )
 from holdfast.contracts.file_locks import locked
 from holdfast.contracts.paths import holdfast_home
@@ -78,10 +79,10 @@ def shared_call(
     From the time `since` (Unix seconds) on, one from before it is used only if the controller is
     slow. Raises like `slurm_client.call`. An error is shared too.
     """
-    place = _place_of(arguments)
-    if (known := _read(place)) and known.is_fresh(age_s, since):
-        return known.read()
     try:
+        place = _place_of(arguments)
+        if (known := _read(place)) and known.is_fresh(age_s, since):
+            return known.read()
         with _locked(place):
             # Another process may have asked while this one waited.
             known = _read(place)
@@ -89,7 +90,7 @@ def shared_call(
                 known = _ask(arguments, timeout_s)
                 content = to_json(asdict(known))
                 write_bytes(place, content, mode=0o600, below=holdfast_home())
-    except (OSError, ForeignFileError):
+    except (OSError, ForeignFileError, SpecError):
         # Without a usable home there is nothing to share.
         return call(arguments, timeout_s)
     return known.read()

@@ -431,5 +431,5 @@ def test_names_are_renamed_and_excluded_as_parameters(tmp_path: Path) -> None:
         names({"nothing.*": "x.*"})
     with pytest.raises(KeyMismatchError, match="would both be"):
         names({"half": "count"})
-    with pytest.raises(CheckpointError, match="no tensor is left"):
+    with pytest.raises(CheckpointError, match="leaves no key"):
         names({}, *state())
