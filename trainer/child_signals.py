@@ -112,9 +112,16 @@ def _unblock() -> None:
 
 
 def _reset() -> None:
-    """Give a forked child the actions that a program has at its start."""
+    """Give a forked child the actions that a program has at its start.
+
+    A process of `multiprocessing` ignores the signals from its first moment on.
+    """
+    is_process = getattr(_forking, "is_process", False)
+    _forking.is_process = False
     for number in _held:
-        if signal.getsignal(number) is _do_nothing:
+        if is_process:
+            signal.signal(number, signal.SIG_IGN)
+        elif signal.getsignal(number) is _do_nothing:
             is_int = number == signal.SIGINT
             signal.signal(number, signal.default_int_handler if is_int else signal.SIG_DFL)
     _unblock()
@@ -150,13 +157,17 @@ def _deaf_command(spawn: Callable[..., int]) -> Callable[..., int]:
 
 
 def _mark_loaders(start: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return `start` of a process, which lets a worker of torch's loaders stay deaf."""
+    """Return `start` of a process, which is deaf; a worker of torch's loaders stays so."""
 
     @functools.wraps(start)
     def run(process: Any) -> None:
         if getattr(process._target, "__name__", "") == WORKER:
             process._target = functools.partial(_work, process._target, tuple(_held))
-        start(process)
+        _forking.is_process = True
+        try:
+            start(process)
+        finally:
+            _forking.is_process = False
 
     return run
 

@@ -51,6 +51,19 @@ if __name__ == "__main__":
     ended["ignored in a command"] = int(ignored, 16) & sum(1 << n - 1 for n in (1, 2, 10, 12, 15))
     print(json.dumps(ended))
 """
+# A signal comes in the first moment of a child, before anything of `multiprocessing` runs in it.
+STARTS_HELPERS = """
+import multiprocessing, os, signal
+
+os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))
+helper = multiprocessing.get_context("fork").Process(target=os.write, args=(1, b"helped\\n"))
+helper.start()
+helper.join(30)
+child = os.fork()
+if child == 0:
+    os._exit(0)
+print(helper.exitcode, os.WTERMSIG(os.waitpid(child, 0)[1]))
+"""
 # A job's signal goes to all processes while the rank reads its data, and it leaves the loader open.
 READS = """
 import multiprocessing, os, signal, sys, time
@@ -119,6 +132,11 @@ def test_a_rank_survives_and_ends_its_helpers(tmp_path: Path) -> None:
         "forkserver": True,
         "ignored in a command": 0,
     }
+
+
+def test_a_helper_survives_a_signal_in_its_first_moment(tmp_path: Path) -> None:
+    done = run(tmp_path, STARTS_HELPERS)
+    assert (done.returncode, done.stdout) == (0, f"helped\n0 {signal.SIGTERM.value}\n"), done.stderr
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])

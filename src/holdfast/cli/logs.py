@@ -7,9 +7,11 @@ import os
 import re
 import sys
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, BinaryIO, Final
 
@@ -261,7 +263,10 @@ class _Reader:
 
     def _parts(self, log: RankLog, is_last: bool) -> Iterator[_Part]:
         """Yield the new text of a file in parts, each with the time at which it was there."""
-        path, times = log.path, log.times() if self._with_times else []
+        path = log.path
+        # What is new since the last look has the time of the file.
+        is_first = path not in self._offsets
+        times = log.times() if self._with_times and is_first else []
         decoder = self._decoders.setdefault(path, _DECODER(errors="replace"))
         with log.open() as stream:
             size, start = os.fstat(stream.fileno()).st_size, self._offsets.get(path, 0)
@@ -272,10 +277,10 @@ class _Reader:
             # Read up to the current size only: a growing file might never end.
             end = size if is_last else size - self._unfinished(stream, start, size)
             while start < end:
-                reached, at = next((one for one in times if one[0] > start), (end, None))
-                if times and at is None:
-                    # No heartbeat has found it yet.
-                    at = log.changed_at
+                number = bisect_right(times, start, key=itemgetter(0))
+                is_known = bool(times) or not is_first
+                late = (end, log.changed_at if is_known else None)
+                reached, at = times[number] if number < len(times) else late
                 length = min(end - start, READ_BYTES_MAX, reached - start)
                 part = read_masked(stream, start, length, self._secrets)
                 if not part:
@@ -301,11 +306,9 @@ class _Reader:
 
 
 def _moment(at: float | None) -> str:
-    return (
-        "-"
-        if at is None
-        else datetime.fromtimestamp(at, UTC).astimezone().isoformat("T", "seconds")
-    )
+    if at is None:
+        return "-"
+    return datetime.fromtimestamp(at, UTC).astimezone().isoformat("T", "seconds")
 
 
 def _source(log: RankLog) -> dict[str, object]:
