@@ -14,7 +14,7 @@ import pytest
 
 from holdfast.contracts.errors import LineageError
 from holdfast.contracts.history import RunHistory, load_events, load_history
-from holdfast.contracts.journal import EventKind
+from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause, RunState
@@ -170,6 +170,16 @@ def test_job_that_cannot_start_fails_with_the_launcher_output(tmp_path: Path, in
     (evidence,) = history.attempts[0].evidence
     assert f"refused the job {REFUSALS_MAX} times" in evidence
     assert "no such environment" in evidence
+
+
+def test_the_wait_between_two_looks_is_that_of_the_spec(tmp_path: Path, index: Index) -> None:
+    own = {"poll_s": 7.0, "heartbeat_s": 0.3}
+    paths = make_run(tmp_path, "import time\ntime.sleep(2)\n", supervision=own)
+    supervisor = Supervisor(paths=paths, index=index, log=LOG, submit=submit_next)
+    with supervisor._lock, JournalWriter(paths.journal_of("flow")) as journal:
+        supervisor._turn(journal)
+        assert supervisor._turn(journal) == 7.0
+        wait_for("the end", lambda: supervisor._turn(journal) is None)
 
 
 def test_attempt_reserved_by_a_dead_flow_is_replaced(tmp_path: Path, index: Index) -> None:

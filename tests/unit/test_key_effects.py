@@ -9,33 +9,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
-from tests.histories import NOW, attempt_of, history_of, record_of
+from tests.histories import NOW, record_of
 from tests.runs import RunFolder
-from tests.unit.test_contracts_keep_rules import BRANCH
-from tests.unit.test_contracts_keep_rules import NOW as BRANCH_NOW
-from tests.unit.test_key_pairs import RULES
+from tests.unit.key_decisions import BASE, DECISIONS
 from tests.unit.test_spec_effects import ON_SLURM, OPAQUE, merged, with_key
 
 from holdfast.contracts.errors import HoldfastError
-from holdfast.contracts.keep_rules import kept_by_rules
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.spec_effects import ACTS
-from holdfast.contracts.states import Cause
 from holdfast.flows.parameters import load_spec
-from holdfast.trainer.numerics.detector import Detector
 from holdfast.workers.agent.launch_command import build_command, build_environment
-from holdfast.workers.agent.notices.watch import build_clouds
-from holdfast.workers.agent.standby_plan import free_port
 from holdfast.workers.executors.local import LocalExecutor
-from holdfast.workers.policy import decide
 from holdfast.workers.request import build_request
-from holdfast.workers.sizes import allowed_sizes
 
 CHECKOUT: Final = Path(__file__).resolve().parents[2]
 MIRROR: Final = {"checkpoint": {"mirror": "s3://bucket/y"}}
@@ -104,122 +94,43 @@ def spec_with(key: str, value: Any, condition: dict[str, Any]) -> RunSpec:
     return load_spec(merged(table, condition, with_key(key, value)))
 
 
-def sizes(**elastic: Any) -> tuple[int, ...]:
-    return allowed_sizes(load_spec(merged(BASE, {"elastic": elastic})))
-
-
 LOCAL: Final = {"resources": {"executor": "local", "nodes": 1}}
-BASE: Final = {
-    "name": "kelp",
-    "command": ["train.py"],
-    "resources": {"executor": "slurm", "nodes": 2, "gpus_per_node": 4},
-}
-
-
-def decision(
-    cause: Cause, number: int, supervision: dict[str, Any] | None = None, **more: Any
-) -> Any:
-    spec = load_spec(merged(BASE, {"supervision": supervision or {}}, more))
-    attempts = [attempt_of(spec, n, cause, committed=n * 10) for n in range(1, number + 1)]
-    return decide(history_of(spec, *attempts), None, now=NOW)
-
-
-def kept(key: str) -> bool:
-    """Whether a keep rule keeps some checkpoints, and not all as without it."""
-    keep = load_spec(merged(BASE, {"checkpoint": {"keep": {key: RULES[key]}}})).checkpoint.keep
-    return 0 < len(kept_by_rules(BRANCH, keep, now=BRANCH_NOW)) < len(BRANCH)
-
-
-def bad_step(**numerics: Any) -> int | None:
-    """The step at which a loss is first bad: small ripples, 4 at step 30, and 9 at step 60."""
-    table = {"supervision": {"numerics": {"on_spike": "warn", **numerics}}}
-    detector = Detector(load_spec(merged(BASE, table)).supervision.numerics)
-    losses = {30: 4.0, 60: 9.0}
-    for step in range(1, 81):
-        if detector.look(step, losses.get(step, 1.0 + 0.1 * (step % 3))):
-            return step
-    return None
-
-
-# Effects on decisions.
-DECISIONS: Final[dict[str, Callable[[], bool]]] = {
-    "elastic.min_gpus": lambda: sizes(min_gpus=4) == (4, 8) != sizes(),
-    "elastic.max_gpus": lambda: sizes(max_gpus=12) == (8, 12) != sizes(),
-    "elastic.choices": lambda: sizes(choices=[4, 8]) == (4, 8),
-    "elastic.on_preemption": lambda: (
-        decision(Cause.PREEMPTION, 1, elastic={"on_preemption": [4]}).gpus == 4
-    ),
-    "supervision.budgets": lambda: (
-        [decision(Cause.HANG, 1, one).action for one in ({}, {"budgets": {"hang": 0}})]
-        == ["relaunch", "stop"]
-    ),
-    "supervision.attempts_max": lambda: (
-        [decision(Cause.PREEMPTION, 2, one).action for one in ({}, {"attempts_max": 2})]
-        == ["relaunch", "stop"]
-    ),
-    "supervision.backoff_s": lambda: (
-        decision(Cause.INFRASTRUCTURE, 1, {"backoff_s": 500}).delay_s
-        > decision(Cause.INFRASTRUCTURE, 1).delay_s
-    ),
-    "supervision.ports": lambda: (
-        free_port(
-            load_spec(
-                merged(BASE, {"supervision": {"ports": "23456-23499"}})
-            ).supervision.port_range
-        )
-        in range(23456, 23500)
-    ),
-    "supervision.notices": lambda: (
-        [[one.name for one in build_clouds(name, "", {})] for name in ("off", "gcp")]
-        == [[], ["gcp"]]
-    ),
-    "supervision.numerics.spike_mads": lambda: (bad_step(), bad_step(spike_mads=60)) == (30, 60),
-    "supervision.numerics.window": lambda: (bad_step(), bad_step(window=200)) == (30, 60),
-    **{
-        f"checkpoint.keep.{key}": (lambda key=key: kept(key))  # type: ignore[misc]
-        for key in RULES
-    },
-}
 # Effects that need a run, and tests that observe them.
 RUNS: Final = {
-    "name": "tests/api/test_parameters.py",
-    "program.complete": "tests/unit/test_program_watch.py",
-    "program.settle_s": "tests/unit/test_program_watch.py",
-    "program.progress": "tests/process/test_opaque_programs.py",
-    "program.signal_to": "tests/process/test_opaque_programs.py",
-    "resources.fallbacks": "tests/unit/test_workers_places.py",
-    "resources.return_after_min": "tests/slurm/test_fallbacks.py",
-    "elastic.grow": "tests/unit/test_workers_growth.py",
-    "elastic.grow_after_s": "tests/unit/test_workers_growth.py",
-    "checkpoint.budget": "tests/process/test_flush_space.py",
-    "checkpoint.directory": "tests/process/test_checkpoint_directory.py",
-    "supervision.heartbeat_s": "tests/process/test_flow_supervise.py",
-    "supervision.poll_s": "tests/process/test_flow_supervise.py",
-    "supervision.notices_url": "tests/process/test_notices.py",
-    "supervision.join_timeout_s": "tests/unit/test_workers_lead.py",
-    "supervision.pending_timeout_min": "tests/unit/test_workers_pending.py",
-    "supervision.restarts_in_place": "tests/process/test_hangs.py",
-    "supervision.standby_after_s": "tests/process/test_agent.py",
-    "supervision.hangs": "tests/process/test_hangs.py",
-    "supervision.silence_s": "tests/process/test_hangs.py",
-    "supervision.numerics.metric": "tests/process/test_metric_names.py",
-    "supervision.numerics.margin_steps": "tests/process/test_numerics.py",
-    "supervision.numerics.skip_steps": "tests/process/test_numerics.py",
-    "supervision.numerics.changes_max": "tests/unit/test_numerics.py",
-    "supervision.allow_early_exit": "tests/frameworks/test_transformers.py",
-    "health.before": "tests/process/test_node_health.py",
-    "health.after": "tests/process/test_node_health.py",
-    "health.timeout_s": "tests/process/test_node_health.py",
-    "cost.gpu_hour": "tests/api/test_totals.py",
-    "cost.on_demand_per_gpu_hour": "tests/unit/test_simulation.py",
-    "cost.currency": "tests/api/test_totals.py",
-    "alerts.targets": "tests/process/test_alerts.py",
-    "alerts.on": "tests/process/test_alerts.py",
-    "alerts.ettr_min": "tests/unit/test_limits.py",
-    "alerts.checkpoint_age_max_min": "tests/unit/test_limits.py",
-    "alerts.gpu_hours_max": "tests/unit/test_limits.py",
-    "blocks.cluster": "tests/prefect/test_blocks.py",
-    "blocks.storage": "tests/prefect/test_blocks.py",
+    "name": "process/test_cli_local.py::test_run_is_submitted_awaited_and_forked",
+    "program.progress": "process/test_opaque_programs.py::"
+    "test_a_program_is_preempted_killed_and_finished",
+    "program.signal_to": "process/test_opaque_programs.py::"
+    "test_processes_below_a_shell_get_the_signal_too",
+    "checkpoint.budget": "process/test_flush_space.py::"
+    "test_storage_budget_limits_the_size_of_all_checkpoints",
+    "checkpoint.directory": "process/test_checkpoint_directory.py::"
+    "test_run_is_preempted_and_resumes_with_its_checkpoints_elsewhere",
+    "supervision.poll_s": "process/test_flow_supervise.py::"
+    "test_the_wait_between_two_looks_is_that_of_the_spec",
+    "supervision.notices_url": "process/test_notices.py::"
+    "test_rebalance_notice_saves_early_and_interruption_loses_no_step",
+    "supervision.join_timeout_s": "unit/test_workers_lead.py::"
+    "test_the_join_timeout_of_the_spec_limits_the_wait_for_nodes",
+    "supervision.standby_after_s": "process/test_agent.py::"
+    "test_killed_rank_is_restarted_in_the_same_job",
+    "supervision.hangs": "process/test_hangs.py::"
+    "test_hang_that_holdfast_does_not_end_is_accounted_as_hung",
+    "supervision.numerics.metric": "process/test_metric_names.py::"
+    "test_a_metric_that_is_not_logged_is_reported_and_deletes_nothing",
+    "health.before": "process/test_node_health.py::test_no_rank_starts_on_an_unhealthy_node",
+    "health.after": "process/test_node_health.py::"
+    "test_a_node_that_fails_after_a_crash_gets_no_other_launch",
+    "health.timeout_s": "process/test_node_health.py::"
+    "test_a_check_that_takes_too_long_ends_with_all_its_processes",
+    "alerts.targets": "process/test_alerts.py::"
+    "test_people_are_told_of_a_failed_run_and_addresses_stay_secret",
+    "alerts.on": "process/test_alerts.py::"
+    "test_people_are_told_of_a_failed_run_and_addresses_stay_secret",
+    "blocks.cluster": "prefect/test_blocks.py::"
+    "test_a_spec_takes_its_defaults_and_its_root_from_blocks",
+    "blocks.storage": "prefect/test_blocks.py::"
+    "test_a_spec_takes_its_defaults_and_its_root_from_blocks",
 }
 # The words with which the local executor starts an agent.
 WORDS: Final = {"launch.python", "launch.wrapper"}
@@ -230,8 +141,11 @@ NONE: Final = {"checkpoint.staging"}
 def test_each_key_has_an_effect_row() -> None:
     assert JOBS.keys() | DECISIONS.keys() | RUNS.keys() | WORDS | NONE == ACTS.keys()
     assert len(JOBS) + len(DECISIONS) + len(RUNS) + len(WORDS | NONE) == len(ACTS)
-    for key, path in RUNS.items():
-        assert re.search(rf"\b{key.rpartition('.')[2]}\b", (CHECKOUT / path).read_text()), key
+    for key, named in RUNS.items():
+        path, _, name = named.partition("::")
+        text = (CHECKOUT / "tests" / path).read_text()
+        assert f"def {name}(" in text, key
+        assert re.search(rf"\b{key.rpartition('.')[2]}\b", text), key
 
 
 @pytest.mark.parametrize("key", JOBS)
