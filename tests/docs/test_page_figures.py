@@ -67,8 +67,8 @@ HANGS: Final = (
     *phase_rows(),
     f"never below {silence.END_MULTIPLE:g} × the phase's p99",
     (
-        f"{silence.END_MULTIPLE:g} × the longest silence that occurred more than once, but this second "
-        f"bound stops at {silence.RECURRING_S_MAX:g} s"
+        f"{silence.END_MULTIPLE:g} × the longest silence that occurred more than once, but this "
+        f"second bound stops at {silence.RECURRING_S_MAX:g} s"
     ),
     f"Training counts as known after {word(silence.STEPS_ENOUGH)} measured steps",
     f"silent for {silence.SUSPECT_MULTIPLE:g} × p99 + {silence.SUSPECT_MARGIN_S:g} s",
