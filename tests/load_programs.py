@@ -421,6 +421,21 @@ class TensorSchedule:
         self.count = state.clone()
 
 
+class CollidingSchedule(TensorSchedule):
+    """A scheduler with two tensors whose joined names coincide."""
+
+    def state_dict(self) -> Any:
+        return {"a.b": self.count, "a": {"b": self.count + 5}}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.count = state["a.b"].clone()
+        assert torch.equal(state["a"]["b"], self.count + 5)
+
+
+# After `SCHEDULERS`, so that the random programs stay the same.
+SCHEDULES["collides"] = lambda _: CollidingSchedule()
+
+
 # --- objects --------------------------------------------------------------------------------
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from holdfast.contracts.errors import PreflightError
 from holdfast.trainer.frameworks import versions
@@ -55,3 +58,20 @@ def test_a_companion_is_checked_with_its_extra(monkeypatch: pytest.MonkeyPatch) 
         PreflightError, match=r"^packaging .* holdfast\[here\].*packaging>=1\.0,<2$"
     ):
         require("here")
+
+
+def test_the_page_names_the_lowest_and_newest_versions_that_were_run() -> None:
+    """The lowest ones are the bounds of pyproject.toml, and the newest ones are within them."""
+    project = tomllib.loads(PYPROJECT.read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    every = [*project["dependencies"], *(one for extra in extras for one in extra)]
+    bounds: dict[str, list[SpecifierSet]] = {}
+    for one in map(Requirement, every):
+        bounds.setdefault(one.name, []).append(one.specifier)
+    page = (PYPROJECT.parent / "docs" / "versions.md").read_text()
+    rows = re.findall(r"^\| (\w+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
+    assert len(rows) == 10
+    for name, lowest, newest in rows:
+        least = [one.version for both in bounds[name] for one in both if one.operator == ">="]
+        assert Version(lowest) == max(map(Version, least)), name
+        assert all(newest in both for both in bounds[name]), name

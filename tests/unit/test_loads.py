@@ -43,7 +43,7 @@ LOADED: dict[str, dict[str, Any]] = {
     "extra state: tensors": {"blocks": ["tensors", "number"]},
     "observer that resizes itself": {"blocks": ["observer all", "observer low", "hooked"]},
     "conjugated and negated buffers": {"blocks": ["buffer conj", "buffer neg"]},
-    "names that coincide": {"extras": ["collide", "collide_alone"]},
+    "names that coincide": {"extras": ["collide", "collide_alone"], "scheduler": "collides"},
     "types of an extra": {"extras": ["types", "types_alone"]},
     "an extra that shares the model's memory": {"extras": ["best", "clears"]},
     "a scheduler whose state is a tensor": {"scheduler": "tensor"},
