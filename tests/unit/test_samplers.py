@@ -216,23 +216,26 @@ def resumed(run: Run) -> Run:
     return Run(step=run.step, former=former)
 
 
+@pytest.mark.parametrize(("before", "after"), [(10, 5), (5, 10)])
 def test_another_global_batch_goes_on_from_the_same_position(
-    capsys: pytest.CaptureFixture[str],
+    before: int, after: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = Run().position.order(SAMPLES, 10).step_ids(1).tolist()
-    first = Run()
-    seen = ids_of(first, 10, 2)
+    """20 samples of an epoch are read with one size, and 30 with the other, in two launches."""
+    whole = Run().position.order(SAMPLES, before).step_ids(1).tolist()
+    first, position = Run(), 20
+    seen = ids_of(first, before, position // before)
     second = resumed(first)
-    seen += ids_of(second, 5, 2)
+    seen += ids_of(second, after, 1)
     # The third launch keeps the size of the second.
     third = resumed(second)
-    assert third.position.order(SAMPLES, 5).since == (3, 20)
-    seen += ids_of(third, 5, 4)
+    assert third.position.order(SAMPLES, after).since == (position // before + 1, position)
+    seen += ids_of(third, after, (SAMPLES - position) // after - 1)
     assert sorted(seen) == list(range(SAMPLES))
-    assert seen[:10] == whole
+    assert seen[:before] == whole
     said = capsys.readouterr().out
-    assert said.count("global_batch 10 → 5; it continues from the same position") == 1
-    assert third.position.order(SAMPLES, 5).epoch(third.step + 1) == 1
+    told = f"global_batch {before} → {after}; it continues from the same position"
+    assert said.count(told) == 1
+    assert third.position.order(SAMPLES, after).epoch(third.step + 1) == 1
 
 
 def test_a_size_that_grows_during_a_launch_continues_alike_after_a_resume() -> None:
