@@ -157,7 +157,9 @@ def _prepare(programs: Path, directory: Path, settings: Mapping[str, str]) -> Po
         "shared_buffers": "16MB",
         **settings,
     }
-    return PostgresServer(directory=directory, port=port, _programs=programs, _settings=chosen)
+    return PostgresServer(
+        directory=directory, port=int(chosen["port"]), _programs=programs, _settings=chosen
+    )
 
 
 def _is_up(process: subprocess.Popen[bytes], server: PostgresServer) -> bool:

@@ -46,9 +46,9 @@ class TeamService(PrefectService):
 
 
 @contextlib.contextmanager
-def redis(folder: Path) -> Iterator[int]:
-    """A Redis server on loopback; its port."""
-    port = free_port()
+def redis(folder: Path, port: int = 0) -> Iterator[int]:
+    """A Redis server on loopback; its port. 0 is any free one."""
+    port = port or free_port()
     command = [shutil.which("redis-server") or "redis-server", "--port", str(port)]
     command += ["--bind", "127.0.0.1", "--dir", str(folder), "--appendonly", "yes"]
     with open(folder / "redis.log", "wb") as log:

@@ -1,19 +1,16 @@
-"""Runs the steps of a Dockerfile without Docker: in a Debian tree, with namespaces and chroot.
+"""A clean Debian tree with this Python, and commands in it by namespaces and chroot.
 
-The image `python:…-slim-bookworm` is played by a tree of bookworm with a copy of this Python in
-/usr/local. Everything else is real: the packages of Debian and PyPI, the wheel, the commands.
+It stands for the image `python:…-slim-bookworm` and for a new machine.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -56,82 +53,6 @@ def make_base(tree: Path) -> Path:
     (local / "bin/pip").write_text('#!/bin/sh\nexec python -m pip "$@"\n')
     (local / "bin/pip").chmod(0o755)
     return tree
-
-
-@dataclass
-class Image:
-    """The stages of one Dockerfile, each a tree in `folder`."""
-
-    folder: Path
-    base: Path
-    stages: dict[str, Path] = field(default_factory=dict)
-    tree: Path = Path("/")
-    user: str = "root"
-    directory: str = "/"
-    start: tuple[str, ...] = ()
-    arguments: dict[str, str] = field(default_factory=dict)
-
-    def build(self, dockerfile: Path) -> None:
-        """Carry out all instructions. Raises `AssertionError` for one that fails or is unknown."""
-        steps = {
-            "FROM": self._from, "ARG": self._arg, "COPY": self._copy, "RUN": self._run,
-            "ENV": self._arg,
-            "USER": self._set_user, "WORKDIR": self._set_directory,
-            "ENTRYPOINT": self._extend_start, "CMD": self._extend_start,
-        }  # fmt: skip
-        for name, text in read_steps(dockerfile):
-            assert name in steps, f"{name} {text}: this instruction is not played"
-            steps[name](text)
-
-    def run_start(self) -> str:
-        """The output of the image's own start command, as the image's own user."""
-        return self._as_user([*self.start])
-
-    def run_python(self, program: str, *arguments: str) -> str:
-        """The output of a program in the image, as the image's own user in its own folder."""
-        given = [f"{name}={value}" for name, value in self.arguments.items()]
-        home = f"HOME={self.directory}"
-        return self._as_user(["env", *given, home, "python", "-c", program, *arguments])
-
-    def _from(self, text: str) -> None:
-        name = text.partition(" AS ")[2] or "last"
-        self.tree = self.stages[name] = self.folder / name
-        call(["cp", "--archive", str(self.base), str(self.tree)])
-        self.user, self.directory, self.start = "root", "/", ()
-
-    def _arg(self, text: str) -> None:
-        name, _, value = text.partition("=")
-        self.arguments[name] = value
-
-    def _copy(self, text: str) -> None:
-        source, target = text.split()[-2:]
-        place = self.tree / target.lstrip("/")
-        if text.startswith("--from="):
-            origin = self.stages[text.split()[0].removeprefix("--from=")] / source.lstrip("/")
-            shutil.copytree(origin, place, dirs_exist_ok=True)
-            return
-        assert source == ".", "the build context is the checkout"
-        copy_context(place)
-
-    def _run(self, text: str) -> None:
-        given = [f"{name}={value}" for name, value in self.arguments.items()]
-        self._as_user(["env", *given, "sh", "-c", text])
-
-    def _set_user(self, text: str) -> None:
-        self.user = self.arguments.get(text.lstrip("$"), text)
-
-    def _set_directory(self, text: str) -> None:
-        self.directory = text
-
-    def _extend_start(self, text: str) -> None:
-        self.start += tuple(json.loads(text))
-
-    def _as_user(self, command: Sequence[str]) -> str:
-        words = ["env", f"--chdir={self.directory}", *command]
-        if self.user != "root":
-            ids = (f"--reuid={self.user}", f"--regid={self.user}", "--clear-groups")
-            words = ["setpriv", *ids, *words]
-        return run_in(self.tree, words)
 
 
 def copy_context(place: Path) -> None:
