@@ -62,7 +62,7 @@ def test_unreadable_runs_are_listed_with_the_reason(api: httpx.Client, served: S
             "broken-\\udcff",
         ]
         assert page["unreadable"][0]["path"] == str(served.root / "broken-a")
-        assert "not a RunRecord" in page["unreadable"][0]["reason"]
+        assert "not a valid RunRecord" in page["unreadable"][0]["reason"]
         assert len(page["items"]) == 1, "unreadable runs hide readable ones"
         assert get(api, "/runs", limit=1, after=page["next"])["unreadable"] == []
         assert get(api, "/runs", state="completed")["unreadable"] == []

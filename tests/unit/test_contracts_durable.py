@@ -149,7 +149,7 @@ def test_a_document_with_unknown_keys_is_read_and_a_damaged_one_refused(tmp_path
     path.write_bytes(to_json(CLAIM.model_dump() | {"mood": "calm"}))
     assert read_document(Claim, path) == CLAIM
     path.write_bytes(b'{"job_id": "7"')
-    with pytest.raises(HoldfastError, match="not a Claim"):
+    with pytest.raises(HoldfastError, match="not a valid Claim"):
         read_document(Claim, path)
 
 

@@ -71,7 +71,7 @@ def test_a_run_that_cannot_be_read_is_yielded_with_the_reason(root: Path) -> Non
     assert seen["mine"].result is not None
     assert seen["mine"].result.state.is_live
     assert seen["mine"].reason == ""
-    assert "not a RunRecord" in seen["bad"].reason
+    assert "not a valid RunRecord" in seen["bad"].reason
     assert "not a regular file" in seen["ugly"].reason
     assert [paths.name for paths in own_runs(root)] == ["bad", "loop", "mine"]
 

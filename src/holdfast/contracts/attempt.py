@@ -37,7 +37,7 @@ from holdfast.contracts.bounds import (
     problem_with_numbers,
 )
 from holdfast.contracts.durable import create_bytes, to_json, write_bytes
-from holdfast.contracts.errors import HoldfastError
+from holdfast.contracts.errors import UnreadableRunError
 from holdfast.contracts.filesystems import look_up
 from holdfast.contracts.mirrors import Tiers
 from holdfast.contracts.node_share import gpus_of
@@ -318,8 +318,8 @@ D = TypeVar("D", bound=Document)
 def read_document(kind: type[D], path: Path) -> D | None:
     """Return the document at `path`, or None if it does not exist.
 
-    Raises `HoldfastError` for a damaged document, and its subclass `ForeignFileError` for a link, a
-    pipe or a huge file.
+    Raises `UnreadableRunError` for a damaged document, and `ForeignFileError` for a link, a pipe or
+    a huge file.
     """
     try:
         content = read_bounded(path, below=folder_of(path))
@@ -330,9 +330,13 @@ def read_document(kind: type[D], path: Path) -> D | None:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         where = ".".join(map(str, first["loc"])) or "the document"
-        raise HoldfastError(
-            f"{path}: not a {kind.__name__}: {where}: {first['msg']}; "
-            "restore the file, or save the run's checkpoints and delete the attempt's folder"
+        # Without its record, a folder is no run.
+        last = "move the run's folder out of the root"
+        if kind is not RunRecord:
+            last = "save the run's checkpoints and delete the attempt's folder"
+        raise UnreadableRunError(
+            f"{path}: not a valid {kind.__name__}: {where}: {first['msg']}; restore the file, or "
+            f"{last}"
         ) from error
 
 
@@ -358,7 +362,7 @@ def read_documents(paths: AttemptPaths) -> AttemptDocuments:
     """Read the documents that the attempt's folder lists; no others are looked up.
 
     So a document that another host creates is seen at once, see `filesystems.is_there`. Raises
-    `HoldfastError` for a damaged one.
+    `UnreadableRunError` for a damaged one.
     """
     try:
         names = frozenset(os.listdir(paths.directory))
@@ -385,7 +389,7 @@ def read_documents(paths: AttemptPaths) -> AttemptDocuments:
 def read_outcome(paths: AttemptPaths) -> Outcome | None:
     """Return how the attempt ended; None without an outcome, or with another attempt's outcome.
 
-    Raises `HoldfastError` when it is damaged.
+    Raises `UnreadableRunError` when it is damaged.
     """
     outcome = read_document(Outcome, paths.outcome)
     return outcome if outcome is not None and is_of(outcome, paths.number) else None
@@ -394,7 +398,7 @@ def read_outcome(paths: AttemptPaths) -> Outcome | None:
 def read_claim(paths: AttemptPaths) -> Claim | None:
     """Return the claim of the job that runs the attempt; None without a claim or if it is closed.
 
-    Raises `HoldfastError` when it is damaged.
+    Raises `UnreadableRunError` when it is damaged.
     """
     claim = read_document(Claim, paths.claim)
     return None if claim is None or claim.is_closed else claim
