@@ -296,6 +296,7 @@ def test_serving_beyond_loopback_requires_a_token_from_the_cli(
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
     call = CliRunner().invoke
     refused = call(app, ["serve", "--host", "0.0.0.0", "--port", "0"])
+    assert "from other machines, and there is no token yet" in str(refused.exception)
     assert "holdfast token add" in str(refused.exception)
     told = json.loads(call(app, ["token", "add", "ci", "--role", "operator", "--json"]).stdout)
     checked = TokenStore().check(told["token"])

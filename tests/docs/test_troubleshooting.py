@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Final
 
 import pytest
@@ -22,6 +23,9 @@ MESSAGE: Final = re.compile(r"^\| `([^`]+)`", re.MULTILINE)
 # Between these, a message is one text in the source. Values are in between.
 PARTS: Final = re.compile(r"…|[;:,()']")
 LETTERS_MIN: Final = 6
+# A test mentions that many letters of a message's words, or a whole part.
+MENTIONED_MIN: Final = 12
+PRODUCED_BY: Final = Path(__file__).with_name("troubleshooting_tests.txt")
 SOURCES: Final = ("src/holdfast", "workers", "flows", "trainer")
 
 
@@ -69,3 +73,75 @@ def test_a_message_of_the_page_exists(message: str) -> None:
         if len(part) >= LETTERS_MIN and not any(part in text for text in source_texts())
     ]
     assert not missing
+
+
+# --- Which test produces a message ------------------------------------------------------------
+
+
+def produced_by() -> list[tuple[str, str]]:
+    """Each message with the test that produces it, as `troubleshooting_tests.txt` lists them."""
+    found, test = [], ""
+    for line in PRODUCED_BY.read_text().splitlines():
+        if line.startswith(" "):
+            found.append((line.strip(), test))
+        else:
+            test = line
+    return found
+
+
+@cache
+def syntax_of(path: str) -> ast.Module:
+    return ast.parse((ROOT / path).read_text())
+
+
+def mentioned_in(path: str, test: str) -> list[str]:
+    """The texts of a test and of its module, without those of the module's other tests."""
+    nodes = syntax_of(path).body
+    assert test in [node.name for node in nodes if isinstance(node, ast.FunctionDef)], test
+    own = [
+        node
+        for node in nodes
+        if not isinstance(node, ast.FunctionDef)
+        or node.name == test
+        or not node.name.startswith("test_")
+    ]
+    docstrings = {one.value for node in own for one in ast.walk(node) if isinstance(one, ast.Expr)}
+    return [
+        # In a regular expression, some characters are quoted.
+        " ".join(one.value.replace("\\", "").split())
+        for node in own
+        for one in ast.walk(node)
+        if isinstance(one, ast.Constant) and isinstance(one.value, str) and one not in docstrings
+    ]
+
+
+def distinctive(message: str) -> list[str]:
+    """The shortest runs of words with `MENTIONED_MIN` letters, or else the longest part."""
+    parts = [part.strip() for part in PARTS.split(message)]
+    found = [run for part in parts for run in _runs(part.split())]
+    return found or [max(parts, key=_letters)]
+
+
+def _runs(words: list[str]) -> Iterator[str]:
+    for first in range(len(words)):
+        for last in range(first + 1, len(words) + 1):
+            run = " ".join(words[first:last])
+            if _letters(run) >= MENTIONED_MIN:
+                yield run
+                break
+
+
+def _letters(text: str) -> int:
+    return sum(letter.isalpha() for letter in text)
+
+
+def test_each_message_of_the_page_has_a_test() -> None:
+    assert sorted(message for message, _ in produced_by()) == sorted(map(str.strip, messages()))
+
+
+@pytest.mark.parametrize(("message", "test"), produced_by())
+def test_the_test_of_a_message_mentions_it(message: str, test: str) -> None:
+    path, _, name = test.partition("::")
+    texts = mentioned_in(path, name)
+    parts = distinctive(message)
+    assert any(part in text for part in parts for text in texts), parts

@@ -258,7 +258,7 @@ def test_changed_state_is_refused_by_name_until_it_is_planned_again(
 
 
 def test_unsupported_state_is_refused_with_advice(engine: CheckpointEngine) -> None:
-    with pytest.raises(SaveError, match=r"model\.thing: a set cannot be saved"):
+    with pytest.raises(SaveError, match=r"model\.thing: a set cannot be saved as checkpoint state"):
         engine.save({"model": {"thing": {1}}}, {}, step=1, **FACTS)
     with pytest.raises(SaveError, match=r"two entries have the name .* when joined by dots"):
         engine.save({"a": {"b": torch.zeros(1)}, "a.b": torch.zeros(1)}, {}, step=1, **FACTS)

@@ -182,7 +182,7 @@ def test_existing_checkpoint_directory_is_never_overwritten(
         (checkpoint(run) / "__0_0.distcp").write_bytes(b"mine" * 10)
     slot = rank.stage(7, b"other" * 10, slot=1)
     wait_for(slot, SlotState.FAILED)
-    assert "never overwritten" in slot.error
+    assert "is never overwritten" in slot.error
     assert (checkpoint(run) / "__0_0.distcp").read_bytes() == b"mine" * 10
     wait_for(rank.stage(8, b"next"), SlotState.DONE)
     rank.close()

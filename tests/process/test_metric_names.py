@@ -56,6 +56,7 @@ def test_a_metric_that_is_not_logged_is_reported_and_deletes_nothing(tmp_path: P
         "checkpoint.keep.best": ("val_loss", True),
         "supervision.numerics.metric": ("los", True),
     }
+    assert "which rank 0 has not logged yet" in missing["supervision.numerics.metric"]["text"]
     assert "did you mean loss?" in missing["supervision.numerics.metric"]["text"]
     assert "no checkpoint is deleted" in missing["checkpoint.keep.best"]["text"]
     logs = [path.read_bytes() for path in run.paths.attempt(1).logs.rglob("*") if path.is_file()]

@@ -234,10 +234,12 @@ def test_preflight_names_unknown_slurm_settings_before_submission(
         preflight.check(run.spec, tmp_path)
     text = "\n".join(caught.value.problems)
     assert "'night': no such partition; choose from prod, spot" in text
-    assert "resources.account 'nobody'" in text
-    assert "resources.qos 'gold'" in text
+    assert "resources.account 'nobody': Slurm has no such account; choose from" in text
+    assert "resources.qos 'gold': Slurm has no such qos; choose from" in text
     large = make(resources={"gpus_per_node": 8})
-    with pytest.raises(PreflightError, match="no node of partition spot has more than 4"):
+    with pytest.raises(
+        PreflightError, match=r"has more than 4 GPUs; on CPU nodes set resources\.gpus_per_node = 0"
+    ):
         preflight.check(large.spec, tmp_path)
     preflight.check(make().spec, tmp_path)
 

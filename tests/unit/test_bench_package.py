@@ -36,5 +36,6 @@ def test_commands_without_the_package_are_refused(
     monkeypatch.setattr(bench_package, "NAME", "holdfast_bench_that_is_not_installed")
     done = CliRunner().invoke(app, command)
     assert isinstance(done.exception, PreflightError)
+    assert "needs the package holdfast-bench, which is not" in str(done.exception)
     assert "Run `pip install ./benchmarks` in a checkout" in str(done.exception)
     assert done.stdout == ""

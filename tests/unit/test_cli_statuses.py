@@ -29,7 +29,7 @@ def test_an_order_at_the_wrong_time_is_refused(call: Call, ended_run: RunPaths) 
     assert call("cancel", "kelp").status == 0
     for order in ("stop", "pause", "cancel"):
         refused = call(order, "kelp")
-        assert (refused.status, "nothing to" in refused.err) == (5, True), refused
+        assert (refused.status, "there is nothing to" in refused.err) == (5, True), refused
     (newest,) = ended_run.list_checkpoints()[-1:]
     assert call("unpin", f"kelp:{newest.name}").status == 5
     # A value that is wrong at any time remains misuse.

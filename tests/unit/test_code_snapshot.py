@@ -71,6 +71,7 @@ def test_a_snapshot_has_what_git_tracks_or_does_not_ignore(code: Path, tmp_path:
     (code / "train.py").write_text("changed since")
     assert (paths.code / "train.py").read_text() == "# train.py\n"
     (warning,) = snapshot_warnings(spec_in(code))
+    assert warning.startswith("launch.code = 'snapshot': the copy")
     assert warning.endswith("that the program does not need: new_module.py")
     git(code, "add", "-A")
     assert snapshot_warnings(spec_in(code)) == []

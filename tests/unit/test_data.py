@@ -92,7 +92,7 @@ def test_an_uneven_split_names_sizes_that_work() -> None:
         local_batch(16, 3)
     with pytest.raises(SpecError, match="a global batch of 15 or 18"):
         local_batch(16, 3)
-    with pytest.raises(SpecError, match="2 does not split"):
+    with pytest.raises(SpecError, match="2 does not split evenly over 4 ranks"):
         local_batch(2, 4)
 
 

@@ -422,5 +422,7 @@ def test_a_torchdata_loader_resumes_only_at_the_same_world_size(workers: int) ->
     again = loader()
     load(make(model, extra={"loader": again}, rank=1, world_size=2)[0], saved)
     assert trained + [batch.tolist() for batch in again] == whole
-    with pytest.raises(CheckpointError, match="this StatefulDataLoader was saved by each of 2"):
+    with pytest.raises(
+        CheckpointError, match=r"was saved by each of 2 .*it contains one rank's share"
+    ):
         load(make(model, extra={"loader": loader()}, rank=1, world_size=3)[0], saved)

@@ -58,3 +58,19 @@ def test_a_request_to_a_briefly_busy_api_is_retried(busy: str) -> None:
     ):
         check_service()
     assert len(BusyApi.asked) == BUSY_TIMES + 1
+
+
+def test_an_api_that_is_away_is_named(busy: str) -> None:
+    with (
+        temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}),
+        pytest.raises(
+            ServiceError,
+            match=r":9/api does not answer \(.*\)\. Start it with `prefect server start`",
+        ),
+    ):
+        check_service()
+    with (
+        temporary_settings({PREFECT_API_URL: busy}),
+        pytest.raises(ServiceError, match="Prefect has no deployment"),
+    ):
+        check_service()

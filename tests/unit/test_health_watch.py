@@ -97,6 +97,7 @@ def test_the_bad_node_of_a_failed_pair_is_found(tmp_path: Path, bad: set[str]) -
     for event in events:
         if event.kind is EventKind.NODE_UNHEALTHY:
             assert event.data["check"] == ALLREDUCE
+            assert "the all-reduce with" in str(event.data["detail"])
             assert "failed: timed out" in str(event.data["detail"])
 
 

@@ -124,6 +124,6 @@ def test_a_run_that_was_deleted_is_not_found(tmp_path: Path, clock: Clock) -> No
     reader = HistoryReader(folder.paths)
     reader.load()
     folder.paths.spec.unlink()
-    with pytest.raises(NotFoundError, match="no run here"):
+    with pytest.raises(NotFoundError, match=r"no run here \(no spec\.json\)"):
         reader.load()
     assert not RunPaths(folder.paths.directory).spec.exists()

@@ -151,7 +151,7 @@ def test_a_newer_schema_is_refused(url: str) -> None:
         connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
         connection.execute(text("UPDATE compatibility SET oldest = '9999'"))
         connection.commit()
-    with pytest.raises(LineageError, match="newer"):
+    with pytest.raises(LineageError, match="newer than this Holdfast"):
         open_database(url)
 
 
@@ -202,7 +202,7 @@ def test_sqlite_on_a_network_file_system_is_refused(
     table = tmp_path / "mountinfo"
     table.write_text("22 1 0:7 / / rw,relatime shared:1 - lustre mds@tcp:/x rw\n")
     monkeypatch.setattr(filesystems, "MOUNTS", table)
-    with pytest.raises(LineageError, match=r"lustre.*PostgreSQL"):
+    with pytest.raises(LineageError, match=r"is on a network file system \(lustre\).*PostgreSQL"):
         open_database(f"sqlite:///{tmp_path / 'index.db'}")
     assert not (tmp_path / "index.db").exists()
 

@@ -68,7 +68,10 @@ def test_a_wrong_description_of_a_program_is_refused(program: dict[str, Any], wo
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"checkpoint": {"mirror": "file:///copies"}}, r"checkpoint\.mirror .* does not apply"),
+        (
+            {"checkpoint": {"mirror": "file:///copies"}},
+            r"checkpoint\.mirror .* does not apply to program",
+        ),
         ({"checkpoint": {"keep": {"last": 3}}}, r"checkpoint\.keep\.last .* does not apply"),
         ({"launch": {"torchrun": ["--numa-binding=node"]}}, "leave one of them out"),
     ],

@@ -221,6 +221,7 @@ def test_unsafe_recorded_options_are_refused_before_sbatch(
     assert recorded == request
     with pytest.raises(SubmissionRefusedError, match=named) as refused:
         SlurmExecutor().submit(AttemptPaths(tmp_path / "0001"), request)
+    assert "was not submitted: its recorded spec has values" in str(refused.value)
     assert not refused.value.may_pass
     assert not (tmp_path / "called").exists()
 

@@ -125,7 +125,9 @@ class EightBit(torch.optim.SGD):
 def test_a_tensor_without_plain_storage_is_refused_by_its_key(
     value: torch.Tensor, said: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(SaveError, match=rf"model\.odd: it is {said}"):
+    with pytest.raises(
+        SaveError, match=rf"model\.odd: it is {said}.*, and a checkpoint cannot store"
+    ):
         describe_rank({"model": {"odd": value}})
     model = nn.Linear(2, 2)
     model.register_buffer("odd", value)

@@ -236,7 +236,7 @@ def test_a_later_submission_replaces_the_value_and_a_supervisor_does_not(
     submitted.record(run, refresh=True)
     assert now() == "second-value"
     assert submitted.require(spec, run) == []
-    with pytest.raises(PreflightError, match="Nothing was queued"):
+    with pytest.raises(PreflightError, match=r"secrets have no value. Nothing was queued"):
         submitted.require(spec)
 
 
@@ -296,6 +296,7 @@ def test_a_plain_secret_in_a_spec_is_warned_about_without_its_value() -> None:
     assert set(places_of_secrets(spec.given)) == set(places)
     warnings = submitted.plain_secret_warnings(spec)
     assert len(warnings) == len(places)
+    assert all("looks like a secret in plain text" in line for line in warnings)
     assert all("from_file" in line and "from_env" in line for line in warnings)
     assert VALUE not in "".join(warnings)
 

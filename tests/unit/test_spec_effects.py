@@ -176,7 +176,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ),
     (
         {**ON_SLURM, "elastic": {"choices": [2, 4], "min_gpus": 1}},
-        ["elastic.min_gpus 1", "elastic.choices [2, 4]"],
+        ["elastic.min_gpus 1", "elastic.choices [2, 4]", "allows no other; leave one of them out"],
     ),
     (
         {**ON_SLURM, "elastic": {"choices": [2, 4], "max_gpus": 8}},

@@ -105,6 +105,16 @@ def test_a_call_that_was_killed_or_chatty_is_understood(tmp_path: Path) -> None:
         ask_trainer([str(python)], "export")
 
 
+def test_a_python_that_cannot_run_here_is_named(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    with pytest.raises(PreflightError, match=r"could not read the checkpoint \(.*No such file"):
+        ask_trainer([str(python)], "export")
+    python.write_text("#!/bin/sh\nexec sleep 60\n")
+    python.chmod(0o755)
+    with pytest.raises(PreflightError, match=r"could not read the checkpoint \(.*timed out"):
+        ask_trainer([str(python)], "export", timeout_s=0.2)
+
+
 def test_each_command_states_the_true_cause(
     call: Call, ended_run: RunPaths, tmp_path: Path
 ) -> None:

@@ -105,7 +105,7 @@ def test_a_default_changed_by_an_upgrade_does_not_change_a_runs_identity(
 
 def test_another_spec_under_a_live_name_is_refused(tmp_path: Path) -> None:
     runs.attach_or_create(spec_of(), tmp_path, created_by="ann")
-    with pytest.raises(RunConflictError, match="fork"):
+    with pytest.raises(RunConflictError, match=r"spec of a live run cannot change.*fork"):
         runs.attach_or_create(spec_of(config={"a": 1}), tmp_path, created_by="ann")
 
 
@@ -118,7 +118,9 @@ def test_a_completed_run_of_the_same_spec_is_returned(tmp_path: Path) -> None:
 def test_a_failed_run_of_the_same_spec_needs_a_relaunch(tmp_path: Path) -> None:
     paths, _ = runs.attach_or_create(spec_of(), tmp_path, created_by="ann")
     end_run(paths, Cause.USER_ERROR)
-    with pytest.raises(RunConflictError, match="holdfast relaunch r"):
+    with pytest.raises(
+        RunConflictError, match=r"holdfast relaunch r.*continues it from its newest checkpoint"
+    ):
         runs.attach_or_create(spec_of(), tmp_path, created_by="ann")
 
 
@@ -381,12 +383,12 @@ def test_only_cancel_can_leave_out_the_last_checkpoint(
 @pytest.mark.parametrize(
     ("ending", "action", "gpus", "words"),
     [
-        (None, "relaunch", None, "is completed"),
+        (None, "relaunch", None, "is completed, so there is nothing to relaunch"),
         (None, "stop", None, "is completed"),
         (Cause.USER_ERROR, "stop", None, "already failed"),
         (Cause.USER_ERROR, "resume", None, "not paused"),
-        (Cause.USER_ERROR, "relaunch", 3, "outside elastic 2 to 4|not among"),
-        (Cause.USER_ERROR, "relaunch", 8, "outside elastic"),
+        (Cause.USER_ERROR, "relaunch", 3, "not among elastic.choices; allowed"),
+        (Cause.USER_ERROR, "relaunch", 8, "not among elastic.choices"),
         (Cause.USER_ERROR, "jump", None, "expected one of"),
     ],
 )
@@ -484,3 +486,4 @@ def test_preflight_refuses_file_locks_that_work_on_one_host_only(
     (root,) = preflight._places(spec_of(), tmp_path)
     problems = preflight._place_problems(root)
     assert [local in problem for problem in problems] == [True] * bool(local)
+    assert all("a run could have two supervisors" in problem for problem in problems)

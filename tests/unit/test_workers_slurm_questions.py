@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -85,10 +86,14 @@ def set_up_slurm(
     enforce: str = "none",
     federation: str = "",
     accounting: str = "accounting_storage/slurmdbd",
+    others: Mapping[str, str] | None = None,
 ) -> None:
-    """Put fake Slurm commands first in PATH; they fail for queries without an answer."""
+    """Put fake Slurm commands first in PATH; they fail for queries without an answer.
+
+    `others` are more queries with their answers, and those that replace the answers above.
+    """
     place.mkdir()
-    cases, answers = "", answers_of(enforce, federation, accounting)
+    cases, answers = "", {**answers_of(enforce, federation, accounting), **(others or {})}
     for number, (question, answer) in enumerate(answers.items()):
         (place / f"answer-{number}").write_text(f"{answer}\n" if answer else "")
         cases += f"'{question}') cat {place}/answer-{number};;\n"
@@ -144,7 +149,7 @@ def test_preflight_refuses_a_cluster_in_a_federation(
         "PersistConnSend/Recv:Yes/Yes Synced:Yes"
     )
     set_up_slurm(tmp_path / "federated", monkeypatch, federation=federation)
-    with pytest.raises(PreflightError, match=r"federation 'fed1'.*outside a federation"):
+    with pytest.raises(PreflightError, match=r"is in the federation 'fed1'.*outside a federation"):
         preflight.check(spec, tmp_path / "root")
 
 
