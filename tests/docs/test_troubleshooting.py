@@ -127,7 +127,7 @@ def _runs(words: list[str]) -> Iterator[str]:
         for last in range(first + 1, len(words) + 1):
             run = " ".join(words[first:last])
             if _letters(run) >= MENTIONED_MIN:
-                yield run
+                yield run.rstrip(".")
                 break
 
 
