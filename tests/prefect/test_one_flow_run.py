@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from examples.demo_service import PrefectService
+from examples.demo_service import POOL, PrefectService
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from tests.flow_runs import FlowRuns, service_environment
 
@@ -107,3 +108,17 @@ def test_late_ended_and_lost(submitted: Submitted, monkeypatch: pytest.MonkeyPat
     submitted.set_state(str(second.flow_run), "CANCELLED")
     assert start.start_flow(paths).is_new
     assert len(submitted.flow_runs()) == 3
+
+
+def test_doctor_names_the_command_that_starts_a_worker(service: PrefectService) -> None:
+    def check() -> dict[str, Any]:
+        said = service.command("holdfast", "doctor", "--json", check=False).stdout
+        (found,) = [one for one in json.loads(said)["checks"] if one["name"] == "prefect"]
+        return dict(found)
+
+    before = check()
+    assert before["level"] == "warn"
+    assert before["detail"].endswith(" 0 worker(s)")
+    assert before["next_step"] == f"prefect worker start --pool {POOL}"
+    with service.working():
+        assert check()["level"] == "ok"
