@@ -72,6 +72,15 @@ def test_every_write_route_requires_the_operator_role(
             assert client.post(path.format(**names), json=body).status_code == 403, path
 
 
+def test_health_names_a_root_that_is_not_mounted_to_a_reader(
+    guarded: Served, tokens: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "not-mounted"
+    monkeypatch.setattr(guarded.services, "roots", (guarded.root, gone))
+    with bearer(guarded, tokens["reader"]) as client:
+        assert client.get("/healthz").json()["roots"] == {str(guarded.root): True, str(gone): False}
+
+
 def test_a_revoked_token_is_refused(guarded: Served, tokens: dict[str, str]) -> None:
     with bearer(guarded, tokens["operator"]) as client:
         assert client.get("/api/v1/runs").status_code == 200

@@ -25,7 +25,12 @@ PARTS: Final = re.compile(r"…|[;:,()']")
 LETTERS_MIN: Final = 6
 # A test mentions that many letters of a message's words, or a whole part.
 MENTIONED_MIN: Final = 12
-PRODUCED_BY: Final = Path(__file__).with_name("troubleshooting_tests.txt")
+# Each message with the test that produces it, and each symptom with one that shows its reason.
+OF_MESSAGES: Final = Path(__file__).with_name("troubleshooting_tests.txt")
+OF_SYMPTOMS: Final = Path(__file__).with_name("symptom_tests.txt")
+SYMPTOM: Final = re.compile(r"^\| (.+?) \| .+ \| .+ \|$", re.MULTILINE)
+WORD: Final = re.compile(r"[a-z_]{4,}")
+CODE: Final = re.compile(r"`([^`]+)`")
 SOURCES: Final = ("src/holdfast", "workers", "flows", "trainer")
 
 
@@ -78,10 +83,10 @@ def test_a_message_of_the_page_exists(message: str) -> None:
 # --- Which test produces a message ------------------------------------------------------------
 
 
-def produced_by() -> list[tuple[str, str]]:
-    """Each message with the test that produces it, as `troubleshooting_tests.txt` lists them."""
+def rows_of(listing: Path) -> list[tuple[str, str]]:
+    """Each row of the page with its test. The rows of a test are indented below its name."""
     found, test = [], ""
-    for line in PRODUCED_BY.read_text().splitlines():
+    for line in listing.read_text().splitlines():
         if line.startswith(" "):
             found.append((line.strip(), test))
         else:
@@ -136,12 +141,35 @@ def _letters(text: str) -> int:
 
 
 def test_each_message_of_the_page_has_a_test() -> None:
-    assert sorted(message for message, _ in produced_by()) == sorted(map(str.strip, messages()))
+    assert sorted(message for message, _ in rows_of(OF_MESSAGES)) == sorted(
+        map(str.strip, messages())
+    )
 
 
-@pytest.mark.parametrize(("message", "test"), produced_by())
+@pytest.mark.parametrize(("message", "test"), rows_of(OF_MESSAGES))
 def test_the_test_of_a_message_mentions_it(message: str, test: str) -> None:
     path, _, name = test.partition("::")
     texts = mentioned_in(path, name)
     parts = distinctive(message)
     assert any(part in text for part in parts for text in texts), parts
+
+
+def symptoms() -> dict[str, str]:
+    """The whole rows of the part `By symptom`, by their first column."""
+    part = PAGE[PAGE.index("## By symptom") : PAGE.index("## By error message")]
+    rows = {match[1]: match[0] for match in SYMPTOM.finditer(part)}
+    del rows["symptom"]
+    return rows
+
+
+def test_each_symptom_of_the_page_has_a_test() -> None:
+    assert sorted(symptom for symptom, _ in rows_of(OF_SYMPTOMS)) == sorted(symptoms())
+
+
+@pytest.mark.parametrize(("symptom", "test"), rows_of(OF_SYMPTOMS))
+def test_the_test_of_a_symptom_names_code_of_its_row(symptom: str, test: str) -> None:
+    path, _, name = test.partition("::")
+    (own,) = [n for n in syntax_of(path).body if isinstance(n, ast.FunctionDef) and n.name == name]
+    source = ast.unparse(own).casefold()
+    words = {word for code in CODE.findall(symptoms()[symptom]) for word in WORD.findall(code)}
+    assert any(word.casefold() in source for word in words), words

@@ -19,7 +19,11 @@ from tests.unit.test_workers_slurm_questions import (
 )
 
 from holdfast.contracts.attempt import Request, Submission
-from holdfast.contracts.errors import PreflightError, SchedulerUnavailableError
+from holdfast.contracts.errors import (
+    PreflightError,
+    SchedulerUnavailableError,
+    SubmissionRefusedError,
+)
 from holdfast.contracts.paths import AttemptPaths
 from holdfast.contracts.spec import RunSpec
 from holdfast.workers import preflight
@@ -141,18 +145,35 @@ def test_a_job_of_another_cluster_is_only_asked_about_there(
     assert [path.name for path in tmp_path.glob("cancelled-by-*")] == ["cancelled-by-theirs"]
 
 
-def test_a_lost_answer_of_sbatch_leaves_it_unknown_whether_there_is_a_job(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("answer", "kind", "words"),
+    [
+        (
+            "Socket timed out on send/recv operation",
+            SchedulerUnavailableError,
+            r"it is unknown whether Slurm accepted holdfast-r-\S+: .*; it is looked up by name",
+        ),
+        (
+            "Invalid account or account/partition combination specified",
+            SubmissionRefusedError,
+            r"Slurm refused holdfast-r-\S+: .*Invalid account",
+        ),
+    ],
+)
+def test_a_lost_answer_of_sbatch_is_no_refusal(
+    answer: str,
+    kind: type[Exception],
+    words: str,
+    make: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     set_up_slurm(tmp_path / "slurm", monkeypatch)
-    lost = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
-    (tmp_path / "slurm" / "sbatch").write_text(f"#!/bin/sh\necho '{lost}' >&2\nexit 1\n")
+    said = f"sbatch: error: Batch job submission failed: {answer}"
+    (tmp_path / "slurm" / "sbatch").write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
     spec = make()
     request: Request = build_request(record_of(spec), spec, attempt=1, gpus=4, reason="x")
-    with pytest.raises(
-        SchedulerUnavailableError,
-        match=r"it is unknown whether Slurm accepted .*; it is looked up by name",
-    ):
+    with pytest.raises(kind, match=words):
         SlurmExecutor().submit(AttemptPaths(tmp_path / "0001"), request)
 
 

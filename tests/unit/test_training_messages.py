@@ -141,6 +141,23 @@ def test_a_run_without_a_whole_checkpoint_continues_from_a_copy(tmp_path: Path) 
     assert (began, len(weights)) == (2, 2)
 
 
+def test_the_log_names_what_was_resumed_from_and_passed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunPaths(tmp_path / "run")
+    launch(run.directory, 2)
+    first, last = run.list_checkpoints()
+    flip(last)
+    capsys.readouterr()
+    assert launch(run.directory, 2)[0] == 1
+    said = capsys.readouterr().out
+    assert f"run continues after step 1 from run:{first.name}" in said
+    assert f"skipped {last.name}: damaged: " in said
+    # Another folder is another run.
+    assert launch(tmp_path / "other", 1)[0] == 0
+    assert "continues after" not in capsys.readouterr().out
+
+
 def test_a_run_whose_read_checkpoints_are_all_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
