@@ -89,8 +89,8 @@ STATUSES: Final = (
         FAILED,
         "the command found something bad or failed: a run that ended as failed (`submit --wait`), "
         "a damaged checkpoint (`verify`, `fork`, `export`), a failed check (`doctor`), a broken "
-        "invariant (`drill`), a run that cannot be read (`reindex`), another revision of the "
-        "schema (`db current`), or a run that has not ended in time (`wait --timeout`)",
+        "invariant (`drill`), a run that cannot be read (`show`, `reindex`), another revision of "
+        "the schema (`db current`), or a run that has not ended in time (`wait --timeout`)",
         (CheckpointError, RunFailedError, UnreadableRunError),
     ),
     Status(
