@@ -15,7 +15,8 @@ from holdfast.contracts.plain_text import plain_line
 
 BY: Final = "prefect"
 NAME_MAX: Final = 80
-_MADE_BY: Final = {"AUTOMATION": "automation", "SCHEDULE": "schedule"}
+_AUTOMATION: Final = "automation"
+_MADE_BY: Final = {"AUTOMATION": _AUTOMATION, "SCHEDULE": "schedule"}
 
 
 def giver(by: str | None = None) -> str:
@@ -29,7 +30,8 @@ def giver(by: str | None = None) -> str:
     if kind is None and found.auto_scheduled:
         kind = _MADE_BY["SCHEDULE"]
     known = f"{BY} {kind}" if kind else BY
-    if kind and made_by and made_by.display_value:
+    # Of a schedule, Prefect gives only the kind, such as CronSchedule.
+    if kind == _AUTOMATION and made_by and made_by.display_value:
         known = f"{known} {made_by.display_value}"
     return _with_name(by, f"{known}, flow run {found.name}" if kind else of_flow_run(found.name))
 

@@ -1,6 +1,7 @@
-"""The code blocks of the documentation, and the markers of those that no test runs.
+"""The code blocks of the documentation, and the markers of those that are special.
 
-A marker is the line directly above a block: `<!-- not run: needs a Slurm cluster -->`.
+A marker is the line directly above a block. `<!-- not run: needs a Slurm cluster -->` says why no
+test runs the block. `<!-- run by tests/infra/test_deployment.py -->` names the test that runs it.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ TUTORIAL: Final = "docs/quick-start.md"
 FENCE: Final = re.compile(r"^( *)```(\S*)[^\n]*\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 SCRIPTS: Final = {"sh", "bash"}
 SESSIONS: Final = {"", "console", "text"}
-MARKER: Final = re.compile(r"^ *<!-- not run:(.*)-->\n", re.MULTILINE)
+MARKER: Final = re.compile(r"^ *<!-- (?:not run:(.*)|run by (\S+) )-->\n", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block. `reason` is the text of its marker, None without one."""
+    """A fenced block. `reason` and `runner` are the text of its marker, None without one."""
 
     page: str
     line: int
     language: str
     text: str
     reason: str | None = None
+    runner: str | None = None
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
@@ -53,7 +55,7 @@ class Block:
 
 def blocks_in(page: str, text: str) -> list[Block]:
     """The blocks of a page with this text."""
-    markers = {match.end(): match[1].strip() for match in MARKER.finditer(text)}
+    markers = {match.end(): match for match in MARKER.finditer(text)}
     found = []
     for match in FENCE.finditer(text):
         indent, language, body = match.groups()
@@ -62,8 +64,10 @@ def blocks_in(page: str, text: str) -> list[Block]:
             continue
         lines = (line.removeprefix(indent) for line in body.splitlines(keepends=True))
         number = text.count("\n", 0, match.start()) + 1
-        reason = markers.get(match.start())
-        found.append(Block(page, number, language, "".join(lines), reason))
+        marker = markers.get(match.start())
+        reason, runner = marker.groups() if marker else (None, None)
+        reason = reason if reason is None else reason.strip()
+        found.append(Block(page, number, language, "".join(lines), reason, runner))
     return found
 
 
@@ -74,5 +78,10 @@ def all_blocks() -> list[Block]:
 
 
 def unmarked() -> list[Block]:
-    """The blocks of all pages that a test must run."""
-    return [block for block in all_blocks() if block.reason is None]
+    """The blocks of all pages without a marker, which the tests in common must run."""
+    return [block for block in all_blocks() if block.reason is None and block.runner is None]
+
+
+def run_by(test: str) -> list[Block]:
+    """The blocks whose marker names this file of tests, which must run them."""
+    return [block for block in all_blocks() if block.runner == test]

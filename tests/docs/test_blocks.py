@@ -4,6 +4,7 @@
 - Shell commands of the other pages run on a finished run (tests/process/test_docs_commands.py).
 - Python is executed with a session (test_python_blocks.py).
 - TOML is a spec or a part of one, and the spec's model must accept it.
+- The pages for a team are followed on a clean machine (tests/infra/test_deployment.py).
 - All other blocks have a marker (see blocks.py), also those that contain only output.
 
 All blocks, marked ones too, must parse, and each `holdfast` command and option must exist.
@@ -25,6 +26,7 @@ import yaml
 from pydantic import ValidationError
 from tests.docs import test_python_blocks
 from tests.docs.blocks import MARKER, PAGES, ROOT, Block, all_blocks, blocks_in, unmarked
+from tests.infra import deployment_pages
 from tests.process import test_docs_commands, test_quick_start
 
 from holdfast.cli.main import app
@@ -99,6 +101,7 @@ RUN: Final = [
     *test_quick_start.BLOCKS,
     *test_docs_commands.BLOCKS,
     *test_python_blocks.BLOCKS,
+    *deployment_pages.BLOCKS,
     *SPECS,
 ]
 
@@ -117,7 +120,8 @@ def problems_in(page: str, text: str, run: list[Block]) -> list[str]:
         if block.reason is None and block not in run
     ]
     problems += [f"{block}: its marker gives no reason" for block in found if block.reason == ""]
-    stray = len(MARKER.findall(text)) - sum(block.reason is not None for block in found)
+    marked = [block for block in found if block.reason is not None or block.runner]
+    stray = len(MARKER.findall(text)) - len(marked)
     return problems + ([f"{page}: {stray} markers are not above a block"] if stray else [])
 
 
@@ -136,6 +140,8 @@ def test_every_block_is_run_or_marked() -> None:
         ("<!-- not run: slow -->\n\n```sh\nls\n```\n", "page.md:3: no test runs this sh"),
         ("<!-- not run: slow -->\ntext\n", "page.md: 1 markers are not above a block"),
         ("  <!--not run: slow -->\n  ```sh\n  ls\n  ```\n", "page.md:2: no test runs this sh"),
+        ("<!-- run by tests/t.py -->\n```sh\nls\n```\n", "page.md:2: no test runs this sh"),
+        ("<!-- run by tests/t.py -->\ntext\n", "page.md: 1 markers are not above a block"),
     ],
 )
 def test_unmarked_blocks_and_wrong_markers_are_reported(text: str, problem: str) -> None:
