@@ -12,7 +12,7 @@ from typing import Any, Final
 import other_version
 import trustme
 from tests.infra.deployment_pages import Pages
-from tests.infra.image_steps import CHECKOUT, copy_context, make_base, run_in
+from tests.infra.image_steps import CHECKOUT, PATH, as_words, copy_context, make_base, run_in
 from tests.infra.machine import NAME, Machine, wait_for
 
 TEAM: Final = "team-deployment"
@@ -45,7 +45,9 @@ class Team:
         # Debian's scripts would otherwise start the services in the test's own namespaces.
         policy.write_text("#!/bin/sh\nexit 101\n")
         policy.chmod(0o755)
-        apt = ["env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "-q", "-y"]
+        # Neither this machine's environment nor its certificates: Debian's scripts write to them.
+        given = as_words({"PATH": PATH, "HOME": "/root", "DEBIAN_FRONTEND": "noninteractive"})
+        apt = ["env", "-i", *given, "apt-get", "-q", "-y"]
         for words in (["update"], ["install", "--no-install-recommends", *PACKAGES]):
             other_version.call(
                 other_version.entering(tree, [*apt, *words]), self.machine.logs / "apt"
