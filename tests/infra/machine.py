@@ -138,7 +138,7 @@ class Machine:
         words = ["setpriv", *self._ids(user), *_privileges(unit), *words]
         words = ["prlimit", *limits, *words] if limits else words
         folders = READ_ONLY[unit.get("ProtectSystem", [""])[0]]
-        words = ["unshare", "--mount", "sh", "-c", SANDBOX, "sh", *folders, "--", *words]
+        words = ["unshare", "--mount", "--propagation=unchanged", "sh", "-c", SANDBOX, "sh", *folders, "--", *words]
         mask = int(unit.get("UMask", ["0022"])[0], 8)
         with log.open("ab") as stream:
             entering = subprocess.Popen(
