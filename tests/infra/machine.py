@@ -19,7 +19,7 @@ from typing import Final
 
 import other_version
 import psutil
-from tests.infra.image_steps import PATH, as_words
+from tests.infra.debian_tree import PATH, as_words
 
 NAME: Final = "runs.lab.example"
 NAMES: Final = (NAME, "db.lab.example")
@@ -138,7 +138,18 @@ class Machine:
         words = ["setpriv", *self._ids(user), *_privileges(unit), *words]
         words = ["prlimit", *limits, *words] if limits else words
         folders = READ_ONLY[unit.get("ProtectSystem", [""])[0]]
-        words = ["unshare", "--mount", "--propagation=unchanged", "sh", "-c", SANDBOX, "sh", *folders, "--", *words]
+        words = [
+            "unshare",
+            "--mount",
+            "--propagation=unchanged",
+            "sh",
+            "-c",
+            SANDBOX,
+            "sh",
+            *folders,
+            "--",
+            *words,
+        ]
         mask = int(unit.get("UMask", ["0022"])[0], 8)
         with log.open("ab") as stream:
             entering = subprocess.Popen(

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import other_version
 import trustme
+from tests.infra.debian_tree import CHECKOUT, PATH, as_words, copy_context, make_base, run_in
 from tests.infra.deployment_pages import Pages
-from tests.infra.image_steps import CHECKOUT, PATH, as_words, copy_context, make_base, run_in
 from tests.infra.machine import NAME, Machine, wait_for
 
 TEAM: Final = "team-deployment"
