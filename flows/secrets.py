@@ -183,12 +183,10 @@ def _look_up(reference: SecretReference) -> str:
 
 def _load_block(name: str) -> str:
     """Return the value of a `Secret` block of the configured Prefect API."""
-    from holdfast.flows.start import has_service
+    from holdfast.flows.deployments import api_url, read_secret_block
 
-    if not has_service():
+    if not api_url():
         raise SecretError("no Prefect API is configured here; set PREFECT_API_URL")
-    from holdfast.flows.deployments import read_secret_block
-
     try:
         value: Any = read_secret_block(name)
     except ServiceError as error:

@@ -60,13 +60,14 @@ from holdfast.workers.attempts import (
     resume_submission,
 )
 from holdfast.workers.exclusions import excluded_hosts
-from holdfast.workers.executors import executor_for
+from holdfast.workers.executors import ask_capacity, executor_for
 from holdfast.workers.executors.slurm_capacity import Room
 from holdfast.workers.feasibility import Feasibility
-from holdfast.workers.growth import CapacityObservation, ask_capacity, find_growth
+from holdfast.workers.growth import CapacityObservation, find_growth
 from holdfast.workers.heartbeats import read_heartbeats
+from holdfast.workers.moves import move_on, return_when_free
 from holdfast.workers.pending import allow_hosts_again, take_back_overdue
-from holdfast.workers.places import ReturnWatch, move_on, place_of, return_when_free
+from holdfast.workers.places import ReturnWatch, place_of
 from holdfast.workers.policy import Decision, decide, wait_after_refusal
 from holdfast.workers.reconcile import complete_goodput, reconcile
 from holdfast.workers.runs import keep_reserve, require_own, why_not_submitted

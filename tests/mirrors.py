@@ -56,11 +56,12 @@ def fork_server() -> ForkServerContext:
 def push(variables: Mapping[str, str], location: str, directory: Path) -> None:
     """Upload one checkpoint without retries; runs in a child process."""
     from holdfast.trainer.mirror import store as mirror_store
+    from holdfast.trainer.mirror.open_store import open_store
     from holdfast.trainer.mirror.upload import Retries, commit, read_upload, send_files
 
     os.environ.update(variables)
     mirror_store.PART_BYTES = PART_BYTES  # type: ignore[misc]
-    store, retries = mirror_store.open_store(location), Retries(pauses_s=())
+    store, retries = open_store(location), Retries(pauses_s=())
     upload = read_upload(directory, None)
     assert upload is not None
     send_files(store, upload, retries=retries)

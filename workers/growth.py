@@ -6,17 +6,15 @@ doubles each time a grown attempt was preempted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
-from holdfast.contracts.errors import SchedulerUnavailableError
 from holdfast.contracts.history import RunHistory
 from holdfast.contracts.journal import GROWER
-from holdfast.contracts.spec_resources import Resources
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.attempt_limit import may_try_again
-from holdfast.workers.executors import executor_for
+from holdfast.workers.executors.base import AskCapacity
 from holdfast.workers.sizes import allowed_sizes
 
 DOUBLINGS_MAX: Final = 5
@@ -67,32 +65,6 @@ def is_due(history: RunHistory, seen: CapacityObservation | None, *, now: float)
     if seen is None or history.last_attempt is None or history.pending_request is not None:
         return False
     return now - seen.since >= grow_delay(history)
-
-
-class AskCapacity(Protocol):
-    """Returns how many GPUs are free or the attempt's own; None if unknown."""
-
-    def __call__(self, *, is_urgent: bool) -> int | None: ...
-
-
-def ask_capacity(
-    resources: Resources, held: Mapping[str, int] | None = None, exclude: Sequence[str] = ()
-) -> AskCapacity:
-    """Return a question about the GPUs free for `resources` without the hosts `exclude`.
-
-    For `held`, see `Executor.room`. Its answer is None if the scheduler does not respond, so that
-    a run neither grows nor moves by a guess.
-    """
-    executor = executor_for(resources.executor)
-
-    def ask(*, is_urgent: bool) -> int | None:
-        try:
-            return executor.capacity(resources, held, is_urgent=is_urgent, exclude=exclude)
-        except SchedulerUnavailableError:
-            # The supervisor reports this when it next asks about the job.
-            return None
-
-    return ask
 
 
 def find_growth(

@@ -16,10 +16,10 @@ from holdfast.contracts.spec import RunSpec
 from holdfast.workers import operator
 from holdfast.workers.attempt_limit import may_try_again
 from holdfast.workers.exclusions import Rooms, exclude_for, excluded_hosts
-from holdfast.workers.executors import executor_for
+from holdfast.workers.executors import ask_capacity, executor_for
 from holdfast.workers.feasibility import Feasibility
-from holdfast.workers.growth import ask_capacity
-from holdfast.workers.places import is_pending_now, is_queued, place_of, waited_s
+from holdfast.workers.moves import is_pending_now
+from holdfast.workers.places import is_queued, place_of, waited_s
 from holdfast.workers.sizes import allowed_sizes
 
 

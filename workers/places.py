@@ -1,8 +1,7 @@
 """Where the attempts of a run go: the first choice of `resources`, or one of its fallbacks.
 
-A job that waits for too long is taken back and submitted at the next place. A run returns to its
-first choice when that has had enough free GPUs for a while. Both are requests like an operator's:
-the attempt saves and ends first, so a run never holds two allocations.
+A job that waits for too long goes to the next place. A run returns to its first choice when that
+has had enough free GPUs for a while. `moves` acts on what is decided here.
 """
 
 from __future__ import annotations
@@ -10,16 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.contracts.attempt import Submission, read_claim, read_document
-from holdfast.contracts.errors import SchedulerUnavailableError
 from holdfast.contracts.history import AttemptView, RunHistory
 from holdfast.contracts.journal import FALLBACKS
 from holdfast.contracts.states import AttemptState
-from holdfast.workers import operator
 from holdfast.workers.attempt_limit import may_try_again
 from holdfast.workers.exclusions import Capacity, Rooms, exclude_for
-from holdfast.workers.executors import executor_for
-from holdfast.workers.growth import AskCapacity, ask_capacity
+from holdfast.workers.executors.base import AskCapacity
 
 # Slurm's forecasts of a job that was just submitted are not worth much.
 FORECAST_AFTER_S = 60.0
@@ -40,31 +35,6 @@ def place_after(history: RunHistory, capacity: Capacity | Rooms, *, now: float) 
     exclude = exclude_for(history, rooms, place=0, gpus=spec.gpus_min, now=now)
     free = rooms.free(0, exclude)
     return place if free is not None and free < spec.gpus_min else 0
-
-
-def move_on(history: RunHistory, *, now: float, writer: str) -> str:
-    """Take back a job that waits for too long, for the next place; return what follows, or ''.
-
-    `now` is Unix seconds. Raises `SchedulerError` if the scheduler does not answer.
-    """
-    last = history.last_attempt
-    why = reason_to_move(history, now=now)
-    following = history.spec.resources.next_place(place_of(last))
-    if last is None or following is None or not why or not is_pending_now(history, last):
-        return ""
-    return _request(history, last, following, why, writer)
-
-
-def is_pending_now(history: RunHistory, last: AttemptView) -> bool:
-    """Return True if the scheduler still has the attempt's job in its queue.
-
-    Raises `SchedulerError` if the scheduler does not answer.
-    """
-    attempt = history.paths.attempt(last.number)
-    submission = read_document(Submission, attempt.submission)
-    if last.request is None or submission is None or read_claim(attempt):
-        return False
-    return executor_for(last.request.executor).is_pending(last.request, submission)
 
 
 def is_queued(view: AttemptView) -> bool:
@@ -133,27 +103,6 @@ class ReturnWatch:
         return f"the first choice has {free} free GPUs for {delay_s / 60:.3g} min"
 
 
-def return_when_free(watch: ReturnWatch, history: RunHistory, *, now: float, writer: str) -> str:
-    """Have an attempt that runs or waits elsewhere continue at the first choice if it is time.
-
-    Returns what follows, or ''. Raises `SchedulerError` if the scheduler does not answer about the
-    job.
-    """
-    last, resources = history.last_attempt, history.spec.resources
-    if last is None or place_of(last) == 0:
-        return ""
-    rooms = Rooms(lambda _: executor_for(resources.executor).room(resources, is_urgent=False))
-    try:
-        exclude = exclude_for(history, rooms, place=0, gpus=last.gpus, now=now)
-    except SchedulerUnavailableError:
-        # Without an answer the run stays where it is.
-        return ""
-    why = watch.look(history, ask_capacity(resources, exclude=exclude), now=now)
-    if not why or (last.state is not AttemptState.RUNNING and not is_pending_now(history, last)):
-        return ""
-    return _request(history, last, 0, why, writer)
-
-
 def relaunch_request(last: AttemptView, place: int, why: str) -> dict[str, Any]:
     """Return the facts of the journal line that asks for an attempt at another place."""
     return {
@@ -164,10 +113,3 @@ def relaunch_request(last: AttemptView, place: int, why: str) -> dict[str, Any]:
         "place": place,
         "reason": why,
     }
-
-
-def _request(history: RunHistory, last: AttemptView, place: int, why: str, writer: str) -> str:
-    facts = relaunch_request(last, place, why)
-    del facts["after_attempt"]
-    done = operator.request(history.paths, writer=writer, seen=history.newest_order, **facts)
-    return f"{why}: {done}"

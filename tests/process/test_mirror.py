@@ -21,7 +21,8 @@ from holdfast.contracts.paths import CheckpointName
 from holdfast.trainer.mirror import command as mirror
 from holdfast.trainer.mirror import store as mirror_store
 from holdfast.trainer.mirror.fetch import fetch, newest_remote, read_remote
-from holdfast.trainer.mirror.store import Store, open_store
+from holdfast.trainer.mirror.open_store import open_store
+from holdfast.trainer.mirror.store import Store
 from holdfast.trainer.mirror.upload import Retries, commit, missing_files, read_upload, send_files
 
 QUICK = Retries(pauses_s=[0.05] * 5)

@@ -18,7 +18,7 @@ from holdfast.contracts.mirrors import Tiers, checkpoint_folder, read_record
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.states import AttemptState
 from holdfast.trainer.mirror import command as mirror
-from holdfast.trainer.mirror.store import open_store
+from holdfast.trainer.mirror.open_store import open_store
 from holdfast.trainer.staging.slots import SlotState
 from holdfast.workers import deletion, retention
 from holdfast.workers.mirrors import location_of

@@ -25,7 +25,7 @@ from holdfast.trainer.identity import Identity
 from holdfast.trainer.loading.preparation import Preparation
 from holdfast.trainer.loading.shared_work import Meter, SharedWork
 from holdfast.trainer.mirror.fetch import read_remote
-from holdfast.trainer.mirror.store import open_store
+from holdfast.trainer.mirror.open_store import open_store
 from holdfast.trainer.mirror.upload import Retries, commit, read_upload, send_files
 from holdfast.trainer.rank_tree import RankTree
 

@@ -9,8 +9,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -96,6 +98,14 @@ def test_the_import_contracts_are_kept() -> None:
         timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """Imports within functions count too, and imports for annotations do not."""
+    graph = grimp.build_graph("holdfast", exclude_type_checking_imports=True)
+    imports = {one: graph.find_modules_directly_imported_by(one) for one in graph.modules}
+    # It raises `CycleError` with the circle.
+    TopologicalSorter(imports).prepare()
 
 
 @pytest.mark.parametrize("library", sorted(LIBRARIES))

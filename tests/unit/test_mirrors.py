@@ -16,7 +16,8 @@ from holdfast.contracts.errors import DamagedCheckpointError, MirrorError
 from holdfast.contracts.manifest import FileEntry
 from holdfast.contracts.mirrors import Tiers, problem_with_mirror
 from holdfast.contracts.spec_checkpoint import Checkpointing
-from holdfast.trainer.mirror.store import EntryCheck, open_store, part_bytes_for
+from holdfast.trainer.mirror.open_store import open_store
+from holdfast.trainer.mirror.store import EntryCheck, part_bytes_for
 from holdfast.trainer.mirror.upload import PAUSE_MAX_S, TRIES_MAX, Retries, default_pauses
 from holdfast.workers.agent.flusher_supervisor import build_environment
 

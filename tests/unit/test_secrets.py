@@ -307,7 +307,7 @@ def test_references_are_checked_before_anything_is_queued(
     monkeypatch.delenv("TESTS_TOKEN", raising=False)
     absent = {"from_file": str(tmp_path / "absent")}
     spec = spec_of({"A": absent, "B": {"from_env": "TESTS_TOKEN"}, "C": {"prefect_secret": "c"}})
-    monkeypatch.setattr("holdfast.flows.start.has_service", lambda: False)
+    monkeypatch.setattr("holdfast.flows.deployments.api_url", lambda: None)
     with pytest.raises(PreflightError) as caught:
         submitted.require(spec)
     assert [line.split(" ")[0] for line in caught.value.problems] == [

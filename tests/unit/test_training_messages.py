@@ -30,7 +30,7 @@ from holdfast.contracts.rank_status import RankStatusTable
 from holdfast.trainer import Session, flusher_supervisor
 from holdfast.trainer.flusher_supervisor import FlusherSupervisor
 from holdfast.trainer.loading import restore
-from holdfast.trainer.mirror.store import open_store
+from holdfast.trainer.mirror.open_store import open_store
 
 
 def launch(directory: Path, steps: int) -> tuple[int, list[float]]:

@@ -19,7 +19,7 @@ from holdfast.trainer.collective import ControlGroup
 from holdfast.trainer.identity import Identity
 from holdfast.trainer.loading.shared_work import Meter, SharedWork
 from holdfast.trainer.mirror.fetch import Remote, begin_fetch, fetch_files, finish_fetch
-from holdfast.trainer.mirror.store import open_store
+from holdfast.trainer.mirror.open_store import open_store
 from holdfast.trainer.mirror.upload import Retries
 
 T = TypeVar("T")

@@ -28,7 +28,8 @@ from holdfast.contracts.manifest import FileEntry
 from holdfast.contracts.mirrors import checkpoint_folder, checkpoint_key, tombstone_key
 from holdfast.contracts.paths import CheckpointName
 from holdfast.trainer.mirror.fetch import Remote, fetch, list_remote, read_remote
-from holdfast.trainer.mirror.store import EntryCheck, Store, open_store
+from holdfast.trainer.mirror.open_store import open_store
+from holdfast.trainer.mirror.store import EntryCheck, Store
 from holdfast.trainer.mirror.upload import Retries, commit, missing_files, read_upload, send_files
 
 

@@ -26,7 +26,7 @@ from holdfast.contracts.paths import FETCHING, MANIFEST, CheckpointName, RunPath
 from holdfast.contracts.retries import read_again
 from holdfast.trainer.loading.resume import Choice, Find, choose
 from holdfast.trainer.mirror.fetch import Remote, newest_remote
-from holdfast.trainer.mirror.store import open_store
+from holdfast.trainer.mirror.open_store import open_store
 from holdfast.trainer.mirror.upload import Retries
 
 # After so many damaged checkpoints in the mirror, the resume stops looking there.

@@ -1,4 +1,4 @@
-"""The interface of a mirror's store, and the function that opens one by its URL.
+"""The interface of a mirror's store, and what all stores share.
 
 Keys are relative to the URL that the store was opened with, with forward slashes. Each store makes
 sure that an object is either complete or absent. A manifest can therefore act as the commit.
@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Protocol
-from urllib.parse import urlsplit
 
 from holdfast.contracts.digests import Content, new_checksum
 from holdfast.contracts.errors import DamagedCheckpointError, MirrorError
@@ -55,25 +54,6 @@ class Store(Protocol):
 
     def abort_uploads(self, prefix: str) -> int:
         """Abort unfinished uploads under `prefix` and return their number."""
-
-
-def open_store(url: str) -> Store:
-    """Open the store at `url` by its scheme: a directory, S3, or another fsspec file system.
-
-    Libraries are imported here, at first use. Raises `MirrorError` if one is missing.
-    """
-    scheme = urlsplit(url).scheme
-    if scheme == "file":
-        from holdfast.trainer.mirror.directory import DirectoryStore
-
-        return DirectoryStore(url)
-    if scheme in {"s3", "s3a"}:
-        from holdfast.trainer.mirror.s3 import S3Store
-
-        return S3Store(url)
-    from holdfast.trainer.mirror.any_filesystem import FsspecStore
-
-    return FsspecStore(url)
 
 
 def part_bytes_for(size_bytes: int) -> int:

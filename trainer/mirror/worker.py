@@ -26,7 +26,8 @@ from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.mirrors import MirrorRecord, Tiers, read_record, write_record
 from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths
 from holdfast.contracts.plain_text import counted
-from holdfast.trainer.mirror.store import Store, open_store
+from holdfast.trainer.mirror.open_store import open_store
+from holdfast.trainer.mirror.store import Store
 from holdfast.trainer.mirror.upload import (
     Retries,
     Upload,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from holdfast.contracts.errors import SpecError
-from holdfast.workers.executors.base import Executor, JobStatus
+from collections.abc import Mapping, Sequence
+
+from holdfast.contracts.errors import SchedulerUnavailableError, SpecError
+from holdfast.contracts.spec_resources import Resources
+from holdfast.workers.executors.base import AskCapacity, Executor, JobStatus
 from holdfast.workers.executors.local import LocalExecutor
 from holdfast.workers.executors.slurm import SlurmExecutor
 
-__all__ = ["Executor", "JobStatus", "executor_for"]
+__all__ = ["Executor", "JobStatus", "ask_capacity", "executor_for"]
 
 _KINDS: dict[str, type[Executor]] = {"local": LocalExecutor, "slurm": SlurmExecutor}
 
@@ -18,3 +21,23 @@ def executor_for(kind: str) -> Executor:
         return _KINDS[kind]()
     except KeyError:
         raise SpecError(f"executor {kind!r}: expected one of {', '.join(_KINDS)}") from None
+
+
+def ask_capacity(
+    resources: Resources, held: Mapping[str, int] | None = None, exclude: Sequence[str] = ()
+) -> AskCapacity:
+    """Return a question about the GPUs free for `resources` without the hosts `exclude`.
+
+    For `held`, see `Executor.room`. Its answer is None if the scheduler does not respond, so that
+    a run neither grows nor moves by a guess.
+    """
+    executor = executor_for(resources.executor)
+
+    def ask(*, is_urgent: bool) -> int | None:
+        try:
+            return executor.capacity(resources, held, is_urgent=is_urgent, exclude=exclude)
+        except SchedulerUnavailableError:
+            # The supervisor reports this when it next asks about the job.
+            return None
+
+    return ask

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from holdfast.contracts.attempt import Request, Submission
 from holdfast.contracts.errors import SchedulerUnavailableError
@@ -22,6 +22,12 @@ REBOOTED: Final = "rebooted"
 FORGOTTEN: Final = "forgotten"
 # In the message of a refusal that may come from the hosts that Holdfast excluded.
 BECAUSE_EXCLUDED: Final = "which excludes"
+
+
+class AskCapacity(Protocol):
+    """Returns how many GPUs are free or the attempt's own; None if unknown."""
+
+    def __call__(self, *, is_urgent: bool) -> int | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -123,8 +123,6 @@ class SlurmExecutor(Executor):
     absence_s = ABSENCE_S
 
     def submit(self, paths: AttemptPaths, request: Request) -> Submission:
-        from holdfast.workers.agent.main import run_agent
-
         _check_parameters(request)
         make_directory(paths.logs)
         python = shlex.join([*request.launch.wrapper, request.launch.python or sys.executable])
@@ -133,7 +131,8 @@ class SlurmExecutor(Executor):
         try:
             setup = checked_lines("launch.setup", request.scheduler.get("setup") or ())
             executor.update_parameters(**{**request.scheduler, "setup": setup or None})
-            job = executor.submit(run_agent, str(paths.request))
+            # submitit pickles a call, which nothing reads: the job's command starts the agent.
+            job = executor.submit(str, paths.request)
         except (FailedJobError, FailedSubmissionError) as error:
             message = " ".join(str(error).split())[:1000]
             passes = slurm_client.may_pass(message)
