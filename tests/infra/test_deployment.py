@@ -92,6 +92,10 @@ def test_step_2_environment_root_and_home(team: Team) -> None:
     team.as_root(team.block("0700 /var/lib/holdfast"))
     for person in ("ann", "ben"):
         team.machine.run("usermod", "--append", "--groups", "ml", person)
+    made = ("/shared/runs", "/shared/people", "/var/lib/holdfast")
+    found = team.machine.run("stat", "--format", "%U %G %a", *made).splitlines()
+    assert found[:2] == ["holdfast ml 2750", "root ml 3770"]
+    assert re.fullmatch(r"holdfast \w+ 700", found[2])
 
 
 def test_step_3_index_in_postgresql(team: Team) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -61,9 +62,10 @@ def test_order_of_a_schedule_says_so(
         f"deployments/{deployment}/schedules",
         {"active": True, "schedule": schedule, "parameters": {"run": "made"}},
     )
+    former = verifier(paused)
     try:
-        scheduled = "prefect schedule, flow run "
-        wait_for("a scheduled check", lambda: verifier(paused).startswith(scheduled), 120)
+        wait_for("a scheduled check", lambda: verifier(paused) != former, 120)
+        assert re.fullmatch(r"prefect schedule, flow run [\w-]+", verifier(paused))
     finally:
         service.command("prefect", "deployment", "schedule", "clear", "verify/holdfast", "-y")
 
