@@ -40,7 +40,7 @@ def run_deployment(runs: FlowRuns, name: str, **parameters: Any) -> dict[str, An
 
 def verifier(paths: RunPaths) -> str:
     found = [e.data["by"] for e in load_events(paths) if e.kind is EventKind.VERIFIED]
-    return str(found[-1])
+    return str(found[-1]) if found else ""
 
 
 def test_order_names_the_flow_run_and_the_given_person(runs: FlowRuns, paused: RunPaths) -> None:
