@@ -150,7 +150,8 @@ class Loop:
         step, pace, saver = self._position.finish_step(), self._pace, self._saver
         is_flushing, now = bool(saver.in_flight), time.monotonic()
         pace.meter.leave(now, is_flushing=is_flushing)
-        self._look_at_signals(now)
+        if self._flags is not None and now >= self._flags.due_at:
+            self._look_at_signals(now)
         if is_flushing:
             saver.collect()
         self._guard.look()

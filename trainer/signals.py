@@ -46,7 +46,8 @@ class SignalFlags:
         self._depth: dict[int, int] = dict.fromkeys(STOP_SIGNALS, 0)
         self._given_up: set[int] = set()
         self._notes: list[str] = []
-        self._looked_at = -math.inf
+        # The monotonic time from which `look` has something to do.
+        self.due_at = -math.inf
         self._is_open = _in_main_thread()
         # One object, to recognise it: each access to a method makes another.
         self._handler: Callable[[int, FrameType | None], None] = self._catch
@@ -65,9 +66,9 @@ class SignalFlags:
         It looks about once a second, `now` being the monotonic time. A signal that the program
         ignores stays ignored.
         """
-        if now - self._looked_at < LOOK_S:
+        if now < self.due_at:
             return []
-        self._looked_at = now
+        self.due_at = now + LOOK_S
         for number in STOP_SIGNALS if self._is_open else ():
             current = signal.getsignal(number)
             if current is not self._handler and number not in self._given_up:

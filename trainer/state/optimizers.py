@@ -161,10 +161,6 @@ class OptimizerState:
         ]
         return f"the groups of optimizer {self._number} have changed: {'; '.join(parts)}"
 
-    def group_sizes(self) -> list[int]:
-        """Return the number of parameters in each group."""
-        return [len(group["params"]) for group in self._optimizer.param_groups]
-
     def gather(self, names: Names, forms: Forms | None = None) -> dict[str, Any]:
         """Return live tensors and numbers by key. Add their forms to `forms`."""
         found: dict[str, Any] = {}

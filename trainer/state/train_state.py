@@ -52,7 +52,7 @@ from holdfast.trainer.state.optimizers import (
 from holdfast.trainer.state.own_loading import OwnLoading
 from holdfast.trainer.state.run_state import PROGRAM, Progress, Restored, State
 from holdfast.trainer.state.saved import Saved
-from holdfast.trainer.state.stepping import StepWatch
+from holdfast.trainer.state.stepping import StepWatch, group_sizes
 
 FORMS: Final = "forms"
 EMPTY_GROUPS: Final = "empty_groups"
@@ -102,6 +102,7 @@ class TrainState:
         self._fresh: Fresh | None = None
         self._watch: StepWatch | None = None
         self._counts: list[list[int]] = []
+        self._is_heard = all(isinstance(each, Optimizer) for each in self._optimizers)
         self._generators = rng.ResumedGenerators()
         # FSDP1 converts flat parameters to named ones with collectives of its own.
         self._is_fsdp1 = any(is_fsdp1(model) for model in self._models)
@@ -137,7 +138,7 @@ class TrainState:
         state = {MODEL: self._model_tensors(find_all(self._models))} if is_flat else self._tensors()
         put(state, self._objects.module_tensors())
         self._fresh = Fresh.of(flatten(state), () if self._is_fsdp1 else self._flattened)
-        self._counts = [each.group_sizes() for each in self._flattened]
+        self._counts = [group_sizes(each) for each in self._optimizers]
         self._watch = StepWatch(self._optimizers)
 
     def check(self, state: State) -> None:
@@ -158,18 +159,27 @@ class TrainState:
     def notice(self) -> None:
         """Raise `SaveError` if an optimizer got other groups or was replaced.
 
-        This costs much less than a `check`, so that each step boundary can call it.
+        Each step boundary calls this. The watch has noticed before whether there is anything to
+        examine. Optimizers whose steps it does not hear are examined each time.
         """
-        if self._watch is not None and (problem := self._watch.find_replaced()) is not None:
+        watch = self._watch
+        if watch is not None:
+            if watch.asks or not self._is_heard:
+                self._examine(watch)
+            watch.boundary += 1
+
+    def _examine(self, watch: StepWatch) -> None:
+        if (problem := watch.find_replaced()) is not None:
             raise SaveError(
                 f"{problem}. Checkpoints have the state of the Session's optimizers, so a resume "
                 "would train with the former one. Change the options in its param_groups, or load "
                 "another state into it, instead of making a new optimizer"
             )
-        counts = [each.group_sizes() for each in self._flattened]
-        if self._fresh is not None and counts != self._counts:
+        counts = [group_sizes(each) for each in self._optimizers]
+        if counts != self._counts:
             self.check(self._tensors())
             self._counts = counts
+        watch.examined()
 
     def close(self) -> None:
         """Stop watching the program's optimizers."""
