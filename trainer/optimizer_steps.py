@@ -24,7 +24,9 @@ class OptimizerSteps:
 
     def __init__(self, optimizers: Iterable[Any] = ()) -> None:
         self._can_hear, self._has_heard = True, False
-        self._has_any = self._has_stepped = False
+        self._has_any = False
+        # True once an optimizer has stepped. Set it to False where a step of the loop begins.
+        self.has_stepped = False
         # Optimizers that are changing weights at this moment.
         self._under_way = 0
         self._steps = self._missed = 0
@@ -50,7 +52,7 @@ class OptimizerSteps:
     @property
     def is_trained(self) -> bool:
         """True if the step under way has changed the weights completely."""
-        return self.is_known and not self._under_way and (self._has_stepped or not self._has_any)
+        return self.is_known and not self._under_way and (self.has_stepped or not self._has_any)
 
     @property
     def is_inside(self) -> bool:
@@ -60,17 +62,13 @@ class OptimizerSteps:
     @property
     def only_accumulates(self) -> bool:
         """True at a boundary of a step without an optimizer step, if many steps are so."""
-        is_one = self._has_any and self.is_known and not self._has_stepped
+        is_one = self._has_any and self.is_known and not self.has_stepped
         return is_one and self._missed >= max(MISSED_MIN, self._steps // MISSED_SHARE)
 
     def count_step(self) -> None:
         """Count the step of the loop that ends now."""
         self._steps += 1
-        self._missed += not self._has_stepped
-
-    def begin_step(self) -> None:
-        """Forget what the optimizers did before the step that begins now."""
-        self._has_stepped = False
+        self._missed += not self.has_stepped
 
     def close(self) -> None:
         """Stop hearing."""
@@ -83,4 +81,4 @@ class OptimizerSteps:
 
     def _end(self, _optimizer: Optimizer, _arguments: Any, _options: Any) -> None:
         self._under_way = max(0, self._under_way - 1)
-        self._has_stepped = self._has_heard = True
+        self.has_stepped = self._has_heard = True
