@@ -8,6 +8,7 @@ import os
 import time
 import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -96,7 +97,12 @@ class FlowRuns:
         """Send the request of `prefect deployment run` directly, which is faster."""
         deployment = self.ask(f"deployments/name/{DEPLOYMENT}")["id"]
         parameters = {"spec": str(spec), **({"overrides": list(overrides)} if overrides else {})}
-        self.ask(f"deployments/{deployment}/create_flow_run", parameters=parameters)
+        # With a key, a request that is sent again makes no second flow run.
+        self.ask(
+            f"deployments/{deployment}/create_flow_run",
+            parameters=parameters,
+            idempotency_key=uuid.uuid4().hex,
+        )
         return self._follow(name or spec.stem)
 
     def _follow(self, name: str) -> RunPaths:
@@ -115,14 +121,16 @@ class FlowRuns:
             data=json.dumps(sent).encode() if sent else None,
             headers=headers,
         )
-        ends_at = time.monotonic() + ANSWER_S
+        ends_at = time.monotonic() + WAIT_S
         while True:
             try:
                 with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
                     return json.loads(answer.read() or b"null")
-            except urllib.error.HTTPError as error:
-                # If its database is busy, the server returns 503; Prefect's client retries too.
-                if error.code != SERVICE_UNAVAILABLE or time.monotonic() > ends_at:
+            except (urllib.error.HTTPError, TimeoutError) as error:
+                # If its database is busy, the server returns 503, or nothing within a minute.
+                # Prefect's client retries too.
+                status = getattr(error, "code", SERVICE_UNAVAILABLE)
+                if status != SERVICE_UNAVAILABLE or time.monotonic() > ends_at:
                     raise
             time.sleep(POLL_S)
 
