@@ -151,37 +151,35 @@ class Loop:
         if self.failure:
             self.require_training()
         try:
-            return self._complete_step(has_end, ends_epoch)
+            step, pace, saver = self._position.finish_step(), self._pace, self._saver
+            is_flushing, now = saver.is_flushing, time.monotonic()
+            pace.meter.leave(now, is_flushing=is_flushing)
+            if self._flags is not None and now >= self._flags.due_at:
+                self._look_at_signals(now)
+            if is_flushing:
+                saver.collect()
+            self._guard.look()
+            self._optimizers.count_step()
+            if self._position.resumed_inside:
+                self._check_numbers()
+            saver.notice()
+            self.is_at_end = has_end or (ends_epoch and self.epochs is not None)
+            is_due = self.is_checkpoint_wanted or step >= pace.cadence.next_step
+            if is_due and not (has_end or self._must_wait_for_end(step)):
+                self._meet(step, at=Boundary(step))
+                pace.meter.enter(time.monotonic())
+            elif pace.rhythm.is_due(step):
+                saver.snapshot(step)
+                pace.meter.enter(time.monotonic())
+            self._optimizers.has_stepped = False
+            if self._record.finish_step(step):
+                self._consider(step)
+            return self.should_stop
         except SaveError:
             raise
         except BaseException as error:
             self.failure = self.failure or f"{type(error).__name__}: {error}"
             raise
-
-    def _complete_step(self, has_end: bool, ends_epoch: bool) -> bool:
-        step, pace, saver = self._position.finish_step(), self._pace, self._saver
-        is_flushing, now = bool(saver.in_flight), time.monotonic()
-        pace.meter.leave(now, is_flushing=is_flushing)
-        if self._flags is not None and now >= self._flags.due_at:
-            self._look_at_signals(now)
-        if is_flushing:
-            saver.collect()
-        self._guard.look()
-        self._optimizers.count_step()
-        if self._position.resumed_inside:
-            self._check_numbers()
-        saver.notice()
-        self.is_at_end = has_end or (ends_epoch and self.epochs is not None)
-        if self._is_save_due(step) and not (has_end or self._must_wait_for_end(step)):
-            self._meet(step, at=Boundary(step))
-            pace.meter.enter(time.monotonic())
-        elif pace.rhythm.is_due(step):
-            saver.snapshot(step)
-            pace.meter.enter(time.monotonic())
-        self._optimizers.has_stepped = False
-        if self._record.finish_step(step):
-            self._consider(step)
-        return self.should_stop
 
     def require_training(self) -> None:
         """Raise `SessionError` if an exception has ended training at a step boundary."""

@@ -52,23 +52,23 @@ class MetricWatch:
     """Knows which of the `wanted` metrics the program has logged in this launch or before.
 
     A step may have several lines. So a metric is missing when the next step is logged, a checkpoint
-    is saved or the program ends without it.
+    is saved or the program ends without it. `wanted` has those that were not logged yet, by key.
     """
 
     def __init__(self, wanted: Mapping[str, str], journal: _Journal) -> None:
         self._journal = journal
-        self._wanted = dict(wanted)
+        self.wanted = dict(wanted)
         self._missing: set[str] = set()
         self._logged: dict[str, None] = {}
         self._step: int | None = None
 
     def want(self, key: str, metric: str) -> None:
         """Watch another metric, which the program itself names."""
-        self._wanted[key] = metric
+        self.wanted[key] = metric
 
     def look(self, step: int, names: Iterable[str]) -> None:
         """Take the names of one logged line."""
-        if not self._wanted:
+        if not self.wanted:
             return
         if self._step is not None and step != self._step:
             self.look_back()
@@ -79,15 +79,15 @@ class MetricWatch:
     def meet(self, names: Iterable[str]) -> None:
         """Take the names of metrics that the program has given, now or before a resume."""
         known = {*names}
-        for key, metric in list(self._wanted.items()):
+        for key, metric in list(self.wanted.items()):
             if metric in known:
-                del self._wanted[key]
+                del self.wanted[key]
                 if key in self._missing:
                     self._write(key, metric, f"the program logs {metric!r} now", is_missing=False)
 
     def look_back(self) -> None:
         """Report, once, every metric that has not been logged."""
-        for key, metric in self._wanted.items():
+        for key, metric in self.wanted.items():
             if key in self._missing:
                 continue
             self._missing.add(key)

@@ -80,5 +80,7 @@ class OptimizerSteps:
         self._under_way += 1
 
     def _end(self, _optimizer: Optimizer, _arguments: Any, _options: Any) -> None:
-        self._under_way = max(0, self._under_way - 1)
+        # A hook of the program may have ended a step before `_begin` was called.
+        if self._under_way:
+            self._under_way -= 1
         self.has_stepped = self._has_heard = True

@@ -92,6 +92,8 @@ class Saver:
         self._context, self._record, self._recorder = context, record, recorder
         self._ranks, self._capture, self._note_forms = ranks, capture, note_forms
         self._check, self.notice = check, notice
+        # True from a save until `collect` or `wait` finds no more in flight. Each step reads it.
+        self.is_flushing = False
         self.is_planned = self.has_saved = False
         self._has_planner = planner is not None
         self._flush_timeout_s = flush_timeout_s()
@@ -251,6 +253,7 @@ class Saver:
         state, document = self._take_captured()
         began = time.monotonic()
         self._await_slot(began + self._flush_timeout_s)
+        self.is_flushing = True
         name = self.engine.save(
             state,
             document,
@@ -352,6 +355,7 @@ class Saver:
         """Process the results of saves since the last call. This reads shared memory only."""
         for result in self.engine.poll():
             self._take(result)
+        self.is_flushing = bool(self.in_flight)
 
     def wait(self) -> None:
         """Wait until no save is in flight, for the spec's `flush_timeout_s` at most."""
@@ -361,6 +365,7 @@ class Saver:
             self._record.beat(Phase.SAVE)
             for result in self.engine.wait(BEAT_S):
                 self._take(result)
+        self.is_flushing = bool(self.in_flight)
 
     def quiesce(self) -> None:
         """Wait for saves in flight, and discard snapshots."""

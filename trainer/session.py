@@ -432,7 +432,8 @@ class Session(SessionParts):
         those before it.
         """
         self._observed = self._position.completed + 1
-        self._recorder.watch.meet((self._guard.metric,))
+        if self._recorder.watch.wanted:
+            self._recorder.watch.meet((self._guard.metric,))
         self._guard.observe(self._observed, loss)
 
     @while_open

@@ -45,7 +45,9 @@ def while_open(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S
 
     @functools.wraps(method)
     def call(self: S, /, *args: P.args, **options: P.kwargs) -> R:
-        self._require_open(method.__name__)
+        # As `_require_open`, without two calls in each step.
+        if self._is_closed or self._forks != forks.count:
+            self._require_open(method.__name__)
         return method(self, *args, **options)
 
     return call

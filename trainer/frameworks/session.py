@@ -10,6 +10,7 @@ from typing import Any
 
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.paths import checkpoint_id
+from holdfast.trainer import forks
 from holdfast.trainer.data.sampler import ElasticSampler
 from holdfast.trainer.metrics import RESERVED
 from holdfast.trainer.session import Session
@@ -65,7 +66,6 @@ class FrameworkSession(Session):
             self._loop.promise(steps=total)
         return self._enter_loop(is_last=True)
 
-    @while_open
     def boundary(self, *, has_end: bool = False, ends_epoch: bool = False) -> bool:
         """Ends one step in a loop that you write yourself; saves if a checkpoint is due.
 
@@ -74,6 +74,9 @@ class FrameworkSession(Session):
         it. A save that is due then waits for `finish_end`. `ends_epoch` marks the last step of an
         epoch of `epochs`: a due save then waits for the epoch's end.
         """
+        # As `while_open`, which costs microseconds in each step.
+        if self._is_closed or self._forks != forks.count:
+            self._require_open("boundary")
         return self._loop.boundary(has_end=has_end, ends_epoch=ends_epoch)
 
     @while_open

@@ -116,5 +116,5 @@ class Detector:
 def spike_limit(losses: Collection[float], spike_mads: float) -> tuple[float, float]:
     """Return (median, limit) of at least one loss. All losses are finite."""
     middle = median(losses)
-    deviation = median(abs(loss - middle) for loss in losses)
+    deviation = median([abs(loss - middle) for loss in losses])
     return middle, middle + max(spike_mads * deviation, SPIKE_SHARE_MIN * abs(middle))

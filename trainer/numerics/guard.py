@@ -96,7 +96,7 @@ class LossGuard:
             raise SpecError(f"a loss of shape {tuple(loss.shape)}: expected one number")
         if loss.is_complex():
             raise SpecError(f"a loss of type {loss.dtype}: expected a real number")
-        if not devices.is_streamed(loss.device):
+        if loss.is_cpu or not devices.is_streamed(loss.device):
             self._look(step, float(loss.item()))
             return
         # In the loss's own type: not every device has float64.

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import torch
+from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -25,35 +25,49 @@ class StepWatch:
     the same parameters did not step. `close` must be called.
     """
 
-    # True once there is something to examine at the next boundary.
-    asks = False
-    # Add 1 at each step boundary.
-    boundary = 0
-
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._owners = {id(each): number for number, each in enumerate(optimizers)}
         self._optimizers = list(optimizers)
-        # The boundary after which each known optimizer has stepped last.
-        self._stepped: dict[int, int] = {}
+        # The numbers of the known optimizers that stepped. Clear it at each step boundary.
+        self.stepped: set[int] = set()
+        # Not empty once there is something to examine at the next boundary.
+        self.asks: list[bool] = []
         self._others: dict[int, Any] = {}
         self._sizes = [group_sizes(each) for each in optimizers]
-        watch = weakref.ref(self)
+        owners = {id(each): number for number, each in enumerate(optimizers)}
+        stepped, asks, others, sizes = self.stepped, self.asks, self._others, self._sizes
 
         def note(optimizer: Optimizer, *_: Any) -> None:
-            # A step that is being compiled is not changed.
-            if not torch.compiler.is_compiling() and (found := watch()) is not None:
-                found._note(optimizer)
+            # A step that is being compiled is not changed. All is in one function without
+            # attributes of the watch, because the training step replaces what is read here in
+            # the processor's caches.
+            if is_dynamo_compiling():
+                return
+            number = owners.get(id(optimizer))
+            if number is None:
+                others[id(optimizer)] = optimizer
+                asks.append(True)
+                return
+            stepped.add(number)
+            groups, known = optimizer.param_groups, sizes[number]
+            if len(groups) != len(known):
+                asks.append(True)
+            for group, size in zip(groups, known, strict=False):
+                if len(group["params"]) != size:
+                    asks.append(True)
 
-        self._handle: Any = register_optimizer_step_post_hook(note) if optimizers else None
+        self._end = None
+        if optimizers:
+            handle = register_optimizer_step_post_hook(note)
+            self._end = weakref.finalize(self, handle.remove)
 
     def find_replaced(self) -> str | None:
         """Return what stepped in place of a known optimizer since the last boundary, or None."""
-        others, self._others = self._others, {}
-        stepped = {number for number, at in self._stepped.items() if at == self.boundary}
-        for other in others.values():
+        others = list(self._others.values())
+        self._others.clear()
+        for other in others:
             theirs = _parameters(other)
             for number, known in enumerate(self._optimizers):
-                if number not in stepped and not theirs.isdisjoint(_parameters(known)):
+                if number not in self.stepped and not theirs.isdisjoint(_parameters(known)):
                     return (
                         f"an optimizer that the Session does not have ({type(other).__name__}) "
                         f"stepped the parameters of optimizer {number} ({type(known).__name__}) in "
@@ -63,24 +77,13 @@ class StepWatch:
 
     def examined(self) -> None:
         """Take the groups as they are now as known."""
-        self._sizes = [group_sizes(each) for each in self._optimizers]
-        self.asks = False
+        self._sizes[:] = [group_sizes(each) for each in self._optimizers]
+        self.asks.clear()
 
     def close(self) -> None:
         """Stop watching."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-
-    def _note(self, optimizer: Optimizer) -> None:
-        number = self._owners.get(id(optimizer))
-        if number is None:
-            self._others[id(optimizer)] = optimizer
-            self.asks = True
-            return
-        self._stepped[number] = self.boundary
-        if group_sizes(optimizer) != self._sizes[number]:
-            self.asks = True
+        if self._end is not None:
+            self._end()
 
 
 def group_sizes(optimizer: Any) -> list[int]:

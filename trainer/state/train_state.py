@@ -166,7 +166,7 @@ class TrainState:
         if watch is not None:
             if watch.asks or not self._is_heard:
                 self._examine(watch)
-            watch.boundary += 1
+            watch.stepped.clear()
 
     def _examine(self, watch: StepWatch) -> None:
         if (problem := watch.find_replaced()) is not None:
