@@ -7,12 +7,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "infra" / "docs"))
 
-from holdfast import __version__
+from holdfast.contracts.version import holdfast_version
 
 project = "Holdfast"
 author = "The Holdfast authors"
 copyright = author
-version = release = __version__
+version = release = holdfast_version()
 
 extensions = [
     "myst_parser",

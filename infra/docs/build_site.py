@@ -38,9 +38,9 @@ _REDIRECT: Final = """\
 def main() -> int:
     """Exit status: 0 built, 1 the pages have problems, 2 the call is wrong."""
     options = parse_options()
-    from holdfast import __version__
+    from holdfast.contracts.version import holdfast_version
 
-    version = __version__ if options.release else UNRELEASED
+    version = holdfast_version() if options.release else UNRELEASED
     began = time.monotonic()
     status = build(options.site / version, version, options.repository)
     if status == 0:

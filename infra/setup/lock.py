@@ -19,8 +19,8 @@ from packaging.utils import canonicalize_name
 CHECKOUT = Path(__file__).resolve().parents[2]
 # Packages of a torch build for one type of GPU. The package index selects them.
 HARDWARE_PREFIXES = ("nvidia-", "cuda-", "triton")
-# Needed to build the wheel and the editable install without an isolated environment.
-BUILD_TOOLS = ("setuptools",)
+# Needed to build the wheels and the editable installs without an isolated environment.
+BUILD_TOOLS = ("hatchling", "setuptools")
 # Extras with a lock of their own, beside this script. They need older versions of some packages.
 APART = ("torchtitan",)
 HEADER = """\

@@ -56,7 +56,7 @@ def names_in_code() -> set[str]:
     """The names of variables in string constants of the code."""
     files = [path for folder in CODE for path in (CHECKOUT / folder).rglob("*.py")]
     found = set()
-    for path in {*files, CHECKOUT / "setup.py"}:
+    for path in {*files, CHECKOUT / "hatch_build.py"}:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 name = node.value

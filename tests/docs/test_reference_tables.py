@@ -95,7 +95,7 @@ def test_the_code_reads_only_described_environment_variables() -> None:
     known = {one.name for one in VARIABLES}
     # Used only in the tests of the test cluster.
     known |= {"HOLDFAST_TEST_NODE"}
-    places = [*sources(), CHECKOUT / "setup.py", CHECKOUT / "Makefile"]
+    places = [*sources(), CHECKOUT / "hatch_build.py", CHECKOUT / "Makefile"]
     places += [*CHECKOUT.glob("infra/slurm/**/*.py"), *CHECKOUT.glob("infra/**/*.sh")]
     places += [*CHECKOUT.glob("tests/gpu/*.py"), CHECKOUT / "web" / "vite.config.ts"]
     unknown = {

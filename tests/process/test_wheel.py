@@ -23,6 +23,7 @@ from holdfast.cli.exit_status import REFUSED
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 STEPS = 6
+PARTS = {"api", "cli", "contracts", "flows", "lineage", "trainer", "workers"}
 NOT_SOURCE = shutil.ignore_patterns(
     ".*", "build", "dist", "*.egg-info", "__pycache__", "runs", "node_modules", "tests"
 )
@@ -106,21 +107,17 @@ def test_wheel_contains_all_sources_and_data_files(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     expected = {
-        f"holdfast/{path.relative_to(CHECKOUT / 'src' / 'holdfast')}"
-        for part in ("contracts", "lineage", "api", "cli")
-        for path in (CHECKOUT / "src" / "holdfast" / part).rglob("*.py")
+        str(path.relative_to(CHECKOUT / folder))
+        for folder in ("src", "flows", "workers", "trainer")
+        for pattern in ("*.py", "*.yaml", "py.typed")
+        for path in (CHECKOUT / folder).rglob(pattern)
     }
-    expected |= {
-        f"holdfast/{path.relative_to(CHECKOUT)}"
-        for part in ("flows", "workers", "trainer")
-        for path in (CHECKOUT / part).rglob("*.py")
-    }
+    assert {name.split("/")[1] for name in expected if name.endswith("py.typed")} == PARTS
     expected |= {
         f"holdfast/lineage/migrations/{path.relative_to(CHECKOUT / 'alembic')}"
         for pattern in ("*.py", "*.mako")
         for path in (CHECKOUT / "alembic").rglob(pattern)
     }
-    expected |= {"holdfast/py.typed", "holdfast/flows/templates/prefect.yaml"}
     # The wheel contains the built web page, so that users do not need Node.
     page = CHECKOUT / "src" / "holdfast" / "api" / "static"
     assert (page / "index.html").is_file(), f"{page}: no page; `make page` builds it"
@@ -238,7 +235,7 @@ def test_wheel_without_the_web_page_is_built_only_on_request(tmp_path: Path) -> 
     ignore = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "static", "web")
     source = tmp_path / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
         shutil.copy(CHECKOUT / name, source)
     shutil.copytree(CHECKOUT / "src", source / "src", symlinks=True, ignore=ignore)
     for name in ("flows", "trainer", "workers", "alembic"):

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import holdfast
 from holdfast.cli import bench_package
 from holdfast.cli.main import app
 from holdfast.contracts.errors import PreflightError
+from holdfast.contracts.version import holdfast_version
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -21,9 +21,9 @@ def test_both_distributions_have_the_same_version() -> None:
         place: tomllib.loads((CHECKOUT / place / "pyproject.toml").read_text())["project"]
         for place in (".", "benchmarks")
     }
-    assert {one["version"] for one in projects.values()} == {holdfast.__version__}
+    assert {one["version"] for one in projects.values()} == {holdfast_version()}
     (needed,) = projects["benchmarks"]["dependencies"]
-    assert needed == f"holdfast[server,trainer]=={holdfast.__version__}"
+    assert needed == f"holdfast[server,trainer]=={holdfast_version()}"
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 
 import holdfast
 from holdfast.contracts import errors
+from holdfast.contracts.version import holdfast_version
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
@@ -28,6 +29,11 @@ def modules() -> list[str]:
     # torchtitan has an environment of its own, which only its tests use.
     has_torchtitan = find_spec("torchtitan") is not None
     return sorted(name for name in names if has_torchtitan or "torchtitan" not in name)
+
+
+def test_the_modules_of_all_parts_are_found() -> None:
+    parts = {name.split(".")[1] for name in modules()}
+    assert parts == {"api", "cli", "contracts", "flows", "lineage", "trainer", "workers"}
 
 
 @pytest.mark.parametrize("name", modules())
@@ -48,7 +54,7 @@ def test_the_public_trainer_names_are_importable() -> None:
 
 
 def test_the_package_version_matches_pyproject() -> None:
-    assert holdfast.__version__ == PROJECT["version"] == metadata("holdfast")["Version"]
+    assert holdfast_version() == PROJECT["version"] == metadata("holdfast")["Version"]
 
 
 def test_the_command_is_installed() -> None:

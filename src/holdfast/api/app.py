@@ -9,7 +9,6 @@ from typing import Final
 from fastapi import APIRouter, FastAPI
 from fastapi.middleware.gzip import GZipMiddleware
 
-from holdfast import __version__
 from holdfast.api import problems
 from holdfast.api.negotiation import Below, Conditional, Negotiation
 from holdfast.api.query_names import KNOWN_QUERY
@@ -17,6 +16,7 @@ from holdfast.api.routes import actions, checkpoints, live, overview, page, runs
 from holdfast.api.schemas import Problem
 from holdfast.api.security import Guard
 from holdfast.api.services import Services
+from holdfast.contracts.version import holdfast_version
 
 PREFIX: Final = "/api/v1"
 COMPRESSED_BYTES_MIN: Final = 1000
@@ -31,7 +31,7 @@ def create_app(services: Services, prefix: str = "") -> FastAPI:
     """
     app = FastAPI(
         title="Holdfast",
-        version=__version__,
+        version=holdfast_version(),
         description="Runs, attempts, checkpoints and their lineage.",
         openapi_url=f"{PREFIX}/openapi.json",
         # These pages load scripts from other hosts, which the content security policy forbids.

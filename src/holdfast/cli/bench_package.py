@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Final
 
 from holdfast.contracts.errors import PreflightError
+from holdfast.contracts.version import holdfast_version
 
 NAME: Final = "holdfast_bench"
 
@@ -16,5 +16,5 @@ def require_bench_package(what: str) -> None:
     if find_spec(NAME) is None:
         raise PreflightError(
             f"{what} needs the package holdfast-bench, which is not installed in this environment. "
-            f"Run `pip install ./benchmarks` in a checkout of Holdfast {version('holdfast')}."
+            f"Run `pip install ./benchmarks` in a checkout of Holdfast {holdfast_version()}."
         )

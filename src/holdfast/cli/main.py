@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.metadata import version
 from typing import Annotated
 
 import typer
@@ -39,6 +38,7 @@ from holdfast.cli.exit_status import MISUSE, REFUSED
 from holdfast.cli.output import echo, prepare_streams, print_error, print_usage, warn
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.paths import refuse_others_home
+from holdfast.contracts.version import holdfast_version
 
 app = typer.Typer(
     name="holdfast",
@@ -55,7 +55,7 @@ for module in (
 
 def _print_version(show: bool) -> None:
     if show:
-        echo(f"holdfast {version('holdfast')}")
+        echo(f"holdfast {holdfast_version()}")
         raise typer.Exit
 
 

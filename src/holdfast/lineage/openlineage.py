@@ -32,14 +32,14 @@ from openlineage.client.facet_v2 import (
 )
 from openlineage.client.serde import Serde
 
-from holdfast import __version__
 from holdfast.contracts.errors import NotFoundError
 from holdfast.contracts.states import AttemptState
+from holdfast.contracts.version import holdfast_version
 from holdfast.lineage import pages, queries, reports, views
 from holdfast.lineage.database import Database
 
 NAMESPACE: Final = "holdfast"
-PRODUCER: Final = f"holdfast/{__version__}"
+PRODUCER: Final = f"holdfast/{holdfast_version()}"
 FILES: Final = "file"
 _JOB_TYPE: Final = job_type_job.JobTypeJobFacet(
     processingType="BATCH", integration="HOLDFAST", jobType="TRAINING"
@@ -131,7 +131,7 @@ def _facets(run: views.RunView, attempt: views.AttemptView) -> dict[str, Any]:
             job=parent_run.Job(namespace=NAMESPACE, name=run["name"]),
         ),
         "processing_engine": processing_engine_run.ProcessingEngineRunFacet(
-            version=__version__, name="holdfast"
+            version=holdfast_version(), name="holdfast"
         ),
     }
     if started_at:

@@ -10,7 +10,15 @@ from sqlalchemy import URL, NullPool, inspect, select, text
 from holdfast.lineage import models
 from holdfast.lineage.engine import make_engine, parse_url, translate_errors
 
-MIGRATIONS: Final = Path(__file__).parent / "migrations"
+
+def _find_migrations() -> Path:
+    """Return the folder of the migrations: in a wheel, of this package; in a checkout, alembic/."""
+    here = Path(__file__).resolve()
+    installed = here.parent / "migrations"
+    return installed if installed.is_dir() else here.parents[3] / "alembic"
+
+
+MIGRATIONS: Final = _find_migrations()
 # Where Alembic writes the revision.
 REVISION_TABLE: Final = "alembic_version"
 

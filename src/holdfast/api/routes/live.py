@@ -10,7 +10,6 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from holdfast import __version__
 from holdfast.api.access import AS_READER, identify
 from holdfast.api.problems import Refusal
 from holdfast.api.prometheus import CONTENT_TYPE, render
@@ -18,6 +17,7 @@ from holdfast.api.query_names import KNOWN_QUERY
 from holdfast.api.schemas import Health
 from holdfast.api.services import Services, services_of
 from holdfast.contracts.errors import LineageError
+from holdfast.contracts.version import holdfast_version
 
 # A comment line would keep the connection open too, but EventSource does not report comments.
 PING_S: Final = 5.0
@@ -95,7 +95,7 @@ def _health(services: Services) -> Health:
         )
     return Health(
         ok=database == "ok" and "ingest" not in problems,
-        version=__version__,
+        version=holdfast_version(),
         database=database,
         ingest_lag_s=lag_s,
         round_s=services.watch.round_s,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from holdfast import __version__
 from holdfast.api.access import Caller, address_of, cookie_name, identify, try_token
 from holdfast.api.problems import Refusal
 from holdfast.api.schemas import LogIn, Session
 from holdfast.api.services import services_of
 from holdfast.api.sessions import SESSION_S_MAX
+from holdfast.contracts.version import holdfast_version
 
 router = APIRouter(prefix="/session", tags=["session"])
 
@@ -70,5 +70,5 @@ def _session(caller: Caller | None) -> Session:
         name=caller.name if caller else None,
         role=caller.role if caller else None,
         csrf=caller.csrf if caller else None,
-        version=__version__,
+        version=holdfast_version(),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import platform
 import time
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ import torch
 
 from holdfast.contracts.paths import CheckpointName, RunPaths
 from holdfast.contracts.topology import GLOBAL_BATCHES, LIMITS
+from holdfast.contracts.version import holdfast_version
 from holdfast.trainer.identity import Identity
 from holdfast.trainer.loading.train_state import encode_train_state
 from holdfast.trainer.placed import Place, PlacedName
@@ -119,7 +119,7 @@ def make_table(
 def versions() -> dict[str, str]:
     """Return the versions that a manifest records."""
     return {
-        "holdfast": importlib.metadata.version("holdfast"),
+        "holdfast": holdfast_version(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
     }

@@ -1,3 +1,0 @@
-"""Holdfast keeps cluster training jobs alive."""
-
-__version__ = "0.1.0"
