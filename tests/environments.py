@@ -56,14 +56,24 @@ def link(wheel: Path, extra: str, folder: Path) -> None:
     """
     _make_empty(folder)
     pip(folder, "install", "-qq", "--no-deps", "--no-index", wheel)
+    _link_packages(folder, _requirements(_metadata_of(wheel), frozenset({extra})))
+    pip(folder, "check")
+
+
+def make_with(folder: Path, *names: str) -> None:
+    """Create an environment with links to distributions of our own, and all that they require."""
+    _make_empty(folder)
+    _link_packages(folder, [Requirement(name) for name in names])
+
+
+def _link_packages(folder: Path, requirements: list[Requirement]) -> None:
     (packages,) = folder.glob("lib/python3*/site-packages")
-    for distribution in _wanted(wheel, extra):
+    for distribution in _wanted(requirements):
         tops = {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}
         for top in tops:
             target = packages / top
             if not target.exists():
                 target.symlink_to(Path(str(distribution.locate_file(top))))
-    pip(folder, "check")
 
 
 def _make_empty(folder: Path) -> None:
@@ -72,10 +82,10 @@ def _make_empty(folder: Path) -> None:
     run_command(base, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
 
 
-def _wanted(wheel: Path, extra: str) -> list[metadata.Distribution]:
-    """All requirements of the wheel with its extra, including indirect ones."""
+def _wanted(requirements: list[Requirement]) -> list[metadata.Distribution]:
+    """The distributions that meet `requirements`, and all that those require."""
     found: dict[tuple[str, frozenset[str]], metadata.Distribution] = {}
-    waiting = _requirements(_metadata_of(wheel), frozenset({extra}))
+    waiting = list(requirements)
     while waiting:
         wanted = waiting.pop()
         key = (wanted.name.lower().replace("_", "-"), frozenset(wanted.extras))
