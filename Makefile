@@ -1,7 +1,7 @@
 # Holdfast. Each target does its own set-up, into .venv/; `make help` lists them.
 # HOLDFAST_HOME and HOLDFAST_ROOT are passed on as they are given.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-cluster page screenshots demo test test-all test-gpu test-versions bench bench-gpu \
+.PHONY: help setup setup-cluster page screenshots demo test test-unit test-more test-all test-gpu test-versions bench bench-gpu \
 	bench-frameworks check lock clean \
 	test-slurm slurm-up slurm-down docs docs-serve
 
@@ -31,8 +31,14 @@ screenshots: setup-cluster docs  ## Pictures of the web page and of the site, in
 demo: setup  ## A run that is preempted and relaunched on fewer ranks: about a minute
 	$(PYTHON) examples/demo.py $(ARGS)
 
-test: setup-cluster  ## All tests but the long ones; ARGS="-k name" narrows them
-	$(PYTEST) $(TWO_AT_A_TIME) -m "not slow" --durations=25 $(ARGS)
+test: setup-cluster  ## Each mechanism once, in ten minutes; ARGS="-k name" narrows them
+	$(PYTEST) $(TWO_AT_A_TIME) -m "not slow and not more" --durations=25 $(ARGS)
+
+test-unit: setup  ## Tests that start no server and no run, in two minutes; needs no root
+	$(PYTEST) $(TWO_AT_A_TIME) tests/unit -m "not slow and not more" --durations=10 $(ARGS)
+
+test-more: setup-cluster  ## The tests that `test` leaves out, without the long ones: 40 minutes
+	$(PYTEST) $(TWO_AT_A_TIME) -m "more and not slow" --durations=25 $(ARGS)
 
 test-all: setup-cluster  ## All tests: also soaks and matrices, and at the end a drill of 200 faults
 	$(PYTEST) $(TWO_AT_A_TIME) -m "not alone" --durations=40 $(ARGS)

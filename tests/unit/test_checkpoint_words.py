@@ -58,6 +58,7 @@ def test_a_word_without_a_checkpoint_names_the_next_step(run: RunFolder, root: P
             choose_checkpoint(empty.paths, word)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("word", "step"), [("latest", 200), ("best", 100), ("step-00000150", 150), ("step-50", 50)]
 )
@@ -106,6 +107,7 @@ def test_logs_name_earlier_attempts(call: Call, run: RunFolder) -> None:
     assert call("logs", "kelp", "--json").json["attempts"] == [1, 2]
 
 
+@pytest.mark.more
 def test_reindex_takes_the_root_in_both_ways(call: Call, run: RunFolder, root: Path) -> None:
     ways = (("reindex", str(root)), ("reindex", "--root", str(root)), ("db", "reindex"))
     assert [call(*words, "--json").json["runs"] for words in ways] == [["kelp"]] * 3

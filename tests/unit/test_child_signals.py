@@ -139,6 +139,7 @@ def test_a_helper_survives_a_signal_in_its_first_moment(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, f"helped\n0 {signal.SIGTERM.value}\n"), done.stderr
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
 def test_workers_of_a_loader_survive_a_signal_to_all_processes(
     tmp_path: Path, context: str

@@ -185,6 +185,7 @@ def test_a_root_that_cannot_be_written_is_refused(call: Call, tmp_path: Path) ->
     assert "cannot write there" in answer.err
 
 
+@pytest.mark.more
 def test_an_unreachable_prefect_is_refused_before_anything_is_queued(
     home: Path, tmp_path: Path, root: Path
 ) -> None:

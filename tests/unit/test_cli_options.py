@@ -384,6 +384,7 @@ def options_of(command: str) -> dict[str, TyperOption]:
     return {max(one.opts, key=len): one for one in options}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_option_has_its_effect(world: World, command: str) -> None:
     common = {"--root", "--json"}
@@ -392,6 +393,7 @@ def test_each_option_has_its_effect(world: World, command: str) -> None:
     assert [name for name, has_effect in seen.items() if not has_effect] == []
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_option_refuses_bad_values(world: World, command: str) -> None:
     arguments = COMMANDS[command]
@@ -407,6 +409,7 @@ def test_each_option_refuses_bad_values(world: World, command: str) -> None:
             assert refused.err
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("command", COMMANDS)
 def test_root_and_json_have_their_effect_everywhere(world: World, command: str) -> None:
     words, arguments, own = command.split(), COMMANDS[command], options_of(command)

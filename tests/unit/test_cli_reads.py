@@ -94,6 +94,7 @@ def journals_of(opened: list[Path]) -> set[str]:
     return {name for path in found for name in path.parts if name.startswith("run-")}
 
 
+@pytest.mark.more
 def test_a_limit_reads_only_the_journals_of_the_newest_runs(
     list_runs: Callable[..., list[dict[str, Any]]], opened: list[Path]
 ) -> None:
@@ -103,6 +104,7 @@ def test_a_limit_reads_only_the_journals_of_the_newest_runs(
     assert list_runs()[:3] == rows
 
 
+@pytest.mark.more
 def test_a_limit_skips_unreadable_runs(
     root: Path, list_runs: Callable[..., list[dict[str, Any]]], opened: list[Path]
 ) -> None:

@@ -351,6 +351,7 @@ def commands() -> Iterator[str]:
 COMMANDS: Final = sorted(commands())
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_option_has_its_effect(world: World, command: str) -> None:
     seen = ROWS[command](world) if command in ROWS else {}
@@ -364,6 +365,7 @@ def test_each_option_has_its_effect(world: World, command: str) -> None:
         assert name in (ROOT / ELSEWHERE[command, option]).read_text(), option
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_option_refuses_bad_values(world: World, command: str) -> None:
     silent: list[str] = []

@@ -72,6 +72,7 @@ def test_an_existing_output_has_one_status(call: Call, ended_run: RunPaths, tmp_
         assert "exist" in refused.err
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("answer", ["Ctrl-C", "Ctrl-D", "no"])
 def test_a_question_that_is_not_answered_yes_deletes_nothing(
     home: Path, ended_run: RunPaths, answer: str
@@ -119,6 +120,7 @@ def test_a_new_root_is_an_empty_list(call: Call, home: Path) -> None:
     assert "holdfast submit SPEC" in said.out
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("problem", ["read-only", "full"])
 def test_runs_are_shown_without_a_usable_index(
     call: Call,
@@ -145,6 +147,7 @@ def test_runs_are_shown_without_a_usable_index(
         assert call("runs").status == 4
 
 
+@pytest.mark.more
 def test_the_removal_of_the_index_asks(call: Call, ended_run: RunPaths) -> None:
     call("runs")
     refused = call("db", "downgrade", "base")

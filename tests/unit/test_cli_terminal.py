@@ -38,6 +38,7 @@ def test_ids_in_tables_are_whole(monkeypatch: pytest.MonkeyPatch, columns: int) 
     assert "…" not in shown.getvalue()
 
 
+@pytest.mark.more
 def test_ascii_output_has_no_traceback(home: Path, ended_run: RunPaths) -> None:
     with JournalWriter(ended_run.journal_of("tests")) as journal:
         journal.append(EventKind.NOTE, text="größer → später")

@@ -84,6 +84,7 @@ def test_the_storage_meta_of_one_save_is_appended() -> None:
             read(other)
 
 
+@pytest.mark.more
 def test_more_boxes_than_are_compared_at_once() -> None:
     count = COMPARED_AT_ONCE + 100
     rows = [row_of("line", (count,), (at,), (1,)) for at in range(count)]
@@ -91,6 +92,7 @@ def test_more_boxes_than_are_compared_at_once() -> None:
     assert_same(read(made), BoxTable.of(parse_metadata(made, "here")))
 
 
+@pytest.mark.more
 def test_a_changed_byte_is_refused_or_read_as_the_object_reader_reads_it() -> None:
     whole = content()
     chance = random.Random(7)

@@ -101,6 +101,7 @@ def race_for(path: Path, number: int, barrier: Barrier) -> None:
     os._exit(0 if won else 1)
 
 
+@pytest.mark.more
 def test_one_of_eight_processes_creates_the_file(tmp_path: Path) -> None:
     for round_number in range(3):
         path = tmp_path / f"claim{round_number}"

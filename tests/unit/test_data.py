@@ -29,6 +29,7 @@ def test_an_epoch_visits_every_sample_once(samples: int, seed: int, epoch: int) 
     assert np.array_equal(np.sort(permute(places, samples, seed, epoch)), places)
 
 
+@pytest.mark.more
 @given(
     samples=st.integers(1, 500),
     seed=SEEDS,
@@ -46,6 +47,7 @@ def test_all_ranks_together_see_the_same_samples_at_every_rank_count(
     assert together.max() < samples
 
 
+@pytest.mark.more
 @given(st.integers(1, 200), st.integers(0, 1000), st.integers(1, 300))
 def test_a_range_of_ids_equals_the_ids_read_singly(samples: int, start: int, count: int) -> None:
     whole = ids_at(start, count, samples, 5)

@@ -243,6 +243,7 @@ def train(
     return {name: value.cpu() for name, value in model.state_dict().items() if name != "phase"}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("kind", "default"), [("cuda", None), ("cuda", 1), ("xpu", 0)])
 def test_a_run_on_several_devices_continues_exactly(
     kind: str, default: int | None, tmp_path: Path

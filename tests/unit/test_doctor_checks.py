@@ -76,6 +76,7 @@ def test_an_index_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.Monk
     assert doctor_checks.check_database().level == "ok"
 
 
+@pytest.mark.more
 def test_an_api_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFECT_API_URL", AWAY)
     with temporary_settings({PREFECT_API_URL: AWAY}):

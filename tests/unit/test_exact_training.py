@@ -198,6 +198,7 @@ def in_session(parts: Parts, directory: Path, last: int) -> list[Any]:
     return parts.trace
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_training_equals_plain_torch_in_a_session_and_over_resumes(
     name: str, tmp_path: Path

@@ -60,6 +60,7 @@ def test_a_request_to_a_briefly_busy_api_is_retried(busy: str) -> None:
     assert len(BusyApi.asked) == BUSY_TIMES + 1
 
 
+@pytest.mark.more
 def test_an_api_that_is_away_is_named(busy: str) -> None:
     with (
         temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}),

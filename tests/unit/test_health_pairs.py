@@ -26,6 +26,7 @@ def play(names: list[str], bad: set[str]) -> PairPlan:
     return plan
 
 
+@pytest.mark.more
 @given(count=st.integers(3, 80), data=st.data())
 @settings(max_examples=400, deadline=None)
 def test_any_set_of_bad_nodes_below_half_is_found(count: int, data: st.DataObject) -> None:

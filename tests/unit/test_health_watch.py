@@ -85,6 +85,7 @@ def unhealthy(events: list[Event]) -> list[str]:
     return [str(e.data["host"]) for e in events if e.kind is EventKind.NODE_UNHEALTHY]
 
 
+@pytest.mark.more
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("bad", [{"n3"}, {"n0"}, {"n1", "n2"}])
 def test_the_bad_node_of_a_failed_pair_is_found(tmp_path: Path, bad: set[str]) -> None:

@@ -81,6 +81,7 @@ def facts(history: RunHistory) -> tuple[object, ...]:
     return history.attempts, history.state, history.tally.commits, history.tally.lines
 
 
+@pytest.mark.more
 def test_the_cost_of_a_turn_does_not_grow_with_attempts_or_nodes(
     tmp_path: Path, clock: Clock
 ) -> None:

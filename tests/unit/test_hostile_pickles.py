@@ -287,11 +287,13 @@ def _outcome(read: Callable[[], object]) -> str:
     return said
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("content", SETTERS.values(), ids=SETTERS)
 def test_no_pickle_sets_an_attribute_of_a_class(content: bytes) -> None:
     assert in_child(lambda: parse_metadata(content, "here")) in {"refused", "read"}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("content", BOMBS.values(), ids=BOMBS)
 def test_no_pickle_uses_much_time_or_memory(
     content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -310,6 +312,7 @@ def test_no_entry_uses_much_time_or_memory(
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.more
 def test_an_entry_that_decompresses_to_a_large_size_is_refused() -> None:
     content = inflating()
     assert in_child(lambda: load_plain(content)) == "refused"

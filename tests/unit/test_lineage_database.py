@@ -46,6 +46,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
         yield address
 
 
+@pytest.mark.more
 def test_migrations_create_the_models_and_can_be_reverted(url: str) -> None:
     assert current_revision(url) is None
     assert upgrade(url) == head_revision() == current_revision(url)
@@ -65,6 +66,7 @@ def test_revisions_are_those_that_alembic_finds() -> None:
     assert head_revision() == scripts.get_current_head()
 
 
+@pytest.mark.more
 def test_alembic_is_imported_only_to_change_a_schema(tmp_path: Path) -> None:
     """A third of a second of every command, and 12 MB of every supervisor."""
     url = f"sqlite:///{tmp_path / 'index.db'}"

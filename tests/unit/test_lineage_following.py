@@ -197,6 +197,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
         yield opened
 
 
+@pytest.mark.more
 @settings(
     max_examples=40,
     deadline=None,
@@ -320,6 +321,7 @@ def test_the_number_of_files_of_an_update_does_not_grow_with_the_run(
     assert counts[2] == counts[12]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("is_fresh", [False, True])
 @pytest.mark.parametrize("is_beside", [False, True])
 def test_a_large_change_takes_several_transactions(

@@ -51,6 +51,7 @@ def test_an_index_damaged_while_open_is_quarantined_and_rebuilt(
     assert quarantine(path) is None, "the rebuilt index is sound and is kept"
 
 
+@pytest.mark.more
 def test_many_processes_rebuild_a_damaged_index_once(testbed: tuple[RunFolder, Path]) -> None:
     run, path = testbed
     path.write_bytes(MAGIC + b"and then nothing that fits" * 4096)

@@ -60,6 +60,7 @@ def move(series: list[Series], source: bytes, target: np.ndarray) -> int:
     return moved
 
 
+@pytest.mark.more
 @settings(deadline=None, max_examples=300)
 @given(case=boxes(), unit_bytes=st.integers(1, 40), gap=st.integers(0, 30))
 def test_the_bytes_read_equal_array_slicing(

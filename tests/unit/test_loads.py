@@ -93,6 +93,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("facts", LOADED.values(), ids=LOADED)
 def test_what_plain_torch_loads_is_loaded(facts: dict[str, Any], tmp_path: Path) -> None:
     assert run_fast(Program.of(**facts), tmp_path) == (SAME, "")
@@ -251,6 +252,7 @@ def test_an_optimizer_inside_a_known_one_is_not_taken_for_another() -> None:
         state.close()
 
 
+@pytest.mark.more
 def test_random_programs_load_what_they_commit(tmp_path: Path) -> None:
     found = count(range(16), tmp_path)
     assert found[SAME] > 4, found
@@ -265,6 +267,7 @@ def test_many_random_programs_load_what_they_commit(first: int, tmp_path: Path) 
 
 
 # Program 5 has text with a lone surrogate, which only the file of a Session lost.
+@pytest.mark.more
 @pytest.mark.parametrize(("seed", "ends"), [(3, SAME), (5, SAME), (11, REFUSED)])
 def test_random_programs_with_a_session(seed: int, ends: str, tmp_path: Path) -> None:
     assert run_session(Program(seed), tmp_path) == ends

@@ -82,6 +82,7 @@ def test_more_values_than_a_record_holds_are_refused() -> None:
     os.close(handle)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("is_end", [False, True])
 def test_a_rank_that_has_gone_on_from_the_place_of_a_meeting_is_named(is_end: bool) -> None:
     status_table, handle = RankStatusTable.create(3)

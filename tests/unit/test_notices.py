@@ -152,6 +152,7 @@ def test_ec2_is_watched_with_a_token_that_is_renewed(monkeypatch: pytest.MonkeyP
     assert notes == []
 
 
+@pytest.mark.more
 def test_gcp_is_watched_with_waiting_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     # The proxy does not exist, so a request through it would fail.
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")

@@ -132,6 +132,7 @@ def spec(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+@pytest.mark.more
 def test_each_pair_of_output_options_has_its_effects(call: Call, spec: Path) -> None:
     seen = effects(call, spec)
     assert output_pairs() == seen.keys() | REFUSED.keys() | ELSEWHERE.keys()
@@ -140,6 +141,7 @@ def test_each_pair_of_output_options_has_its_effects(call: Call, spec: Path) -> 
     assert len(call("checkpoints", "kelp", "--json").json) == 3
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("words", "parts"),
     [

@@ -230,6 +230,7 @@ def test_a_cancel_between_the_reservation_and_the_submission_counts(
     assert cluster.submissions == 0
 
 
+@pytest.mark.more
 def test_a_cancel_during_the_submission_takes_the_job_back(
     paths: RunPaths, cluster: Cluster, index: Index
 ) -> None:
@@ -261,6 +262,7 @@ def test_a_relaunch_during_a_reservation_keeps_its_size(
 # --- A scheduler that does not answer -----------------------------------------------------------
 
 
+@pytest.mark.more
 def test_the_supervisor_repeats_what_the_scheduler_did_not_answer(
     paths: RunPaths, cluster: Cluster, index: Index
 ) -> None:

@@ -204,6 +204,7 @@ def clusters(draw: st.DrawFn) -> list[Rank]:
     return [rank_of(own, absent) for own, absent in zip(rows, lacking, strict=True)]
 
 
+@pytest.mark.more
 @settings(max_examples=150, deadline=None)
 @given(clusters(), st.integers(1, 3))
 def test_every_box_is_written_once_without_overlap(ranks: list[Rank], ranks_per_node: int) -> None:

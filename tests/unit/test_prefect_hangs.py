@@ -49,6 +49,7 @@ def hanging() -> Iterator[str]:
     server.server_close()
 
 
+@pytest.mark.more
 def test_a_request_ends_in_time(hanging: str) -> None:
     began = time.monotonic()
     with pytest.raises(ServiceError, match="did not answer for"):
@@ -56,6 +57,7 @@ def test_a_request_ends_in_time(hanging: str) -> None:
     assert time.monotonic() - began < ANSWER_S_MAX
 
 
+@pytest.mark.more
 def test_the_question_of_a_process_that_is_being_killed_ends_in_time(hanging: str) -> None:
     began = time.monotonic()
     assert not find_cancelling(str(uuid.uuid4()))

@@ -111,6 +111,7 @@ def _wait_until(look: Callable[[], bool]) -> None:
 Make = Callable[..., Watched]
 
 
+@pytest.mark.more
 def test_each_complete_checkpoint_is_recorded_with_its_parent(make: Make) -> None:
     run = make(complete=["done"])
     run.begin()
@@ -129,6 +130,7 @@ def test_each_complete_checkpoint_is_recorded_with_its_parent(make: Make) -> Non
     assert run.watch.problems == ()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("has_progress", [True, False])
 def test_a_file_that_each_save_overwrites_is_recorded_each_time(
     make: Make, tmp_path: Path, has_progress: bool
@@ -166,6 +168,7 @@ def test_a_file_that_each_save_overwrites_is_recorded_each_time(
     assert run.committed() == []
 
 
+@pytest.mark.more
 def test_progress_in_the_output_tells_where_a_launch_began(make: Make) -> None:
     run = make(complete=["done"], progress=r"step (?P<step>\d+)")
     run.begin()
@@ -186,6 +189,7 @@ def test_progress_in_the_output_tells_where_a_launch_began(make: Make) -> None:
     assert origins == [0, 10]
 
 
+@pytest.mark.more
 def test_a_deleted_and_an_overwritten_checkpoint_become_tombstones(make: Make) -> None:
     run = make(complete=["done"])
     run.begin()
@@ -224,6 +228,7 @@ def test_files_of_a_program_that_died_need_a_file_as_proof(make: Make) -> None:
     assert "was there before the program started" in run.watch.problems[0]
 
 
+@pytest.mark.more
 def test_a_late_record_counts_for_the_launch_that_wrote_it(make: Make) -> None:
     before = make(complete=["done"])
     before.begin()
@@ -241,6 +246,7 @@ def test_a_late_record_counts_for_the_launch_that_wrote_it(make: Make) -> None:
     assert run.wait_for(10, 20)[1].parent == late.id
 
 
+@pytest.mark.more
 def test_a_folder_that_is_away_retires_nothing(make: Make, tmp_path: Path) -> None:
     run = make(complete=["done"])
     run.begin()
@@ -268,6 +274,7 @@ def test_a_pipe_among_the_files_is_reported_and_never_opened(make: Make) -> None
     assert "checkpoint-11: is a link or a special file" in why
 
 
+@pytest.mark.more
 def test_what_cannot_be_recorded_is_reported_and_the_rest_is(make: Make) -> None:
     run = make(complete=["done"])
     run.begin()
@@ -294,6 +301,7 @@ def test_without_a_match_the_pattern_is_named(make: Make, tmp_path: Path) -> Non
     assert f"nothing new matched {tmp_path}/out/checkpoint-{{step}}" in why
 
 
+@pytest.mark.more
 def test_a_directory_that_another_user_plants_is_no_checkpoint(make: Make) -> None:
     """It has the newest step, beyond the last one, and all that makes one complete."""
     run = make(complete=["done"])

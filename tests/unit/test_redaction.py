@@ -274,6 +274,7 @@ def test_secrets_in_every_part_of_a_spec_are_redacted() -> None:
     )
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "part",
     [

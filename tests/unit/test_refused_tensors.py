@@ -110,6 +110,7 @@ class EightBit(torch.optim.SGD):
                 self.state[p].setdefault("moment", Quantised(p.detach().char(), p.detach()))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("value", "said"),
     [
@@ -188,6 +189,7 @@ def test_a_growing_list_of_numbers_gets_a_larger_plan() -> None:
     assert [capacity_of([0] * n) for n in (0, 16, 17, LIST_STEP + 1)] == [16, 16, 32, 2 * LIST_STEP]
 
 
+@pytest.mark.more
 def test_an_optimizers_list_grows_over_saves_and_a_resume(tmp_path: Path) -> None:
     for last in (60, 61):
         model = nn.Linear(2, 2)
@@ -217,6 +219,7 @@ GROWING: list[tuple[str, Any, Callable[[Any, int], Any], Any]] = [
 ]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("start", "after", "end"), [case[1:] for case in GROWING], ids=[case[0] for case in GROWING]
 )

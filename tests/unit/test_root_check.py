@@ -71,6 +71,7 @@ def test_the_only_node_is_excluded_and_another_one_is_tried() -> None:
     assert (ending.cause, hosts) == (Cause.NODE_FAILURE, ("n0",))
 
 
+@pytest.mark.more
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("joined", [1, 0])
 def test_a_host_that_does_not_join_is_named_and_excluded(tmp_path: Path, joined: int) -> None:

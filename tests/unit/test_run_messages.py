@@ -126,6 +126,7 @@ def test_a_checkpoint_that_was_never_committed_cannot_be_forked(
 # --- The index --------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 def test_a_copied_folder_is_named_and_moved_out_of_the_root(
     call: Call, ended_run: RunPaths, root: Path, tmp_path: Path
 ) -> None:
@@ -147,6 +148,7 @@ def test_a_copied_folder_is_named_and_moved_out_of_the_root(
     assert call("reindex", other).status == 0
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "damage", "words"),
     [

@@ -273,6 +273,7 @@ def test_a_run_that_would_take_too_long_to_play_is_refused(
         play(spec_of(checkpoint={"interval": interval}), steps, [16], costs)
 
 
+@pytest.mark.more
 def test_a_run_that_looks_for_larger_sizes_too_often_is_refused() -> None:
     elastic = {"min_gpus": 8, "max_gpus": 32, "grow": True}
     trace = Trace((16, 16), 1.0)

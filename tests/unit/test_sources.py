@@ -216,6 +216,7 @@ def test_names_that_no_tensor_has_are_refused(tmp_path: Path, name: str) -> None
     assert str(caught.value).isprintable()
 
 
+@pytest.mark.more
 def test_a_file_with_very_many_empty_tensors_is_refused(tmp_path: Path) -> None:
     empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
     many = {f"t{number}": empty for number in range(300_000)}

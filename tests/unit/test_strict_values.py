@@ -145,6 +145,7 @@ def is_text(annotation: Any) -> bool:
     return kinds_of(annotation) - {type(None)} <= {str, Literal}
 
 
+@pytest.mark.more
 def test_every_key_refuses_every_value_of_another_kind(tmp_path: Path) -> None:
     assert len(KEYS) > 100
     tried = 0

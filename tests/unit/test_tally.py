@@ -197,6 +197,7 @@ def check_commits(history: RunHistory, events: Sequence[Event]) -> None:
         assert found.newest_at == max(event.time for event in own)
 
 
+@pytest.mark.more
 @settings(max_examples=60, deadline=None)
 @given(acts=st.lists(ACTS, max_size=60))
 def test_a_tallied_history_says_what_the_whole_one_says(acts: list[tuple[str, Any]]) -> None:

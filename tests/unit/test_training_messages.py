@@ -141,6 +141,7 @@ def test_a_run_without_a_whole_checkpoint_continues_from_a_copy(tmp_path: Path) 
     assert (began, len(weights)) == (2, 2)
 
 
+@pytest.mark.more
 def test_the_log_names_what_was_resumed_from_and_passed_over(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -158,6 +159,7 @@ def test_the_log_names_what_was_resumed_from_and_passed_over(
     assert "continues after" not in capsys.readouterr().out
 
 
+@pytest.mark.more
 def test_a_run_whose_read_checkpoints_are_all_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:

@@ -130,6 +130,7 @@ def test_each_command_states_the_true_cause(
     assert "committed" not in gone.err
 
 
+@pytest.mark.more
 def test_logs_that_are_followed_as_json_are_a_stream(
     home: Path, call: Call, ended_run: RunPaths
 ) -> None:

@@ -11,6 +11,7 @@ from tests.runs import RunFolder
 SPEC = 'name = "kelp"\ncommand = ["train.py"]\nconfig.steps = 50\n'
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("words", "parts"),
     [

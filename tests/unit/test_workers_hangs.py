@@ -138,6 +138,7 @@ def unregistered(silent_s: float) -> dict[str, Any]:
     return {"pid": 0, "step": -1}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("ranks", "first_s", "last_s"),
     [
@@ -178,6 +179,7 @@ def test_a_hang_is_suspected_soon_and_ended_in_bounded_time(
     assert simulation.watch.evidence
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("ranks", "silent_s"),
     [
@@ -230,6 +232,7 @@ def test_ranks_that_exit_slowly_are_not_suspected(simulation: Simulation) -> Non
     assert simulation.events(EventKind.HANG_SUSPECTED) == []
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("rank", "suspected_s"),
     [

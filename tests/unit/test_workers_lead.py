@@ -210,6 +210,7 @@ def played(
         host.close()
 
 
+@pytest.mark.more
 @pytest.mark.timeout(60)
 def test_a_node_report_from_before_a_restart_does_not_end_the_next_launch(tmp_path: Path) -> None:
     run = RunFolder(tmp_path, "quick", "1" * 32)
@@ -291,6 +292,7 @@ def wait_for(kind: EventKind, events: Callable[[], list[Event]], timeout_s: floa
     return time.monotonic() - began
 
 
+@pytest.mark.more
 @pytest.mark.timeout(60)
 def test_a_signal_is_handled_in_time_while_a_node_is_silent(
     tmp_path: Path,
@@ -310,6 +312,7 @@ def test_a_signal_is_handled_in_time_while_a_node_is_silent(
     assert judge_ending(lead)[0].cause is Cause.PREEMPTION
 
 
+@pytest.mark.more
 @pytest.mark.timeout(60)
 def test_a_silent_node_that_answers_in_time_stops_with_the_others(tmp_path: Path) -> None:
     with running_lead(tmp_path, [math.inf, 6], grace_s=30.0) as (
@@ -429,6 +432,7 @@ class SlowNode(SteadyNode):
         return 5
 
 
+@pytest.mark.more
 @pytest.mark.timeout(60)
 def test_nodes_are_asked_in_parallel(tmp_path: Path) -> None:
     with played(tmp_path / "channel.json", [SlowNode(f"n{i}") for i in range(64)]) as (host, all_):
@@ -488,6 +492,7 @@ def test_a_signal_to_another_node_reaches_node_0_at_once(tmp_path: Path) -> None
         wait_for(EventKind.STOP_AGREED, events, WAIT_S)
 
 
+@pytest.mark.more
 def test_an_agent_raises_its_descriptor_limit_to_the_maximum() -> None:
     code = (
         "import resource as r; from holdfast.workers.agent.main import raise_descriptor_limit;"

@@ -173,6 +173,7 @@ def test_without_a_usable_home_slurm_is_asked_directly(slurm: Callable[..., Path
     assert count(calls) == 2
 
 
+@pytest.mark.more
 def test_a_process_that_asks_for_too_long_is_reported(
     slurm: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -157,6 +157,7 @@ def test_a_session_without_snapshots_says_so(
     assert "checkpoint.snapshots = off (DeepSpeed) counts, and not 5" in capfd.readouterr().out
 
 
+@pytest.mark.more
 def test_no_signature_in_the_trainer_writes_a_default() -> None:
     names = {key.rpartition(".")[2] for key in OF_PROGRAM}
     found = []
