@@ -131,9 +131,10 @@ def wait(what: str, run: RunPaths, is_so: Callable[[], bool]) -> None:
     ends_at = time.monotonic() + RUN_S_MAX
     last_key: object = None
     while time.monotonic() < ends_at:
+        # Read before `is_so`, so that an end of the run that it has not seen is no failure.
+        history = load_history(run)
         if is_so():
             return
-        history = load_history(run)
         progress = describe_progress(history)
         if progress.key != last_key:
             say(progress.text)
