@@ -97,6 +97,7 @@ def capture(folder: Path, *names: str) -> None:
     subprocess.run([*command, *(["--only", *names] if names else [])], check=True, cwd=CHECKOUT)
 
 
+@pytest.mark.more
 def test_quick_endings_captured_again_are_classified_the_same(tmp_path: Path) -> None:
     capture(tmp_path, *(crash.name for crash in QUICK))
     for crash in QUICK:

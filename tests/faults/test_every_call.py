@@ -162,6 +162,7 @@ def wait_for_failure_report(node: Node, step: int) -> None:
     )
 
 
+@pytest.mark.more
 def test_flusher_killed_after_any_system_call_finishes_the_save_on_restart(node: Node) -> None:
     """The disk is left as the death of the whole node would; a new flusher finishes the save."""
     injector = FaultInjector(node)

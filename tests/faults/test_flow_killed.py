@@ -173,6 +173,7 @@ def expect_complete_records(flow: Flow, history: RunHistory) -> None:
     assert numbers == [view.number for view in history.attempts]
 
 
+@pytest.mark.more
 def test_flow_killed_while_submitting_loses_nothing(flow: Flow) -> None:
     document = "runs/kelp/attempts/*/{}.json"
     assert flow.live(Point("mkdir", "runs/kelp/attempts/*", 1))

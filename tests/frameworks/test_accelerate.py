@@ -149,6 +149,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return made
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("whole", "cut"), [("whole", "cut"), ("stateful", "stateful_cut")])
 def test_a_killed_and_stopped_run_equals_an_uninterrupted_one(
     runs: Runs, whole: str, cut: str

@@ -40,6 +40,7 @@ def test_two_ranks_save_load_and_fail_together(saved: Path) -> None:
     assert (saved / "whole-2.pt").exists()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["ours", "stock"])
 def test_one_process_loads_what_two_ranks_saved(saved: Path, name: str) -> None:
     expected = torch.load(saved / "whole-2.pt")
@@ -51,6 +52,7 @@ def test_one_process_loads_what_two_ranks_saved(saved: Path, name: str) -> None:
     assert is_same(state, {f"app.{key}": value for key, value in expected.items()})
 
 
+@pytest.mark.more
 def test_two_ranks_load_what_one_saved(saved: Path, tmp_path: Path) -> None:
     expected = torch.load(saved / "whole-2.pt")
     state = {f"app.{key}": value for key, value in expected.items()}
@@ -60,6 +62,7 @@ def test_two_ranks_load_what_one_saved(saved: Path, tmp_path: Path) -> None:
     assert is_same(torch.load(tmp_path / "ours-at-2.pt"), expected)
 
 
+@pytest.mark.more
 def test_kills_at_many_moments_leave_a_whole_checkpoint(tmp_path: Path) -> None:
     found = run_program("frameworks.dcp_program", "kill_saves", 8, tmp_path, timeout_s=RANKS_S)
     assert "8 kills, each left a whole checkpoint" in found

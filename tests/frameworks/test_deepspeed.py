@@ -119,6 +119,7 @@ def compare(broken: Path, whole: Path, *, until: int) -> None:
         assert math.isclose(alone["loss"], mean, rel_tol=LOSS_APART_MAX)
 
 
+@pytest.mark.more
 def test_a_damaged_checkpoint_and_one_without_a_rank_s_file_are_passed_over(
     cases: dict[str, Any],
 ) -> None:
@@ -150,6 +151,7 @@ def test_a_checkpoint_of_another_stage_framework_or_version_is_refused_and_kept(
     assert found["steps"] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.more
 def test_a_state_that_deepspeed_cannot_convert_stays_on_its_number_of_ranks(
     cases: dict[str, Any],
 ) -> None:
@@ -212,6 +214,7 @@ def test_each_stage_continues_on_fewer_and_on_more_ranks(tmp_path: Path, stage: 
     check_resized(run_cases(tmp_path, f"resized-{stage}")[f"resized-{stage}"])
 
 
+@pytest.mark.more
 def test_an_engine_without_zero_continues_on_fewer_and_on_more_ranks(
     cases: dict[str, Any],
 ) -> None:

@@ -72,6 +72,7 @@ QUICK: Final = {
 }
 
 
+@pytest.mark.more
 def test_interrupted_programs_equal_uninterrupted_ones(tmp_path: Path) -> None:
     """Samples, losses, rates, evaluations, epoch metrics, random numbers and the best file."""
     expected = sum(map(len, QUICK.values()))

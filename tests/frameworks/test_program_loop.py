@@ -144,6 +144,7 @@ def orders(loader: FabricLoader) -> list[list[int]]:
     return [batch[0].tolist() for batch in loader.inner]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_continues_its_order_and_has_the_same_next_one(kind: Any, workers: int) -> None:

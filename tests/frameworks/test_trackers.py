@@ -90,6 +90,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Tracked:
     return Tracked(folder, run, dict(told), resumed[-1])
 
 
+@pytest.mark.more
 def test_tensorboard_shows_each_step_once_after_a_crash(tracked: Tracked) -> None:
     directory = tracked.ids["tensorboard"]
     assert Path(directory) == tracked.run.directory / "tensorboard"
@@ -130,6 +131,7 @@ def test_mlflow_run_continues_after_a_crash_and_a_fork_is_its_child(tracked: Tra
     assert MlflowTracker("kelp", tracking_uri=uri).open(fork) == child
 
 
+@pytest.mark.more
 def test_wandb_run_continues_after_a_crash(tracked: Tracked) -> None:
     folders = sorted((tracked.folder / "wandb").glob("offline-run-*"))
     assert len(folders) == 2

@@ -136,6 +136,7 @@ def write_commands(testbed: Testbed, name: str) -> list[list[str]]:
     ]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_commands_on_a_hostile_folder_finish_and_change_nothing_else(
     testbed: Testbed, index: Path, shard: int

@@ -8,6 +8,7 @@ from tests.interleavings.situations import Situations
 from tests.interleavings.test_pairs import Record, play_all
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("item", [*ITEMS, UNPIN.name])
 def test_a_clock_that_is_off_by_an_hour(
     situations: Situations, item: str, record_property: Record

@@ -68,6 +68,7 @@ def both_ways(
         yield from schedules(situations, second, first, most)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_a_pair(situations: Situations, first: str, second: str, record_property: Record) -> None:
     assert play_all(situations, one_each(situations, first, second), record_property) == ""

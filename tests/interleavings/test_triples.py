@@ -132,6 +132,7 @@ def play_triples(situations: Situations, number: int, count: int, record: Record
         record("interleavings", (Triple.played, time.monotonic() - began))
 
 
+@pytest.mark.more
 def test_random_triples(situations: Situations, record_property: Record) -> None:
     play_triples(situations, 0, 150, record_property)
     assert Triple.played >= 150

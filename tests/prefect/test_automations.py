@@ -110,6 +110,7 @@ def _has_more(webhook: Webhook, before: int) -> bool:
     return len(webhook.got) > before
 
 
+@pytest.mark.more
 def test_each_alert_is_sent_by_its_event(
     runs: FlowRuns, automated: list[str], webhook: Webhook
 ) -> None:

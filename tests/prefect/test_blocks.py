@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from examples.demo_service import PrefectService
 from tests.flow_runs import FlowRuns, wait_for_end
 
@@ -12,6 +13,7 @@ from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.paths import RunPaths
 
 
+@pytest.mark.more
 def test_a_spec_takes_its_defaults_and_its_root_from_blocks(
     runs: FlowRuns, service: PrefectService, tmp_path: Path
 ) -> None:

@@ -63,6 +63,7 @@ def flow_run(runs: FlowRuns, name: str) -> dict[str, Any]:
     return newest
 
 
+@pytest.mark.more
 def test_a_second_deploy_changes_nothing_and_prefect_yaml_deploys_the_same(
     runs: FlowRuns, service: PrefectService
 ) -> None:

@@ -43,6 +43,7 @@ def verifier(paths: RunPaths) -> str:
     return str(found[-1]) if found else ""
 
 
+@pytest.mark.more
 def test_order_names_the_flow_run_and_the_given_person(runs: FlowRuns, paused: RunPaths) -> None:
     made = run_deployment(runs, "verify", run="made")
     assert verifier(paused) == f"prefect flow run {made['name']}"
@@ -53,6 +54,7 @@ def test_order_names_the_flow_run_and_the_given_person(runs: FlowRuns, paused: R
     assert by.isprintable()
 
 
+@pytest.mark.more
 def test_order_of_a_schedule_says_so(
     runs: FlowRuns, service: PrefectService, paused: RunPaths
 ) -> None:
@@ -70,6 +72,7 @@ def test_order_of_a_schedule_says_so(
         service.command("prefect", "deployment", "schedule", "clear", "verify/holdfast", "-y")
 
 
+@pytest.mark.more
 def test_cancellation_names_the_flow_run_and_its_message(
     runs: FlowRuns, service: PrefectService
 ) -> None:

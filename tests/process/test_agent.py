@@ -145,6 +145,7 @@ def test_pause_commits_and_does_not_count_as_failure(make: Make) -> None:
     assert decide(run.history(), None, now=time.time()).action == "relaunch"
 
 
+@pytest.mark.more
 def test_program_without_a_session_is_killed_after_the_grace_period(make: Make) -> None:
     run = make(session=False, sleep_s=SLEEP_S, grace_s=4.0)
     attempt = run.submit()
@@ -158,6 +159,7 @@ def test_program_without_a_session_is_killed_after_the_grace_period(make: Make) 
     wait_until(lambda: not processes_of(run.paths), "the end of every process")
 
 
+@pytest.mark.more
 def test_early_exit_is_a_failure_and_relaunch_continues(make: Make) -> None:
     run = make(steps=12, exit_at=9, gpus=1, checkpoint={"interval": 4}, sleep_s=0.05)
     run.submit()
@@ -223,6 +225,7 @@ def test_completed_run_can_be_relaunched_only_if_steps_may_be_missing(
         operator.request(run.paths, "relaunch", by="tester")
 
 
+@pytest.mark.more
 def test_run_without_a_session_is_relaunched_once_per_request(
     make: Make,
 ) -> None:
@@ -269,6 +272,7 @@ def test_deadline_of_a_stop_file_is_enforced(make: Make) -> None:
     assert time.time() - now < SLEEP_S / 2
 
 
+@pytest.mark.more
 def test_cancel_now_ends_a_stop_that_waits_for_a_step(make: Make) -> None:
     run = make(steps=10, sleep_s=SLEEP_S, gpus=1)
     attempt = run.submit()
@@ -286,6 +290,7 @@ def test_cancel_now_ends_a_stop_that_waits_for_a_step(make: Make) -> None:
     wait_until(lambda: not processes_of(run.paths), "the end of every process")
 
 
+@pytest.mark.more
 def test_program_without_a_session_that_a_preemption_ends_is_not_complete(make: Make) -> None:
     """A signal to all processes of the job, and the program exits with status 0."""
     run = make(session=False, sleep_s=SLEEP_S, heeds_signals=True)

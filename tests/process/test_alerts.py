@@ -68,6 +68,7 @@ def test_people_are_told_of_a_failed_run_and_addresses_stay_secret(
         assert secret.encode() not in files
 
 
+@pytest.mark.more
 def test_limit_is_told_once_when_it_is_passed(
     tmp_path: Path, index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,7 @@ def differing(one: Any, other: Any) -> list[str]:
     return [key for key, value in one.items() if not torch.equal(value, other[key])]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("case", ["broadcast", "apart", "own"])
 def test_resumed_weights_and_momentum_are_bit_identical(folder: Path, case: str) -> None:
     for rank in range(RANKS):

@@ -41,6 +41,7 @@ def names(paths: RunPaths) -> list[str]:
     return [manifest.name for manifest in committed_checkpoints(paths)]
 
 
+@pytest.mark.more
 def test_run_is_preempted_and_resumes_with_its_checkpoints_elsewhere(
     run: LocalRun, tmp_path: Path
 ) -> None:

@@ -76,6 +76,7 @@ def test_run_is_submitted_awaited_and_forked(local: Local) -> None:
     assert local.call("fork", middle, "--name", "second").returncode == 5
 
 
+@pytest.mark.more
 def test_no_preflight_starts_a_run_that_preflight_would_refuse(local: Local) -> None:
     away = local.folder / "away"
     away.mkdir()

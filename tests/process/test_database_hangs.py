@@ -66,6 +66,7 @@ def count(database: Any) -> None:
         connection.execute(text("SELECT count(*) FROM runs"))
 
 
+@pytest.mark.more
 def test_a_pooled_and_a_new_connection_fail_in_time_and_recover(
     proxied: tuple[str, StallingProxy],
 ) -> None:
@@ -82,6 +83,7 @@ def test_a_pooled_and_a_new_connection_fail_in_time_and_recover(
         wait_for(lambda: _works(lambda: count(database)), 30)
 
 
+@pytest.mark.more
 def test_an_open_transaction_fails_in_time(
     proxied: tuple[str, StallingProxy], runs: dict[str, RunFolder]
 ) -> None:
@@ -135,6 +137,7 @@ def test_a_stopped_server_is_an_error_in_time(tmp_path: Path) -> None:
             assert len(pids) > 1
 
 
+@pytest.mark.more
 def test_long_writes_may_take_long_and_long_queries_end(
     proxied: tuple[str, StallingProxy],
 ) -> None:
@@ -150,6 +153,7 @@ def test_long_writes_may_take_long_and_long_queries_end(
         count(database)
 
 
+@pytest.mark.more
 def test_a_held_lock_is_an_error_in_time(proxied: tuple[str, StallingProxy]) -> None:
     url, _ = proxied
     held = text("SELECT pg_advisory_xact_lock(1)")
@@ -160,6 +164,7 @@ def test_a_held_lock_is_an_error_in_time(proxied: tuple[str, StallingProxy]) -> 
             connection.execute(held)
 
 
+@pytest.mark.more
 def test_every_request_to_the_api_is_answered_in_time(
     proxied: tuple[str, StallingProxy],
     tmp_path: Path,
@@ -198,6 +203,7 @@ def test_every_request_to_the_api_is_answered_in_time(
         wait_for(lambda: client.get("/healthz").status_code == 200, 30)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "command",
     [

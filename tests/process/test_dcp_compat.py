@@ -74,6 +74,7 @@ def test_async_save_in_a_separate_process(tmp_path: Path) -> None:
     assert passed == set(names("stock_writes_slowly")), said
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("check", names(*GROUPS))
 def test_check_passes_on_two_ranks(outcome: tuple[set[str], str], check: str) -> None:
     passed, said = outcome

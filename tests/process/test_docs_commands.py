@@ -49,6 +49,7 @@ def script_of(block: Block, checkpoint: str) -> str:
     return CHECKPOINT.sub(checkpoint, NAMES.sub(RUN, block.commands))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("page", sorted({block.page for block in BLOCKS}))
 def test_commands_of_a_page_succeed(
     page: str, finished: Local, newest: str, tmp_path: Path

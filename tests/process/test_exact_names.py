@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from tests.flusher_supervisor import SlotHolder
 
 PROGRAM = Path(__file__).with_name("forms_program.py")
@@ -15,6 +16,7 @@ RANKS = 2
 WAIT_S = 250.0
 
 
+@pytest.mark.more
 def test_each_model_wrapping_loads_every_other(tmp_path: Path) -> None:
     flusher_supervisor = SlotHolder(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
     env = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = Path(__file__).with_name("flow_cache_program.py")
 
 
+@pytest.mark.more
 def test_two_relaunches_with_the_same_arguments_submit_two_jobs(tmp_path: Path) -> None:
     # In a separate process: once a flow has run in a process, Prefect's exit handlers make
     # every child that it forks exit with status 1, such as a data loader's workers.

@@ -80,6 +80,7 @@ def test_supervisor_runs_a_job_to_its_end_and_indexes_it(tmp_path: Path, index: 
     assert kinds(paths).count(EventKind.RUN_ENDED) == 1
 
 
+@pytest.mark.more
 def test_request_during_the_last_ingest_is_followed(
     tmp_path: Path, index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +106,7 @@ def test_request_during_the_last_ingest_is_followed(
     assert history.state is RunState.COMPLETED
 
 
+@pytest.mark.more
 def test_database_outage_does_not_stop_supervision(
     tmp_path: Path,
     index: Index,
@@ -172,6 +174,7 @@ def test_job_that_cannot_start_fails_with_the_launcher_output(tmp_path: Path, in
     assert "no such environment" in evidence
 
 
+@pytest.mark.more
 def test_the_wait_between_two_looks_is_that_of_the_spec(tmp_path: Path, index: Index) -> None:
     own = {"poll_s": 7.0, "heartbeat_s": 0.3}
     paths = make_run(tmp_path, "import time\ntime.sleep(2)\n", supervision=own)
@@ -182,6 +185,7 @@ def test_the_wait_between_two_looks_is_that_of_the_spec(tmp_path: Path, index: I
         wait_for("the end", lambda: supervisor._turn(journal) is None)
 
 
+@pytest.mark.more
 def test_attempt_reserved_by_a_dead_flow_is_replaced(tmp_path: Path, index: Index) -> None:
     paths = make_run(tmp_path, "print('hello')\n")
     # The flow died right after it had reserved an attempt number, before the request and the job.
@@ -207,6 +211,7 @@ def test_a_paused_run_waits_and_a_cancelled_one_ends(tmp_path: Path, index: Inde
     assert queries.show_run(index.open(), str(paths.directory))["state"] == "cancelled"
 
 
+@pytest.mark.more
 def test_locked_database_delays_no_decision(tmp_path: Path, index: Index) -> None:
     paths = make_run(tmp_path, "print('hello')\n")
     index.open()
@@ -223,6 +228,7 @@ def test_locked_database_delays_no_decision(tmp_path: Path, index: Index) -> Non
     assert queries.show_run(index.open(), str(paths.directory))["state"] == "completed"
 
 
+@pytest.mark.more
 def test_a_relaunch_while_the_supervisor_leaves_keeps_it(
     tmp_path: Path, index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:

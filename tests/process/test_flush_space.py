@@ -26,6 +26,7 @@ GB = 10**9
 KB = 1000
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("free", "total", "budget", "taken", "code"),
     [

@@ -98,6 +98,7 @@ def _fill(root: Path) -> Path:
     return filler
 
 
+@pytest.mark.more
 def test_a_full_disk_at_the_last_save_ends_the_attempt_and_the_next_one_resumes(
     tmp_path: Path,
 ) -> None:
@@ -159,6 +160,7 @@ def test_full_disk_uses_no_attempts_and_the_run_can_be_cancelled(tmp_path: Path)
         filler.unlink()
 
 
+@pytest.mark.more
 def test_request_on_a_completely_full_disk_names_the_directory(tmp_path: Path) -> None:
     with small_storage(tmp_path, "1m") as root:
         paths, _ = runs.attach_or_create(spec_of(), root, created_by="ann")

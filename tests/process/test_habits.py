@@ -220,6 +220,7 @@ def numbers(directory: Path, kind: str, *, stop_after: int | None = None) -> lis
     return found
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", ["session", "first_batch", "own loop"])
 def test_numbers_of_batches_continue_after_a_resume_in_an_epoch(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
@@ -229,6 +230,7 @@ def test_numbers_of_batches_continue_after_a_resume_in_an_epoch(
     assert "enumerate" not in capsys.readouterr().out
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", ["python", "bar", "bare loop"])
 def test_numbers_that_begin_again_are_reported(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
@@ -239,6 +241,7 @@ def test_numbers_that_begin_again_are_reported(
     assert "enumerate() numbers the batches from 0" in capsys.readouterr().out
 
 
+@pytest.mark.more
 def test_batches_of_all_epochs_are_numbered_as_one(tmp_path: Path) -> None:
     found = []
     for stop in (9, 15):
@@ -254,6 +257,7 @@ def test_batches_of_all_epochs_are_numbered_as_one(tmp_path: Path) -> None:
     assert found == list(range(15))
 
 
+@pytest.mark.more
 def test_the_epoch_after_a_resume_at_an_end_is_numbered_from_0(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -274,6 +278,7 @@ def test_the_epoch_after_a_resume_at_an_end_is_numbered_from_0(
     assert "enumerate" not in capsys.readouterr().out
 
 
+@pytest.mark.more
 def test_small_batches_of_the_loader_are_one_step_together(tmp_path: Path) -> None:
     own = Training(tmp_path / "run")
     for number, _ in own.session.enumerate(own.loader(batch_size=2)):
@@ -329,6 +334,7 @@ def test_snapshots_continue_after_optimizer_state_that_comes_late(tmp_path: Path
     assert kept[-1] > 5
 
 
+@pytest.mark.more
 def test_many_metrics_do_not_end_training(tmp_path: Path) -> None:
     own = Training(tmp_path / "run", snapshots=2)
     many = {f"layer{n}/expert{m}/load": 0.123456789 for n in range(60) for m in range(384)}
@@ -367,6 +373,7 @@ def test_the_best_value_is_replaced_after_nan(tmp_path: Path) -> None:
     own.session.close()
 
 
+@pytest.mark.more
 def test_the_best_value_of_another_metric_or_mode_does_not_count(tmp_path: Path) -> None:
     for best, before in (
         (("score", "min"), {}),
@@ -382,6 +389,7 @@ def test_the_best_value_of_another_metric_or_mode_does_not_count(tmp_path: Path)
         own.session.close()
 
 
+@pytest.mark.more
 def test_a_raised_total_of_a_cosine_schedule_works_as_the_page_says(tmp_path: Path) -> None:
     """docs/changing-a-run.md: the rate falls from where it was until the new end."""
 
@@ -407,6 +415,7 @@ def test_a_raised_total_of_a_cosine_schedule_works_as_the_page_says(tmp_path: Pa
     assert rates[-1] == pytest.approx(0, abs=1e-9)
 
 
+@pytest.mark.more
 def test_a_changed_rate_with_a_schedule_works_as_the_page_says(tmp_path: Path) -> None:
     def train(rate: float, stop: int) -> list[float]:
         model = nn.Linear(1, 1)
@@ -428,6 +437,7 @@ def test_a_changed_rate_with_a_schedule_works_as_the_page_says(tmp_path: Path) -
     assert train(1.0, 2) + train(0.5, 3) + train(0.5, 4) == [1.0, 1 / 2, 0.5 / 3, 0.5 / 4]
 
 
+@pytest.mark.more
 def test_changed_values_of_optimizer_and_schedule_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -456,6 +466,7 @@ def test_changed_values_of_optimizer_and_schedule_are_reported(
 # --- forks ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("how", ["exit", "error"])
 def test_a_forked_child_that_ends_leaves_the_session_alone(tmp_path: Path, how: str) -> None:
     """It ends as any process, by the interpreter's exit, in a child of this test."""
@@ -508,6 +519,7 @@ print("done", session.step)
     assert {manifest.step for manifest in found if manifest} == {5, 10, 15, 20}
 
 
+@pytest.mark.more
 def test_a_helper_that_outlives_a_killed_rank_does_not_block_the_next_launch(
     tmp_path: Path,
 ) -> None:
@@ -592,6 +604,7 @@ session.close()
     return done.stderr
 
 
+@pytest.mark.more
 def test_a_rank_whose_loader_fails_to_start_exits(tmp_path: Path) -> None:
     """Its workers ignore stop signals by then, and the interpreter would wait for them."""
     program = tmp_path / "program.py"

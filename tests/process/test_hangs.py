@@ -114,6 +114,7 @@ shuffle(list(range(1 << 20)))
 APART_S = 6.0
 
 
+@pytest.mark.more
 def test_waits_with_a_deadline_are_no_sign_of_life_and_computing_is(tmp_path: Path) -> None:
     begin = "import sys\ndef ready(): print(flush=True)\n"
     programs = [
@@ -159,6 +160,7 @@ def test_waits_with_a_deadline_are_no_sign_of_life_and_computing_is(tmp_path: Pa
     assert living("eval", FAINT_SIGNS_S) == [2]
 
 
+@pytest.mark.more
 def test_hang_that_holdfast_does_not_end_is_accounted_as_hung(tmp_path: Path) -> None:
     run = LocalRun(
         tmp_path / "root",
@@ -186,6 +188,7 @@ def test_hang_that_holdfast_does_not_end_is_accounted_as_hung(tmp_path: Path) ->
         run.end_all()
 
 
+@pytest.mark.more
 def test_program_without_a_session_is_examined_once_and_not_ended(tmp_path: Path) -> None:
     run = LocalRun(
         tmp_path / "root",

@@ -50,6 +50,7 @@ def test_two_nodes_of_two_processes_sum_up(start: Start) -> None:
     assert all("the sums are right" in output for output in outputs)
 
 
+@pytest.mark.more
 def test_a_node_without_its_partner_fails_in_time(start: Start, tmp_path: Path) -> None:
     for node, text in ((1, "first node's store did not answer"), (0, "rank 0:")):
         one = start(node, "--timeout-s=2")
@@ -86,6 +87,7 @@ def _children_of(pid: int) -> list[int]:
     return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.more
 def test_a_single_node_runs_the_check_alone(tmp_path: Path) -> None:
     run = LocalRun(tmp_path / "root", gpus=1, steps=3, health={"before": ["ready", "allreduce"]})
     try:

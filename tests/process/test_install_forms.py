@@ -128,6 +128,7 @@ FORMS: Final[dict[str, Callable[[Path, Path], Path]]] = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("form", "options"),
     [

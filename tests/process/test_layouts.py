@@ -83,6 +83,7 @@ def part(mesh: str, *placements: int | None) -> dict[str, Any]:
     return {"kind": "parts", "mesh": mesh, "placements": list(placements)}
 
 
+@pytest.mark.more
 def test_sharded_empty_tensors_between_other_keys() -> None:
     """A tensor without elements, sharded along its last dimension, beside normal tensors."""
     line, plain = part("line", 2, None), {"kind": "plain"}
@@ -104,6 +105,7 @@ def test_sharded_empty_tensors_between_other_keys() -> None:
     assert done.returncode == 0, done.stderr[-6000:]
 
 
+@pytest.mark.more
 @settings(
     # The first example is always the simplest possible one.
     max_examples=2,

@@ -96,6 +96,7 @@ def listed(database: Database, run: str) -> list[views.CheckpointView]:
     return pages.list_checkpoints(database, run, newest_first=False).items
 
 
+@pytest.mark.more
 def test_no_lock_is_held_while_a_folder_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +244,7 @@ def test_ancestry_and_graph_cross_forks_and_deletions(database: Database, tmp_pa
     assert kinds == {kind.value for kind in states.EdgeKind} - {states.EdgeKind.IMPORTED_FROM}
 
 
+@pytest.mark.more
 def test_concurrent_ingests_leave_the_same_rows(url: str, tmp_path: Path) -> None:
     root = tmp_path / "runs"
     story = build_sample_runs(root)
@@ -271,6 +273,7 @@ def test_concurrent_ingests_leave_the_same_rows(url: str, tmp_path: Path) -> Non
         assert dump(database) == together
 
 
+@pytest.mark.more
 @settings(
     max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

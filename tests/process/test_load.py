@@ -49,6 +49,7 @@ def run_ranks(act: str, world_size: int, folder: Path, flusher: str) -> list[dic
     return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_every_byte_is_read_once_at_any_world_size(folder: Path, world_size: int) -> None:
     loads = run_ranks("load", world_size, folder, "")

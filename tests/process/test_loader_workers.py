@@ -86,6 +86,7 @@ def test_a_stop_signal_to_all_processes_stops_the_rank_and_not_its_workers(
     assert "step-" in "".join(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_a_preemption_that_signals_all_processes_of_a_job_loses_no_step(
     tmp_path: Path, context: str

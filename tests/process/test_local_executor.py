@@ -105,6 +105,7 @@ def test_a_job_gets_the_gpus_that_its_submitter_names(
     assert log.read_text() == "GPU-8932f937-d72c,MIG-41b36fb4/1/0\n"
 
 
+@pytest.mark.more
 def test_a_failed_setup_line_ends_the_run_and_is_named(tmp_path: Path) -> None:
     setup = ["source /etc/profile", "module load cudaa", "export A=1"]
     run = LocalRun(tmp_path, gpus=1, steps=3, launch={"setup": setup})
@@ -116,6 +117,7 @@ def test_a_failed_setup_line_ends_the_run_and_is_named(tmp_path: Path) -> None:
     assert "module: command not found" in view.evidence[1]
 
 
+@pytest.mark.more
 def test_setup_lines_of_bash_reach_an_opaque_program(tmp_path: Path) -> None:
     (tmp_path / "site.sh").write_text("module() { export LOADED=$2; }\nfalse\ntrue\n")
     program = tmp_path / "show.py"
@@ -130,6 +132,7 @@ def test_setup_lines_of_bash_reach_an_opaque_program(tmp_path: Path) -> None:
     assert log.read_text() == "cuda\n"
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("session", [False, True])
 def test_a_run_without_a_session_is_known_to_save_nothing(tmp_path: Path, session: bool) -> None:
     run = LocalRun(tmp_path, gpus=1, session=session, sleep_s=0.1, steps=3)
@@ -138,6 +141,7 @@ def test_a_run_without_a_session_is_known_to_save_nothing(tmp_path: Path, sessio
     assert saves_by_holdfast(trained_in(run.history())) is session
 
 
+@pytest.mark.more
 def test_ranks_meet_on_the_interface_of_the_spec(tmp_path: Path) -> None:
     run = LocalRun(tmp_path, steps=3, launch={"network_interface": "lo"})
     run.submit()

@@ -24,6 +24,7 @@ def interrupt(
     return found
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("shape", "ranks", "stride"),
     [

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from holdfast.contracts.damage import find_damage
 from holdfast.contracts.environment import CHECKPOINT_LOCAL, CHECKPOINT_MIRROR
 from holdfast.contracts.history import load_events
@@ -81,6 +83,7 @@ def test_run_resumes_from_the_mirror_without_local_checkpoints(tmp_path: Path) -
     assert "in the mirror: never committed there" in said
 
 
+@pytest.mark.more
 def test_run_does_not_start_over_while_the_mirror_is_unreachable(tmp_path: Path) -> None:
     (tmp_path / "mirror").write_text("not a directory")
     tiers = {CHECKPOINT_MIRROR: f"no-such-scheme://{tmp_path}/mirror"}
@@ -89,6 +92,7 @@ def test_run_does_not_start_over_while_the_mirror_is_unreachable(tmp_path: Path)
     assert not (tmp_path / "run" / "records").exists()
 
 
+@pytest.mark.more
 def test_files_are_written_to_the_local_disk_first(tmp_path: Path) -> None:
     run, mirror, scratch = tmp_path / "run", tmp_path / "mirror", tmp_path / "scratch"
     tiers = {CHECKPOINT_MIRROR: f"file://{mirror}", CHECKPOINT_LOCAL: str(scratch)}

@@ -64,6 +64,7 @@ def test_a_check_that_takes_too_long_ends_with_all_its_processes(make: Make) -> 
     wait_until(lambda: not processes_of(run.paths), "the end of every process")
 
 
+@pytest.mark.more
 def test_a_stop_ends_a_running_check(make: Make, tmp_path: Path) -> None:
     begun = tmp_path / "begun"
     run = make(health={"before": [f"touch {begun}; sleep {SLEEP_S}"], "timeout_s": SLEEP_S})
@@ -76,6 +77,7 @@ def test_a_stop_ends_a_running_check(make: Make, tmp_path: Path) -> None:
     wait_until(lambda: not processes_of(run.paths), "the end of every process")
 
 
+@pytest.mark.more
 def test_a_node_that_fails_after_a_crash_gets_no_other_launch(make: Make) -> None:
     run = make(
         steps=100_000,

@@ -113,6 +113,7 @@ def _check_lineage(run: LocalRun, resumed: str) -> None:
     assert goodput.steps_lost < STEPS
 
 
+@pytest.mark.more
 def test_a_program_that_ignores_the_signal_is_killed_at_the_deadline(make: Make) -> None:
     run = make(heeds_signals=False, grace_s=5.0)
     attempt = run.submit()
@@ -130,6 +131,7 @@ def test_a_program_that_ignores_the_signal_is_killed_at_the_deadline(make: Make)
     wait_until(lambda: not processes_of(run.paths), "the end of every process")
 
 
+@pytest.mark.more
 def test_a_checkpoint_that_the_program_deletes_is_recorded_as_deleted(
     make: Make, tmp_path: Path
 ) -> None:
@@ -154,6 +156,7 @@ def test_a_checkpoint_that_the_program_deletes_is_recorded_as_deleted(
     assert "all steps are done" in _output(attempt)
 
 
+@pytest.mark.more
 def test_a_program_that_completes_no_checkpoint_is_told_why(make: Make, tmp_path: Path) -> None:
     run = make(completes=False, steps=60, sleep_s=0.01)
     run.submit()
@@ -167,6 +170,7 @@ def test_a_program_that_completes_no_checkpoint_is_told_why(make: Make, tmp_path
     assert any(event.data["text"] == line for event in run.events(EventKind.NOTE))
 
 
+@pytest.mark.more
 def test_a_program_that_ends_before_its_last_step_is_incomplete(make: Make) -> None:
     run = make(steps=40, sleep_s=0.01)
     run.spec = run.spec.model_copy(update={"config": {"steps": 50}})
@@ -179,6 +183,7 @@ def test_a_program_that_ends_before_its_last_step_is_incomplete(make: Make) -> N
     )
 
 
+@pytest.mark.more
 def test_torchrun_survives_the_signal_that_its_ranks_get(make: Make) -> None:
     run = make(gpus=2, own={"launcher": "torchrun", "complete": []})
     attempt = run.submit()
@@ -194,6 +199,7 @@ def test_torchrun_survives_the_signal_that_its_ranks_get(make: Make) -> None:
     wait_until(lambda: not processes_of(run.paths), "the end of every process")
 
 
+@pytest.mark.more
 def test_processes_below_a_shell_get_the_signal_too(make: Make) -> None:
     run = make(own={"signal_to": "all"})
     program = shlex.join(run.spec.command)
@@ -208,6 +214,7 @@ def test_processes_below_a_shell_get_the_signal_too(make: Make) -> None:
     assert committed_checkpoints(run.paths)[-1].step == view.last_step
 
 
+@pytest.mark.more
 def test_the_example_runs_as_its_spec_says(tmp_path: Path) -> None:
     example = tmp_path / "opaque"
     shutil.copytree(EXAMPLE, example)

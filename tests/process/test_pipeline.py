@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tests.flusher_supervisor import SlotHolder
 from tests.rank_programs import run_program
@@ -21,6 +22,7 @@ RANKS_S = 240.0
 WORLD_SIZE = 4
 
 
+@pytest.mark.more
 def test_each_pipeline_stage_has_a_stock_dcp_folder_under_one_manifest(tmp_path: Path) -> None:
     flusher_supervisor = SlotHolder(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
     try:

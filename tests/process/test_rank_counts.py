@@ -68,6 +68,7 @@ def test_a_size_that_the_checkpoint_does_not_fit_is_refused_before_anything_stop
     assert run.wait_for_end().state is AttemptState.COMPLETED
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("way", ["afresh", "gathered"])
 def test_a_program_that_provides_for_it_continues_on_fewer_ranks(
     make: Make, tmp_path: Path, way: str

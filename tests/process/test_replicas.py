@@ -33,6 +33,7 @@ def buffers(folder: Path, case: str, launch: int, when: str) -> list[dict[str, t
     return [torch.load(folder / f"{case}-{launch}-{rank}.pt")[when] for rank in range(RANKS)]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("case", CASES)
 def test_every_rank_resumes_with_the_buffers_of_the_first_rank(folder: Path, case: str) -> None:
     ended, began = buffers(folder, case, 0, "ended"), buffers(folder, case, 1, "began")

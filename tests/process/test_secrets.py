@@ -91,6 +91,7 @@ def test_program_receives_its_secrets_and_no_file_contains_them(local: Local) ->
     assert again["created"] is False
 
 
+@pytest.mark.more
 def test_relaunch_without_the_secret_variable_is_refused(local: Local) -> None:
     run = SecretRun(local, fail=["TOKEN"])
     done = local.call("submit", str(run.spec), "--wait", "--json")
@@ -131,6 +132,7 @@ def test_other_users_cannot_read_recorded_secrets(local: Local) -> None:
     assert _as_nobody(f"mv {run.paths.private} /tmp/taken").returncode != 0
 
 
+@pytest.mark.more
 def test_supervisor_without_the_variable_uses_the_recorded_secret(local: Local) -> None:
     run = SecretRun(local)
     _record(run)
@@ -141,6 +143,7 @@ def test_supervisor_without_the_variable_uses_the_recorded_secret(local: Local) 
     assert leaks(local.folder, but=(run.file,)) == []
 
 
+@pytest.mark.more
 def test_unreadable_secret_file_fails_the_attempt_and_is_named(local: Local) -> None:
     run = SecretRun(local)
     _record(run)

@@ -31,6 +31,7 @@ def runs(prefect_service: PrefectService, tmp_path: Path) -> Iterator[FlowRuns]:
     prefect_service.environment.pop(VARIABLE, None)
 
 
+@pytest.mark.more
 def test_secrets_that_the_program_prints_do_not_reach_prefect(runs: FlowRuns) -> None:
     file = runs.folder / "token"
     file.write_text(FILE_VALUE)
@@ -68,6 +69,7 @@ def test_secrets_that_the_program_prints_do_not_reach_prefect(runs: FlowRuns) ->
     assert [value for value in (PLAIN_VALUE, FILE_VALUE) if value in text] == []
 
 
+@pytest.mark.more
 def test_prefect_block_and_variable_secrets_reach_only_the_program(runs: FlowRuns) -> None:
     save = f"from prefect.blocks.system import Secret; Secret(value={BLOCK_VALUE!r}).save({BLOCK!r}"
     runs.service.command("python", "-c", f"{save}, overwrite=True)")

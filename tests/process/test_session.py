@@ -185,6 +185,7 @@ def test_run_with_a_custom_planner_resumes(uninterrupted: RunPaths, tmp_path: Pa
     assert "model.0.weight" in metadata.state_dict_metadata
 
 
+@pytest.mark.more
 def test_checkpoint_with_a_flipped_bit_is_skipped_and_reported(
     uninterrupted: RunPaths, tmp_path: Path
 ) -> None:
@@ -206,6 +207,7 @@ def test_checkpoint_with_a_flipped_bit_is_skipped_and_reported(
         assert ends_of(launch.run, rank)[-1:] == ends_of(uninterrupted, rank)
 
 
+@pytest.mark.more
 def test_journal_and_manifests_record_every_save(uninterrupted: RunPaths) -> None:
     staged = events_of(uninterrupted, EventKind.STAGED)
     committed = events_of(uninterrupted, EventKind.COMMITTED)
@@ -251,6 +253,7 @@ def stop_by(number: signal.Signals, signalled: list[int], directory: Path) -> Ru
     return run
 
 
+@pytest.mark.more
 def test_signal_to_one_rank_stops_both(tmp_path: Path) -> None:
     run = stop_by(signal.SIGUSR2, [1], tmp_path / "run")
     assert ends_of(run, 0)[0]["end"] == ends_of(run, 1)[0]["end"] == max(committed_steps(run))
@@ -271,6 +274,7 @@ def test_signalled_ranks_stop_together_and_fewer_ranks_continue(
     assert {line["world"] for line in resumed} == {1, 2}
 
 
+@pytest.mark.more
 def test_additional_ranks_are_reseeded_and_reported(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     with Launch(directory, ranks=1, steps=6) as launch:
@@ -296,6 +300,7 @@ def test_stop_file_ends_a_program_without_torchrun(tmp_path: Path) -> None:
     assert [line["step"] for line in steps_of(launch.run, 0)] == list(range(1, STEPS + 1))
 
 
+@pytest.mark.more
 def test_killed_flusher_is_replaced_and_saves_continue(tmp_path: Path) -> None:
     with Launch(tmp_path / "run", ranks=2, sleep_s=0.1) as launch:
         launch.wait_until(8, committed=5)
@@ -322,6 +327,7 @@ def test_ranks_agree_on_saves_with_an_interval_in_seconds(tmp_path: Path) -> Non
     assert max(steps) == STEPS
 
 
+@pytest.mark.more
 def test_failing_rank_writes_its_traceback_and_saves_nothing(tmp_path: Path) -> None:
     with Launch(tmp_path / "run", ranks=2, fail_at=[1, 8]) as launch:
         assert launch.wait() == 1

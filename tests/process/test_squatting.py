@@ -119,6 +119,7 @@ def attacker(*guesses: str) -> Iterator[list[tuple[list[str], list[str]]]]:
         process.wait(WAIT_S)
 
 
+@pytest.mark.more
 def test_run_next_to_an_attacker_saves_and_leaks_nothing(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     with (

@@ -192,6 +192,7 @@ def test_trainer_environment_needs_neither_prefect_nor_sql(
     assert (document["step"], document["world_size"]) == (STEPS, 2)
 
 
+@pytest.mark.more
 def test_server_environment_submits_a_run_that_the_trainer_one_runs(
     server: Path, tmp_path: Path, program: Path
 ) -> None:

@@ -160,6 +160,7 @@ def test_flow_run_that_is_resumed_gets_one_process(runs: FlowRuns, service: Pref
         wait_for_end(paths, "cancelled")
 
 
+@pytest.mark.more
 def test_flow_that_cannot_start_is_reported(runs: FlowRuns, service: PrefectService) -> None:
     with worker(service):
         deployment = runs.ask("deployments/name/train/holdfast")["id"]

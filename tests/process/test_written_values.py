@@ -19,6 +19,7 @@ def local(tmp_path: Path) -> Iterator[Local]:
     made.end_all()
 
 
+@pytest.mark.more
 def test_the_program_s_interval_counts_unless_the_spec_has_one(local: Local) -> None:
     shutil.copy(PROGRAM, local.folder / "train.py")
     spec = local.folder / "run.toml"

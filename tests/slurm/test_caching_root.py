@@ -67,6 +67,7 @@ def test_preempted_run_on_two_nodes_continues_on_one(cached: CachedCluster) -> N
     check_preemption(cached.slurm, cached.root)
 
 
+@pytest.mark.more
 def test_operator_and_a_lost_node_are_noticed_through_the_caches(cached: CachedCluster) -> None:
     check_lost_node(cached.slurm, cached.root)
 

@@ -143,6 +143,7 @@ def test_job_of_a_lost_node_fails_and_the_node_can_restart(
     wait_for_account(slurm, back, "COMPLETED")
 
 
+@pytest.mark.more
 def test_cluster_started_by_the_command_line_stops_without_leftovers(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -171,6 +172,7 @@ def test_cluster_started_by_the_command_line_stops_without_leftovers(
         SlurmCluster.open(directory)
 
 
+@pytest.mark.more
 def test_start_refuses_a_directory_in_use(slurm: SlurmCluster) -> None:
     with pytest.raises(ClusterStateError, match="is not empty"):
         SlurmCluster(slurm.directory).start()

@@ -72,6 +72,7 @@ def test_run_moves_to_another_partition_and_returns(slurm: SlurmCluster, tmp_pat
     ]
 
 
+@pytest.mark.more
 def test_a_fallback_that_the_cluster_lacks_is_refused(slurm: SlurmCluster, tmp_path: Path) -> None:
     wrong = [{"partition": "prod"}, {"partition": "nowhere"}, {"qos": "no-such-qos"}]
     run = LocalRun(tmp_path / "root", resources={**SPOT, "fallbacks": wrong})

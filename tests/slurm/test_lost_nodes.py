@@ -67,6 +67,7 @@ def lose_a_node(slurm: SlurmCluster, run: LocalRun, name: str) -> float:
     return time.time()
 
 
+@pytest.mark.more
 def test_a_rigid_run_on_all_nodes_waits_for_the_lost_node(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
@@ -90,6 +91,7 @@ def test_a_rigid_run_on_all_nodes_waits_for_the_lost_node(
     assert len(run.history().attempts) == 2
 
 
+@pytest.mark.more
 def test_an_elastic_run_on_all_nodes_continues_on_the_others(
     slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +155,7 @@ def test_a_run_on_all_nodes_of_a_fallback_continues_there(
     assert (again.request.place, again.gpus, again.request.exclude) == (1, 2, ("n3",))
 
 
+@pytest.mark.more
 def test_a_pending_job_may_use_a_host_that_is_no_longer_excluded(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:

@@ -134,6 +134,7 @@ def test_attempt_saves_before_its_time_limit_and_is_relaunched(
     assert {a["world_size"] for a in attempts} <= {2, None}
 
 
+@pytest.mark.more
 def test_scancel_saves_and_cancels_the_run_and_relaunch_continues_it(
     slurm: SlurmCluster, runs: FlowRuns
 ) -> None:
@@ -158,6 +159,7 @@ def test_scancel_saves_and_cancels_the_run_and_relaunch_continues_it(
     assert second["last_step"] == 300
 
 
+@pytest.mark.more
 def test_killed_flow_is_replaced_without_a_second_slurm_job(
     slurm: SlurmCluster, runs: FlowRuns
 ) -> None:

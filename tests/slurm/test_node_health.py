@@ -14,6 +14,7 @@ from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.policy import decide
 
 
+@pytest.mark.more
 def test_an_unhealthy_node_is_excluded_and_the_run_completes_on_others(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:

@@ -210,6 +210,7 @@ def test_signal_that_a_site_sends_long_before_the_limit_counts_as_preemption(
     assert saved_and_relaunches(run, attempt)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("option", "value"),
     [
@@ -225,6 +226,7 @@ def test_option_that_holdfast_could_not_follow_is_refused_before_anything_is_que
         RunSpec.model_validate({"name": "x", "command": ["x.py"], "resources": resources})
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("line", ["#SBATCH --array=0-3", " #SBATCH hetjob", "a\n#SBATCH hetjob"])
 def test_setup_line_cannot_hold_an_option(line: str) -> None:
     launch = {"setup": [line]}
@@ -258,6 +260,7 @@ def _forget_reservation(slurm: SlurmCluster) -> bool:
     return subprocess.run(words, capture_output=True, timeout=30, check=False).returncode == 0
 
 
+@pytest.mark.more
 def test_capacity_counts_only_whole_nodes_for_exclusive_jobs(
     slurm: SlurmCluster, make: Make, configured: Callable[..., None]
 ) -> None:
@@ -311,6 +314,7 @@ subprocess.run(["scancel", job])
 """
 
 
+@pytest.mark.more
 def test_jobs_of_hidden_partitions_are_found(
     slurm: SlurmCluster, configured: Callable[..., None], tmp_path: Path
 ) -> None:
@@ -330,6 +334,7 @@ def test_jobs_of_hidden_partitions_are_found(
     assert json.loads(done.stdout) == [True] * 5
 
 
+@pytest.mark.more
 def test_full_qos_refuses_for_now_and_the_text_is_shown(
     slurm: SlurmCluster, make: Make, configured: Callable[..., None]
 ) -> None:

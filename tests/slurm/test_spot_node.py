@@ -47,6 +47,7 @@ def options() -> list[str]:
     return shlex.split(value)
 
 
+@pytest.mark.more
 def test_unit_starts_without_a_configuration_file(tmp_path: Path) -> None:
     """Debian's unit with the drop-in has no condition that such a node cannot meet."""
     unit = tmp_path / "slurmd.service"

@@ -53,6 +53,7 @@ def ended(view: AttemptView) -> tuple[AttemptState, Cause | None]:
     return view.state, view.cause
 
 
+@pytest.mark.more
 def test_two_node_job_trains_to_completion(make: Make) -> None:
     run = make(steps=20)
     attempt = run.submit()
@@ -105,6 +106,7 @@ def test_scancel_counts_as_operator_request_and_commits(slurm: SlurmCluster, mak
     assert decide(run.history(), None, now=time.time()).action == "stop"
 
 
+@pytest.mark.more
 def test_killed_rank_on_another_node_restarts_the_ranks_of_all_nodes(make: Make) -> None:
     run = make(steps=120, sleep_s=0.05)
     attempt = run.submit()
@@ -266,6 +268,7 @@ def test_partition_with_too_short_a_grace_time_gives_a_warning(slurm: SlurmClust
     assert slurm_client.list_qos()["normal"] == ("00:00:00", "")
 
 
+@pytest.mark.more
 def test_notice_on_one_node_stops_both_and_is_acknowledged_after_commit(make: Make) -> None:
     service = AzureService()
     service.is_hit = lambda asked: _node_of(asked.port) == 1
@@ -305,6 +308,7 @@ def _request(view: AttemptView) -> Any:
     return view.request
 
 
+@pytest.mark.more
 def test_init_writes_a_spec_that_this_cluster_accepts(slurm: SlurmCluster, tmp_path: Path) -> None:
     place = tmp_path / "mine"
     done = CliRunner().invoke(app, ["init", str(place), "--partition", "spot"])
@@ -318,6 +322,7 @@ def test_init_writes_a_spec_that_this_cluster_accepts(slurm: SlurmCluster, tmp_p
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.more
 def test_a_failed_setup_line_ends_the_run_and_is_named(make: Make) -> None:
     module = 'module() { [ "$2" = cuda ] || { echo "no module $2" >&2; return 1; }; }'
     for setup in (["false || true", module, "module load cuda"], [module, "module load cudaa"]):
@@ -333,6 +338,7 @@ def test_a_failed_setup_line_ends_the_run_and_is_named(make: Make) -> None:
         assert view.evidence[1] == "no module cudaa"
 
 
+@pytest.mark.more
 def test_memory_per_cpu_is_what_slurm_gives(make: Make) -> None:
     resources = {**TWO_NODES, "nodes": 1, "cpus_per_gpu": 1, "memory_gb_per_cpu": 0.25}
     run = make(resources, steps=3)

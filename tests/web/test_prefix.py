@@ -107,6 +107,7 @@ def test_api_and_session_work_below_a_prefix(proxied: Site) -> None:
         assert client.get("/api/v1/runs").status_code == 401
 
 
+@pytest.mark.more
 def test_page_works_below_a_prefix_in_a_browser(proxied: Site, browser: Browser) -> None:
     with testbed.page_of(browser, proxied, logged_in=False) as (page, console_errors):
         failed: list[str] = []

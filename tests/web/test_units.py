@@ -21,6 +21,7 @@ def test_events_can_be_filtered_by_every_kind() -> None:
     assert re.findall(r'"(\w+)"', kinds[1]) == [str(kind) for kind in EventKind]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("script", ["test", "lint"])
 def test_web_checks_pass(script: str) -> None:
     web = CHECKOUT / "web"
