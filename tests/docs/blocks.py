@@ -12,9 +12,20 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
+# The pages beside the code of each part.
+PARTS: Final = sorted(
+    path
+    for folder in ("src", "trainer", "workers", "flows")
+    for path in (ROOT / folder).rglob("*.md")
+)
 PAGES: Final = sorted(
     path
-    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("infra/*/*.md"))
+    for path in (
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *ROOT.glob("infra/*/*.md"),
+        *PARTS,
+    )
     if path.is_file()
 )
 # The blocks of this page belong together: one test follows it in order.

@@ -1,19 +1,21 @@
 """The names that the pages use exist: members of `Session`, its parameters, and keys of a spec.
 
-Commands and options are checked in test_blocks.py.
+Commands and options are checked in test_blocks.py. The files that ARCHITECTURE.md and the pages
+beside the code name exist too.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Final, get_args
 
 import pytest
 from pydantic import BaseModel
-from tests.docs.blocks import PAGES, ROOT
+from tests.docs.blocks import PAGES, PARTS, ROOT
 
 from holdfast.contracts.spec import RunSpec
 from holdfast.trainer import Session
@@ -30,6 +32,10 @@ ATTRIBUTES: Final = {"best", "resumed_from", "seed", "client_state"}
 # Pages of records: decisions name what was there when they were made.
 RECORDS: Final = ("docs/decisions/", "CHANGELOG.md")
 PAGES_NOW: Final = [page for page in PAGES if not str(page.relative_to(ROOT)).startswith(RECORDS)]
+# These name a module by its place in the package, such as `trainer/session.py`.
+CODE_PAGES: Final = [ROOT / "ARCHITECTURE.md", *PARTS]
+FILE: Final = re.compile(r"(?:[\w.-]+/)*[\w-]+\.(?:py|tsx?|c|sh)")
+PACKAGE: Final = ("src", "trainer", "workers", "flows")
 SESSION_PAGE: Final = ROOT / "docs" / "session.md"
 
 
@@ -81,6 +87,22 @@ def problem_with_key(key: str) -> str | None:
     return None
 
 
+def files_of_the_repository() -> list[str]:
+    command = ["git", "-C", str(ROOT), "ls-files", "-z"]
+    listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return [name for name in listed.split("\0") if (ROOT / name).is_file()]
+
+
+def missing_files(text: str, folder: str, files: Collection[str]) -> list[str]:
+    """The files that a page in `folder` names and that exist nowhere that a reader would look.
+
+    A reader looks in the folder of the page, in the repository and in the package.
+    """
+    roots = ["", f"{folder}/", *(f"{top}/holdfast/" for top in PACKAGE)]
+    named = {code for code in CODE.findall(text) if FILE.fullmatch(code)}
+    return sorted(name for name in named if not any(f"{root}{name}" in files for root in roots))
+
+
 def _id(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
@@ -124,7 +146,23 @@ def test_keys_of_the_spec_exist(page: Path) -> None:
     assert [problem for problem in problems if problem] == []
 
 
+@pytest.mark.parametrize("page", CODE_PAGES, ids=_id)
+def test_files_that_the_pages_of_the_code_name_exist(page: Path) -> None:
+    folder = page.parent.relative_to(ROOT).as_posix()
+    found = missing_files(page.read_text(), folder, set(files_of_the_repository()))
+    assert found == []
+
+
+@pytest.mark.parametrize("page", CODE_PAGES, ids=_id)
+def test_the_overview_leads_to_every_page_of_the_code(page: Path) -> None:
+    name = _id(page)
+    assert name == "ARCHITECTURE.md" or f"]({name}#" in (ROOT / "ARCHITECTURE.md").read_text()
+
+
 def test_unknown_names_are_reported() -> None:
+    files = {"trainer/holdfast/trainer/session.py", "flows/holdfast/flows/start.py"}
+    text = "`trainer/session.py`, `start.py`, `gone.py`, `trainer/gone.py`"
+    assert missing_files(text, "flows/holdfast/flows", files) == ["gone.py", "trainer/gone.py"]
     assert members_in("call `session.comit()` and see session.md") == ["comit"]
     assert dict(calls_in("`checkpoint(wait=True)`")) == {"checkpoint": ["wait"]}
     assert problem_with_key("checkpoint.intervall") is not None

@@ -1,7 +1,7 @@
 """What sites set up differently: each way to preempt, and each way to restrict a job.
 
 All cases use the one cluster of this folder, whose configuration they change. The cases that train
-are slow, except for the first. `docs/tests.md` lists them with what was seen.
+are slow, except for the first. `docs/measurements.md` lists them.
 """
 
 from __future__ import annotations
