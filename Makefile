@@ -1,7 +1,7 @@
 # Holdfast. Each target does its own set-up, into .venv/; `make help` lists them.
 # HOLDFAST_HOME and HOLDFAST_ROOT are passed on as they are given.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-cluster page screenshots demo test test-unit test-more test-all test-gpu test-versions bench bench-gpu \
+.PHONY: help setup setup-demo setup-cluster page screenshots demo test test-unit test-more test-all test-gpu test-versions bench bench-gpu \
 	bench-frameworks check lock clean \
 	test-slurm slurm-up slurm-down docs docs-serve
 
@@ -19,6 +19,9 @@ help:  ## This list
 setup:  ## .venv with everything in requirements.lock
 	@infra/setup/setup.sh
 
+setup-demo:  ## .venv with only what the demo needs: no page, no tools
+	@infra/setup/setup.sh --demo
+
 setup-cluster:  ## The same, and Slurm and PostgreSQL for the tests (needs root or sudo)
 	@infra/setup/setup.sh --cluster
 
@@ -28,7 +31,7 @@ page:  ## The web page, from web/ into the package (needs Node 18 or newer)
 screenshots: setup-cluster docs  ## Pictures of the web page and of the site, into docs/screenshots
 	PYTHONPATH=. $(PYTHON) -m tests.web.screenshots docs/screenshots
 
-demo: setup  ## A run that is preempted and relaunched on fewer ranks: about a minute
+demo: setup-demo  ## A run that is preempted and relaunched on fewer ranks: about a minute
 	$(PYTHON) examples/demo.py $(ARGS)
 
 test: setup-cluster  ## Each mechanism once, in ten minutes; ARGS="-k name" narrows them
@@ -76,7 +79,7 @@ check: setup  ## Style, types and import layers
 	.venv/bin/lint-imports
 	$(PYTEST) -q tests/unit/test_style.py tests/unit/test_layers.py
 
-lock: setup  ## Write requirements.lock from .venv
+lock: setup  ## Write requirements.lock and the demo's part of it from .venv
 	$(PYTHON) infra/setup/lock.py
 
 slurm-up: setup-cluster  ## A real Slurm cluster on this machine, in SLURM_DIRECTORY

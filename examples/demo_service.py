@@ -24,7 +24,7 @@ WORKER_S_MAX: Final = 300.0
 # The worker waits some seconds for its flows to end, and the server closes its database.
 END_S_MAX: Final = 40.0
 POOL: Final = "holdfast"
-# Made by `make setup`. With a copy of it, the server starts several times faster.
+# Made by the set-up. With a copy of it, the server starts several times faster.
 DATABASE: Final = Path(__file__).parents[1] / ".setup" / "prefect" / "prefect.db"
 # No telemetry and no prompts, and the worker polls often.
 QUIET: Final = {

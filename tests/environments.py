@@ -68,7 +68,7 @@ def make_with(folder: Path, *names: str) -> None:
 
 def _link_packages(folder: Path, requirements: list[Requirement]) -> None:
     (packages,) = folder.glob("lib/python3*/site-packages")
-    for distribution in _wanted(requirements):
+    for distribution in wanted(requirements):
         tops = {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}
         for top in tops:
             target = packages / top
@@ -82,7 +82,7 @@ def _make_empty(folder: Path) -> None:
     run_command(base, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
 
 
-def _wanted(requirements: list[Requirement]) -> list[metadata.Distribution]:
+def wanted(requirements: list[Requirement]) -> list[metadata.Distribution]:
     """The distributions that meet `requirements`, and all that those require."""
     found: dict[tuple[str, frozenset[str]], metadata.Distribution] = {}
     waiting = list(requirements)

@@ -1,7 +1,8 @@
-"""Write requirements.lock: every package that Holdfast and its tools need, with its version.
+"""Write the lock files: the packages that a purpose needs, each with its version.
 
-The versions are those of the environment that runs this script. Installed packages that nothing
-needs are left out.
+requirements.lock has every package that Holdfast and its tools need, infra/setup/demo.lock those
+that `make demo` needs. The versions are those of the environment that runs this script. Installed
+packages that nothing needs are left out.
 """
 
 from __future__ import annotations
@@ -23,6 +24,12 @@ HARDWARE_PREFIXES = ("nvidia-", "cuda-", "triton")
 BUILD_TOOLS = ("hatchling", "setuptools")
 # Extras with a lock of their own, beside this script. They need older versions of some packages.
 APART = ("torchtitan",)
+# The extras in each lock file, by its path. None: all, but not those in `APART`.
+WHOLE = "requirements.lock"
+LOCKS: dict[str, tuple[str, ...] | None] = {
+    WHOLE: None,
+    "infra/setup/demo.lock": ("trainer", "server"),
+}
 HEADER = """\
 # Made by `make lock` (infra/setup/lock.py) from the environment in .venv: do not edit by hand.
 # To change a version: pip install it into .venv, run `make check test`, then `make lock`.
@@ -30,12 +37,16 @@ HEADER = """\
 """
 
 
-def read_roots(pyproject: Path) -> list[Requirement]:
-    """Return the requirements in pyproject.toml, with extras but not `APART`, and build tools."""
+def read_roots(pyproject: Path, extras: Iterable[str] | None = None) -> list[Requirement]:
+    """Return the requirements in pyproject.toml, with `extras`, and the build tools.
+
+    Without `extras`, all extras count but those in `APART`.
+    """
     project = tomllib.loads(pyproject.read_text())["project"]
-    extras = [each for name, each in project["optional-dependencies"].items() if name not in APART]
-    lines = [*project["dependencies"], *(line for extra in extras for line in extra), *BUILD_TOOLS]
-    roots = [Requirement(line) for line in lines]
+    optional = project["optional-dependencies"]
+    names = [name for name in optional if name not in APART] if extras is None else extras
+    lines = [*project["dependencies"], *(line for name in names for line in optional[name])]
+    roots = [Requirement(line) for line in (*lines, *BUILD_TOOLS)]
     return [root for root in roots if canonicalize_name(root.name) != project["name"]]
 
 
@@ -73,25 +84,36 @@ def applies(requirement: Requirement, extras: Iterable[str]) -> bool:
     return marker is None or any(marker.evaluate({"extra": e}) for e in ("", *extras))
 
 
+def contents() -> dict[str, str]:
+    """Return what each lock file must contain. Raises `PackageNotFoundError`."""
+    found = {}
+    for path, extras in LOCKS.items():
+        versions = close_over(read_roots(CHECKOUT / "pyproject.toml", extras))
+        found[path] = HEADER + "".join(f"{name}=={versions[name]}\n" for name in sorted(versions))
+    return found
+
+
 def main() -> int:
     """Return 0 if written or unchanged, 1 if a package is missing or `--check` found changes."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="only report whether it would change")
+    parser.add_argument("--check", action="store_true", help="only report what would change")
     options = parser.parse_args()
-    lock = CHECKOUT / "requirements.lock"
     try:
-        versions = close_over(read_roots(CHECKOUT / "pyproject.toml"))
+        wanted = contents()
     except PackageNotFoundError as error:
         print(f"{error}; expected all extras to be installed; run `make setup`", file=sys.stderr)
         return 1
-    content = HEADER + "".join(f"{name}=={versions[name]}\n" for name in sorted(versions))
-    if options.check:
-        is_same = lock.exists() and lock.read_text() == content
-        print(f"{lock.name}: {'unchanged' if is_same else 'differs; run `make lock`'}")
-        return 0 if is_same else 1
-    lock.write_text(content)
-    print(f"{lock.name}: {len(versions)} packages")
-    return 0
+    differs = False
+    for path, content in wanted.items():
+        lock = CHECKOUT / path
+        if options.check:
+            is_same = lock.exists() and lock.read_text() == content
+            differs = differs or not is_same
+            print(f"{path}: {'unchanged' if is_same else 'differs; run `make lock`'}")
+        else:
+            lock.write_text(content)
+            print(f"{path}: {content.count('==')} packages")
+    return 1 if differs else 0
 
 
 if __name__ == "__main__":

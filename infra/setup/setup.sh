@@ -1,18 +1,26 @@
 #!/usr/bin/env bash
-# Sets up this checkout: it installs requirements.lock into `.venv`. With `--cluster`, it also
-# installs the system packages for the tests of Slurm, PostgreSQL, the web UI and injected faults.
-# If Node is installed, it builds the web UI. Every make target runs this script. It returns at once
-# if nothing has changed.
+# Sets up this checkout: it installs requirements.lock into `.venv`. If Node is installed, it builds
+# the web UI. Every make target runs this script. It returns at once if nothing has changed.
+#   --demo     installs only what `make demo` needs, and does not build the web UI
+#   --page     fails if the web UI cannot be built
+#   --cluster  also installs the system packages for the tests of Slurm, PostgreSQL, the web UI and
+#              injected faults
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 readonly PYTHON_MIN=3.11
 readonly LOCK_WAIT_S=1800
 readonly APT_WAIT_S=300
+readonly WHOLE_LOCK=requirements.lock
+# Part of the whole one: infra/setup/lock.py writes both.
+readonly DEMO_LOCK=infra/setup/demo.lock
+readonly UV_VERSION=0.13.9
+readonly UV_LIMIT_S=1500
 readonly PIP_RETRIES=3
 readonly NODE_MIN=18
 readonly PAGE_LIMIT_S=600
 readonly PREFECT_LIMIT_S=300
+readonly IMPORT_LIMIT_S=300
 readonly TREE_LIMIT_S=1200
 readonly NEWER_SLURM=24.11
 readonly PAGE=src/holdfast/api/static
@@ -55,16 +63,17 @@ find_python() {
 }
 
 wanted_stamp() {
-    cat requirements.lock pyproject.toml benchmarks/pyproject.toml infra/setup/setup.sh |
+    cat "$1" pyproject.toml benchmarks/pyproject.toml infra/setup/{setup.sh,uv_install.py} |
         sha256sum | cut -c1-32
 }
 
-make_environment() {
-    local stamp python
-    stamp="$(wanted_stamp) $PWD"
-    if [[ -x .venv/bin/holdfast && "$(cat .setup/python 2>/dev/null)" == "$stamp" ]]; then
-        return
-    fi
+# True if `.venv` was made from this lock file.
+is_made_from() {
+    [[ -x .venv/bin/holdfast && "$(cat .setup/python 2>/dev/null)" == "$(wanted_stamp "$1") $PWD" ]]
+}
+
+make_venv() {
+    local python
     if [[ -e .venv ]] && ! is_recent .venv/bin/python; then
         die ".venv has no working Python $PYTHON_MIN or newer; expected one made here." \
             "Remove it (rm -r .venv) and try again"
@@ -75,20 +84,85 @@ make_environment() {
         "$python" -m venv .venv ||
             die "python's venv module failed; Debian: apt-get install python3-venv"
     fi
-    say "installing requirements.lock into .venv (a few minutes the first time)"
-    .venv/bin/pip install -qq --disable-pip-version-check --retries "$PIP_RETRIES" \
-        -r requirements.lock
-    .venv/bin/pip install -qq --disable-pip-version-check --no-deps --no-build-isolation \
-        -e . -e benchmarks
+}
+
+pip_install() {
+    .venv/bin/pip install -qq --disable-pip-version-check --retries "$PIP_RETRIES" "$@"
+}
+
+# uv installs in seconds what takes pip minutes.
+add_uv() {
+    if [[ "$(.venv/bin/uv --version 2>/dev/null)" != "uv $UV_VERSION"* ]] &&
+        ! pip_install "uv==$UV_VERSION" >.setup/uv.log 2>&1; then
+        say "uv $UV_VERSION could not be installed (see .setup/uv.log):" \
+            "pip installs the packages, which takes minutes"
+        return 1
+    fi
+}
+
+# Installs with uv, or with pip if uv fails. The first argument is an option for uv alone, because
+# pip always writes bytecode, and always installs the checkout again.
+install_packages() {
+    local option=$1
+    shift
+    if [[ $USES_UV == yes ]]; then
+        timeout "$UV_LIMIT_S" .venv/bin/python infra/setup/uv_install.py -q "$option" "$@" && return
+        say "uv failed: pip installs the packages, which takes minutes"
+        USES_UV=no
+    fi
+    pip_install "$@"
+}
+
+install_demo() {
+    local importing
+    say "installing $DEMO_LOCK into .venv (half a minute the first time)"
+    install_packages --no-compile-bytecode -r "$DEMO_LOCK"
+    install_packages --reinstall --no-deps --no-build-isolation -e .
+    # These write the bytecode of what they import. The demo needs only a part of all modules.
+    import_trainer &
+    importing=$!
     make_prefect_database
-    printf '%s\n' "$stamp" >.setup/python
+    wait "$importing"
+}
+
+install_whole() {
+    say "installing $WHOLE_LOCK into .venv (a few minutes the first time)"
+    install_packages --compile-bytecode -r "$WHOLE_LOCK"
+    install_packages --reinstall --no-deps --no-build-isolation -e . -e benchmarks
+    make_prefect_database
+}
+
+# The purpose is `demo` or `whole`.
+make_environment() {
+    local purpose=$1 lock=$WHOLE_LOCK
+    if [[ $purpose == demo ]]; then
+        lock=$DEMO_LOCK
+    fi
+    if is_made_from "$WHOLE_LOCK" || is_made_from "$lock"; then
+        return
+    fi
+    make_venv
+    # If this ends before the last line, the environment is made again.
+    rm -f .setup/python
+    USES_UV=no
+    if add_uv; then
+        USES_UV=yes
+    fi
+    "install_$purpose"
+    printf '%s\n' "$(wanted_stamp "$lock") $PWD" >.setup/python
+}
+
+import_trainer() {
+    env -u PYTHONDONTWRITEBYTECODE timeout "$IMPORT_LIMIT_S" .venv/bin/python -c \
+        'import holdfast.trainer, torch.distributed.fsdp, torch.distributed.run' ||
+        die "holdfast.trainer cannot be imported; remove .venv (rm -r .venv) and try again"
 }
 
 # Prefect's server takes longer to create its database than to start with one. The demo and the
 # tests start theirs with a copy of this one.
 make_prefect_database() {
     rm -rf .setup/prefect
-    if ! env -u PREFECT_API_URL -u PREFECT_API_DATABASE_CONNECTION_URL \
+    if ! env -u PYTHONDONTWRITEBYTECODE -u PREFECT_API_URL -u PREFECT_API_DATABASE_CONNECTION_URL \
         PREFECT_HOME="$PWD/.setup/prefect" PREFECT_SERVER_ANALYTICS_ENABLED=false \
         timeout "$PREFECT_LIMIT_S" .venv/bin/prefect server database upgrade -y \
         >.setup/prefect.log 2>&1; then
@@ -215,7 +289,11 @@ main() {
     exec 9>.setup/lock
     flock -w "$LOCK_WAIT_S" 9 ||
         die "another setup has held .setup/lock for $LOCK_WAIT_S s; end that process first"
-    make_environment
+    if [[ "${1:-}" == --demo ]]; then
+        make_environment demo
+        return
+    fi
+    make_environment whole
     if [[ "${1:-}" == --cluster ]]; then
         add_cluster_packages
         add_newer_slurm

@@ -85,14 +85,12 @@ def run(*words: str | Path, timeout: float, **more: Any) -> subprocess.Completed
 
 
 def find_uv() -> Path:
-    """Return uv: the one on the PATH, or one that is installed into `.setup/uv`."""
-    if found := shutil.which("uv"):
-        return Path(found)
-    folder = CHECKOUT / ".setup" / "uv"
-    if not (folder / "bin" / "uv").exists():
-        run(sys.executable, "-m", "venv", folder, timeout=INSTALL_S)
-        run(folder / "bin" / "pip", "install", "-qq", "uv", timeout=INSTALL_S)
-    return folder / "bin" / "uv"
+    """Return uv: the one on the PATH, or the set-up's. Raises `MatrixError` if there is none."""
+    own = Path(sys.executable).with_name("uv")
+    found = shutil.which("uv") or (str(own) if own.exists() else None)
+    if found is None:
+        raise MatrixError(f"no uv on the PATH and no {own}; `make setup` installs it if it can")
+    return Path(found)
 
 
 def find_python(uv: Path, version: str) -> str:
