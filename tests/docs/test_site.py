@@ -14,12 +14,11 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
-import typer
 from tests.spec_keys import spec_keys
 
 from holdfast.api import prometheus
 from holdfast.api.app import create_app
-from holdfast.cli.main import app
+from holdfast.cli.main import all_commands
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.spec import RunSpec
 from holdfast_docs.exit_statuses import EXIT_STATUSES
@@ -164,7 +163,7 @@ def test_the_reference_has_every_spec_key(pages: Path) -> None:
 
 def test_the_reference_has_every_command_with_its_options(pages: Path) -> None:
     page = read(pages / "cli.html")
-    root = typer.main.get_command(app)
+    root = all_commands()
     waiting = [("holdfast", root)]
     seen = set()
     while waiting:

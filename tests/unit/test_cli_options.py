@@ -20,14 +20,13 @@ from typing import Any
 
 import pytest
 import torch
-import typer
 from safetensors.torch import load_file
 from tests.cli_calls import CliResult
 from tests.runs import T0, RunFolder, build_sample_runs
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 from typer.core import TyperOption
 
-from holdfast.cli.main import app, main
+from holdfast.cli.main import all_commands, main
 from holdfast.contracts.history import load_events
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.paths import RunPaths
@@ -377,7 +376,7 @@ ROWS: dict[str, Callable[[World], dict[str, bool]]] = {
 
 def options_of(command: str) -> dict[str, TyperOption]:
     """The options of a command by their long names, from its parser."""
-    found: Any = typer.main.get_command(app)
+    found: Any = all_commands()
     for word in command.split():
         found = found.commands[word]
     options = [one for one in found.params if isinstance(one, TyperOption)]
@@ -436,7 +435,7 @@ def test_ids_are_completed(world: World) -> None:
 
     from holdfast.cli.arguments import complete_checkpoint
 
-    command: Any = typer.main.get_command(app)
+    command: Any = all_commands()
     context: Any = Context(command.commands["verify"])
     context.params["root"] = str(world.root)
     assert complete_checkpoint(context, "gp") == ["gpt:", "gpt-b:"]

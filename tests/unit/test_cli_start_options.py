@@ -19,14 +19,13 @@ from typing import Any, Final
 
 import pytest
 import torch
-import typer
 from tests.rank_programs import ROOT
 from tests.unit.test_cli_options import COMMANDS as READING
 from tests.unit.test_cli_options import OLDEST, World, options_of, world
 from tests.unit.test_simulation import SPEC
 
 from holdfast.api.tokens import Role, TokenStore
-from holdfast.cli.main import app
+from holdfast.cli.main import all_commands
 from holdfast.contracts.file_locks import locked
 from holdfast.contracts.history import load_events
 from holdfast.contracts.journal import EventKind
@@ -345,7 +344,7 @@ def commands() -> Iterator[str]:
         for word, one in (inner or {}).items():
             yield from walk(one, f"{name} {word}".strip())
 
-    yield from (one for one in walk(typer.main.get_command(app), "") if one not in READING)
+    yield from (one for one in walk(all_commands(), "") if one not in READING)
 
 
 COMMANDS: Final = sorted(commands())

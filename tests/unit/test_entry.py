@@ -24,7 +24,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("module", ["holdfast.cli.main", "typer", "holdfast.cli.submit"])
+@pytest.mark.parametrize("module", ["holdfast.cli.main", "typer", "holdfast.cli.views"])
 def test_an_interrupt_during_imports_prints_no_traceback(module: str) -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     start, _, called = project["scripts"]["holdfast"].partition(":")

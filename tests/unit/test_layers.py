@@ -10,10 +10,16 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
+from importlib import import_module
 from pathlib import Path
 
 import grimp
 import pytest
+import typer
+from tests.runs import build_sample_runs
+
+from holdfast.cli.commands import COMMANDS
+from holdfast.cli.main import all_commands
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 # Part → its folder.
@@ -48,6 +54,17 @@ CLOSED = {
         "packaging",
     },
 }
+# Runs the command with the words of this process, and prints the modules that it has imported.
+COMMAND = """
+import json, sys
+from holdfast.cli.entry import main
+try:
+    main()
+except SystemExit as end:
+    status = end.code
+print(json.dumps(sorted(sys.modules)))
+sys.exit(status)
+"""
 ADAPTERS = tuple(f"trainer/holdfast/trainer/{folder}/" for folder in ("frameworks", "trackers"))
 # Library → the adapters that may import it, by the names of their modules.
 FRAMEWORKS = {
@@ -201,7 +218,8 @@ def test_each_part_has_one_import_name() -> None:
         ),
         ("holdfast.trainer.loading.resume", {"torch", "prefect", "sqlalchemy", "submitit"}),
         ("holdfast.workers.agent", {"torch", "prefect", "sqlalchemy"}),
-        ("holdfast.cli.main", {"torch", "prefect", "sqlalchemy"}),
+        ("holdfast.workers.reconcile", {"torch", "prefect", "sqlalchemy", "submitit"}),
+        ("holdfast.cli.views", {"torch", "prefect", "sqlalchemy", "submitit", "rich"}),
     ],
 )
 def test_modules_that_start_quickly_import_no_large_libraries(
@@ -213,3 +231,49 @@ def test_modules_that_start_quickly_import_no_large_libraries(
     )
     assert done.returncode == 0, done.stderr
     assert not absent & set(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    ("word", "absent"),
+    [
+        ("--version", {"torch", "prefect", "sqlalchemy", "submitit", "pydantic", "rich"}),
+        ("--help", {"torch", "prefect", "sqlalchemy", "submitit", "pydantic"}),
+        ("runs", {"torch", "prefect", "submitit", "fastapi"}),
+    ],
+)
+def test_a_command_imports_no_large_libraries_that_it_does_not_use(
+    word: str, absent: set[str], tmp_path: Path
+) -> None:
+    home = tmp_path / "home"
+    assert len({run.name for run in build_sample_runs(home / "runs")}) == 2
+    foreign = ("HOLDFAST_ROOT", "HOLDFAST_DATABASE_URL")
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, word],
+        env={k: v for k, v in os.environ.items() if k not in foreign}
+        | {"HOLDFAST_HOME": str(home)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    modules = set(json.loads(done.stdout.splitlines()[-1]))
+    assert absent & modules == set()
+    listed = {f"holdfast.cli.{module}" for module, _ in COMMANDS.values()}
+    assert ("holdfast.cli.views" in modules) == (word == "runs")
+    assert word == "runs" or not listed & modules
+
+
+def test_the_list_of_commands_agrees_with_their_modules() -> None:
+    loaded = all_commands().commands
+    summaries = {name: (one.help or "").partition("\n\n")[0] for name, one in loaded.items()}
+    assert summaries == {name: summary for name, (_, summary) in COMMANDS.items()}
+    registered: set[str] = set()
+    for module in {module for module, _ in COMMANDS.values()}:
+        part = typer.Typer()
+        import_module(f"holdfast.cli.{module}").register(part)
+        registered |= typer.main.get_group(part).commands.keys()
+    assert registered == COMMANDS.keys()
+    # Each module that has commands is in the list.
+    texts = {path.stem: path.read_text() for path in (CHECKOUT / PARTS["cli"]).glob("*.py")}
+    having = {stem for stem, text in texts.items() if "\ndef register(" in text}
+    assert having == {module for module, _ in COMMANDS.values()}

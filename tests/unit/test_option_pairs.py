@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-import typer
 from tests.cli_calls import Call
 from tests.runs import T0, RunFolder, build_sample_runs
 from typer.core import TyperOption
 
-from holdfast.cli.main import app
+from holdfast.cli.main import all_commands
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.states import AttemptState, Cause
 
@@ -76,7 +75,7 @@ def commands(group: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def output_pairs() -> set[tuple[str, str, str]]:
     """Each pair of output options of a command. The `--spec` of `fork` is a file."""
     found = set()
-    for name, command in commands(typer.main.get_command(app)):
+    for name, command in commands(all_commands()):
         options = [max(one.opts, key=len) for one in command.params if isinstance(one, TyperOption)]
         mine = [one for one in options if one in FORMS and (name, one) != ("fork", "--spec")]
         found |= {(name, *pair) for pair in combinations(mine, 2)}

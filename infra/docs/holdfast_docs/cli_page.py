@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
-import typer
-
-from holdfast.cli.main import app
+from holdfast.cli.main import all_commands
 from holdfast_docs.markdown import code, paragraphs, section, sentence, table
 
 PROGRAM = "holdfast"
@@ -29,7 +27,7 @@ def render() -> str:
 
 def commands() -> Iterator[tuple[str, Any]]:
     """Each command and each group of commands with its full name."""
-    yield from _walk(PROGRAM, typer.main.get_command(app))
+    yield from _walk(PROGRAM, all_commands())
 
 
 def options_of(command: Any) -> list[Any]:

@@ -13,27 +13,7 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from holdfast.cli import (
-    bench,
-    checkpoints,
-    database,
-    deploy,
-    doctor,
-    drill,
-    events,
-    export,
-    imports,
-    init,
-    logs,
-    operate,
-    serve,
-    show,
-    simulate,
-    submit,
-    supervise,
-    views,
-    wait,
-)
+from holdfast.cli.commands import CommandGroup
 from holdfast.cli.exit_status import MISUSE, REFUSED
 from holdfast.cli.output import echo, prepare_streams, print_error, print_usage, warn
 from holdfast.contracts.errors import HoldfastError
@@ -42,15 +22,11 @@ from holdfast.contracts.version import holdfast_version
 
 app = typer.Typer(
     name="holdfast",
+    cls=CommandGroup,
     help="Keep cluster training jobs alive: submit, watch, stop and relaunch them.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for module in (
-    *(init, simulate, submit, supervise, wait, views, show, events, logs, operate, checkpoints),
-    *(export, imports, serve, database, deploy, doctor, bench, drill),
-):
-    module.register(app)
 
 
 def _print_version(show: bool) -> None:
@@ -75,6 +51,15 @@ def _root(
     # Root can write everywhere, so nothing else stops it from taking over files of an account.
     if os.geteuid() == 0 and "--help" not in sys.argv:
         refuse_others_home()
+
+
+def all_commands() -> CommandGroup:
+    """Return the command with all its commands, for a program that lists their options."""
+    group = typer.main.get_command(app)
+    assert isinstance(group, CommandGroup)
+    for name in group.commands:
+        group.load(name)
+    return group
 
 
 def main() -> None:

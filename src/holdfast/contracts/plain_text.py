@@ -9,11 +9,6 @@ from typing import Final
 _CONTROL: Final = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-_ESCAPES: Final = {
-    number: chr(number).encode("unicode_escape").decode("ascii")
-    for number in range(0xE000)
-    if _CONTROL.match(chr(number))
-}
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;:]*m")
 
 
@@ -23,8 +18,11 @@ def plain(text: object) -> str:
     Tabs and newlines stay. Lone surrogates, which stand for bytes that are not UTF-8, become
     escapes too.
     """
-    string = str(text)
-    return string.translate(_ESCAPES) if _CONTROL.search(string) else string
+    return _CONTROL.sub(_escape, str(text))
+
+
+def _escape(control: re.Match[str]) -> str:
+    return control[0].encode("unicode_escape").decode("ascii")
 
 
 def counted(number: int, noun: str) -> str:

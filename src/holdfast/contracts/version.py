@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.metadata import version
 from typing import Final
 
 DISTRIBUTION: Final = "holdfast"
@@ -15,4 +14,7 @@ def holdfast_version() -> str:
 
     Raises `PackageNotFoundError` if Holdfast is on the path without being installed.
     """
+    # Only for the version: it takes longer to import than many commands need for their work.
+    from importlib.metadata import version
+
     return version(DISTRIBUTION)

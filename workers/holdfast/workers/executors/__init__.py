@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from holdfast.contracts.errors import SchedulerUnavailableError, SpecError
 from holdfast.contracts.spec_resources import Resources
 from holdfast.workers.executors.base import AskCapacity, Executor, JobStatus
 from holdfast.workers.executors.local import LocalExecutor
-from holdfast.workers.executors.slurm import SlurmExecutor
 
 __all__ = ["Executor", "JobStatus", "ask_capacity", "executor_for"]
 
-_KINDS: dict[str, type[Executor]] = {"local": LocalExecutor, "slurm": SlurmExecutor}
+
+def _slurm() -> Executor:
+    # Imports submitit, which takes a moment and which only Slurm's jobs need.
+    from holdfast.workers.executors.slurm import SlurmExecutor
+
+    return SlurmExecutor()
+
+
+_KINDS: dict[str, Callable[[], Executor]] = {"local": LocalExecutor, "slurm": _slurm}
 
 
 def executor_for(kind: str) -> Executor:
