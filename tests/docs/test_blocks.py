@@ -28,11 +28,11 @@ from tests.docs.blocks import MARKER, PAGES, ROOT, Block, all_blocks, blocks_in,
 from tests.infra import deployment_pages
 from tests.process import test_docs_commands, test_quick_start
 
-from holdfast.cli.main import all_commands
+from holdfast.cli import main
 from holdfast.contracts.spec import RunSpec
 
 INLINE: Final = re.compile(r"`(holdfast [a-z][^`\n]*)`")
-COMMAND: Final = all_commands()
+COMMAND: Final = main.all_commands()
 # Blocks in these languages are checked by a parser of the language.
 PARSERS: Final[dict[str, Callable[[str], object]]] = {
     "json": json.loads,
