@@ -82,6 +82,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path, environment: None) -> It
     made.end_all()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("shape", "ranks", "stride"),
     [("epochs", 2, 37), pytest.param("steps", 1, 41, marks=pytest.mark.slow)],

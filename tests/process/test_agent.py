@@ -41,6 +41,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         run.end_all()
 
 
+@pytest.mark.more
 def test_job_completes_and_leaves_no_process(make: Make) -> None:
     run = make(steps=30)
     attempt = run.submit()
@@ -191,6 +192,7 @@ def test_a_program_that_closes_before_the_steps_of_its_spec_is_incomplete(make: 
     assert (view.state, view.last_step, view.evidence) == (AttemptState.COMPLETED, 12, ())
 
 
+@pytest.mark.more
 def test_program_without_a_session_completes_with_a_note(make: Make) -> None:
     run = make(session=False, sleep_s=0.1, gpus=1)
     run.submit()
@@ -240,6 +242,7 @@ def test_run_without_a_session_is_relaunched_once_per_request(
     assert decide(run.history(), None, now=time.time()).action == "stop"
 
 
+@pytest.mark.more
 def test_error_of_a_program_without_a_session_is_read_from_its_output(make: Make) -> None:
     run = make(session=False, sleep_s=0.1, fail_at=1, gpus=1)
     run.submit()

@@ -126,6 +126,7 @@ def test_impossible_benchmark_options_are_refused(
     assert done.stdout == ""
 
 
+@pytest.mark.more
 def test_missing_torch_is_reported_with_the_install_command(tmp_path: Path) -> None:
     """The interpreter finds every library except torch."""
     program = (

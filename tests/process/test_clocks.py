@@ -158,6 +158,7 @@ def no_slurm(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("shift_s", [MINUTES, pytest.param(-MINUTES, marks=pytest.mark.slow)])
 def test_two_nodes_whose_clocks_are_minutes_apart_train_and_stop_together(
     tmp_path: Path, library: Path, no_slurm: Path, shift_s: float

@@ -82,6 +82,7 @@ def flatten(optimizer: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_checkpoint_loads_bit_exact_at_any_world_size(
     saved: Path, folder: Path, flusher_supervisor: SlotHolder, world_size: int

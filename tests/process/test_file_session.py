@@ -115,6 +115,7 @@ def test_each_kind_of_session_refuses_the_files_of_the_other(tmp_path: Path) -> 
         FileSession(Notebook(), directory=tmp_path / "tensors")
 
 
+@pytest.mark.more
 def test_files_on_the_nodes_own_disks_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,7 +112,6 @@ def test_job_of_a_cancelled_flow_still_saves_and_ends_in_the_index(
     assert [(e.data["action"], e.data["by"]) for e in asked] == [("cancel", by)]
 
 
-@pytest.mark.more
 def test_cli_cancel_ends_the_flow_as_cancelled(runs: FlowRuns) -> None:
     paths = runs.deploy_run(runs.write_spec("called-off", {"steps": 500, "sleep_s": 0.1}))
     wait_for("step 1", lambda: step_of(paths) >= 1)
@@ -140,6 +139,7 @@ def test_run_survives_a_worker_shutdown_and_the_next_flow_takes_over(runs: FlowR
     assert len(load_history(paths).attempts) == 1
 
 
+@pytest.mark.more
 def test_pause_resume_and_resize_keep_the_same_flow(runs: FlowRuns) -> None:
     spec = runs.write_spec(
         "resized", {"steps": 1200, "sleep_s": 0.1}, elastic={"min_gpus": 1, "max_gpus": 2}

@@ -558,6 +558,7 @@ session.close()
     assert int(said.split()[-1]) >= 4
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("in_epochs", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_checkpoint_on_one_rank_only_is_an_error_that_names_the_ranks(
     tmp_path: Path, in_epochs: bool

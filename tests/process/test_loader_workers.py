@@ -68,6 +68,7 @@ def run(program: str, directory: Path, *args: str) -> subprocess.CompletedProces
     )
 
 
+@pytest.mark.more
 def test_active_data_loader_does_not_block_process_exit(tmp_path: Path) -> None:
     done = run(PROGRAM, tmp_path / "run")
     assert done.returncode == 0, done.stderr

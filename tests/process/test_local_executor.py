@@ -57,6 +57,7 @@ def request_of(run: LocalRun) -> Request:
     return request
 
 
+@pytest.mark.more
 def test_job_outlives_the_process_group_that_submitted_it(run: LocalRun) -> None:
     flow = subprocess.Popen(
         [sys.executable, "-c", SUBMITTER, str(run.paths.directory)],
@@ -158,6 +159,7 @@ def test_node_without_the_interface_fails_as_a_user_error_that_names_it(tmp_path
     assert "lo" in view.evidence[0].partition("it has ")[2].split(", ")
 
 
+@pytest.mark.more
 def test_job_is_found_before_its_claim_and_not_submitted_twice(run: LocalRun) -> None:
     attempt = run.submit()
     written = read_document(Submission, attempt.submission)
@@ -174,6 +176,7 @@ def test_job_is_found_before_its_claim_and_not_submitted_twice(run: LocalRun) ->
     assert len(run.events(EventKind.CLAIMED)) == 1
 
 
+@pytest.mark.more
 def test_second_job_of_an_attempt_exits_before_training(run: LocalRun) -> None:
     attempt = run.submit()
     first = run.claim(attempt)
@@ -221,6 +224,7 @@ def test_job_is_not_lost_if_the_recorded_pid_is_its_launcher(run: LocalRun) -> N
     assert executor.status(request, launcher).has_ended
 
 
+@pytest.mark.more
 def test_reused_pid_is_not_taken_for_the_job(run: LocalRun) -> None:
     attempt = run.submit()
     run.wait_for_end()

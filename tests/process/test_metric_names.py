@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from tests.process.local_runs import LocalRun
 
 from holdfast.contracts.alerts import noticed
@@ -35,6 +36,7 @@ with Session(model, optimizer, seed=1, best=("acc", "max")) as session:
 """
 
 
+@pytest.mark.more
 def test_a_metric_that_is_not_logged_is_reported_and_deletes_nothing(tmp_path: Path) -> None:
     program = tmp_path / "names.py"
     program.write_text(PROGRAM)

@@ -68,6 +68,7 @@ def supervise(run: LocalRun, home: Path, monkeypatch: pytest.MonkeyPatch) -> thr
     return thread
 
 
+@pytest.mark.more
 @pytest.mark.usefixtures("slurm")
 @pytest.mark.parametrize(
     ("late_s", "absence_s", "jobs"),

@@ -57,6 +57,7 @@ def violations(page: Page) -> list[str]:
     ]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "views",
     [pytest.param(TWO, id="two"), pytest.param(FOUR, id="four", marks=pytest.mark.slow)],
