@@ -114,6 +114,7 @@ def test_verify_runs_as_a_job_and_reports_damage(api: httpx.Client, served: Serv
     wait_for(lambda: api.get(f"/api/v1{path}").json()["state"] == "committed")
 
 
+@pytest.mark.more
 def test_failed_export_job_reports_the_reason(api: httpx.Client, served: Served) -> None:
     path = "/checkpoints/gpt:step-00000100.a0001.l01/export"
     for wrong in ({"to": "zip"}, {"to": "hf", "include": ["--output"]}, {"to": "hf", "dtype": "x"}):

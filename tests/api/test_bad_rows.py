@@ -67,6 +67,7 @@ def spoil(served: Served, time: float) -> None:
         connection.execute(text("UPDATE launches SET started_at = :t"), {"t": time})
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("time", TIMES, ids=str)
 def test_no_route_fails_for_an_impossible_time_in_the_index(served: Served, time: float) -> None:
     spoil(served, time)

@@ -52,6 +52,7 @@ def is_closed(opened: socket.socket) -> bool:
         return True
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("first", PARTS)
 def test_unfinished_requests_are_closed_after_the_time_limit(limited: Served, first: bytes) -> None:
     with contextlib.ExitStack() as stack:

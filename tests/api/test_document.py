@@ -77,6 +77,7 @@ def _call(strategy: Any, examples: int, served: Served) -> int:
     return len(made)
 
 
+@pytest.mark.more
 def test_no_operation_fails_on_valid_or_invalid_input(tried: Served) -> None:
     found = operations(tried)
     assert len(found) >= 30

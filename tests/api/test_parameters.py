@@ -580,6 +580,7 @@ def test_every_route_has_its_rows() -> None:
     assert ROWS.keys() == OPERATIONS.keys()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("route", ROWS)
 def test_each_parameter_has_its_effect(world: World, route: str) -> None:
     seen = ROWS[route](world)

@@ -80,6 +80,7 @@ def listed(api: httpx.Client, run: RunFolder) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.more
 def test_server_survives_a_database_outage(
     local: Local, database: tuple[PostgresServer, str], api: httpx.Client, tmp_path: Path
 ) -> None:

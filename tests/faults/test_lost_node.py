@@ -83,6 +83,7 @@ def publish_shards(nodes: list[Node]) -> None:
         wait_until(path.exists, f"the list of node {number}")
 
 
+@pytest.mark.more
 def test_step_fails_and_names_lost_tensors_if_the_lost_node_had_not_written(
     two: list[Node],
 ) -> None:
@@ -111,6 +112,7 @@ def test_step_fails_and_names_lost_tensors_if_the_lost_node_had_not_written(
     assert resume_step(two[1].run) == 1
 
 
+@pytest.mark.more
 def test_node_0_fails_a_step_that_a_lost_node_had_not_written(two: list[Node]) -> None:
     assert has_committed(save(two, 1))
     two[1].flusher_supervisor.kill()

@@ -162,6 +162,7 @@ def test_a_killed_and_stopped_run_equals_an_uninterrupted_one(
     assert len({manifest.step for manifest in checkpoints(runs.paths(cut))}) > 1
 
 
+@pytest.mark.more
 def test_the_scale_of_a_grad_scaler_continues(runs: Runs) -> None:
     scales = [line["scale"] for line in runs.lines("cut").values() if "scale" in line]
     assert scales == [line["scale"] for line in runs.lines("whole").values() if "scale" in line]
@@ -306,6 +307,7 @@ def test_a_killed_and_preempted_job_finishes_on_one_rank(
         assert found[0][key]["ids"] + second == expected[0][key] + expected[1][key]
 
 
+@pytest.mark.more
 def test_refusals_say_what_to_do(tmp_path: Path) -> None:
     said = run_program("frameworks.accelerate_refusals", str(tmp_path), timeout_s=LAUNCHES_S)
     found = json.loads(said.splitlines()[-1])

@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+import pytest
 from tests.frameworks.dcp_states import is_same, make_state
 
 from holdfast.contracts.manifest import read_manifest
@@ -29,6 +30,7 @@ def start_mover(target: Path) -> int:
         os._exit(status)
 
 
+@pytest.mark.more
 def test_several_processes_may_move_one_save_up_at_once(tmp_path: Path) -> None:
     begun = tmp_path / "begun"
     dcp.save(make_state(1), checkpoint_id=begun)

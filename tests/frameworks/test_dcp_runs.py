@@ -157,6 +157,7 @@ def test_a_save_that_cannot_be_recorded_has_its_line_and_a_note(
     assert "not recorded" in events[3].data["text"]
 
 
+@pytest.mark.more
 def test_a_save_in_a_run_can_be_exported(tmp_path: Path, run: RunFolder) -> None:
     """The files are in the program's directory. They must be those that were recorded."""
     dcp.save({"model": make_state(1)["model"]}, checkpoint_id=tmp_path / "a")

@@ -70,6 +70,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_cases(folder, *QUICK)
 
 
+@pytest.mark.more
 def test_a_run_is_killed_preempted_and_resized_like_an_uninterrupted_one(
     tmp_path: Path, run: LocalRun, cases: dict[str, Any]
 ) -> None:

@@ -71,6 +71,7 @@ def test_every_kind_is_interrupted_everywhere(kind: str, tmp_path: Path) -> None
     assert count_equal("fabric_program", {kind: cases}, tmp_path, timeout_s=590) == len(cases)
 
 
+@pytest.mark.more
 def test_refusals_say_what_to_do(tmp_path: Path) -> None:
     said = run_program("frameworks.fabric_refusals", str(tmp_path), timeout_s=300)
     found = json.loads(said.splitlines()[-1])

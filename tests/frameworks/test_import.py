@@ -134,6 +134,7 @@ def test_equal_weights_have_one_digest_whatever_their_form(sources: Path, tmp_pa
     assert digests[0] == digests[1]
 
 
+@pytest.mark.more
 def test_weights_are_loaded_on_any_sharding_and_each_byte_is_read_once(sources: Path) -> None:
     said = run_program(
         pretrained_program.__name__.removeprefix("tests."), sources, timeout_s=RANKS_S
@@ -189,6 +190,7 @@ def losses_of(run: Path) -> dict[str, str]:
     return dict(line.split() for line in (run / "losses.txt").read_text().splitlines())
 
 
+@pytest.mark.more
 def test_a_failed_import_leaves_no_run_and_a_killed_one_can_be_repeated(
     sources: Path, tmp_path: Path
 ) -> None:
@@ -216,6 +218,7 @@ def test_a_failed_import_leaves_no_run_and_a_killed_one_can_be_repeated(
         begin(sources / "torch.pt", "base")
 
 
+@pytest.mark.more
 def test_an_imported_run_is_complete_and_starts_only_with_a_spec(
     sources: Path, tmp_path: Path
 ) -> None:

@@ -275,6 +275,7 @@ class Drawing(IterableDataset[Any]):
             yield torch.full((2,), float(number))
 
 
+@pytest.mark.more
 def test_a_stream_that_draws_where_the_model_draws_is_refused_before_the_first_step(
     tmp_path: Path,
 ) -> None:

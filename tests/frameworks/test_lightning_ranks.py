@@ -35,6 +35,7 @@ def share(**changed: Any) -> Share:
     return Share(**usual | changed)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "program", [pytest.param("lightning_program", marks=pytest.mark.slow), "fabric_program"]
 )

@@ -100,6 +100,7 @@ def test_tensorboard_shows_each_step_once_after_a_crash(tracked: Tracked) -> Non
     assert points == [(step, float(step)) for step in range(1, STEPS + 1)]
 
 
+@pytest.mark.more
 def test_mlflow_run_continues_after_a_crash_and_a_fork_is_its_child(tracked: Tracked) -> None:
     uri, found = tracked.database, tracked.ids["mlflow"]
     client = MlflowClient(tracking_uri=uri)
@@ -143,6 +144,7 @@ def test_wandb_refuses_arguments_that_would_make_another_run() -> None:
         WandbTracker(project="kelp", id="mine", resume="must")
 
 
+@pytest.mark.more
 def test_tracker_that_cannot_be_opened_does_not_stop_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     tracker = {"TensorBoardTracker": {"directory": str(tmp_path / "file" / "x")}}

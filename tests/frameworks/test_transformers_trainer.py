@@ -171,6 +171,7 @@ def test_a_replaced_state_dict_without_all_weights_is_refused(make: Make) -> Non
 # --- directories ------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 def test_training_begins_with_a_directory_of_transformers(make: Make, tmp_path: Path) -> None:
     whole = make("whole")
     train(whole, kind="bare", num_train_epochs=1, **SMALL)
@@ -202,6 +203,7 @@ def test_without_a_directory_to_resume_from_the_error_is_the_trainers(make: Make
         trainer_of(make("run")).train(resume_from_checkpoint=True)
 
 
+@pytest.mark.more
 def test_directories_without_a_training_state_are_refused(make: Make) -> None:
     case = make("run")
     train(case, **SMALL)
@@ -215,6 +217,7 @@ def test_directories_without_a_training_state_are_refused(make: Make) -> None:
             trainer_of(make(f"another-{path.name}")).train(resume_from_checkpoint=str(path))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["checkpoint-6", None])
 def test_a_directory_of_a_save_that_was_never_committed_counts_as_none(
     name: str | None, make: Make
@@ -228,6 +231,7 @@ def test_a_directory_of_a_save_that_was_never_committed_counts_as_none(
     assert case.notes(0)["end"]["step"] == 6
 
 
+@pytest.mark.more
 def test_a_dataset_that_was_made_in_another_way_is_reported(
     make: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -325,6 +329,7 @@ def test_the_first_launch_is_noted_and_changed_arguments_count(
 # --- the example ------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 def test_the_example_trains_and_resumes(
     tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

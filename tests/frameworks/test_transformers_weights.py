@@ -118,6 +118,7 @@ def test_the_models_files_are_written_in_the_background(
     assert all(torch.equal(state[name], tensor) for name, tensor in best.items())
 
 
+@pytest.mark.more
 def test_a_reader_finds_the_file_that_was_just_saved(
     make: Make,  # noqa: F811
     staged: list[Path],

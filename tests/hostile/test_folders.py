@@ -169,6 +169,7 @@ def lock_as_owner(testbed: Testbed, name: str) -> list[int]:
     return held
 
 
+@pytest.mark.more
 def test_unreadable_folders_do_not_hide_other_runs(testbed: Testbed, index: Path) -> None:
     database, root = copy_of(index, "all"), str(testbed.root)
     results = run_commands(

@@ -130,6 +130,7 @@ def quick(result: CommandResult) -> CommandResult:
     return result
 
 
+@pytest.mark.more
 def test_orders_by_commands_are_recorded_and_start_a_supervisor(
     testbed: Testbed, good: list[RunPaths]
 ) -> None:
@@ -295,6 +296,7 @@ def test_a_service_and_a_lost_supervisor_s_successor_take_up_every_good_run(
     assert set(taken) <= {paths.name for paths in own_runs(testbed.root)}
 
 
+@pytest.mark.more
 def test_the_server_and_a_reindex_read_every_good_run(
     testbed: Testbed, good: list[RunPaths]
 ) -> None:

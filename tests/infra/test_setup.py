@@ -176,6 +176,7 @@ def installer_of(place: Path, name: str) -> str | None:
     return found[0].read_text().strip() if found else None
 
 
+@pytest.mark.more
 def test_the_whole_set_up_adds_to_the_demos_and_serves_the_demo_too(checkout: Path) -> None:
     assert UV.is_file(), "make setup installs it"
     shutil.copy(UV, checkout / ".venv/bin")

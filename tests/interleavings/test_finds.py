@@ -69,6 +69,7 @@ def _orders_by_time() -> Iterator[None]:
         yield
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("guard", "situation", "flavour", "first", "second", "found"),
     [

@@ -74,6 +74,7 @@ def test_a_pair(situations: Situations, first: str, second: str, record_property
     assert play_all(situations, one_each(situations, first, second), record_property) == ""
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("first", "second"), KNOWN)
 def test_a_pair_that_has_gone_wrong_before(
     situations: Situations, first: str, second: str, record_property: Record
@@ -84,6 +85,7 @@ def test_a_pair_that_has_gone_wrong_before(
 OTHERS = [name for name, one in ITEMS.items() if "running" in one.situations]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("other", [name for name in OTHERS if ITEMS[name].flavour == "plain"])
 def test_a_run_on_every_node_of_its_partition_loses_one(
     situations: Situations, other: str, record_property: Record

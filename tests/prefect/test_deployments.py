@@ -82,6 +82,7 @@ def test_a_second_deploy_changes_nothing_and_prefect_yaml_deploys_the_same(
     assert wanted == {entrypoint: text for _, entrypoint, text, _ in before.values()}
 
 
+@pytest.mark.more
 def test_wrong_parameters_are_refused_with_their_place_before_anything_is_queued(
     runs: FlowRuns, service: PrefectService
 ) -> None:

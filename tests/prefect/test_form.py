@@ -24,6 +24,7 @@ def page() -> Iterator[Page]:
         browser.close()
 
 
+@pytest.mark.more
 def test_the_form_shows_every_part_of_a_spec_and_marks_what_is_wrong(
     runs: FlowRuns, service: PrefectService, page: Page
 ) -> None:

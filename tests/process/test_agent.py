@@ -251,6 +251,7 @@ def test_error_of_a_program_without_a_session_is_read_from_its_output(make: Make
     assert "RuntimeError: a bad program" in (view.traceback or "")
 
 
+@pytest.mark.more
 def test_no_process_outlives_a_killed_agent(make: Make) -> None:
     run = make(steps=2000, sleep_s=0.05)
     attempt = run.submit()
@@ -263,6 +264,7 @@ def test_no_process_outlives_a_killed_agent(make: Make) -> None:
     wait_until(lambda: not processes_of(run.paths), "the end of every process")
 
 
+@pytest.mark.more
 def test_deadline_of_a_stop_file_is_enforced(make: Make) -> None:
     run = make(session=False, sleep_s=SLEEP_S, gpus=1)
     attempt = run.submit()

@@ -46,6 +46,7 @@ def test_resumed_weights_and_momentum_are_bit_identical(folder: Path, case: str)
         assert all(map(torch.equal, whole["momentum"], parts["momentum"]))
 
 
+@pytest.mark.more
 def test_broadcast_buffers_are_restored_from_the_broadcasting_rank(folder: Path) -> None:
     whole, parts = (saw(folder, "broadcast", run, 0) for run in ("whole", "parts"))
     assert differing(whole["state"], parts["state"]) == []

@@ -103,6 +103,7 @@ def test_run_is_preempted_and_resumes_with_its_checkpoints_elsewhere(
     assert (found.paths, name) == (paths, newest)
 
 
+@pytest.mark.more
 def test_directory_that_is_gone_is_named(run: LocalRun, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "large")
     try:

@@ -99,6 +99,7 @@ def disturbances(run: LocalRun) -> list[Any]:
     return [event for event in load_events(run.paths) if event.kind in DISTURBANCES]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("start_s", [MINUTES, pytest.param(-MINUTES, marks=pytest.mark.slow)])
 def test_a_clock_that_is_set_while_a_run_trains_changes_nothing(
     run: LocalRun, library: Path, tmp_path: Path, start_s: float

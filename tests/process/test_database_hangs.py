@@ -103,6 +103,7 @@ def _stall_and_query(proxy: StallingProxy, connection: Any) -> None:
     connection.execute(text("SELECT 2"))
 
 
+@pytest.mark.more
 def test_ingest_and_reindex_fail_in_time(
     proxied: tuple[str, StallingProxy], runs: dict[str, RunFolder]
 ) -> None:
@@ -245,6 +246,7 @@ def test_a_command_ends_in_time(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.more
 def test_a_locked_sqlite_index_is_an_error_in_time(
     tmp_path: Path, runs: dict[str, RunFolder]
 ) -> None:

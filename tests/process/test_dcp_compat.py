@@ -53,6 +53,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], str]:
     return run_ranks(",".join(GROUPS), 2, tmp_path_factory.mktemp("dcp"))
 
 
+@pytest.mark.more
 def test_torch_format_utils_convert_holdfast_checkpoints(tmp_path: Path) -> None:
     """Convert with the commands `dcp_to_torch` and `torch_to_dcp`; Holdfast reads the result."""
     _, said = run_ranks("none", 1, tmp_path)

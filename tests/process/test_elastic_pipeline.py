@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.paths import RunPaths
 
@@ -17,6 +19,7 @@ PROGRAM = Path(__file__).with_name("elastic_session_program.py")
 WAIT_S = 250.0
 
 
+@pytest.mark.more
 def test_run_changes_from_two_pipeline_stages_to_one_and_back(tmp_path: Path) -> None:
     search = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     env = {k: v for k, v in os.environ.items() if not k.startswith("HOLDFAST_")}

@@ -96,6 +96,7 @@ def test_checkpoint_loads_bit_exact_at_any_world_size(
     assert_same(torch.load(folder / "save-2.pt"), torch.load(folder / f"load-{world_size}.pt"))
 
 
+@pytest.mark.more
 def test_stock_dcp_reads_our_checkpoint(
     saved: Path, folder: Path, flusher_supervisor: SlotHolder
 ) -> None:
@@ -134,12 +135,14 @@ def test_export_equals_the_checkpoint_and_damage_leaves_no_output(
         assert not output.exists()
 
 
+@pytest.mark.more
 def test_engine_reads_a_stock_dcp_checkpoint(folder: Path, flusher_supervisor: SlotHolder) -> None:
     run_ranks("stock_save", 2, folder, flusher_supervisor, folder / "stock")
     run_ranks("foreign_load", 2, folder, flusher_supervisor, folder / "stock")
     assert_same(torch.load(folder / "stock_save-2.pt"), torch.load(folder / "foreign_load-2.pt"))
 
 
+@pytest.mark.more
 def test_step_sealed_by_ranks_that_were_then_killed_is_committed(
     tmp_path: Path, flusher_supervisor: SlotHolder
 ) -> None:

@@ -48,6 +48,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
         assert is_same, (key, value, other[key])
 
 
+@pytest.mark.more
 def test_resumed_state_is_bit_identical(folder: Path, case: str) -> None:
     whole, stopped, resumed = (
         saw(folder, case, run, launch) for run, launch in ((WHOLE, 0), (PARTS, 0), (PARTS, 1))

@@ -67,6 +67,7 @@ def kinds(paths: RunPaths) -> list[str]:
     return [event.kind for event in load_events(paths)]
 
 
+@pytest.mark.more
 def test_supervisor_runs_a_job_to_its_end_and_indexes_it(tmp_path: Path, index: Index) -> None:
     paths = make_run(tmp_path, "print('hello')\n")
     history = Supervisor(paths=paths, index=index, log=LOG, submit=submit_next).run()
@@ -137,6 +138,7 @@ def test_database_outage_does_not_stop_supervision(
     assert sqlite3.connect(file).execute("select count(*) from runs").fetchone() == (1,)
 
 
+@pytest.mark.more
 def test_second_supervisor_waits_until_the_first_is_gone(
     tmp_path: Path, index: Index, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -249,6 +251,7 @@ def test_a_relaunch_while_the_supervisor_leaves_keeps_it(
     assert len(history.attempts) == 2
 
 
+@pytest.mark.more
 def test_a_relaunch_after_the_supervisor_has_left_finds_none(
     tmp_path: Path, index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:

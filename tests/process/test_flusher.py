@@ -282,6 +282,7 @@ def test_flusher_ignores_signals_and_exits_after_its_supervisor_and_work(
     assert json.loads((checkpoint(run) / "manifest.json").read_bytes())["step"] == 7
 
 
+@pytest.mark.more
 def test_drain_reply_fits_after_many_failed_saves(
     flusher_supervisor: SlotHolder, tmp_path: Path
 ) -> None:

@@ -58,6 +58,7 @@ def test_every_byte_is_read_once_at_any_world_size(folder: Path, world_size: int
         assert 0 < one["unique"] <= one["read"] <= one["ratio_max"] * one["unique"]
 
 
+@pytest.mark.more
 def test_load_works_when_only_some_ranks_created_extra_groups(tmp_path: Path) -> None:
     said = run_program("node_groups_program", tmp_path, timeout_s=60.0)
     assert said.count("restored 1, all ranks of its node share") == 4

@@ -77,6 +77,7 @@ def test_active_data_loader_does_not_block_process_exit(tmp_path: Path) -> None:
     assert not Path(f"/proc/{worker}").exists()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_a_stop_signal_to_all_processes_stops_the_rank_and_not_its_workers(
     tmp_path: Path, context: str

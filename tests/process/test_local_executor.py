@@ -194,6 +194,7 @@ def test_second_job_of_an_attempt_exits_before_training(run: LocalRun) -> None:
     assert read_document(Claim, attempt.claim) == first
 
 
+@pytest.mark.more
 def test_forced_cancel_leaves_no_process(run: LocalRun) -> None:
     attempt = run.submit()
     run.claim(attempt)

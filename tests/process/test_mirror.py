@@ -59,6 +59,7 @@ def name_of(step: int) -> CheckpointName:
     return CheckpointName(step, 1, 1)
 
 
+@pytest.mark.more
 def test_checkpoint_is_copied_to_the_mirror_and_fetched_back(location: str, tmp_path: Path) -> None:
     store = open_store(location)
     directories = [make_checkpoint(tmp_path / "r", step) for step in (5, 6)]
@@ -163,6 +164,7 @@ def kill_uploads(
     return verbs
 
 
+@pytest.mark.more
 def test_uploader_killed_before_any_request_leaves_a_valid_mirror(
     s3: ObjectStore, proxy: Proxy, tmp_path: Path
 ) -> None:
@@ -188,6 +190,7 @@ def test_uploader_killed_after_any_response_leaves_a_valid_mirror(
     assert "none" not in verbs
 
 
+@pytest.mark.more
 def test_requests_with_lost_responses_are_retried(
     s3: ObjectStore, proxy: Proxy, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+import pytest
 from tests.flusher_supervisor import FakeRank, SlotHolder, wait_for, wait_until
 from tests.object_store import ACCESS_KEY, BUCKET, ObjectStore, Proxy, ProxyFault
 from tests.process.local_runs import LocalRun
@@ -36,6 +37,7 @@ def told(run: Path, kind: EventKind) -> list[str]:
     return [str(e.data["checkpoint"]) for e in load_events(RunPaths(run)) if e.kind is kind]
 
 
+@pytest.mark.more
 def test_replacement_of_a_killed_flusher_finishes_the_mirror_copy(
     s3: ObjectStore, proxy: Proxy, tmp_path: Path
 ) -> None:
@@ -131,6 +133,7 @@ def test_two_nodes_mirror_their_own_files_and_one_manifest(tmp_path: Path) -> No
             flusher_supervisor.close()
 
 
+@pytest.mark.more
 def test_job_waits_for_its_mirror_copies_and_prune_deletes_them(
     s3: ObjectStore, proxy: Proxy, tmp_path: Path
 ) -> None:

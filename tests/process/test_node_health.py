@@ -36,6 +36,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         run.end_all()
 
 
+@pytest.mark.more
 def test_no_rank_starts_on_an_unhealthy_node(make: Make) -> None:
     check = "printf 'GPU 3 is \\033[31mlost\\033[0m\\a, password=Hunter2hunter2x\\n' >&2; exit 7"
     run = make(health={"before": ["true", check]})

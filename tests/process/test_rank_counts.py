@@ -47,6 +47,7 @@ def saved(run: LocalRun) -> Manifest:
     return newest_of_branch(run.paths, run.history())
 
 
+@pytest.mark.more
 def test_a_size_that_the_checkpoint_does_not_fit_is_refused_before_anything_stops(
     make: Make, tmp_path: Path
 ) -> None:

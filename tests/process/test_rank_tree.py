@@ -61,6 +61,7 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("size", [1, 2, FAN_OUT + 1, 40])
 def test_values_reach_the_ranks_they_are_for(tmp_path: Path, size: int) -> None:
     def act(tree: RankTree) -> None:
@@ -171,6 +172,7 @@ def test_child_process_of_a_rank_does_not_keep_its_connections(tmp_path: Path) -
         pass
 
 
+@pytest.mark.more
 def test_stranger_cannot_join(tmp_path: Path) -> None:
     """A connection without the token, a silent one and one that talks nonsense change nothing."""
 

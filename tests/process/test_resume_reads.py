@@ -68,6 +68,7 @@ def resumed(directory: Path) -> list[str]:
     return list(lines[-1].data["skipped"])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", FILES)
 def test_temporary_read_failure_is_retried(storage: Storage, tmp_path: Path, name: str) -> None:
     storage.refused[name] = range(1, TRIES)
@@ -76,6 +77,7 @@ def test_temporary_read_failure_is_retried(storage: Storage, tmp_path: Path, nam
     assert storage.opened[name] >= TRIES
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", FILES)
 def test_permanent_read_failure_falls_back_to_the_previous_checkpoint(
     storage: Storage, tmp_path: Path, name: str

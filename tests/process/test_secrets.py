@@ -169,6 +169,7 @@ def test_unreadable_secret_file_fails_the_attempt_and_is_named(local: Local) -> 
     assert leaks(local.folder, but=(run.file,)) == []
 
 
+@pytest.mark.more
 def test_logs_command_masks_secret_values(local: Local) -> None:
     run = SecretRun(local, say=["FROM_A_FILE", "TOKEN"])
     local.json("submit", str(run.spec), "--wait")

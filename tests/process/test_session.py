@@ -285,6 +285,7 @@ def test_additional_ranks_are_reseeded_and_reported(tmp_path: Path) -> None:
     assert [line["end"] for line in ends_of(launch.run, 1)] == [9]
 
 
+@pytest.mark.more
 def test_stop_file_ends_a_program_without_torchrun(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     with Launch(directory, ranks=0, sleep_s=0.05) as launch:
@@ -339,12 +340,14 @@ def test_failing_rank_writes_its_traceback_and_saves_nothing(tmp_path: Path) -> 
     assert committed_steps(launch.run) == [5]
 
 
+@pytest.mark.more
 def test_missing_process_group_is_reported_with_the_fix(tmp_path: Path) -> None:
     with Launch(tmp_path / "run", ranks=2, forget_group=True) as launch:
         assert launch.wait() == 1
     assert "call torch.distributed.init_process_group() before Session" in launch.output
 
 
+@pytest.mark.more
 def test_second_launch_in_a_run_folder_waits_for_the_first(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     with Launch(directory, ranks=0, sleep_s=0.1) as first:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from holdfast.contracts.agreement import StatusPort, agree_on_step
 from holdfast.contracts.journal import EventKind, read_journal
 from holdfast.contracts.manifest import read_manifest
@@ -97,6 +99,7 @@ def ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+@pytest.mark.more
 def test_under_an_agent_the_session_ignores_signals_and_obeys_rank_status(
     tmp_path: Path,
 ) -> None:
@@ -150,6 +153,7 @@ def test_under_an_agent_the_session_ignores_signals_and_obeys_rank_status(
     os.close(handle)
 
 
+@pytest.mark.more
 def test_nodes_without_an_agent_stop_together(tmp_path: Path) -> None:
     run = RunPaths(tmp_path / "run")
     nodes = start_nodes(run, {"HOLDFAST_CHECKPOINT_INTERVAL": "10"}, slow=[8, SLOW_S])

@@ -161,6 +161,7 @@ def between_boundaries(training: Training) -> None:
 ENDINGS = (in_finally, after_the_error, in_a_with_block, by_a_generator, between_boundaries)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("end", ENDINGS, ids=lambda end: end.__name__)
 def test_nothing_is_saved_after_an_exception_whoever_closes(
     tmp_path: Path, end: Callable[[Training], None]

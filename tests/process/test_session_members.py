@@ -354,6 +354,7 @@ def sampled(folder: Path) -> Facts:
     }
 
 
+@pytest.mark.more
 def test_each_member_and_parameter_has_an_effect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,6 +96,7 @@ def test_error_of_a_part_reaches_the_decision_and_error_of_the_decision_all_rank
     run_parts(tmp_path, part, decide, expect)
 
 
+@pytest.mark.more
 def test_wait_ends_only_when_nothing_moves_any_more(tmp_path: Path) -> None:
     def part(meter: Meter, kind: str) -> None:
         for _ in range(15 if own_rank() == 1 else 0):

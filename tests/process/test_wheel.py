@@ -139,6 +139,7 @@ def test_bench_wheel_contains_only_the_benchmarks(bench_wheel: Path) -> None:
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"holdfast_bench"}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("command", ["bench", "drill"])
 def test_commands_without_the_bench_package_name_what_to_install(
     server: Path, tmp_path: Path, command: str
@@ -155,6 +156,7 @@ def test_commands_without_the_bench_package_name_what_to_install(
     assert "pip install ./benchmarks" in done.stderr
 
 
+@pytest.mark.more
 def test_server_environment_needs_no_torch(server: Path, tmp_path: Path, program: Path) -> None:
     home = {"HOLDFAST_HOME": str(tmp_path / "home"), "HOLDFAST_ROOT": str(tmp_path / "runs")}
     installed = pip(server, "list", "--format=freeze")
@@ -176,6 +178,7 @@ def test_server_environment_needs_no_torch(server: Path, tmp_path: Path, program
     )
 
 
+@pytest.mark.more
 def test_trainer_environment_needs_neither_prefect_nor_sql(
     trainer: Path, tmp_path: Path, program: Path
 ) -> None:

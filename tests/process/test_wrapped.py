@@ -30,6 +30,7 @@ def errors(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     return [json.loads((folder / f"errors-{rank}.json").read_text()) for rank in range(RANKS)]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("case", "said"),
     [

@@ -191,6 +191,7 @@ def test_azure_is_watched_and_acknowledged_on_request() -> None:
     assert notes == ["azure: acknowledged mine"]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("service", [AwsService(), GcpService(), AzureService()])
 def test_auto_detects_the_cloud_without_notes_about_the_others(service: Any) -> None:
     notes: list[str] = []

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 CHECKOUT = Path(__file__).resolve().parents[2]
 FOLDERS = (
     "src",
@@ -134,6 +136,7 @@ def test_no_error_is_swallowed() -> None:
     assert not swallowed, "\n".join(swallowed)
 
 
+@pytest.mark.more
 def test_nothing_is_a_stub() -> None:
     """A body of `...` belongs to a Protocol or an overload; nothing raises NotImplementedError."""
     stubs = []

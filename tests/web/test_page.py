@@ -111,6 +111,7 @@ def commit_again(paths: RunPaths, step: int) -> None:
         journal.append(EventKind.COMMITTED, attempt=1, checkpoint=str(name), step=step, bytes=18)
 
 
+@pytest.mark.more
 def test_pin_and_unpin_are_confirmed_and_recorded(site: Site, browser: Browser) -> None:
     with testbed.page_of(browser, site) as (page, console_errors):
         page.goto(f"/checkpoints/{LAST}")
@@ -174,6 +175,7 @@ def test_page_is_not_shown_as_live_while_the_server_is_frozen(site: Site, browse
         expect(page.get_by_text(live, exact=True)).to_be_visible()
 
 
+@pytest.mark.more
 def test_view_and_stream_recover_from_a_failed_request(site: Site, browser: Browser) -> None:
     with testbed.page_of(browser, site) as (page, _):
         page.goto("/")

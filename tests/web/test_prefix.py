@@ -85,6 +85,7 @@ def proxy(target: int, *, removes: bool) -> Iterator[int]:
         server.server_close()
 
 
+@pytest.mark.more
 def test_api_and_session_work_below_a_prefix(proxied: Site) -> None:
     with httpx.Client(base_url=proxied.url, timeout=60) as client:
         opened = client.get(f"/?token={proxied.token}")
@@ -129,6 +130,7 @@ def test_page_works_below_a_prefix_in_a_browser(proxied: Site, browser: Browser)
         assert not console_errors, "\n".join(console_errors)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("wrong", ["holdfast", "/holdfast/", "/a/../b", '/"', "//evil"])
 def test_wrong_prefix_is_refused(tmp_path: Path, wrong: str) -> None:
     with pytest.raises(

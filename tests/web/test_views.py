@@ -72,6 +72,7 @@ def border_colour(notice: Locator) -> str:
     return str(notice.evaluate("(one) => getComputedStyle(one).borderLeftColor"))
 
 
+@pytest.mark.more
 def test_lists_sort_and_sum_all_rows_not_only_loaded_ones(
     many_runs: Site, browser: Browser
 ) -> None:
@@ -118,6 +119,7 @@ def test_live_runs_are_listed_before_newer_ended_runs(site: Site, browser: Brows
         assert shown.index(LIVE) < shown.index("just-ended")
 
 
+@pytest.mark.more
 def test_heartbeats_update_steps_and_curves_and_silent_ranks_are_marked(
     site: Site, browser: Browser
 ) -> None:
@@ -254,6 +256,7 @@ def test_run_whose_processes_were_all_killed_is_shown_as_unsupervised(
         assert not console_errors
 
 
+@pytest.mark.more
 def test_operator_requests_and_restarts_in_place_appear_without_reload(
     site: Site, browser: Browser
 ) -> None:
@@ -281,6 +284,7 @@ def test_operator_requests_and_restarts_in_place_appear_without_reload(
         expect(head).to_contain_text("pausing")
 
 
+@pytest.mark.more
 def test_lineage_cards_open_by_key_and_show_that_the_parent_was_verified(
     site: Site, browser: Browser
 ) -> None:
