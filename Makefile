@@ -1,9 +1,9 @@
 # Holdfast. Each target does its own set-up, into .venv/; `make help` lists them.
 # HOLDFAST_HOME and HOLDFAST_ROOT are passed on as they are given.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-demo setup-cluster page screenshots demo test test-unit test-more test-all test-gpu test-versions bench bench-gpu \
-	bench-frameworks check lock clean \
-	test-slurm slurm-up slurm-down docs docs-serve
+.PHONY: help setup setup-demo setup-cluster page screenshots demo \
+	test test-unit test-more test-all test-slurm test-versions test-gpu \
+	bench bench-gpu bench-frameworks check lock clean slurm-up slurm-down docs docs-serve
 
 PYTHON := .venv/bin/python
 PYTEST := .venv/bin/pytest
@@ -19,10 +19,10 @@ help:  ## This list
 setup:  ## .venv with everything in requirements.lock
 	@infra/setup/setup.sh
 
-setup-demo:  ## .venv with only what the demo needs: no page, no tools
+setup-demo:  ## .venv with only what the demo needs
 	@infra/setup/setup.sh --demo
 
-setup-cluster:  ## The same, and Slurm and PostgreSQL for the tests (needs root or sudo)
+setup-cluster:  ## All of `setup`, and Slurm and PostgreSQL for the tests (needs root or sudo)
 	@infra/setup/setup.sh --cluster
 
 page:  ## The web page, from web/ into the package (needs Node 18 or newer)
