@@ -36,7 +36,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.more
 def test_two_ranks_save_load_and_fail_together(saved: Path) -> None:
     assert (saved / "whole-2.pt").exists()
 

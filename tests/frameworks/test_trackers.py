@@ -100,7 +100,6 @@ def test_tensorboard_shows_each_step_once_after_a_crash(tracked: Tracked) -> Non
     assert points == [(step, float(step)) for step in range(1, STEPS + 1)]
 
 
-@pytest.mark.more
 def test_mlflow_run_continues_after_a_crash_and_a_fork_is_its_child(tracked: Tracked) -> None:
     uri, found = tracked.database, tracked.ids["mlflow"]
     client = MlflowClient(tracking_uri=uri)

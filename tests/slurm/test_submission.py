@@ -137,7 +137,6 @@ def test_warm_standbys_of_both_nodes_are_used_together(make: Make) -> None:
     assert [i.ending for i in run.outcome(attempt).launches] == [*["crashed"] * 3, "stopped"]
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("node", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_lost_node_is_named_and_excluded_from_the_relaunch(
     slurm: SlurmCluster, make: Make, node: int
