@@ -128,8 +128,13 @@ install_demo() {
 install_whole() {
     say "installing $WHOLE_LOCK into .venv (a few minutes the first time)"
     install_packages --compile-bytecode -r "$WHOLE_LOCK"
-    install_packages --reinstall --no-deps --no-build-isolation -e . -e benchmarks
-    make_prefect_database
+    # A demo may be running in this environment, so what it uses is not installed again.
+    if [[ $HAS_DEMO == yes ]]; then
+        install_packages --reinstall --no-deps --no-build-isolation -e benchmarks
+    else
+        install_packages --reinstall --no-deps --no-build-isolation -e . -e benchmarks
+        make_prefect_database
+    fi
 }
 
 # The purpose is `demo` or `whole`.
@@ -140,6 +145,10 @@ make_environment() {
     fi
     if is_made_from "$WHOLE_LOCK" || is_made_from "$lock"; then
         return
+    fi
+    HAS_DEMO=no
+    if is_made_from "$DEMO_LOCK"; then
+        HAS_DEMO=yes
     fi
     make_venv
     # If this ends before the last line, the environment is made again.

@@ -185,7 +185,11 @@ def test_the_whole_set_up_adds_to_the_demos_and_serves_the_demo_too(checkout: Pa
     assert installer_of(checkout, "holdfast") == "uv"
     assert installer_of(checkout, "tool") is None
     assert set_up(checkout, "--demo") == ""
+    (installed,) = checkout.glob(".venv/lib/python3*/site-packages/holdfast-1.dist-info")
+    inode = installed.stat().st_ino
     assert "installing requirements.lock" in set_up(checkout)
+    # A demo that runs meanwhile keeps its package.
+    assert installed.stat().st_ino == inode
     assert installer_of(checkout, "tool") == installer_of(checkout, "holdfast_bench") == "uv"
     assert set_up(checkout, "--demo") == ""
     (checkout / lock.WHOLE).write_text("needed==1\n")
