@@ -76,6 +76,8 @@ NAMES: Final = (
     ("collections", "OrderedDict"),
     ("pathlib", "PosixPath"),
     ("pathlib", "PurePosixPath"),
+    ("builtins", "getattr"),
+    ("__builtin__", "getattr"),
 )
 
 

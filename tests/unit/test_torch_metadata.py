@@ -37,7 +37,7 @@ from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.trainer.planning.metadata import parse_metadata, read_metadata
 from holdfast.trainer.planning.metadata_dump import dump_metadata
 from holdfast.trainer.planning.metadata_makers import BUILDS, KEY_TYPES, PROPERTIES, find_maker
-from holdfast.trainer.planning.plain_pickle import read_pickle
+from holdfast.trainer.planning.plain_pickle import RefusedPickle, read_pickle
 
 FOLDER: Final = Path(__file__).with_name("torch_metadata")
 FILES: Final = (
@@ -45,6 +45,7 @@ FILES: Final = (
     "torch-2.11-python-3.11",
     "torch-2.12-python-3.11",
     "torch-2.13-python-3.11",
+    "torch-2.13-python-3.11.2",
     "torch-2.14-python-3.11",
     "torch-2.15-python-3.11",
     "torch-2.15-python-3.12",
@@ -114,6 +115,24 @@ def test_the_metadata_of_each_version_is_read(name: str) -> None:
     assert read.storage_meta is not None
     assert read.storage_meta.checkpoint_id == "checkpoint"
     assert read.storage_meta.save_id
+
+
+@pytest.mark.parametrize("module", ["builtins", "__builtin__"])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        ("_MEM_FORMAT_ENCODING", "__class__"),
+        ("_MEM_FORMAT_ENCODING", "mro"),
+        ("Metadata", "__init__"),
+        ("TensorProperties", "TORCH_CHANNELS_LAST"),
+    ],
+)
+def test_getattr_gives_only_a_memory_format(module: str, owner: str, name: str) -> None:
+    """Python 3.11.2, which Debian 12 has, pickles the memory format by `getattr`."""
+    names = f"c{module}\ngetattr\nc{metadata.__name__}\n{owner}\n".encode()
+    text = names + b"\x8c" + bytes([len(name)]) + name.encode() + b"\x86R."
+    with pytest.raises(RefusedPickle, match="memory format"):
+        read_pickle(iter([text]), find_maker, BUILDS, keys=KEY_TYPES)
 
 
 def test_there_is_a_file_of_the_torch_that_is_installed() -> None:

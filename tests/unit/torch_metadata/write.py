@@ -1,7 +1,8 @@
 """Writes the `.metadata` of the torch and the Python that run it: `write.py FOLDER`.
 
 Its files are read by `tests/unit/test_torch_metadata.py`. Each was made in an environment that has
-only that torch and NumPy. For a new minor version of torch or Python, add a file and a line to
+only that torch and NumPy. The file of Python 3.11.2 was renamed: this Python, which Debian 12 has,
+pickles enums in another way. For a new minor version of torch or Python, add a file and a line to
 `FILES` there.
 """
 

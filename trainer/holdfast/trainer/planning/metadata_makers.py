@@ -109,6 +109,16 @@ def _path(*parts: Any) -> str:
     return posixpath.join("", *parts)
 
 
+def _member(kind: Any = None, name: Any = None) -> _MEM_FORMAT_ENCODING:
+    """Return a memory format by its name. Debian 12's Python 3.11.2 pickles enums by `getattr`."""
+    members = _MEM_FORMAT_ENCODING.__members__
+    if type(kind) is not Maker or kind.call is not _format or type(name) is not str:
+        raise RefusedPickle("a call of getattr that is not for a memory format")
+    if name not in members:
+        raise RefusedPickle("a memory format that torch does not have")
+    return members[name]
+
+
 def _format(number: Any = None) -> _MEM_FORMAT_ENCODING:
     if type(number) is not int:
         raise RefusedPickle("a memory format that torch does not have")
@@ -183,6 +193,9 @@ def _all_makers() -> dict[tuple[str, str], Maker]:
         ("torch", "Size"): Maker("Size", call=make_size),
         ("torch.serialization", "_get_layout"): Maker("_get_layout", call=make_layout),
         ("collections", "OrderedDict"): Maker("OrderedDict", call=make_ordered),
+        # Protocol 2 has the module's name in Python 2.
+        ("builtins", "getattr"): Maker("getattr", call=_member),
+        ("__builtin__", "getattr"): Maker("getattr", call=_member),
     }
     makers |= {
         (module, name): Maker(name, call=_path)
