@@ -38,7 +38,7 @@ test: setup-cluster  ## Each mechanism once, in 20 minutes; ARGS="-k name" narro
 	$(PYTEST) $(TWO_AT_A_TIME) -m "not slow and not more" --durations=25 $(ARGS)
 
 test-unit: setup  ## Tests that start no server and no run, in two minutes; needs no root
-	$(PYTEST) $(TWO_AT_A_TIME) tests/unit -m "not slow and not more" --durations=10 $(ARGS)
+	$(PYTEST) $(TWO_AT_A_TIME) tests/unit -m "not slow and not more and not root" --durations=10 $(ARGS)
 
 test-more: setup-cluster  ## The tests that `test` leaves out, without the long ones: 40 minutes
 	$(PYTEST) $(TWO_AT_A_TIME) -m "more and not slow" --durations=25 $(ARGS)

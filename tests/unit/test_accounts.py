@@ -20,6 +20,7 @@ def everything_in(folder: Path) -> list[tuple[str, int, bytes]]:
     )
 
 
+@pytest.mark.root
 def test_root_leaves_nothing_in_the_home_of_an_account(
     home: Path, call: Call, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -58,6 +58,7 @@ def test_an_environment_without_the_packages(
     assert doctor_checks.check_torch().level == "ok"
 
 
+@pytest.mark.root
 def test_a_root_in_memory_or_without_space(tmp_path: Path) -> None:
     with small_storage(tmp_path, "1m") as memory:
         root, space = doctor_checks.check_root(memory), doctor_checks.check_space(memory / "root")

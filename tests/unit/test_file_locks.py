@@ -70,6 +70,7 @@ def test_an_own_lock_file_gets_the_permissions_of_today(place: Path) -> None:
     assert mode_of(place / "lock") == 0o660
 
 
+@pytest.mark.root
 @KINDS
 def test_a_reader_of_a_folder_cannot_hold_its_locks(place: Path, kind: int) -> None:
     paths = [place / name for name in ("orders.lock", "flow.lock", "cli.jsonl")]
@@ -87,6 +88,7 @@ def test_a_reader_of_a_folder_cannot_hold_its_locks(place: Path, kind: int) -> N
             assert journal.append(EventKind.NOTE, text="y").sequence == 0
 
 
+@pytest.mark.root
 def test_a_group_that_may_write_shares_the_locks(place: Path) -> None:
     os.chown(place, ALICE, GROUP)
     place.chmod(0o2775)
@@ -97,6 +99,7 @@ def test_a_group_that_may_write_shares_the_locks(place: Path) -> None:
     assert "only that user can lock it" in as_user(STRANGER, lambda: take(path))
 
 
+@pytest.mark.root
 def test_a_group_without_the_group_bit_of_the_folder_shares_the_locks(place: Path) -> None:
     """Without setgid, a new file has the writer's own group, whose members must not lock it."""
     os.chown(place, ALICE, GROUP)
@@ -108,6 +111,7 @@ def test_a_group_without_the_group_bit_of_the_folder_shares_the_locks(place: Pat
     assert as_user(ALICE, lambda: take(path), (GROUP,)) == "True"
 
 
+@pytest.mark.root
 def test_a_lock_that_root_makes_belongs_to_the_owner_of_the_folder(place: Path) -> None:
     os.chown(place, ALICE, ALICE)
     assert take(place / "lock")
@@ -115,6 +119,7 @@ def test_a_lock_that_root_makes_belongs_to_the_owner_of_the_folder(place: Path) 
     assert as_user(ALICE, lambda: take(place / "lock")) == "True"
 
 
+@pytest.mark.root
 def test_a_planted_lock_does_not_count(place: Path) -> None:
     place.chmod(0o777)
     path = place / "flow.lock"
@@ -134,6 +139,7 @@ def test_what_is_no_regular_file_is_no_lock(place: Path, make: object) -> None:
         open_lock(place / "lock")
 
 
+@pytest.mark.root
 def test_a_second_name_of_a_file_does_not_change_its_permissions(place: Path) -> None:
     """A hostile folder could contain the name of a file elsewhere."""
     (place / "shown").write_text("x")
@@ -154,12 +160,14 @@ def test_a_link_under_the_folder_is_not_followed(place: Path) -> None:
     assert list((place / "victim").iterdir()) == []
 
 
+@pytest.mark.root
 def test_a_folder_without_permission_to_write_is_named(place: Path) -> None:
     said = as_user(STRANGER, lambda: take(place / "lock"))
     assert said.startswith("PermissionError")
     assert str(place / "lock") in said
 
 
+@pytest.mark.root
 def test_only_the_owner_knows_whether_a_run_is_supervised(place: Path) -> None:
     path = place / "flow.lock"
     assert is_supervised(path) is False
@@ -172,6 +180,7 @@ def test_only_the_owner_knows_whether_a_run_is_supervised(place: Path) -> None:
         assert as_user(STRANGER, lambda: lost_supervisor(path)) == "False"
 
 
+@pytest.mark.root
 @KINDS
 def test_a_lock_file_that_others_can_read_does_not_count(place: Path, kind: int) -> None:
     path = place / "flow.lock"
@@ -181,6 +190,7 @@ def test_a_lock_file_that_others_can_read_does_not_count(place: Path, kind: int)
         assert is_supervised(path) is False
 
 
+@pytest.mark.root
 def test_the_lock_of_an_index_is_not_its_folder(place: Path) -> None:
     """Everyone who can read the folder can lock it."""
     with held_by(STRANGER, [place]) as held, heal._locked(place):

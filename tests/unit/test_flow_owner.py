@@ -17,6 +17,7 @@ from holdfast.lineage.index import Index
 pytestmark = pytest.mark.usefixtures("home")
 
 
+@pytest.mark.root
 def test_no_supervisor_runs_the_command_of_another_user(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, "kelp", "u" * 32)
     before = sorted(folder.paths.directory.rglob("*"))

@@ -133,6 +133,7 @@ def test_no_file_needs_more_parts_than_a_store_accepts() -> None:
         assert -(-size // part) <= 10_000
 
 
+@pytest.mark.root
 def test_a_mirror_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     url = Tiers(mirror=f"file://{tmp_path}").location("r", "a" * 32)
     place = tmp_path / f"r.{'a' * 32}"

@@ -347,6 +347,7 @@ def test_a_retired_checkpoint_becomes_a_tombstone_and_its_files_stay(
     assert _record(run, _found(folder)) == manifest
 
 
+@pytest.mark.root
 def test_a_folder_that_a_manifest_names_must_be_its_owner_s(
     run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -423,6 +424,7 @@ def test_the_parent_is_the_newest_checkpoint_before_a_step(run: RunFolder, tmp_p
     assert own_checkpoints.newest_before(manifests, 10) is None
 
 
+@pytest.mark.root
 @pytest.mark.parametrize("what", ["", "state", "deep", "deep/state"])
 def test_nothing_of_another_user_becomes_a_checkpoint(
     run: RunFolder, tmp_path: Path, what: str
@@ -443,6 +445,7 @@ def test_nothing_of_another_user_becomes_a_checkpoint(
     assert owned.problem == ""
 
 
+@pytest.mark.root
 def test_a_file_that_another_user_puts_in_place_of_one_is_not_read(tmp_path: Path) -> None:
     folder = _write(tmp_path / "checkpoint-50", state="x")
     found = _found(folder)

@@ -145,6 +145,7 @@ def test_a_secret_file_that_others_can_access_is_refused(tmp_path: Path, mode: i
     assert VALUE not in str(caught.value)
 
 
+@pytest.mark.root
 def test_a_file_of_another_user_a_folder_and_a_pipe_are_refused(tmp_path: Path) -> None:
     path = private_file(tmp_path, VALUE.encode())
     os.chown(path, NOT_ROOT, -1)
@@ -190,6 +191,7 @@ def test_the_record_is_private_and_each_value_belongs_to_its_reference(
     assert VALUE not in str(caught.value)
 
 
+@pytest.mark.root
 def test_secrets_are_not_written_through_a_link_or_into_a_foreign_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,6 +274,7 @@ def test_only_the_secrets_file_contains_the_value(
     assert holders == [run.secrets]
 
 
+@pytest.mark.root
 def test_values_are_masked_only_for_the_owner_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -197,6 +197,7 @@ def test_what_is_made_from_private_files_is_private(
         os.umask(before)
 
 
+@pytest.mark.root
 def test_files_of_another_group_are_not_shared_with_the_own_group(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.touch()

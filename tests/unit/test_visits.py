@@ -32,7 +32,7 @@ from holdfast.lineage.index import Index
 from holdfast.workers import operator, pruning
 from holdfast.workers.until_capacity import UNTIL_CAPACITY, ready_runs
 
-pytestmark = pytest.mark.usefixtures("home")
+pytestmark = [pytest.mark.root, pytest.mark.usefixtures("home")]
 FLOW_RUN = str(uuid4())
 
 

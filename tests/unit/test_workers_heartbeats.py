@@ -280,6 +280,7 @@ stuck()
 """
 
 
+@pytest.mark.root
 def test_stacks_come_from_faulthandler_when_tracing_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

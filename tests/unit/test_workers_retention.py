@@ -249,6 +249,7 @@ def test_space_that_was_freed_lately_counts_by_the_clock_of_the_storage(
     assert deletion.free_space(folder.paths, writer="flow")[0] > 0
 
 
+@pytest.mark.root
 def test_a_full_disk_can_be_pruned_and_the_deletion_journaled(tmp_path: Path) -> None:
     """On a really full file system: the journal line is written once there is space."""
     with small_storage(tmp_path, "256k") as root:
