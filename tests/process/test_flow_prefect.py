@@ -41,6 +41,11 @@ def flow_logs(runs: FlowRuns, flow_run: str) -> str:
     return "\n".join(line["message"] for line in lines)
 
 
+def wait_for_log(runs: FlowRuns, flow_run: str, text: str) -> None:
+    """Wait for ``text``: Prefect sends logs in batches, the last one maybe after the state."""
+    wait_for(f"{text!r} in the flow's log", lambda: text in flow_logs(runs, flow_run))
+
+
 @pytest.mark.slow
 def test_preempted_run_continues_at_another_size_and_completes(runs: FlowRuns) -> None:
     spec = runs.write_spec(
@@ -186,11 +191,7 @@ def test_failing_program_fails_the_flow_with_its_traceback(runs: FlowRuns) -> No
     assert "a bad batch at step 12" in told
     (taken,) = supervisions(run)
     wait_for("Prefect's state", lambda: runs.flow_state(taken["flow_run"]) == "FAILED")
-    # Prefect sends logs in batches; the last batch may arrive after the state.
-    wait_for(
-        "the traceback in the flow's log",
-        lambda: "a bad batch at step 12" in flow_logs(runs, taken["flow_run"]),
-    )
+    wait_for_log(runs, taken["flow_run"], "a bad batch at step 12")
     again = runs.service.command("holdfast", "submit", str(spec), check=False)
     assert again.returncode == 5
     assert "holdfast relaunch failing" in again.stderr
@@ -204,7 +205,7 @@ def test_checks_that_were_skipped_are_made_by_the_flow(runs: FlowRuns) -> None:
     told = runs.holdfast("submit", str(spec), "--skip-preflight")
     paths = RunPaths(Path(told["directory"]))
     wait_for("the flow's end", lambda: runs.flow_state(told["flow_run"]) == "FAILED")
-    assert "nothing.py is not a file" in flow_logs(runs, told["flow_run"])
+    wait_for_log(runs, told["flow_run"], "nothing.py is not a file")
     assert submissions(paths) == 0
 
 
