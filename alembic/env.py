@@ -5,8 +5,8 @@ from __future__ import annotations
 from alembic import context
 from sqlalchemy import Connection, text
 
-from holdfast.lineage.models import Base
-from holdfast.lineage.schema_changes import connect_for_migration
+from holdfast.lineage.database.models import Base
+from holdfast.lineage.database.schema_changes import connect_for_migration
 
 # An arbitrary number that is the same for all processes.
 MIGRATION_LOCK = 4_846_424_601

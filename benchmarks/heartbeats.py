@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.contracts.paths import AttemptPaths
-from holdfast.workers.heartbeats import (
+from holdfast.contracts.disk.paths import AttemptPaths
+from holdfast.workers.nodes.heartbeats import (
     BEATS_MISSED_MAX,
     HeartbeatWatch,
     HeartbeatWriter,

@@ -36,17 +36,17 @@ from benchmarks.lineage_folders import make_folders
 from benchmarks.lineage_report import Took, computed_s, render
 from tests.postgres import postgres_server
 
-from holdfast.cli.collector import return_free_memory
-from holdfast.contracts.paths import RunPaths, list_runs
+from holdfast.cli.shared.collector import return_free_memory
+from holdfast.contracts.disk.paths import RunPaths, list_runs
 from holdfast.contracts.states import RunState
-from holdfast.lineage import cursors, pages, queries
-from holdfast.lineage.comparison import compare
-from holdfast.lineage.database import Database, open_database
-from holdfast.lineage.ingest import ingest_run
-from holdfast.lineage.nodes import list_nodes
-from holdfast.lineage.reindex import reindex
-from holdfast.lineage.schema_changes import upgrade
-from holdfast.lineage.series import metric_series
+from holdfast.lineage.database.schema_changes import upgrade
+from holdfast.lineage.database.transactions import Database, open_database
+from holdfast.lineage.ingest.reindex import reindex
+from holdfast.lineage.ingest.run_ingest import ingest_run
+from holdfast.lineage.queries import cursors, pages, run_queries
+from holdfast.lineage.queries.comparison import compare
+from holdfast.lineage.queries.nodes import list_nodes
+from holdfast.lineage.queries.series import metric_series
 
 SAMPLES: Final = 100
 SAMPLES_LARGE: Final = 20
@@ -179,11 +179,11 @@ def measure_pages(database: Database, runs: int) -> dict[str, dict[str, float]]:
         "nodes": lambda i: list_nodes(database),
     }
     heavy: dict[str, Callable[[int], object]] = {
-        "ancestry, 10,000 deep": lambda i: queries.ancestry(database, f"{large}:{newest}"),
+        "ancestry, 10,000 deep": lambda i: run_queries.ancestry(database, f"{large}:{newest}"),
         "comparison over 10,000 ancestors": lambda i: compare(
             database, f"{large}:{newest}", f"{large}:{checkpoint_name(CHAIN - 2)}"
         ),
-        "graph of 10,000 checkpoints": lambda i: queries.lineage_graph(database, large),
+        "graph of 10,000 checkpoints": lambda i: run_queries.lineage_graph(database, large),
     }
     return {
         **{name: timed(ask, SAMPLES) for name, ask in listing.items()},
@@ -218,7 +218,7 @@ def measure_api(url: str, runs: int) -> dict[str, dict[str, float]]:
 
 def run_page(database: Database, uid: str) -> None:
     """Run all queries that the page of one run makes when it opens."""
-    queries.show_run(database, uid)
+    run_queries.show_run(database, uid)
     pages.list_checkpoints(database, uid)
     pages.list_events(database, uid)
     metric_series(database, uid)

@@ -20,8 +20,8 @@ from holdfast.api.services import Services
 from holdfast.api.store import Store
 from holdfast.api.tokens import Role, TokenStore
 from holdfast.api.watch import Watch
-from holdfast.cli.collector import return_free_memory
-from holdfast.lineage.engine import URL_VARIABLE
+from holdfast.cli.shared.collector import return_free_memory
+from holdfast.lineage.database.engine import URL_VARIABLE
 from holdfast.lineage.index import Index
 
 PREFIX: Final = "/api/v1"

@@ -16,9 +16,9 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, text
 
-from holdfast.contracts.spec import RunSpec
-from holdfast.lineage.database import Database
-from holdfast.lineage.schema_changes import connect_for_migration
+from holdfast.contracts.spec.run_spec import RunSpec
+from holdfast.lineage.database.schema_changes import connect_for_migration
+from holdfast.lineage.database.transactions import Database
 
 CHAIN: Final = 10_000
 T0: Final = 1_600_000_000.0

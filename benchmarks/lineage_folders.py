@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.contracts.attempt import RunRecord
-from holdfast.contracts.digests import checksum_of_blocks
-from holdfast.contracts.durable import to_json
-from holdfast.contracts.manifest import FileEntry, Manifest, encode_manifest
-from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths, checkpoint_id
-from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.disk.digests import checksum_of_blocks
+from holdfast.contracts.disk.durable import to_json
+from holdfast.contracts.disk.manifest import FileEntry, Manifest, encode_manifest
+from holdfast.contracts.disk.paths import MANIFEST, CheckpointName, RunPaths, checkpoint_id
+from holdfast.contracts.records.attempt import RunRecord
+from holdfast.contracts.spec.run_spec import RunSpec
 
 T0: Final = 1_700_000_000.0
 STEP: Final = 100

@@ -30,16 +30,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from holdfast.contracts.digests import FileChecksum
-from holdfast.contracts.manifest import FileEntry, Manifest
-from holdfast.contracts.paths import CheckpointName
-from holdfast.trainer.identity import distcp_name
-from holdfast.trainer.loading.compare_keys import Selection
+from holdfast.contracts.disk.digests import FileChecksum
+from holdfast.contracts.disk.manifest import FileEntry, Manifest
+from holdfast.contracts.disk.paths import CheckpointName
+from holdfast.trainer.format.metadata import METADATA, open_lean
 from holdfast.trainer.loading.node import Address
 from holdfast.trainer.loading.reader import prepare
-from holdfast.trainer.planning.metadata import METADATA, open_lean
+from holdfast.trainer.planning.compare_keys import Selection
 from holdfast.trainer.planning.metadata_pickle import MetadataPickle
 from holdfast.trainer.planning.ranks import NodeIndex, choose_sources, decide
+from holdfast.trainer.ranks.identity import distcp_name
 
 CHILD_S: Final = 1800
 NOWHERE: Final = Address(("", "", ""), "")

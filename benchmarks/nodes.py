@@ -36,18 +36,18 @@ from benchmarks.played_nodes import (
     HereNode,
 )
 
-from holdfast.contracts.attempt import Request, RunRecord, write_document
-from holdfast.contracts.channel import ChannelHost
-from holdfast.contracts.durable import make_directory
-from holdfast.contracts.journal import EventKind, JournalWriter, read_journal
-from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.disk.durable import make_directory
+from holdfast.contracts.disk.journal import EventKind, JournalWriter, read_journal
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.node.channel import ChannelHost
+from holdfast.contracts.records.attempt import Request, RunRecord, write_document
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.workers.agent.context import AgentContext, load_context
 from holdfast.workers.agent.lead import Lead
 from holdfast.workers.agent.runtime import NodeRuntime
-from holdfast.workers.agent.signals import SignalBox
-from holdfast.workers.heartbeats import HeartbeatWriter, interval_s
-from holdfast.workers.request import build_request
+from holdfast.workers.agent.stops.signals import SignalBox
+from holdfast.workers.nodes.heartbeats import HeartbeatWriter, interval_s
+from holdfast.workers.runs.request import build_request
 
 SIZES: Final = (1, 16, 64, 256, 1024)
 STEADY_S: Final = 10.0

@@ -22,7 +22,7 @@ from tests.runs import RunFolder
 from tests.web import testbed
 from tests.web.sample_runs import lay_out
 
-from holdfast.contracts.journal import EventKind
+from holdfast.contracts.disk.journal import EventKind
 
 ROUNDS: Final = 5
 PAN_S: Final = 5.0

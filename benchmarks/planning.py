@@ -27,8 +27,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import torch
 
-from holdfast.trainer.identity import distcp_name
-from holdfast.trainer.planning.columns import (
+from holdfast.trainer.format.columns import (
     PART,
     Block,
     Described,
@@ -44,6 +43,7 @@ from holdfast.trainer.planning.places import count_rows
 from holdfast.trainer.planning.rank_rows import describe_rank
 from holdfast.trainer.planning.ranks import Contents, NodeIndex, Wanted, choose_sources, decide
 from holdfast.trainer.planning.signature import Signature, flatten
+from holdfast.trainer.ranks.identity import distcp_name
 
 RANKS_PER_NODE: Final = 8
 ROWS_PER_RANK: Final = 4

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.contracts.channel import ChannelMember
-from holdfast.contracts.rank_status import Proposal
-from holdfast.workers.agent.calibration import PhaseTimes
+from holdfast.contracts.node.channel import ChannelMember
+from holdfast.contracts.node.rank_status import Proposal
 from holdfast.workers.agent.node import CrashReport, NodeReport
-from holdfast.workers.agent.silence import RankStatus
-from holdfast.workers.causes import RankFailure
-from holdfast.workers.heartbeats import NodeBeat, RankBeat, interval_s
-from holdfast.workers.root_probe import RootProblem
+from holdfast.workers.agent.watch.silence import RankStatus
+from holdfast.workers.decisions.causes import RankFailure
+from holdfast.workers.nodes.calibration import PhaseTimes
+from holdfast.workers.nodes.heartbeats import NodeBeat, RankBeat, interval_s
+from holdfast.workers.nodes.root_probe import RootProblem
 
 RANKS: Final = 8
 LATENCY_S: Final = 0.0002

@@ -31,7 +31,7 @@ from typing import Any, Final
 import psutil
 
 from holdfast.contracts.errors import HoldfastError
-from holdfast.trainer.rank_tree import RankTree
+from holdfast.trainer.ranks.rank_tree import RankTree
 
 WAIT_S: Final = 600.0
 LOSS_WAIT_S: Final = 120.0
@@ -159,7 +159,7 @@ def connect_torch(rank: int, directory: Path, ranks: int) -> tuple[RankTree, dic
     """Connect as a session does. Also return what the program's group and another one took."""
     import torch.distributed as dist
 
-    from holdfast.trainer.collective import ControlGroup
+    from holdfast.trainer.ranks.collective import ControlGroup
 
     first, began = descriptors(), time.monotonic()
     dist.init_process_group(

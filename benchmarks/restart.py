@@ -30,15 +30,15 @@ from typing import Any, Final
 import psutil
 
 from holdfast.contracts import environment
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import HoldfastError
-from holdfast.contracts.history import load_history
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.spec import RunSpec
-from holdfast.flows.submission import submit_next
-from holdfast.workers.executors import executor_for
-from holdfast.workers.processes import descendants
-from holdfast.workers.runs import create_run
+from holdfast.contracts.records.history import load_history
+from holdfast.contracts.spec.run_spec import RunSpec
+from holdfast.flows.supervisor.submission import submit_next
+from holdfast.workers.nodes.processes import descendants
+from holdfast.workers.runs.run_folders import create_run
+from holdfast.workers.schedulers import executor_for
 
 PROGRAM: Final = ("-m", "holdfast_bench.drills.program")
 RANKS: Final = 2

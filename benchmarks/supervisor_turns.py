@@ -25,13 +25,13 @@ from typing import Any, Final
 
 import psutil
 
-from holdfast.contracts.attempt import Outcome, Request, Submission, read_document
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.manifest import FileEntry, Manifest, encode_manifest
-from holdfast.contracts.paths import MANIFEST, AttemptPaths, CheckpointName, RunPaths
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.disk.manifest import FileEntry, Manifest, encode_manifest
+from holdfast.contracts.disk.paths import MANIFEST, AttemptPaths, CheckpointName, RunPaths
+from holdfast.contracts.records.attempt import Outcome, Request, Submission, read_document
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.flows.submission import JOURNAL, submit_next
-from holdfast.flows.supervise import Supervisor
+from holdfast.flows.supervisor.submission import JOURNAL, submit_next
+from holdfast.flows.supervisor.supervise import Supervisor
 from holdfast.lineage.index import Index
 
 YEAR_S: Final = 365 * 24 * 3600.0

@@ -45,18 +45,18 @@ from benchmarks.supervisor_turns import (
     write_saves,
 )
 
-from holdfast.contracts.attempt import Request, Submission, read_document
-from holdfast.contracts.journal import JournalWriter
-from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.spec import RunSpec
-from holdfast.contracts.supervision import is_supervised
-from holdfast.flows.carry import carry
-from holdfast.flows.submission import submit_next
+from holdfast.contracts.disk.journal import JournalWriter
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.records.attempt import Request, Submission, read_document
+from holdfast.contracts.records.supervision import is_supervised
+from holdfast.contracts.spec.run_spec import RunSpec
+from holdfast.flows.supervisor.carry import carry
+from holdfast.flows.supervisor.submission import submit_next
 from holdfast.lineage.index import Index
 from holdfast.workers.agent.claim import claim
 from holdfast.workers.agent.context import AgentContext
-from holdfast.workers.heartbeats import HeartbeatWriter
-from holdfast.workers.runs import create_run
+from holdfast.workers.nodes.heartbeats import HeartbeatWriter
+from holdfast.workers.runs.run_folders import create_run
 
 GPUS: Final = 8
 PENDING_EACH: Final = 10

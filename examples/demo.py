@@ -22,15 +22,15 @@ from typing import Any, Final
 
 from demo_service import POOL, PrefectService
 
-from holdfast.cli.output import bytes_text, seconds_text
-from holdfast.contracts.attempt import Claim, Request, Submission, read_document
-from holdfast.contracts.history import load_history
-from holdfast.contracts.paths import RunPaths, default_root, holdfast_home
+from holdfast.cli.shared.output import bytes_text, seconds_text
+from holdfast.contracts.disk.paths import RunPaths, default_root, holdfast_home
+from holdfast.contracts.records.attempt import Claim, Request, Submission, read_document
+from holdfast.contracts.records.history import load_history
+from holdfast.contracts.records.supervision import is_supervised
 from holdfast.contracts.states import Cause
-from holdfast.contracts.supervision import is_supervised
-from holdfast.flows.progress import describe_progress
-from holdfast.workers.executors import executor_for
-from holdfast.workers.heartbeats import newest_step, read_heartbeats
+from holdfast.flows.supervisor.progress import describe_progress
+from holdfast.workers.nodes.heartbeats import newest_step, read_heartbeats
+from holdfast.workers.schedulers import executor_for
 
 SPEC: Final = Path(__file__).parent / "gpt" / "spec.toml"
 RUN_S_MAX: Final = 300.0

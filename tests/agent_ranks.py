@@ -21,11 +21,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from holdfast.contracts import environment
-from holdfast.contracts.damage import find_damage
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.manifest import Manifest, read_manifest
-from holdfast.contracts.paths import AttemptPaths
-from holdfast.trainer.staging.slots import DATA_OFFSET, Slot, SlotState
+from holdfast.contracts.disk.damage import find_damage
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.manifest import Manifest, read_manifest
+from holdfast.contracts.disk.paths import AttemptPaths
+from holdfast.trainer.slots.slots import DATA_OFFSET, Slot, SlotState
 
 WAIT_S = 90.0
 STOP_WAIT_S = 10.0

@@ -28,13 +28,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import KeyMismatchError, SaveError
-from holdfast.contracts.manifest import read_manifest
-from holdfast.contracts.paths import RunPaths
-from holdfast.trainer.engine import CheckpointEngine
-from holdfast.trainer.identity import Identity
 from holdfast.trainer.loading.reader import load_state
-from holdfast.trainer.loading.train_state import read_train_state
+from holdfast.trainer.planning.train_state_file import read_train_state
+from holdfast.trainer.ranks.identity import Identity
+from holdfast.trainer.saving.engine import CheckpointEngine
 
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 STAGED = "staged"

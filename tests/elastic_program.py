@@ -27,11 +27,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.trainer import load_checkpoint
-from holdfast.trainer.collective import ControlGroup
-from holdfast.trainer.engine import CheckpointEngine
-from holdfast.trainer.planning.pipeline import find_place
+from holdfast.trainer.ranks.collective import ControlGroup
+from holdfast.trainer.ranks.pipeline import find_place
+from holdfast.trainer.saving.engine import CheckpointEngine
 from holdfast.trainer.state.run_state import Progress
 from holdfast.trainer.state.train_state import TrainState
 

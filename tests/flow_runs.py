@@ -16,15 +16,15 @@ from typing import Any, Final
 
 from examples.demo_service import PrefectService
 
-from holdfast.contracts.attempt import Claim, Request, Submission, read_document
-from holdfast.contracts.history import load_events, load_history
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.records.attempt import Claim, Request, Submission, read_document
+from holdfast.contracts.records.history import load_events, load_history
 from holdfast.flows.event_names import event_name
-from holdfast.workers.executors import executor_for
-from holdfast.workers.flow_places import Places
-from holdfast.workers.heartbeats import newest_step, read_heartbeats
-from holdfast.workers.processes import find_process
+from holdfast.workers.nodes.heartbeats import newest_step, read_heartbeats
+from holdfast.workers.nodes.processes import find_process
+from holdfast.workers.schedulers import executor_for
+from holdfast.workers.schedulers.flow_places import Places
 
 DEPLOYMENT: Final = "train/holdfast"
 PROGRAM: Final = Path(__file__).parent / "process" / "agent_program.py"

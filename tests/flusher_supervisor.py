@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from holdfast.contracts import wire
-from holdfast.contracts.paths import CheckpointName, RunPaths
-from holdfast.trainer.staging.slots import Slot, SlotState
+from holdfast.contracts.disk.paths import CheckpointName, RunPaths
+from holdfast.contracts.node import wire
+from holdfast.trainer.slots.slots import Slot, SlotState
 
 WAIT_S = 20.0
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from holdfast.contracts.attempt import Outcome, RunRecord
-from holdfast.contracts.history import AttemptView, RunHistory
-from holdfast.contracts.journal import Event, EventKind
-from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.disk.journal import Event, EventKind
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.records.attempt import Outcome, RunRecord
+from holdfast.contracts.records.history import AttemptView, RunHistory
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.workers.causes import STATE_OF_CAUSE
-from holdfast.workers.request import build_request
+from holdfast.workers.decisions.causes import STATE_OF_CAUSE
+from holdfast.workers.runs.request import build_request
 
 NOW = 1_000_000.0
 

@@ -28,11 +28,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import HoldfastError
-from holdfast.contracts.paths import RunPaths
-from holdfast.trainer.engine import CheckpointEngine
 from holdfast.trainer.loading.reader import load_state
 from holdfast.trainer.planning.layout import local_part
+from holdfast.trainer.saving.engine import CheckpointEngine
 
 RANKS: Final = 4
 MESHES: Final[dict[str, Any]] = {

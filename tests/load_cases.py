@@ -19,16 +19,16 @@ import torch
 from tests.load_programs import Parts, Program, first_difference, print_of
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 
+from holdfast.contracts.disk.paths import TRAIN_STATE
 from holdfast.contracts.errors import CheckpointError, HoldfastError, SaveError
-from holdfast.contracts.paths import TRAIN_STATE
 from holdfast.trainer import Session
-from holdfast.trainer.collective import ControlGroup
 from holdfast.trainer.data.position import Position
 from holdfast.trainer.loading.reader import open_any_together
 from holdfast.trainer.loading.restore import load_opened
-from holdfast.trainer.loading.train_state import encode_train_state, read_train_state
 from holdfast.trainer.planning.rank_rows import describe_rank
 from holdfast.trainer.planning.signature import Signature, flatten
+from holdfast.trainer.planning.train_state_file import encode_train_state, read_train_state
+from holdfast.trainer.ranks.collective import ControlGroup
 from holdfast.trainer.state.fit import Fit
 from holdfast.trainer.state.run_state import Progress
 from holdfast.trainer.state.train_state import TrainState

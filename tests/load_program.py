@@ -23,10 +23,10 @@ from tests.forked_ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError, KeyMismatchError
-from holdfast.contracts.paths import RunPaths
-from holdfast.trainer.engine import CheckpointEngine
 from holdfast.trainer.loading.reader import LoadReport, load_state
+from holdfast.trainer.saving.engine import CheckpointEngine
 
 # Row counts that no number of ranks divides, and row sizes that are no powers of two.
 SHAPES = {f"w{index}": (1001, 1036 + 4 * index) for index in range(8)} | {"bias": (1001,)}

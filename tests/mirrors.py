@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
-from holdfast.contracts.digests import FileChecksum
-from holdfast.contracts.manifest import FileEntry, Manifest
-from holdfast.contracts.paths import CheckpointName
+from holdfast.contracts.disk.digests import FileChecksum
+from holdfast.contracts.disk.manifest import FileEntry, Manifest
+from holdfast.contracts.disk.paths import CheckpointName
 
 UID = "a" * 32
 WAIT_S = 120.0

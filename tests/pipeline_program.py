@@ -24,15 +24,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import PreflightError, SaveError
-from holdfast.contracts.paths import RunPaths
-from holdfast.trainer.collective import ControlGroup, HierarchicalGroup
-from holdfast.trainer.engine import CheckpointEngine
-from holdfast.trainer.identity import Identity
 from holdfast.trainer.planning.custom import plan_custom
 from holdfast.trainer.planning.layout import Layout
-from holdfast.trainer.planning.pipeline import Place, find_place
 from holdfast.trainer.planning.ranks import plan_together
+from holdfast.trainer.ranks.collective import ControlGroup, HierarchicalGroup
+from holdfast.trainer.ranks.identity import Identity
+from holdfast.trainer.ranks.pipeline import Place, find_place
+from holdfast.trainer.saving.engine import CheckpointEngine
 
 
 class HalfPlanner(DefaultSavePlanner):

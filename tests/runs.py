@@ -8,7 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdfast.contracts.attempt import (
+from holdfast.contracts.disk.digests import FileChecksum
+from holdfast.contracts.disk.durable import make_directory, to_json, write_bytes
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.disk.manifest import FileEntry, Manifest
+from holdfast.contracts.disk.paths import MANIFEST, AttemptPaths, CheckpointName, RunPaths
+from holdfast.contracts.records.attempt import (
     Claim,
     LaunchRecord,
     Outcome,
@@ -17,12 +22,7 @@ from holdfast.contracts.attempt import (
     Submission,
     write_document,
 )
-from holdfast.contracts.digests import FileChecksum
-from holdfast.contracts.durable import make_directory, to_json, write_bytes
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.manifest import FileEntry, Manifest
-from holdfast.contracts.paths import MANIFEST, AttemptPaths, CheckpointName, RunPaths
-from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause
 
 T0 = 1_700_000_000.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.trainer.staging.slot_table import SlotTable
+from holdfast.trainer.slots.slot_table import SlotTable
 
 
 def make_table(**facts: Any) -> SlotTable:

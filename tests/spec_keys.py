@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.contracts.spec_part import SpecPart
+from holdfast.contracts.spec.part import SpecPart
 
 
 def spec_keys(model: type[SpecPart], prefix: str = "") -> set[str]:

@@ -15,10 +15,10 @@ from typing import Any, Final
 
 import psutil
 
-from holdfast.contracts.attempt import Claim, read_document
-from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.spec import RunSpec
-from holdfast.workers.runs import create_run
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.records.attempt import Claim, read_document
+from holdfast.contracts.spec.run_spec import RunSpec
+from holdfast.workers.runs.run_folders import create_run
 
 from .faults import Job
 

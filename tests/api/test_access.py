@@ -19,8 +19,8 @@ from holdfast.api.security import AccessPolicy
 from holdfast.api.sessions import COOKIE, CSRF_HEADER, TRIES_MAX, LoginThrottle
 from holdfast.api.tokens import Role, TokenStore
 from holdfast.cli.main import app
+from holdfast.contracts.disk.journal import EventKind, read_journal
 from holdfast.contracts.errors import NotFoundError, SpecError
-from holdfast.contracts.journal import EventKind, read_journal
 
 PIN = "/api/v1/checkpoints/gpt:step-00000200.a0003.l01/pin"
 SECRET = "s3cr3t-value-of-a-token"

@@ -12,11 +12,11 @@ import httpx
 import pytest
 from tests.api.conftest import Served, wait_for
 
-from holdfast.contracts.attempt import StopFile, read_document
-from holdfast.contracts.durable import write_bytes
-from holdfast.contracts.history import load_history
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.paths import MANIFEST
+from holdfast.contracts.disk.durable import write_bytes
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.paths import MANIFEST
+from holdfast.contracts.records.attempt import StopFile, read_document
+from holdfast.contracts.records.history import load_history
 
 NEWEST = "gpt:step-00000200.a0003.l01"
 

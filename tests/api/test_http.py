@@ -11,7 +11,7 @@ from tests.api.conftest import Served, wait_for
 from holdfast.api.routes.checkpoints import export_name
 from holdfast.api.schemas import AskExport
 from holdfast.api.security import BODY_BYTES_MAX
-from holdfast.workers.exports import Form
+from holdfast.workers.checkpoints.exports import Form
 
 LISTED = "/api/v1/runs"
 

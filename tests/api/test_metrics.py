@@ -19,7 +19,7 @@ from holdfast.api.store import Store
 from holdfast.api.watch import Watch
 from holdfast.contracts.states import AttemptState
 from holdfast.lineage.index import Index
-from holdfast.workers.heartbeats import HeartbeatWriter, NodeBeat, RankBeat
+from holdfast.workers.nodes.heartbeats import HeartbeatWriter, NodeBeat, RankBeat
 
 
 def train(run: RunFolder, step: int) -> None:

@@ -29,12 +29,12 @@ from holdfast.api.app import create_app
 from holdfast.api.routes import page
 from holdfast.api.routes.checkpoints import FORK_KEYS
 from holdfast.api.sessions import LoginThrottle
-from holdfast.contracts.attempt import StopFile, read_document
-from holdfast.contracts.history import load_events, load_history
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.paths import MANIFEST, RunPaths
-from holdfast.contracts.spec import RunSpec
-from holdfast.lineage.pages import RunSort
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.disk.paths import MANIFEST, RunPaths
+from holdfast.contracts.records.attempt import StopFile, read_document
+from holdfast.contracts.records.history import load_events, load_history
+from holdfast.contracts.spec.run_spec import RunSpec
+from holdfast.lineage.queries.pages import RunSort
 
 API: Final = "/api/v1"
 OLDEST, NEWEST = "gpt:step-00000050.a0001.l01", "gpt:step-00000200.a0003.l01"

@@ -20,11 +20,11 @@ from tests.api.conftest import WAIT_S, Served, wait_for
 from tests.runs import T0, RunFolder
 
 from holdfast.api.routes import live
-from holdfast.contracts.durable import make_directory
-from holdfast.contracts.journal import EventKind
-from holdfast.flows.flow_lock import FlowLock
-from holdfast.lineage import queries
-from holdfast.lineage.formats import dot, mermaid
+from holdfast.contracts.disk.durable import make_directory
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.flows.supervisor.flow_lock import FlowLock
+from holdfast.lineage.queries import run_queries
+from holdfast.lineage.queries.formats import dot, mermaid
 
 CHECKPOINT = "gpt:step-00000200.a0003.l01"
 
@@ -42,7 +42,7 @@ def get(api: httpx.Client, path: str, **query: Any) -> Any:
 
 def test_run_has_the_fields_that_the_show_command_prints(api: httpx.Client, served: Served) -> None:
     told = get(api, "/runs/gpt")
-    shown = queries.show_run(served.services.store.index.open(), "gpt")
+    shown = run_queries.show_run(served.services.store.index.open(), "gpt")
     assert {key: told[key] for key in shown} == json.loads(json.dumps(shown))
     assert told["on_disk"]
     assert [one["cause"] for one in told["attempts"]] == ["preemption", "node_failure", None]

@@ -8,7 +8,7 @@ import pytest
 from tests.api.conftest import Served, wait_for
 from tests.runs import RunFolder
 
-from holdfast.contracts.journal import EventKind
+from holdfast.contracts.disk.journal import EventKind
 
 VALUE = "Zq8vR3mK1xWn"
 VARIABLE = "TESTS_API_TOKEN"

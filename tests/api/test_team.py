@@ -19,7 +19,7 @@ from tests.postgres import PostgresServer, postgres_server
 from tests.process.local_command import Local
 from tests.runs import RunFolder, build_sample_runs
 
-from holdfast.lineage.schema_changes import upgrade
+from holdfast.lineage.database.schema_changes import upgrade
 
 LOG: Final = "serve.log"
 SERVING: Final = re.compile(r"serving (https://\S+)/")

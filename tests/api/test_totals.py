@@ -10,10 +10,10 @@ from tests.api.conftest import Served, wait_for
 from tests.runs import T0, RunFolder
 
 from holdfast.api.routes.checkpoints import FORK_KEYS
-from holdfast.contracts.spec import RunSpec
-from holdfast.contracts.spec_part import SpecPart
+from holdfast.contracts.spec.part import SpecPart
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState
-from holdfast.lineage.pages import RUN_ORDERS
+from holdfast.lineage.queries.pages import RUN_ORDERS
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,11 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import SaveError
-from holdfast.contracts.manifest import read_manifest
-from holdfast.contracts.paths import RunPaths
-from holdfast.trainer.engine import CheckpointEngine
-from holdfast.trainer.planning.metadata import open_checkpoint
+from holdfast.trainer.format.metadata import open_checkpoint
+from holdfast.trainer.saving.engine import CheckpointEngine
 
 
 def save_planner_examples(testbed: Testbed) -> None:

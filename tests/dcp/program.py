@@ -19,8 +19,8 @@ from tests.checkpoint_program import make_identity
 from tests.dcp import own_planners, state_dicts, stock_reads, stock_writes
 from tests.dcp.testbed import Testbed
 
-from holdfast.contracts.paths import RunPaths
-from holdfast.trainer.engine import CheckpointEngine
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.trainer.saving.engine import CheckpointEngine
 
 Check = Callable[[Testbed], None]
 COLLECTIVES_S = 200

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from holdfast.trainer.engine import CheckpointEngine
 from holdfast.trainer.loading.reader import LoadReport, load_state
 from holdfast.trainer.planning.layout import local_part
+from holdfast.trainer.saving.engine import CheckpointEngine
 
 State = dict[str, Any]
 

@@ -29,7 +29,7 @@ from tests.infra import deployment_pages
 from tests.process import test_docs_commands, test_quick_start
 
 from holdfast.cli import main
-from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.spec.run_spec import RunSpec
 
 INLINE: Final = re.compile(r"`(holdfast [a-z][^`\n]*)`")
 COMMAND: Final = main.all_commands()

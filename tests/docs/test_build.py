@@ -12,8 +12,8 @@ import pytest
 from tests.spec_keys import spec_keys
 
 import build_site
-from holdfast.contracts import secrets
-from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.spec import secrets
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast_docs import links, markdown, spec_page
 from holdfast_docs.metrics_page import families
 

@@ -16,23 +16,23 @@ import pytest
 from tests.histories import spec_of
 from tests.runs import RunFolder
 
-from holdfast.cli.index import choose_root
+from holdfast.cli.shared.index import choose_root
 from holdfast.contracts import environment
+from holdfast.contracts.disk.mirrors import Tiers
+from holdfast.contracts.disk.paths import default_root, holdfast_home
 from holdfast.contracts.environment import flush_timeout_s
 from holdfast.contracts.errors import HoldfastError, NoticeError, SpecError
-from holdfast.contracts.history import load_history
-from holdfast.contracts.mirrors import Tiers
-from holdfast.contracts.paths import default_root, holdfast_home
+from holdfast.contracts.records.history import load_history
 from holdfast.flows.parameters import load_spec
 from holdfast.flows.run_report import artifacts
-from holdfast.lineage.engine import parse_url
+from holdfast.lineage.database.engine import parse_url
 from holdfast.trainer.config import config
 from holdfast.trainer.mirror import s3
 from holdfast.trainer.numerics.guard import chosen_numerics
-from holdfast.trainer.rank_context import choose_directory
-from holdfast.trainer.settings import Settings
+from holdfast.trainer.ranks.rank_context import choose_directory
+from holdfast.trainer.session.settings import Settings
 from holdfast.workers.agent.notices.watch import build_clouds
-from holdfast.workers.preflight import check
+from holdfast.workers.runs.preflight import check
 from holdfast_docs.variables import VARIABLES, Setter
 
 CHECKOUT: Final = Path(__file__).resolve().parents[2]

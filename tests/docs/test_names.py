@@ -17,7 +17,7 @@ import pytest
 from pydantic import BaseModel
 from tests.docs.blocks import PAGES, PARTS, ROOT
 
-from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.trainer import Session
 
 MEMBER: Final = re.compile(r"\b(?:Session|session)\.([a-z_]+)\b(?!\.(?:md|py|html))")
@@ -25,14 +25,14 @@ CODE: Final = re.compile(r"`([^`\n]+)`")
 CALL: Final = re.compile(r"^(?:session\.)?([a-z_]+)\(([^()]*)\)$")
 KEY: Final = re.compile(r"^[a-z_]+(?:\.[a-z_]+)+$")
 OPTION: Final = re.compile(r"\b([a-z_]+)=")
-# Modules of the source, which a page may name as `trainer/session.py` or `session.py`.
+# Modules of the source, which a page may name as `trainer/session/session.py` or `session.py`.
 FILES: Final = {"py", "md", "toml"}
 # Attributes that `__init__` sets, the last one that of `DeepSpeedSession`.
 ATTRIBUTES: Final = {"best", "resumed_from", "seed", "client_state"}
 # Pages of records: decisions name what was there when they were made.
 RECORDS: Final = ("docs/decisions/", "CHANGELOG.md")
 PAGES_NOW: Final = [page for page in PAGES if not str(page.relative_to(ROOT)).startswith(RECORDS)]
-# These name a module by its place in the package, such as `trainer/session.py`.
+# These name a module by its place in the package, such as `trainer/session/session.py`.
 CODE_PAGES: Final = [ROOT / "ARCHITECTURE.md", *PARTS]
 FILE: Final = re.compile(r"(?:[\w.-]+/)*[\w-]+\.(?:py|tsx?|c|sh)")
 PACKAGE: Final = ("src", "trainer", "workers", "flows")
@@ -160,8 +160,11 @@ def test_the_overview_leads_to_every_page_of_the_code(page: Path) -> None:
 
 
 def test_unknown_names_are_reported() -> None:
-    files = {"trainer/holdfast/trainer/session.py", "flows/holdfast/flows/start.py"}
-    text = "`trainer/session.py`, `start.py`, `gone.py`, `trainer/gone.py`"
+    files = {
+        "trainer/holdfast/trainer/session/session.py",
+        "flows/holdfast/flows/start.py",
+    }
+    text = "`trainer/session/session.py`, `start.py`, `gone.py`, `trainer/gone.py`"
     assert missing_files(text, "flows/holdfast/flows", files) == ["gone.py", "trainer/gone.py"]
     assert members_in("call `session.comit()` and see session.md") == ["comit"]
     assert dict(calls_in("`checkpoint(wait=True)`")) == {"checkpoint": ["wait"]}

@@ -13,27 +13,22 @@ import pytest
 from tests.docs.blocks import ROOT
 
 from holdfast.api import connections, security, sessions
-from holdfast.contracts import journal, manifest, reading
-from holdfast.contracts.spec_supervision import Numerics, Supervision
+from holdfast.contracts.disk import journal, manifest, reading
+from holdfast.contracts.spec.supervision import Numerics, Supervision
 from holdfast.contracts.states import Cause
-from holdfast.flows import limits, progress
+from holdfast.flows.supervisor import limits, progress
 from holdfast.trainer import metrics
 from holdfast.trainer.export import __main__ as export
 from holdfast.trainer.importing import write
 from holdfast.trainer.mirror import upload, worker
 from holdfast.trainer.numerics import detector
 from holdfast.trainer.trackers import sink
-from holdfast.workers import (
-    exclusions,
-    flush_forecast,
-    grace,
-    health,
-    heartbeats,
-    policy,
-    request,
-)
-from holdfast.workers.agent import hangs, heartbeat, rank_watch, silence, stragglers
-from holdfast.workers.agent.silence import LIMITS
+from holdfast.workers import health
+from holdfast.workers.agent.watch import hangs, heartbeat, rank_watch, silence, stragglers
+from holdfast.workers.agent.watch.silence import LIMITS
+from holdfast.workers.decisions import exclusions, flush_forecast, grace, policy
+from holdfast.workers.nodes import heartbeats
+from holdfast.workers.runs import request
 
 WORDS: Final = {
     2: "two", 3: "three", 4: "four", 5: "five", 6: "six", 8: "eight", 10: "ten", 12: "twelve",

@@ -21,7 +21,7 @@ from tests.docs.blocks import TUTORIAL, Block, unmarked
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.trainer import Session
 from holdfast.trainer.export.__main__ import main as export
 

@@ -19,8 +19,8 @@ from tests.spec_keys import spec_keys
 from holdfast.api import prometheus
 from holdfast.api.app import create_app
 from holdfast.cli.main import all_commands
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast_docs.exit_statuses import EXIT_STATUSES
 from holdfast_docs.variables import VARIABLES
 

@@ -14,8 +14,8 @@ from tests.docs.blocks import ROOT
 from tests.endings.endings import EVERY
 
 from holdfast.contracts.states import Cause
-from holdfast.workers.causes import STATE_OF_CAUSE
-from holdfast.workers.policy import BUDGETS, UNLIMITED
+from holdfast.workers.decisions.causes import STATE_OF_CAUSE
+from holdfast.workers.decisions.policy import BUDGETS, UNLIMITED
 
 PAGE: Final = (ROOT / "docs" / "troubleshooting.md").read_text()
 CAUSES: Final = re.compile(r"^\| \[`(\w+)`\]\(#(\w+)\) \| `(\w+)`[^|]*\| ([\w ]+) \|", re.MULTILINE)

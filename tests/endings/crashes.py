@@ -17,13 +17,13 @@ import psutil
 from tests.endings.endings import Crash
 from tests.endings.records import TAIL_CHARACTERS
 
-from holdfast.contracts.attempt import write_document
-from holdfast.contracts.spec import RunSpec
-from holdfast.workers import attempts, runs
+from holdfast.contracts.records.attempt import write_document
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.workers.agent.context import load_context
 from holdfast.workers.agent.node import CrashReport
 from holdfast.workers.agent.runtime import NodeRuntime
-from holdfast.workers.request import build_request
+from holdfast.workers.runs import attempts, run_folders
+from holdfast.workers.runs.request import build_request
 
 PROGRAMS: Final = Path(__file__).with_name("programs")
 END_WAIT_S: Final = 240.0
@@ -57,10 +57,10 @@ def _run(crash: Crash, root: Path, environment: dict[str, str]) -> CrashReport:
         launch={"working_directory": str(PROGRAMS)},
         resources={"gpus_per_node": 2},
     )
-    paths, _ = runs.attach_or_create(spec, root, created_by="capture")
+    paths, _ = run_folders.attach_or_create(spec, root, created_by="capture")
     attempt = attempts.reserve(paths, 1)
     assert attempt is not None
-    record = runs.read_record(paths)
+    record = run_folders.read_record(paths)
     request = build_request(record, spec, attempt=1, gpus=2, reason="capture")
     write_document(attempt.request, request)
     runtime = NodeRuntime(load_context(attempt.request))

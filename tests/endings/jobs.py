@@ -17,10 +17,10 @@ from tests.endings.endings import JobEnding
 from tests.endings.records import CHECKOUT
 from tests.process.local_runs import LocalRun
 
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.paths import AttemptPaths
-from holdfast.workers import operator
-from holdfast.workers.reconcile import job_log_tail, observe
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.paths import AttemptPaths
+from holdfast.workers.runs import operator
+from holdfast.workers.runs.reconcile import job_log_tail, observe
 
 GRACE_S: Final = 8.0
 CLUSTER: Final = CHECKOUT / "infra" / "slurm"

@@ -12,11 +12,11 @@ from tests.endings.endings import CRASHES, EVERY, JOBS, Crash, JobEnding
 from tests.endings.records import CHECKOUT, FOLDER, read_record, recorded_names
 from tests.endings.variants import MISSED, VARIANTS, VARIANTS_FOLDER
 
-from holdfast.contracts.attempt import Outcome, StopFile
+from holdfast.contracts.records.attempt import Outcome, StopFile
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.agent.node import CrashReport
-from holdfast.workers.causes import Ending, RankFailure, classify
-from holdfast.workers.executors import JobStatus
+from holdfast.workers.decisions.causes import Ending, RankFailure, classify
+from holdfast.workers.schedulers import JobStatus
 
 QUICK = [crash for crash in CRASHES if crash.is_quick]
 ENDINGS_MIN = 25

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from holdfast.contracts.digests import FileChecksum
-from holdfast.contracts.manifest import FileEntry, Manifest, encode_manifest
-from holdfast.contracts.paths import MANIFEST, CheckpointName
+from holdfast.contracts.disk.digests import FileChecksum
+from holdfast.contracts.disk.manifest import FileEntry, Manifest, encode_manifest
+from holdfast.contracts.disk.paths import MANIFEST, CheckpointName
 
 NAME: Final = str(CheckpointName(7, 1, 1))
 DATA: Final = "__0_0.distcp"

@@ -12,11 +12,11 @@ from typing import Any, Final
 from tests.faults.shim import Shim
 from tests.flusher_supervisor import FakeRank, SlotHolder, wait_until
 
-from holdfast.contracts.damage import find_damage
-from holdfast.contracts.manifest import read_manifest
-from holdfast.contracts.paths import CheckpointName, RunPaths
+from holdfast.contracts.disk.damage import find_damage
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.paths import CheckpointName, RunPaths
 from holdfast.trainer.loading.resume import choose
-from holdfast.trainer.staging.slots import Slot, SlotState
+from holdfast.trainer.slots.slots import Slot, SlotState
 
 # The files are small, so a save that takes longer hangs, even on a busy machine.
 WRITTEN_S_MAX: Final = 60.0

@@ -7,9 +7,9 @@ import os
 import sys
 from pathlib import Path
 
-from holdfast.contracts.paths import RunPaths
-from holdfast.flows.submission import submit_next
-from holdfast.flows.supervise import Supervisor
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.flows.supervisor.submission import submit_next
+from holdfast.flows.supervisor.supervise import Supervisor
 from holdfast.lineage.index import Index
 
 # The jobs that it submits must not load the shim.

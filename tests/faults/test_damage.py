@@ -13,11 +13,16 @@ from typing import Any
 import pytest
 
 from holdfast.cli.main import main
-from holdfast.contracts.bounds import BYTES_MAX
-from holdfast.contracts.digests import BLOCK_BYTES, FileChecksum
-from holdfast.contracts.durable import to_json
-from holdfast.contracts.manifest import MANIFEST_BYTES_MAX, FileEntry, Manifest, encode_manifest
-from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths
+from holdfast.contracts.disk.bounds import BYTES_MAX
+from holdfast.contracts.disk.digests import BLOCK_BYTES, FileChecksum
+from holdfast.contracts.disk.durable import to_json
+from holdfast.contracts.disk.manifest import (
+    MANIFEST_BYTES_MAX,
+    FileEntry,
+    Manifest,
+    encode_manifest,
+)
+from holdfast.contracts.disk.paths import MANIFEST, CheckpointName, RunPaths
 from holdfast.trainer.loading.resume import choose, inspect
 
 SIZES = {".metadata": 700, "__0_0.distcp": BLOCK_BYTES + 5000, "__1_0.distcp": 900, "pp0/a": 900}

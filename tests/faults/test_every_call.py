@@ -28,9 +28,9 @@ from tests.faults.saves import (
 from tests.faults.shim import Action, Point, points_of, unknown_calls
 from tests.flusher_supervisor import wait_until
 
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.trainer.flusher.files import WRITE_BYTES_MAX
-from holdfast.trainer.staging.slots import Slot, SlotState
+from holdfast.trainer.slots.slots import Slot, SlotState
 
 RUN = "run"
 DONE = SlotState.DONE

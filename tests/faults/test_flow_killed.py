@@ -20,17 +20,17 @@ import psutil
 import pytest
 from tests.faults.shim import Action, Call, Point, Shim, pattern_of
 
-from holdfast.contracts.attempt import Submission, read_claim, read_document
-from holdfast.contracts.history import RunHistory, load_history
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.records.attempt import Submission, read_claim, read_document
+from holdfast.contracts.records.history import RunHistory, load_history
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState, RunState
 from holdfast.flows.drills.invariants import check_submissions
-from holdfast.lineage import queries
 from holdfast.lineage.index import Index
-from holdfast.workers.executors import executor_for
-from holdfast.workers.executors.local import LAUNCHER
-from holdfast.workers.runs import create_run
+from holdfast.lineage.queries import run_queries
+from holdfast.workers.runs.run_folders import create_run
+from holdfast.workers.schedulers import executor_for
+from holdfast.workers.schedulers.local import LAUNCHER
 
 LIFE_S = 300.0
 LIVES_MAX = 200
@@ -167,7 +167,7 @@ def expect_complete_records(flow: Flow, history: RunHistory) -> None:
         assert told[EventKind.ATTEMPT_SUBMITTED, view.number] == (job is not None)
     assert told[EventKind.RUN_ENDED, None] == 1
     with Index() as index:
-        shown = queries.show_run(index.open(), str(flow.paths.directory))
+        shown = run_queries.show_run(index.open(), str(flow.paths.directory))
     assert shown["state"] == "completed"
     numbers = [attempt["number"] for attempt in shown["attempts"]]
     assert numbers == [view.number for view in history.attempts]

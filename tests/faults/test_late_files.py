@@ -10,13 +10,13 @@ from tests.faults.saves import has_manifest, name_of
 from tests.faults.test_lost_node import part_of
 from tests.slot_tables import make_table
 
-from holdfast.contracts import filesystems
-from holdfast.contracts.durable import make_directory, to_json, write_bytes
+from holdfast.contracts.disk import filesystems
+from holdfast.contracts.disk.durable import make_directory, to_json, write_bytes
+from holdfast.contracts.disk.filesystems import CACHE_MARGIN_S, CACHE_S, LOCAL_DELAY_S, FileSystem
+from holdfast.contracts.disk.manifest import Manifest
+from holdfast.contracts.disk.paths import PARTS, RunPaths
 from holdfast.contracts.environment import FLUSH_TIMEOUT
 from holdfast.contracts.errors import SaveError
-from holdfast.contracts.filesystems import CACHE_MARGIN_S, CACHE_S, LOCAL_DELAY_S, FileSystem
-from holdfast.contracts.manifest import Manifest
-from holdfast.contracts.paths import PARTS, RunPaths
 from holdfast.trainer.flusher import commit, hints, salvage
 from holdfast.trainer.flusher.commit import PeerState, commit_together, part_name
 from holdfast.trainer.flusher.salvage import LISTS_WAIT_S, agree

@@ -20,14 +20,14 @@ from tests.faults.saves import (
 from tests.faults.shim import Action, Point
 from tests.flusher_supervisor import wait_until
 
-from holdfast.contracts.durable import make_directory, to_json, write_bytes
+from holdfast.contracts.disk.durable import make_directory, to_json, write_bytes
+from holdfast.contracts.disk.manifest import Manifest
+from holdfast.contracts.disk.paths import PARTS, RunPaths
 from holdfast.contracts.environment import FLUSH_TIMEOUT
 from holdfast.contracts.errors import SaveError
-from holdfast.contracts.manifest import Manifest
-from holdfast.contracts.paths import PARTS, RunPaths
 from holdfast.trainer.flusher import commit as flush_commit
 from holdfast.trainer.flusher.commit import PeerState, commit_together, part_name
-from holdfast.trainer.staging.slots import SlotState
+from holdfast.trainer.slots.slots import SlotState
 
 PART_OF_0 = Point("rename", "run/checkpoints/STEP/parts/node-0000.json", 1)
 DATA_OF_0 = Point("rename", "run/checkpoints/STEP/__0_0.distcp", 1)

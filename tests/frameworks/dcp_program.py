@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from holdfast.contracts.disk.manifest import read_manifest
 from holdfast.contracts.errors import DamagedCheckpointError, SaveError
-from holdfast.contracts.manifest import read_manifest
 from holdfast.trainer import dcp, load_checkpoint
 from holdfast.trainer.dcp import loading
 from holdfast.trainer.dcp.delegation import target_of

@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from tests.frameworks.deepspeed_program import make_engine, train
 
-from holdfast.contracts.durable import to_json
+from holdfast.contracts.disk.durable import to_json
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import HoldfastError
-from holdfast.contracts.paths import RunPaths
 from holdfast.trainer import Session
 from holdfast.trainer.frameworks.deepspeed import DeepSpeedSession
 

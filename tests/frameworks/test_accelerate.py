@@ -13,11 +13,11 @@ import pytest
 from tests.process.local_runs import LocalRun, send
 from tests.rank_programs import ROOT, run_program
 
-from holdfast.contracts.damage import find_damage
-from holdfast.contracts.history import load_events
-from holdfast.contracts.journal import EventKind, read_journal
-from holdfast.contracts.manifest import Manifest, read_manifest
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.disk.damage import find_damage
+from holdfast.contracts.disk.journal import EventKind, read_journal
+from holdfast.contracts.disk.manifest import Manifest, read_manifest
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.records.history import load_events
 from holdfast.contracts.states import AttemptState
 
 PROGRAM: Final = Path(__file__).with_name("accelerate_program.py")

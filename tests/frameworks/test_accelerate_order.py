@@ -13,8 +13,8 @@ from accelerate import PartialState
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, TensorDataset
 
+from holdfast.contracts.disk.paths import MANIFEST
 from holdfast.contracts.errors import CheckpointError, SpecError
-from holdfast.contracts.paths import MANIFEST
 from holdfast.trainer.frameworks.accelerate.folders import Folders, read_link
 from holdfast.trainer.frameworks.accelerate.loaders import Loader
 

@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
-from holdfast.contracts.damage import find_damage
+from holdfast.contracts.disk.damage import find_damage
+from holdfast.contracts.disk.manifest import read_manifest
 from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError, SaveError
-from holdfast.contracts.manifest import read_manifest
 from holdfast.trainer import Session, dcp, placed
 from holdfast.trainer.dcp.errors import DcpLoadError, DcpSaveError
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.filesystem import (
     FileSystemWriter,
 )
 
-from holdfast.contracts.manifest import read_manifest
+from holdfast.contracts.disk.manifest import read_manifest
 from holdfast.trainer import dcp
 
 pytestmark = pytest.mark.usefixtures("end_flusher", "ignore_stock_hints")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.frameworks.dcp_states import is_same, make_state
 
-from holdfast.contracts.manifest import read_manifest
+from holdfast.contracts.disk.manifest import read_manifest
 from holdfast.trainer import dcp, placed
 from holdfast.trainer.dcp import channel
 

@@ -12,7 +12,7 @@ import torch
 from tests.frameworks.dcp_states import is_same
 from tests.rank_programs import run_program
 
-from holdfast.contracts.manifest import read_manifest
+from holdfast.contracts.disk.manifest import read_manifest
 from holdfast.trainer import dcp
 
 ROOT = Path(__file__).parents[2]

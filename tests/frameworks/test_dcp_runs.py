@@ -12,21 +12,21 @@ from safetensors.torch import load_file
 from tests.frameworks.dcp_states import make_state
 from tests.runs import RunFolder
 
-from holdfast.contracts.damage import find_damage
+from holdfast.contracts.disk.damage import find_damage
+from holdfast.contracts.disk.journal import EventKind, read_journal
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.sources import GONE, REPLACED
 from holdfast.contracts.errors import CheckpointError
-from holdfast.contracts.journal import EventKind, read_journal
-from holdfast.contracts.manifest import read_manifest
-from holdfast.contracts.sources import GONE, REPLACED
 from holdfast.flows.forks import fork_run
-from holdfast.lineage.database import open_database
-from holdfast.lineage.ingest import ingest_run
-from holdfast.lineage.pages import list_checkpoints
+from holdfast.lineage.database.transactions import open_database
+from holdfast.lineage.ingest.run_ingest import ingest_run
+from holdfast.lineage.queries.pages import list_checkpoints
 from holdfast.trainer import dcp
-from holdfast.trainer.alone import claimed, release
 from holdfast.trainer.dcp import channel
 from holdfast.trainer.dcp.errors import DcpSaveError
 from holdfast.trainer.dcp.record import RECORD
-from holdfast.workers.exports import Form, export
+from holdfast.trainer.session.alone import claimed, release
+from holdfast.workers.checkpoints.exports import Form, export
 
 pytestmark = pytest.mark.usefixtures("end_flusher", "ignore_stock_hints")
 

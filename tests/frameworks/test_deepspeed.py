@@ -15,9 +15,9 @@ import pytest
 from tests.process.local_runs import LocalRun, send
 from tests.rank_programs import run_program
 
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.manifest import read_manifest
-from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState
 
 PROGRAM: Final = Path(__file__).with_name("deepspeed_program.py")

@@ -17,9 +17,9 @@ from tests.frameworks.lightning_cases import count_equal, everywhere
 from tests.rank_programs import run_program
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, SequentialLR
 
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import SpecError
-from holdfast.contracts.manifest import read_manifest
-from holdfast.contracts.paths import RunPaths
 from holdfast.trainer.frameworks import lightning as drop_in
 from holdfast.trainer.frameworks.lightning import Fabric
 from holdfast.trainer.frameworks.lightning.fabric_elastic import check_strategy

@@ -22,19 +22,19 @@ from tests.rank_programs import run_program
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 
-from holdfast.contracts.damage import find_damage
+from holdfast.contracts.disk.damage import find_damage
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.paths import IMPORTED, RunPaths
 from holdfast.contracts.errors import CheckpointError, RunConflictError, SpecError
-from holdfast.contracts.history import load_history
-from holdfast.contracts.manifest import read_manifest
-from holdfast.contracts.paths import IMPORTED, RunPaths
+from holdfast.contracts.records.history import load_history
 from holdfast.contracts.states import RunState
-from holdfast.flows.flow_lock import FlowLock
 from holdfast.flows.forks import fork_run
 from holdfast.flows.imports import import_run
+from holdfast.flows.supervisor.flow_lock import FlowLock
 from holdfast.trainer import load_checkpoint, load_pretrained
 from holdfast.trainer.export.__main__ import main as export
 from holdfast.trainer.importing.__main__ import main as import_into
-from holdfast.workers import operator
+from holdfast.workers.runs import operator
 
 UID: Final = "0" * 32
 RANKS_S: Final = 120.0

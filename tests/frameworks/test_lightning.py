@@ -41,18 +41,18 @@ from tests.process.local_runs import LocalRun, processes_of, send, wait_until
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchmetrics import SumMetric
 
-from holdfast.contracts.attempt import RunRecord, write_document
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import CheckpointError, SpecError
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.manifest import read_manifest
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.records.attempt import RunRecord, write_document
 from holdfast.contracts.states import AttemptState
 from holdfast.trainer import Session
 from holdfast.trainer.frameworks.lightning import Holdfast
 from holdfast.trainer.frameworks.lightning.callback import check
 from holdfast.trainer.frameworks.lightning.fit import Fit
 from holdfast.trainer.frameworks.lightning.state import FORMAT, SharedState
-from holdfast.workers.feasibility import Feasibility
+from holdfast.workers.runs.feasibility import Feasibility
 
 PROGRAM: Final = Path(lightning_program.__file__)
 EXAMPLE: Final = PROGRAM.parents[2] / "examples" / "lightning"

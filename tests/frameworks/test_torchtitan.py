@@ -20,12 +20,12 @@ import numpy as np
 import pytest
 from tests.process.local_runs import LocalRun, processes_of, send, wait_until
 
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.manifest import read_manifest
-from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.records.topology import problem_with_mesh
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState
-from holdfast.contracts.topology import problem_with_mesh
 
 pytestmark = pytest.mark.slow
 

@@ -15,10 +15,10 @@ import pytest
 from mlflow import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import SpecError
-from holdfast.contracts.history import load_events
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.records.history import load_events
 from holdfast.trainer.trackers import TrackedRun, WandbTracker
 from holdfast.trainer.trackers.mlflow import PARENT_TAG, MlflowTracker
 

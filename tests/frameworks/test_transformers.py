@@ -14,9 +14,9 @@ import pytest
 from tests.process.local_runs import LocalRun, send
 from tests.rank_programs import ROOT, run_program
 
-from holdfast.contracts.journal import EventKind
+from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.states import AttemptState
-from holdfast.workers.feasibility import Feasibility
+from holdfast.workers.runs.feasibility import Feasibility
 
 PROGRAM: Final = Path(__file__).with_name("transformers_program.py")
 CASES_S: Final = 600.0

@@ -19,8 +19,8 @@ from tests.rank_programs import ROOT
 from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import CheckpointError, SpecError
-from holdfast.contracts.paths import RunPaths
 from holdfast.trainer import Session
 from holdfast.trainer.frameworks.transformers import HoldfastCallback, Trainer, attach
 from holdfast.trainer.frameworks.transformers.global_batch import FILE, GivenBatch, agree_on_batch

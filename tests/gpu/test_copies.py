@@ -8,9 +8,9 @@ import threading
 
 import torch
 
-from holdfast.trainer import devices
+from holdfast.trainer.process import devices
+from holdfast.trainer.slots.slots import Slot
 from holdfast.trainer.staging.copying import Copier
-from holdfast.trainer.staging.slots import Slot
 
 # About 50 ms of a kernel that only waits, on any GPU since 2016.
 BUSY_CYCLES = 100_000_000

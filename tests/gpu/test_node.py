@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from holdfast.contracts.states import Cause
-from holdfast.workers.agent.flight_recorder import recorder_environment, take_flight_record
-from holdfast.workers.agent.gpus import EVERY_S, watch_gpus
-from holdfast.workers.causes import RankFailure, classify_crash
+from holdfast.workers.agent.watch.flight_recorder import recorder_environment, take_flight_record
+from holdfast.workers.decisions.causes import RankFailure, classify_crash
+from holdfast.workers.nodes.gpus import EVERY_S, watch_gpus
 
 WAIT_S = 120.0
 # The share of the device's free memory that a rank of a large model takes.

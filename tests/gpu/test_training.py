@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.contracts.manifest import read_manifest
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.paths import RunPaths
 
 PROGRAM = Path(__file__).with_name("training_program.py")
 STEPS, INTERVAL, KILL_AT = 12, 4, 7

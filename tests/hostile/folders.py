@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from tests.runs import RunFolder
 
-from holdfast.contracts.journal import EventKind, journal_lock
-from holdfast.contracts.paths import AttemptPaths
+from holdfast.contracts.disk.journal import EventKind, journal_lock
+from holdfast.contracts.disk.paths import AttemptPaths
 from holdfast.contracts.states import AttemptState, Cause
 
 NINES: Final = "9" * 40

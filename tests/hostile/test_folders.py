@@ -25,8 +25,8 @@ from tests.hostile.testbed import (
     timed,
 )
 
-from holdfast.contracts.journal import journal_lock
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.disk.journal import journal_lock
+from holdfast.contracts.disk.paths import RunPaths
 
 NAMES = sorted(HOSTILE)
 SHARDS = 6
@@ -214,9 +214,9 @@ def test_server_indexes_readable_runs_and_reads_no_log_outside_a_run(
         from holdfast.api.store import Store
         from holdfast.api.vitals import read_nodes
         from holdfast.api.watch import Watch
-        from holdfast.contracts.rank_logs import choose_attempt
+        from holdfast.contracts.disk.rank_logs import choose_attempt
         from holdfast.lineage.index import Index
-        from holdfast.workers.heartbeats import live_step
+        from holdfast.workers.nodes.heartbeats import live_step
 
         watch = Watch(Store(Index()), Hub(), (testbed.root,))
         assert watch.lag_s() is None

@@ -34,15 +34,15 @@ from tests.hostile.testbed import (
 from tests.other_users import as_user, held_by
 from tests.runs import RunFolder
 
-from holdfast.contracts.durable import make_directory
-from holdfast.contracts.history import load_history
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.paths import RunPaths, list_runs
+from holdfast.contracts.disk.durable import make_directory
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.paths import RunPaths, list_runs
+from holdfast.contracts.disk.visits import own_runs
+from holdfast.contracts.records.history import load_history
 from holdfast.contracts.states import RunState
-from holdfast.contracts.visits import own_runs
-from holdfast.flows.flow_lock import FlowLock
-from holdfast.workers import operator
-from holdfast.workers.until_capacity import UNTIL_CAPACITY
+from holdfast.flows.supervisor.flow_lock import FlowLock
+from holdfast.workers.runs import operator
+from holdfast.workers.runs.until_capacity import UNTIL_CAPACITY
 
 FLOW_RUN: Final = str(uuid4())
 KINDS: Final = {"exclusive": fcntl.LOCK_EX, "shared": fcntl.LOCK_SH}
@@ -244,8 +244,8 @@ def test_a_cancellation_by_prefect_reaches_the_run_of_the_flow(
     from prefect.client.schemas.objects import FlowRun
     from prefect.states import Cancelling
 
-    from holdfast.flows.cancellation import cancel_run_of_flow, find_supervised
     from holdfast.flows.operations import prune
+    from holdfast.flows.supervisor.cancellation import cancel_run_of_flow, find_supervised
 
     parameters = {"root": str(testbed.root)}
     made = FlowRun(id=UUID(FLOW_RUN), flow_id=uuid4(), name="otter", parameters=parameters)
@@ -266,7 +266,7 @@ def test_a_cancellation_by_prefect_reaches_the_run_of_the_flow(
 def test_a_service_and_a_lost_supervisor_s_successor_take_up_every_good_run(
     testbed: Testbed, good: list[RunPaths]
 ) -> None:
-    from holdfast.flows import service
+    from holdfast.flows.supervisor import service
     from holdfast.lineage.index import Index
 
     def work() -> list[str]:

@@ -32,8 +32,8 @@ from tests.hostile.folders import CANARY, HOSTILE, Kinds, Victim, make_hostile, 
 from tests.other_users import become
 from typer.testing import CliRunner
 
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import HoldfastError
-from holdfast.contracts.paths import RunPaths
 
 ATTACKER: Final = 54_321
 COMMAND_S_MAX: Final = 10.0
@@ -246,7 +246,7 @@ def _run(command: Sequence[str]) -> CommandResult:
 
 def _call_trainer_in_this_process() -> None:
     """Call the trainer's modules in this process: a new Python would take seconds."""
-    from holdfast.workers import trainer_call
+    from holdfast.workers.checkpoints import trainer_call
 
     def answer(command: list[str], *_: object) -> tuple[int, str, str]:
         python, module, arguments = command[0], command[2], command[3:]

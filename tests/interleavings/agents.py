@@ -13,19 +13,19 @@ from typing import Any, Final
 
 from tests.interleavings.cluster import Cluster, Job
 
-from holdfast.contracts.digests import FileChecksum
-from holdfast.contracts.durable import make_directory, write_bytes
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.manifest import FileEntry, Manifest, encode_manifest
-from holdfast.contracts.paths import MANIFEST, CheckpointName
+from holdfast.contracts.disk.digests import FileChecksum
+from holdfast.contracts.disk.durable import make_directory, write_bytes
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.disk.manifest import FileEntry, Manifest, encode_manifest
+from holdfast.contracts.disk.paths import MANIFEST, CheckpointName
 from holdfast.workers.agent.claim import claim
 from holdfast.workers.agent.context import AgentContext, load_context
 from holdfast.workers.agent.ended import Ended
 from holdfast.workers.agent.node import CrashReport
 from holdfast.workers.agent.outcome import build_outcome, leave_outcome
-from holdfast.workers.agent.stops import StopRequest, StopWatch
-from holdfast.workers.causes import RankFailure
-from holdfast.workers.heartbeats import HeartbeatWriter, NodeBeat, RankBeat
+from holdfast.workers.agent.stops.sources import StopRequest, StopWatch
+from holdfast.workers.decisions.causes import RankFailure
+from holdfast.workers.nodes.heartbeats import HeartbeatWriter, NodeBeat, RankBeat
 
 TURN_S: Final = 5.0
 DIGEST: Final = "d" * 64

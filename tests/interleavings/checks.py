@@ -9,9 +9,9 @@ from typing import Any, Final
 
 from tests.interleavings.world import World
 
+from holdfast.contracts.disk.journal import AUTOMATIC
+from holdfast.contracts.disk.manifest import read_manifest
 from holdfast.contracts.errors import HoldfastError
-from holdfast.contracts.journal import AUTOMATIC
-from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.states import RunState
 
 HOLDS: Final = frozenset({"pause", "stop", "cancel"})

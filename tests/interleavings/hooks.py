@@ -18,8 +18,9 @@ from unittest import mock
 
 from tests.interleavings.stage import Stage, current, plain
 
-from holdfast.contracts import reading, steady
-from holdfast.workers.attempts import Absences
+from holdfast.contracts.disk import reading
+from holdfast.contracts.node import steady
+from holdfast.workers.runs.attempts import Absences
 
 Commands = Callable[[list[str]], tuple[int, str, str]]
 _NAMES: Final = (

@@ -11,11 +11,11 @@ import pytest
 from tests.interleavings.explore import Schedule, play, play_clock, schedules
 from tests.interleavings.situations import Situations
 
-from holdfast.contracts import history
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.orders import OrderBook
-from holdfast.flows import supervise
-from holdfast.workers import operator
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.records import history
+from holdfast.contracts.records.orders import OrderBook
+from holdfast.flows.supervisor import supervise
+from holdfast.workers.runs import operator
 
 Guard = contextlib.AbstractContextManager[Any]
 

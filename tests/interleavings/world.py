@@ -22,15 +22,17 @@ from tests.interleavings.hooks import Hooks, installed
 from tests.interleavings.stage import Actor, Stage, current
 
 from holdfast.cli import operate
-from holdfast.contracts import history_cache
-from holdfast.contracts.history import RunHistory, load_history
-from holdfast.contracts.journal_cache import KEPT
-from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.supervision import is_supervised
-from holdfast.flows import service
-from holdfast.flows.carry import carry
+from holdfast.contracts.disk.journal_cache import KEPT
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.records import history_cache
+from holdfast.contracts.records.history import RunHistory, load_history
+from holdfast.contracts.records.supervision import is_supervised
 from holdfast.flows.parameters import load_spec
-from holdfast.workers import operator, pruning, runs, slurm_answers
+from holdfast.flows.supervisor import service
+from holdfast.flows.supervisor.carry import carry
+from holdfast.workers.checkpoints import pruning
+from holdfast.workers.runs import operator, run_folders
+from holdfast.workers.schedulers import slurm_answers
 
 POLL_S: Final = 10.0
 CYCLE_S: Final = 5.0
@@ -283,7 +285,9 @@ class World:
             self.cluster.nodes[f"m{number}"] = Node(f"m{number}", "other")
         program = self.base / "program"
         program.mkdir()
-        runs.attach_or_create(load_spec(spec_of(flavour, program)), self.root, created_by="alice")
+        run_folders.attach_or_create(
+            load_spec(spec_of(flavour, program)), self.root, created_by="alice"
+        )
 
     def record(self, name: str, flavour: str, folder: Path) -> Situation:
         """Record the present moment."""

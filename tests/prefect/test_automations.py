@@ -30,8 +30,8 @@ from tests.flow_runs import (
 )
 from tests.receivers import Webhook
 
-from holdfast.contracts.history import load_events
-from holdfast.contracts.journal import EventKind
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.records.history import load_events
 from holdfast.flows.automations import is_alert, shipped
 
 ALERTS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {

@@ -9,8 +9,8 @@ import pytest
 from examples.demo_service import PrefectService
 from tests.flow_runs import FlowRuns, wait_for_end
 
-from holdfast.contracts.attempt import RunRecord, read_document
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.records.attempt import RunRecord, read_document
 
 
 @pytest.mark.more

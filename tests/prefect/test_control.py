@@ -21,9 +21,9 @@ from tests.flow_runs import (
     wait_for_end,
 )
 
-from holdfast.contracts.history import load_events, load_history
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.records.history import load_events, load_history
 from holdfast.contracts.states import Cause
 
 # Prefect, Holdfast and the job agree within this time.

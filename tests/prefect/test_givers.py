@@ -10,9 +10,9 @@ from examples.demo_service import PrefectService
 from tests.flow_runs import FlowRuns, wait_for
 from tests.runs import T0, RunFolder
 
-from holdfast.contracts.history import load_events
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.records.history import load_events
 
 UID = "e" * 32
 

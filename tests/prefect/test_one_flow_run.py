@@ -14,8 +14,8 @@ from examples.demo_service import POOL, PrefectService
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from tests.flow_runs import FlowRuns, service_environment
 
-from holdfast.contracts.history import load_history
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.records.history import load_history
 from holdfast.flows import deployments, start
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ from prefect import flow
 from prefect.settings import PREFECT_TASKS_DEFAULT_PERSIST_RESULT, temporary_settings
 from prefect.testing.utilities import prefect_test_harness
 
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.flows import train
 
 submitted: list[int] = []

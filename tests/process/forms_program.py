@@ -26,11 +26,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from holdfast.contracts.paths import RunPaths
-from holdfast.trainer.engine import CheckpointEngine
-from holdfast.trainer.identity import Identity
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.trainer.format.metadata import read_metadata
 from holdfast.trainer.loading.reader import load_state
-from holdfast.trainer.planning.metadata import read_metadata
+from holdfast.trainer.ranks.identity import Identity
+from holdfast.trainer.saving.engine import CheckpointEngine
 from holdfast.trainer.state.fsdp1 import OPTIONS
 from holdfast.trainer.state.run_state import Progress
 from holdfast.trainer.state.train_state import TrainState

@@ -14,11 +14,11 @@ from typing import Any, Final
 import psutil
 from tests.flow_runs import SUPERVISION
 
-from holdfast.contracts.attempt import Request, Submission, read_document
-from holdfast.contracts.history import load_events
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.paths import list_runs
-from holdfast.workers.executors import executor_for
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.paths import list_runs
+from holdfast.contracts.records.attempt import Request, Submission, read_document
+from holdfast.contracts.records.history import load_events
+from holdfast.workers.schedulers import executor_for
 
 PROGRAM: Final = Path(__file__).with_name("agent_program.py")
 CALL_S: Final = 300.0

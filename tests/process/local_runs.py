@@ -13,15 +13,15 @@ from typing import Any, Final, TypeVar
 
 import psutil
 
-from holdfast.contracts.attempt import Claim, Outcome, read_document
-from holdfast.contracts.history import AttemptView, RunHistory, load_events
-from holdfast.contracts.journal import Event, EventKind, JournalWriter
-from holdfast.contracts.paths import AttemptPaths, RunPaths
-from holdfast.contracts.spec import RunSpec
-from holdfast.workers import attempts, runs
-from holdfast.workers.executors import executor_for
-from holdfast.workers.heartbeats import NodeBeat, newest_step, read_heartbeats
-from holdfast.workers.reconcile import reconcile
+from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter
+from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
+from holdfast.contracts.records.attempt import Claim, Outcome, read_document
+from holdfast.contracts.records.history import AttemptView, RunHistory, load_events
+from holdfast.contracts.spec.run_spec import RunSpec
+from holdfast.workers.nodes.heartbeats import NodeBeat, newest_step, read_heartbeats
+from holdfast.workers.runs import attempts, run_folders
+from holdfast.workers.runs.reconcile import reconcile
+from holdfast.workers.schedulers import executor_for
 
 PROGRAM: Final = Path(__file__).with_name("agent_program.py")
 T = TypeVar("T")
@@ -75,7 +75,7 @@ class LocalRun:
             program=own or {},
             checkpoint=checkpoint or ({} if own else {"interval": 1000}),
         )
-        self.paths, _ = runs.attach_or_create(self.spec, root, created_by="tests")
+        self.paths, _ = run_folders.attach_or_create(self.spec, root, created_by="tests")
 
     def submit(self, gpus: int | None = None, exclude: Sequence[str] = ()) -> AttemptPaths:
         """Submit the next attempt."""
@@ -83,7 +83,7 @@ class LocalRun:
             return attempts.submit_attempt(
                 self.paths,
                 self.spec,
-                runs.read_record(self.paths),
+                run_folders.read_record(self.paths),
                 gpus=gpus or self.spec.gpus,
                 reason="a test",
                 exclude=exclude,

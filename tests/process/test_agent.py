@@ -13,13 +13,13 @@ import pytest
 from tests.agent_ranks import ranks_of, waiting_ranks
 from tests.process.local_runs import LocalRun, processes_of, send, wait_until
 
-from holdfast.contracts.attempt import StopFile, write_document
+from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.errors import SpecError
-from holdfast.contracts.journal import EventKind
+from holdfast.contracts.records.attempt import StopFile, write_document
 from holdfast.contracts.states import AttemptState, Cause, RunState
-from holdfast.workers import operator
-from holdfast.workers.checkpoints import newest_committed
-from holdfast.workers.policy import decide
+from holdfast.workers.checkpoints.manifests import newest_committed
+from holdfast.workers.decisions.policy import decide
+from holdfast.workers.runs import operator
 
 # A program with this sleep must be ended long before it is over.
 SLEEP_S = 400.0

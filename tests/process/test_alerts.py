@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 from tests.receivers import MailServer, Webhook, receiving
 
+from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.errors import PreflightError, SpecError
-from holdfast.contracts.history import load_events
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.records.history import load_events
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import RunState
 from holdfast.flows import secrets
 from holdfast.flows.parameters import load_spec
-from holdfast.flows.submission import submit_next
-from holdfast.flows.supervise import Supervisor
+from holdfast.flows.supervisor.submission import submit_next
+from holdfast.flows.supervisor.supervise import Supervisor
 from holdfast.lineage.index import Index
-from holdfast.workers.runs import create_run
+from holdfast.workers.runs.run_folders import create_run
 
 LOG = logging.getLogger("holdfast.test")
 
@@ -72,7 +72,7 @@ def test_people_are_told_of_a_failed_run_and_addresses_stay_secret(
 def test_limit_is_told_once_when_it_is_passed(
     tmp_path: Path, index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.flows.limits.LOOK_S", 0.1)
+    monkeypatch.setattr("holdfast.flows.supervisor.limits.LOOK_S", 0.1)
     hook = Webhook()
     with receiving(hook):
         monkeypatch.setenv("TEAM_HOOK", hook.address)

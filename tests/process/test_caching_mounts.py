@@ -25,19 +25,19 @@ from tests.faults.saves import name_of
 from tests.faults.test_lost_node import part_of
 from tests.slot_tables import make_table
 
-from holdfast.contracts.attempt import Claim, create_document, read_claim, read_documents
-from holdfast.contracts.durable import make_directory
+from holdfast.contracts.disk.durable import make_directory
+from holdfast.contracts.disk.filesystems import filesystem_of, is_listed, is_there
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.paths import MANIFEST, RunPaths
 from holdfast.contracts.errors import PreflightError
-from holdfast.contracts.filesystems import filesystem_of, is_listed, is_there
-from holdfast.contracts.history import load_events
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.manifest import read_manifest
-from holdfast.contracts.paths import MANIFEST, RunPaths
+from holdfast.contracts.records.attempt import Claim, create_document, read_claim, read_documents
+from holdfast.contracts.records.history import load_events
 from holdfast.trainer.flusher.commit import PeerState, commit_alone, commit_together
 from holdfast.trainer.flusher.salvage import agree
-from holdfast.workers import preflight
-from holdfast.workers.heartbeats import HeartbeatWriter, heartbeat_stamp, read_heartbeats
-from holdfast.workers.root_probe import SharedProbe, check_folder
+from holdfast.workers.nodes.heartbeats import HeartbeatWriter, heartbeat_stamp, read_heartbeats
+from holdfast.workers.nodes.root_probe import SharedProbe, check_folder
+from holdfast.workers.runs import preflight
 
 CACHE_S = 60.0
 # Far less than a cache lasts, and far more than a machine that is busy needs.

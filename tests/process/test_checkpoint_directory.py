@@ -14,17 +14,18 @@ from tests.process.local_runs import LocalRun, send
 from typer.testing import CliRunner
 
 from holdfast.cli.main import app
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.leases import reading, storage_time
+from holdfast.contracts.disk.manifest import read_tombstone
+from holdfast.contracts.disk.paths import RunPaths, hold, plain_checkpoint
 from holdfast.contracts.errors import ForeignFileError, PreflightError
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.leases import reading, storage_time
-from holdfast.contracts.manifest import read_tombstone
-from holdfast.contracts.paths import RunPaths, hold, plain_checkpoint
 from holdfast.contracts.states import AttemptState
-from holdfast.lineage.database import open_database
-from holdfast.lineage.queries import find_checkpoint
+from holdfast.lineage.database.transactions import open_database
+from holdfast.lineage.queries.run_queries import find_checkpoint
 from holdfast.trainer.loading.checkpoint import find_directory
-from holdfast.workers import deletion, preflight, runs
-from holdfast.workers.checkpoints import committed_checkpoints
+from holdfast.workers.checkpoints import deletion
+from holdfast.workers.checkpoints.manifests import committed_checkpoints
+from holdfast.workers.runs import preflight, run_folders
 
 NOBODY = 65_534
 
@@ -59,7 +60,7 @@ def test_run_is_preempted_and_resumes_with_its_checkpoints_elsewhere(
     assert (ended.state, ended.last_step) == (AttemptState.COMPLETED, 40)
     assert ended.resumed_from is not None
     (real,) = (tmp_path / "large").iterdir()
-    uid = runs.read_record(paths).uid
+    uid = run_folders.read_record(paths).uid
     assert real.name == f"tried.{uid}"
     assert {path.name for path in real.iterdir()} == {"checkpoints", "tombstones", "run"}
     assert paths.checkpoints.readlink() == real / "checkpoints"

@@ -14,10 +14,10 @@ import psutil
 import pytest
 from tests.process.local_command import PROGRAM, Local
 
-from holdfast.contracts.history import load_events, load_history
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.paths import RunPaths
-from holdfast.workers.heartbeats import newest_step, read_heartbeats
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.records.history import load_events, load_history
+from holdfast.workers.nodes.heartbeats import newest_step, read_heartbeats
 
 WAIT_S: Final = 240.0
 

@@ -18,14 +18,14 @@ import pytest
 from tests.clocks import Clock, build_library
 from tests.process.local_runs import LocalRun, processes_of, wait_until
 
-from holdfast.contracts.attempt import write_document
-from holdfast.contracts.history import load_events
-from holdfast.contracts.journal import EventKind, read_journal
-from holdfast.contracts.paths import AttemptPaths
+from holdfast.contracts.disk.journal import EventKind, read_journal
+from holdfast.contracts.disk.paths import AttemptPaths
+from holdfast.contracts.records.attempt import write_document
+from holdfast.contracts.records.history import load_events
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.workers import operator, runs
-from holdfast.workers.attempts import reserve
-from holdfast.workers.request import build_request
+from holdfast.workers.runs import operator, run_folders
+from holdfast.workers.runs.attempts import reserve
+from holdfast.workers.runs.request import build_request
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -175,7 +175,7 @@ def test_two_nodes_whose_clocks_are_minutes_apart_train_and_stop_together(
     )
     attempt = reserve(run.paths, 1)
     assert attempt is not None
-    record = runs.read_record(run.paths)
+    record = run_folders.read_record(run.paths)
     request = build_request(record, run.spec, attempt=1, gpus=2, reason="a test")
     write_document(attempt.request, request)
     clock = Clock(library, tmp_path / "shift", shift_s)

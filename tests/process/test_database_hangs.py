@@ -24,11 +24,11 @@ from tests.runs import RunFolder, build_sample_runs
 from tests.stalling_proxy import StallingProxy, stalling_proxy
 
 from holdfast.contracts.errors import LineageError
-from holdfast.lineage.database import open_database
-from holdfast.lineage.db_limits import WRITES
-from holdfast.lineage.ingest import ingest_run
-from holdfast.lineage.reindex import reindex
-from holdfast.lineage.schema_changes import upgrade
+from holdfast.lineage.database.limits import WRITES
+from holdfast.lineage.database.schema_changes import upgrade
+from holdfast.lineage.database.transactions import open_database
+from holdfast.lineage.ingest.reindex import reindex
+from holdfast.lineage.ingest.run_ingest import ingest_run
 
 ANSWER_S_MAX: Final = 15.0
 # More than the threads of the API server and the connections of its pool.

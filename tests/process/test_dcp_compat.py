@@ -14,7 +14,7 @@ from tests.dcp.program import names
 from tests.dcp.testbed import assert_same, zeros
 from tests.flusher_supervisor import SlotHolder
 
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.trainer.loading.reader import load_state
 
 ROOT = Path(__file__).parents[2]

@@ -16,9 +16,9 @@ from tests.elastic_layouts import layouts_of
 from tests.flusher_supervisor import SlotHolder
 from tests.rank_programs import run_program
 
-from holdfast.contracts.damage import find_damage
-from holdfast.contracts.manifest import read_manifest
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.disk.damage import find_damage
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.paths import RunPaths
 
 PHASE_S = 250.0
 STORM_PHASE_S = 900.0

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.contracts.manifest import read_manifest
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.paths import RunPaths
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("elastic_session_program.py")

@@ -17,8 +17,8 @@ from tests.rank_programs import kill_program, run_program, start_program
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from holdfast.contracts.damage import find_damage
-from holdfast.contracts.manifest import read_manifest
+from holdfast.contracts.disk.damage import find_damage
+from holdfast.contracts.disk.manifest import read_manifest
 from holdfast.trainer.export.__main__ import main as export
 
 RANKS_S = 240.0

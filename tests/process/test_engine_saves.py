@@ -19,20 +19,20 @@ from tests.pipeline_program import HalfPlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
 
-from holdfast.contracts.damage import find_damage
+from holdfast.contracts.disk.damage import find_damage
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import DamagedCheckpointError, KeyMismatchError, SaveError
-from holdfast.contracts.manifest import read_manifest
-from holdfast.contracts.paths import RunPaths
-from holdfast.trainer.engine import CheckpointEngine
-from holdfast.trainer.identity import Identity
+from holdfast.trainer.format.metadata import read_metadata
 from holdfast.trainer.loading.reader import load_state
-from holdfast.trainer.loading.train_state import read_train_state
 from holdfast.trainer.planning.global_plan import ALIGNMENT, GlobalPlan
 from holdfast.trainer.planning.layout import TRAIN_STATE_BYTES_MAX
-from holdfast.trainer.planning.metadata import read_metadata
 from holdfast.trainer.planning.places import Places, find_places
 from holdfast.trainer.planning.ranks import find_shortage
-from holdfast.trainer.staging.slots import FREE_STATES, Slot, SlotState
+from holdfast.trainer.planning.train_state_file import read_train_state
+from holdfast.trainer.ranks.identity import Identity
+from holdfast.trainer.saving.engine import CheckpointEngine
+from holdfast.trainer.slots.slots import FREE_STATES, Slot, SlotState
 from holdfast.trainer.staging.stage import StagedSlot
 
 # 100 MB: allocating two slots of this size takes a noticeable part of a second.

@@ -26,14 +26,14 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
 
-from holdfast.contracts.damage import find_damage
-from holdfast.contracts.journal import EventKind, read_journal
-from holdfast.contracts.keep_rules import kept_by_rules
-from holdfast.contracts.manifest import Manifest, read_manifest
-from holdfast.contracts.paths import CheckpointName, RunPaths
-from holdfast.contracts.spec_checkpoint import Keep
-from holdfast.trainer.flusher_supervisor import listener_of
+from holdfast.contracts.disk.damage import find_damage
+from holdfast.contracts.disk.journal import EventKind, read_journal
+from holdfast.contracts.disk.manifest import Manifest, read_manifest
+from holdfast.contracts.disk.paths import CheckpointName, RunPaths
+from holdfast.contracts.spec.checkpoint import Keep
+from holdfast.contracts.spec.keep_rules import kept_by_rules
 from holdfast.trainer.loading.reader import load_state
+from holdfast.trainer.process.flusher_supervisor import listener_of
 
 PROGRAM = Path(exact_program.__file__)
 RANKS = 2

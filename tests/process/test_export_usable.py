@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
 
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.trainer import Session
 from holdfast.trainer.export.__main__ import main
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import CheckpointError, PreflightError, SpecError
-from holdfast.contracts.manifest import read_manifest
-from holdfast.contracts.paths import RunPaths
 from holdfast.trainer import Session
-from holdfast.trainer.collective import ControlGroup
-from holdfast.trainer.file_session import FileSession
+from holdfast.trainer.ranks.collective import ControlGroup
+from holdfast.trainer.session.file_session import FileSession
 from holdfast.trainer.staging.file_writers import Writer, bytes_writer, torch_writer
 from holdfast.trainer.state.file_state import SavedFiles
 

@@ -14,8 +14,8 @@ from tests.process.flat_program import CASES, LAUNCHES, PARTS, WHOLE
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from holdfast.contracts.paths import RunPaths
-from holdfast.trainer.planning.metadata import read_metadata
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.trainer.format.metadata import read_metadata
 
 WAIT_S = 150.0
 

@@ -12,25 +12,25 @@ from typing import Any
 
 import pytest
 
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import LineageError
-from holdfast.contracts.history import RunHistory, load_events, load_history
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.records.history import RunHistory, load_events, load_history
+from holdfast.contracts.records.supervision import is_supervised
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause, RunState
-from holdfast.contracts.supervision import is_supervised
-from holdfast.flows.deliveries import Deliveries
-from holdfast.flows.flow_lock import FlowLock
-from holdfast.flows.ingestion import Ingestion
-from holdfast.flows.submission import submit_next
-from holdfast.flows.supervise import Supervisor
-from holdfast.lineage import queries
-from holdfast.lineage.engine import URL_VARIABLE
+from holdfast.flows.supervisor.deliveries import Deliveries
+from holdfast.flows.supervisor.flow_lock import FlowLock
+from holdfast.flows.supervisor.ingestion import Ingestion
+from holdfast.flows.supervisor.submission import submit_next
+from holdfast.flows.supervisor.supervise import Supervisor
+from holdfast.lineage.database.engine import URL_VARIABLE
 from holdfast.lineage.index import Index
-from holdfast.workers import operator
-from holdfast.workers.attempts import reserve
-from holdfast.workers.policy import REFUSALS_MAX
-from holdfast.workers.runs import create_run
+from holdfast.lineage.queries import run_queries
+from holdfast.workers.decisions.policy import REFUSALS_MAX
+from holdfast.workers.runs import operator
+from holdfast.workers.runs.attempts import reserve
+from holdfast.workers.runs.run_folders import create_run
 
 WAIT_S = 180.0
 LOG = logging.getLogger("holdfast.test")
@@ -74,7 +74,7 @@ def test_supervisor_runs_a_job_to_its_end_and_indexes_it(tmp_path: Path, index: 
     assert history.state is RunState.COMPLETED
     assert kinds(paths).count(EventKind.DECISION) == 2
     assert kinds(paths).count(EventKind.RUN_ENDED) == 1
-    shown = queries.show_run(index.open(), str(paths.directory))
+    shown = run_queries.show_run(index.open(), str(paths.directory))
     assert shown["state"] == "completed"
     again = Supervisor(paths=paths, index=index, log=LOG, submit=submit_next).run()
     assert len(again.attempts) == 1
@@ -134,7 +134,7 @@ def test_database_outage_does_not_stop_supervision(
         name.unlink()
     with Index() as later:
         later.update(paths)
-        assert queries.show_run(later.open(), str(paths.directory))["state"] == "completed"
+        assert run_queries.show_run(later.open(), str(paths.directory))["state"] == "completed"
     assert sqlite3.connect(file).execute("select count(*) from runs").fetchone() == (1,)
 
 
@@ -210,7 +210,7 @@ def test_a_paused_run_waits_and_a_cancelled_one_ends(tmp_path: Path, index: Inde
     thread.join(WAIT_S)
     assert not thread.is_alive()
     assert load_history(paths).state is RunState.CANCELLED
-    assert queries.show_run(index.open(), str(paths.directory))["state"] == "cancelled"
+    assert run_queries.show_run(index.open(), str(paths.directory))["state"] == "cancelled"
 
 
 @pytest.mark.more
@@ -227,7 +227,7 @@ def test_locked_database_delays_no_decision(tmp_path: Path, index: Index) -> Non
         other.close()
     thread.join(WAIT_S)
     assert not thread.is_alive()
-    assert queries.show_run(index.open(), str(paths.directory))["state"] == "completed"
+    assert run_queries.show_run(index.open(), str(paths.directory))["state"] == "completed"
 
 
 @pytest.mark.more

@@ -14,13 +14,13 @@ from tests.flusher_supervisor import FakeRank, SlotHolder, wait_for, wait_until
 from tests.slot_tables import make_table
 from tests.storage import small_storage
 
-from holdfast.contracts.damage import find_damage
-from holdfast.contracts.manifest import read_manifest
-from holdfast.contracts.paths import CheckpointName, RunPaths
+from holdfast.contracts.disk.damage import find_damage
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.paths import CheckpointName, RunPaths
 from holdfast.trainer.flusher.space_guard import MARGIN_BYTES_MAX, Need, SpaceGuard, find_shortage
-from holdfast.trainer.flusher_supervisor import FlusherSupervisor
-from holdfast.trainer.staging.slot_table import FilePlace
-from holdfast.trainer.staging.slots import SlotState
+from holdfast.trainer.process.flusher_supervisor import FlusherSupervisor
+from holdfast.trainer.slots.slot_table import FilePlace
+from holdfast.trainer.slots.slots import SlotState
 
 GB = 10**9
 KB = 1000

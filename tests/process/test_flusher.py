@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 from tests.flusher_supervisor import FakeRank, SlotHolder, fork, kill_process, wait_for, wait_until
 
-from holdfast.contracts import wire
-from holdfast.contracts.damage import find_damage
-from holdfast.contracts.manifest import read_manifest
-from holdfast.trainer.staging.slots import DATA_OFFSET, SlotState
+from holdfast.contracts.disk.damage import find_damage
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.node import wire
+from holdfast.trainer.slots.slots import DATA_OFFSET, SlotState
 
 NAME = "step-00000007.a0001.l01"
 

@@ -13,18 +13,19 @@ from tests.process.local_runs import LocalRun, wait_until
 from tests.runs import RunFolder
 from tests.storage import small_storage
 
-from holdfast.contracts.attempt import Outcome, read_document
+from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.errors import HoldfastError, SpecError
-from holdfast.contracts.history import load_history
-from holdfast.contracts.journal import EventKind
+from holdfast.contracts.records.attempt import Outcome, read_document
+from holdfast.contracts.records.history import load_history
 from holdfast.contracts.states import AttemptState, Cause, RunState
-from holdfast.flows.submission import submit_next
-from holdfast.workers import deletion, operator, runs
+from holdfast.flows.supervisor.submission import submit_next
 from holdfast.workers.agent.context import load_context
+from holdfast.workers.agent.launch.torchrun import unwritten_in
 from holdfast.workers.agent.outcome import failed_outcome
-from holdfast.workers.agent.torchrun import unwritten_in
-from holdfast.workers.checkpoints import committed_checkpoints
-from holdfast.workers.policy import decide
+from holdfast.workers.checkpoints import deletion
+from holdfast.workers.checkpoints.manifests import committed_checkpoints
+from holdfast.workers.decisions.policy import decide
+from holdfast.workers.runs import operator, run_folders
 
 MB = 1 << 20
 DISK_MB = 24
@@ -146,7 +147,7 @@ def test_an_error_file_that_found_no_room_shows_it(tmp_path: Path) -> None:
 def test_full_disk_uses_no_attempts_and_the_run_can_be_cancelled(tmp_path: Path) -> None:
     spec = spec_of()
     with small_storage(tmp_path, "1m") as root:
-        paths, _ = runs.attach_or_create(spec, root, created_by="ann")
+        paths, _ = run_folders.attach_or_create(spec, root, created_by="ann")
         filler = _fill(root)
         for _ in range(3):
             with pytest.raises(OSError, match="No space left"):
@@ -163,8 +164,8 @@ def test_full_disk_uses_no_attempts_and_the_run_can_be_cancelled(tmp_path: Path)
 @pytest.mark.more
 def test_request_on_a_completely_full_disk_names_the_directory(tmp_path: Path) -> None:
     with small_storage(tmp_path, "1m") as root:
-        paths, _ = runs.attach_or_create(spec_of(), root, created_by="ann")
-        runs.release_reserve(paths)
+        paths, _ = run_folders.attach_or_create(spec_of(), root, created_by="ann")
+        run_folders.release_reserve(paths)
         _fill(root)
         with pytest.raises(HoldfastError, match="free some space there and repeat the request"):
             operator.request(paths, "cancel", by="ann")

@@ -18,11 +18,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from holdfast.contracts.disk.journal import Event, EventKind, read_journal
+from holdfast.contracts.disk.manifest import Manifest, read_manifest
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import SpecError
-from holdfast.contracts.journal import Event, EventKind, read_journal
-from holdfast.contracts.manifest import Manifest, read_manifest
-from holdfast.contracts.paths import RunPaths
-from holdfast.trainer import Session, alone
+from holdfast.trainer import Session
+from holdfast.trainer.session import alone
 from holdfast.workers.agent.promises import judge_completion
 
 SAMPLES, BATCH = 24, 4

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 from tests.process.local_runs import LocalRun, processes_of, wait_until
 
-from holdfast.contracts.journal import EventKind
+from holdfast.contracts.account.timeline import goodput_of
+from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.contracts.timeline import goodput_of
-from holdfast.workers import operator
-from holdfast.workers.agent.silence import FAINT_SIGNS_S, RankStatus, Sample, signs_of_life
-from holdfast.workers.agent.stacks import StackTaker, Target
+from holdfast.workers.agent.watch.silence import FAINT_SIGNS_S, RankStatus, Sample, signs_of_life
+from holdfast.workers.agent.watch.stacks import StackTaker, Target
+from holdfast.workers.runs import operator
 
 PROGRAM = Path(__file__).with_name("hang_program.py")
 SILENCE_S = {"train": 3, "eval": 1}

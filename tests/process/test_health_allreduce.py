@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from tests.process.local_runs import LocalRun, processes_of, wait_until
 
-from holdfast.contracts.journal import EventKind
+from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.states import AttemptState
 
 WAIT_S = 90.0

@@ -20,16 +20,18 @@ from sqlalchemy import text
 from tests.postgres import PostgresServer
 from tests.runs import RunFolder, build_sample_runs
 
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.disk.paths import MANIFEST, ROOT_ID, RunPaths, list_runs
+from holdfast.contracts.disk.roots import ensure_root_id
 from holdfast.contracts.errors import NotFoundError
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.paths import MANIFEST, ROOT_ID, RunPaths, list_runs
-from holdfast.contracts.roots import ensure_root_id
-from holdfast.lineage import disk, ingest, models, pages, queries, states, views
-from holdfast.lineage.database import Database, open_database
-from holdfast.lineage.disk import Survey
-from holdfast.lineage.ingest import ingest_run
-from holdfast.lineage.reindex import reindex
-from holdfast.lineage.schema_changes import upgrade
+from holdfast.lineage.database import models, states
+from holdfast.lineage.database.schema_changes import upgrade
+from holdfast.lineage.database.transactions import Database, open_database
+from holdfast.lineage.ingest import disk, run_ingest
+from holdfast.lineage.ingest.disk import Survey
+from holdfast.lineage.ingest.reindex import reindex
+from holdfast.lineage.ingest.run_ingest import ingest_run
+from holdfast.lineage.queries import pages, run_queries, views
 
 Dump = Mapping[str, list[dict[str, Any]]]
 
@@ -41,9 +43,9 @@ PROCESS_TIMEOUT_S: Final = 120
 INGEST_PROGRAM: Final = """
 import sys
 from pathlib import Path
-from holdfast.contracts.paths import list_runs
-from holdfast.lineage.database import open_database
-from holdfast.lineage.ingest import ingest_run
+from holdfast.contracts.disk.paths import list_runs
+from holdfast.lineage.database.transactions import open_database
+from holdfast.lineage.ingest.run_ingest import ingest_run
 url, root, rounds = sys.argv[1:]
 print("ready", flush=True)
 with open_database(url) as database:
@@ -111,10 +113,10 @@ def test_no_lock_is_held_while_a_folder_is_read(
         return real(paths)
 
     with open_database(f"sqlite:///{place}") as opened:
-        monkeypatch.setattr(ingest, "survey", slow_survey)
+        monkeypatch.setattr(run_ingest, "survey", slow_survey)
         ingest_run(opened, folder.paths)
         assert writes
-        assert queries.show_run(opened, str(folder.paths.directory))["run"] == "gpt"
+        assert run_queries.show_run(opened, str(folder.paths.directory))["run"] == "gpt"
 
 
 def test_folder_is_read_again_if_another_process_wrote_meanwhile(
@@ -132,10 +134,10 @@ def test_folder_is_read_again_if_another_process_wrote_meanwhile(
             ingest_run(database, folder.paths)
         return seen
 
-    monkeypatch.setattr(ingest, "survey", overtaken)
+    monkeypatch.setattr(run_ingest, "survey", overtaken)
     ingest_run(database, folder.paths)
     assert len(set(looks)) == 2
-    shown = queries.show_run(database, str(folder.paths.directory))
+    shown = run_queries.show_run(database, str(folder.paths.directory))
     assert len(shown["attempts"]) == 1
 
 
@@ -170,7 +172,7 @@ def test_sample_run_is_summarised_correctly(database: Database, tmp_path: Path) 
     states = {row["name"]: row["state"] for row in rows["checkpoints"]}
     assert states["step-00000120.a0001.l02"] == "deleted"
     assert "step-00000110.a0001.l02" not in states, "a directory without a manifest has no row"
-    shown = queries.show_run(database, "gpt")
+    shown = run_queries.show_run(database, "gpt")
     assert (shown["state"], shown["step"]) == ("completed", 200)
     causes = [(a["state"], a["cause"], a["last_step"]) for a in shown["attempts"]]
     assert causes == [
@@ -183,7 +185,7 @@ def test_sample_run_is_summarised_correctly(database: Database, tmp_path: Path) 
     assert [i["last_step"] for i in shown["attempts"][0]["launches"]] == [113, 120]
     # 13 steps lost by the crash, 50 by the lost node and the rollback.
     assert shown["goodput"]["steps_lost"] == 13 + 50
-    assert queries.show_run(database, "gpt-b")["path"] == str(fork.paths.directory)
+    assert run_queries.show_run(database, "gpt-b")["path"] == str(fork.paths.directory)
     assert {a["command_digest"] for a in shown["attempts"]} == {"d" * 64}
 
 
@@ -213,19 +215,19 @@ def test_ancestry_and_graph_cross_forks_and_deletions(database: Database, tmp_pa
     for _ in build_sample_runs(root):
         pass
     reindex(database, root)
-    line = queries.ancestry(database, "gpt-b:step-00000150.a0001.l01")
+    line = run_queries.ancestry(database, "gpt-b:step-00000150.a0001.l01")
     assert [c["id"] for c in line] == [
         "gpt-b:step-00000150.a0001.l01",
         "gpt:step-00000100.a0001.l01",
         "gpt:step-00000050.a0001.l01",
     ]
-    last = queries.ancestry(database, str(root / "gpt/checkpoints/step-00000200.a0003.l01"))
+    last = run_queries.ancestry(database, str(root / "gpt/checkpoints/step-00000200.a0003.l01"))
     assert [c["step"] for c in last] == [200, 120, 100, 50]
     assert [c["path"] for c in last] == [
         c["path"] for c in listed(database, "gpt")[::-1] if not c["rolled_back"]
     ]
     for run in ("gpt", "gpt-b"):
-        graph = queries.lineage_graph(database, run)
+        graph = run_queries.lineage_graph(database, run)
         ids = [node["id"] for node in graph["nodes"]]
         assert len(ids) == len(set(ids))
         ends = {end for edge in graph["edges"] for end in (edge["from"], edge["to"])}
@@ -236,10 +238,10 @@ def test_ancestry_and_graph_cross_forks_and_deletions(database: Database, tmp_pa
             "kind": "forked_from",
         }
         assert graph["edges"].count(fork) == 1, "both runs record the fork; it must appear once"
-    nodes = queries.lineage_graph(database, "gpt")["nodes"]
+    nodes = run_queries.lineage_graph(database, "gpt")["nodes"]
     marked = [node["step"] for node in nodes if node.get("rolled_back")]
     assert marked == [150], "a rolled-back checkpoint must stay in the lineage, marked"
-    kinds = {edge["kind"] for edge in queries.lineage_graph(database, "gpt")["edges"]}
+    kinds = {edge["kind"] for edge in run_queries.lineage_graph(database, "gpt")["edges"]}
     # tests/frameworks/test_import.py has the edge of an imported run.
     assert kinds == {kind.value for kind in states.EdgeKind} - {states.EdgeKind.IMPORTED_FROM}
 
@@ -399,10 +401,10 @@ def test_find_run_prefers_the_root_then_the_newest(database: Database, tmp_path:
     for number, (root, at) in enumerate((("one", 10.0), ("two", 30.0), ("three", 20.0))):
         folder = RunFolder(tmp_path / root, "same", f"{number}" * 32, created_at=at)
         ingest_run(database, folder.paths)
-    assert queries.find_run(database, "same").root == str(tmp_path / "two")
-    assert queries.find_run(database, "same", tmp_path / "one").uid == "0" * 32
-    assert queries.find_run(database, str(tmp_path / "three" / "same")).uid == "2" * 32
-    assert queries.find_run(database, "1" * 32).paths.directory == tmp_path / "two" / "same"
+    assert run_queries.find_run(database, "same").root == str(tmp_path / "two")
+    assert run_queries.find_run(database, "same", tmp_path / "one").uid == "0" * 32
+    assert run_queries.find_run(database, str(tmp_path / "three" / "same")).uid == "2" * 32
+    assert run_queries.find_run(database, "1" * 32).paths.directory == tmp_path / "two" / "same"
     assert [run["created_at"][14:19] for run in pages.list_runs(database).items] == [
         "00:30",
         "00:20",
@@ -411,9 +413,9 @@ def test_find_run_prefers_the_root_then_the_newest(database: Database, tmp_path:
     assert len(pages.list_runs(database, limit=1).items) == 1
     assert len(pages.list_runs(database, pages.RunFilter(root=tmp_path / "one")).items) == 1
     with pytest.raises(NotFoundError, match="did you mean same"):
-        queries.find_run(database, "sane")
+        run_queries.find_run(database, "sane")
     with pytest.raises(NotFoundError, match="expected <run>:step"):
-        queries.find_checkpoint(database, "same:latest")
+        run_queries.find_checkpoint(database, "same:latest")
 
 
 def test_goodput_of_a_live_run_follows_its_journal(database: Database, tmp_path: Path) -> None:
@@ -428,6 +430,6 @@ def test_goodput_of_a_live_run_follows_its_journal(database: Database, tmp_path:
             journal.append(EventKind.STAGED, attempt=1, launch=1, blocked_s=0.02)
         ingest_run(database, folder.paths)
         for until in (now + 1000, now + 2000):
-            goodput = queries.show_run(database, "lives", now=until)["goodput"]
+            goodput = run_queries.show_run(database, "lives", now=until)["goodput"]
             assert goodput["blocked_s"] == pytest.approx(0.02 * saves)
             assert goodput["total_s"] == pytest.approx(until - now + 100)

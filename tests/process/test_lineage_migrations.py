@@ -12,10 +12,10 @@ from tests.process.test_lineage_ingest import dump
 from tests.runs import build_sample_runs
 
 from holdfast.contracts.errors import LineageError
-from holdfast.lineage.database import Database, open_database
-from holdfast.lineage.reindex import reindex
-from holdfast.lineage.schema import head_revision
-from holdfast.lineage.schema_changes import downgrade, upgrade
+from holdfast.lineage.database.schema import head_revision
+from holdfast.lineage.database.schema_changes import downgrade, upgrade
+from holdfast.lineage.database.transactions import Database, open_database
+from holdfast.lineage.ingest.reindex import reindex
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

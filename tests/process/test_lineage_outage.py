@@ -13,9 +13,9 @@ from tests.postgres import postgres_server
 from tests.process.test_lineage_ingest import clear, dump
 from tests.runs import build_sample_runs
 
-from holdfast.lineage.database import open_database
-from holdfast.lineage.reindex import reindex
-from holdfast.lineage.schema_changes import upgrade
+from holdfast.lineage.database.schema_changes import upgrade
+from holdfast.lineage.database.transactions import open_database
+from holdfast.lineage.ingest.reindex import reindex
 
 PROCESS_TIMEOUT_S: Final = 240
 RESTARTS: Final = 2
@@ -28,9 +28,9 @@ PROGRAM: Final = """
 import subprocess, sys, time
 from pathlib import Path
 from holdfast.contracts.errors import LineageError
-from holdfast.contracts.paths import list_runs
-from holdfast.lineage.database import open_database
-from holdfast.lineage.ingest import ingest_run
+from holdfast.contracts.disk.paths import list_runs
+from holdfast.lineage.database.transactions import open_database
+from holdfast.lineage.ingest.run_ingest import ingest_run
 url, root, *folders = sys.argv[1:]
 away = 0
 deadline = time.monotonic() + 200

@@ -16,16 +16,16 @@ from tests.runs import T0, RunFolder, build_sample_runs
 
 from holdfast.contracts.errors import NotFoundError, QueryError
 from holdfast.contracts.states import RunState
-from holdfast.lineage import pages
-from holdfast.lineage.comparison import compare, list_files
-from holdfast.lineage.cursors import PAGE_MAX, Page
-from holdfast.lineage.database import Database, open_database
-from holdfast.lineage.ingest import forget_run, ingest_run
-from holdfast.lineage.nodes import list_nodes, node_faults
-from holdfast.lineage.reindex import reindex
-from holdfast.lineage.schema_changes import upgrade
-from holdfast.lineage.series import metric_series
-from holdfast.lineage.states import CheckpointState
+from holdfast.lineage.database.schema_changes import upgrade
+from holdfast.lineage.database.states import CheckpointState
+from holdfast.lineage.database.transactions import Database, open_database
+from holdfast.lineage.ingest.reindex import reindex
+from holdfast.lineage.ingest.run_ingest import forget_run, ingest_run
+from holdfast.lineage.queries import pages
+from holdfast.lineage.queries.comparison import compare, list_files
+from holdfast.lineage.queries.cursors import PAGE_MAX, Page
+from holdfast.lineage.queries.nodes import list_nodes, node_faults
+from holdfast.lineage.queries.series import metric_series
 
 
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])

@@ -13,16 +13,17 @@ from tests.postgres import PostgresServer
 from tests.runs import T0, RunFolder, build_sample_runs
 
 from holdfast.contracts.states import RunState
-from holdfast.lineage import models, pages, queries
-from holdfast.lineage.comparison import compare, list_files
-from holdfast.lineage.database import Database, open_database
-from holdfast.lineage.durability import add_durability, read_durability
-from holdfast.lineage.ingest import ingest_run
-from holdfast.lineage.nodes import list_nodes, node_faults
-from holdfast.lineage.reindex import reindex
-from holdfast.lineage.schema_changes import upgrade
-from holdfast.lineage.series import metric_series
-from holdfast.lineage.states import CheckpointState
+from holdfast.lineage.database import models
+from holdfast.lineage.database.schema_changes import upgrade
+from holdfast.lineage.database.states import CheckpointState
+from holdfast.lineage.database.transactions import Database, open_database
+from holdfast.lineage.ingest.reindex import reindex
+from holdfast.lineage.ingest.run_ingest import ingest_run
+from holdfast.lineage.queries import pages, run_queries
+from holdfast.lineage.queries.comparison import compare, list_files
+from holdfast.lineage.queries.durability import add_durability, read_durability
+from holdfast.lineage.queries.nodes import list_nodes, node_faults
+from holdfast.lineage.queries.series import metric_series
 
 TABLES = {model.__tablename__ for model in models.TABLES}
 CHECKPOINT = "gpt:step-00000200.a0003.l01"
@@ -79,13 +80,13 @@ def questions(database: Database, root: Path) -> list[Callable[[], object]]:
         lambda: list_files(database, CHECKPOINT),
         lambda: pages.list_runs(database, pages.RunFilter(root=root), limit=None),
         lambda: pages.list_runs(database, limit=5),
-        lambda: queries.show_run(database, "a" * 32),
-        lambda: queries.show_run(database, str(root / "gpt")),
+        lambda: run_queries.show_run(database, "a" * 32),
+        lambda: run_queries.show_run(database, str(root / "gpt")),
         lambda: pages.list_checkpoints(database, "gpt", limit=None),
-        lambda: queries.lineage_graph(database, "gpt"),
-        lambda: add_durability(database, "gpt-b", queries.lineage_graph(database, "gpt-b")),
+        lambda: run_queries.lineage_graph(database, "gpt"),
+        lambda: add_durability(database, "gpt-b", run_queries.lineage_graph(database, "gpt-b")),
         lambda: read_durability(database, "gpt", ["step-00000200.a0003.l01"]),
-        lambda: queries.ancestry(database, CHECKPOINT),
+        lambda: run_queries.ancestry(database, CHECKPOINT),
     ]
 
 

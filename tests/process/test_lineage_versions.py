@@ -13,15 +13,16 @@ from tests.postgres import PostgresServer
 from tests.process.test_lineage_ingest import dump
 from tests.runs import RunFolder
 
+from holdfast.contracts.disk.journal import EventKind, read_journal
+from holdfast.contracts.disk.roots import ensure_root_id, read_root_id
 from holdfast.contracts.errors import LineageError
-from holdfast.contracts.journal import EventKind, read_journal
-from holdfast.contracts.roots import ensure_root_id, read_root_id
-from holdfast.lineage import disk, ingest, pages, queries
-from holdfast.lineage.database import open_database
-from holdfast.lineage.ingest import ingest_run
-from holdfast.lineage.reindex import reindex
-from holdfast.lineage.schema import schema_problem
-from holdfast.lineage.schema_changes import upgrade
+from holdfast.lineage.database.schema import schema_problem
+from holdfast.lineage.database.schema_changes import upgrade
+from holdfast.lineage.database.transactions import open_database
+from holdfast.lineage.ingest import disk, run_ingest
+from holdfast.lineage.ingest.reindex import reindex
+from holdfast.lineage.ingest.run_ingest import ingest_run
+from holdfast.lineage.queries import pages, run_queries
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -57,7 +58,7 @@ def test_roots_with_the_same_path_keep_separate_rows(url: str, tmp_path: Path) -
             assert len(dump(database)["runs"]) == 4
             here = pages.list_runs(database, pages.RunFilter(root=root)).items
             assert {row["uid"] for row in here} == {letter * 32, letter.upper() * 32}
-            assert queries.find_run(database, str(root / "gpt")).uid == letter * 32
+            assert run_queries.find_run(database, str(root / "gpt")).uid == letter * 32
             root.rename(away / letter)
         (away / "a").rename(root)
         shutil.rmtree(root / "only-a")
@@ -98,13 +99,13 @@ def test_events_unknown_to_an_older_version_are_read_after_an_upgrade(
         def is_current() -> bool:
             (row,) = dump(database)["runs"]
             seen = disk.survey(run.paths)
-            return ingest._is_current(row["fingerprint"], row["unknown_kinds"], seen)
+            return run_ingest._is_current(row["fingerprint"], row["unknown_kinds"], seen)
 
         # The same version keeps the rows; one that knows the kind reads the run again.
         ingest_run(database, run.paths)
         assert dump(database) == before
         known = type("Kinds", (), {"__iter__": lambda _: iter([*EventKind, "teleported"])})()
-        monkeypatch.setattr(ingest, "EventKind", known)
+        monkeypatch.setattr(run_ingest, "EventKind", known)
         assert not is_current()
         monkeypatch.undo()
 

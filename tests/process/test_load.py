@@ -13,7 +13,7 @@ import pytest
 from tests.flusher_supervisor import SlotHolder
 from tests.rank_programs import run_program
 
-from holdfast.contracts.digests import BLOCK_BYTES
+from holdfast.contracts.disk.digests import BLOCK_BYTES
 
 RANKS_S = 200.0
 

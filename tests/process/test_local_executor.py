@@ -13,25 +13,25 @@ from pathlib import Path
 import pytest
 from tests.process.local_runs import LocalRun, processes_of, wait_until
 
-from holdfast.contracts.attempt import Claim, Request, Submission, read_document
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.saving import saves_by_holdfast, trained_in
+from holdfast.contracts.account.timeline import spans_of
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.records.attempt import Claim, Request, Submission, read_document
+from holdfast.contracts.records.saving import saves_by_holdfast, trained_in
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.contracts.timeline import spans_of
-from holdfast.workers import attempts
-from holdfast.workers.attempt_costs import measured_costs
-from holdfast.workers.executors import executor_for
-from holdfast.workers.executors.local import CONTROLLER
-from holdfast.workers.request import build_request
-from holdfast.workers.runs import read_record
+from holdfast.workers.decisions.attempt_costs import measured_costs
+from holdfast.workers.runs import attempts
+from holdfast.workers.runs.request import build_request
+from holdfast.workers.runs.run_folders import read_record
+from holdfast.workers.schedulers import executor_for
+from holdfast.workers.schedulers.local import CONTROLLER
 
 # Submits like a flow, in a process that is then killed with its process group.
 SUBMITTER = """
 import sys, time
 from pathlib import Path
-from holdfast.contracts.journal import JournalWriter
-from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.disk.journal import JournalWriter
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.workers import attempts, runs
 paths = RunPaths(Path(sys.argv[1]))
 record = runs.read_record(paths)

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from tests.process.local_runs import LocalRun
 
-from holdfast.contracts.alerts import noticed
-from holdfast.contracts.history import load_history
-from holdfast.contracts.journal import EventKind
-from holdfast.workers import deletion
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.records.alerts import noticed
+from holdfast.contracts.records.history import load_history
+from holdfast.workers.checkpoints import deletion
 
 PROGRAM = """
 import json, os, sys, torch

@@ -13,11 +13,11 @@ import pytest
 from tests.mirrors import PART_BYTES, SIZES, UID, WAIT_S, fork_server, make_checkpoint, push, start
 from tests.object_store import BUCKET, ObjectStore, Proxy, ProxyFault
 
-from holdfast.contracts.damage import find_damage
+from holdfast.contracts.disk.damage import find_damage
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.mirrors import checkpoint_key
+from holdfast.contracts.disk.paths import CheckpointName
 from holdfast.contracts.errors import DamagedCheckpointError, MirrorError
-from holdfast.contracts.manifest import read_manifest
-from holdfast.contracts.mirrors import checkpoint_key
-from holdfast.contracts.paths import CheckpointName
 from holdfast.trainer.mirror import command as mirror
 from holdfast.trainer.mirror import store as mirror_store
 from holdfast.trainer.mirror.fetch import fetch, newest_remote, read_remote

@@ -11,18 +11,18 @@ from tests.flusher_supervisor import FakeRank, SlotHolder, wait_for, wait_until
 from tests.object_store import ACCESS_KEY, BUCKET, ObjectStore, Proxy, ProxyFault
 from tests.process.local_runs import LocalRun
 
-from holdfast.contracts.damage import find_damage
-from holdfast.contracts.history import load_events
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.manifest import read_manifest
-from holdfast.contracts.mirrors import Tiers, checkpoint_folder, read_record
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.disk.damage import find_damage
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.mirrors import Tiers, checkpoint_folder, read_record
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.records.history import load_events
 from holdfast.contracts.states import AttemptState
 from holdfast.trainer.mirror import command as mirror
 from holdfast.trainer.mirror.open_store import open_store
-from holdfast.trainer.staging.slots import SlotState
-from holdfast.workers import deletion, retention
-from holdfast.workers.mirrors import location_of
+from holdfast.trainer.slots.slots import SlotState
+from holdfast.workers.checkpoints import deletion, retention
+from holdfast.workers.checkpoints.mirrors import location_of
 
 UID = "0" * 32
 NAME = "step-00000007.a0001.l01"

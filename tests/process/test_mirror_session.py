@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from holdfast.contracts.damage import find_damage
+from holdfast.contracts.disk.damage import find_damage
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.mirrors import read_record
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.environment import CHECKPOINT_LOCAL, CHECKPOINT_MIRROR
-from holdfast.contracts.history import load_events
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.manifest import read_manifest
-from holdfast.contracts.mirrors import read_record
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.records.history import load_events
 
 PROGRAM = Path(__file__).with_name("session_program.py")
 WAIT_S = 150.0

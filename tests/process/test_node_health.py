@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from tests.process.local_runs import LocalRun, processes_of, send, wait_until
 
-from holdfast.contracts.alerts import noticed
-from holdfast.contracts.history import load_events
-from holdfast.contracts.journal import EventKind
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.records.alerts import noticed
+from holdfast.contracts.records.history import load_events
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.workers import operator
-from holdfast.workers.policy import decide
+from holdfast.workers.decisions.policy import decide
+from holdfast.workers.runs import operator
 
 Make = Callable[..., LocalRun]
 SLEEP_S = 400

@@ -10,15 +10,15 @@ import pytest
 from tests.forked_ranks import run_ranks
 from tests.unit.test_column_reader import assert_same, content
 
-from holdfast.contracts.digests import FileChecksum
+from holdfast.contracts.disk.digests import FileChecksum
+from holdfast.contracts.disk.manifest import FileEntry, Manifest
 from holdfast.contracts.errors import DamagedCheckpointError
-from holdfast.contracts.manifest import FileEntry, Manifest
-from holdfast.trainer.collective import ControlGroup
+from holdfast.trainer.format import metadata
+from holdfast.trainer.format.metadata import METADATA, open_lean
 from holdfast.trainer.loading import reader
 from holdfast.trainer.loading.node_table import mapped, published
 from holdfast.trainer.loading.reader import open_together
-from holdfast.trainer.planning import metadata
-from holdfast.trainer.planning.metadata import METADATA, open_lean
+from holdfast.trainer.ranks.collective import ControlGroup
 
 RANKS = 3
 

@@ -10,9 +10,9 @@ import pytest
 from tests.metadata_server import AwsService, serving
 from tests.process.local_runs import LocalRun, wait_until
 
-from holdfast.contracts.journal import EventKind
+from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.workers.checkpoints import committed_checkpoints
+from holdfast.workers.checkpoints.manifests import committed_checkpoints
 
 LEAD_S = 60.0
 

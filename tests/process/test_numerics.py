@@ -11,12 +11,12 @@ import pytest
 from tests.agent_ranks import committed
 from tests.process.local_runs import LocalRun
 
-from holdfast.contracts.history import excluded_checkpoints
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.paths import CheckpointName
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.paths import CheckpointName
+from holdfast.contracts.records.history import excluded_checkpoints
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.trainer.data.order import DataOrder, SkipWindow
-from holdfast.workers.policy import decide
+from holdfast.workers.decisions.policy import decide
 
 PROGRAM = Path(__file__).with_name("poisoned_program.py")
 ORDER = DataOrder(samples=4096, global_batch=8, seed=5)

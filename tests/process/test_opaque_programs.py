@@ -14,17 +14,18 @@ from typing import Any
 import pytest
 from tests.process.local_runs import LocalRun, processes_of, send, wait_until
 
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.paths import AttemptPaths
+from holdfast.contracts.account.timeline import goodput_of
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.paths import AttemptPaths
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.contracts.timeline import goodput_of
 from holdfast.flows.parameters import load_spec
-from holdfast.lineage.database import open_database
-from holdfast.lineage.ingest import ingest_run
-from holdfast.lineage.pages import list_checkpoints
-from holdfast.workers import operator, retention, verification
-from holdfast.workers.checkpoints import committed_checkpoints
-from holdfast.workers.policy import decide
+from holdfast.lineage.database.transactions import open_database
+from holdfast.lineage.ingest.run_ingest import ingest_run
+from holdfast.lineage.queries.pages import list_checkpoints
+from holdfast.workers.checkpoints import retention, verification
+from holdfast.workers.checkpoints.manifests import committed_checkpoints
+from holdfast.workers.decisions.policy import decide
+from holdfast.workers.runs import operator
 
 PROGRAM = Path(__file__).with_name("opaque_program.py")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "opaque"

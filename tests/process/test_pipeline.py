@@ -13,10 +13,10 @@ from tests.flusher_supervisor import SlotHolder
 from tests.rank_programs import run_program
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
 
-from holdfast.contracts.damage import find_damage
-from holdfast.contracts.manifest import read_manifest
+from holdfast.contracts.disk.damage import find_damage
+from holdfast.contracts.disk.manifest import read_manifest
 from holdfast.trainer.export.__main__ import main as export
-from holdfast.trainer.planning.metadata import parse_metadata
+from holdfast.trainer.format.metadata import parse_metadata
 
 RANKS_S = 240.0
 WORLD_SIZE = 4

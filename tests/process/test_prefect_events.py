@@ -24,8 +24,8 @@ from tests.flow_runs import (
     wait_for_end,
 )
 
-from holdfast.contracts.history import load_events, load_history
-from holdfast.contracts.journal import EventKind
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.records.history import load_events, load_history
 
 # From a journal line to the event on the server, in seconds.
 LATENCY_S_MAX = 2.0

@@ -21,16 +21,17 @@ from tests.runs import T0, RunFolder, build_sample_runs
 from typer.testing import CliRunner
 
 from holdfast.cli.main import app
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import NotFoundError
-from holdfast.contracts.paths import RunPaths
-from holdfast.lineage import pages, permissions, queries
-from holdfast.lineage.database import Database, open_database
-from holdfast.lineage.engine import URL_VARIABLE
-from holdfast.lineage.ingest import ingest_run
-from holdfast.lineage.permissions import Account
-from holdfast.lineage.reasons import NOTHING_KEEPS
-from holdfast.lineage.reindex import reindex
-from holdfast.lineage.schema_changes import downgrade, upgrade
+from holdfast.lineage.database import permissions
+from holdfast.lineage.database.engine import URL_VARIABLE
+from holdfast.lineage.database.permissions import Account
+from holdfast.lineage.database.schema_changes import downgrade, upgrade
+from holdfast.lineage.database.transactions import Database, open_database
+from holdfast.lineage.ingest.reasons import NOTHING_KEEPS
+from holdfast.lineage.ingest.reindex import reindex
+from holdfast.lineage.ingest.run_ingest import ingest_run
+from holdfast.lineage.queries import pages, run_queries
 
 ANN: Final = 4301
 GROUP: Final = 4401
@@ -126,9 +127,9 @@ def test_only_who_may_read_a_folder_sees_its_run(shared: Shared) -> None:
     assert shared.names(ANN) == ALL
     with open_database(shared.url) as database:
         assert {row["run"] for row in listed(database)} == {"gpt", "gpt-b", "hidden"}
-    found = shared.ask(STRANGER, lambda database: queries.find_run(database, "hidden"))
+    found = shared.ask(STRANGER, lambda database: run_queries.find_run(database, "hidden"))
     assert found.startswith("NotFoundError: hidden: no such run; `holdfast runs`")
-    near = shared.ask(STRANGER, lambda database: queries.find_run(database, "hiden"))
+    near = shared.ask(STRANGER, lambda database: run_queries.find_run(database, "hiden"))
     assert "did you mean" not in near
 
 
@@ -145,7 +146,7 @@ def test_a_changed_mode_counts_without_an_ingest(shared: Shared) -> None:
     folder.chmod(0o755)
     other.chmod(0o700)
     assert shared.names(STRANGER) == "['gpt', 'hidden']"
-    assert "NotFoundError" in shared.ask(STRANGER, lambda one: queries.show_run(one, "gpt-b"))
+    assert "NotFoundError" in shared.ask(STRANGER, lambda one: run_queries.show_run(one, "gpt-b"))
     folder.chmod(0o700)
     other.chmod(0o755)
     assert shared.names(STRANGER) == PUBLIC
@@ -242,8 +243,8 @@ def test_lineage_shows_no_private_run(shared: Shared) -> None:
 
     def everything(database: Database) -> list[object]:
         return [
-            [one["id"] for one in queries.ancestry(database, f"open:{own}")],
-            queries.lineage_graph(database, "gpt"),
+            [one["id"] for one in run_queries.ancestry(database, f"open:{own}")],
+            run_queries.lineage_graph(database, "gpt"),
             pages.list_checkpoints(database, "gpt").items,
         ]
 
@@ -256,7 +257,7 @@ def test_lineage_shows_no_private_run(shared: Shared) -> None:
     assert f"hidden:{CHECKPOINT}" in ann
     assert "in use as the parent of run hidden" in ann
     # What its own folder says stays, as a bare name.
-    graph = shared.ask(STRANGER, lambda one: queries.lineage_graph(one, "open")["nodes"])
+    graph = shared.ask(STRANGER, lambda one: run_queries.lineage_graph(one, "open")["nodes"])
     assert f"{{'id': '{parent}', 'kind': 'checkpoint', 'run': 'hidden'}}" in graph
 
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from tests.flusher_supervisor import FakeRank, SlotHolder, wait_for, wait_until
 
+from holdfast.contracts.disk.manifest import read_manifest
 from holdfast.contracts.errors import SaveError
-from holdfast.contracts.manifest import read_manifest
 from holdfast.trainer.frameworks.session import FrameworkSession
+from holdfast.trainer.slots.slots import SlotState
 from holdfast.trainer.staging.file_writers import bytes_writer
-from holdfast.trainer.staging.slots import SlotState
 
 CONTENT = b"a model" * 1000
 

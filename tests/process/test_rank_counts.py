@@ -10,13 +10,13 @@ import pytest
 from tests.process.local_runs import LocalRun, wait_until
 
 from holdfast.cli.doctor_run import examine
-from holdfast.contracts.checkpoint_choice import newest_of_branch
+from holdfast.contracts.disk.manifest import Manifest
 from holdfast.contracts.errors import SpecError
-from holdfast.contracts.manifest import Manifest
+from holdfast.contracts.records.checkpoint_choice import newest_of_branch
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows.forks import fork_run
-from holdfast.workers import operator
-from holdfast.workers.policy import decide
+from holdfast.workers.decisions.policy import decide
+from holdfast.workers.runs import operator
 
 PROGRAM = Path(__file__).with_name("environment_program.py")
 Make = Callable[..., LocalRun]

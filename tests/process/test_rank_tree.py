@@ -18,8 +18,8 @@ import pytest
 from benchmarks.rank_tree import Folder
 
 from holdfast.contracts.errors import HoldfastError
-from holdfast.trainer import rank_tree
-from holdfast.trainer.rank_tree import FAN_OUT, RankTree
+from holdfast.trainer.ranks import rank_tree
+from holdfast.trainer.ranks.rank_tree import FAN_OUT, RankTree
 
 WAIT_S = 60.0
 

@@ -11,8 +11,8 @@ import pytest
 from tests.flow_runs import SUPERVISION
 from tests.process.local_command import PROGRAM, Local
 
-from holdfast.contracts.spec import RunSpec
-from holdfast.workers import runs
+from holdfast.contracts.spec.run_spec import RunSpec
+from holdfast.workers.runs import run_folders
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_an_old_run_continues_and_an_edited_spec_names_its_checkpoints(local: Lo
         }
     )
     assert "acts only on Slurm" in local.call("submit", str(_written(local, old))).stderr
-    runs.create_run(old, local.root, created_by="tests")
+    run_folders.create_run(old, local.root, created_by="tests")
     assert local.json("show", "kelp")["state"] == "queued"
     local.json("relaunch", "kelp")
     assert local.call("wait", "kelp", "--timeout", "200").returncode == 1

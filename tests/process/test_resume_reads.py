@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.contracts.history import load_events
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.retries import READ_WAITS_S
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.disk.retries import READ_WAITS_S
+from holdfast.contracts.records.history import load_events
 from holdfast.trainer import Session
 
 FILES = ("manifest.json", "train_state.json", ".metadata", "__0_0.distcp")

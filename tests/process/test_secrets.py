@@ -15,7 +15,7 @@ from typing import Any, Final
 import pytest
 from tests.process.local_command import Local
 
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.disk.paths import RunPaths
 
 PROGRAM: Final = Path(__file__).with_name("secrets_program.py")
 NOBODY: Final = 65534
@@ -189,7 +189,7 @@ def _record(run: SecretRun) -> None:
         "from pathlib import Path\n"
         "from holdfast.flows import secrets\n"
         "from holdfast.flows.parameters import load_spec\n"
-        "from holdfast.workers.runs import attach_or_create\n"
+        "from holdfast.workers.runs.run_folders import attach_or_create\n"
         "spec = load_spec(Path(sys.argv[1]))\n"
         "paths, _ = attach_or_create(spec, Path(sys.argv[2]), created_by='tests')\n"
         "secrets.record(paths, refresh=True)\n"

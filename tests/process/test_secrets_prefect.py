@@ -12,7 +12,7 @@ import pytest
 from examples.demo_service import PrefectService
 from tests.flow_runs import FlowRuns, supervisions, wait_for, wait_for_end
 
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.disk.paths import RunPaths
 
 PROGRAM: Final = Path(__file__).with_name("secrets_program.py")
 BLOCK_VALUE: Final = "block-Tn6wQ1fG8zJe"

@@ -25,20 +25,21 @@ from tests.faults.saves import name_of
 from tests.process.local_runs import wait_until
 from tests.process.test_caching_mounts import AT_ONCE_S, Hosts, agree_on_both, commit_on_both
 
-from holdfast.contracts.durable import make_directory
-from holdfast.contracts.filesystems import filesystem_of, is_listed, is_there
-from holdfast.contracts.history import load_events
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.supervision import is_supervised
-from holdfast.workers.heartbeats import HeartbeatWriter, read_heartbeats
-from holdfast.workers.root_probe import RACES, SharedProbe, check_folder, judge_races, race
+from holdfast.contracts.disk.durable import make_directory
+from holdfast.contracts.disk.filesystems import filesystem_of, is_listed, is_there
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.records.history import load_events
+from holdfast.contracts.records.supervision import is_supervised
+from holdfast.workers.nodes.heartbeats import HeartbeatWriter, read_heartbeats
+from holdfast.workers.nodes.root_probe import RACES, SharedProbe, check_folder, judge_races, race
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 TIMES = 10
 HOLDER = (
-    "import sys, time; from pathlib import Path; from holdfast.flows.flow_lock import FlowLock\n"
+    "import sys, time; from pathlib import Path\n"
+    "from holdfast.flows.supervisor.flow_lock import FlowLock\n"
     "with FlowLock(Path(sys.argv[1])) as lock:\n"
     "    print(lock.try_take(), flush=True)\n"
     "    time.sleep(600)\n"

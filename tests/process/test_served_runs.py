@@ -23,20 +23,20 @@ from served_mounts import Served, served
 from tests.process.local_runs import LocalRun, processes_of, wait_until
 from tests.process.test_lineage_ingest import dump
 
-from holdfast.contracts.attempt import Request, Submission
-from holdfast.contracts.filesystems import filesystem_of
-from holdfast.contracts.history import AttemptView
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.paths import AttemptPaths
+from holdfast.contracts.disk.filesystems import filesystem_of
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.paths import AttemptPaths
+from holdfast.contracts.records.attempt import Request, Submission
+from holdfast.contracts.records.history import AttemptView
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.lineage.database import open_database
-from holdfast.lineage.ingest import ingest_run
-from holdfast.lineage.reindex import reindex
-from holdfast.workers import executors
-from holdfast.workers.checkpoints import committed_checkpoints
-from holdfast.workers.executors.base import JobStatus
-from holdfast.workers.executors.slurm import SlurmExecutor
-from holdfast.workers.root_probe import find_problems
+from holdfast.lineage.database.transactions import open_database
+from holdfast.lineage.ingest.reindex import reindex
+from holdfast.lineage.ingest.run_ingest import ingest_run
+from holdfast.workers import schedulers
+from holdfast.workers.checkpoints.manifests import committed_checkpoints
+from holdfast.workers.nodes.root_probe import find_problems
+from holdfast.workers.schedulers.base import JobStatus
+from holdfast.workers.schedulers.slurm import SlurmExecutor
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -110,7 +110,7 @@ def hosts(
     point.mkdir()
     with served(request.param, tmp_path / "served") as shared:
         made = Hosts(shared, point / "runs")
-        monkeypatch.setitem(executors._KINDS, "slurm", lambda: made)
+        monkeypatch.setitem(schedulers._KINDS, "slurm", lambda: made)
         yield made
         for agents in made.agents.values():
             for agent in agents:

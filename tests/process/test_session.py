@@ -16,10 +16,10 @@ import psutil
 import pytest
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from holdfast.contracts.damage import find_damage
-from holdfast.contracts.journal import Event, EventKind, read_journal
-from holdfast.contracts.manifest import read_manifest
-from holdfast.contracts.paths import CheckpointName, RunPaths
+from holdfast.contracts.disk.damage import find_damage
+from holdfast.contracts.disk.journal import Event, EventKind, read_journal
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.paths import CheckpointName, RunPaths
 
 PROGRAM = Path(__file__).with_name("session_program.py")
 STEPS = 40

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from holdfast.contracts.agreement import StatusPort, agree_on_step
-from holdfast.contracts.journal import EventKind, read_journal
-from holdfast.contracts.manifest import read_manifest
-from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.rank_status import Phase, RankStatusTable
-from holdfast.trainer.flusher_supervisor import FlusherSupervisor
+from holdfast.contracts.disk.journal import EventKind, read_journal
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.node.agreement import StatusPort, agree_on_step
+from holdfast.contracts.node.rank_status import Phase, RankStatusTable
+from holdfast.trainer.process.flusher_supervisor import FlusherSupervisor
 
 PROGRAM = Path(__file__).with_name("session_program.py")
 STEPS = 60

@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from holdfast.contracts.disk.manifest import Manifest, read_manifest
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import KeyMismatchError, SaveError, SessionError, SpecError
-from holdfast.contracts.manifest import Manifest, read_manifest
-from holdfast.contracts.paths import RunPaths
 from holdfast.trainer import Session, load_checkpoint
 
 SAMPLES = 10

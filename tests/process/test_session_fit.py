@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.process.test_session import Launch, events_of, steps_of
 
-from holdfast.contracts.journal import EventKind
+from holdfast.contracts.disk.journal import EventKind
 
 pytestmark = pytest.mark.slow
 

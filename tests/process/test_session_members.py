@@ -22,9 +22,9 @@ from tests.rank_programs import ROOT
 from torch import nn
 
 from holdfast.contracts import environment
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import CheckpointError, HoldfastError, KeyMismatchError
-from holdfast.contracts.manifest import read_manifest
-from holdfast.contracts.paths import RunPaths
 from holdfast.trainer import ElasticSampler, Session, load_checkpoint, load_pretrained
 from holdfast.trainer.config import config
 from holdfast.trainer.data.order import DataOrder

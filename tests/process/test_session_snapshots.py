@@ -17,8 +17,8 @@ from tests.process.test_session import (
     steps_of,
 )
 
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.manifest import read_manifest
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.manifest import read_manifest
 
 
 def test_killed_ranks_lose_one_step_and_resume_bit_identical(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 from holdfast.cli.main import app
-from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.spec import Elastic, RunSpec
-from holdfast.contracts.spec_resources import Resources
-from holdfast.workers.runs import create_run
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.spec.resources import Resources
+from holdfast.contracts.spec.run_spec import Elastic, RunSpec
+from holdfast.workers.runs.run_folders import create_run
 
 PROGRAM = Path(__file__).with_name("shape_program.py")
 TIMEOUT_S = 150.0

@@ -15,19 +15,19 @@ from tests.forked_ranks import run_ranks
 from tests.mirrors import make_checkpoint
 from tests.process.test_rank_tree import ranks as connected
 
-from holdfast.contracts.damage import find_damage, find_problems
+from holdfast.contracts.disk.damage import find_damage, find_problems
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.mirrors import Tiers
+from holdfast.contracts.disk.paths import CheckpointName
 from holdfast.contracts.errors import DamagedCheckpointError, HoldfastError, MirrorError
-from holdfast.contracts.manifest import read_manifest
-from holdfast.contracts.mirrors import Tiers
-from holdfast.contracts.paths import CheckpointName
-from holdfast.trainer.collective import ControlGroup
-from holdfast.trainer.identity import Identity
 from holdfast.trainer.loading.preparation import Preparation
 from holdfast.trainer.loading.shared_work import Meter, SharedWork
 from holdfast.trainer.mirror.fetch import read_remote
 from holdfast.trainer.mirror.open_store import open_store
 from holdfast.trainer.mirror.upload import Retries, commit, read_upload, send_files
-from holdfast.trainer.rank_tree import RankTree
+from holdfast.trainer.ranks.collective import ControlGroup
+from holdfast.trainer.ranks.identity import Identity
+from holdfast.trainer.ranks.rank_tree import RankTree
 
 RANKS = 3
 SIZES = {"a": 3 << 20, "pp0/b": 9 << 20, "empty": 0, "c": 5 << 20}

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 from tests.process.local_runs import LocalRun, wait_until
 
-from holdfast.contracts.history import load_history
+from holdfast.contracts.account.timeline import goodput_of
+from holdfast.contracts.records.history import load_history
 from holdfast.contracts.states import RunState
-from holdfast.contracts.timeline import goodput_of
-from holdfast.flows.submission import submit_next
-from holdfast.flows.supervise import Supervisor
+from holdfast.flows.supervisor.submission import submit_next
+from holdfast.flows.supervisor.supervise import Supervisor
 from holdfast.lineage.index import Index
-from holdfast.workers.attempt_costs import measured_costs
-from holdfast.workers.simulation import simulate
-from holdfast.workers.traces import Trace
+from holdfast.workers.decisions.attempt_costs import measured_costs
+from holdfast.workers.runs.simulation import simulate
+from holdfast.workers.schedulers.traces import Trace
 
 STEPS = 1000
 PREEMPTED_AT = (150, 420, 760)

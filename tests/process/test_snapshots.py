@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from tests.flusher_supervisor import FakeRank, SlotHolder, wait_for, wait_until
 
-from holdfast.contracts.damage import find_damage
-from holdfast.contracts.manifest import read_manifest
-from holdfast.trainer.staging.slots import DATA_OFFSET, SlotState
+from holdfast.contracts.disk.damage import find_damage
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.trainer.slots.slots import DATA_OFFSET, SlotState
 
 
 @pytest.fixture

@@ -19,12 +19,12 @@ import pytest
 import torch
 from tests.process.test_session import STEPS, Launch, committed_steps
 
-from holdfast.contracts import wire
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import SaveError
-from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.rank_status import RankStatusTable
+from holdfast.contracts.node import wire
+from holdfast.contracts.node.rank_status import RankStatusTable
 from holdfast.trainer import Session
-from holdfast.trainer.staging.slots import SLOTS_PER_RANK, Slot, SlotState
+from holdfast.trainer.slots.slots import SLOTS_PER_RANK, Slot, SlotState
 
 NOBODY = 65534
 WAIT_S = 30.0

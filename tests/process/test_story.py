@@ -21,7 +21,7 @@ from examples.demo_service import PrefectService
 from tests.flow_runs import SUPERVISION, FlowRuns, claim_of, state_of, step_of, wait_for
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.disk.paths import RunPaths
 
 SPEC: Final = Path(__file__).parents[2] / "examples" / "gpt" / "spec.toml"
 STEPS: Final = 100

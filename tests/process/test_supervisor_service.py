@@ -17,12 +17,12 @@ import psutil
 import pytest
 from tests.process.local_runs import PROGRAM, LocalRun, wait_until
 
-from holdfast.contracts.history import load_history
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.supervision import is_supervised
-from holdfast.flows.handover import hand_over, service_folder
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.records.history import load_history
+from holdfast.contracts.records.supervision import is_supervised
 from holdfast.flows.start import start_here
+from holdfast.flows.supervisor.handover import hand_over, service_folder
 
 HOLDFAST = str(Path(sys.executable).with_name("holdfast"))
 HOLDER = """

@@ -16,13 +16,13 @@ from tests.process.test_session import ends_of
 from tests.process.test_session_agent import WAIT_S, end, start_nodes
 from tests.storage import small_storage
 
-from holdfast.contracts.damage import find_damage
+from holdfast.contracts.disk.damage import find_damage
+from holdfast.contracts.disk.journal import Event, EventKind
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.mirrors import Tiers, checkpoint_folder, read_record
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.environment import CHECKPOINT_INTERVAL
-from holdfast.contracts.history import load_events
-from holdfast.contracts.journal import Event, EventKind
-from holdfast.contracts.manifest import read_manifest
-from holdfast.contracts.mirrors import Tiers, checkpoint_folder, read_record
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.records.history import load_events
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from tests.environments import install, link, pip, run_command
 
-from holdfast.cli.exit_status import REFUSED
+from holdfast.cli.shared.exit_status import REFUSED
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 STEPS = 6

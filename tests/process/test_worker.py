@@ -25,7 +25,7 @@ from tests.flow_runs import (
     wait_for_end,
 )
 
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.disk.paths import RunPaths
 
 # From the death of a supervisor until the next one has taken up the run: 15 s on an idle machine.
 RESUMED_S_MAX = 45.0

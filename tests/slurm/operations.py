@@ -21,8 +21,8 @@ from safetensors.numpy import load_file
 from slurm_cluster import SlurmCluster
 from tests.flow_runs import FlowRuns, state_of, step_of, supervisions, wait_for
 
-from holdfast.contracts.history import load_history
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.records.history import load_history
 
 GPUS_PER_RUN: Final = 2
 WORKERS: Final = ("worker-a", "worker-b")

@@ -11,14 +11,14 @@ from typing import Final
 from slurm_cluster import SlurmCluster
 from tests.process.local_runs import LocalRun, wait_until
 
-from holdfast.contracts.filesystems import filesystem_of
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.paths import AttemptPaths, RunPaths
+from holdfast.contracts.disk.filesystems import filesystem_of
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.flows.supervise import Supervisor
+from holdfast.flows.supervisor.supervise import Supervisor
 from holdfast.lineage.index import Index
-from holdfast.workers import operator
-from holdfast.workers.checkpoints import committed_checkpoints
+from holdfast.workers.checkpoints.manifests import committed_checkpoints
+from holdfast.workers.runs import operator
 
 STEPS: Final = 300
 # Less than half a minute, so nothing has waited for a cache that is a minute out of date.

@@ -23,7 +23,7 @@ from slurm_config import ClusterSpec
 from tests.slurm.shared_roots import SupervisedRun, check_lost_node, check_preemption
 
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.workers import operator
+from holdfast.workers.runs import operator
 
 CACHE_S = 60.0
 STALL_S = 45.0

@@ -20,9 +20,9 @@ from tests.agent_ranks import (
 )
 from tests.process.local_runs import LocalRun, processes_of, wait_until
 
-from holdfast.contracts.journal import EventKind
+from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.states import AttemptState
-from holdfast.trainer.staging.slots import SlotState
+from holdfast.trainer.slots.slots import SlotState
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 

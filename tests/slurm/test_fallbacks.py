@@ -10,14 +10,14 @@ import pytest
 from slurm_cluster import SlurmCluster
 from tests.process.local_runs import LocalRun, wait_until
 
+from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.errors import PreflightError
-from holdfast.contracts.journal import EventKind
 from holdfast.contracts.states import AttemptState, Cause, RunState
-from holdfast.flows.submission import submit_next
-from holdfast.flows.supervise import Supervisor
+from holdfast.flows.supervisor.submission import submit_next
+from holdfast.flows.supervisor.supervise import Supervisor
 from holdfast.lineage.index import Index
-from holdfast.workers import operator
-from holdfast.workers.preflight import check
+from holdfast.workers.runs import operator
+from holdfast.workers.runs.preflight import check
 
 SPOT = {"executor": "slurm", "nodes": 1, "gpus_per_node": 1, "partition": "spot"}
 FALLBACKS = [{"partition": "prod", "after_min": 0.4}]

@@ -10,12 +10,13 @@ import pytest
 from slurm_cluster import SlurmCluster
 from tests.process.local_runs import LocalRun, wait_until
 
-from holdfast.contracts.journal import GROWER, EventKind
-from holdfast.contracts.paths import AttemptPaths, RunPaths
+from holdfast.contracts.disk.journal import GROWER, EventKind
+from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.flows.supervise import Supervisor
+from holdfast.flows.supervisor.supervise import Supervisor
 from holdfast.lineage.index import Index
-from holdfast.workers import operator, slurm_answers
+from holdfast.workers.runs import operator
+from holdfast.workers.schedulers import slurm_answers
 
 ONE_NODE = {"executor": "slurm", "gpus_per_node": 4, "partition": "spot"}
 

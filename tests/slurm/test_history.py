@@ -13,8 +13,8 @@ import pytest
 from slurm_cluster import SlurmCluster
 from tests.process.local_runs import wait_until
 
-from holdfast.contracts.spec_resources import Resources
-from holdfast.workers.cluster_history import read_history
+from holdfast.contracts.spec.resources import Resources
+from holdfast.workers.schedulers.cluster_history import read_history
 
 DAYS = 0.01
 SPEC = """

@@ -14,14 +14,15 @@ import pytest
 from slurm_cluster import SlurmCluster
 from tests.process.local_runs import LocalRun, wait_until
 
-from holdfast.contracts.attempt import read_claim
-from holdfast.contracts.history import load_history
+from holdfast.contracts.records.attempt import read_claim
+from holdfast.contracts.records.history import load_history
 from holdfast.contracts.states import AttemptState, RunState
-from holdfast.flows.submission import submit_next
-from holdfast.flows.supervise import Supervisor
+from holdfast.flows.supervisor.submission import submit_next
+from holdfast.flows.supervisor.supervise import Supervisor
 from holdfast.lineage.index import Index
-from holdfast.workers import operator, slurm_client
-from holdfast.workers.executors.slurm import SlurmExecutor
+from holdfast.workers.runs import operator
+from holdfast.workers.schedulers import slurm_client
+from holdfast.workers.schedulers.slurm import SlurmExecutor
 
 ONE_NODE = {"executor": "slurm", "nodes": 1, "gpus_per_node": 2, "partition": "spot"}
 QUICK = {"poll_s": 0.5}

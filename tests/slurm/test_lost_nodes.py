@@ -14,13 +14,14 @@ import pytest
 from slurm_cluster import SlurmCluster
 from tests.process.local_runs import LocalRun, wait_until
 
-from holdfast.contracts.journal import EventKind
+from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.states import AttemptState, Cause, RunState
-from holdfast.flows.submission import submit_next
-from holdfast.flows.supervise import Supervisor
+from holdfast.flows.supervisor.submission import submit_next
+from holdfast.flows.supervisor.supervise import Supervisor
 from holdfast.lineage.index import Index
-from holdfast.workers import operator, slurm_answers
-from holdfast.workers.pending import allow_hosts_again
+from holdfast.workers.runs import operator
+from holdfast.workers.runs.pending import allow_hosts_again
+from holdfast.workers.schedulers import slurm_answers
 
 ALL_NODES = {"executor": "slurm", "nodes": 4, "gpus_per_node": 1, "partition": "spot"}
 # From the scheduler's report of the loss to the submission of the next attempt.

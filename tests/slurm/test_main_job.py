@@ -27,11 +27,11 @@ from tests.flow_runs import (
     wait_for_end,
 )
 
-from holdfast.contracts.attempt import Outcome, read_document
-from holdfast.contracts.history import load_events
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.manifest import read_manifest
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.records.attempt import Outcome, read_document
+from holdfast.contracts.records.history import load_events
 
 GRACE_S = 10.0
 # The sum of the cluster's grace time and kill wait.

@@ -9,9 +9,9 @@ import pytest
 from slurm_cluster import SlurmCluster
 from tests.process.local_runs import LocalRun, processes_of, wait_until
 
-from holdfast.contracts.journal import EventKind
+from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.workers.policy import decide
+from holdfast.workers.decisions.policy import decide
 
 
 @pytest.mark.more

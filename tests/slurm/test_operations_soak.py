@@ -35,8 +35,8 @@ from tests.slurm.operations import (
     exported_weights,
 )
 
-from holdfast.contracts.history import load_history
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.records.history import load_history
 
 SEED: Final = 20261124
 # A shorter soak finds a mistake in this test sooner.

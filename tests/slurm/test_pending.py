@@ -12,14 +12,14 @@ import pytest
 from slurm_cluster import SlurmCluster
 from tests.process.local_runs import LocalRun, wait_until
 
-from holdfast.contracts.journal import PENDING_TIMEOUT, EventKind
-from holdfast.contracts.paths import AttemptPaths, RunPaths
+from holdfast.contracts.disk.journal import PENDING_TIMEOUT, EventKind
+from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.states import AttemptState, Cause, RunState
-from holdfast.flows.supervise import Supervisor
+from holdfast.flows.supervisor.supervise import Supervisor
 from holdfast.lineage.index import Index
-from holdfast.workers import operator
-from holdfast.workers.executors import executor_for
-from holdfast.workers.pending import take_back_overdue
+from holdfast.workers.runs import operator
+from holdfast.workers.runs.pending import take_back_overdue
+from holdfast.workers.schedulers import executor_for
 
 HELD = {"executor": "slurm", "gpus_per_node": 2, "partition": "spot", "extra": {"hold": True}}
 A_MOMENT = {"pending_timeout_min": 0.01, "poll_s": 0.2}

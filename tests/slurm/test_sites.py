@@ -21,20 +21,20 @@ from slurm_config import ClusterSpec
 from slurm_errors import DaemonError
 from tests.process.local_runs import LocalRun, wait_until
 
-from holdfast.contracts.attempt import Request, Submission, read_document
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.paths import AttemptPaths
 from holdfast.contracts.errors import (
     PreflightError,
     SchedulerUnavailableError,
     SubmissionRefusedError,
 )
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.paths import AttemptPaths
-from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.records.attempt import Request, Submission, read_document
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.workers import operator, preflight, slurm_client
-from holdfast.workers.executors import executor_for
-from holdfast.workers.policy import decide
-from holdfast.workers.reconcile import reconcile
+from holdfast.workers.decisions.policy import decide
+from holdfast.workers.runs import operator, preflight
+from holdfast.workers.runs.reconcile import reconcile
+from holdfast.workers.schedulers import executor_for, slurm_client
 
 Make = Callable[..., LocalRun]
 NOBODY = 65534

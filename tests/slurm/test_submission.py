@@ -21,23 +21,23 @@ from tests.process.local_runs import LocalRun, wait_until
 from typer.testing import CliRunner
 
 from holdfast.cli.main import app
-from holdfast.contracts.attempt import Submission, read_document
+from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.errors import PreflightError, SchedulerUnavailableError
-from holdfast.contracts.history import AttemptView
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.orders import OrderState, orders_of
-from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.records.attempt import Submission, read_document
+from holdfast.contracts.records.history import AttemptView
+from holdfast.contracts.records.orders import OrderState, orders_of
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause, RunState
 from holdfast.flows.parameters import load_spec
-from holdfast.flows.submission import submit_next
-from holdfast.flows.supervise import Supervisor
+from holdfast.flows.supervisor.submission import submit_next
+from holdfast.flows.supervisor.supervise import Supervisor
 from holdfast.lineage.index import Index
-from holdfast.workers import operator, preflight, slurm_client
-from holdfast.workers.checkpoints import committed_checkpoints
-from holdfast.workers.executors import executor_for
-from holdfast.workers.grace import warnings_of
-from holdfast.workers.policy import decide
-from holdfast.workers.slurm_states import SLURM_STATES
+from holdfast.workers.checkpoints.manifests import committed_checkpoints
+from holdfast.workers.decisions.grace import warnings_of
+from holdfast.workers.decisions.policy import decide
+from holdfast.workers.runs import operator, preflight
+from holdfast.workers.schedulers import executor_for, slurm_client
+from holdfast.workers.schedulers.slurm_states import SLURM_STATES
 
 Make = Callable[..., LocalRun]
 TWO_NODES = {"executor": "slurm", "nodes": 2, "gpus_per_node": 2, "partition": "spot"}

@@ -18,8 +18,8 @@ from tests.flow_runs import (
     wait_for_end,
 )
 
-from holdfast.contracts.paths import RunPaths
-from holdfast.workers.flow_places import JOB_NAME
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.workers.schedulers.flow_places import JOB_NAME
 
 JOB = {"place": "slurm", "partition": "prod", "time_limit_min": 10, "memory_mb": 512}
 

@@ -21,28 +21,28 @@ from tests.unit.test_numerics import BACK, LATER, NAN, names
 from tests.unit.test_spec_effects import merged
 from tests.unit.test_workers_places import ELSEWHERE, pending_at, spec_with
 
-from holdfast.contracts.history import load_history
-from holdfast.contracts.journal import Event, EventKind
-from holdfast.contracts.keep_rules import kept_by_rules
-from holdfast.contracts.prices import Held, costs_of, prices_of
-from holdfast.contracts.spec_supervision import Numerics
+from holdfast.contracts.account.prices import Held, costs_of, prices_of
+from holdfast.contracts.disk.journal import Event, EventKind
+from holdfast.contracts.records.history import load_history
+from holdfast.contracts.spec.keep_rules import kept_by_rules
+from holdfast.contracts.spec.supervision import Numerics
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.flows.limits import findings
 from holdfast.flows.parameters import load_spec
+from holdfast.flows.supervisor.limits import findings
 from holdfast.trainer.numerics.answer import Known, answer
 from holdfast.trainer.numerics.detector import Detector
+from holdfast.workers.agent.launch.standby_plan import free_port
 from holdfast.workers.agent.notices.watch import build_clouds
 from holdfast.workers.agent.promises import judge_completion
-from holdfast.workers.agent.silence import SilenceLimits
-from holdfast.workers.agent.standby_plan import free_port
-from holdfast.workers.causes import Ending
-from holdfast.workers.growth import CapacityObservation, is_due, observe_capacity
-from holdfast.workers.heartbeats import interval_s
-from holdfast.workers.own_checkpoints import OwnCheckpoint, why_incomplete
-from holdfast.workers.pending import is_overdue
-from holdfast.workers.places import ReturnWatch, reason_to_move
-from holdfast.workers.policy import decide, decide_in_place, fits_any
-from holdfast.workers.sizes import allowed_sizes
+from holdfast.workers.agent.watch.silence import SilenceLimits
+from holdfast.workers.checkpoints.own_checkpoints import OwnCheckpoint, why_incomplete
+from holdfast.workers.decisions.causes import Ending
+from holdfast.workers.decisions.growth import CapacityObservation, is_due, observe_capacity
+from holdfast.workers.decisions.places import ReturnWatch, reason_to_move
+from holdfast.workers.decisions.policy import decide, decide_in_place, fits_any
+from holdfast.workers.decisions.sizes import allowed_sizes
+from holdfast.workers.nodes.heartbeats import interval_s
+from holdfast.workers.runs.pending import is_overdue
 
 
 def sizes(**elastic: Any) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from tests.cli_calls import Call
 from tests.other_users import STRANGER, as_user
 
 from holdfast.api.tokens import Role, TokenStore
-from holdfast.cli import exit_status
+from holdfast.cli.shared import exit_status
 
 
 def everything_in(folder: Path) -> list[tuple[str, int, bytes]]:

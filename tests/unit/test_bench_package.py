@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from holdfast.cli import bench_package
 from holdfast.cli.main import app
+from holdfast.cli.shared import bench_package
 from holdfast.contracts.errors import PreflightError
 from holdfast.contracts.version import holdfast_version
 

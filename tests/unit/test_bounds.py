@@ -16,12 +16,12 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from tests.runs import RunFolder
 
-from holdfast.contracts.attempt import Submission
-from holdfast.contracts.bounds import TIME_MAX
+from holdfast.contracts.disk.bounds import TIME_MAX
+from holdfast.contracts.disk.event_facts import problem_with_facts
+from holdfast.contracts.disk.manifest import Manifest, encode_manifest, read_manifest
 from holdfast.contracts.errors import DamagedCheckpointError
-from holdfast.contracts.event_facts import problem_with_facts
-from holdfast.contracts.manifest import Manifest, encode_manifest, read_manifest
-from holdfast.contracts.spec_part import SpecPart
+from holdfast.contracts.records.attempt import Submission
+from holdfast.contracts.spec.part import SpecPart
 
 PACKAGES = ("contracts", "workers")
 HUGE: list[Any] = [10**40, 1e300, -1e300, float("inf"), float("nan")]

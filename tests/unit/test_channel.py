@@ -15,18 +15,18 @@ from typing import Any, cast
 
 import pytest
 
-from holdfast.contracts import connections, handshake
-from holdfast.contracts.channel import ChannelHost, ChannelMember, DismissedError, Peer
-from holdfast.contracts.connections import Connection, Switchboard
 from holdfast.contracts.errors import AgreementError
-from holdfast.contracts.handshake import Proof, listen
-from holdfast.contracts.lines import Line
-from holdfast.contracts.rank_status import Proposal
-from holdfast.contracts.timeouts import Timeout
+from holdfast.contracts.node import connections, handshake
+from holdfast.contracts.node.channel import ChannelHost, ChannelMember, DismissedError, Peer
+from holdfast.contracts.node.connections import Connection, Switchboard
+from holdfast.contracts.node.handshake import Proof, listen
+from holdfast.contracts.node.lines import Line
+from holdfast.contracts.node.rank_status import Proposal
+from holdfast.contracts.node.timeouts import Timeout
 from holdfast.workers.agent.member import run_member
 from holdfast.workers.agent.node import NodeReport
 from holdfast.workers.agent.runtime import NodeRuntime
-from holdfast.workers.agent.signals import SignalBox
+from holdfast.workers.agent.stops.signals import SignalBox
 
 JOIN_S = 30.0
 

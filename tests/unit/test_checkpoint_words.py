@@ -8,9 +8,9 @@ import pytest
 from tests.cli_calls import Call
 from tests.runs import RunFolder
 
-from holdfast.contracts.checkpoint_choice import choose_checkpoint
+from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.errors import NotFoundError
-from holdfast.contracts.journal import EventKind
+from holdfast.contracts.records.checkpoint_choice import choose_checkpoint
 from holdfast.trainer.loading.checkpoint import find_directory
 
 STEPS = {50: 3.0, 100: 1.0, 150: 2.0, 200: float("nan")}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.trainer.child_signals import AGENT_SIGNALS
+from holdfast.trainer.process.child_signals import AGENT_SIGNALS
 
 RANK = [sys.executable, "-u", "-m", "holdfast.trainer.rank_start"]
 EXIT_S = 120.0

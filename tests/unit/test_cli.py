@@ -17,22 +17,22 @@ from tests.cli_calls import Call
 from tests.runs import RunFolder, file_checksum
 
 from holdfast.cli.logs import sorted_logs
-from holdfast.contracts.attempt import Claim, Outcome, Submission, write_document
-from holdfast.contracts.durable import to_json
-from holdfast.contracts.file_locks import locked
-from holdfast.contracts.goodput import PARTS
-from holdfast.contracts.history import load_history
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.leases import reading
-from holdfast.contracts.manifest import FileEntry, Manifest, read_manifest
-from holdfast.contracts.mirrors import MirrorRecord, write_record
-from holdfast.contracts.paths import MANIFEST, AttemptPaths, CheckpointName, RunPaths
-from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.account.goodput import PARTS
+from holdfast.contracts.disk.durable import to_json
+from holdfast.contracts.disk.file_locks import locked
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.disk.leases import reading
+from holdfast.contracts.disk.manifest import FileEntry, Manifest, read_manifest
+from holdfast.contracts.disk.mirrors import MirrorRecord, write_record
+from holdfast.contracts.disk.paths import MANIFEST, AttemptPaths, CheckpointName, RunPaths
+from holdfast.contracts.records.attempt import Claim, Outcome, Submission, write_document
+from holdfast.contracts.records.history import load_history
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.workers.attempts import reserve
-from holdfast.workers.heartbeats import HeartbeatWriter
-from holdfast.workers.request import build_request
-from holdfast.workers.runs import ForkPoint, create_run
+from holdfast.workers.nodes.heartbeats import HeartbeatWriter
+from holdfast.workers.runs.attempts import reserve
+from holdfast.workers.runs.request import build_request
+from holdfast.workers.runs.run_folders import ForkPoint, create_run
 
 
 def write_spec(folder: Path, **more: Any) -> Path:

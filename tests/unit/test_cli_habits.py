@@ -11,13 +11,13 @@ import pytest
 from tests.cli_calls import Call
 from tests.unit.test_cli import ended_run
 
-from holdfast.cli.arguments import complete_run, parse_moment
-from holdfast.cli.output import time_text
-from holdfast.contracts.history import load_history
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.spec import RunSpec
-from holdfast.workers.runs import create_run
+from holdfast.cli.shared.arguments import complete_run, parse_moment
+from holdfast.cli.shared.output import time_text
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.records.history import load_history
+from holdfast.contracts.spec.run_spec import RunSpec
+from holdfast.workers.runs.run_folders import create_run
 
 __all__ = ["ended_run"]
 HOUR_S = 3600.0

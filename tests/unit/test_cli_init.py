@@ -10,8 +10,8 @@ import pytest
 import yaml
 from tests.cli_calls import Call
 
-from holdfast.contracts.spec import RunSpec
-from holdfast.workers.partitions import choose_partition, read_partitions
+from holdfast.contracts.spec.run_spec import RunSpec
+from holdfast.workers.schedulers.partitions import choose_partition, read_partitions
 
 PARTITIONS = [
     {"PartitionName": "prod", "Default": "NO", "MaxTime": "UNLIMITED", "PreemptMode": "OFF"},

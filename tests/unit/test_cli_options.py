@@ -27,10 +27,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 from typer.core import TyperOption
 
 from holdfast.cli.main import all_commands, main
-from holdfast.contracts.history import load_events
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.rank_logs import TIMES, time_line
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.disk.rank_logs import TIMES, time_line
+from holdfast.contracts.records.history import load_events
 from holdfast.contracts.states import AttemptState, Cause
 
 OLDEST, NEWEST = "gpt:step-00000050.a0001.l01", "gpt:step-00000200.a0003.l01"
@@ -433,7 +433,7 @@ def test_root_and_json_have_their_effect_everywhere(world: World, command: str) 
 def test_ids_are_completed(world: World) -> None:
     from click import Context
 
-    from holdfast.cli.arguments import complete_checkpoint
+    from holdfast.cli.shared.arguments import complete_checkpoint
 
     command: Any = all_commands()
     context: Any = Context(command.commands["verify"])

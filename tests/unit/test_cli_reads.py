@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from tests.runs import RunFolder
 
-from holdfast.cli.index import locate_run
 from holdfast.cli.main import main
-from holdfast.contracts import attempt as documents
-from holdfast.contracts import reading
+from holdfast.cli.shared.index import locate_run
+from holdfast.contracts.disk import reading
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import NotFoundError
-from holdfast.contracts.paths import RunPaths
-from holdfast.lineage.database import open_database
-from holdfast.lineage.ingest import ingest_run
+from holdfast.contracts.records import attempt as documents
+from holdfast.lineage.database.transactions import open_database
+from holdfast.lineage.ingest.run_ingest import ingest_run
 
 RUNS = 12
 UIDS = [f"{number:032x}" for number in range(RUNS)]

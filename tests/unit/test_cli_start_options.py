@@ -26,10 +26,10 @@ from tests.unit.test_simulation import SPEC
 
 from holdfast.api.tokens import Role, TokenStore
 from holdfast.cli.main import all_commands
-from holdfast.contracts.file_locks import locked
-from holdfast.contracts.history import load_events
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.disk.file_locks import locked
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.records.history import load_events
 
 __all__ = ["world"]
 HOLDFAST: Final = str(Path(sys.executable).with_name("holdfast"))

@@ -16,7 +16,7 @@ from tests.cli_calls import Call
 from tests.storage import small_storage
 from tests.unit.test_cli import ended_run, write_spec
 
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.disk.paths import RunPaths
 
 __all__ = ["ended_run"]
 WAIT_S = 60.0

@@ -13,9 +13,9 @@ import pytest
 from tests.cli_calls import Call
 from tests.unit.test_cli import ended_run, write_spec
 
-from holdfast.cli.output import print_table
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.paths import RunPaths
+from holdfast.cli.shared.output import print_table
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.disk.paths import RunPaths
 
 __all__ = ["ended_run"]
 

@@ -9,9 +9,9 @@ import pytest
 from tests.cli_calls import Call
 from tests.runs import RunFolder
 
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.paths import RunPaths
-from holdfast.flows.flow_lock import FlowLock
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.flows.supervisor.flow_lock import FlowLock
 
 
 @pytest.mark.parametrize("is_decided", [True, False])

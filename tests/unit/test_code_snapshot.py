@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from tests.histories import spec_of
 
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import PreflightError, RunConflictError
-from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.spec import RunSpec
-from holdfast.workers import code_snapshot, runs
-from holdfast.workers.code_snapshot import find_code, snapshot_warnings
+from holdfast.contracts.spec.run_spec import RunSpec
+from holdfast.workers.runs import code_snapshot, run_folders
+from holdfast.workers.runs.code_snapshot import find_code, snapshot_warnings
 
 IDENTITY = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.allow=always")
 
@@ -37,7 +37,7 @@ def spec_in(code: Path) -> RunSpec:
 
 
 def create(code: Path, root: Path) -> RunPaths:
-    return runs.attach_or_create(spec_in(code), root, created_by="ann")[0]
+    return run_folders.attach_or_create(spec_in(code), root, created_by="ann")[0]
 
 
 def copied(paths: RunPaths) -> list[str]:
@@ -151,7 +151,7 @@ def test_a_failed_submissions_code_is_not_run(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
-        patched.setattr(runs, "create_document", full)
+        patched.setattr(run_folders, "create_document", full)
         with pytest.raises(OSError, match="No space left"):
             create(code, root)
     (code / "dropped_later.py").unlink()
@@ -189,7 +189,7 @@ def test_of_two_submissions_at_the_same_time_the_winner_runs_its_own_code(tmp_pa
 
     def submit_first() -> None:
         spec = spec_in(tmp_path / "first")
-        made.append(runs.create_run(spec, root, created_by="ann", fill=slowly))
+        made.append(run_folders.create_run(spec, root, created_by="ann", fill=slowly))
 
     thread = threading.Thread(target=submit_first)
     thread.start()
@@ -202,7 +202,7 @@ def test_of_two_submissions_at_the_same_time_the_winner_runs_its_own_code(tmp_pa
         thread.join(30)
     (paths,) = made
     assert copied(paths) == ["first.py"]
-    assert runs.read_record(paths).spec["launch"]["working_directory"].endswith("first")
+    assert run_folders.read_record(paths).spec["launch"]["working_directory"].endswith("first")
 
 
 def test_a_killed_submissions_folder_is_used_again(tmp_path: Path) -> None:

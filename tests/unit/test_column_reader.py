@@ -13,11 +13,11 @@ from tests.unit.test_planning import number_of, pickle_metadata, plan, rank_of, 
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 
-from holdfast.trainer.planning.column_reader import OtherForm, read_columns
-from holdfast.trainer.planning.metadata import METADATA, open_lean, parse_metadata
-from holdfast.trainer.planning.opcodes import COMPARED_AT_ONCE
-from holdfast.trainer.planning.saved_boxes import BoxTable
-from holdfast.trainer.planning.storage_meta import encode_storage_meta
+from holdfast.trainer.format.column_reader import OtherForm, read_columns
+from holdfast.trainer.format.metadata import METADATA, open_lean, parse_metadata
+from holdfast.trainer.format.opcodes import COMPARED_AT_ONCE
+from holdfast.trainer.format.saved_boxes import BoxTable
+from holdfast.trainer.format.storage_meta import encode_storage_meta
 
 RANKS = 7
 

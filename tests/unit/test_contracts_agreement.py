@@ -15,17 +15,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.contracts import agreement
-from holdfast.contracts.agreement import (
+from holdfast.contracts.errors import AgreementError
+from holdfast.contracts.node import agreement
+from holdfast.contracts.node.agreement import (
     NodePort,
     StatusPort,
     agree_on_step,
     answer_from_status_table,
     consider,
 )
-from holdfast.contracts.channel import ChannelHost, ChannelMember
-from holdfast.contracts.errors import AgreementError
-from holdfast.contracts.rank_status import (
+from holdfast.contracts.node.channel import ChannelHost, ChannelMember
+from holdfast.contracts.node.rank_status import (
     AT_START,
     NOWHERE,
     Phase,

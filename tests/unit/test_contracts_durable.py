@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.contracts import durable
-from holdfast.contracts.attempt import Claim, create_document, read_document, write_document
-from holdfast.contracts.durable import create_bytes, make_directory, to_json, write_bytes
+from holdfast.contracts.disk import durable
+from holdfast.contracts.disk.durable import create_bytes, make_directory, to_json, write_bytes
 from holdfast.contracts.errors import HoldfastError
+from holdfast.contracts.records.attempt import Claim, create_document, read_document, write_document
 
 JOIN_S = 60.0
 FORK = multiprocessing.get_context("fork")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.contracts import filesystems
-from holdfast.contracts.filesystems import CACHE_MARGIN_S, CACHE_S, LOCAL_DELAY_S, FileSystem
+from holdfast.contracts.disk import filesystems
+from holdfast.contracts.disk.filesystems import CACHE_MARGIN_S, CACHE_S, LOCAL_DELAY_S, FileSystem
 
 
 @pytest.mark.parametrize(

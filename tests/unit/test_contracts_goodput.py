@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.contracts import goodput
-from holdfast.contracts.goodput import PARTS
-from holdfast.contracts.prices import Prices
-from holdfast.contracts.spans import Launch, Span
-from holdfast.contracts.timeline import KINDS, Mark, launches_of
+from holdfast.contracts.account import goodput
+from holdfast.contracts.account.goodput import PARTS
+from holdfast.contracts.account.prices import Prices
+from holdfast.contracts.account.timeline import KINDS, Mark, launches_of
+from holdfast.contracts.records.spans import Launch, Span
 
 
 def account(spans: list[Span], **fields: Any) -> dict[str, Any]:

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.contracts.attempt import (
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.errors import NotFoundError
+from holdfast.contracts.records.attempt import (
     Claim,
     Outcome,
     Request,
@@ -15,17 +18,14 @@ from holdfast.contracts.attempt import (
     Submission,
     write_document,
 )
-from holdfast.contracts.errors import NotFoundError
-from holdfast.contracts.history import (
+from holdfast.contracts.records.history import (
     AttemptView,
     excluded_checkpoints,
     fold_run_state,
     load_history,
     pinned_checkpoints,
 )
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause, RunState
 
 A, R = AttemptState, RunState

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.contracts import journal
-from holdfast.contracts import journal as journal_module
-from holdfast.contracts.journal import EventKind, JournalWriter, journal_lock, read_journal
+from holdfast.contracts.disk import journal
+from holdfast.contracts.disk import journal as journal_module
+from holdfast.contracts.disk.journal import EventKind, JournalWriter, journal_lock, read_journal
 
 JOIN_S = 60.0
 

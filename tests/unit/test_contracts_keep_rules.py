@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from holdfast.contracts.keep_rules import kept_by_rules, why_not_kept
-from holdfast.contracts.spec_checkpoint import Checkpointing, Keep
+from holdfast.contracts.spec.checkpoint import Checkpointing, Keep
+from holdfast.contracts.spec.keep_rules import kept_by_rules, why_not_kept
 
 HOUR_S = 3600.0
 NOW = 100 * HOUR_S

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.contracts import leases
-from holdfast.contracts.leases import LEASE_S, readers, reading
-from holdfast.contracts.paths import RunPaths, lease_path, list_leases
+from holdfast.contracts.disk import leases
+from holdfast.contracts.disk.leases import LEASE_S, readers, reading
+from holdfast.contracts.disk.paths import RunPaths, lease_path, list_leases
 
 NAME = "step-00000010.a0001.l01"
 

@@ -12,18 +12,18 @@ import pytest
 from pydantic import ValidationError
 from tests.runs import file_checksum
 
-from holdfast.contracts.damage import find_damage
-from holdfast.contracts.digests import (
+from holdfast.contracts.disk.damage import find_damage
+from holdfast.contracts.disk.digests import (
     BLOCK_BYTES,
     BLOCKS_MAX,
     FileChecksum,
     block_bytes_of,
     digest_of,
 )
-from holdfast.contracts.durable import to_json
+from holdfast.contracts.disk.durable import to_json
+from holdfast.contracts.disk.manifest import FileEntry, Manifest, read_manifest
+from holdfast.contracts.disk.paths import MANIFEST, CheckpointName
 from holdfast.contracts.errors import DamagedCheckpointError
-from holdfast.contracts.manifest import FileEntry, Manifest, read_manifest
-from holdfast.contracts.paths import MANIFEST, CheckpointName
 
 CONTENTS = {".metadata": b"m" * 100, "__0_0.distcp": bytes(range(256)) * 64, "pp0/a.json": b"{}"}
 

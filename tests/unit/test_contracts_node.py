@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.contracts import connections, wire
-from holdfast.contracts.channel import ChannelHost, ChannelMember
 from holdfast.contracts.errors import AgreementError
-from holdfast.trainer.staging.slots import TABLE_BYTES, Slot, SlotState
+from holdfast.contracts.node import connections, wire
+from holdfast.contracts.node.channel import ChannelHost, ChannelMember
+from holdfast.trainer.slots.slots import TABLE_BYTES, Slot, SlotState
 
 JOIN_S = 30.0
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.contracts.paths import (
+from holdfast.contracts.disk.paths import (
     AttemptPaths,
     CheckpointName,
     RunPaths,

@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.contracts.errors import ForeignFileError
-from holdfast.contracts.plain_text import plain, plain_line, plain_output
-from holdfast.contracts.reading import (
+from holdfast.contracts.disk.reading import (
     held_folder,
     is_mine,
     open_beneath,
@@ -22,6 +20,8 @@ from holdfast.contracts.reading import (
     read_bounded,
     walk_inside,
 )
+from holdfast.contracts.errors import ForeignFileError
+from holdfast.contracts.plain_text import plain, plain_line, plain_output
 
 FLAGS = os.O_RDONLY | os.O_NONBLOCK
 

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from holdfast.contracts.digests import canonical_json, command_digest, document_digest
-from holdfast.contracts.node_share import Share, share_of
-from holdfast.contracts.spec import Launch, RunSpec
-from holdfast.contracts.spec_checkpoint import Checkpointing
-from holdfast.contracts.spec_resources import Resources
+from holdfast.contracts.disk.digests import canonical_json, command_digest, document_digest
+from holdfast.contracts.spec.checkpoint import Checkpointing
+from holdfast.contracts.spec.node_share import Share, share_of
+from holdfast.contracts.spec.resources import Resources
+from holdfast.contracts.spec.run_spec import Launch, RunSpec
 
 
 def make_spec(**changes: Any) -> RunSpec:
@@ -139,7 +139,7 @@ def test_a_digest_is_the_same_after_writing_and_reading() -> None:
 
 def test_digests_are_the_same_in_every_process() -> None:
     program = (
-        "from holdfast.contracts.digests import command_digest;"
+        "from holdfast.contracts.disk.digests import command_digest;"
         "print(command_digest(['train.py', '--lr', '3e-4'], '/home/me'))"
     )
     seen = {

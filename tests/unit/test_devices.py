@@ -23,7 +23,8 @@ from tests.fake_devices import (
 from torch import nn
 
 from holdfast.contracts.errors import NumericsError
-from holdfast.trainer import Session, devices
+from holdfast.trainer import Session
+from holdfast.trainer.process import devices
 from holdfast.trainer.staging.copying import Copier
 from holdfast.trainer.state import rng
 

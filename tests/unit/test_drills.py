@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 from tests.runs import DIGEST, RunFolder, build_sample_runs
 
-from holdfast.contracts.attempt import Claim, Submission, write_document
+from holdfast.contracts.account.goodput import account
+from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter
 from holdfast.contracts.errors import ServiceError, SpecError
-from holdfast.contracts.goodput import account
-from holdfast.contracts.history import load_events, load_history
-from holdfast.contracts.journal import Event, EventKind, JournalWriter
-from holdfast.contracts.spans import Launch, Span
+from holdfast.contracts.records.attempt import Claim, Submission, write_document
+from holdfast.contracts.records.history import load_events, load_history
+from holdfast.contracts.records.spans import Launch, Span
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows.drills import faults as live_faults
 from holdfast.flows.drills import invariants
@@ -30,7 +30,7 @@ from holdfast.flows.drills.kinds import KINDS, Recovery, draw_faults, select_kin
 from holdfast.flows.drills.place import Place
 from holdfast.flows.drills.results import DrillResult, FaultResult
 from holdfast.flows.drills.target_run import TargetRun
-from holdfast.workers.processes import name_process
+from holdfast.workers.nodes.processes import name_process
 from holdfast_bench.drills import faults
 from holdfast_bench.drills.campaign import Campaign, Plan
 from holdfast_bench.drills.comparison import Comparison

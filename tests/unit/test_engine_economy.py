@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.contracts.errors import SpecError
-from holdfast.contracts.journal import Event, EventKind
-from holdfast.contracts.save_interval import (
+from holdfast.contracts.account.save_interval import (
     INTERVAL_MAX_S,
     INTERVAL_MIN_S,
     PRIOR_NODE_S,
@@ -16,6 +14,8 @@ from holdfast.contracts.save_interval import (
     choose_interval,
     mean_failure_s,
 )
+from holdfast.contracts.disk.journal import Event, EventKind
+from holdfast.contracts.errors import SpecError
 from holdfast.trainer.pacing.cadence import Cadence, Interval
 from holdfast.trainer.pacing.failures import observe_failures
 from holdfast.trainer.pacing.step_meter import StepMeter

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.trainer.flusher.plan import Departures, SlotView, plan
-from holdfast.trainer.staging.slots import SlotState
+from holdfast.trainer.slots.slots import SlotState
 
 SEALED, COPYING, DONE = SlotState.SEALED, SlotState.COPYING, SlotState.DONE
 

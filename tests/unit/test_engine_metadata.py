@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from holdfast.contracts.errors import DamagedCheckpointError
+from holdfast.trainer.format.metadata import parse_metadata, read_metadata
 from holdfast.trainer.loading.reader import load_state
-from holdfast.trainer.planning.metadata import parse_metadata, read_metadata
 
 
 class Hostile:

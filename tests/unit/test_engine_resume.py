@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from tests.runs import file_checksum
 
-from holdfast.contracts.attempt import RunRecord, write_document
-from holdfast.contracts.durable import to_json
+from holdfast.contracts.disk.durable import to_json
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.disk.manifest import FileEntry, Manifest
+from holdfast.contracts.disk.paths import CheckpointName, RunPaths
 from holdfast.contracts.errors import DamagedCheckpointError
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.manifest import FileEntry, Manifest
-from holdfast.contracts.paths import CheckpointName, RunPaths
+from holdfast.contracts.records.attempt import RunRecord, write_document
 from holdfast.trainer.loading.resume import choose
 
 
@@ -187,7 +187,7 @@ def test_a_damaged_checkpoint_to_start_from_is_not_left_out(run: RunPaths, tmp_p
 
 def test_resume_and_flusher_need_no_torch() -> None:
     code = (
-        "import sys, holdfast.trainer.loading.resume, holdfast.trainer.identity;"
+        "import sys, holdfast.trainer.loading.resume, holdfast.trainer.ranks.identity;"
         "import holdfast.trainer.flusher.service;"
         "sys.exit('torch' in sys.modules)"
     )

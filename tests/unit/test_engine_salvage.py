@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.trainer.flusher.plan import SlotView
 from holdfast.trainer.flusher.salvage import find_salvage, newest_common
-from holdfast.trainer.staging.slots import Slot, SlotState, choose_slot
+from holdfast.trainer.slots.slots import Slot, SlotState, choose_slot
 
 SNAPSHOT, SEALED, DONE, COPYING = (
     SlotState.SNAPSHOT,

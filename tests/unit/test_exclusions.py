@@ -10,21 +10,21 @@ import pytest
 from tests.histories import NOW, attempt_of, history_of, spec_of
 
 from holdfast.cli.show import newest_reason
-from holdfast.contracts.history import AttemptView, RunHistory
-from holdfast.contracts.journal import FALLBACKS, GROWER, PENDING_TIMEOUT
-from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.disk.journal import FALLBACKS, GROWER, PENDING_TIMEOUT
+from holdfast.contracts.records.history import AttemptView, RunHistory
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.workers.exclusions import (
+from holdfast.workers.decisions.exclusions import (
     EXCLUDE_S,
     NOTICE_MARGIN_S,
     Certainty,
     excluded_hosts,
     exclusions,
 )
-from holdfast.workers.executors.base import BECAUSE_EXCLUDED
-from holdfast.workers.executors.slurm_capacity import Room
-from holdfast.workers.places import ReturnWatch
-from holdfast.workers.policy import Decision, decide
+from holdfast.workers.decisions.places import ReturnWatch
+from holdfast.workers.decisions.policy import Decision, decide
+from holdfast.workers.schedulers.base import BECAUSE_EXCLUDED
+from holdfast.workers.schedulers.slurm_capacity import Room
 
 NODES = ("n1", "n2", "n3", "n4")
 ON_SLURM = {"executor": "slurm", "nodes": 4, "gpus_per_node": 4, "partition": "spot"}

@@ -9,19 +9,19 @@ import pytest
 from tests.histories import NOW, attempt_of, history_of, spec_of
 from tests.runs import T0, RunFolder
 
-from holdfast.contracts.checkpoint_choice import newest_of_branch
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.manifest import Manifest
+from holdfast.contracts.disk.paths import CheckpointName
 from holdfast.contracts.errors import NotFoundError, SpecError
-from holdfast.contracts.history import load_history
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.manifest import Manifest
-from holdfast.contracts.paths import CheckpointName
+from holdfast.contracts.records.checkpoint_choice import newest_of_branch
+from holdfast.contracts.records.history import load_history
+from holdfast.contracts.records.topology import degrees_of, fitting_counts, problem_with_mesh
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.contracts.topology import degrees_of, fitting_counts, problem_with_mesh
-from holdfast.trainer.identity import Identity
+from holdfast.trainer.ranks.identity import Identity
 from holdfast.trainer.staging.step_facts import StepFacts
-from holdfast.workers import operator
-from holdfast.workers.feasibility import Feasibility
-from holdfast.workers.policy import decide
+from holdfast.workers.decisions.policy import decide
+from holdfast.workers.runs import operator
+from holdfast.workers.runs.feasibility import Feasibility
 
 TENSOR_PARALLEL = {"mesh": {"dp_shard": 2, "tp": 2}, "pipeline": 1}
 ELASTIC = {"resources": {"gpus_per_node": 8}, "elastic": {"min_gpus": 1, "max_gpus": 8}}

@@ -13,12 +13,12 @@ import pytest
 from tests.other_users import STRANGER, as_user, held_by
 from tests.runs import RunFolder
 
+from holdfast.contracts.disk.file_locks import locked, open_lock, wait_for_lock
+from holdfast.contracts.disk.journal import EventKind, JournalWriter, journal_lock
 from holdfast.contracts.errors import ForeignFileError
-from holdfast.contracts.file_locks import locked, open_lock, wait_for_lock
-from holdfast.contracts.journal import EventKind, JournalWriter, journal_lock
-from holdfast.contracts.supervision import is_supervised, lost_supervisor
-from holdfast.flows.flow_lock import FlowLock
-from holdfast.lineage import heal
+from holdfast.contracts.records.supervision import is_supervised, lost_supervisor
+from holdfast.flows.supervisor.flow_lock import FlowLock
+from holdfast.lineage.database import heal
 
 ALICE, BOB, GROUP = 4301, 4302, 4310
 KINDS = pytest.mark.parametrize("kind", [fcntl.LOCK_EX, fcntl.LOCK_SH])
@@ -207,7 +207,7 @@ def test_locks_of_runs_are_created_by_one_function() -> None:
             if path.name != "file_locks.py" and re.search(r"\bflock\(|\blockf\(", content):
                 calls[path.relative_to(SOURCES).as_posix()] = True
     # The probe of a root locks its own files to learn whether locks work.
-    assert set(calls) == {"workers/holdfast/workers/root_probe.py"}
+    assert set(calls) == {"workers/holdfast/workers/nodes/root_probe.py"}
 
 
 def test_a_journal_in_a_run_has_one_lock_beside_it(place: Path) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from tests.histories import NOW, attempt_of, history_of, spec_of
 
-from holdfast.contracts.history import AttemptView
+from holdfast.contracts.records.history import AttemptView
 from holdfast.contracts.states import Cause
-from holdfast.workers.exclusions import excluded_hosts
-from holdfast.workers.fingerprints import fingerprint
-from holdfast.workers.policy import decide
+from holdfast.workers.decisions.exclusions import excluded_hosts
+from holdfast.workers.decisions.fingerprints import fingerprint
+from holdfast.workers.decisions.policy import decide
 
 TORCH = "/opt/venv/lib/python3.11/site-packages/torch/nn/functional.py"
 

@@ -10,8 +10,8 @@ import pytest
 from tests.runs import RunFolder
 
 from holdfast.contracts.errors import SpecError
-from holdfast.flows.submission import submit_next
-from holdfast.flows.supervise import Supervisor
+from holdfast.flows.supervisor.submission import submit_next
+from holdfast.flows.supervisor.supervise import Supervisor
 from holdfast.lineage.index import Index
 
 pytestmark = pytest.mark.usefixtures("home")

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from tests.runs import RunFolder
 
-from holdfast.contracts.history import load_history
-from holdfast.contracts.paths import AttemptPaths
-from holdfast.flows import progress
-from holdfast.workers.heartbeats import NodeBeat, read_heartbeats
+from holdfast.contracts.disk.paths import AttemptPaths
+from holdfast.contracts.records.history import load_history
+from holdfast.flows.supervisor import progress
+from holdfast.workers.nodes.heartbeats import NodeBeat, read_heartbeats
 
 pytestmark = pytest.mark.usefixtures("home")
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from tests.runs import RunFolder
 
-from holdfast.contracts.history import load_history
-from holdfast.contracts.paths import RunPaths
-from holdfast.flows.submission import submit_next
-from holdfast.flows.supervise import Supervisor
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.records.history import load_history
+from holdfast.flows.supervisor.submission import submit_next
+from holdfast.flows.supervisor.supervise import Supervisor
 from holdfast.lineage.index import Index
-from holdfast.workers import deletion
-from holdfast.workers.checkpoints import committed_checkpoints
-from holdfast.workers.retention import Verdict
+from holdfast.workers.checkpoints import deletion
+from holdfast.workers.checkpoints.manifests import committed_checkpoints
+from holdfast.workers.checkpoints.retention import Verdict
 
 pytestmark = pytest.mark.usefixtures("home")
 

@@ -12,23 +12,23 @@ from typing import Any, Final
 import pytest
 from tests.runs import T0, RunFolder
 
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.errors import (
     RunFailedError,
     SchedulerError,
     SpecError,
     SubmissionRefusedError,
 )
-from holdfast.contracts.history import load_history
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.paths import AttemptPaths, RunPaths
+from holdfast.contracts.records.history import load_history
 from holdfast.contracts.redaction import HIDDEN
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows import train
-from holdfast.flows.redactor import Redactor
-from holdfast.flows.summary import end_reason
-from holdfast.flows.supervise import Supervisor
-from holdfast.lineage import queries
+from holdfast.flows.supervisor.redactor import Redactor
+from holdfast.flows.supervisor.summary import end_reason
+from holdfast.flows.supervisor.supervise import Supervisor
 from holdfast.lineage.index import Index
+from holdfast.lineage.queries import run_queries
 
 # Secrets that are recognized by their name, by a reference, and by their form.
 BY_NAME: Final = "plain-Zq8vR3mK1x"
@@ -81,7 +81,7 @@ def test_a_failed_run_shows_its_reason_without_secrets(
             paths=failed.paths, index=index, log=log, submit=_refuse, redactor=redactor
         )
         history = supervisor.run()
-        row = queries.show_run(index.open(), str(failed.paths.directory))
+        row = run_queries.show_run(index.open(), str(failed.paths.directory))
     assert_hidden(json.dumps(row))
     kinds = {EventKind.DECISION, EventKind.RUN_ENDED}
     reasons = [e.data["reason"] for e in history.events if e.kind in kinds]

@@ -10,22 +10,22 @@ from typing import Any
 import pytest
 from tests.histories import record_of, spec_of
 
-from holdfast.contracts.attempt import create_document
-from holdfast.contracts.durable import make_directory
-from holdfast.contracts.journal import Event, EventKind, JournalWriter
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.disk.durable import make_directory
+from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.records.attempt import create_document
 from holdfast.contracts.states import Cause
 from holdfast.workers.agent.context import AgentContext
-from holdfast.workers.agent.flush_log import FlushLog
-from holdfast.workers.agent.stops import FORECAST_POLL_S, LIMIT_POLL_S, StopWatch
-from holdfast.workers.flush_forecast import (
+from holdfast.workers.agent.stops.flush_log import FlushLog
+from holdfast.workers.agent.stops.sources import FORECAST_POLL_S, LIMIT_POLL_S, StopWatch
+from holdfast.workers.decisions.flush_forecast import (
     FlushForecast,
     forecast_flush,
     grace_warnings,
     stop_lead_s,
 )
-from holdfast.workers.grace import grace_of_partition, grace_of_qos, warnings_of
-from holdfast.workers.request import build_request
+from holdfast.workers.decisions.grace import grace_of_partition, grace_of_qos, warnings_of
+from holdfast.workers.runs.request import build_request
 
 
 def line(kind: EventKind, **data: Any) -> Event:

@@ -12,8 +12,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from holdfast.contracts.errors import PreflightError
-from holdfast.trainer.frameworks import versions
-from holdfast.trainer.frameworks.versions import COMPANIONS, FRAMEWORKS, Supported, require
+from holdfast.trainer import versions
+from holdfast.trainer.versions import COMPANIONS, FRAMEWORKS, Supported, require
 
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 

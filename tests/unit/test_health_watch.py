@@ -11,16 +11,16 @@ import pytest
 from tests.runs import RunFolder
 from tests.unit.test_workers_lead import FakeNode, played
 
-from holdfast.contracts.journal import Event, EventKind, JournalWriter, read_journal
-from holdfast.contracts.spec_health import Health
+from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter, read_journal
+from holdfast.contracts.spec.health import Health
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.agent.context import load_context
-from holdfast.workers.agent.health import ALLREDUCE, HealthFinding
+from holdfast.workers.agent.health.checks import ALLREDUCE, HealthFinding
 from holdfast.workers.agent.lead import Lead
 from holdfast.workers.agent.node import NodeReport
 from holdfast.workers.agent.outcome import build_outcome
 from holdfast.workers.agent.runtime import NodeRuntime
-from holdfast.workers.agent.signals import SignalBox
+from holdfast.workers.agent.stops.signals import SignalBox
 
 
 class CheckedNode(FakeNode):

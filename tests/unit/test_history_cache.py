@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from tests.runs import T0, RunFolder
 
-from holdfast.contracts import history_cache
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import NotFoundError
-from holdfast.contracts.history import RunHistory, load_history
-from holdfast.contracts.history_cache import AGAIN_S, SETTLED_S, HistoryReader
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.records import history_cache
+from holdfast.contracts.records.history import RunHistory, load_history
+from holdfast.contracts.records.history_cache import AGAIN_S, SETTLED_S, HistoryReader
 from holdfast.contracts.states import AttemptState, Cause
 
 # What the process has opened and listed since the last `clear`; see `record`.

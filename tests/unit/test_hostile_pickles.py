@@ -29,9 +29,9 @@ import torch.distributed.checkpoint.metadata as records
 from torch.distributed._shard.sharded_tensor import metadata as sharded
 
 from holdfast.contracts.errors import DamagedCheckpointError
-from holdfast.trainer.loading.plain_load import load_plain
-from holdfast.trainer.planning.metadata import parse_metadata, read_metadata
-from holdfast.trainer.planning.plain_pickle import RefusedPickle, read_pickle
+from holdfast.trainer.format.metadata import parse_metadata, read_metadata
+from holdfast.trainer.format.plain_load import load_plain
+from holdfast.trainer.format.plain_pickle import RefusedPickle, read_pickle
 
 GROWTH_BYTES_MAX: Final = 300 << 20
 MEMORY_BYTES_MAX: Final = 4 << 30

@@ -13,11 +13,11 @@ import psutil
 import pytest
 from tests.histories import record_of, spec_of
 
-from holdfast.contracts.channel import ChannelHost, ChannelMember
 from holdfast.contracts.errors import InterfaceError
-from holdfast.workers.agent.interface import addresses_of
-from holdfast.workers.agent.launch_command import build_environment
-from holdfast.workers.request import build_request
+from holdfast.contracts.node.channel import ChannelHost, ChannelMember
+from holdfast.workers.agent.health.interface import addresses_of
+from holdfast.workers.agent.launch.command import build_environment
+from holdfast.workers.runs.request import build_request
 
 Address = namedtuple("Address", "family address")
 V4, V6, LINK = socket.AF_INET, socket.AF_INET6, psutil.AF_LINK

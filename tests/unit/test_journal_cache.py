@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from tests.runs import RunFolder
 
-from holdfast.contracts import journal, journal_cache
+from holdfast.contracts.disk import journal, journal_cache
+from holdfast.contracts.disk.journal import EventKind, JournalWriter, read_journal
+from holdfast.contracts.disk.journal_cache import JournalCache
+from holdfast.contracts.disk.journal_follow import SAMPLE_BYTES
 from holdfast.contracts.errors import ForeignFileError
-from holdfast.contracts.history import load_history
-from holdfast.contracts.journal import EventKind, JournalWriter, read_journal
-from holdfast.contracts.journal_cache import JournalCache
-from holdfast.contracts.journal_follow import SAMPLE_BYTES
-from holdfast.lineage.database import open_database
-from holdfast.lineage.ingest import ingest_run
-from holdfast.lineage.pages import list_events
+from holdfast.contracts.records.history import load_history
+from holdfast.lineage.database.transactions import open_database
+from holdfast.lineage.ingest.run_ingest import ingest_run
+from holdfast.lineage.queries.pages import list_events
 
 LINES = 2000
 

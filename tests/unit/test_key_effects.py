@@ -20,12 +20,12 @@ from tests.unit.key_decisions import BASE, DECISIONS
 from tests.unit.test_spec_effects import ON_SLURM, OPAQUE, merged, with_key
 
 from holdfast.contracts.errors import HoldfastError
-from holdfast.contracts.spec import RunSpec
-from holdfast.contracts.spec_effects import ACTS
+from holdfast.contracts.spec.effects import ACTS
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.flows.parameters import load_spec
-from holdfast.workers.agent.launch_command import build_command, build_environment
-from holdfast.workers.executors.local import LocalExecutor
-from holdfast.workers.request import build_request
+from holdfast.workers.agent.launch.command import build_command, build_environment
+from holdfast.workers.runs.request import build_request
+from holdfast.workers.schedulers.local import LocalExecutor
 
 CHECKOUT: Final = Path(__file__).resolve().parents[2]
 MIRROR: Final = {"checkpoint": {"mirror": "s3://bucket/y"}}

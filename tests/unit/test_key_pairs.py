@@ -18,14 +18,14 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 
 from holdfast.contracts.errors import HoldfastError
-from holdfast.contracts.keep_rules import kept_by_rules
-from holdfast.contracts.spec_checkpoint import Keep
+from holdfast.contracts.spec.checkpoint import Keep
+from holdfast.contracts.spec.keep_rules import kept_by_rules
 from holdfast.flows.parameters import load_spec
 from holdfast.trainer import load_checkpoint, load_pretrained
-from holdfast.trainer.settings import Settings
-from holdfast.workers.checkpoints import committed_checkpoints
-from holdfast.workers.retention import Facts, plan_prune
-from holdfast.workers.sizes import allowed_sizes, choose_gpus
+from holdfast.trainer.session.settings import Settings
+from holdfast.workers.checkpoints.manifests import committed_checkpoints
+from holdfast.workers.checkpoints.retention import Facts, plan_prune
+from holdfast.workers.decisions.sizes import allowed_sizes, choose_gpus
 
 # A value of each keep rule.
 RULES: Final[dict[str, Any]] = {

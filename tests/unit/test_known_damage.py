@@ -10,15 +10,15 @@ from tests.cli_calls import Call
 from tests.unit.test_cli import ended_run, write_spec
 from torch import nn
 
-from holdfast.contracts.checkpoint_choice import newest_of_branch
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import DamagedCheckpointError
-from holdfast.contracts.history_cache import load_tallied
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.known_damage import damaged_checkpoints
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.records.checkpoint_choice import newest_of_branch
+from holdfast.contracts.records.history_cache import load_tallied
+from holdfast.contracts.records.known_damage import damaged_checkpoints
 from holdfast.trainer.loading.checkpoint import load_checkpoint
 from holdfast.trainer.loading.resume import choose
-from holdfast.workers.retention import plan_run
+from holdfast.workers.checkpoints.retention import plan_run
 
 __all__ = ["ended_run"]
 

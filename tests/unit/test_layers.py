@@ -210,7 +210,10 @@ def test_each_part_has_one_import_name() -> None:
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("holdfast.contracts.history", {"torch", "numpy", "prefect", "sqlalchemy", "submitit"}),
+        (
+            "holdfast.contracts.records.history",
+            {"torch", "numpy", "prefect", "sqlalchemy", "submitit"},
+        ),
         ("holdfast.trainer", {"torch", "prefect", "sqlalchemy", "submitit"}),
         (
             "holdfast.trainer.flusher.service",
@@ -218,7 +221,7 @@ def test_each_part_has_one_import_name() -> None:
         ),
         ("holdfast.trainer.loading.resume", {"torch", "prefect", "sqlalchemy", "submitit"}),
         ("holdfast.workers.agent", {"torch", "prefect", "sqlalchemy"}),
-        ("holdfast.workers.reconcile", {"torch", "prefect", "sqlalchemy", "submitit"}),
+        ("holdfast.workers.runs.reconcile", {"torch", "prefect", "sqlalchemy", "submitit"}),
         ("holdfast.cli.views", {"torch", "prefect", "sqlalchemy", "submitit", "rich"}),
     ],
 )

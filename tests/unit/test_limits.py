@@ -9,12 +9,12 @@ import pytest
 from pydantic import ValidationError
 from tests.runs import T0, RunFolder
 
-from holdfast.contracts.alerts import noticed
-from holdfast.contracts.history import load_history
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.spec_alerts import Alerts
-from holdfast.flows import limits
-from holdfast.flows.limits import LimitWatch, findings, new_findings
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.records.alerts import noticed
+from holdfast.contracts.records.history import load_history
+from holdfast.contracts.spec.alerts import Alerts
+from holdfast.flows.supervisor import limits
+from holdfast.flows.supervisor.limits import LimitWatch, findings, new_findings
 
 HOUR_S = 3600.0
 

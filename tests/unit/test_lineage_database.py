@@ -17,20 +17,20 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine, inspect, text
 from tests.postgres import PostgresServer
 
-from holdfast.contracts import filesystems
+from holdfast.contracts.disk import filesystems
 from holdfast.contracts.errors import LineageError
 from holdfast.contracts.states import AttemptState, Cause, RunState
-from holdfast.lineage.database import open_database
-from holdfast.lineage.engine import database_url
-from holdfast.lineage.models import Base
-from holdfast.lineage.schema import (
+from holdfast.lineage.database.engine import database_url
+from holdfast.lineage.database.models import Base
+from holdfast.lineage.database.schema import (
     MIGRATIONS,
     current_revision,
     head_revision,
     known_revisions,
 )
-from holdfast.lineage.schema_changes import connect_for_migration, downgrade, upgrade
-from holdfast.lineage.states import STORED_EDGES, CheckpointState
+from holdfast.lineage.database.schema_changes import connect_for_migration, downgrade, upgrade
+from holdfast.lineage.database.states import STORED_EDGES, CheckpointState
+from holdfast.lineage.database.transactions import open_database
 
 PEOPLE_AT_ONCE = 6
 
@@ -71,7 +71,8 @@ def test_alembic_is_imported_only_to_change_a_schema(tmp_path: Path) -> None:
     """A third of a second of every command, and 12 MB of every supervisor."""
     url = f"sqlite:///{tmp_path / 'index.db'}"
     program = (
-        "import sys, holdfast.flows.supervise; from holdfast.lineage.database import open_database;"
+        "import sys, holdfast.flows.supervisor.supervise;"
+        "from holdfast.lineage.database.transactions import open_database;"
         f"open_database({url!r}).close(); print('alembic' in sys.modules)"
     )
     seen = [

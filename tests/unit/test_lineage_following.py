@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from tests.process.test_lineage_ingest import dump
 from tests.runs import T0, RunFolder
 
-from holdfast.contracts import history_cache
-from holdfast.contracts.attempt import Outcome, read_document, write_document
-from holdfast.contracts.durable import make_directory
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.paths import MANIFEST
+from holdfast.contracts.disk.durable import make_directory
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.disk.paths import MANIFEST
+from holdfast.contracts.records import history_cache
+from holdfast.contracts.records.attempt import Outcome, read_document, write_document
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.lineage import disk, ingest, run_writes
-from holdfast.lineage.database import Database, open_database
+from holdfast.lineage.database.transactions import Database, open_database
 from holdfast.lineage.index import Index
-from holdfast.lineage.ingest import ingest_run
+from holdfast.lineage.ingest import disk, run_ingest, run_writes
+from holdfast.lineage.ingest.run_ingest import ingest_run
 
 NUMBERS: Final = itertools.count()
 # Each is one change of a run's folder. Those in the second group are announced by no new line.
@@ -177,9 +177,9 @@ def counted_looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         looks.append(paths.name)
         return real(paths)
 
-    monkeypatch.setattr(ingest, "survey", look)
+    monkeypatch.setattr(run_ingest, "survey", look)
     yield looks
-    monkeypatch.setattr(ingest, "survey", real)
+    monkeypatch.setattr(run_ingest, "survey", real)
 
 
 def look_again(index: Index) -> None:
@@ -338,9 +338,9 @@ def test_a_large_change_takes_several_transactions(
     with open_database(f"sqlite:///{tmp_path / 'fresh.db'}") as fresh:
         ingest_run(fresh, story.paths, fresh=True)
         wanted = dump(fresh)
-    monkeypatch.setattr("holdfast.lineage.journal_lines.LINES_MAX", 7)
-    monkeypatch.setattr("holdfast.lineage.run_writes.NAMES_MAX", 2)
-    monkeypatch.setattr(ingest, "CHECKPOINTS_MAX", 2)
+    monkeypatch.setattr("holdfast.lineage.ingest.journal_lines.LINES_MAX", 7)
+    monkeypatch.setattr("holdfast.lineage.ingest.run_writes.NAMES_MAX", 2)
+    monkeypatch.setattr(run_ingest, "CHECKPOINTS_MAX", 2)
     database, written = index.open(), []
     real = run_writes.write_checkpoints
 
@@ -349,12 +349,12 @@ def test_a_large_change_takes_several_transactions(
         written.append(len(changes))
 
     def overtake(connection: Any, uid: str, changes: Any) -> None:
-        monkeypatch.setattr(ingest, "write_checkpoints", write)
+        monkeypatch.setattr(run_ingest, "write_checkpoints", write)
         real(connection, uid, changes)
         # Another process writes before the next transaction.
         connection.exec_driver_sql("UPDATE runs SET fingerprint = 'another'")
 
-    monkeypatch.setattr(ingest, "write_checkpoints", overtake if is_beside else write)
+    monkeypatch.setattr(run_ingest, "write_checkpoints", overtake if is_beside else write)
     for _ in range(2):
         ingest_run(database, story.paths, fresh=is_fresh)
         assert dump(database) == wanted

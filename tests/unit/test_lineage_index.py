@@ -10,11 +10,11 @@ import pytest
 from tests.runs import RunFolder, build_sample_runs
 
 from holdfast.contracts.errors import LineageError
-from holdfast.lineage import queries
-from holdfast.lineage.database import open_database
-from holdfast.lineage.engine import URL_VARIABLE
-from holdfast.lineage.heal import MAGIC, quarantine
+from holdfast.lineage.database.engine import URL_VARIABLE
+from holdfast.lineage.database.heal import MAGIC, quarantine
+from holdfast.lineage.database.transactions import open_database
 from holdfast.lineage.index import Index
+from holdfast.lineage.queries import run_queries
 
 
 def test_an_index_deleted_while_open_is_rebuilt(
@@ -27,7 +27,7 @@ def test_an_index_deleted_while_open_is_rebuilt(
             name.unlink()
         index.update(run.paths)
     with open_database(f"sqlite:///{path}") as database:
-        shown = queries.show_run(database, str(run.paths.directory), now=0.0)
+        shown = run_queries.show_run(database, str(run.paths.directory), now=0.0)
     assert shown["run"]
 
 
@@ -46,7 +46,7 @@ def test_an_index_damaged_while_open_is_quarantined_and_rebuilt(
         other.update(run.paths)
         assert (index.files, other.files) == (2, 2)
         for one in (index, other):
-            assert queries.show_run(one.open(), str(run.paths.directory), now=0.0)["run"]
+            assert run_queries.show_run(one.open(), str(run.paths.directory), now=0.0)["run"]
     assert path.with_name("index.db.damaged").is_file()
     assert quarantine(path) is None, "the rebuilt index is sound and is kept"
 
@@ -56,14 +56,14 @@ def test_many_processes_rebuild_a_damaged_index_once(testbed: tuple[RunFolder, P
     run, path = testbed
     path.write_bytes(MAGIC + b"and then nothing that fits" * 4096)
     words = f"from pathlib import Path; from holdfast.lineage.index import Index; \
-from holdfast.contracts.paths import RunPaths; \
+from holdfast.contracts.disk.paths import RunPaths; \
 Index().update(RunPaths(Path({str(run.paths.directory)!r})))"
     command = [sys.executable, "-W", "ignore::UserWarning", "-c", words]
     processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(4)]
     ended = [process.communicate(timeout=120)[1] for process in processes]
     assert [process.returncode for process in processes] == [0] * 4, ended
     with Index() as index:
-        assert queries.show_run(index.open(), str(run.paths.directory), now=0.0)["run"]
+        assert run_queries.show_run(index.open(), str(run.paths.directory), now=0.0)["run"]
     assert quarantine(path) is None
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from holdfast.contracts.attempt import RunRecord
-from holdfast.contracts.paths import CheckpointName
-from holdfast.contracts.spec_checkpoint import Keep
-from holdfast.lineage.clean import clean
-from holdfast.lineage.origins import Origins
-from holdfast.lineage.reasons import explain
-from holdfast.lineage.views import iso
+from holdfast.contracts.disk.paths import CheckpointName
+from holdfast.contracts.records.attempt import RunRecord
+from holdfast.contracts.spec.checkpoint import Keep
+from holdfast.lineage.ingest.clean import clean
+from holdfast.lineage.ingest.origins import Origins
+from holdfast.lineage.ingest.reasons import explain
+from holdfast.lineage.queries.views import iso
 
 
 def row(step: int, state: str = "committed", **fields: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from holdfast.lineage.views import iso
+from holdfast.lineage.queries.views import iso
 
 MILLISECOND_S = 1e-3
 # Floats of this size are not more precise.

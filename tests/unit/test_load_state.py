@@ -20,21 +20,21 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 
-from holdfast.contracts.digests import BLOCK_BYTES, FileChecksum, digest_of
-from holdfast.contracts.durable import to_json
+from holdfast.contracts.disk.digests import BLOCK_BYTES, FileChecksum, digest_of
+from holdfast.contracts.disk.durable import to_json
+from holdfast.contracts.disk.leases import readers
+from holdfast.contracts.disk.manifest import FileEntry, Manifest
+from holdfast.contracts.disk.paths import MANIFEST, RunPaths
 from holdfast.contracts.errors import (
     CheckpointError,
     DamagedCheckpointError,
     KeyMismatchError,
     NotFoundError,
 )
-from holdfast.contracts.leases import readers
-from holdfast.contracts.manifest import FileEntry, Manifest
-from holdfast.contracts.paths import MANIFEST, RunPaths
 from holdfast.trainer import load_checkpoint, load_pretrained
-from holdfast.trainer.loading.compare_keys import Selection
+from holdfast.trainer.format.metadata import read_metadata
 from holdfast.trainer.loading.reader import load_state
-from holdfast.trainer.planning.metadata import read_metadata
+from holdfast.trainer.planning.compare_keys import Selection
 
 NAME = "step-00000003.a0001.l01"
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

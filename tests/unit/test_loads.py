@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 
 from holdfast.contracts.errors import CheckpointError, SaveError
-from holdfast.contracts.rank_status import RankStatusTable
+from holdfast.contracts.node.rank_status import RankStatusTable
 from holdfast.trainer import dcp
 from holdfast.trainer.loading.reader import load_state
 from holdfast.trainer.pacing.cadence import Cadence, Interval

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.contracts.paths import AttemptPaths, RunPaths
-from holdfast.contracts.rank_logs import TIMES, RankLog, rank_logs
-from holdfast.workers.agent import log_times
-from holdfast.workers.agent.log_times import LogTimes
+from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
+from holdfast.contracts.disk.rank_logs import TIMES, RankLog, rank_logs
+from holdfast.workers.agent.watch import log_times
+from holdfast.workers.agent.watch.log_times import LogTimes
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Final
 import pytest
 
 from holdfast.cli import logs
-from holdfast.contracts.rank_logs import RankLog
+from holdfast.contracts.disk.rank_logs import RankLog
 from holdfast.contracts.redaction import AROUND_BYTES
 
 VALUE: Final = "Zq8vR3mK1xWn"

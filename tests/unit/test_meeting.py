@@ -12,9 +12,9 @@ import pytest
 from tests.forked_ranks import run_ranks
 
 from holdfast.contracts.errors import HoldfastError, SessionError
-from holdfast.contracts.rank_status import SAID_MAX, RankStatusTable
-from holdfast.trainer.collective import ControlGroup
-from holdfast.trainer.meeting import Boundary, NodeMeeting
+from holdfast.contracts.node.rank_status import SAID_MAX, RankStatusTable
+from holdfast.trainer.ranks.collective import ControlGroup
+from holdfast.trainer.ranks.meeting import Boundary, NodeMeeting
 
 MEETINGS = 300
 

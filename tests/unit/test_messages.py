@@ -11,8 +11,8 @@ from tests.histories import spec_of
 from holdfast.contracts.errors import PreflightError, SpecError
 from holdfast.contracts.plain_text import counted
 from holdfast.flows.parameters import load_spec
-from holdfast.workers import preflight
-from holdfast.workers.sizes import problem_with
+from holdfast.workers.decisions.sizes import problem_with
+from holdfast.workers.runs import preflight
 
 
 def test_one_thing_has_no_plural(tmp_path: Path) -> None:

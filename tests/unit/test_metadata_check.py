@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from holdfast.trainer.planning.metadata_check import tile
+from holdfast.trainer.format.metadata_check import tile
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 

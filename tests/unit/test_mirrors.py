@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from holdfast.contracts import digests
+from holdfast.contracts.disk import digests
+from holdfast.contracts.disk.manifest import FileEntry
+from holdfast.contracts.disk.mirrors import Tiers, problem_with_mirror
 from holdfast.contracts.errors import DamagedCheckpointError, MirrorError
-from holdfast.contracts.manifest import FileEntry
-from holdfast.contracts.mirrors import Tiers, problem_with_mirror
-from holdfast.contracts.spec_checkpoint import Checkpointing
+from holdfast.contracts.spec.checkpoint import Checkpointing
 from holdfast.trainer.mirror.open_store import open_store
 from holdfast.trainer.mirror.store import EntryCheck, part_bytes_for
 from holdfast.trainer.mirror.upload import PAUSE_MAX_S, TRIES_MAX, Retries, default_pauses
-from holdfast.workers.agent.flusher_supervisor import build_environment
+from holdfast.workers.agent.launch.flusher_supervisor import build_environment
 
 
 @pytest.mark.parametrize(

@@ -17,17 +17,17 @@ from pydantic import ValidationError
 from tests.histories import NOW, attempt_of, history_of, spec_of
 from tests.runs import RunFolder
 
-from holdfast.contracts.history import AttemptView
-from holdfast.contracts.paths import AttemptPaths
-from holdfast.contracts.spec import RunSpec
-from holdfast.contracts.spec_health import CHECK_S_MAX, CHECKS_MAX, Health
+from holdfast.contracts.disk.paths import AttemptPaths
+from holdfast.contracts.records.history import AttemptView
+from holdfast.contracts.spec.health import CHECK_S_MAX, CHECKS_MAX, Health
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers import health
 from holdfast.workers.agent.context import load_context
-from holdfast.workers.agent.health import HealthChecks, HealthFinding
-from holdfast.workers.causes import UnhealthyNode, unhealthy_ending
-from holdfast.workers.exclusions import EXCLUDE_S, excluded_hosts
-from holdfast.workers.policy import decide
+from holdfast.workers.agent.health.checks import HealthChecks, HealthFinding
+from holdfast.workers.decisions.causes import UnhealthyNode, unhealthy_ending
+from holdfast.workers.decisions.exclusions import EXCLUDE_S, excluded_hosts
+from holdfast.workers.decisions.policy import decide
 
 
 @pytest.mark.parametrize(

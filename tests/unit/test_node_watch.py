@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from tests.runs import RunFolder
 
-from holdfast.contracts.alerts import noticed
-from holdfast.contracts.journal import Event, EventKind, JournalWriter, read_journal
-from holdfast.flows.node_watch import NodeWatch
-from holdfast.workers import heartbeats
-from holdfast.workers.heartbeats import HeartbeatWriter, NodeBeat
+from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter, read_journal
+from holdfast.contracts.records.alerts import noticed
+from holdfast.flows.supervisor.node_watch import NodeWatch
+from holdfast.workers.nodes import heartbeats
+from holdfast.workers.nodes.heartbeats import HeartbeatWriter, NodeBeat
 
 
 def beat(node: int, now: float) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.contracts.paths import CheckpointName
-from holdfast.contracts.spec_supervision import Numerics
+from holdfast.contracts.disk.paths import CheckpointName
+from holdfast.contracts.spec.supervision import Numerics
 from holdfast.trainer.data.order import SkipWindow
 from holdfast.trainer.numerics.answer import Answer, Known, answer
 from holdfast.trainer.numerics.detector import Anomaly, Detector, spike_limit

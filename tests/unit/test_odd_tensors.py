@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from holdfast.contracts.errors import CheckpointError, KeyMismatchError, SaveError
-from holdfast.trainer.loading.compare_keys import is_of_one_rank
 from holdfast.trainer.loading.reader import load_state
+from holdfast.trainer.planning.compare_keys import is_of_one_rank
 from holdfast.trainer.planning.rank_rows import describe_rank
 from holdfast.trainer.staging.stage import FlusherConnection
 

@@ -18,7 +18,7 @@ from tests.runs import T0, RunFolder, build_sample_runs
 from typer.core import TyperOption
 
 from holdfast.cli.main import all_commands
-from holdfast.contracts.journal import EventKind
+from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.states import AttemptState, Cause
 
 # The options that choose what a command prints, how long it continues, or whether it acts.

@@ -16,7 +16,8 @@ import pytest
 from tests.cli_calls import Call
 from tests.histories import NOW, attempt_of, history_of, spec_of
 
-from holdfast.contracts.attempt import Request, StopFile, Submission, read_document
+from holdfast.contracts.disk.journal import GROWER, EventKind, JournalWriter
+from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.errors import (
     OrdersChangedError,
     RequestConflictError,
@@ -24,19 +25,19 @@ from holdfast.contracts.errors import (
     SchedulerUnavailableError,
     SpecError,
 )
-from holdfast.contracts.history import load_history, pinned_checkpoints
-from holdfast.contracts.journal import GROWER, EventKind, JournalWriter
-from holdfast.contracts.orders import OrderState, open_orders, orders_of
-from holdfast.contracts.paths import AttemptPaths, RunPaths
+from holdfast.contracts.records.attempt import Request, StopFile, Submission, read_document
+from holdfast.contracts.records.history import load_history, pinned_checkpoints
+from holdfast.contracts.records.orders import OrderState, open_orders, orders_of
 from holdfast.contracts.states import AttemptState, Cause, RunState
-from holdfast.flows.submission import submit_next
-from holdfast.flows.supervise import Supervisor
+from holdfast.flows.supervisor.submission import submit_next
+from holdfast.flows.supervisor.supervise import Supervisor
 from holdfast.lineage.index import Index
-from holdfast.workers import executors, operator
-from holdfast.workers.attempts import end_unsubmitted
-from holdfast.workers.executors.base import Executor, JobStatus
-from holdfast.workers.policy import decide
-from holdfast.workers.runs import create_run
+from holdfast.workers import schedulers
+from holdfast.workers.decisions.policy import decide
+from holdfast.workers.runs import operator
+from holdfast.workers.runs.attempts import end_unsubmitted
+from holdfast.workers.runs.run_folders import create_run
+from holdfast.workers.schedulers.base import Executor, JobStatus
 
 SLURM = {"executor": "slurm", "gpus_per_node": 4}
 LOG = logging.getLogger("holdfast.test")
@@ -98,7 +99,7 @@ class Cluster(Executor):
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     one = Cluster()
-    monkeypatch.setitem(executors._KINDS, "slurm", lambda: one)
+    monkeypatch.setitem(schedulers._KINDS, "slurm", lambda: one)
     return one
 
 
@@ -132,7 +133,7 @@ class Turns:
         self.paths = paths
 
     def act(self) -> float | None:
-        from holdfast.workers.reconcile import reconcile
+        from holdfast.workers.runs.reconcile import reconcile
 
         with JournalWriter(self.paths.journal_of("flow")) as journal:
             return self.supervisor._act(reconcile(self.paths), journal)
@@ -147,7 +148,7 @@ class Turns:
 
 def ahead(monkeypatch: pytest.MonkeyPatch, by_s: float) -> None:
     real = time.time
-    monkeypatch.setattr("holdfast.contracts.journal.time.time", lambda: real() + by_s)
+    monkeypatch.setattr("holdfast.contracts.disk.journal.time.time", lambda: real() + by_s)
 
 
 # --- The sequence -------------------------------------------------------------------------------

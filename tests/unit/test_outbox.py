@@ -9,11 +9,11 @@ from uuid import UUID
 import pytest
 from tests.runs import RunFolder
 
+from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.errors import ServiceError
-from holdfast.contracts.history import load_events
-from holdfast.contracts.journal import Event, EventKind
+from holdfast.contracts.records.history import load_events
 from holdfast.flows.event_names import NAMES, event_name
-from holdfast.flows.outbox import (
+from holdfast.flows.supervisor.outbox import (
     ASK_AFTER_S,
     BACK_OFF_S_MAX,
     RESEND_AFTER_S,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.trainer.direct import ALIGNMENT, DIRECT_BYTES_MIN, Output
+from holdfast.contracts.disk.direct import ALIGNMENT, DIRECT_BYTES_MIN, Output
 from holdfast.trainer.loading.past_cache import (
     fill_aligned,
     go_past_cache,

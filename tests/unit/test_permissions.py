@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from tests.runs import RunFolder
 
-from holdfast.contracts.durable import create_bytes, write_bytes
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.leases import reading
-from holdfast.contracts.paths import ROOT_ID
-from holdfast.contracts.roots import ensure_root_id
-from holdfast.lineage.database import open_database
+from holdfast.contracts.disk.durable import create_bytes, write_bytes
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.leases import reading
+from holdfast.contracts.disk.paths import ROOT_ID
+from holdfast.contracts.disk.roots import ensure_root_id
+from holdfast.lineage.database.transactions import open_database
 
 
 @pytest.fixture

@@ -32,9 +32,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from holdfast.contracts.errors import SaveError
-from holdfast.trainer.identity import distcp_name
-from holdfast.trainer.loading.compare_keys import is_of_one_rank
-from holdfast.trainer.planning.columns import (
+from holdfast.trainer.format.columns import (
     KINDS,
     OWN,
     PART,
@@ -46,13 +44,15 @@ from holdfast.trainer.planning.columns import (
     make_block,
     pack,
 )
+from holdfast.trainer.format.metadata import parse_metadata
+from holdfast.trainer.planning.compare_keys import is_of_one_rank
 from holdfast.trainer.planning.global_plan import ALIGNMENT, GlobalPlan
 from holdfast.trainer.planning.layout import encode, make_template, plan_layout
-from holdfast.trainer.planning.metadata import parse_metadata
 from holdfast.trainer.planning.metadata_pickle import MetadataPickle
 from holdfast.trainer.planning.rank_rows import describe_rank
 from holdfast.trainer.planning.ranks import Contents, NodeIndex, choose_sources, decide
 from holdfast.trainer.planning.signature import Signature, flatten
+from holdfast.trainer.ranks.identity import distcp_name
 
 HEADER_BYTES = 700
 

@@ -13,8 +13,8 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from holdfast.contracts.errors import ServiceError
-from holdfast.flows.cancellation import find_cancelling
 from holdfast.flows.deployments import flow_run_state
+from holdfast.flows.supervisor.cancellation import find_cancelling
 
 ANSWER_S_MAX: Final = 15.0
 

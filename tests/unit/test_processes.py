@@ -9,8 +9,8 @@ import sys
 import psutil
 import pytest
 
-from holdfast.workers import processes
-from holdfast.workers.processes import (
+from holdfast.workers.nodes import processes
+from holdfast.workers.nodes.processes import (
     TICKS_PER_S,
     ProcessName,
     find_process,

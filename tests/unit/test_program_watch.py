@@ -13,17 +13,17 @@ import pytest
 from tests.other_users import STRANGER
 from tests.runs import RunFolder
 
-from holdfast.contracts.durable import make_directory
-from holdfast.contracts.history import load_events
-from holdfast.contracts.journal import Event, EventKind, JournalWriter
-from holdfast.contracts.manifest import Manifest
-from holdfast.contracts.rank_status import NOWHERE
-from holdfast.contracts.sources import GONE, REPLACED
+from holdfast.contracts.disk.durable import make_directory
+from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter
+from holdfast.contracts.disk.manifest import Manifest
+from holdfast.contracts.disk.sources import GONE, REPLACED
+from holdfast.contracts.node.rank_status import NOWHERE
+from holdfast.contracts.records.history import load_events
 from holdfast.workers.agent.context import AgentContext
-from holdfast.workers.agent.program_watch import ProgramWatch
-from holdfast.workers.checkpoints import committed_checkpoints
-from holdfast.workers.request import build_request
-from holdfast.workers.runs import read_record
+from holdfast.workers.agent.watch.program_watch import ProgramWatch
+from holdfast.workers.checkpoints.manifests import committed_checkpoints
+from holdfast.workers.runs.request import build_request
+from holdfast.workers.runs.run_folders import read_record
 
 WAIT_S = 20.0
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.contracts.attempt import Provenance
-from holdfast.contracts.spec import RunSpec
-from holdfast.workers.provenance import take_provenance
-from holdfast.workers.runs import create_run
+from holdfast.contracts.records.attempt import Provenance
+from holdfast.contracts.spec.run_spec import RunSpec
+from holdfast.workers.runs.provenance import take_provenance
+from holdfast.workers.runs.run_folders import create_run
 
 DIGESTS = frozenset(Provenance.model_fields)
 
@@ -108,7 +108,7 @@ def test_a_folder_without_git_is_recorded_by_its_files(tmp_path: Path) -> None:
 def test_digests_do_not_release_the_locks_of_an_open_database(
     tmp_path: Path, has_git: bool
 ) -> None:
-    """Another process still cannot write to the database; see `workers/code_files.py`."""
+    """Another process still cannot write to the database; see `workers/runs/code_files.py`."""
     folder = tmp_path / "code"
     folder.mkdir()
     (folder / "train.py").write_text("print(1)\n")

@@ -11,18 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.histories import attempt_of, history_of, record_of, spec_of
 
-from holdfast.contracts.attempt import Request
-from holdfast.contracts.node_share import Share, share_of
-from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.account.timeline import spans_of
+from holdfast.contracts.records.attempt import Request
+from holdfast.contracts.spec.node_share import Share, share_of
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.contracts.timeline import spans_of
-from holdfast.workers.agent.health import READY, HealthChecks
-from holdfast.workers.agent.launch_command import build_command, build_environment
-from holdfast.workers.executors.slurm_capacity import gpus_that_fit
-from holdfast.workers.growth import observe_capacity
-from holdfast.workers.policy import decide
-from holdfast.workers.request import build_request
-from holdfast.workers.sizes import allowed_sizes, problem_with
+from holdfast.workers.agent.health.checks import READY, HealthChecks
+from holdfast.workers.agent.launch.command import build_command, build_environment
+from holdfast.workers.decisions.growth import observe_capacity
+from holdfast.workers.decisions.policy import decide
+from holdfast.workers.decisions.sizes import allowed_sizes, problem_with
+from holdfast.workers.runs.request import build_request
+from holdfast.workers.schedulers.slurm_capacity import gpus_that_fit
 
 # Two ranks on each GPU, one rank for eight GPUs, and CPU ranks.
 SHARED = {"executor": "slurm", "nodes": 2, "gpus_per_node": 4, "nproc_per_node": 8}

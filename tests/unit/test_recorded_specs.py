@@ -16,21 +16,22 @@ from tests.unit.test_workers_runs import Scheduler, resume, submit
 from typer.testing import CliRunner
 
 from holdfast.cli.main import app
-from holdfast.contracts.attempt import Request, read_document
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.errors import RunConflictError, SpecError, SubmissionRefusedError
-from holdfast.contracts.history import load_history
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.paths import AttemptPaths, RunPaths
-from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.records.attempt import Request, read_document
+from holdfast.contracts.records.history import load_history
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState, RunState
-from holdfast.flows import carry
-from holdfast.flows.submission import submit_next
-from holdfast.flows.supervise import Supervisor
+from holdfast.flows.supervisor import carry
+from holdfast.flows.supervisor.submission import submit_next
+from holdfast.flows.supervisor.supervise import Supervisor
 from holdfast.lineage.index import Index
-from holdfast.workers import executors, operator, runs
-from holdfast.workers.executors.slurm import SlurmExecutor
-from holdfast.workers.mirrors import location_of
-from holdfast.workers.request import build_request
+from holdfast.workers import schedulers
+from holdfast.workers.checkpoints.mirrors import location_of
+from holdfast.workers.runs import operator, run_folders
+from holdfast.workers.runs.request import build_request
+from holdfast.workers.schedulers.slurm import SlurmExecutor
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -40,7 +41,7 @@ LINES = "a\nsrun evil"
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> Scheduler:
     one = Scheduler()
-    monkeypatch.setitem(executors._KINDS, "slurm", lambda: one)
+    monkeypatch.setitem(schedulers._KINDS, "slurm", lambda: one)
     return one
 
 
@@ -70,7 +71,7 @@ def make_run(
 ) -> RunPaths:
     """A run with a live attempt and documents of another version."""
     spec = spec_of(resources={"executor": "slurm"})
-    paths, _ = runs.attach_or_create(spec, root, created_by="ann")
+    paths, _ = run_folders.attach_or_create(spec, root, created_by="ann")
     attempt = submit(paths, spec)
 
     def change_record(record: dict[str, Any]) -> None:
@@ -143,12 +144,15 @@ def test_a_run_of_another_version_can_be_shown_stopped_and_relaunched(
     options = second.request.scheduler["additional_parameters"]
     assert options.get("exclude") == ("n1" if change is older else None)
     # Prefect's flow passes the recorded run, and a user submits the spec again.
-    record = runs.read_record(paths)
+    record = run_folders.read_record(paths)
     recorded = carry.given_spec(record.spec, (), paths.directory.parent, paths.name)
     assert carry.take_up(recorded, paths.directory.parent, paths.name) == paths
     if change is newer:
         same = RunSpec.model_validate(given)
-        assert runs.attach_or_create(same, tmp_path / "runs", created_by="ann") == (paths, False)
+        assert run_folders.attach_or_create(same, tmp_path / "runs", created_by="ann") == (
+            paths,
+            False,
+        )
 
 
 def test_a_request_of_an_older_version_is_submitted_unchanged(
@@ -169,7 +173,9 @@ def test_a_run_with_set_keys_of_a_newer_version_is_not_relaunched(
     given = {**spec_of(resources={"executor": "slurm"}).given, "priority": 6}
     paths = make_run(tmp_path, newer, given)
     with pytest.raises(RunConflictError):
-        runs.attach_or_create(spec_of(resources={"executor": "slurm"}), tmp_path, created_by="ann")
+        run_folders.attach_or_create(
+            spec_of(resources={"executor": "slurm"}), tmp_path, created_by="ann"
+        )
     assert "priority" in str(call("show", str(paths.directory), "--json").json["warnings"])
     assert "attempt 1" in operator.request(paths, "stop", by="ann")
     end_attempt(paths, 1)

@@ -17,7 +17,7 @@ from holdfast.contracts.redaction import (
     redact_text,
     secrets_of,
 )
-from holdfast.contracts.secrets import KINDS
+from holdfast.contracts.spec.secrets import KINDS
 
 S: Final = "Zq8vR3mK1x"
 JWT: Final = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.c2lnbmF0dXJl"

@@ -14,12 +14,12 @@ from torch.utils._pytree import tree_map_only
 
 from holdfast.contracts.errors import CheckpointError, SaveError
 from holdfast.trainer import Session, dcp
+from holdfast.trainer.format.saved_boxes import BoxTable
 from holdfast.trainer.loading.targets import collect
 from holdfast.trainer.planning.layout import (
     encode_number,
 )
 from holdfast.trainer.planning.rank_rows import NUMBER_ROOM_BYTES, describe_rank
-from holdfast.trainer.planning.saved_boxes import BoxTable
 from holdfast.trainer.planning.signature import (
     LIST_ENTRY_BYTES,
     LIST_LEAST,

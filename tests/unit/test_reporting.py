@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.contracts.journal import EventKind, JournalWriter, read_journal
-from holdfast.contracts.reporting import report
+from holdfast.contracts.disk.journal import EventKind, JournalWriter, read_journal
+from holdfast.contracts.node.reporting import report
 from holdfast.trainer.flusher.log import log
 from holdfast.trainer.metrics import Recorder
 

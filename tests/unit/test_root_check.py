@@ -10,17 +10,17 @@ import pytest
 from tests.runs import RunFolder
 from tests.unit.test_workers_lead import FakeNode, MemberAgent, played
 
-from holdfast.contracts.channel import ChannelHost
+from holdfast.contracts.disk.journal import EventKind, JournalWriter, read_journal
 from holdfast.contracts.errors import MissingNodesError
-from holdfast.contracts.journal import EventKind, JournalWriter, read_journal
+from holdfast.contracts.node.channel import ChannelHost
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.agent.context import load_context
 from holdfast.workers.agent.lead import Lead
 from holdfast.workers.agent.outcome import build_outcome
 from holdfast.workers.agent.root_check import root_ending
 from holdfast.workers.agent.runtime import NodeRuntime
-from holdfast.workers.agent.signals import SignalBox
-from holdfast.workers.root_probe import RACES, RootProblem
+from holdfast.workers.agent.stops.signals import SignalBox
+from holdfast.workers.nodes.root_probe import RACES, RootProblem
 
 
 @pytest.mark.timeout(60)

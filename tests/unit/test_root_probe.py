@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.workers import root_probe
-from holdfast.workers.root_probe import (
+from holdfast.workers.nodes import root_probe
+from holdfast.workers.nodes.root_probe import (
     RACES,
     SharedProbe,
     check_folder,

@@ -21,22 +21,24 @@ from tests.unit.test_cli import add_checkpoint, ended_run
 from tests.unit.test_orders import Cluster
 from tests.unit.test_workers_runs import submit
 
-from holdfast.cli import follow, serve
-from holdfast.contracts import orders
-from holdfast.contracts.attempt import Outcome, write_document
+from holdfast.cli import serve
+from holdfast.cli.shared import follow
+from holdfast.contracts.disk.file_locks import locked
+from holdfast.contracts.disk.paths import MANIFEST, RunPaths
 from holdfast.contracts.errors import (
     RequestConflictError,
     RunConflictError,
     ServiceError,
     SpecError,
 )
-from holdfast.contracts.file_locks import locked
-from holdfast.contracts.paths import MANIFEST, RunPaths
+from holdfast.contracts.records import orders
+from holdfast.contracts.records.attempt import Outcome, write_document
 from holdfast.contracts.states import AttemptState, RunState
 from holdfast.flows.start import Started
-from holdfast.workers import executors, operator
-from holdfast.workers.reconcile import reconcile
-from holdfast.workers.runs import create_run
+from holdfast.workers import schedulers
+from holdfast.workers.runs import operator
+from holdfast.workers.runs.reconcile import reconcile
+from holdfast.workers.runs.run_folders import create_run
 
 __all__ = ["ended_run"]
 
@@ -45,7 +47,7 @@ __all__ = ["ended_run"]
 def live_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
     """A run with a queued job of a fake scheduler, and without a supervisor."""
     cluster = Cluster()
-    monkeypatch.setitem(executors._KINDS, "slurm", lambda: cluster)
+    monkeypatch.setitem(schedulers._KINDS, "slurm", lambda: cluster)
     spec = spec_of(resources={"executor": "slurm", "gpus_per_node": 4})
     paths = create_run(spec, root, created_by="tester")
     submit(paths, spec)

@@ -11,9 +11,9 @@ import pytest
 from tests.runs import T0, RunFolder
 
 from holdfast.cli.main import main
-from holdfast.contracts.history import load_history
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.saving import (
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.records.history import load_history
+from holdfast.contracts.records.saving import (
     SESSION_WAIT_S,
     saves_by_holdfast,
     trained_in,
@@ -21,10 +21,10 @@ from holdfast.contracts.saving import (
     why_nothing_is_saved,
 )
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.lineage import queries
-from holdfast.lineage.database import open_database
-from holdfast.lineage.ingest import ingest_run
-from holdfast.workers import operator
+from holdfast.lineage.database.transactions import open_database
+from holdfast.lineage.ingest.run_ingest import ingest_run
+from holdfast.lineage.queries import run_queries
+from holdfast.workers.runs import operator
 
 OPAQUE = {"program": {"checkpoints": "out/{step}"}}
 
@@ -51,7 +51,7 @@ def seen(run: RunFolder, now: float = T0 + 5) -> tuple[bool | None, str]:
     answers = saves_by_holdfast(trained), why_nothing_is_saved(trained)
     with open_database() as database:
         ingest_run(database, run.paths)
-        view = trained_in_view(queries.show_run(database, str(run.paths.directory)), now)
+        view = trained_in_view(run_queries.show_run(database, str(run.paths.directory)), now)
     assert (saves_by_holdfast(view), why_nothing_is_saved(view)) == answers
     return answers
 

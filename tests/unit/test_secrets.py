@@ -11,19 +11,19 @@ import pytest
 from pydantic import ValidationError
 from tests.runs import RunFolder
 
-from holdfast.contracts import secrets
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import ForeignFileError, PreflightError, SecretError, SpecError
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.redaction import places_of_secrets, redact, secrets_of
-from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.spec import secrets
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.flows import secrets as submitted
 from holdfast.flows.parameters import load_spec
 from holdfast.flows.start import flow_parameters
-from holdfast.workers.provenance import take_provenance
-from holdfast.workers.reconcile import reconcile
-from holdfast.workers.request import build_request
-from holdfast.workers.runs import attach_or_create, read_record
+from holdfast.workers.runs.provenance import take_provenance
+from holdfast.workers.runs.reconcile import reconcile
+from holdfast.workers.runs.request import build_request
+from holdfast.workers.runs.run_folders import attach_or_create, read_record
 
 VALUE: Final = "Zq8vR3mK1xWn"
 NOT_ROOT: Final = 65534

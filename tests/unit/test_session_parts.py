@@ -18,21 +18,21 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.contracts.disk.journal import Event, EventKind, read_journal
 from holdfast.contracts.environment import FLUSH_TIMEOUT, flush_timeout_s
 from holdfast.contracts.errors import HoldfastError, SpecError
-from holdfast.contracts.journal import Event, EventKind, read_journal
-from holdfast.contracts.rank_status import RankStatusTable
-from holdfast.trainer.child_signals import STOP_SIGNALS
-from holdfast.trainer.collective import ControlGroup
+from holdfast.contracts.node.rank_status import RankStatusTable
 from holdfast.trainer.config import config
 from holdfast.trainer.data.order import SkipWindow
 from holdfast.trainer.loading.restore import Resumed, describe, recorded_skips
 from holdfast.trainer.metrics import Recorder
 from holdfast.trainer.pacing.cadence import AUTO_INTERVAL_S, Cadence, Interval
-from holdfast.trainer.program import program_argv
-from holdfast.trainer.rank_context import choose_directory
-from holdfast.trainer.session import Session
-from holdfast.trainer.signals import FailureRecord, SignalFlags
+from holdfast.trainer.process.child_signals import STOP_SIGNALS
+from holdfast.trainer.process.program import program_argv
+from holdfast.trainer.process.signals import FailureRecord, SignalFlags
+from holdfast.trainer.ranks.collective import ControlGroup
+from holdfast.trainer.ranks.rank_context import choose_directory
+from holdfast.trainer.session.session import Session
 from holdfast.trainer.state.run_state import Restored
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.contracts.states import Cause
-from holdfast.workers.causes import classify
-from holdfast.workers.setup_lines import after_setup, checked_lines, problem_in
+from holdfast.workers.decisions.causes import classify
+from holdfast.workers.nodes.setup_lines import after_setup, checked_lines, problem_in
 
 # The functions of a site: one uses an unset variable, and both return 1 for an unknown name.
 SITE = """\

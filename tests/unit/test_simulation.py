@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from tests.cli_calls import Call
 
+from holdfast.contracts.account.goodput import PARTS
 from holdfast.contracts.errors import SpecError
-from holdfast.contracts.goodput import PARTS
-from holdfast.contracts.spec import RunSpec
-from holdfast.contracts.spec_resources import Resources
-from holdfast.workers.attempt_costs import Costs, Saves
-from holdfast.workers.cluster_history import _Use, read_history
-from holdfast.workers.simulation import Simulated, simulate
-from holdfast.workers.traces import Trace, read_trace
+from holdfast.contracts.spec.resources import Resources
+from holdfast.contracts.spec.run_spec import RunSpec
+from holdfast.workers.decisions.attempt_costs import Costs, Saves
+from holdfast.workers.runs.simulation import Simulated, simulate
+from holdfast.workers.schedulers.cluster_history import _Use, read_history
+from holdfast.workers.schedulers.traces import Trace, read_trace
 
 # No failures, and whole numbers.
 COSTS = Costs(

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tests.histories import spec_of
 
-from holdfast.workers import slurm_client
-from holdfast.workers.slurm_defaults import default_warnings, warnings_of_defaults
+from holdfast.workers.schedulers import slurm_client
+from holdfast.workers.schedulers.slurm_defaults import default_warnings, warnings_of_defaults
 
 # Lines of `scontrol show config` and `scontrol -o show partition`, as Slurm 24.11 prints them.
 CONFIG = """Configuration data as of 2026-01-01T00:00:00

@@ -12,24 +12,24 @@ from typing import Any, Final
 import pytest
 from tests.histories import NOW, attempt_of, history_of, record_of, spec_of
 
-from holdfast.contracts.attempt import Outcome, Submission, SubmissionTry, write_document
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.errors import SchedulerUnavailableError, SubmissionRefusedError
-from holdfast.contracts.history import RunHistory, load_history
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.paths import AttemptPaths, RunPaths
-from holdfast.contracts.spec_resources import Resources
+from holdfast.contracts.records.attempt import Outcome, Submission, SubmissionTry, write_document
+from holdfast.contracts.records.history import RunHistory, load_history
+from holdfast.contracts.spec.resources import Resources
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.flows.submission import submit_next
-from holdfast.flows.supervise import Supervisor, _due_s
+from holdfast.flows.supervisor.submission import submit_next
+from holdfast.flows.supervisor.supervise import Supervisor, _due_s
 from holdfast.lineage.index import Index
-from holdfast.workers import operator, reconcile, runs
-from holdfast.workers.causes import classify
-from holdfast.workers.executors.base import FORGOTTEN
-from holdfast.workers.executors.slurm import SlurmExecutor
-from holdfast.workers.pending import allow_hosts_again, is_overdue
-from holdfast.workers.policy import Decision, wait_after_refusal
-from holdfast.workers.request import build_request
-from holdfast.workers.until_capacity import UNTIL_CAPACITY, ready_runs
+from holdfast.workers.decisions.causes import classify
+from holdfast.workers.decisions.policy import Decision, wait_after_refusal
+from holdfast.workers.runs import operator, reconcile, run_folders
+from holdfast.workers.runs.pending import allow_hosts_again, is_overdue
+from holdfast.workers.runs.request import build_request
+from holdfast.workers.runs.until_capacity import UNTIL_CAPACITY, ready_runs
+from holdfast.workers.schedulers.base import FORGOTTEN
+from holdfast.workers.schedulers.slurm import SlurmExecutor
 
 ON_SLURM: Final = {"executor": "slurm", "nodes": 2, "gpus_per_node": 4, "partition": "spot"}
 PARTITION: Final = "PartitionName=spot Default=YES Nodes=n[1-2] State=UP TotalNodes=2"
@@ -103,7 +103,7 @@ def make_run(root: Path, name: str = "r", **fields: Any) -> RunPaths:
         **fields,
     )
     spec = spec.model_copy(update={"name": name})
-    return runs.attach_or_create(spec, root, created_by="ann")[0]
+    return run_folders.attach_or_create(spec, root, created_by="ann")[0]
 
 
 # --- answers -------------------------------------------------------------------------------------

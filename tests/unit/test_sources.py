@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from tests.other_users import STRANGER
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 
+from holdfast.contracts.disk.paths import IMPORTED, RunPaths
 from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError, KeyMismatchError
-from holdfast.contracts.paths import IMPORTED, RunPaths
 from holdfast.trainer.export.forms import appearing
 from holdfast.trainer.importing.__main__ import import_into
 from holdfast.trainer.sources.find import open_source

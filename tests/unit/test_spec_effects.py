@@ -12,8 +12,8 @@ from tests.histories import spec_of
 from tests.spec_keys import spec_keys
 
 from holdfast.contracts.errors import SpecError
-from holdfast.contracts.spec import RunSpec
-from holdfast.contracts.spec_effects import ACTS
+from holdfast.contracts.spec.effects import ACTS
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.flows.parameters import load_spec
 
 SECRET = {"from_env": "HOOK"}

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from holdfast.contracts import rank_status
-from holdfast.contracts.memory_order import fence
-from holdfast.contracts.rank_status import Proposal, RankStatusTable
-from holdfast.trainer import direct
-from holdfast.trainer.direct import Output
+from holdfast.contracts.disk import direct
+from holdfast.contracts.disk.direct import Output
+from holdfast.contracts.node import rank_status
+from holdfast.contracts.node.memory_order import fence
+from holdfast.contracts.node.rank_status import Proposal, RankStatusTable
 from holdfast.trainer.mirror.directory import _write_all
-from holdfast.trainer.staging import slots
+from holdfast.trainer.slots import slots
+from holdfast.trainer.slots.slots import Slot, SlotState
 from holdfast.trainer.staging.allocator import Allocator
-from holdfast.trainer.staging.slots import Slot, SlotState
 
 ALL_S = 10.0
 TABLE = {"step": 7}

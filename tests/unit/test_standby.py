@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from holdfast.contracts import environment
-from holdfast.trainer.program import program_argv
+from holdfast.trainer.process.program import program_argv
+from holdfast.trainer.process.standby import changed_variables
 from holdfast.trainer.rank_start import set_up_interpreter
-from holdfast.trainer.standby import changed_variables
 
 # Preload a small module instead of the large libraries, to save time.
 STANDBY = """

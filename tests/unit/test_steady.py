@@ -6,13 +6,13 @@ import time
 
 import pytest
 
-from holdfast.contracts import steady
-from holdfast.contracts.spec_supervision import Supervision
+from holdfast.contracts.node import steady
+from holdfast.contracts.spec.supervision import Supervision
 from holdfast.contracts.states import Cause
-from holdfast.workers import slurm_client
-from holdfast.workers.agent.slurm_clock import slurm_lead_s
-from holdfast.workers.agent.stop_times import kill_at
-from holdfast.workers.agent.stops import StopRequest
+from holdfast.workers.agent.stops.slurm_clock import slurm_lead_s
+from holdfast.workers.agent.stops.sources import StopRequest
+from holdfast.workers.agent.stops.stop_times import kill_at
+from holdfast.workers.schedulers import slurm_client
 
 
 @pytest.mark.parametrize("step_s", [3600.0, -3600.0])

@@ -11,12 +11,12 @@ from typing import Any, cast
 
 import pytest
 
-from holdfast.contracts.agreement import answer_from_status_table
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.rank_status import Proposal, RankStatusTable
-from holdfast.trainer import stop_coordinator
-from holdfast.trainer.rank_context import RankContext
-from holdfast.trainer.stop_coordinator import StopCoordinator
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.node.agreement import answer_from_status_table
+from holdfast.contracts.node.rank_status import Proposal, RankStatusTable
+from holdfast.trainer.ranks.rank_context import RankContext
+from holdfast.trainer.session import stop_coordinator
+from holdfast.trainer.session.stop_coordinator import StopCoordinator
 
 WAIT_S = 30.0
 

@@ -13,11 +13,11 @@ import pytest
 from tests.cli_calls import Call
 
 from holdfast.contracts.errors import SpecError
-from holdfast.contracts.spec import RunSpec
-from holdfast.contracts.spec_part import SpecPart, part_of
-from holdfast.contracts.steps_total import steps_total
-from holdfast.flows import carry
+from holdfast.contracts.spec.part import SpecPart, part_of
+from holdfast.contracts.spec.run_spec import RunSpec
+from holdfast.contracts.spec.steps_total import steps_total
 from holdfast.flows.parameters import load_spec
+from holdfast.flows.supervisor import carry
 
 PLAIN: Final[dict[str, Any]] = {"name": "kelp", "command": ["train.py"]}
 DAY: Final = date(2026, 1, 2)

@@ -18,17 +18,17 @@ from tests.unit.test_workers_slurm_questions import (
     set_up_slurm,
 )
 
-from holdfast.contracts.attempt import Request, Submission
+from holdfast.contracts.disk.paths import AttemptPaths
 from holdfast.contracts.errors import (
     PreflightError,
     SchedulerUnavailableError,
     SubmissionRefusedError,
 )
-from holdfast.contracts.paths import AttemptPaths
-from holdfast.contracts.spec import RunSpec
-from holdfast.workers import preflight
-from holdfast.workers.executors.slurm import SlurmExecutor
-from holdfast.workers.request import build_request
+from holdfast.contracts.records.attempt import Request, Submission
+from holdfast.contracts.spec.run_spec import RunSpec
+from holdfast.workers.runs import preflight
+from holdfast.workers.runs.request import build_request
+from holdfast.workers.schedulers.slurm import SlurmExecutor
 
 SLURM = {"executor": "slurm", "gpus_per_node": 4}
 SHOW_PARTITIONS = "scontrol --all -o show partition"

@@ -11,23 +11,23 @@ from typing import Any
 import pytest
 from tests.runs import T0, RunFolder
 
-from holdfast.contracts import journal
-from holdfast.contracts.history import load_history
-from holdfast.contracts.history_cache import HistoryReader, load_tallied
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.disk import journal
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.records.history import load_history
+from holdfast.contracts.records.history_cache import HistoryReader, load_tallied
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.flows import ingestion, service
-from holdfast.flows.deliveries import Deliveries, _Look
-from holdfast.flows.ingestion import Ingestion
-from holdfast.flows.service import SupervisorService
-from holdfast.flows.submission import submit_next
-from holdfast.flows.supervise import PRUNE_S, Supervisor
+from holdfast.flows.supervisor import ingestion, service
+from holdfast.flows.supervisor.deliveries import Deliveries, _Look
+from holdfast.flows.supervisor.ingestion import Ingestion
+from holdfast.flows.supervisor.service import SupervisorService
+from holdfast.flows.supervisor.submission import submit_next
+from holdfast.flows.supervisor.supervise import PRUNE_S, Supervisor
 from holdfast.lineage.index import Index
-from holdfast.lineage.ingest import ingest_run
-from holdfast.lineage.pages import list_events
-from holdfast.workers import mirrors
-from holdfast.workers.retention import Verdict
+from holdfast.lineage.ingest.run_ingest import ingest_run
+from holdfast.lineage.queries.pages import list_events
+from holdfast.workers.checkpoints import mirrors
+from holdfast.workers.checkpoints.retention import Verdict
 
 LOG = logging.getLogger("holdfast.test")
 
@@ -97,7 +97,7 @@ def test_a_long_journal_reaches_the_index_in_several_transactions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("holdfast.lineage.journal_lines.LINES_MAX", 7)
+    monkeypatch.setattr("holdfast.lineage.ingest.journal_lines.LINES_MAX", 7)
     folder = build(tmp_path / "runs", 40)
     folder.delete("step-00000002.a0001.l01", "keep.last 2: step 2 is older")
     with Index() as index:
@@ -143,7 +143,7 @@ def test_pruning_looks_at_new_commits_and_now_and_then(
     looks: list[RunPaths] = []
     monkeypatch.setattr(mirrors, "_deleted_here", looks.append)
     now = [time.monotonic()]
-    monkeypatch.setattr("holdfast.flows.supervise.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("holdfast.flows.supervisor.supervise.time.monotonic", lambda: now[0])
     supervisor._prune(supervisor._history.load())
     assert [path.name[5:13] for path in folder.paths.list_checkpoints()] == ["00000002", "00000003"]
     asked: list[RunPaths] = []
@@ -152,7 +152,7 @@ def test_pruning_looks_at_new_commits_and_now_and_then(
         asked.append(paths)
         return []
 
-    monkeypatch.setattr("holdfast.flows.supervise.deletion.apply", apply)
+    monkeypatch.setattr("holdfast.flows.supervisor.supervise.deletion.apply", apply)
     for _ in range(5):
         supervisor._prune(supervisor._history.load())
     assert not asked, "nothing is new"

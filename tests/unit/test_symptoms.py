@@ -9,16 +9,16 @@ from tests.cli_calls import Call
 from tests.histories import spec_of
 from tests.unit.test_cli import ended_run
 
-from holdfast.contracts.attempt import write_document
-from holdfast.contracts.history import load_events
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.paths import AttemptPaths, RunPaths
-from holdfast.workers import attempts, runs
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
+from holdfast.contracts.records.attempt import write_document
+from holdfast.contracts.records.history import load_events
 from holdfast.workers.agent import runtime as agent_runtime
 from holdfast.workers.agent.context import load_context
+from holdfast.workers.agent.launch.standby_plan import StandbyPlan
 from holdfast.workers.agent.runtime import NodeRuntime
-from holdfast.workers.agent.standby_plan import StandbyPlan
-from holdfast.workers.request import build_request
+from holdfast.workers.runs import attempts, run_folders
+from holdfast.workers.runs.request import build_request
 
 __all__ = ["ended_run"]
 
@@ -26,10 +26,10 @@ __all__ = ["ended_run"]
 @pytest.fixture
 def attempt(tmp_path: Path) -> AttemptPaths:
     spec = spec_of()
-    paths, _ = runs.attach_or_create(spec, tmp_path, created_by="tester")
+    paths, _ = run_folders.attach_or_create(spec, tmp_path, created_by="tester")
     made = attempts.reserve(paths, 1)
     assert made is not None
-    record = runs.read_record(paths)
+    record = run_folders.read_record(paths)
     write_document(made.request, build_request(record, spec, attempt=1, gpus=4, reason="x"))
     return made
 

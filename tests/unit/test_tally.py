@@ -14,26 +14,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.runs import T0, RunFolder
 
-from holdfast.contracts import journal
-from holdfast.contracts.history import (
+from holdfast.contracts.account.timeline import goodput_of, safe_step_of
+from holdfast.contracts.disk import journal
+from holdfast.contracts.disk.journal import Event, EventKind
+from holdfast.contracts.disk.paths import CheckpointName
+from holdfast.contracts.records.history import (
     RunHistory,
     excluded_checkpoints,
     load_events,
     load_history,
     pinned_checkpoints,
 )
-from holdfast.contracts.history_cache import HistoryReader, load_tallied
-from holdfast.contracts.journal import Event, EventKind
-from holdfast.contracts.paths import CheckpointName
+from holdfast.contracts.records.history_cache import HistoryReader, load_tallied
+from holdfast.contracts.records.tally import RECENT_MAX
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.contracts.tally import RECENT_MAX
-from holdfast.contracts.timeline import goodput_of, safe_step_of
-from holdfast.flows.limits import new_findings
-from holdfast.flows.progress import recorded_progress
 from holdfast.flows.run_report import state_name
-from holdfast.workers.growth import grow_delay
-from holdfast.workers.policy import decide
-from holdfast.workers.retention import checkpoints_in_use
+from holdfast.flows.supervisor.limits import new_findings
+from holdfast.flows.supervisor.progress import recorded_progress
+from holdfast.workers.checkpoints.retention import checkpoints_in_use
+from holdfast.workers.decisions.growth import grow_delay
+from holdfast.workers.decisions.policy import decide
 
 SPEC = {
     "resources": {"gpus_per_node": 2},

@@ -34,10 +34,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from holdfast.contracts.errors import DamagedCheckpointError
-from holdfast.trainer.planning.metadata import parse_metadata, read_metadata
-from holdfast.trainer.planning.metadata_dump import dump_metadata
-from holdfast.trainer.planning.metadata_makers import BUILDS, KEY_TYPES, PROPERTIES, find_maker
-from holdfast.trainer.planning.plain_pickle import RefusedPickle, read_pickle
+from holdfast.trainer.format.metadata import parse_metadata, read_metadata
+from holdfast.trainer.format.metadata_dump import dump_metadata
+from holdfast.trainer.format.metadata_makers import BUILDS, KEY_TYPES, PROPERTIES, find_maker
+from holdfast.trainer.format.plain_pickle import RefusedPickle, read_pickle
 
 FOLDER: Final = Path(__file__).with_name("torch_metadata")
 FILES: Final = (

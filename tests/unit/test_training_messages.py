@@ -17,6 +17,8 @@ from tests.unit.test_engine_resume import write_record
 from torch import nn
 
 from holdfast.contracts import environment
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import (
     DamagedCheckpointError,
     MirrorError,
@@ -24,13 +26,12 @@ from holdfast.contracts.errors import (
     RunConflictError,
     SpecError,
 )
-from holdfast.contracts.manifest import read_manifest
-from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.rank_status import RankStatusTable
-from holdfast.trainer import Session, flusher_supervisor
-from holdfast.trainer.flusher_supervisor import FlusherSupervisor
+from holdfast.contracts.node.rank_status import RankStatusTable
+from holdfast.trainer import Session
 from holdfast.trainer.loading import restore
 from holdfast.trainer.mirror.open_store import open_store
+from holdfast.trainer.process import flusher_supervisor
+from holdfast.trainer.process.flusher_supervisor import FlusherSupervisor
 
 
 def launch(directory: Path, steps: int) -> tuple[int, list[float]]:

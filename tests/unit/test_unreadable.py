@@ -16,13 +16,13 @@ from tests.cli_calls import Call
 from tests.runs import RunFolder
 from tests.unit.test_cli import ended_run
 
-from holdfast.contracts import damage
-from holdfast.contracts.damage import word_for
+from holdfast.contracts.disk import damage
+from holdfast.contracts.disk.damage import word_for
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import CheckpointError, PreflightError, SpecError
-from holdfast.contracts.paths import RunPaths
 from holdfast.trainer.loading.resume import inspect
 from holdfast.trainer.state import plain
-from holdfast.workers.trainer_call import ask_trainer
+from holdfast.workers.checkpoints.trainer_call import ask_trainer
 
 __all__ = ["ended_run"]
 EIO = f"__0_0.distcp: cannot be read: {os.strerror(errno.EIO)}"

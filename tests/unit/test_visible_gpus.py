@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from tests.histories import record_of, spec_of
 
-from holdfast.contracts.attempt import Request
 from holdfast.contracts.errors import PreflightError, SpecError
-from holdfast.workers import preflight
-from holdfast.workers.executors import visible_gpus
-from holdfast.workers.executors.local_launch import _gpus_of
-from holdfast.workers.request import build_request
+from holdfast.contracts.records.attempt import Request
+from holdfast.workers.agent.local_launch import _gpus_of
+from holdfast.workers.runs import preflight
+from holdfast.workers.runs.request import build_request
+from holdfast.workers.schedulers import visible_gpus
 
 UUIDS = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6,GPU-1d6c7a2e"
 INSTANCES = "MIG-GPU-8932f937-d72c-4106-c12f-20bd9faed9f6/1/0,MIG-41b36fb4-36c6-5a7b-9e1b-3f4a"

@@ -14,23 +14,25 @@ from prefect.states import Cancelling
 from tests.other_users import STRANGER
 from tests.runs import RunFolder
 
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.paths import RunPaths, list_runs
+from holdfast.contracts.disk.visits import own_runs, visit
 from holdfast.contracts.errors import (
     LineageError,
     RunConflictError,
     RunFailedError,
     UnreadableRunError,
 )
-from holdfast.contracts.history import load_history
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.paths import RunPaths, list_runs
+from holdfast.contracts.records.history import load_history
 from holdfast.contracts.states import RunState
-from holdfast.contracts.visits import own_runs, visit
-from holdfast.flows import operations, service
-from holdfast.flows.cancellation import cancel_run_of_flow, find_supervised
-from holdfast.flows.handover import service_folder
+from holdfast.flows import operations
+from holdfast.flows.supervisor import service
+from holdfast.flows.supervisor.cancellation import cancel_run_of_flow, find_supervised
+from holdfast.flows.supervisor.handover import service_folder
 from holdfast.lineage.index import Index
-from holdfast.workers import operator, pruning
-from holdfast.workers.until_capacity import UNTIL_CAPACITY, ready_runs
+from holdfast.workers.checkpoints import pruning
+from holdfast.workers.runs import operator
+from holdfast.workers.runs.until_capacity import UNTIL_CAPACITY, ready_runs
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("home")]
 FLOW_RUN = str(uuid4())

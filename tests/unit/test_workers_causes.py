@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from holdfast.contracts.attempt import Outcome, StopFile
-from holdfast.contracts.history import stopped_for_numerics
-from holdfast.contracts.journal import Event, EventKind
+from holdfast.contracts.disk.journal import Event, EventKind
+from holdfast.contracts.records.attempt import Outcome, StopFile
+from holdfast.contracts.records.history import stopped_for_numerics
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.agent.ended import Ended
 from holdfast.workers.agent.node import CrashReport, NodeReport
-from holdfast.workers.agent.signals import judge
-from holdfast.workers.causes import (
+from holdfast.workers.agent.stops.signals import judge
+from holdfast.workers.decisions.causes import (
     STATE_OF_CAUSE,
     FailedSave,
     RankFailure,
@@ -22,16 +22,16 @@ from holdfast.workers.causes import (
     hung_ending,
     with_numerics_stop,
 )
-from holdfast.workers.evidence import (
+from holdfast.workers.decisions.evidence import (
     TRACEBACK,
     find_cause,
     last_message,
     last_traceback,
     messages,
 )
-from holdfast.workers.executors import JobStatus
-from holdfast.workers.slurm_client import format_time
-from holdfast.workers.slurm_states import translate
+from holdfast.workers.schedulers import JobStatus
+from holdfast.workers.schedulers.slurm_client import format_time
+from holdfast.workers.schedulers.slurm_states import translate
 
 STOP = StopFile(action="pause", by="ann", requested_at=1.0)
 PREEMPTED = {"cause": "preemption", "name": "SIGTERM", "source": "signal"}

@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 from tests.histories import NOW, attempt_of, history_of, spec_of
 
-from holdfast.contracts.history import AttemptView, RunHistory
-from holdfast.contracts.journal import GROWER
-from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.disk.journal import GROWER
+from holdfast.contracts.records.history import AttemptView, RunHistory
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.workers.growth import (
+from holdfast.workers.decisions.growth import (
     CapacityObservation,
     find_growth,
     grow_delay,
     is_due,
     observe_capacity,
 )
-from holdfast.workers.policy import decide, fits_any
+from holdfast.workers.decisions.policy import decide, fits_any
 
 AFTER_S = 100.0
 RUNNING = AttemptState.RUNNING

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from tests.runs import RunFolder
 
-from holdfast.contracts.attempt import Request, read_document
-from holdfast.contracts.journal import Event, EventKind, JournalWriter, read_journal
-from holdfast.workers.agent import hangs
-from holdfast.workers.agent.calibration import PhaseTimes
-from holdfast.workers.agent.hangs import HangWatch
-from holdfast.workers.agent.silence import RankStatus
-from holdfast.workers.agent.stack_text import RankStack
-from holdfast.workers.agent.stacks import StackSample
+from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter, read_journal
+from holdfast.contracts.records.attempt import Request, read_document
+from holdfast.workers.agent.watch import hangs
+from holdfast.workers.agent.watch.hangs import HangWatch
+from holdfast.workers.agent.watch.silence import RankStatus
+from holdfast.workers.agent.watch.stack_text import RankStack
+from holdfast.workers.agent.watch.stacks import StackSample
+from holdfast.workers.nodes.calibration import PhaseTimes
 
 STEP = PhaseTimes(count=500, p50_s=0.8, p99_s=1.0)
 LOOK_S = 0.25

@@ -16,19 +16,19 @@ from typing import Any
 import pytest
 from tests.runs import RunFolder
 
-from holdfast.contracts.journal import EventKind, read_journal
-from holdfast.contracts.paths import AttemptPaths
-from holdfast.contracts.rank_status import RECENT_STEPS, Phase, RankStatusTable
-from holdfast.trainer import stacks as trainer_stacks
-from holdfast.workers.agent import stacks
-from holdfast.workers.agent.calibration import PhaseTimes
+from holdfast.contracts.disk.journal import EventKind, read_journal
+from holdfast.contracts.disk.paths import AttemptPaths
+from holdfast.contracts.node.rank_status import RECENT_STEPS, Phase, RankStatusTable
+from holdfast.trainer.ranks import stacks as trainer_stacks
 from holdfast.workers.agent.context import AgentContext, load_context
-from holdfast.workers.agent.flight_recorder import recorder_environment, take_flight_record
-from holdfast.workers.agent.gpus import GpuBeat, GpuWatch, watch_gpus
-from holdfast.workers.agent.heartbeat import Heartbeat, earlier_times
-from holdfast.workers.agent.kernel_view import Below, look_below, waits_for_others
-from holdfast.workers.agent.rank_watch import RankWatch
-from holdfast.workers.heartbeats import (
+from holdfast.workers.agent.watch import stacks
+from holdfast.workers.agent.watch.flight_recorder import recorder_environment, take_flight_record
+from holdfast.workers.agent.watch.heartbeat import Heartbeat, earlier_times
+from holdfast.workers.agent.watch.kernel_view import Below, look_below, waits_for_others
+from holdfast.workers.agent.watch.rank_watch import RankWatch
+from holdfast.workers.nodes.calibration import PhaseTimes
+from holdfast.workers.nodes.gpus import GpuBeat, GpuWatch, watch_gpus
+from holdfast.workers.nodes.heartbeats import (
     HeartbeatWatch,
     HeartbeatWriter,
     NodeBeat,
@@ -268,8 +268,8 @@ def test_child_processes_that_wait_for_storage_or_compute_are_detected() -> None
 
 OFFERS = """
 import time
-from holdfast.contracts.rank_status import RankStatusTable
-from holdfast.trainer.stacks import offer_stacks
+from holdfast.contracts.node.rank_status import RankStatusTable
+from holdfast.trainer.ranks.stacks import offer_stacks
 import sys
 record = RankStatusTable.open(sys.argv[1]).record(0)
 offer_stacks(record)

@@ -18,11 +18,11 @@ from typing import Any, cast
 import pytest
 from tests.runs import RunFolder
 
-from holdfast.contracts.agreement import ask_together
-from holdfast.contracts.channel import ChannelHost, ChannelMember
+from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter, read_journal
 from holdfast.contracts.errors import AgreementError
-from holdfast.contracts.journal import Event, EventKind, JournalWriter, read_journal
-from holdfast.contracts.rank_status import Proposal
+from holdfast.contracts.node.agreement import ask_together
+from holdfast.contracts.node.channel import ChannelHost, ChannelMember
+from holdfast.contracts.node.rank_status import Proposal
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.agent.context import load_context
 from holdfast.workers.agent.ended import Ended
@@ -32,8 +32,8 @@ from holdfast.workers.agent.node_group import AGREE_WAIT_S
 from holdfast.workers.agent.outcome import build_outcome, judge_ending
 from holdfast.workers.agent.remote_node import RemoteNode
 from holdfast.workers.agent.runtime import NodeRuntime
-from holdfast.workers.agent.signals import SignalBox
-from holdfast.workers.root_probe import RootProblem
+from holdfast.workers.agent.stops.signals import SignalBox
+from holdfast.workers.nodes.root_probe import RootProblem
 
 STEPS_GAINED = 7
 LOOKS = 3

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.workers.agent import local_log
-from holdfast.workers.agent.local_log import LocalLog
+from holdfast.workers.agent.launch import local_log
+from holdfast.workers.agent.launch.local_log import LocalLog
 
 WAIT_S = 20.0
 

@@ -9,15 +9,15 @@ import pytest
 from pydantic import ValidationError
 from tests.histories import NOW, attempt_of, history_of, record_of, spec_of
 
-from holdfast.contracts.history import AttemptView
-from holdfast.contracts.journal import FALLBACKS, Event, EventKind
-from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.disk.journal import FALLBACKS, Event, EventKind
+from holdfast.contracts.records.history import AttemptView
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.workers.executors.slurm_capacity import free_gpus, wanted_of
-from holdfast.workers.pending import is_overdue
-from holdfast.workers.places import ReturnWatch, place_after, reason_to_move
-from holdfast.workers.policy import decide
-from holdfast.workers.request import build_request
+from holdfast.workers.decisions.places import ReturnWatch, place_after, reason_to_move
+from holdfast.workers.decisions.policy import decide
+from holdfast.workers.runs.pending import is_overdue
+from holdfast.workers.runs.request import build_request
+from holdfast.workers.schedulers.slurm_capacity import free_gpus, wanted_of
 
 ELSEWHERE = {"partition": "spot-b", "after_min": 10}
 ON_DEMAND = {"partition": "prod", "qos": "high", "gpu_type": "h100", "after_min": 5}

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from tests.histories import NOW, attempt_of, growing, history_of, spec_of
 
-from holdfast.contracts.attempt import LaunchRecord, SubmissionTry
-from holdfast.contracts.history import AttemptView
-from holdfast.contracts.journal import Event, EventKind
+from holdfast.contracts.disk.journal import Event, EventKind
+from holdfast.contracts.records.attempt import LaunchRecord, SubmissionTry
+from holdfast.contracts.records.history import AttemptView
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.workers.causes import RankFailure, classify_crash, hung_ending
-from holdfast.workers.exclusions import EXCLUDE_S, excluded_hosts
-from holdfast.workers.policy import (
+from holdfast.workers.decisions.causes import RankFailure, classify_crash, hung_ending
+from holdfast.workers.decisions.exclusions import EXCLUDE_S, excluded_hosts
+from holdfast.workers.decisions.policy import (
     BACKOFF_S_MAX,
     BUDGETS,
     PREEMPTOR_S,
@@ -24,7 +24,7 @@ from holdfast.workers.policy import (
     spent_on,
     wait_after_refusal,
 )
-from holdfast.workers.sizes import allowed_sizes, problem_with
+from holdfast.workers.decisions.sizes import allowed_sizes, problem_with
 
 
 def test_the_first_attempt_uses_the_specs_gpus() -> None:

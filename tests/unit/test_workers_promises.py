@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.contracts.journal import Event, EventKind
+from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.agent.promises import judge_completion
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from tests.histories import record_of, spec_of
 
-from holdfast.contracts.attempt import Request
-from holdfast.contracts.digests import command_digest
-from holdfast.workers.agent.launch_command import build_command, build_environment
-from holdfast.workers.request import LOCAL_TIMEOUT_MIN, build_request
+from holdfast.contracts.disk.digests import command_digest
+from holdfast.contracts.records.attempt import Request
+from holdfast.workers.agent.launch.command import build_command, build_environment
+from holdfast.workers.runs.request import LOCAL_TIMEOUT_MIN, build_request
 
 
 def request_of(attempt: int = 1, gpus: int | None = None, **fields: Any) -> Request:

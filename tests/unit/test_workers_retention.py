@@ -18,19 +18,20 @@ import pytest
 from tests.runs import T0, RunFolder
 from tests.storage import small_storage
 
-from holdfast.contracts.damage import find_damage
-from holdfast.contracts.durable import make_directory
+from holdfast.contracts.disk.damage import find_damage
+from holdfast.contracts.disk.durable import make_directory
+from holdfast.contracts.disk.journal import EventKind, journal_lock
+from holdfast.contracts.disk.leases import reading
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.paths import MANIFEST, RunPaths
 from holdfast.contracts.errors import NotFoundError, SpecError
-from holdfast.contracts.history import load_history, pinned_checkpoints
-from holdfast.contracts.journal import EventKind, journal_lock
-from holdfast.contracts.leases import reading
-from holdfast.contracts.manifest import read_manifest
-from holdfast.contracts.paths import MANIFEST, RunPaths
-from holdfast.contracts.spec_checkpoint import Keep
+from holdfast.contracts.records.history import load_history, pinned_checkpoints
+from holdfast.contracts.spec.checkpoint import Keep
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.workers import deletion, operator, retention
-from holdfast.workers.checkpoints import committed_checkpoints
-from holdfast.workers.retention import Facts
+from holdfast.workers.checkpoints import deletion, retention
+from holdfast.workers.checkpoints.manifests import committed_checkpoints
+from holdfast.workers.checkpoints.retention import Facts
+from holdfast.workers.runs import operator
 
 STEPS = (10, 20, 30, 40)
 

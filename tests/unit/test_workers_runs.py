@@ -13,14 +13,9 @@ from typing import Any
 import pytest
 from tests.histories import spec_of
 
-from holdfast.contracts.attempt import (
-    Outcome,
-    RunRecord,
-    StopFile,
-    Submission,
-    read_document,
-    write_document,
-)
+from holdfast.contracts.disk.filesystems import FileSystem
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.errors import (
     NotFoundError,
     PreflightError,
@@ -28,18 +23,24 @@ from holdfast.contracts.errors import (
     SchedulerUnavailableError,
     SpecError,
 )
-from holdfast.contracts.filesystems import FileSystem
-from holdfast.contracts.history import load_history
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.paths import AttemptPaths, RunPaths
-from holdfast.contracts.spec import Cost, RunSpec
+from holdfast.contracts.records.attempt import (
+    Outcome,
+    RunRecord,
+    StopFile,
+    Submission,
+    read_document,
+    write_document,
+)
+from holdfast.contracts.records.history import load_history
+from holdfast.contracts.spec.run_spec import Cost, RunSpec
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.flows import carry
-from holdfast.workers import attempts, executors, operator, preflight, runs
+from holdfast.flows.supervisor import carry
+from holdfast.workers import schedulers
 from holdfast.workers.agent.stale_outcome import quarantine_stale_outcome
-from holdfast.workers.executors import Executor, JobStatus, executor_for
-from holdfast.workers.reconcile import reconcile
-from holdfast.workers.request import build_request
+from holdfast.workers.runs import attempts, operator, preflight, run_folders
+from holdfast.workers.runs.reconcile import reconcile
+from holdfast.workers.runs.request import build_request
+from holdfast.workers.schedulers import Executor, JobStatus, executor_for
 
 
 def end_run(paths: RunPaths, cause: Cause | None, *, decision: bool = True) -> None:
@@ -60,11 +61,11 @@ def end_run(paths: RunPaths, cause: Cause | None, *, decision: bool = True) -> N
 
 def test_the_same_spec_attaches_to_its_live_run(tmp_path: Path) -> None:
     spec = spec_of()
-    first, created = runs.attach_or_create(spec, tmp_path, created_by="ann")
+    first, created = run_folders.attach_or_create(spec, tmp_path, created_by="ann")
     assert created
-    again, created = runs.attach_or_create(spec, tmp_path, created_by="bob")
+    again, created = run_folders.attach_or_create(spec, tmp_path, created_by="bob")
     assert (again, created) == (first, False)
-    record = runs.read_record(first)
+    record = run_folders.read_record(first)
     assert (record.created_by, record.spec_digest) == ("ann", spec.digest)
 
 
@@ -72,21 +73,21 @@ def test_a_key_added_by_an_upgrade_does_not_change_a_runs_identity(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = spec_of(config={"a": 1})
-    paths, _ = runs.attach_or_create(before, tmp_path, created_by="ann")
+    paths, _ = run_folders.attach_or_create(before, tmp_path, created_by="ann")
     upgraded: Any = type(
         "RunSpec", (RunSpec,), {"__annotations__": {"priority": int}, "priority": 5}
     )
-    monkeypatch.setattr(runs, "RunSpec", upgraded)
+    monkeypatch.setattr(run_folders, "RunSpec", upgraded)
     monkeypatch.setattr(carry, "RunSpec", upgraded)
     after = upgraded.model_validate(before.given)
     assert after.digest != before.digest
-    assert runs.attach_or_create(after, tmp_path, created_by="ann") == (paths, False)
+    assert run_folders.attach_or_create(after, tmp_path, created_by="ann") == (paths, False)
     # The recorded spec that the flow gets when it takes up the run again.
-    recorded = upgraded.model_validate(runs.read_record(paths).spec)
+    recorded = upgraded.model_validate(run_folders.read_record(paths).spec)
     assert carry.take_up(recorded, tmp_path, paths.name) == paths
     other = upgraded.model_validate({**before.given, "priority": 6})
     with pytest.raises(RunConflictError, match="another spec"):
-        runs.attach_or_create(other, tmp_path, created_by="ann")
+        run_folders.attach_or_create(other, tmp_path, created_by="ann")
     with pytest.raises(RunConflictError, match="another spec"):
         carry.take_up(other, tmp_path, paths.name)
 
@@ -94,49 +95,49 @@ def test_a_key_added_by_an_upgrade_does_not_change_a_runs_identity(
 def test_a_default_changed_by_an_upgrade_does_not_change_a_runs_identity(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paths, _ = runs.attach_or_create(spec_of(), tmp_path, created_by="ann")
+    paths, _ = run_folders.attach_or_create(spec_of(), tmp_path, created_by="ann")
     cost = Cost(currency="EUR")
     upgraded: Any = type("RunSpec", (RunSpec,), {"__annotations__": {"cost": Cost}, "cost": cost})
-    monkeypatch.setattr(runs, "RunSpec", upgraded)
+    monkeypatch.setattr(run_folders, "RunSpec", upgraded)
     after = upgraded.model_validate(spec_of().given)
     assert after.digest != spec_of().digest
-    assert runs.attach_or_create(after, tmp_path, created_by="ann") == (paths, False)
+    assert run_folders.attach_or_create(after, tmp_path, created_by="ann") == (paths, False)
 
 
 def test_another_spec_under_a_live_name_is_refused(tmp_path: Path) -> None:
-    runs.attach_or_create(spec_of(), tmp_path, created_by="ann")
+    run_folders.attach_or_create(spec_of(), tmp_path, created_by="ann")
     with pytest.raises(RunConflictError, match=r"spec of a live run cannot change.*fork"):
-        runs.attach_or_create(spec_of(config={"a": 1}), tmp_path, created_by="ann")
+        run_folders.attach_or_create(spec_of(config={"a": 1}), tmp_path, created_by="ann")
 
 
 def test_a_completed_run_of_the_same_spec_is_returned(tmp_path: Path) -> None:
-    paths, _ = runs.attach_or_create(spec_of(), tmp_path, created_by="ann")
+    paths, _ = run_folders.attach_or_create(spec_of(), tmp_path, created_by="ann")
     end_run(paths, None)
-    assert runs.attach_or_create(spec_of(), tmp_path, created_by="ann") == (paths, False)
+    assert run_folders.attach_or_create(spec_of(), tmp_path, created_by="ann") == (paths, False)
 
 
 def test_a_failed_run_of_the_same_spec_needs_a_relaunch(tmp_path: Path) -> None:
-    paths, _ = runs.attach_or_create(spec_of(), tmp_path, created_by="ann")
+    paths, _ = run_folders.attach_or_create(spec_of(), tmp_path, created_by="ann")
     end_run(paths, Cause.USER_ERROR)
     with pytest.raises(
         RunConflictError, match=r"holdfast relaunch r.*continues it from its newest checkpoint"
     ):
-        runs.attach_or_create(spec_of(), tmp_path, created_by="ann")
+        run_folders.attach_or_create(spec_of(), tmp_path, created_by="ann")
 
 
 def test_another_spec_after_the_end_is_a_new_generation(tmp_path: Path) -> None:
     names = []
     for seed in range(3):
-        paths, created = runs.attach_or_create(
+        paths, created = run_folders.attach_or_create(
             spec_of(config={"seed": seed}), tmp_path, created_by="ann"
         )
         assert created
         end_run(paths, None)
         names.append(paths.name)
     assert names == ["r", "r.r2", "r.r3"]
-    assert runs.newest_generation(tmp_path, "r") == paths
-    assert runs.find_run(tmp_path, "r.r2").name == "r.r2"
-    assert runs.find_run(tmp_path, "r").name == "r"
+    assert run_folders.newest_generation(tmp_path, "r") == paths
+    assert run_folders.find_run(tmp_path, "r.r2").name == "r.r2"
+    assert run_folders.find_run(tmp_path, "r").name == "r"
 
 
 def test_one_of_many_concurrent_creations_succeeds(tmp_path: Path) -> None:
@@ -146,7 +147,7 @@ def test_one_of_many_concurrent_creations_succeeds(tmp_path: Path) -> None:
     def create() -> None:
         barrier.wait(10)
         try:
-            runs.create_run(spec, tmp_path, created_by="ann")
+            run_folders.create_run(spec, tmp_path, created_by="ann")
             results.append("created")
         except RunConflictError:
             results.append("refused")
@@ -161,17 +162,19 @@ def test_one_of_many_concurrent_creations_succeeds(tmp_path: Path) -> None:
 
 def test_an_empty_folder_left_by_a_crash_is_reused(tmp_path: Path) -> None:
     (tmp_path / "r").mkdir()
-    paths, created = runs.attach_or_create(spec_of(), tmp_path, created_by="ann")
+    paths, created = run_folders.attach_or_create(spec_of(), tmp_path, created_by="ann")
     assert created
     assert read_document(RunRecord, paths.spec) is not None
 
 
 def test_the_error_for_an_unknown_run_suggests_similar_names(tmp_path: Path) -> None:
-    runs.attach_or_create(RunSpec(name="gpt-small", command=("t",)), tmp_path, created_by="ann")
+    run_folders.attach_or_create(
+        RunSpec(name="gpt-small", command=("t",)), tmp_path, created_by="ann"
+    )
     with pytest.raises(NotFoundError, match="did you mean gpt-small"):
-        runs.find_run(tmp_path, "gpt-smal")
+        run_folders.find_run(tmp_path, "gpt-smal")
     with pytest.raises(NotFoundError):
-        runs.find_run(tmp_path, "../etc")
+        run_folders.find_run(tmp_path, "../etc")
 
 
 # --- attempts ---------------------------------------------------------------------------------
@@ -216,15 +219,15 @@ class Scheduler(Executor):
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> Scheduler:
     one = Scheduler()
-    monkeypatch.setitem(executors._KINDS, "local", lambda: one)
-    monkeypatch.setitem(executors._KINDS, "slurm", lambda: one)
+    monkeypatch.setitem(schedulers._KINDS, "local", lambda: one)
+    monkeypatch.setitem(schedulers._KINDS, "slurm", lambda: one)
     return one
 
 
 def submit(paths: RunPaths, spec: RunSpec) -> AttemptPaths:
     with JournalWriter(paths.journal_of("flow")) as journal:
         return attempts.submit_attempt(
-            paths, spec, runs.read_record(paths), gpus=spec.gpus, reason="x", journal=journal
+            paths, spec, run_folders.read_record(paths), gpus=spec.gpus, reason="x", journal=journal
         )
 
 
@@ -234,7 +237,7 @@ def resume(paths: RunPaths) -> AttemptPaths | None:
 
 
 def test_an_attempt_is_reserved_by_one_process_alone(tmp_path: Path) -> None:
-    paths, _ = runs.attach_or_create(spec_of(), tmp_path, created_by="ann")
+    paths, _ = run_folders.attach_or_create(spec_of(), tmp_path, created_by="ann")
     assert attempts.reserve(paths, 1) is not None
     assert attempts.reserve(paths, 1) is None
 
@@ -243,7 +246,7 @@ def test_a_lost_scheduler_answer_does_not_submit_the_job_twice(
     tmp_path: Path, scheduler: Scheduler
 ) -> None:
     spec = spec_of()
-    paths, _ = runs.attach_or_create(spec, tmp_path, created_by="ann")
+    paths, _ = run_folders.attach_or_create(spec, tmp_path, created_by="ann")
     scheduler.loses_answers = True
     with pytest.raises(SchedulerUnavailableError):
         submit(paths, spec)
@@ -264,10 +267,10 @@ def test_a_reservation_without_a_job_is_submitted_later(
     tmp_path: Path, scheduler: Scheduler
 ) -> None:
     spec = spec_of()
-    paths, _ = runs.attach_or_create(spec, tmp_path, created_by="ann")
+    paths, _ = run_folders.attach_or_create(spec, tmp_path, created_by="ann")
     attempt = attempts.reserve(paths, 1)
     assert attempt is not None
-    record = runs.read_record(paths)
+    record = run_folders.read_record(paths)
     write_document(attempt.request, build_request(record, spec, attempt=1, gpus=4, reason="x"))
     assert resume(paths) == attempt
     assert len(scheduler.jobs) == 1
@@ -276,7 +279,7 @@ def test_a_reservation_without_a_job_is_submitted_later(
 
 
 def test_a_reservation_without_a_request_is_abandoned(tmp_path: Path) -> None:
-    paths, _ = runs.attach_or_create(spec_of(), tmp_path, created_by="ann")
+    paths, _ = run_folders.attach_or_create(spec_of(), tmp_path, created_by="ann")
     attempt = attempts.reserve(paths, 1)
     assert attempt is not None
     with pytest.raises(NotFoundError, match="abandon_reservation"):
@@ -288,7 +291,7 @@ def test_a_reservation_without_a_request_is_abandoned(tmp_path: Path) -> None:
 
 def test_an_unavailable_scheduler_changes_no_state(tmp_path: Path, scheduler: Scheduler) -> None:
     spec = spec_of()
-    paths, _ = runs.attach_or_create(spec, tmp_path, created_by="ann")
+    paths, _ = run_folders.attach_or_create(spec, tmp_path, created_by="ann")
     submit(paths, spec)
     scheduler.is_silent = True
     assert reconcile(paths).attempts[0].state is AttemptState.SUBMITTED
@@ -298,7 +301,7 @@ def test_an_unavailable_scheduler_changes_no_state(tmp_path: Path, scheduler: Sc
 
 def test_concurrent_reconciles_write_one_ending(tmp_path: Path, scheduler: Scheduler) -> None:
     spec = spec_of()
-    paths, _ = runs.attach_or_create(spec, tmp_path, created_by="ann")
+    paths, _ = run_folders.attach_or_create(spec, tmp_path, created_by="ann")
     attempt = submit(paths, spec)
     outcome = Outcome(
         state=AttemptState.COMPLETED, job_id="100", world_size=4, started_at=1, ended_at=2
@@ -321,7 +324,7 @@ def test_an_outcome_of_an_older_attempt_is_quarantined(
     tmp_path: Path, scheduler: Scheduler
 ) -> None:
     spec = spec_of()
-    paths, _ = runs.attach_or_create(spec, tmp_path, created_by="ann")
+    paths, _ = run_folders.attach_or_create(spec, tmp_path, created_by="ann")
     attempt = submit(paths, spec)
     stale = Outcome(
         attempt=attempt.number - 1,
@@ -349,7 +352,7 @@ def test_an_outcome_of_an_older_attempt_is_quarantined(
 
 def test_a_queued_job_is_cancelled_at_the_scheduler(tmp_path: Path, scheduler: Scheduler) -> None:
     spec = spec_of(resources={"executor": "slurm", "gpus_per_node": 4})
-    paths, _ = runs.attach_or_create(spec, tmp_path, created_by="ann")
+    paths, _ = run_folders.attach_or_create(spec, tmp_path, created_by="ann")
     attempt = submit(paths, spec)
     assert "still queued and is cancelled" in operator.request(paths, "cancel", by="ann")
     assert not scheduler.jobs
@@ -365,7 +368,7 @@ def test_only_cancel_can_leave_out_the_last_checkpoint(
     tmp_path: Path, scheduler: Scheduler
 ) -> None:
     spec = spec_of()
-    paths, _ = runs.attach_or_create(spec, tmp_path, created_by="ann")
+    paths, _ = run_folders.attach_or_create(spec, tmp_path, created_by="ann")
     attempt = submit(paths, spec)
     with pytest.raises(SpecError, match="pause always saves a last checkpoint"):
         operator.request(paths, "pause", by="ann", now=True)
@@ -396,7 +399,7 @@ def test_invalid_operator_requests_are_refused(
     tmp_path: Path, ending: Cause | None, action: Any, gpus: int | None, words: str
 ) -> None:
     spec = spec_of(elastic={"choices": [2, 4]})
-    paths, _ = runs.attach_or_create(spec, tmp_path, created_by="ann")
+    paths, _ = run_folders.attach_or_create(spec, tmp_path, created_by="ann")
     end_run(paths, ending)
     before = len(load_history(paths).events)
     with pytest.raises(SpecError, match=words):
@@ -406,7 +409,7 @@ def test_invalid_operator_requests_are_refused(
 
 def test_a_failed_run_may_be_relaunched_at_another_size(tmp_path: Path) -> None:
     spec = spec_of(elastic={"choices": [2, 4]})
-    paths, _ = runs.attach_or_create(spec, tmp_path, created_by="ann")
+    paths, _ = run_folders.attach_or_create(spec, tmp_path, created_by="ann")
     end_run(paths, Cause.USER_ERROR)
     assert "2 GPUs" in operator.request(paths, "relaunch", by="ann", gpus=2)
     history = load_history(paths)

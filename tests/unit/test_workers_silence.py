@@ -13,16 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.workers.agent import silence
-from holdfast.workers.agent.calibration import Calibration, PhaseTimes, scaled
-from holdfast.workers.agent.silence import LIMITS, RankStatus, Sample, SilenceLimits
-from holdfast.workers.agent.stack_text import (
+from holdfast.workers.agent.watch import silence
+from holdfast.workers.agent.watch.silence import LIMITS, RankStatus, Sample, SilenceLimits
+from holdfast.workers.agent.watch.stack_text import (
     RankStack,
     find_blame,
     read_faulthandler,
     read_py_spy,
 )
-from holdfast.workers.agent.stragglers import (
+from holdfast.workers.agent.watch.stragglers import (
     SLOW_FACTOR,
     SLOW_SHARE,
     TIMES_MIN,
@@ -30,6 +29,7 @@ from holdfast.workers.agent.stragglers import (
     Stragglers,
     find_slow,
 )
+from holdfast.workers.nodes.calibration import Calibration, PhaseTimes, scaled
 
 SILENCE_LIMITS = SilenceLimits({})
 
@@ -355,7 +355,10 @@ def test_local_variables_change_the_digest_and_are_never_written() -> None:
 
 def polling(*inside: tuple[str, str, int], step: int = 7) -> bytes:
     """py-spy's output of a rank whose program waits for its peers, at a place in that loop."""
-    outside = (("Loop.boundary", "/h/holdfast/trainer/loop.py", 99), ("train", "/p/t.py", 3))
+    outside = (
+        ("Loop.boundary", "/h/holdfast/trainer/session/loop.py", 99),
+        ("train", "/p/t.py", 3),
+    )
     frames = [
         {"name": name, "filename": file, "line": line, "locals": found}
         for (name, file, line), found in [
@@ -369,7 +372,7 @@ def polling(*inside: tuple[str, str, int], step: int = 7) -> bytes:
 
 
 def test_the_place_in_a_loop_that_polls_for_peers_is_no_sign_of_life() -> None:
-    meeting = "/h/holdfast/trainer/meeting.py"
+    meeting = "/h/holdfast/trainer/ranks/meeting.py"
     largest = ("NodeMeeting.largest", meeting, 58)
     asleep, _ = read_py_spy(0, 77, polling(largest))
     looking, text = read_py_spy(0, 77, polling(("NodeMeeting._find_ended", meeting, 82), largest))
@@ -377,7 +380,9 @@ def test_the_place_in_a_loop_that_polls_for_peers_is_no_sign_of_life() -> None:
     assert asleep.digest == looking.digest == reading.digest
     assert read_py_spy(0, 77, polling(largest, step=8))[0].digest != asleep.digest
     assert all(one.waits for one in (asleep, looking, reading))
-    assert {one.place for one in (asleep, looking)} == {"Loop.boundary (trainer/loop.py:99)"}
+    assert {one.place for one in (asleep, looking)} == {
+        "Loop.boundary (trainer/session/loop.py:99)"
+    }
     assert "NodeMeeting._find_ended" in text
 
 

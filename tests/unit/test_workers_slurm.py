@@ -12,25 +12,25 @@ from typing import Any
 import pytest
 from tests.histories import record_of, spec_of
 
-from holdfast.contracts import steady
-from holdfast.contracts.attempt import Request, Submission
+from holdfast.contracts.disk.paths import AttemptPaths
 from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
-from holdfast.contracts.node_share import gpus_of
-from holdfast.contracts.paths import AttemptPaths
-from holdfast.contracts.spec_resources import Resources
+from holdfast.contracts.node import steady
+from holdfast.contracts.records.attempt import Request, Submission
+from holdfast.contracts.spec.node_share import gpus_of
+from holdfast.contracts.spec.resources import Resources
 from holdfast.contracts.states import AttemptState
-from holdfast.workers import slurm_client
-from holdfast.workers.agent.slurm_clock import slurm_lead_s
-from holdfast.workers.executors.slurm import SlurmExecutor
-from holdfast.workers.executors.slurm_capacity import (
+from holdfast.workers.agent.stops.slurm_clock import slurm_lead_s
+from holdfast.workers.runs.request import build_request
+from holdfast.workers.schedulers import slurm_client
+from holdfast.workers.schedulers.slurm import SlurmExecutor
+from holdfast.workers.schedulers.slurm_capacity import (
     free_gpus,
     gpus_that_fit,
     gpus_under_qos,
     satisfies,
     wanted_of,
 )
-from holdfast.workers.request import build_request
-from holdfast.workers.slurm_states import SLURM_STATES, bare_state, translate
+from holdfast.workers.schedulers.slurm_states import SLURM_STATES, bare_state, translate
 
 # `squeue --helpstate` of 24.11, and the base states and flags of slurm.h that it leaves out.
 HELPSTATE = """

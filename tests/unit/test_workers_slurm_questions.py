@@ -13,9 +13,9 @@ import pytest
 from tests.histories import spec_of
 
 from holdfast.contracts.errors import PreflightError
-from holdfast.contracts.spec_resources import Resources
-from holdfast.workers import preflight
-from holdfast.workers.executors.slurm import SlurmExecutor
+from holdfast.contracts.spec.resources import Resources
+from holdfast.workers.runs import preflight
+from holdfast.workers.schedulers.slurm import SlurmExecutor
 
 ME: Final = getpass.getuser()
 PARTITIONS: Final = (

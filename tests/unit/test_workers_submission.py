@@ -12,8 +12,15 @@ from typing import Any
 import pytest
 from tests.histories import spec_of
 
-from holdfast.contracts import filesystems, reading
-from holdfast.contracts.attempt import (
+from holdfast.contracts.disk import filesystems, reading
+from holdfast.contracts.disk.filesystems import CACHE_MARGIN_S, CACHE_S, FileSystem
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
+from holdfast.contracts.errors import (
+    SchedulerUnavailableError,
+    SubmissionRefusedError,
+)
+from holdfast.contracts.records.attempt import (
     AttemptDocuments,
     Claim,
     Outcome,
@@ -25,20 +32,14 @@ from holdfast.contracts.attempt import (
     read_documents,
     write_document,
 )
-from holdfast.contracts.errors import (
-    SchedulerUnavailableError,
-    SubmissionRefusedError,
-)
-from holdfast.contracts.filesystems import CACHE_MARGIN_S, CACHE_S, FileSystem
-from holdfast.contracts.history import RunHistory, load_history
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.paths import AttemptPaths, RunPaths
+from holdfast.contracts.records.history import RunHistory, load_history
 from holdfast.contracts.states import AttemptState, Cause, RunState
-from holdfast.workers import attempts, executors, reconcile, runs
+from holdfast.workers import schedulers
 from holdfast.workers.agent.claim import claim
 from holdfast.workers.agent.context import load_context
-from holdfast.workers.executors import Executor, JobStatus
-from holdfast.workers.executors.slurm import ABSENCE_S
+from holdfast.workers.runs import attempts, reconcile, run_folders
+from holdfast.workers.schedulers import Executor, JobStatus
+from holdfast.workers.schedulers.slurm import ABSENCE_S
 
 SPEC = spec_of(resources={"executor": "slurm", "gpus_per_node": 4})
 
@@ -121,13 +122,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @pytest.fixture
 def slurm(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Slurm:
     one = Slurm(clock)
-    monkeypatch.setitem(executors._KINDS, "slurm", lambda: one)
+    monkeypatch.setitem(schedulers._KINDS, "slurm", lambda: one)
     return one
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunPaths:
-    return runs.attach_or_create(SPEC, tmp_path, created_by="ann")[0]
+    return run_folders.attach_or_create(SPEC, tmp_path, created_by="ann")[0]
 
 
 class Flow:
@@ -139,7 +140,7 @@ class Flow:
 
     def submit(self) -> None:
         with JournalWriter(self.paths.journal_of("flow")) as journal:
-            record = runs.read_record(self.paths)
+            record = run_folders.read_record(self.paths)
             attempts.submit_attempt(self.paths, SPEC, record, gpus=4, reason="x", journal=journal)
 
     def resume(self) -> None:

@@ -14,22 +14,23 @@ from tests.cli_calls import Call
 from tests.histories import record_of, spec_of
 
 from holdfast import trainer
-from holdfast.contracts.attempt import Request, RunRecord
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.errors import RunConflictError
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.spec import RunSpec
-from holdfast.contracts.spec_checkpoint import Checkpointing
-from holdfast.contracts.spec_part import RECORDED
-from holdfast.contracts.written import OF_PROGRAM
-from holdfast.flows import carry, forks
+from holdfast.contracts.records.attempt import Request, RunRecord
+from holdfast.contracts.spec.checkpoint import Checkpointing
+from holdfast.contracts.spec.part import RECORDED
+from holdfast.contracts.spec.run_spec import RunSpec
+from holdfast.contracts.spec.written import OF_PROGRAM
+from holdfast.flows import forks
 from holdfast.flows.parameters import load_spec
 from holdfast.flows.start import flow_parameters
+from holdfast.flows.supervisor import carry
 from holdfast.trainer.config import config
 from holdfast.trainer.frameworks.torchtitan import settings as of_torchtitan
-from holdfast.trainer.settings import Settings
-from holdfast.workers import runs
-from holdfast.workers.agent.launch_command import build_environment
-from holdfast.workers.request import build_request
+from holdfast.trainer.session.settings import Settings
+from holdfast.workers.agent.launch.command import build_environment
+from holdfast.workers.runs import run_folders
+from holdfast.workers.runs.request import build_request
 
 PLAIN = {"name": "r", "command": ["t.py"]}
 OTHER = {"checkpoint": {"keep": {"last": 3}}, "supervision": {"grace_s": 60.0}}
@@ -67,8 +68,8 @@ def test_only_written_values_reach_the_ranks_on_every_way(tmp_path: Path) -> Non
     ):
         root = tmp_path / str(len(expected))
         spec = load_spec(given, overrides, base=tmp_path)
-        paths = runs.create_run(spec, root, created_by="t")
-        record = runs.read_record(paths)
+        paths = run_folders.create_run(spec, root, created_by="t")
+        record = run_folders.read_record(paths)
         assert passed(record, spec) == expected, "as it was submitted"
         assert passed(record, record.read_spec()) == expected, "a relaunch reads the record"
         parameters = json.loads(json.dumps(flow_parameters(paths)))
@@ -95,12 +96,12 @@ def test_documents_of_older_versions_take_a_default_as_not_written() -> None:
 
 def test_a_spec_that_now_has_a_key_of_the_program_is_another_spec(tmp_path: Path) -> None:
     plain = load_spec(PLAIN, base=tmp_path)
-    paths, _ = runs.attach_or_create(plain, tmp_path / "root", created_by="t")
+    paths, _ = run_folders.attach_or_create(plain, tmp_path / "root", created_by="t")
     edited = load_spec({**PLAIN, "checkpoint": {"interval": "auto"}}, base=tmp_path)
     assert edited.digest == plain.digest
     with pytest.raises(RunConflictError, match=r"only one of them has checkpoint\.interval"):
-        runs.attach_or_create(edited, tmp_path / "root", created_by="t")
-    assert runs.attach_or_create(plain, tmp_path / "root", created_by="t") == (paths, False)
+        run_folders.attach_or_create(edited, tmp_path / "root", created_by="t")
+    assert run_folders.attach_or_create(plain, tmp_path / "root", created_by="t") == (paths, False)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +234,7 @@ def test_the_dry_run_and_show_name_the_source_of_each_value(call: Call, tmp_path
     dry = call("submit", path, "--dry-run", "--set", "supervision.grace_s=60").json["settings"]
     root = tmp_path / "home" / "runs"
     spec = load_spec(path, ["supervision.grace_s=60"])
-    paths = runs.create_run(spec, root, created_by="t")
+    paths = run_folders.create_run(spec, root, created_by="t")
     shown = call("show", "kelp", "--spec", "--json").json["settings"]
     assert shown == dry
     expected = {

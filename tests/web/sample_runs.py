@@ -19,14 +19,14 @@ from unittest import mock
 
 from tests.runs import RunFolder
 
-from holdfast.contracts.attempt import Submission, write_document
-from holdfast.contracts.durable import make_directory
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.manifest import FileEntry
-from holdfast.contracts.paths import CheckpointName, RunPaths
+from holdfast.contracts.disk.durable import make_directory
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.disk.manifest import FileEntry
+from holdfast.contracts.disk.paths import CheckpointName, RunPaths
+from holdfast.contracts.records.attempt import Submission, write_document
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.flows.flow_lock import FlowLock
-from holdfast.workers.heartbeats import HeartbeatWriter, NodeBeat, RankBeat
+from holdfast.flows.supervisor.flow_lock import FlowLock
+from holdfast.workers.nodes.heartbeats import HeartbeatWriter, NodeBeat, RankBeat
 
 MINUTE: Final = 60.0
 HOUR: Final = 3600.0

@@ -19,7 +19,7 @@ from playwright.sync_api import Browser
 from tests.web import testbed
 from tests.web.sample_runs import LIVE, NEWEST, beat, supervised, write_sample_runs
 
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.disk.paths import RunPaths
 
 PINNED: Final = f"{LIVE}:step-00005000.a0001.l01"
 LAST: Final = f"{LIVE}:step-00008500.a0002.l01"

@@ -14,10 +14,10 @@ from tests.web import testbed
 from tests.web.sample_runs import LIVE
 from tests.web.testbed import CHECKOUT, Site
 
-from holdfast.contracts.durable import write_bytes
-from holdfast.contracts.history import load_events
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths
+from holdfast.contracts.disk.durable import write_bytes
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.disk.paths import MANIFEST, CheckpointName, RunPaths
+from holdfast.contracts.records.history import load_events
 
 AXE: Final = CHECKOUT / "web" / "node_modules" / "axe-core" / "axe.min.js"
 PINNED: Final = f"{LIVE}:step-00005000.a0001.l01"

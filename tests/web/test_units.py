@@ -9,7 +9,7 @@ from typing import Final
 import pytest
 from tests.web.testbed import CHECKOUT
 
-from holdfast.contracts.journal import EventKind
+from holdfast.contracts.disk.journal import EventKind
 
 LIMIT_S: Final = 300
 

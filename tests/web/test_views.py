@@ -14,8 +14,8 @@ from tests.web import testbed
 from tests.web.sample_runs import HOUR, LIVE, NEWEST, beat, clock
 from tests.web.testbed import Site
 
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.states import AttemptState, Cause
 
 # More runs than one page of any list holds.

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 from prefect.blocks.core import Block
 from pydantic import Field
 
-from holdfast.contracts.paths import given_folder
+from holdfast.contracts.disk.paths import given_folder
 from holdfast.flows.deployments import open_client, read_block
 
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.states import RunState
 
 FLOW: Final = "--flow"
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
 
 def supervise(directory: Path) -> int:
     """Supervise the run until its end; return the exit status."""
-    from holdfast.flows.carry import carry
+    from holdfast.flows.supervisor.carry import carry
     from holdfast.lineage.index import Index
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from holdfast.contracts.journal import Event, EventKind
+from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.states import Cause
 
 ATTEMPT: Final = "attempt"

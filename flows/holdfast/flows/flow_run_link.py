@@ -19,20 +19,20 @@ from prefect.exceptions import Pause
 from prefect.runtime import flow_run as current_flow_run
 from prefect.states import Running, Suspended
 
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import HoldfastError, OrdersChangedError, ServiceError
-from holdfast.contracts.history import RunHistory
-from holdfast.contracts.history_cache import load_tallied
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.records.history import RunHistory
+from holdfast.contracts.records.history_cache import load_tallied
 from holdfast.contracts.states import RunState
-from holdfast.flows.cancellation import last_supervisor
 from holdfast.flows.deployments import open_client
 from holdfast.flows.flow_run_states import state_before_scheduling
 from holdfast.flows.givers import message_of, of_flow_run
-from holdfast.flows.progress import recorded_progress
-from holdfast.flows.redactor import Log, Redactor
 from holdfast.flows.run_report import Artifact, artifacts, state_name
-from holdfast.flows.submission import JOURNAL
-from holdfast.workers import operator
+from holdfast.flows.supervisor.cancellation import last_supervisor
+from holdfast.flows.supervisor.progress import recorded_progress
+from holdfast.flows.supervisor.redactor import Log, Redactor
+from holdfast.flows.supervisor.submission import JOURNAL
+from holdfast.workers.runs import operator
 
 LOOK_S: Final = 3.0
 ARTIFACTS_S: Final = 30.0

@@ -7,21 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.disk.manifest import Manifest, read_manifest
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.disk.sources import is_dcp, require_own_directory
 from holdfast.contracts.errors import CheckpointError, NotFoundError, RunConflictError, SpecError
-from holdfast.contracts.history_cache import load_tallied
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.known_damage import refuse_damaged
-from holdfast.contracts.manifest import Manifest, read_manifest
-from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.sources import is_dcp, require_own_directory
-from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.records.history_cache import load_tallied
+from holdfast.contracts.records.known_damage import refuse_damaged
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.flows.parameters import load_spec
 from holdfast.flows.secrets import require
 from holdfast.flows.start import has_service
-from holdfast.lineage.database import open_database
-from holdfast.workers.feasibility import Feasibility
-from holdfast.workers.preflight import check
-from holdfast.workers.runs import ForkPoint, create_run, newest_generation
+from holdfast.lineage.database.transactions import open_database
+from holdfast.workers.runs.feasibility import Feasibility
+from holdfast.workers.runs.preflight import check
+from holdfast.workers.runs.run_folders import ForkPoint, create_run, newest_generation
 
 
 def fork_run(

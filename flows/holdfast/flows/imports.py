@@ -11,15 +11,15 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.contracts.attempt import RunRecord, read_document
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.disk.paths import IMPORTED, RunPaths, checkpoint_id, has_spec
 from holdfast.contracts.errors import NotFoundError, RunConflictError, SpecError
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.paths import IMPORTED, RunPaths, checkpoint_id, has_spec
+from holdfast.contracts.records.attempt import RunRecord, read_document
 from holdfast.contracts.states import RunState
-from holdfast.flows.flow_lock import FlowLock
 from holdfast.flows.parameters import load_spec
-from holdfast.workers.runs import create_run, newest_generation
-from holdfast.workers.trainer_call import ask_trainer
+from holdfast.flows.supervisor.flow_lock import FlowLock
+from holdfast.workers.checkpoints.trainer_call import ask_trainer
+from holdfast.workers.runs.run_folders import create_run, newest_generation
 
 # Enough for a terabyte on a slow shared file system.
 IMPORT_S_MAX: Final = 6 * 3600.0

@@ -14,31 +14,32 @@ from prefect.client.schemas.objects import State
 from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run as current_flow_run
 
-from holdfast.contracts.checkpoint_choice import choose_checkpoint
+from holdfast.contracts.disk.paths import LATEST, RunPaths
+from holdfast.contracts.disk.visits import Visit, own_runs, visit
 from holdfast.contracts.errors import DamagedCheckpointError, RunFailedError, SpecError
-from holdfast.contracts.history_cache import load_tallied
-from holdfast.contracts.paths import LATEST, RunPaths
+from holdfast.contracts.records.checkpoint_choice import choose_checkpoint
+from holdfast.contracts.records.history_cache import load_tallied
+from holdfast.contracts.records.supervision import is_supervised
 from holdfast.contracts.states import RunState
-from holdfast.contracts.supervision import is_supervised
-from holdfast.contracts.visits import Visit, own_runs, visit
 from holdfast.flows import secrets
-from holdfast.flows.cancellation import (
+from holdfast.flows.givers import cancelled_by, giver
+from holdfast.flows.spec_form import SpecParameter, SpecTable
+from holdfast.flows.start import start_if_alone
+from holdfast.flows.supervisor.cancellation import (
     cancel_run_of_flow,
     find_cancelling,
     find_supervised,
     last_supervisor,
 )
-from holdfast.flows.givers import cancelled_by, giver
-from holdfast.flows.redactor import Redactor
-from holdfast.flows.spec_form import SpecParameter, SpecTable
-from holdfast.flows.start import start_if_alone
-from holdfast.flows.submission import JOURNAL
+from holdfast.flows.supervisor.redactor import Redactor
+from holdfast.flows.supervisor.submission import JOURNAL
 from holdfast.flows.sweep import Sweep, members_of
 from holdfast.flows.train import home_of, supervise_here, train
 from holdfast.lineage.index import Index
-from holdfast.workers import exports, operator, pruning, verification
-from holdfast.workers.runs import find_run, require_own
-from holdfast.workers.until_capacity import ready_runs, waits_for_capacity
+from holdfast.workers.checkpoints import exports, pruning, verification
+from holdfast.workers.runs import operator
+from holdfast.workers.runs.run_folders import find_run, require_own
+from holdfast.workers.runs.until_capacity import ready_runs, waits_for_capacity
 
 Answer = dict[str, Any] | State[Any]
 

@@ -14,11 +14,11 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
+from holdfast.contracts.disk.reading import read_bounded
 from holdfast.contracts.errors import ForeignFileError, NotFoundError, SpecError
 from holdfast.contracts.plain_text import counted
-from holdfast.contracts.reading import read_bounded
-from holdfast.contracts.spec import RunSpec
-from holdfast.contracts.written import BLOCK, DEFAULT, SET
+from holdfast.contracts.spec.run_spec import RunSpec
+from holdfast.contracts.spec.written import BLOCK, DEFAULT, SET
 from holdfast.flows.spec_problems import describe_errors, drop_unknown_keys, is_text
 
 SPEC_BYTES_MAX: Final = 4 * 1024 * 1024

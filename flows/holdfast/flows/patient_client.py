@@ -13,7 +13,7 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Pending
 
-from holdfast.flows.redactor import Log
+from holdfast.flows.supervisor.redactor import Log
 
 LOOK_S: Final = 2.0
 

@@ -15,17 +15,17 @@ from uuid import UUID
 
 from prefect.exceptions import PrefectHTTPStatusError
 
-from holdfast.contracts.attempt import RunRecord
+from holdfast.contracts.disk.journal import Event
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import ServiceError
-from holdfast.contracts.history_cache import load_tallied
-from holdfast.contracts.journal import Event
-from holdfast.contracts.paths import RunPaths
-from holdfast.flows.deliveries import FINISH_S_MAX, Deliveries
+from holdfast.contracts.records.attempt import RunRecord
+from holdfast.contracts.records.history_cache import load_tallied
 from holdfast.flows.deployments import open_client
 from holdfast.flows.event_names import ATTEMPT, CHECKPOINT, PREFIX, event_name, subject
-from holdfast.flows.outbox import Line, RefusedLineError
-from holdfast.flows.redactor import Redactor
-from holdfast.workers.runs import require_own
+from holdfast.flows.supervisor.deliveries import FINISH_S_MAX, Deliveries
+from holdfast.flows.supervisor.outbox import Line, RefusedLineError
+from holdfast.flows.supervisor.redactor import Redactor
+from holdfast.workers.runs.run_folders import require_own
 
 LOG: Final = logging.getLogger("holdfast")
 # The name of the file that says how far events are delivered.

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import quote
 
+from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.environment import PAGE_URL, problem_with_address
-from holdfast.contracts.history import RunHistory
-from holdfast.contracts.journal import EventKind
+from holdfast.contracts.records.history import RunHistory
+from holdfast.contracts.spec.steps_total import steps_total
 from holdfast.contracts.states import AttemptState, Cause, RunState
-from holdfast.contracts.steps_total import steps_total
-from holdfast.flows.progress import describe_progress
-from holdfast.flows.summary import HEADINGS, cells
-from holdfast.lineage.formats import mermaid
-from holdfast.workers.heartbeats import newest_step, read_heartbeats
+from holdfast.flows.supervisor.progress import describe_progress
+from holdfast.flows.supervisor.summary import HEADINGS, cells
+from holdfast.lineage.queries.formats import mermaid
+from holdfast.workers.nodes.heartbeats import newest_step, read_heartbeats
 
 _QUEUED: Final = frozenset({AttemptState.CREATED, AttemptState.SUBMITTED, AttemptState.PENDING})
 

@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.contracts.attempt import RunRecord, read_document
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import PreflightError, SecretError, ServiceError
-from holdfast.contracts.history_cache import load_tallied
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.records.attempt import RunRecord, read_document
+from holdfast.contracts.records.history_cache import load_tallied
 from holdfast.contracts.redaction import places_of_secrets
-from holdfast.contracts.secrets import (
+from holdfast.contracts.spec.run_spec import RunSpec
+from holdfast.contracts.spec.secrets import (
     FORMS,
     FROM_ENV,
     FROM_FILE,
@@ -32,8 +33,7 @@ from holdfast.contracts.secrets import (
     references_in,
     write_record,
 )
-from holdfast.contracts.spec import RunSpec
-from holdfast.flows.addresses import check_address
+from holdfast.flows.supervisor.addresses import check_address
 
 
 @dataclass(frozen=True)

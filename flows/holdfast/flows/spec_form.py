@@ -12,7 +12,7 @@ from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdap
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
-from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.spec.run_spec import RunSpec
 
 SpecPath = Annotated[
     str,

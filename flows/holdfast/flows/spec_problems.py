@@ -15,8 +15,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from holdfast.contracts.plain_text import counted
-from holdfast.contracts.spec_part import part_of
-from holdfast.workers.preflight import is_python
+from holdfast.contracts.spec.part import part_of
+from holdfast.workers.runs.preflight import is_python
 
 GIVEN_CHARACTERS_MAX: Final = 80
 _NEAR: Final = 0.6

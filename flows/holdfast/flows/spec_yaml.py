@@ -14,7 +14,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 from ruamel.yaml.nodes import CollectionNode, MappingNode
 
-from holdfast.contracts.bounds import DEPTH_MAX
+from holdfast.contracts.disk.bounds import DEPTH_MAX
 from holdfast.contracts.errors import SpecError
 
 VALUES_MAX: Final = 200_000

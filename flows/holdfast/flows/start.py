@@ -11,18 +11,18 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from holdfast.contracts.attempt import RunRecord, read_document
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import NotFoundError, ServiceError
-from holdfast.contracts.history import load_history
-from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.spec import RunSpec
-from holdfast.contracts.supervision import is_supervised
+from holdfast.contracts.records.attempt import RunRecord, read_document
+from holdfast.contracts.records.history import load_history
+from holdfast.contracts.records.supervision import is_supervised
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.flows import secrets
-from holdfast.flows.handover import hand_over
-from holdfast.flows.submission import JOURNAL
-from holdfast.workers.operator import has_agent
-from holdfast.workers.reconcile import reconcile
-from holdfast.workers.runs import require_own
+from holdfast.flows.supervisor.handover import hand_over
+from holdfast.flows.supervisor.submission import JOURNAL
+from holdfast.workers.runs.operator import has_agent
+from holdfast.workers.runs.reconcile import reconcile
+from holdfast.workers.runs.run_folders import require_own
 
 LOG_TAIL_BYTES: Final = 4096
 
@@ -130,8 +130,8 @@ def resume_if_suspended(paths: RunPaths) -> Started | None:
     """
     if not has_service():
         return None
-    from holdfast.flows.cancellation import last_supervisor
     from holdfast.flows.deployments import resume_flow_run
+    from holdfast.flows.supervisor.cancellation import last_supervisor
 
     before = last_supervisor(paths)
     if not before:

@@ -13,21 +13,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.disk.visits import visit
 from holdfast.contracts.errors import SpecError
-from holdfast.contracts.history_cache import load_tallied
-from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.plain_text import counted
-from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.records.history_cache import load_tallied
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import RunState
-from holdfast.contracts.visits import visit
 from holdfast.flows.parameters import load_spec
-from holdfast.flows.redactor import Log
 from holdfast.flows.secrets import require
 from holdfast.flows.start import start_if_alone
-from holdfast.flows.summary import end_reason, summarize
-from holdfast.workers import operator, runs
-from holdfast.workers.preflight import check
-from holdfast.workers.sizes import allowed_sizes
+from holdfast.flows.supervisor.redactor import Log
+from holdfast.flows.supervisor.summary import end_reason, summarize
+from holdfast.workers.decisions.sizes import allowed_sizes
+from holdfast.workers.runs import operator, run_folders
+from holdfast.workers.runs.preflight import check
 
 POLL_S: Final = 5.0
 
@@ -87,7 +87,7 @@ class Sweep:
         for member in self._members:
             if self._state(member) is None:
                 check(member.spec, self._root)
-                require(member.spec, runs.own_generation(self._root, member.spec.name))
+                require(member.spec, run_folders.own_generation(self._root, member.spec.name))
         while waiting := self._turn():
             self._log.debug("%d runs have not ended", waiting)
             time.sleep(POLL_S)
@@ -122,8 +122,10 @@ class Sweep:
     def _state(self, member: Member) -> RunState | None:
         """Return the state of the member's run, or None if it was not started."""
         name = member.spec.name
-        paths = self._runs.get(name) or runs.own_generation(self._root, name)
-        if paths is None or not runs.is_same_spec(runs.read_record(paths), member.spec):
+        paths = self._runs.get(name) or run_folders.own_generation(self._root, name)
+        if paths is None or not run_folders.is_same_spec(
+            run_folders.read_record(paths), member.spec
+        ):
             return None
         self._runs[name] = paths
         state = load_tallied(paths).state
@@ -133,7 +135,7 @@ class Sweep:
         return state
 
     def _start(self, member: Member) -> None:
-        paths, _ = runs.attach_or_create(member.spec, self._root, created_by=self._by)
+        paths, _ = run_folders.attach_or_create(member.spec, self._root, created_by=self._by)
         self._runs[member.spec.name] = paths
         started = start_if_alone(paths)
         # Once: a supervisor that Prefect has queued cannot be told from one that is missing.

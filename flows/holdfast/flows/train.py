@@ -17,28 +17,32 @@ from prefect.runtime import deployment as current_deployment
 from prefect.runtime import flow_run as current_flow_run
 from prefect.states import Cancelled
 
-from holdfast.contracts.attempt import RunRecord, read_document
+from holdfast.contracts.disk.paths import AttemptPaths, RunPaths, default_root, given_folder
 from holdfast.contracts.errors import RunFailedError, SpecError
-from holdfast.contracts.history import RunHistory
-from holdfast.contracts.history_cache import load_tallied
-from holdfast.contracts.paths import AttemptPaths, RunPaths, default_root, given_folder
+from holdfast.contracts.records.attempt import RunRecord, read_document
+from holdfast.contracts.records.history import RunHistory
+from holdfast.contracts.records.history_cache import load_tallied
 from holdfast.contracts.states import RunState
 from holdfast.flows.blocks import root_of
-from holdfast.flows.cancellation import cancel_on_signal, cancel_run_of_flow, last_supervisor
-from holdfast.flows.carry import given_spec, is_under_way, take_up
 from holdfast.flows.deployments import api_url
 from holdfast.flows.flow_run_link import FlowRunLink, take_up_requests
 from holdfast.flows.givers import giver
 from holdfast.flows.prefect_events import PREFECT, PrefectEvents
-from holdfast.flows.redactor import Log, Redactor
 from holdfast.flows.secrets import require
 from holdfast.flows.spec_form import SpecParameter
-from holdfast.flows.submission import submit_next
-from holdfast.flows.summary import end_reason, summarize, table_of_attempts
-from holdfast.flows.supervise import Supervisor
+from holdfast.flows.supervisor.cancellation import (
+    cancel_on_signal,
+    cancel_run_of_flow,
+    last_supervisor,
+)
+from holdfast.flows.supervisor.carry import given_spec, is_under_way, take_up
+from holdfast.flows.supervisor.redactor import Log, Redactor
+from holdfast.flows.supervisor.submission import submit_next
+from holdfast.flows.supervisor.summary import end_reason, summarize, table_of_attempts
+from holdfast.flows.supervisor.supervise import Supervisor
 from holdfast.lineage.index import Index
-from holdfast.workers import runs
-from holdfast.workers.preflight import check
+from holdfast.workers.runs import run_folders
+from holdfast.workers.runs.preflight import check
 
 
 @task(
@@ -96,7 +100,7 @@ def train(
         if spec is None:
             if run is None or overrides:
                 raise SpecError("spec: nothing given; expected a run spec, the path of one, or run")
-            return supervise_here(runs.find_run(home, run), index, redactor)
+            return supervise_here(run_folders.find_run(home, run), index, redactor)
         run_spec = given_spec(spec, overrides or (), home, run)
         if root is None and run is None:
             home = root_of(run_spec.blocks.storage) or home
@@ -107,7 +111,7 @@ def train(
             index.open()
             if preflight:
                 check(run_spec, home)
-            known = runs.own_generation(home, run_spec.name) if run is None else None
+            known = run_folders.own_generation(home, run_spec.name) if run is None else None
             for warning in require(run_spec, known if run is None else RunPaths(home / run)):
                 log.warning("%s", warning)
         return supervise_here(take_up(run_spec, home, run, by=giver(by)), index, redactor)
@@ -115,7 +119,7 @@ def train(
 
 def _own_run(root: Path, name: str) -> RunPaths | None:
     """Return the run that this flow run supervised before it was started again, or None."""
-    paths = runs.own_generation(root, name)
+    paths = run_folders.own_generation(root, name)
     if paths is None or not current_flow_run.id:
         return None
     return paths if last_supervisor(paths) == str(current_flow_run.id) else None

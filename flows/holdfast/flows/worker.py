@@ -34,16 +34,16 @@ from prefect.workers.base import (
     BaseWorkerResult,
 )
 
+from holdfast.contracts.disk.paths import RunPaths, default_root, given_folder, holdfast_home
 from holdfast.contracts.errors import HoldfastError, SchedulerUnavailableError
-from holdfast.contracts.history_cache import load_tallied
-from holdfast.contracts.paths import RunPaths, default_root, given_folder, holdfast_home
-from holdfast.contracts.supervision import is_supervised
-from holdfast.flows.cancellation import cancel_run, find_supervised, last_supervision
-from holdfast.flows.flow_lock import FlowLock
+from holdfast.contracts.records.history_cache import load_tallied
+from holdfast.contracts.records.supervision import is_supervised
 from holdfast.flows.flow_run_states import last_begun_at, times_scheduled
 from holdfast.flows.patient_client import LOOK_S, PatientClient
+from holdfast.flows.supervisor.cancellation import cancel_run, find_supervised, last_supervision
+from holdfast.flows.supervisor.flow_lock import FlowLock
 from holdfast.flows.worker_pool import HoldfastConfiguration, HoldfastVariables
-from holdfast.workers.flow_places import (
+from holdfast.workers.schedulers.flow_places import (
     FlowPlace,
     Places,
     end,

@@ -1,7 +1,7 @@
 """The meaning of each kind of journal line, the process that writes it and its fields.
 
 The documentation is generated from this table. Tests compare it with the lines that the code writes
-and with `holdfast.contracts.event_facts`, which checks the lines that readers get.
+and with `holdfast.contracts.disk.event_facts`, which checks the lines that readers get.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from holdfast.contracts.goodput import Goodput
-from holdfast.contracts.journal import EventKind as Kind
+from holdfast.contracts.account.goodput import Goodput
+from holdfast.contracts.disk.journal import EventKind as Kind
 
 INTEGER: Final = "integer"
 NUMBER: Final = "number"

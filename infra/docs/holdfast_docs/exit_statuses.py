@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from operator import attrgetter
 from typing import Final
 
-from holdfast.cli import exit_status as status
-from holdfast.trainer import standby
+from holdfast.cli.shared import exit_status as status
+from holdfast.trainer.process import standby
 from holdfast.workers.agent import guard
 
 _number: Final = attrgetter("number")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from holdfast.cli.exit_status import exit_status
+from holdfast.cli.shared.exit_status import exit_status
 from holdfast.contracts import errors
 from holdfast_docs.exit_statuses import EXIT_STATUSES
 from holdfast_docs.markdown import code, section, sentence, table

@@ -1,4 +1,4 @@
-"""The keys of a run spec, from the models in `holdfast.contracts.spec`."""
+"""The keys of a run spec, from the models in `holdfast.contracts.spec.run_spec`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast_docs.markdown import code, section, sentence, table
 from holdfast_docs.schema import Schema, default, reference, spell, unit
 

@@ -8,9 +8,9 @@ from typing import Any, Final
 
 from holdfast.api.access import Caller
 from holdfast.api.problems import LOG
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import HoldfastError
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.paths import RunPaths
 
 WRITER: Final = "api"
 OUTCOME_CHARACTERS_MAX: Final = 500

@@ -8,9 +8,9 @@ from itertools import islice
 from typing import Final, Literal
 
 from holdfast.api.schemas import LogFile, LogPart
+from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
+from holdfast.contracts.disk.rank_logs import RankLog, rank_logs
 from holdfast.contracts.errors import NotFoundError
-from holdfast.contracts.paths import AttemptPaths, RunPaths
-from holdfast.contracts.rank_logs import RankLog, rank_logs
 from holdfast.contracts.redaction import read_masked
 
 PART_BYTES_MAX: Final = 1024 * 1024

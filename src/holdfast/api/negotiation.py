@@ -9,7 +9,7 @@ from typing import Final
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from holdfast.contracts.digests import digest_of
+from holdfast.contracts.disk.digests import digest_of
 
 # The types of answers that get an ETag. Files have one of their own.
 TAGGED: Final = ("application/json", "text/html")

@@ -13,7 +13,7 @@ from holdfast.api.problems import LOG
 from holdfast.api.services import Services
 from holdfast.contracts.errors import LineageError
 from holdfast.contracts.states import RunState
-from holdfast.lineage import views
+from holdfast.lineage.queries import views
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 Row = Mapping[str, Any]

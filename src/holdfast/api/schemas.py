@@ -11,9 +11,9 @@ from typing import Annotated, Any, Final, Generic, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from holdfast.api.tokens import Role
-from holdfast.contracts.orders import OrderState
-from holdfast.lineage import durability, reports, views
-from holdfast.workers import exports
+from holdfast.contracts.records.orders import OrderState
+from holdfast.lineage.queries import durability, reports, views
+from holdfast.workers.checkpoints import exports
 
 TOKEN_CHARACTERS_MAX: Final = 200
 

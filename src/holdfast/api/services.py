@@ -18,7 +18,7 @@ from holdfast.api.sessions import LoginThrottle, Sessions
 from holdfast.api.store import Store
 from holdfast.api.tokens import TokenStore
 from holdfast.api.watch import Watch
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.disk.paths import RunPaths
 
 # Starts what a request to a run needs; the second argument says whether the run continues. Returns
 # facts about the supervisor.

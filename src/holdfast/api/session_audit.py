@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.api.problems import LOG
+from holdfast.contracts.disk.file_locks import locked
+from holdfast.contracts.disk.journal import EventKind, JournalWriter, journal_lock
+from holdfast.contracts.disk.paths import holdfast_home
 from holdfast.contracts.errors import ForeignFileError
-from holdfast.contracts.file_locks import locked
-from holdfast.contracts.journal import EventKind, JournalWriter, journal_lock
-from holdfast.contracts.paths import holdfast_home
 
 WRITER: Final = "api"
 WINDOW_S: Final = 60.0

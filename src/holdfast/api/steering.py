@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from holdfast.api.schemas import OperatorRequest, Supervision
-from holdfast.contracts.journal import Event, EventKind
-from holdfast.contracts.orders import fold_orders
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.disk.journal import Event, EventKind
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.records.orders import fold_orders
+from holdfast.contracts.records.supervision import is_supervised
 from holdfast.contracts.states import AttemptState, RunState
-from holdfast.contracts.supervision import is_supervised
-from holdfast.lineage.views import RunView, unix_time
+from holdfast.lineage.queries.views import RunView, unix_time
 
 # A flow that has just started imports Prefect before it takes the run's lock.
 STARTING_S: Final = 60.0

@@ -10,33 +10,39 @@ from pathlib import Path
 from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar
 
 from holdfast.api.schemas import CheckpointRow, Page
-from holdfast.contracts.alerts import KINDS
-from holdfast.contracts.attempt import RunRecord, read_document
-from holdfast.contracts.checkpoint_choice import choose_checkpoint, is_checkpoint
+from holdfast.contracts.disk.journal import Event, EventKind
+from holdfast.contracts.disk.paths import CheckpointName, RunPaths
 from holdfast.contracts.errors import NotFoundError
-from holdfast.contracts.journal import Event, EventKind
-from holdfast.contracts.paths import CheckpointName, RunPaths
+from holdfast.contracts.records.alerts import KINDS
+from holdfast.contracts.records.attempt import RunRecord, read_document
+from holdfast.contracts.records.checkpoint_choice import choose_checkpoint, is_checkpoint
 from holdfast.contracts.redaction import secrets_of
-from holdfast.contracts.secrets import longest_first, referred_secrets
+from holdfast.contracts.spec.secrets import longest_first, referred_secrets
 from holdfast.contracts.states import RunState
-from holdfast.lineage import (
+from holdfast.lineage.database.states import CheckpointState
+from holdfast.lineage.index import Index
+from holdfast.lineage.queries import (
     comparison,
     durability,
     nodes,
     pages,
-    queries,
     reports,
+    run_queries,
     series,
     totals,
     views,
 )
-from holdfast.lineage.cursors import PAGE_MAX
-from holdfast.lineage.cursors import Page as IndexPage
-from holdfast.lineage.index import Index
-from holdfast.lineage.openlineage import export_run
-from holdfast.lineage.pages import CheckpointFilter, EventFilter, RunFilter, RunSort, SortOrder
-from holdfast.lineage.queries import RunRef
-from holdfast.lineage.states import CheckpointState
+from holdfast.lineage.queries.cursors import PAGE_MAX
+from holdfast.lineage.queries.cursors import Page as IndexPage
+from holdfast.lineage.queries.openlineage import export_run
+from holdfast.lineage.queries.pages import (
+    CheckpointFilter,
+    EventFilter,
+    RunFilter,
+    RunSort,
+    SortOrder,
+)
+from holdfast.lineage.queries.run_queries import RunRef
 
 # A run's name, folder name or uid, but never a path.
 RUN_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
@@ -86,11 +92,11 @@ class Store:
             raise NotFoundError(
                 f"{run[:120]!r} is not a valid run; expected a run's name, folder name or uid"
             )
-        return queries.find_run(self.index.open(), run)
+        return run_queries.find_run(self.index.open(), run)
 
     def by_folder(self, directory: Path) -> RunRef:
         """Return the run in a folder."""
-        return queries.find_run(self.index.open(), str(directory))
+        return run_queries.find_run(self.index.open(), str(directory))
 
     def folder_of(self, run: str) -> RunPaths:
         """Return the run's folder on disk. Raises `NotFoundError` if it does not exist."""
@@ -132,7 +138,7 @@ class Store:
             )
         if not CheckpointName.parse(name):
             name = choose_checkpoint(self.folder_of(run), name)
-        return queries.find_checkpoint(self.index.open(), f"{run}:{name}")
+        return run_queries.find_checkpoint(self.index.open(), f"{run}:{name}")
 
     def list_runs(
         self,
@@ -150,7 +156,7 @@ class Store:
     @in_one_read
     def show_run(self, run: str) -> views.RunView:
         """Return one run with its attempts and its goodput up to now."""
-        return queries.show_run(self.index.open(), self.find_run(run).uid, now=time.time())
+        return run_queries.show_run(self.index.open(), self.find_run(run).uid, now=time.time())
 
     @in_one_read
     def list_checkpoints(
@@ -201,7 +207,7 @@ class Store:
     def has_mirror(self, identity: str) -> bool:
         """Return True if the spec of the checkpoint's run sets a mirror."""
         run, _ = self.find_checkpoint(identity)
-        checkpoint = queries.read_spec(self.index.open(), run.uid).get("checkpoint")
+        checkpoint = run_queries.read_spec(self.index.open(), run.uid).get("checkpoint")
         return isinstance(checkpoint, dict) and bool(checkpoint.get("mirror"))
 
     @in_one_read
@@ -214,7 +220,7 @@ class Store:
     def ancestry(self, identity: str) -> list[reports.Ancestor]:
         """Return a checkpoint and its ancestors, newest first."""
         run, name = self.find_checkpoint(identity)
-        return queries.ancestry(self.index.open(), f"{run.uid}:{name}")
+        return run_queries.ancestry(self.index.open(), f"{run.uid}:{name}")
 
     @in_one_read
     def compare(self, one: str, other: str) -> reports.Comparison:
@@ -248,7 +254,7 @@ class Store:
     @in_one_read
     def timeline(self, run: str) -> list[reports.Segment]:
         """Return what each attempt of a run did and when, up to now."""
-        return queries.timeline(self.index.open(), self.find_run(run).uid, now=time.time())
+        return run_queries.timeline(self.index.open(), self.find_run(run).uid, now=time.time())
 
     def _newest(self, run: str, kinds: Sequence[EventKind]) -> list[Event]:
         where = EventFilter(kinds=tuple(str(kind) for kind in kinds))
@@ -269,7 +275,7 @@ class Store:
     def lineage(self, run: str) -> views.Graph:
         """Return the lineage graph of a run."""
         index, uid = self.index.open(), self.find_run(run).uid
-        return durability.add_durability(index, uid, queries.lineage_graph(index, uid))
+        return durability.add_durability(index, uid, run_queries.lineage_graph(index, uid))
 
     def _with_durability(
         self, uid: str, rows: Sequence[views.CheckpointView]
@@ -327,7 +333,7 @@ class Store:
 
     def count_runs(self) -> dict[str, int]:
         """Return the number of runs in each state."""
-        return queries.count_runs(self.index.open())
+        return run_queries.count_runs(self.index.open())
 
     def live_runs(self) -> list[views.RunRow]:
         """Return the live runs, newest first."""

@@ -21,10 +21,10 @@ from typing import Final
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from holdfast.contracts.durable import make_directory, to_json, write_bytes
+from holdfast.contracts.disk.durable import make_directory, to_json, write_bytes
+from holdfast.contracts.disk.file_locks import locked
+from holdfast.contracts.disk.paths import holdfast_home
 from holdfast.contracts.errors import NotFoundError, SpecError
-from holdfast.contracts.file_locks import locked
-from holdfast.contracts.paths import holdfast_home
 from holdfast.contracts.plain_text import counted
 
 FILE: Final = "tokens.json"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 
 from holdfast.api.schemas import AttemptNode, Heartbeats, RankRow
-from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.rank_logs import choose_attempt
-from holdfast.lineage.views import iso_time
-from holdfast.workers.heartbeats import NodeBeat, clock_problems, read_heartbeats
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.disk.rank_logs import choose_attempt
+from holdfast.lineage.queries.views import iso_time
+from holdfast.workers.nodes.heartbeats import NodeBeat, clock_problems, read_heartbeats
 
 
 def read_nodes(paths: RunPaths, number: int | None) -> Heartbeats:

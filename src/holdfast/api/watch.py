@@ -18,18 +18,18 @@ from typing import Any, Final
 from holdfast.api.hub import Hub
 from holdfast.api.problems import LOG
 from holdfast.api.store import Store
+from holdfast.contracts.disk.journal import Event, read_journal
+from holdfast.contracts.disk.paths import RunPaths, has_spec, real_folder
+from holdfast.contracts.disk.visits import Visit, visit
 from holdfast.contracts.errors import LineageError
-from holdfast.contracts.journal import Event, read_journal
-from holdfast.contracts.paths import RunPaths, has_spec, real_folder
 from holdfast.contracts.plain_text import plain_line
 from holdfast.contracts.redaction import redact
-from holdfast.contracts.visits import Visit, visit
-from holdfast.lineage import views
-from holdfast.lineage.ingest import ingest_run
-from holdfast.lineage.metric_ingest import follow_metrics
-from holdfast.lineage.queries import RunRef
-from holdfast.workers.heartbeats import NodeBeat, heartbeat_stamp, read_heartbeats
-from holdfast.workers.reconcile import reconcile
+from holdfast.lineage.ingest.metric_ingest import follow_metrics
+from holdfast.lineage.ingest.run_ingest import ingest_run
+from holdfast.lineage.queries import views
+from holdfast.lineage.queries.run_queries import RunRef
+from holdfast.workers.nodes.heartbeats import NodeBeat, heartbeat_stamp, read_heartbeats
+from holdfast.workers.runs.reconcile import reconcile
 
 WRITER: Final = "api"
 ROUND_S: Final = 0.5

@@ -9,16 +9,24 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli.arguments import RunArgument, complete_checkpoint, confirm
-from holdfast.cli.index import forget, locate_checkpoint, locate_run, look_at, user_name
-from holdfast.cli.output import AsJson, RootOption, answer, bytes_text, print_table, say, warn
-from holdfast.cli.unused import refuse_unused
-from holdfast.contracts.damage import find_damage, word_for
+from holdfast.cli.shared.arguments import RunArgument, complete_checkpoint, confirm
+from holdfast.cli.shared.index import forget, locate_checkpoint, locate_run, look_at, user_name
+from holdfast.cli.shared.output import (
+    AsJson,
+    RootOption,
+    answer,
+    bytes_text,
+    print_table,
+    say,
+    warn,
+)
+from holdfast.cli.shared.unused import refuse_unused
+from holdfast.contracts.disk.damage import find_damage, word_for
+from holdfast.contracts.disk.manifest import Manifest
+from holdfast.contracts.disk.paths import checkpoint_id, has_spec, plain_checkpoint
 from holdfast.contracts.errors import ForeignFileError, NotFoundError
-from holdfast.contracts.manifest import Manifest
-from holdfast.contracts.paths import checkpoint_id, has_spec, plain_checkpoint
 from holdfast.contracts.plain_text import counted
-from holdfast.contracts.spec_checkpoint import Keep
+from holdfast.contracts.spec.checkpoint import Keep
 
 CheckpointArgument = Annotated[
     str,
@@ -48,7 +56,7 @@ def pin(
     as_json: AsJson = False,
 ) -> None:
     """Keep a checkpoint regardless of the keep rules."""
-    from holdfast.workers import operator
+    from holdfast.workers.runs import operator
 
     paths, name = locate_checkpoint(checkpoint, root)
     operator.pin(paths, name, by=user_name(), note=note)
@@ -58,7 +66,7 @@ def pin(
 
 def unpin(checkpoint: CheckpointArgument, root: RootOption = None, as_json: AsJson = False) -> None:
     """Remove a checkpoint's pin, so that the keep rules apply to it again."""
-    from holdfast.workers import operator
+    from holdfast.workers.runs import operator
 
     paths, name = locate_checkpoint(checkpoint, root)
     operator.unpin(paths, name, by=user_name())
@@ -93,7 +101,7 @@ def prune(
 
     Asks before it deletes, unless --yes is given.
     """
-    from holdfast.workers import pruning
+    from holdfast.workers.checkpoints import pruning
 
     _check_options(context, dry_run)
     paths = locate_run(run, root)
@@ -120,7 +128,7 @@ def delete(
 
     Asks before it deletes, unless --yes is given. Copies in a mirror remain.
     """
-    from holdfast.workers.run_deletion import delete_run
+    from holdfast.workers.runs.run_deletion import delete_run
 
     _check_options(context, dry_run)
     paths = locate_run(run, root)
@@ -151,7 +159,7 @@ def verify(
 
     If the run saves to the nodes' own disks, the copy in its mirror is read.
     """
-    from holdfast.workers import verification
+    from holdfast.workers.checkpoints import verification
 
     directory = directory_of(checkpoint, root)
     facts = verification.verify(directory, partial(_damage, show=not as_json))
@@ -178,7 +186,7 @@ def directory_of(checkpoint: str, root: str | None) -> Path:
         )
     if path.is_dir():
         return path
-    from holdfast.workers.verification import directory_to_verify
+    from holdfast.workers.checkpoints.verification import directory_to_verify
 
     return directory_to_verify(*locate_checkpoint(checkpoint, root))
 

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli.arguments import confirm
-from holdfast.cli.collector import return_free_memory
-from holdfast.cli.index import choose_root, open_index
-from holdfast.cli.output import AsJson, RootOption, answer, print_facts, say, warn
+from holdfast.cli.shared.arguments import confirm
+from holdfast.cli.shared.collector import return_free_memory
+from holdfast.cli.shared.index import choose_root, open_index
+from holdfast.cli.shared.output import AsJson, RootOption, answer, print_facts, say, warn
 from holdfast.contracts.errors import NotFoundError, SpecError
 
 
@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
 
 def upgrade(as_json: AsJson = False) -> None:
     """Upgrade the schema to the newest revision."""
-    from holdfast.lineage import schema_changes
+    from holdfast.lineage.database import schema_changes
 
     revision = schema_changes.upgrade()
     answer({"revision": revision}, as_json, _render_revision)
@@ -45,7 +45,7 @@ def downgrade(
 
     Asks before it removes the whole index, unless --yes is given. `reindex` fills it again.
     """
-    from holdfast.lineage import schema_changes
+    from holdfast.lineage.database import schema_changes
 
     if not yes and (revision == "base" or revision.startswith("-")):
         what = "all rows of the index" if revision == "base" else "what newer revisions added"
@@ -55,7 +55,7 @@ def downgrade(
 
 def current(as_json: AsJson = False) -> None:
     """Show the schema's revision, and whether this version can use it."""
-    from holdfast.lineage import schema
+    from holdfast.lineage.database import schema
 
     found, problem = schema.current_revision(), schema.schema_problem()
     facts = {
@@ -85,8 +85,8 @@ def reindex(
 
     The exit status is 1 if a run cannot be read. The rows of that run do not change.
     """
-    from holdfast.lineage.db_limits import REINDEX
-    from holdfast.lineage.reindex import reindex as rebuild
+    from holdfast.lineage.database.limits import REINDEX
+    from holdfast.lineage.ingest.reindex import reindex as rebuild
 
     if root is not None and root_option is not None:
         raise SpecError(f"reindex: expected ROOT or --root, not both: {root} and {root_option}")

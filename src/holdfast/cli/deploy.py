@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli.output import AsJson, answer, say
+from holdfast.cli.shared.output import AsJson, answer, say
 from holdfast.contracts.errors import SpecError
 
 

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 import typer
 
 from holdfast.cli import doctor_run
-from holdfast.cli.arguments import RunArgument
 from holdfast.cli.doctor_checks import Finding, run_checks
-from holdfast.cli.index import choose_root
-from holdfast.cli.output import AsJson, RootOption, answer, say
+from holdfast.cli.shared.arguments import RunArgument
+from holdfast.cli.shared.index import choose_root
+from holdfast.cli.shared.output import AsJson, RootOption, answer, say
 
 
 def register(app: typer.Typer) -> None:

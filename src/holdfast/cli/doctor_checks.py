@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from holdfast.cli.output import bytes_text
+from holdfast.cli.shared.output import bytes_text
 from holdfast.cli.supervise import command, supervisor_warning
-from holdfast.contracts.durable import make_directory
+from holdfast.contracts.disk.durable import make_directory
+from holdfast.contracts.disk.filesystems import NODE_LOCAL, filesystem_of
+from holdfast.contracts.disk.paths import RunPaths, list_runs
+from holdfast.contracts.disk.visits import visit
 from holdfast.contracts.errors import HoldfastError
-from holdfast.contracts.filesystems import NODE_LOCAL, filesystem_of
-from holdfast.contracts.history import load_history
-from holdfast.contracts.paths import RunPaths, list_runs
-from holdfast.contracts.visits import visit
-from holdfast.workers.root_probe import ADVICE, describe, find_problems
+from holdfast.contracts.records.history import load_history
+from holdfast.workers.nodes.root_probe import ADVICE, describe, find_problems
 
 Level = Literal["ok", "warn", "fail"]
 COMMAND_S_MAX: Final = 60.0
@@ -124,7 +124,7 @@ def check_space(root: Path) -> Finding:
 
 def check_database() -> Finding:
     """Check that the index can be opened and has this version's schema."""
-    from holdfast.lineage.database import open_database
+    from holdfast.lineage.database.transactions import open_database
 
     try:
         with open_database() as database:
@@ -191,7 +191,7 @@ def check_slurm() -> Finding:
     if absent:
         step = "install Slurm's client programs, or use a login node"
         return Finding("slurm", "fail", f"{', '.join(absent)} missing", step)
-    from holdfast.workers import slurm_client
+    from holdfast.workers.schedulers import slurm_client
 
     try:
         names = [partition["PartitionName"] for partition in slurm_client.partitions()]

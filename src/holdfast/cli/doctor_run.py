@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from holdfast.cli.index import locate_checkpoint, locate_run
-from holdfast.cli.output import bytes_text, print_facts, say
-from holdfast.contracts.checkpoint_choice import choose_checkpoint
+from holdfast.cli.shared.index import locate_checkpoint, locate_run
+from holdfast.cli.shared.output import bytes_text, print_facts, say
+from holdfast.contracts.disk.paths import LATEST, RunPaths, checkpoint_id
 from holdfast.contracts.errors import NotFoundError
-from holdfast.contracts.history import load_history
-from holdfast.contracts.paths import LATEST, RunPaths, checkpoint_id
 from holdfast.contracts.plain_text import counted
-from holdfast.workers.trainer_call import ask_trainer, interpreter_of
+from holdfast.contracts.records.checkpoint_choice import choose_checkpoint
+from holdfast.contracts.records.history import load_history
+from holdfast.workers.checkpoints.trainer_call import ask_trainer, interpreter_of
 
 # Keys in the output of `python -m holdfast.trainer.shape` → labels.
 PARTS: Final = {
@@ -32,9 +32,9 @@ def examine(run: str, gpus: int, checkpoint: str | None, root: str | None) -> di
     invalid, and `PreflightError` if the job's environment cannot be called.
     """
     from holdfast.flows import secrets
-    from holdfast.workers.sizes import problem_with
-    from holdfast.workers.slurm_defaults import warnings_of_defaults
-    from holdfast.workers.verification import directory_to_verify
+    from holdfast.workers.checkpoints.verification import directory_to_verify
+    from holdfast.workers.decisions.sizes import problem_with
+    from holdfast.workers.schedulers.slurm_defaults import warnings_of_defaults
 
     paths = locate_run(run, root)
     spec = load_history(paths).spec

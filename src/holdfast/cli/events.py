@@ -9,13 +9,13 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from holdfast.cli.arguments import RunArgument, SinceOption
-from holdfast.cli.index import locate_run, look_at, secrets_in
-from holdfast.cli.output import AsJson, RootOption, answer, say, time_text
-from holdfast.contracts.history import load_events
-from holdfast.contracts.journal import Event, EventKind
-from holdfast.contracts.paths import RunPaths
+from holdfast.cli.shared.arguments import RunArgument, SinceOption
+from holdfast.cli.shared.index import locate_run, look_at, secrets_in
+from holdfast.cli.shared.output import AsJson, RootOption, answer, say, time_text
+from holdfast.contracts.disk.journal import Event, EventKind
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.plain_text import plain_line
+from holdfast.contracts.records.history import load_events
 from holdfast.contracts.redaction import redact
 
 POLL_S: Final = 1.0

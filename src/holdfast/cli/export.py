@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from holdfast.cli.checkpoints import CheckpointArgument, directory_of
-from holdfast.cli.output import AsJson, RootOption, answer, bytes_text, say
+from holdfast.cli.shared.output import AsJson, RootOption, answer, bytes_text, say
 from holdfast.contracts.plain_text import counted
-from holdfast.workers import exports
-from holdfast.workers.exports import Dtype, Form
+from holdfast.workers.checkpoints import exports
+from holdfast.workers.checkpoints.exports import Dtype, Form
 
 
 def register(app: typer.Typer) -> None:

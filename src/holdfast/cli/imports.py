@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli.index import choose_root, user_name
-from holdfast.cli.output import AsJson, RootOption, answer, bytes_text, say, warn
+from holdfast.cli.shared.index import choose_root, user_name
+from holdfast.cli.shared.output import AsJson, RootOption, answer, bytes_text, say, warn
 from holdfast.contracts.plain_text import counted
 from holdfast.flows import imports
 from holdfast.flows.imports import Form

@@ -11,10 +11,10 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from holdfast.cli.output import AsJson, answer, say
-from holdfast.contracts.durable import create_bytes
+from holdfast.cli.shared.output import AsJson, answer, say
+from holdfast.contracts.disk.durable import create_bytes
+from holdfast.contracts.disk.paths import SPEC_NAME, default_root
 from holdfast.contracts.errors import NotFoundError, OutputExistsError, SchedulerError, SpecError
-from holdfast.contracts.paths import SPEC_NAME, default_root
 
 SPEC: Final = "run.toml"
 PROGRAM: Final = "train.py"
@@ -174,7 +174,7 @@ def _spec_text(name: str, executor: str | None, partition: str | None) -> str:
 
 def _slurm_text(partition: str | None) -> tuple[str, int]:
     """Return the resources for a partition, and the GPUs of its nodes. Raises `NotFoundError`."""
-    from holdfast.workers.partitions import ask_partitions, choose_partition
+    from holdfast.workers.schedulers.partitions import ask_partitions, choose_partition
 
     try:
         known = ask_partitions()

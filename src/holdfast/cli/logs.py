@@ -17,13 +17,13 @@ from typing import Annotated, BinaryIO, Final
 
 import typer
 
-from holdfast.cli.arguments import RunArgument, SinceOption
-from holdfast.cli.index import locate_run, look_at, secrets_in
-from holdfast.cli.output import AsJson, RootOption, answer, echo, to_json_text, warn
-from holdfast.cli.unused import refuse_unused
-from holdfast.contracts.paths import AttemptPaths, RunPaths
+from holdfast.cli.shared.arguments import RunArgument, SinceOption
+from holdfast.cli.shared.index import locate_run, look_at, secrets_in
+from holdfast.cli.shared.output import AsJson, RootOption, answer, echo, to_json_text, warn
+from holdfast.cli.shared.unused import refuse_unused
+from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
+from holdfast.contracts.disk.rank_logs import RankLog, choose_attempt, rank_logs
 from holdfast.contracts.plain_text import plain_output
-from holdfast.contracts.rank_logs import RankLog, choose_attempt, rank_logs
 from holdfast.contracts.redaction import read_masked
 
 FOLLOW_S_MAX: Final = 366 * 24 * 3600.0

@@ -14,10 +14,10 @@ import typer
 from typer.exceptions import TyperException
 
 from holdfast.cli.commands import CommandGroup
-from holdfast.cli.exit_status import MISUSE, REFUSED
-from holdfast.cli.output import echo, prepare_streams, print_error, print_usage, warn
+from holdfast.cli.shared.exit_status import MISUSE, REFUSED
+from holdfast.cli.shared.output import echo, prepare_streams, print_error, print_usage, warn
+from holdfast.contracts.disk.paths import refuse_others_home
 from holdfast.contracts.errors import HoldfastError
-from holdfast.contracts.paths import refuse_others_home
 from holdfast.contracts.version import holdfast_version
 
 app = typer.Typer(

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from holdfast.cli.arguments import RunsArgument, locate_runs
-from holdfast.cli.index import look_at, user_name
-from holdfast.cli.output import AsJson, RootOption, answer, print_error, say, warn
+from holdfast.cli.shared.arguments import RunsArgument, locate_runs
+from holdfast.cli.shared.index import look_at, user_name
+from holdfast.cli.shared.output import AsJson, RootOption, answer, print_error, say, warn
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import HoldfastError
-from holdfast.contracts.history import load_history
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.records.history import load_history
 
 if TYPE_CHECKING:
-    from holdfast.workers.operator import Action
+    from holdfast.workers.runs.operator import Action
 
 GOES_ON: Final = frozenset({"relaunch", "resume"})
 
@@ -56,7 +56,7 @@ def pause(
     as_json: AsJson = False,
 ) -> None:
     """Release a run's GPUs after a last checkpoint. `resume` continues it."""
-    from holdfast.workers.until_capacity import UNTIL_CAPACITY
+    from holdfast.workers.runs.until_capacity import UNTIL_CAPACITY
 
     if until_capacity:
         from holdfast.flows.start import require_resumer
@@ -122,8 +122,8 @@ def _ask_run(
 ) -> dict[str, Any]:
     """Record the request, start a supervisor if the run needs one, and return the facts."""
     from holdfast.flows.start import start_after
-    from holdfast.workers import operator
-    from holdfast.workers.feasibility import Feasibility
+    from holdfast.workers.runs import operator
+    from holdfast.workers.runs.feasibility import Feasibility
 
     look_at(paths)
     if action in GOES_ON:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from holdfast.cli.collector import return_free_memory
-from holdfast.cli.index import choose_root, existing_root, user_name
-from holdfast.cli.output import AsJson, answer, print_table, say, time_text, warn
+from holdfast.cli.shared.collector import return_free_memory
+from holdfast.cli.shared.index import choose_root, existing_root, user_name
+from holdfast.cli.shared.output import AsJson, answer, print_table, say, time_text, warn
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import NotFoundError, SpecError
-from holdfast.contracts.history import load_history
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.records.history import load_history
 
 if TYPE_CHECKING:
     from holdfast.api.security import AccessPolicy

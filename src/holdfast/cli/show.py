@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from holdfast.cli.arguments import CLEAR, WATCH_S, RunsArgument
-from holdfast.cli.index import read_index, secrets_in
-from holdfast.cli.output import (
+from holdfast.cli.shared.arguments import CLEAR, WATCH_S, RunsArgument
+from holdfast.cli.shared.index import read_index, secrets_in
+from holdfast.cli.shared.output import (
     AsJson,
     RootOption,
     answer,
@@ -23,31 +23,31 @@ from holdfast.cli.output import (
     seconds_text,
     time_text,
 )
-from holdfast.cli.stretches import print_stretches
+from holdfast.cli.shared.stretches import print_stretches
 from holdfast.cli.supervise import supervisor_warning
 from holdfast.cli.views import refreshed_directory
-from holdfast.contracts.alerts import FAILED_SAVES_MAX, failed_saves, noticed
+from holdfast.contracts.account.goodput import PARTS
+from holdfast.contracts.disk.journal import Event
+from holdfast.contracts.disk.paths import RunPaths, checkpoint_id, has_spec
 from holdfast.contracts.errors import reading_run
-from holdfast.contracts.goodput import PARTS
-from holdfast.contracts.history import load_events, load_history
-from holdfast.contracts.journal import Event
-from holdfast.contracts.known_damage import damaged_checkpoints
-from holdfast.contracts.orders import orders_of
-from holdfast.contracts.paths import RunPaths, checkpoint_id, has_spec
 from holdfast.contracts.plain_text import counted
-from holdfast.contracts.redaction import redact
-from holdfast.contracts.saving import (
+from holdfast.contracts.records.alerts import FAILED_SAVES_MAX, failed_saves, noticed
+from holdfast.contracts.records.history import load_events, load_history
+from holdfast.contracts.records.known_damage import damaged_checkpoints
+from holdfast.contracts.records.orders import orders_of
+from holdfast.contracts.records.saving import (
     Trained,
     saves_by_holdfast,
     trained_in,
     why_nothing_is_saved,
 )
-from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.redaction import redact
+from holdfast.contracts.spec.run_spec import RunSpec
+from holdfast.contracts.spec.written import settings_in, settings_of
 from holdfast.contracts.states import RunState
-from holdfast.contracts.written import settings_in, settings_of
 
 if TYPE_CHECKING:
-    from holdfast.lineage.database import Database
+    from holdfast.lineage.database.transactions import Database
 
 DIGEST_CHARACTERS: Final = 12
 ADVICE: Final = "see docs/porting.md, or describe the program's own checkpoints in [program]"
@@ -124,13 +124,13 @@ def _render(shown: Sequence[Mapping[str, Any]]) -> None:
 
 def _shown(run: str, root: str | None) -> dict[str, Any]:
     """Return what `show` prints of a run."""
-    from holdfast.lineage import queries
-    from holdfast.workers.heartbeats import live_step, trained_step
+    from holdfast.lineage.queries import run_queries
+    from holdfast.workers.nodes.heartbeats import live_step, trained_step
 
     def read(database: Database) -> dict[str, Any]:
         directory = refreshed_directory(run, root, database)
         with reading_run(directory):
-            shown = queries.show_run(database, directory)
+            shown = run_queries.show_run(database, directory)
             paths = RunPaths(Path(directory))
             events = load_events(paths)
             history = load_history(paths, events)
@@ -202,8 +202,8 @@ def _render_settings(settings: Sequence[Mapping[str, Any]]) -> None:
 
 def _warnings(run: Mapping[str, Any]) -> list[str]:
     """Return the warnings of a live run about its grace period, supervisor and submission."""
-    from holdfast.workers.grace import warnings_of
-    from holdfast.workers.runs import read_record, why_not_submitted
+    from holdfast.workers.decisions.grace import warnings_of
+    from holdfast.workers.runs.run_folders import read_record, why_not_submitted
 
     paths = RunPaths(Path(run["path"]))
     if not RunState(run["state"]).is_live or not has_spec(paths.directory):

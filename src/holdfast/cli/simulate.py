@@ -12,22 +12,22 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from holdfast.cli.index import locate_run
-from holdfast.cli.output import AsJson, RootOption, answer, print_table, say, seconds_text
-from holdfast.cli.output_files import check_plot
-from holdfast.cli.stretches import print_stretches
+from holdfast.cli.shared.index import locate_run
+from holdfast.cli.shared.output import AsJson, RootOption, answer, print_table, say, seconds_text
+from holdfast.cli.shared.output_files import check_plot
+from holdfast.cli.shared.stretches import print_stretches
+from holdfast.cli.shared.unused import refuse_unused
 from holdfast.cli.submit import Overrides
-from holdfast.cli.unused import refuse_unused
 from holdfast.contracts.errors import SpecError
-from holdfast.contracts.history import load_history
 from holdfast.contracts.plain_text import counted
-from holdfast.contracts.spec import RunSpec
-from holdfast.contracts.steps_total import steps_total
+from holdfast.contracts.records.history import load_history
+from holdfast.contracts.spec.run_spec import RunSpec
+from holdfast.contracts.spec.steps_total import steps_total
 
 if TYPE_CHECKING:
-    from holdfast.workers.attempt_costs import Costs
-    from holdfast.workers.simulation import Simulated
-    from holdfast.workers.traces import Trace
+    from holdfast.workers.decisions.attempt_costs import Costs
+    from holdfast.workers.runs.simulation import Simulated
+    from holdfast.workers.schedulers.traces import Trace
 
 SCENARIOS_MAX: Final = 200
 
@@ -99,7 +99,7 @@ def simulate(
     The relaunches, the sizes and the `auto` interval are decided as for a real run.
     """
     from holdfast.flows.parameters import load_spec
-    from holdfast.workers.simulation import simulate as play
+    from holdfast.workers.runs.simulation import simulate as play
 
     _check_options(context, history_days, costs_of)
     if plot is not None:
@@ -138,7 +138,7 @@ def _traces(
     instance_gpus: int | None,
 ) -> list[Trace]:
     """Return the traces of the first choice and of fallbacks. Raises `SpecError`."""
-    from holdfast.workers.traces import read_trace
+    from holdfast.workers.schedulers.traces import read_trace
 
     fallbacks = spec.resources.fallbacks
     if len(others) > len(fallbacks):
@@ -151,7 +151,7 @@ def _traces(
         return [read_trace(path, size) for path in (trace, *others)]
     if days is None or trace is not None or others:
         raise SpecError("expected --trace FILE or --history-days DAYS, and not both")
-    from holdfast.workers.cluster_history import read_history
+    from holdfast.workers.schedulers.cluster_history import read_history
 
     now = time.time()
     places = range(len(fallbacks) + 1)
@@ -160,7 +160,7 @@ def _traces(
 
 def _costs(costs_of: str | None, root: str | None, words: Sequence[str]) -> Costs:
     """Return the costs: measured ones if a run is named, replaced by those that are given."""
-    from holdfast.workers.attempt_costs import Costs, measured_costs
+    from holdfast.workers.decisions.attempt_costs import Costs, measured_costs
 
     names = [one.name for one in fields(Costs)]
     given = {}

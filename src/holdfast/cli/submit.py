@@ -10,25 +10,20 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli.exit_status import INTERRUPTED
-from holdfast.cli.follow import follow_run
-from holdfast.cli.index import (
-    choose_root,
-    locate_checkpoint,
-    look_at,
-    user_name,
-)
-from holdfast.cli.output import AsJson, RootOption, answer, echo, say, warn
-from holdfast.cli.unused import refuse_unused
-from holdfast.contracts.attempt import Request, RunRecord
-from holdfast.contracts.checkpoint_choice import newest_of_branch
+from holdfast.cli.shared.exit_status import INTERRUPTED
+from holdfast.cli.shared.follow import follow_run
+from holdfast.cli.shared.index import choose_root, locate_checkpoint, look_at, user_name
+from holdfast.cli.shared.output import AsJson, RootOption, answer, echo, say, warn
+from holdfast.cli.shared.unused import refuse_unused
+from holdfast.contracts.disk.paths import RunPaths, checkpoint_id
 from holdfast.contracts.errors import NotFoundError, SpecError
-from holdfast.contracts.history import load_history
-from holdfast.contracts.paths import RunPaths, checkpoint_id
-from holdfast.contracts.saving import saves_by_holdfast, trained_in, why_nothing_is_saved
-from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.records.attempt import Request, RunRecord
+from holdfast.contracts.records.checkpoint_choice import newest_of_branch
+from holdfast.contracts.records.history import load_history
+from holdfast.contracts.records.saving import saves_by_holdfast, trained_in, why_nothing_is_saved
+from holdfast.contracts.spec.run_spec import RunSpec
+from holdfast.contracts.spec.written import settings_of
 from holdfast.contracts.states import RunState
-from holdfast.contracts.written import settings_of
 
 Overrides = Annotated[
     list[str] | None,
@@ -80,7 +75,7 @@ def submit(
     """Submit a run, or attach to the live one that has the same name and spec."""
     from holdfast.flows import secrets
     from holdfast.flows.parameters import load_spec
-    from holdfast.workers.code_snapshot import snapshot_warnings
+    from holdfast.workers.runs.code_snapshot import snapshot_warnings
 
     _check_options(context, dry_run, skip_preflight, no_preflight)
     accepted = ["supervision.allow_early_exit=true"] if allow_early_exit else []
@@ -96,9 +91,9 @@ def submit(
         from holdfast.flows.forks import check_everything
 
         check_everything(run_spec, home)
-    from holdfast.workers.grace import warnings_of
-    from holdfast.workers.runs import attach_or_create, own_generation
-    from holdfast.workers.slurm_defaults import warnings_of_defaults
+    from holdfast.workers.decisions.grace import warnings_of
+    from holdfast.workers.runs.run_folders import attach_or_create, own_generation
+    from holdfast.workers.schedulers.slurm_defaults import warnings_of_defaults
 
     earlier = own_generation(home, run_spec.name)
     warnings = [*secrets.require(run_spec, earlier), *warnings_of(run_spec, earlier)]
@@ -139,10 +134,10 @@ def fork(
     """Start a new run, under another name, from a committed checkpoint."""
     from holdfast.flows.forks import fork_run, plan_fork
     from holdfast.flows.secrets import plain_secret_warnings
-    from holdfast.workers.code_snapshot import snapshot_warnings
-    from holdfast.workers.feasibility import Feasibility
-    from holdfast.workers.grace import warnings_of
-    from holdfast.workers.slurm_defaults import warnings_of_defaults
+    from holdfast.workers.decisions.grace import warnings_of
+    from holdfast.workers.runs.code_snapshot import snapshot_warnings
+    from holdfast.workers.runs.feasibility import Feasibility
+    from holdfast.workers.schedulers.slurm_defaults import warnings_of_defaults
 
     parent, directory = locate_checkpoint(checkpoint, root)
     given: dict[str, Any] = {"name": name, "spec_file": spec, "overrides": overrides or ()}
@@ -184,7 +179,7 @@ def _check_options(
 
 def left_behind(earlier: RunPaths | None, run: str, spec: Path) -> list[str]:
     """Warn of the checkpoints of a run that ended early, if `run` has its name and another spec."""
-    from holdfast.workers.runs import how_ended
+    from holdfast.workers.runs.run_folders import how_ended
 
     if earlier is None:
         return []
@@ -217,7 +212,7 @@ def root_for(spec: RunSpec, root: str | None) -> Path:
 
 def first_request(spec: RunSpec, root: Path) -> Request:
     """Return the job request of the first attempt, with a placeholder uid. Write nothing."""
-    from holdfast.workers.request import build_request
+    from holdfast.workers.runs.request import build_request
 
     record = RunRecord(
         uid="0" * 32,
@@ -234,7 +229,7 @@ def first_request(spec: RunSpec, root: Path) -> Request:
 def _warn_before(spec: RunSpec) -> None:
     """Warn of secrets without a value and of what a code snapshot would leave out."""
     from holdfast.flows.secrets import examine
-    from holdfast.workers.code_snapshot import snapshot_warnings
+    from holdfast.workers.runs.code_snapshot import snapshot_warnings
 
     for text in (*examine(spec), *snapshot_warnings(spec)):
         warn(f"holdfast: {text}")

@@ -11,14 +11,14 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli.arguments import complete_run, locate_runs
-from holdfast.cli.index import existing_root, look_at
-from holdfast.cli.output import AsJson, RootOption, answer, echo, warn
+from holdfast.cli.shared.arguments import complete_run, locate_runs
+from holdfast.cli.shared.index import existing_root, look_at
+from holdfast.cli.shared.output import AsJson, RootOption, answer, echo, warn
+from holdfast.contracts.disk.paths import RunPaths, default_root
+from holdfast.contracts.disk.visits import own_runs, visit
 from holdfast.contracts.errors import SpecError
-from holdfast.contracts.paths import RunPaths, default_root
+from holdfast.contracts.records.supervision import is_supervised, lost_supervisor
 from holdfast.contracts.states import RunState
-from holdfast.contracts.supervision import is_supervised, lost_supervisor
-from holdfast.contracts.visits import own_runs, visit
 
 
 def register(app: typer.Typer) -> None:
@@ -92,9 +92,9 @@ def command(root: Path, *arguments: str) -> str:
 
 def _serve(root: Path) -> None:
     """Supervise all runs under `root` until a signal ends this process."""
-    from holdfast.contracts.descriptors import raise_descriptor_limit
-    from holdfast.flows.service import SupervisorService
+    from holdfast.contracts.node.descriptors import raise_descriptor_limit
     from holdfast.flows.start import has_service
+    from holdfast.flows.supervisor.service import SupervisorService
     from holdfast.lineage.index import Index
 
     if has_service():

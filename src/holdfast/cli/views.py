@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from holdfast.cli.arguments import CLEAR, WATCH_S, RunArgument, SinceOption
-from holdfast.cli.best import Mode, best_first
-from holdfast.cli.index import (
+from holdfast.cli.shared.arguments import CLEAR, WATCH_S, RunArgument, SinceOption
+from holdfast.cli.shared.best import Mode, best_first
+from holdfast.cli.shared.index import (
     choose_root,
     existing_root,
     locate_known,
@@ -23,7 +23,7 @@ from holdfast.cli.index import (
     refresh_all,
     refresh_newest,
 )
-from holdfast.cli.output import (
+from holdfast.cli.shared.output import (
     AsJson,
     RootOption,
     answer,
@@ -36,17 +36,17 @@ from holdfast.cli.output import (
     time_text,
     warn,
 )
-from holdfast.cli.run_choice import RunChoice, RunSort, seconds_of
+from holdfast.cli.shared.run_choice import RunChoice, RunSort, seconds_of
 from holdfast.cli.supervise import supervisor_warning
+from holdfast.contracts.disk.mirrors import read_record
+from holdfast.contracts.disk.paths import RunPaths, has_spec, list_runs
 from holdfast.contracts.errors import SpecError
-from holdfast.contracts.mirrors import read_record
-from holdfast.contracts.paths import RunPaths, has_spec, list_runs
 from holdfast.contracts.states import RunState
 
 # Importing SQLAlchemy takes most of a second, so only the commands that use it do it.
 if TYPE_CHECKING:
-    from holdfast.lineage.database import Database
-    from holdfast.lineage.views import CheckpointView
+    from holdfast.lineage.database.transactions import Database
+    from holdfast.lineage.queries.views import CheckpointView
 
 # The state shown for a run whose folder cannot be read.
 UNREADABLE = "unreadable"
@@ -156,8 +156,8 @@ def _refreshed_runs(
 
     Runs of other roots that the index has are included unless `home` `is_alone`.
     """
-    from holdfast.lineage import pages, views
-    from holdfast.lineage.cursors import PAGE_MAX
+    from holdfast.lineage.queries import pages, views
+    from holdfast.lineage.queries.cursors import PAGE_MAX
 
     where = pages.RunFilter(root=home if is_alone else None)
     limit = most if most and most <= PAGE_MAX else None
@@ -189,7 +189,7 @@ def _lost(row: Mapping[str, Any]) -> list[str]:
 
 def _unreadable_row(paths: RunPaths, reason: str) -> dict[str, Any]:
     """Return the row of an unreadable run: the reason, and None for the other columns."""
-    from holdfast.lineage import views
+    from holdfast.lineage.queries import views
 
     return {
         **dict.fromkeys(views.RunSummary.__annotations__),
@@ -230,7 +230,7 @@ def checkpoints(
 
     --since leaves out the checkpoints that were committed before.
     """
-    from holdfast.lineage import pages, queries
+    from holdfast.lineage.queries import pages, run_queries
 
     if mode is not None and best is None:
         raise SpecError("checkpoints: --mode is for --best METRIC")
@@ -239,7 +239,7 @@ def checkpoints(
         directory = refreshed_directory(run, root, database)
         found = pages.list_checkpoints(database, directory, newest_first=False, limit=None).items
         if best is not None:
-            found = best_first(found, best, mode, queries.read_spec(database, directory))
+            found = best_first(found, best, mode, run_queries.read_spec(database, directory))
         return found
 
     rows = [
@@ -268,11 +268,11 @@ def lineage(
     as_json: AsJson = False,
 ) -> None:
     """Show a run's lineage: its attempts and checkpoints, their origins and descendants."""
-    from holdfast.lineage import queries
+    from holdfast.lineage.queries import run_queries
 
     of = partial(refreshed_directory, run, root)
     if form is Form.OPENLINEAGE:
-        from holdfast.lineage.openlineage import export_run
+        from holdfast.lineage.queries.openlineage import export_run
 
         answer(read_index(lambda index: export_run(index, of(index))), True, echo)
         return
@@ -280,11 +280,11 @@ def lineage(
         raise typer.BadParameter(
             f"--json and --format {form}: only one of them can be printed; leave one of them out"
         )
-    graph = read_index(lambda index: queries.lineage_graph(index, of(index)))
+    graph = read_index(lambda index: run_queries.lineage_graph(index, of(index)))
     if form is None or form is Form.JSON:
         answer(graph, as_json or form is Form.JSON, render_lineage)
         return
-    from holdfast.lineage.formats import dot, mermaid
+    from holdfast.lineage.queries.formats import dot, mermaid
 
     graph = plain_values(graph)
     echo(mermaid(graph) if form is Form.MERMAID else dot(graph), nl=False)
@@ -337,7 +337,7 @@ def render_lineage(graph: Mapping[str, Any]) -> None:
     """Print the graph as a tree: the run, its attempts and their checkpoints."""
     from rich.console import Console
 
-    from holdfast.cli.lineage_tree import lineage_tree
+    from holdfast.cli.shared.lineage_tree import lineage_tree
 
     Console(highlight=False, markup=False, emoji=False, soft_wrap=True).print(
         lineage_tree(plain_values(graph))

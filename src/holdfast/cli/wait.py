@@ -9,15 +9,15 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from holdfast.cli.arguments import RunsArgument, locate_runs
-from holdfast.cli.exit_status import INTERRUPTED
-from holdfast.cli.index import look_at
-from holdfast.cli.output import AsJson, RootOption, answer, say, warn
-from holdfast.contracts.history import RunHistory
-from holdfast.contracts.paths import RunPaths
+from holdfast.cli.shared.arguments import RunsArgument, locate_runs
+from holdfast.cli.shared.exit_status import INTERRUPTED
+from holdfast.cli.shared.index import look_at
+from holdfast.cli.shared.output import AsJson, RootOption, answer, say, warn
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.records.history import RunHistory
 from holdfast.contracts.states import RunState
-from holdfast.flows.progress import describe_progress
-from holdfast.flows.summary import end_reason, summarize
+from holdfast.flows.supervisor.progress import describe_progress
+from holdfast.flows.supervisor.summary import end_reason, summarize
 
 POLL_S: Final = 1.0
 

@@ -6,11 +6,11 @@ import os
 import threading
 from pathlib import Path
 
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import DamagedIndexError, LineageError
-from holdfast.contracts.paths import RunPaths
-from holdfast.lineage.database import Database, open_database, replace_damaged
-from holdfast.lineage.following import Progress
-from holdfast.lineage.ingest import ingest_run
+from holdfast.lineage.database.transactions import Database, open_database, replace_damaged
+from holdfast.lineage.ingest.following import Progress
+from holdfast.lineage.ingest.run_ingest import ingest_run
 
 
 class Index:

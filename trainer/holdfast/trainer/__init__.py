@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from holdfast.trainer.data.sampler import ElasticSampler as ElasticSampler
     from holdfast.trainer.loading.checkpoint import load_checkpoint as load_checkpoint
-    from holdfast.trainer.loading.pretrained import load_pretrained as load_pretrained
-    from holdfast.trainer.session import Session as Session
+    from holdfast.trainer.session.session import Session as Session
+    from holdfast.trainer.sources.pretrained import load_pretrained as load_pretrained
 
 # One import name only: under a second one every class would exist twice.
 if __name__ != "holdfast.trainer":
@@ -24,9 +24,9 @@ if __name__ != "holdfast.trainer":
 __all__ = ["ElasticSampler", "Session", "load_checkpoint", "load_pretrained"]
 _MODULES = {
     "ElasticSampler": "data.sampler",
-    "Session": "session",
+    "Session": "session.session",
     "load_checkpoint": "loading.checkpoint",
-    "load_pretrained": "loading.pretrained",
+    "load_pretrained": "sources.pretrained",
 }
 
 

@@ -25,10 +25,10 @@ from torch import distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from holdfast.contracts.durable import to_json, write_bytes
-from holdfast.contracts.filesystems import is_there
-from holdfast.contracts.handshake import listen, own_addresses, parse_ports, read_address
-from holdfast.trainer import devices
+from holdfast.contracts.disk.durable import to_json, write_bytes
+from holdfast.contracts.disk.filesystems import is_there
+from holdfast.contracts.node.handshake import listen, own_addresses, parse_ports, read_address
+from holdfast.trainer.process import devices
 
 ROUNDS: Final = 4
 # 16 MiB of float32. Below 2**24, sums of whole numbers are exact.

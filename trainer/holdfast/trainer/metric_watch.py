@@ -11,10 +11,10 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, Protocol
 
-from holdfast.contracts.attempt import RunRecord
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.reporting import report
-from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.node.reporting import report
+from holdfast.contracts.records.attempt import RunRecord
+from holdfast.contracts.spec.run_spec import RunSpec
 
 KEEP_BEST: Final = "checkpoint.keep.best"
 NUMERICS: Final = "supervision.numerics.metric"

@@ -18,17 +18,17 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.contracts.attempt import RunRecord, read_document
-from holdfast.contracts.durable import make_directory
+from holdfast.contracts.disk.durable import make_directory
+from holdfast.contracts.disk.filesystems import send_flag
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.disk.paths import folder_of
+from holdfast.contracts.disk.reading import open_beneath
 from holdfast.contracts.errors import HoldfastError, SpecError
-from holdfast.contracts.filesystems import send_flag
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.paths import folder_of
+from holdfast.contracts.node.reporting import report
 from holdfast.contracts.plain_text import counted
-from holdfast.contracts.reading import open_beneath
-from holdfast.contracts.reporting import report
+from holdfast.contracts.records.attempt import RunRecord, read_document
 from holdfast.trainer.metric_watch import MetricWatch, named_metrics
-from holdfast.trainer.rank_context import RankContext
+from holdfast.trainer.ranks.rank_context import RankContext
 
 FLUSH_S: Final = 1.0
 # The metrics that a checkpoint records, as JSON. They must fit into its staging slot's table.

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from holdfast.contracts.durable import fsync_directory, make_directory
+from holdfast.contracts.disk.durable import fsync_directory, make_directory
+from holdfast.contracts.disk.file_locks import locked
+from holdfast.contracts.disk.manifest import Manifest, read_manifest
+from holdfast.contracts.disk.paths import MANIFEST, METADATA
+from holdfast.contracts.disk.reading import is_mine
 from holdfast.contracts.errors import DamagedCheckpointError
-from holdfast.contracts.file_locks import locked
-from holdfast.contracts.manifest import Manifest, read_manifest
-from holdfast.contracts.paths import MANIFEST, METADATA
-from holdfast.contracts.reading import is_mine
 
 SAVING: Final = ".saving-"
 # The manifest of the checkpoint that a save replaces, while files move up.

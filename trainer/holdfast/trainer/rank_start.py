@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from types import ModuleType
 
 from holdfast.contracts import environment
-from holdfast.trainer import child_signals, standby
+from holdfast.trainer.process import child_signals, standby
 
 
 def main(command: Sequence[str]) -> None:

@@ -18,17 +18,17 @@ from typing import Final
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from holdfast.contracts.disk.manifest import read_manifest
 from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError
-from holdfast.contracts.manifest import read_manifest
-from holdfast.contracts.topology import (
+from holdfast.contracts.records.topology import (
     Degrees,
     degrees_of,
     fitting_counts,
     problem_with_mesh,
     rescale,
 )
-from holdfast.trainer.planning.metadata import METADATA, read_metadata
-from holdfast.trainer.staging.slots import SLOTS_PER_RANK
+from holdfast.trainer.format.metadata import METADATA, read_metadata
+from holdfast.trainer.slots.slots import SLOTS_PER_RANK
 
 MODEL: Final = "model."
 OPTIMIZER: Final = "optimizer."

@@ -6,7 +6,7 @@ export interface Page<T> {
   next: string | null;
 }
 
-/** The goodput of a run, `holdfast.contracts.goodput.Goodput`. */
+/** The goodput of a run, `holdfast.contracts.account.goodput.Goodput`. */
 export type Goodput = Omit<api.GoodputTotals, "runs" | "ettr" | "money"> & {
   ettr: number;
   cost: number | null;

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import HoldfastError
-from holdfast.contracts.history import load_history
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.records.history import load_history
 from holdfast.flows.drills.kinds import Kind, draw_faults
 from holdfast.flows.drills.results import DrillResult, FaultResult
 from holdfast.flows.drills.runner import Tell, chance_of
-from holdfast.workers import operator
+from holdfast.workers.runs import operator
 from holdfast_bench.drills.context import TestbedContext
 from holdfast_bench.drills.ettr import (
     Calibration,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from holdfast.contracts.journal import Event, EventKind
+from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.flows.drills.place import Place, place_of
 from holdfast_bench.drills.steps import Reference, Step, difference, gaps
 

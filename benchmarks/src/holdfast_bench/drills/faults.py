@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
+from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.errors import ServiceError
-from holdfast.contracts.journal import Event, EventKind
-from holdfast.contracts.spec_supervision import Numerics
+from holdfast.contracts.spec.supervision import Numerics
 from holdfast.flows.drills import faults
 from holdfast.flows.drills.kinds import Recovery
 from holdfast.flows.drills.target_run import TargetRun
-from holdfast.lineage.heal import MAGIC, quarantine
+from holdfast.lineage.database.heal import MAGIC, quarantine
 from holdfast_bench.drills.context import TestbedContext
 
 PREFECT_GAP_STEPS: Final = 50

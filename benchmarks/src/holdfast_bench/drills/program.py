@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from holdfast.contracts.digests import digest_of
+from holdfast.contracts.disk.digests import digest_of
 from holdfast.contracts.environment import ATTEMPT, LAUNCH
 from holdfast.trainer import Session
 from holdfast.trainer.config import config

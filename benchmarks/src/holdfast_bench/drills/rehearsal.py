@@ -8,18 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.errors import HoldfastError, ServiceError
-from holdfast.contracts.history import load_history
-from holdfast.contracts.journal import EventKind
+from holdfast.contracts.node.wire import name_prefix
+from holdfast.contracts.records.history import load_history
 from holdfast.contracts.states import RunState
-from holdfast.contracts.wire import name_prefix
 from holdfast.flows.drills import invariants
 from holdfast.flows.drills.invariants import Broken
 from holdfast.flows.drills.kinds import Kind, Loss
 from holdfast.flows.drills.results import DrillResult
 from holdfast.flows.drills.runner import Rehearsal, Tell
 from holdfast.flows.drills.target_run import Mark
-from holdfast.workers import operator
+from holdfast.workers.runs import operator
 from holdfast_bench.drills.comparison import Comparison
 from holdfast_bench.drills.context import TestbedContext
 from holdfast_bench.drills.faults import FAULTS

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.contracts.durable import write_bytes
+from holdfast.contracts.disk.durable import write_bytes
 from holdfast.contracts.errors import SpecError
 from holdfast.flows.drills import invariants
 from holdfast.flows.drills.invariants import Broken

@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts import environment
-from holdfast.contracts.attempt import Request, Submission, read_document
+from holdfast.contracts.disk.filesystems import filesystem_of
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import HoldfastError, ServiceError
-from holdfast.contracts.filesystems import filesystem_of
-from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.spec import RunSpec
-from holdfast.contracts.spec_supervision import NumericsAction
+from holdfast.contracts.records.attempt import Request, Submission, read_document
+from holdfast.contracts.spec.run_spec import RunSpec
+from holdfast.contracts.spec.supervision import NumericsAction
 from holdfast.contracts.states import Cause
 from holdfast.flows import detached
-from holdfast.workers.executors import executor_for
-from holdfast.workers.runs import create_run
+from holdfast.workers.runs.run_folders import create_run
+from holdfast.workers.schedulers import executor_for
 from holdfast_bench.drills.cloud import CLOUD, CloudService
 from holdfast_bench.drills.prefect_server import PrefectServer
 from holdfast_bench.drills.recorded_run import RecordedRun

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 from typing import Final
 
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.paths import CheckpointName, RunPaths
 from holdfast.contracts.errors import SaveError
-from holdfast.contracts.manifest import read_manifest
-from holdfast.contracts.paths import CheckpointName, RunPaths
 
 COMMIT_TIMEOUT_S: Final = 240.0
 POLL_S: Final = 0.0005

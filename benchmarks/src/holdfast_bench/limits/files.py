@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
-from holdfast.contracts.durable import fsync_directory
+from holdfast.contracts.disk.durable import fsync_directory
 
 IO_BYTES: Final = 16 * 1024 * 1024
 FILES_AT_ONCE: Final = 4

@@ -20,8 +20,8 @@ from typing import Any, Final
 
 import psutil
 
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import PreflightError
-from holdfast.contracts.paths import RunPaths
 from holdfast_bench.limits import figures
 from holdfast_bench.limits.commits import newest_durable, wait_until_durable
 from holdfast_bench.limits.launch import Launch

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from holdfast.contracts.paths import RunPaths
-from holdfast.trainer.session import Session
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.trainer.session.session import Session
 from holdfast_bench.limits.commits import data_fsynced_at, wait_until_durable
 from holdfast_bench.limits.files import remove
 from holdfast_bench.limits.ranks import Program, Trained

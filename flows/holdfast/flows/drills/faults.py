@@ -16,16 +16,16 @@ from typing import Final
 
 import psutil
 
+from holdfast.contracts.disk.journal import Event, EventKind
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.paths import CheckpointName
 from holdfast.contracts.errors import ServiceError
-from holdfast.contracts.journal import Event, EventKind
-from holdfast.contracts.manifest import read_manifest
-from holdfast.contracts.paths import CheckpointName
 from holdfast.flows.drills.fault_context import FaultContext
 from holdfast.flows.drills.kinds import FREE_S, HELD_S, SUSPENDED_S, Recovery
 from holdfast.flows.drills.place import place_of
 from holdfast.flows.drills.target_run import TargetRun
-from holdfast.workers.heartbeats import read_heartbeats
-from holdfast.workers.processes import descendants
+from holdfast.workers.nodes.heartbeats import read_heartbeats
+from holdfast.workers.nodes.processes import descendants
 
 FLOW_GAP_STEPS: Final = 10
 FLOW_GAP_S_MAX: Final = 2.5

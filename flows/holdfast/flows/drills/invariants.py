@@ -14,19 +14,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from holdfast.contracts.attempt import Submission, read_claim, read_document
-from holdfast.contracts.damage import find_damage
+from holdfast.contracts.disk.damage import find_damage
+from holdfast.contracts.disk.journal import Event, EventKind
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.paths import MANIFEST, CheckpointName, RunPaths
 from holdfast.contracts.errors import DamagedCheckpointError
-from holdfast.contracts.history import AttemptView, excluded_checkpoints, load_events
-from holdfast.contracts.journal import Event, EventKind
-from holdfast.contracts.manifest import read_manifest
-from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths
+from holdfast.contracts.records.attempt import Submission, read_claim, read_document
+from holdfast.contracts.records.history import AttemptView, excluded_checkpoints, load_events
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows.drills.place import place_of
-from holdfast.lineage import pages, queries
-from holdfast.lineage.database import Database, open_database
-from holdfast.lineage.disk import survey
-from holdfast.lineage.ingest import ingest_run
+from holdfast.lineage.database.transactions import Database, open_database
+from holdfast.lineage.ingest.disk import survey
+from holdfast.lineage.ingest.run_ingest import ingest_run
+from holdfast.lineage.queries import pages, run_queries
 
 COMMITTED_STAYS: Final = "no committed checkpoint is lost"
 BELIEVED_IS_WHOLE: Final = "no unfinished checkpoint is loaded"
@@ -211,9 +211,9 @@ def check_index(url: str, paths: RunPaths) -> list[Broken]:
 def _rows_of(database: Database, paths: RunPaths, now: float) -> dict[str, Any]:
     name = str(paths.directory)
     ask: dict[str, Callable[..., Any]] = {
-        "run": lambda: queries.show_run(database, name, now=now),
+        "run": lambda: run_queries.show_run(database, name, now=now),
         "checkpoints": lambda: pages.list_checkpoints(database, name, limit=None).items,
-        "lineage": lambda: queries.lineage_graph(database, name),
+        "lineage": lambda: run_queries.lineage_graph(database, name),
     }
     return {what: json.loads(json.dumps(look(), default=str)) for what, look in ask.items()}
 

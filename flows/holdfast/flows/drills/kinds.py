@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.errors import SpecError
-from holdfast.contracts.journal import EventKind
 from holdfast.contracts.states import Cause
 
 # How long a straggler is suspended and free in turn: far above the threshold for a slow rank.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast.contracts.journal import Event
+from holdfast.contracts.disk.journal import Event
 
 
 @dataclass(frozen=True, order=True)

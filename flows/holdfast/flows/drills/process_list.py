@@ -10,8 +10,8 @@ from typing import Final
 
 import psutil
 
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.environment import ATTEMPT, LAUNCH, RUN_DIRECTORY
-from holdfast.contracts.paths import RunPaths
 from holdfast.flows.drills.place import Place
 
 # The flusher of a killed agent first commits the sealed steps.

@@ -11,10 +11,10 @@ from typing import Final
 
 import psutil
 
+from holdfast.contracts.disk.journal import Event, EventKind
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import HoldfastError, RunStateError
-from holdfast.contracts.history import load_history
-from holdfast.contracts.journal import Event, EventKind
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.records.history import load_history
 from holdfast.contracts.states import RunState
 from holdfast.flows.drills import invariants, process_list
 from holdfast.flows.drills.fault_context import FaultContext
@@ -23,7 +23,7 @@ from holdfast.flows.drills.invariants import Broken
 from holdfast.flows.drills.kinds import Kind, Recovery, draw_faults
 from holdfast.flows.drills.results import DrillResult, FaultResult
 from holdfast.flows.drills.target_run import Mark, TargetRun
-from holdfast.lineage.engine import database_url
+from holdfast.lineage.database.engine import database_url
 
 MOMENT_S_MAX: Final = 1.0
 STEPS_AFTER: Final = 5

@@ -15,14 +15,14 @@ from typing import Final, TypeVar
 
 import psutil
 
-from holdfast.contracts.attempt import Submission, read_claim, read_document
+from holdfast.contracts.disk.journal import Event, EventKind, read_journal
+from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.errors import ServiceError
-from holdfast.contracts.flusher_process import MODULE
-from holdfast.contracts.journal import Event, EventKind, read_journal
-from holdfast.contracts.paths import AttemptPaths, RunPaths
+from holdfast.contracts.node.flusher_process import MODULE
+from holdfast.contracts.records.attempt import Submission, read_claim, read_document
 from holdfast.flows.drills.place import Place, place_of
-from holdfast.workers.heartbeats import read_heartbeats
-from holdfast.workers.processes import ProcessName, find_process
+from holdfast.workers.nodes.heartbeats import read_heartbeats
+from holdfast.workers.nodes.processes import ProcessName, find_process
 
 # On a busy machine, a start takes minutes.
 WAIT_S: Final = 300.0

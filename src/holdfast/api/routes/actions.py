@@ -10,10 +10,11 @@ from holdfast.api.routes.runs import RunId
 from holdfast.api.schemas import ActionDone, Ask, AskCancel, AskPrune, AskRelaunch, JobRow, Prune
 from holdfast.api.services import services_of
 from holdfast.api.watch import WRITER
-from holdfast.contracts.history import load_history
-from holdfast.workers import operator, pruning
-from holdfast.workers.operator import Action
-from holdfast.workers.reconcile import reconcile
+from holdfast.contracts.records.history import load_history
+from holdfast.workers.checkpoints import pruning
+from holdfast.workers.runs import operator
+from holdfast.workers.runs.operator import Action
+from holdfast.workers.runs.reconcile import reconcile
 
 router = APIRouter(tags=["actions"], dependencies=[AS_READER])
 

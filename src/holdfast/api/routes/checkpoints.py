@@ -25,17 +25,18 @@ from holdfast.api.schemas import (
 )
 from holdfast.api.services import Services, services_of
 from holdfast.api.watch import WRITER
-from holdfast.contracts.damage import find_damage
-from holdfast.contracts.digests import document_digest
+from holdfast.contracts.disk.damage import find_damage
+from holdfast.contracts.disk.digests import document_digest
+from holdfast.contracts.disk.manifest import Manifest, read_manifest
+from holdfast.contracts.disk.mirrors import read_record
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import DamagedCheckpointError, SpecError
-from holdfast.contracts.known_damage import refuse_damaged
-from holdfast.contracts.manifest import Manifest, read_manifest
-from holdfast.contracts.mirrors import read_record
-from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.spec import Cost
-from holdfast.contracts.spec_checkpoint import Keep
-from holdfast.lineage import reports
-from holdfast.workers import exports, operator, verification
+from holdfast.contracts.records.known_damage import refuse_damaged
+from holdfast.contracts.spec.checkpoint import Keep
+from holdfast.contracts.spec.run_spec import Cost
+from holdfast.lineage.queries import reports
+from holdfast.workers.checkpoints import exports, verification
+from holdfast.workers.runs import operator
 
 CheckpointId = Annotated[
     str,

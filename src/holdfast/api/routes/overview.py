@@ -10,9 +10,9 @@ from holdfast.api.access import AS_READER
 from holdfast.api.routes.runs import NO_NUL, After, Limit, Search, SortAs, States
 from holdfast.api.schemas import NodeDetail, Page
 from holdfast.api.services import services_of
-from holdfast.lineage import reports, totals, views
-from holdfast.lineage.cursors import PAGE_DEFAULT
-from holdfast.lineage.pages import RunFilter, RunSort
+from holdfast.lineage.queries import reports, totals, views
+from holdfast.lineage.queries.cursors import PAGE_DEFAULT
+from holdfast.lineage.queries.pages import RunFilter, RunSort
 
 Side = Annotated[str, Query(max_length=250, description="A checkpoint's id, `<run>:<directory>`")]
 

@@ -26,24 +26,30 @@ from holdfast.api.services import services_of
 from holdfast.api.steering import read_supervision, requests_in
 from holdfast.api.vitals import read_nodes
 from holdfast.api.watch import Pace, Watch
-from holdfast.contracts.alerts import failed_saves, noticed
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.rank_logs import choose_attempt
 from holdfast.contracts.errors import QueryError
-from holdfast.contracts.journal import EventKind
 from holdfast.contracts.plain_text import plain_line
-from holdfast.contracts.rank_logs import choose_attempt
-from holdfast.contracts.saving import saves_by_holdfast, trained_in_view
-from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.records.alerts import failed_saves, noticed
+from holdfast.contracts.records.saving import saves_by_holdfast, trained_in_view
+from holdfast.contracts.records.topology import Saved
+from holdfast.contracts.spec.run_spec import RunSpec
+from holdfast.contracts.spec.steps_total import steps_total
 from holdfast.contracts.states import RunState
-from holdfast.contracts.steps_total import steps_total
-from holdfast.contracts.topology import Saved
-from holdfast.lineage import reports, views
-from holdfast.lineage.cursors import PAGE_DEFAULT, PAGE_MAX
-from holdfast.lineage.pages import CheckpointFilter, EventFilter, RunFilter, RunSort, SortOrder
-from holdfast.lineage.states import CheckpointState
-from holdfast.workers import pruning
-from holdfast.workers.feasibility import Feasibility
-from holdfast.workers.heartbeats import live_step
-from holdfast.workers.sizes import allowed_sizes
+from holdfast.lineage.database.states import CheckpointState
+from holdfast.lineage.queries import reports, views
+from holdfast.lineage.queries.cursors import PAGE_DEFAULT, PAGE_MAX
+from holdfast.lineage.queries.pages import (
+    CheckpointFilter,
+    EventFilter,
+    RunFilter,
+    RunSort,
+    SortOrder,
+)
+from holdfast.workers.checkpoints import pruning
+from holdfast.workers.decisions.sizes import allowed_sizes
+from holdfast.workers.nodes.heartbeats import live_step
+from holdfast.workers.runs.feasibility import Feasibility
 
 NO_NUL: Final = r"^[^\x00]*$"
 

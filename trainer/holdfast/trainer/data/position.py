@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from holdfast.contracts.errors import SpecError
-from holdfast.contracts.reporting import report
+from holdfast.contracts.node.reporting import report
 from holdfast.trainer.data.order import Batch, DataOrder, SkipWindow, joined
 from holdfast.trainer.data.sampler import (
     ElasticDistributedSampler,

@@ -20,20 +20,20 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_group
 
 from holdfast.contracts import environment as names
-from holdfast.contracts.attempt import RunRecord, read_document
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.environment import flush_timeout_s
 from holdfast.contracts.errors import PreflightError
-from holdfast.contracts.paths import RunPaths
-from holdfast.trainer.collective import attempt, tree_over
+from holdfast.contracts.records.attempt import RunRecord, read_document
 from holdfast.trainer.dcp.pending import Pending
 from holdfast.trainer.dcp.record import RECORD
-from holdfast.trainer.engine import CheckpointEngine
-from holdfast.trainer.flusher_supervisor import FlusherSupervisor
-from holdfast.trainer.identity import Identity
 from holdfast.trainer.loading.agreement import agree
 from holdfast.trainer.loading.node import find_home
-from holdfast.trainer.program import program_digest
-from holdfast.trainer.rank_tree import RankTree
+from holdfast.trainer.process.flusher_supervisor import FlusherSupervisor
+from holdfast.trainer.process.program import program_digest
+from holdfast.trainer.ranks.collective import attempt, tree_over
+from holdfast.trainer.ranks.identity import Identity
+from holdfast.trainer.ranks.rank_tree import RankTree
+from holdfast.trainer.saving.engine import CheckpointEngine
 
 LOG_BYTES_SHOWN: Final = 2000
 # A run's mirror and node-local tier are for the run's own checkpoints.

@@ -25,20 +25,20 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.checkpoint.utils import _api_bc_check
 
+from holdfast.contracts.disk.filesystems import is_there
+from holdfast.contracts.disk.paths import MANIFEST, METADATA
 from holdfast.contracts.errors import DamagedCheckpointError
-from holdfast.contracts.filesystems import is_there
-from holdfast.contracts.paths import MANIFEST, METADATA
-from holdfast.trainer.collective import attempt, tree_over
 from holdfast.trainer.dcp.channel import choose_group
 from holdfast.trainer.dcp.delegation import directory_of_load, extensions_of, target_of, warn
 from holdfast.trainer.dcp.errors import DcpLoadError, describe, portable
 from holdfast.trainer.dcp.record import RECORD
 from holdfast.trainer.dcp.state import Form, State, form_of, loadable
+from holdfast.trainer.format.metadata import Opened, open_checkpoint
 from holdfast.trainer.loading.reader import load_state
 from holdfast.trainer.loading.stock import HoldfastReader, check_share, needs_stock
 from holdfast.trainer.placed import finish
-from holdfast.trainer.planning.metadata import Opened, open_checkpoint
-from holdfast.trainer.rank_tree import RankTree
+from holdfast.trainer.ranks.collective import attempt, tree_over
+from holdfast.trainer.ranks.rank_tree import RankTree
 
 
 @_api_bc_check  # type: ignore[untyped-decorator]

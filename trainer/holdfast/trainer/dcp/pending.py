@@ -18,10 +18,10 @@ from typing import Any, Final
 from torch.distributed.checkpoint.metadata import Metadata
 
 from holdfast.contracts.errors import SaveError
-from holdfast.trainer.collective import attempt
 from holdfast.trainer.dcp.record import SaveRecord
-from holdfast.trainer.engine import CheckpointEngine
-from holdfast.trainer.planning.metadata import read_metadata
+from holdfast.trainer.format.metadata import read_metadata
+from holdfast.trainer.ranks.collective import attempt
+from holdfast.trainer.saving.engine import CheckpointEngine
 from holdfast.trainer.staging.in_flight import SaveResult
 
 POLL_S: Final = 0.005

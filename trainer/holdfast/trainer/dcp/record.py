@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts import environment as names
-from holdfast.contracts.bounds import NAME_CHARACTERS_MAX
+from holdfast.contracts.disk.bounds import NAME_CHARACTERS_MAX
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.manifest import Manifest, read_manifest
+from holdfast.contracts.disk.paths import CheckpointName, RunPaths
+from holdfast.contracts.disk.sources import PROGRAM
 from holdfast.contracts.errors import HoldfastError
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.manifest import Manifest, read_manifest
-from holdfast.contracts.paths import CheckpointName, RunPaths
-from holdfast.contracts.sources import PROGRAM
-from holdfast.trainer import alone
 from holdfast.trainer.dcp.run_checkpoints import Placed, RunCheckpoints
 from holdfast.trainer.metrics import Recorder
-from holdfast.trainer.program import program_argv, program_digest
+from holdfast.trainer.process.program import program_argv, program_digest
+from holdfast.trainer.session import alone
 
 REASON: Final = "request"
 # A longer number in a name is a date or a time.

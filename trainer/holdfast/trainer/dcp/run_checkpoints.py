@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from holdfast.contracts.disk.manifest import Manifest, read_manifest
+from holdfast.contracts.disk.paths import MANIFEST, CheckpointName, RunPaths
+from holdfast.contracts.disk.sources import GONE, REPLACED, record_source, retire_source
 from holdfast.contracts.errors import HoldfastError
-from holdfast.contracts.manifest import Manifest, read_manifest
-from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths
-from holdfast.contracts.sources import GONE, REPLACED, record_source, retire_source
 
 # So many directories are looked at after each save. Programs keep few, and delete the oldest.
 LOOKS: Final = 8

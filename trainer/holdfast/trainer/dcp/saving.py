@@ -27,10 +27,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.distributed.checkpoint.utils import _api_bc_check
 
+from holdfast.contracts.disk.paths import MANIFEST, METADATA, CheckpointName
 from holdfast.contracts.environment import flush_timeout_s
 from holdfast.contracts.errors import SaveError, SpecError
-from holdfast.contracts.paths import MANIFEST, METADATA, CheckpointName
-from holdfast.trainer.collective import attempt
 from holdfast.trainer.dcp.channel import Channel, channel_of, choose_group
 from holdfast.trainer.dcp.delegation import directory_of_save, target_of, warn, why_not_staged
 from holdfast.trainer.dcp.errors import DcpSaveError, describe, portable
@@ -45,6 +44,7 @@ from holdfast.trainer.dcp.state import (
     stageable,
 )
 from holdfast.trainer.placed import Place, clear, new_token
+from holdfast.trainer.ranks.collective import attempt
 
 KEYS_WARNED_MAX: Final = 8
 _warned: Final[set[str]] = set()

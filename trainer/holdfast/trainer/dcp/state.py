@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from holdfast.contracts.errors import DamagedCheckpointError
-from holdfast.trainer.loading.plain_load import repack
-from holdfast.trainer.marked_shards import is_marked_shard
+from holdfast.trainer.format.marked_shards import is_marked_shard
+from holdfast.trainer.format.plain_load import repack
 from holdfast.trainer.planning.layout import encode
 from holdfast.trainer.planning.rank_rows import problem_with_form
 from holdfast.trainer.planning.signature import Encoded, is_plain

@@ -18,9 +18,9 @@ from typing import Any, Final
 
 import torch
 
+from holdfast.contracts.disk.leases import reading
+from holdfast.contracts.disk.paths import CheckpointName, plain_checkpoint
 from holdfast.contracts.errors import CheckpointError, NotFoundError
-from holdfast.contracts.leases import reading
-from holdfast.contracts.paths import CheckpointName, plain_checkpoint
 from holdfast.contracts.plain_text import counted
 from holdfast.trainer.export.forms import FORMS, appearing, bytes_in
 from holdfast.trainer.export.whole import open_source

@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 
-from holdfast.contracts.damage import find_damage
-from holdfast.contracts.durable import fsync_directory, make_directory
+from holdfast.contracts.disk.damage import find_damage
+from holdfast.contracts.disk.durable import fsync_directory, make_directory
 from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError
 from holdfast.trainer.export.usable import (
     OPTIMIZER,
@@ -40,8 +40,8 @@ from holdfast.trainer.export.usable import (
     plain_values,
 )
 from holdfast.trainer.export.whole import Entry, Source, batches, require_tensors, weights_of
-from holdfast.trainer.loading.compare_keys import is_of_one_rank
-from holdfast.trainer.planning.metadata import METADATA, paths_of
+from holdfast.trainer.format.metadata import METADATA, paths_of
+from holdfast.trainer.planning.compare_keys import is_of_one_rank
 from holdfast.trainer.sources.tensors import rights_of
 
 # The file names that Hugging Face's libraries use.

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import OBJ_PATH
 
-from holdfast.trainer.loading.compare_keys import is_of_one_rank
+from holdfast.trainer.planning.compare_keys import is_of_one_rank
 from holdfast.trainer.state import plain
 from holdfast.trainer.state.objects import MODULE, PER_RANK
 

@@ -13,11 +13,11 @@ from torch.distributed.checkpoint._traverse import OBJ_PATH
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from holdfast.contracts.errors import CheckpointError, KeyMismatchError
-from holdfast.trainer import devices
-from holdfast.trainer.loading.compare_keys import Selection, is_of_one_rank, shorten
+from holdfast.trainer.format.metadata import Opened, open_checkpoint, paths_of
 from holdfast.trainer.loading.reader import load_state
-from holdfast.trainer.loading.train_state import read_train_state
-from holdfast.trainer.planning.metadata import Opened, open_checkpoint, paths_of
+from holdfast.trainer.planning.compare_keys import Selection, is_of_one_rank, shorten
+from holdfast.trainer.planning.train_state_file import read_train_state
+from holdfast.trainer.process import devices
 from holdfast.trainer.sources.dcp import weights_at
 
 

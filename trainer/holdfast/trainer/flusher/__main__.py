@@ -10,7 +10,7 @@ import socket
 from pathlib import Path
 from typing import Final
 
-from holdfast.contracts import wire
+from holdfast.contracts.node import wire
 from holdfast.trainer.flusher.hints import Hints
 from holdfast.trainer.flusher.service import Flusher
 from holdfast.trainer.mirror.worker import start_mirror

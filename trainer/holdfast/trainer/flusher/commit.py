@@ -19,23 +19,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.contracts.bounds import SECONDS_MAX
-from holdfast.contracts.durable import (
-    create_bytes,
-    make_directory,
-    to_json,
-    write_bytes,
-)
+from holdfast.contracts.disk.bounds import SECONDS_MAX
+from holdfast.contracts.disk.durable import create_bytes, make_directory, to_json, write_bytes
+from holdfast.contracts.disk.filesystems import delay_s, is_there, refresh, revalidate
+from holdfast.contracts.disk.manifest import FileEntry, Manifest, encode_manifest
+from holdfast.contracts.disk.paths import MANIFEST, PARTS, CheckpointName, RunPaths
 from holdfast.contracts.environment import flush_timeout_s
 from holdfast.contracts.errors import SaveError
-from holdfast.contracts.filesystems import delay_s, is_there, refresh, revalidate
-from holdfast.contracts.manifest import FileEntry, Manifest, encode_manifest
-from holdfast.contracts.paths import MANIFEST, PARTS, CheckpointName, RunPaths
 from holdfast.trainer.flusher.hints import Hints
 from holdfast.trainer.flusher.log import log
 from holdfast.trainer.flusher.shards import launch_folder, name_shards
 from holdfast.trainer.placed import find_commit, fsync_commit, is_saving_folder, publish
-from holdfast.trainer.staging.slot_table import SlotTable
+from holdfast.trainer.slots.slot_table import SlotTable
 
 OVERTAKEN_CHECK_S: Final = 0.5
 LOOK_RETRY_S: Final = 10.0

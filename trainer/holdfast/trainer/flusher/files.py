@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.contracts.digests import FileChecksum
-from holdfast.contracts.durable import STORAGE_FULL, fsync_directory, make_directory
+from holdfast.contracts.disk.digests import FileChecksum
+from holdfast.contracts.disk.direct import Output
+from holdfast.contracts.disk.durable import STORAGE_FULL, fsync_directory, make_directory
+from holdfast.contracts.disk.manifest import FileEntry
+from holdfast.contracts.disk.paths import MANIFEST, RunPaths
 from holdfast.contracts.errors import SaveError
-from holdfast.contracts.manifest import FileEntry
-from holdfast.contracts.paths import MANIFEST, RunPaths
-from holdfast.trainer.direct import Output
 from holdfast.trainer.flusher.commit import (
     PeerState,
     accept_commit,
@@ -31,7 +31,7 @@ from holdfast.trainer.flusher.commit import (
 )
 from holdfast.trainer.flusher.space_guard import Need, SpaceGuard, with_advice
 from holdfast.trainer.placed import find_commit, is_saving_folder
-from holdfast.trainer.staging.slot_table import FilePlace, SlotTable
+from holdfast.trainer.slots.slot_table import FilePlace, SlotTable
 
 WRITE_BYTES_MAX: Final = 8 * 1024 * 1024
 WRITERS_MAX: Final = 4

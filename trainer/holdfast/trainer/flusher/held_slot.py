@@ -7,8 +7,8 @@ import os
 from dataclasses import dataclass
 
 from holdfast.trainer.flusher.plan import SlotKey, SlotView
-from holdfast.trainer.staging.slot_table import SlotTable
-from holdfast.trainer.staging.slots import DATA_OFFSET, Slot, SlotState
+from holdfast.trainer.slots.slot_table import SlotTable
+from holdfast.trainer.slots.slots import DATA_OFFSET, Slot, SlotState
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.contracts.reporting import report
+from holdfast.contracts.node.reporting import report
 
 
 def log(text: str) -> None:

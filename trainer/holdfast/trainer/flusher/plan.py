@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from holdfast.trainer.staging.slots import SlotState
+from holdfast.trainer.slots.slots import SlotState
 
 SlotKey = tuple[int, int, int]
 """(launch, rank, slot number)"""

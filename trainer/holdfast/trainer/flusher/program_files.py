@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from holdfast.contracts.durable import fsync_directory, make_directory
+from holdfast.contracts.disk.durable import fsync_directory, make_directory
 from holdfast.trainer.flusher.files import write_file
 from holdfast.trainer.flusher.held_slot import HeldSlot
 from holdfast.trainer.flusher.log import log
 from holdfast.trainer.flusher.plan import SlotKey
-from holdfast.trainer.staging.slots import SLOTS_PER_RANK, Slot, SlotState
+from holdfast.trainer.slots.slots import SLOTS_PER_RANK, Slot, SlotState
 
 _PENDING: Final = {SlotState.SEALED, SlotState.FLUSHING}
 

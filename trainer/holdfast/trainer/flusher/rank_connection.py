@@ -6,7 +6,7 @@ import os
 import socket
 from dataclasses import dataclass
 
-from holdfast.contracts import wire
+from holdfast.contracts.node import wire
 from holdfast.trainer.flusher.plan import SlotKey
 
 

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.contracts.durable import create_bytes, make_directory, to_json, write_bytes
+from holdfast.contracts.disk.durable import create_bytes, make_directory, to_json, write_bytes
+from holdfast.contracts.disk.filesystems import delay_s, is_there
 from holdfast.contracts.errors import SaveError
-from holdfast.contracts.filesystems import delay_s, is_there
 from holdfast.trainer.flusher.commit import committer_of
 from holdfast.trainer.flusher.plan import SlotKey, SlotView, StepGroup
 from holdfast.trainer.flusher.shards import launch_folder, name_shards
-from holdfast.trainer.staging.slot_table import SlotTable
-from holdfast.trainer.staging.slots import SlotState
+from holdfast.trainer.slots.slot_table import SlotTable
+from holdfast.trainer.slots.slots import SlotState
 
 LISTS_WAIT_S: Final = 60.0
 POLL_S: Final = 0.02

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
-from holdfast.contracts import wire
+from holdfast.contracts.node import wire
 from holdfast.trainer.flusher import program_files
 from holdfast.trainer.flusher.files import Committed
 from holdfast.trainer.flusher.held_slot import HeldSlot
@@ -32,8 +32,8 @@ from holdfast.trainer.flusher.shards import ShardLists
 from holdfast.trainer.flusher.space_guard import Need, SpaceGuard
 from holdfast.trainer.flusher.writer import Finished, Writer
 from holdfast.trainer.mirror.worker import MirrorWorker
+from holdfast.trainer.slots.slots import DATA_OFFSET, Slot, SlotState
 from holdfast.trainer.staging.allocator import Allocator
-from holdfast.trainer.staging.slots import DATA_OFFSET, Slot, SlotState
 
 TICK_S: Final = 0.1
 SUPERVISOR_SEND_TIMEOUT_S: Final = 5.0

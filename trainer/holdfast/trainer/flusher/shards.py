@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.contracts.durable import make_directory, to_json, write_bytes
+from holdfast.contracts.disk.durable import make_directory, to_json, write_bytes
+from holdfast.contracts.disk.paths import CheckpointName, RunPaths
 from holdfast.contracts.errors import SaveError
-from holdfast.contracts.paths import CheckpointName, RunPaths
 from holdfast.trainer.flusher.log import log
 
 RANKS_NAMED_MAX: Final = 4

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.contracts.paths import MANIFEST, RunPaths
-from holdfast.trainer.staging.slot_table import SlotTable
+from holdfast.contracts.disk.paths import MANIFEST, RunPaths
+from holdfast.trainer.slots.slot_table import SlotTable
 
 MARGIN_BYTES_MAX: Final = 64 * 1024 * 1024
 ANSWER_WAIT_S: Final = 120.0

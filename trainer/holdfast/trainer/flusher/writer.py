@@ -20,8 +20,8 @@ from holdfast.trainer.flusher.salvage import Salvage, agree
 from holdfast.trainer.flusher.shards import ShardList
 from holdfast.trainer.flusher.space_guard import SpaceGuard
 from holdfast.trainer.mirror.worker import MirrorWorker
-from holdfast.trainer.staging.slot_table import SlotTable
-from holdfast.trainer.staging.slots import SlotState
+from holdfast.trainer.slots.slot_table import SlotTable
+from holdfast.trainer.slots.slots import SlotState
 
 Work = tuple[StepGroup, str | None] | Salvage | ShardList | ProgramFile
 """A step and the reason to give it up, if any, or something else to write."""

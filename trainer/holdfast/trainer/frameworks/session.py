@@ -8,13 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.paths import checkpoint_id
-from holdfast.trainer import forks
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.paths import checkpoint_id
 from holdfast.trainer.data.sampler import ElasticSampler
 from holdfast.trainer.metrics import RESERVED
-from holdfast.trainer.session import Session
-from holdfast.trainer.session_parts import while_open
+from holdfast.trainer.ranks import forks
+from holdfast.trainer.session.parts import while_open
+from holdfast.trainer.session.session import Session
 from holdfast.trainer.staging.file_writers import Writer
 
 

@@ -18,16 +18,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.contracts.digests import FileChecksum, document_digest
-from holdfast.contracts.durable import fsync_directory, make_directory, to_json, write_bytes
+from holdfast.contracts.disk.digests import FileChecksum, document_digest
+from holdfast.contracts.disk.durable import fsync_directory, make_directory, to_json, write_bytes
+from holdfast.contracts.disk.manifest import FileEntry
+from holdfast.contracts.disk.paths import IMPORTED, TRAIN_STATE, RunPaths
 from holdfast.contracts.errors import CheckpointError
-from holdfast.contracts.manifest import FileEntry
-from holdfast.contracts.paths import IMPORTED, TRAIN_STATE, RunPaths
 from holdfast.contracts.plain_text import counted
 from holdfast.trainer.flusher.commit import commit_alone
+from holdfast.trainer.format.metadata import METADATA
 from holdfast.trainer.importing.image import encode_metadata, plan_images
 from holdfast.trainer.importing.write import Digests, write_images
-from holdfast.trainer.planning.metadata import METADATA
 from holdfast.trainer.sources.find import AUTO, FORMS, open_source
 from holdfast.trainer.sources.tensors import Source, select
 from holdfast.trainer.staging.step_facts import versions

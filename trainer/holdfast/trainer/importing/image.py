@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from holdfast.trainer.format.metadata_dump import dump_metadata
 from holdfast.trainer.planning.global_plan import offsets_of
 from holdfast.trainer.planning.layout import Template, make_template
-from holdfast.trainer.planning.metadata_dump import dump_metadata
 from holdfast.trainer.sources.tensors import MODEL, Part, in_file_order
 
 # Several files are written at the same time. A file far above this has long blocks, of which a

@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import as_strided
 
-from holdfast.contracts.digests import FileChecksum, RunningDigest, new_checksum
+from holdfast.contracts.disk.digests import FileChecksum, RunningDigest, new_checksum
+from holdfast.contracts.disk.direct import Output
+from holdfast.contracts.disk.manifest import FileEntry
+from holdfast.contracts.disk.retries import read_again
 from holdfast.contracts.errors import CheckpointError
-from holdfast.contracts.manifest import FileEntry
-from holdfast.contracts.retries import read_again
-from holdfast.trainer.direct import Output
 from holdfast.trainer.importing.image import Image
 from holdfast.trainer.loading.past_cache import huge_memory
 from holdfast.trainer.sources.tensors import Files, Part, Segment, Source

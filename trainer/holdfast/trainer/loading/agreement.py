@@ -12,8 +12,8 @@ from holdfast.contracts.errors import (
     KeyMismatchError,
     MirrorError,
 )
-from holdfast.trainer.collective import attempt
-from holdfast.trainer.rank_tree import RankTree
+from holdfast.trainer.ranks.collective import attempt
+from holdfast.trainer.ranks.rank_tree import RankTree
 
 T = TypeVar("T")
 W = TypeVar("W")

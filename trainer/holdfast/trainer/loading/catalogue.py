@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from holdfast.contracts.manifest import FileEntry, Manifest
+from holdfast.contracts.disk.manifest import FileEntry, Manifest
 from holdfast.trainer.loading.plan import PIECE_BYTES, Counts, FileUnits, Series, Unit, cut
 from holdfast.trainer.loading.targets import Target, Wants
 

@@ -11,24 +11,24 @@ from typing import Any, Final
 from torch import nn
 from torch.optim import Optimizer
 
-from holdfast.contracts.checkpoint_choice import choose_checkpoint, is_checkpoint
-from holdfast.contracts.errors import NotFoundError
-from holdfast.contracts.filesystems import is_there
-from holdfast.contracts.known_damage import refuse_damaged
-from holdfast.contracts.leases import reading
-from holdfast.contracts.paths import (
+from holdfast.contracts.disk.filesystems import is_there
+from holdfast.contracts.disk.leases import reading
+from holdfast.contracts.disk.paths import (
     MANIFEST,
     CheckpointName,
     RunPaths,
     default_root,
     plain_checkpoint,
 )
+from holdfast.contracts.errors import NotFoundError
+from holdfast.contracts.records.checkpoint_choice import choose_checkpoint, is_checkpoint
+from holdfast.contracts.records.known_damage import refuse_damaged
 from holdfast.trainer.arguments import check_path
-from holdfast.trainer.collective import ControlGroup
-from holdfast.trainer.loading.compare_keys import Selection
+from holdfast.trainer.format.metadata import Opened
 from holdfast.trainer.loading.reader import LoadReport, load_state, open_any_together
-from holdfast.trainer.loading.train_state import read_train_state
-from holdfast.trainer.planning.metadata import Opened
+from holdfast.trainer.planning.compare_keys import Selection
+from holdfast.trainer.planning.train_state_file import read_train_state
+from holdfast.trainer.ranks.collective import ControlGroup
 from holdfast.trainer.state.imported import is_imported
 from holdfast.trainer.state.train_state import TrainState
 

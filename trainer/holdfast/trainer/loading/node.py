@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.trainer.loading.plan import PIECE_BYTES
-from holdfast.trainer.rank_tree import RankTree
+from holdfast.trainer.ranks.rank_tree import RankTree
 
 WINDOW_BYTES_MAX: Final = 256 * 1024 * 1024
 SLOTS_MAX: Final = 8

@@ -12,15 +12,15 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
-from holdfast.contracts.damage import Problems, describe_problems, find_problems
-from holdfast.contracts.manifest import FileEntry, Manifest
-from holdfast.contracts.mirrors import Tiers
-from holdfast.trainer.collective import ControlGroup
-from holdfast.trainer.identity import Identity
+from holdfast.contracts.disk.damage import Problems, describe_problems, find_problems
+from holdfast.contracts.disk.manifest import FileEntry, Manifest
+from holdfast.contracts.disk.mirrors import Tiers
 from holdfast.trainer.loading.shared_work import Meter, SharedWork
 from holdfast.trainer.mirror.fetch import Remote, begin_fetch, fetch_files, finish_fetch
 from holdfast.trainer.mirror.open_store import open_store
 from holdfast.trainer.mirror.upload import Retries
+from holdfast.trainer.ranks.collective import ControlGroup
+from holdfast.trainer.ranks.identity import Identity
 
 T = TypeVar("T")
 

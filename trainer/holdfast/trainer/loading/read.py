@@ -21,11 +21,11 @@ from typing import Final
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from holdfast.contracts.digests import RunningDigest, new_checksum, range_digest
+from holdfast.contracts.disk.digests import RunningDigest, new_checksum, range_digest
+from holdfast.contracts.disk.manifest import FileEntry
+from holdfast.contracts.disk.reading import open_regular
+from holdfast.contracts.disk.retries import read_again
 from holdfast.contracts.errors import CheckpointError, ForeignFileError
-from holdfast.contracts.manifest import FileEntry
-from holdfast.contracts.reading import open_regular
-from holdfast.contracts.retries import read_again
 from holdfast.trainer.loading.catalogue import Catalogue, Placed
 from holdfast.trainer.loading.node import HALVES, Node
 from holdfast.trainer.loading.past_cache import fill, fill_aligned, go_past_cache, huge_memory

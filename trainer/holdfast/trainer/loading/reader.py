@@ -18,14 +18,26 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.planner import LoadPlanner
 
-from holdfast.contracts.digests import digest_of
+from holdfast.contracts.disk.digests import digest_of
+from holdfast.contracts.disk.manifest import Manifest
 from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError
-from holdfast.contracts.manifest import Manifest
-from holdfast.trainer import devices
-from holdfast.trainer.collective import Group, attempt, tree_over
+from holdfast.trainer.format.metadata import (
+    Opened,
+    open_checkpoint,
+    open_columns,
+    open_committed,
+    open_lean,
+    pick_entries,
+)
+from holdfast.trainer.format.plain_load import load_plain
 from holdfast.trainer.loading.agreement import agree, portable, raise_first
 from holdfast.trainer.loading.catalogue import Catalogue, Placed, sort_by_unit
-from holdfast.trainer.loading.compare_keys import (
+from holdfast.trainer.loading.node import Address, Node, find_home, own_window
+from holdfast.trainer.loading.node_table import mapped, published
+from holdfast.trainer.loading.read import read_wants
+from holdfast.trainer.loading.stock import check_share, load_as_stock, needs_stock
+from holdfast.trainer.loading.targets import Piece, Wants, collect, collect_wholes, place_whole
+from holdfast.trainer.planning.compare_keys import (
     KeyComparison,
     Selection,
     combine,
@@ -35,23 +47,11 @@ from holdfast.trainer.loading.compare_keys import (
     raise_mismatch,
     shorten,
 )
-from holdfast.trainer.loading.node import Address, Node, find_home, own_window
-from holdfast.trainer.loading.node_table import mapped, published
-from holdfast.trainer.loading.plain_load import load_plain
-from holdfast.trainer.loading.read import read_wants
-from holdfast.trainer.loading.stock import check_share, load_as_stock, needs_stock
-from holdfast.trainer.loading.targets import Piece, Wants, collect, collect_wholes, place_whole
-from holdfast.trainer.planning.collector import pause_collection
-from holdfast.trainer.planning.metadata import (
-    Opened,
-    open_checkpoint,
-    open_columns,
-    open_committed,
-    open_lean,
-    pick_entries,
-)
 from holdfast.trainer.planning.signature import flatten
-from holdfast.trainer.rank_tree import RankTree
+from holdfast.trainer.process import devices
+from holdfast.trainer.process.collector import pause_collection
+from holdfast.trainer.ranks.collective import Group, attempt, tree_over
+from holdfast.trainer.ranks.rank_tree import RankTree
 
 T = TypeVar("T")
 

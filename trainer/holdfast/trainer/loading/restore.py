@@ -11,31 +11,31 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from holdfast.contracts.disk.filesystems import is_listed
+from holdfast.contracts.disk.journal import Event, EventKind
+from holdfast.contracts.disk.leases import reading
+from holdfast.contracts.disk.manifest import Manifest
+from holdfast.contracts.disk.mirrors import Tiers
+from holdfast.contracts.disk.paths import MANIFEST, checkpoint_id
+from holdfast.contracts.disk.retries import read_again
 from holdfast.contracts.errors import (
     CheckpointError,
     DamagedCheckpointError,
     KeyMismatchError,
 )
-from holdfast.contracts.filesystems import is_listed
-from holdfast.contracts.history import load_events
-from holdfast.contracts.journal import Event, EventKind
-from holdfast.contracts.leases import reading
-from holdfast.contracts.manifest import Manifest
-from holdfast.contracts.mirrors import Tiers
-from holdfast.contracts.paths import MANIFEST, checkpoint_id
-from holdfast.contracts.reporting import report
-from holdfast.contracts.retries import read_again
-from holdfast.trainer.collective import ControlGroup
+from holdfast.contracts.node.reporting import report
+from holdfast.contracts.records.history import load_events
 from holdfast.trainer.data.order import SkipWindow, joined, parse_skips
+from holdfast.trainer.format.metadata import Opened
 from holdfast.trainer.loading.preparation import Preparation
 from holdfast.trainer.loading.reader import load_state, open_together
-from holdfast.trainer.loading.train_state import read_train_state
 from holdfast.trainer.metrics import Recorder
 from holdfast.trainer.mirror.resume import Search
-from holdfast.trainer.planning.metadata import Opened
-from holdfast.trainer.program import program_argv
-from holdfast.trainer.rank_context import RankContext
-from holdfast.trainer.standby import changed_variables
+from holdfast.trainer.planning.train_state_file import read_train_state
+from holdfast.trainer.process.program import program_argv
+from holdfast.trainer.process.standby import changed_variables
+from holdfast.trainer.ranks.collective import ControlGroup
+from holdfast.trainer.ranks.rank_context import RankContext
 from holdfast.trainer.state.run_state import FRAMEWORK, PROGRAM, Restored
 from holdfast.trainer.state.train_state import TrainState
 

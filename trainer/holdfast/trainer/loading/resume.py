@@ -6,14 +6,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.contracts.attempt import RunRecord, read_document
-from holdfast.contracts.damage import find_damage, word_for
+from holdfast.contracts.disk.damage import find_damage, word_for
+from holdfast.contracts.disk.manifest import Manifest, read_manifest
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.disk.retries import read_again
 from holdfast.contracts.errors import DamagedCheckpointError
-from holdfast.contracts.history import excluded_checkpoints, load_events
-from holdfast.contracts.known_damage import damaged_checkpoints
-from holdfast.contracts.manifest import Manifest, read_manifest
-from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.retries import read_again
+from holdfast.contracts.records.attempt import RunRecord, read_document
+from holdfast.contracts.records.history import excluded_checkpoints, load_events
+from holdfast.contracts.records.known_damage import damaged_checkpoints
 
 Find = Callable[[Path, Manifest], list[str]]
 

@@ -17,8 +17,8 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from holdfast.contracts.errors import AgreementError, DamagedCheckpointError, HoldfastError
-from holdfast.trainer.collective import TIMEOUT, ControlGroup, attempt
 from holdfast.trainer.loading.agreement import PortableError, portable, raise_first
+from holdfast.trainer.ranks.collective import TIMEOUT, ControlGroup, attempt
 
 # The interval between rounds grows with the duration of the work.
 NAP_MIN_S: Final = 0.001

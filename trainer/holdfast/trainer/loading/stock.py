@@ -24,12 +24,12 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
 from torch.futures import Future
 
-from holdfast.contracts.damage import describe_problems, find_problems
+from holdfast.contracts.disk.damage import describe_problems, find_problems
 from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError
-from holdfast.trainer.collective import TIMEOUT, Group
-from holdfast.trainer.loading.plain_load import repack
-from holdfast.trainer.planning.metadata import Opened
-from holdfast.trainer.rank_tree import RankTree
+from holdfast.trainer.format.metadata import Opened
+from holdfast.trainer.format.plain_load import repack
+from holdfast.trainer.ranks.collective import TIMEOUT, Group
+from holdfast.trainer.ranks.rank_tree import RankTree
 
 # The limit for a number, a list of numbers, and the overhead of a zip.
 VALUE_BYTES_MAX: Final = 64 << 20

@@ -29,15 +29,15 @@ from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
-from holdfast.contracts.digests import digest_of
+from holdfast.contracts.disk.digests import digest_of
 from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError
-from holdfast.trainer import devices
-from holdfast.trainer.loading.plain_load import load_plain
+from holdfast.trainer.format.metadata_check import tile
+from holdfast.trainer.format.plain_load import load_plain
+from holdfast.trainer.format.saved_boxes import NO_FILE, BoxTable, SavedBoxes
+from holdfast.trainer.format.strides import find_odd_stride
 from holdfast.trainer.loading.plan import Chunk, Series, overlap, series_between
 from holdfast.trainer.planning.layout import is_wrapper, make_template
-from holdfast.trainer.planning.metadata_check import tile
-from holdfast.trainer.planning.saved_boxes import NO_FILE, BoxTable, SavedBoxes
-from holdfast.trainer.planning.strides import find_odd_stride
+from holdfast.trainer.process import devices
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 import fsspec
 
+from holdfast.contracts.disk.manifest import FileEntry
 from holdfast.contracts.errors import MirrorError
-from holdfast.contracts.manifest import FileEntry
 from holdfast.trainer.mirror.store import (
     CALL_TIMEOUT_S,
     PART_BYTES,

@@ -18,15 +18,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+from holdfast.contracts.disk.manifest import FileEntry
+from holdfast.contracts.disk.mirrors import checkpoint_folder, checkpoint_key, tombstone_key
+from holdfast.contracts.disk.paths import CheckpointName
 from holdfast.contracts.errors import (
     DamagedCheckpointError,
     HoldfastError,
     MirrorError,
     NotFoundError,
 )
-from holdfast.contracts.manifest import FileEntry
-from holdfast.contracts.mirrors import checkpoint_folder, checkpoint_key, tombstone_key
-from holdfast.contracts.paths import CheckpointName
 from holdfast.trainer.mirror.fetch import Remote, fetch, list_remote, read_remote
 from holdfast.trainer.mirror.open_store import open_store
 from holdfast.trainer.mirror.store import EntryCheck, Store

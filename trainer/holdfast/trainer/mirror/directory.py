@@ -11,11 +11,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from holdfast.contracts.durable import create_bytes, fsync_directory, make_directory, write_bytes
+from holdfast.contracts.disk.direct import write_some
+from holdfast.contracts.disk.durable import (
+    create_bytes,
+    fsync_directory,
+    make_directory,
+    write_bytes,
+)
+from holdfast.contracts.disk.manifest import FileEntry
+from holdfast.contracts.disk.reading import is_mine
 from holdfast.contracts.errors import MirrorError
-from holdfast.contracts.manifest import FileEntry
-from holdfast.contracts.reading import is_mine
-from holdfast.trainer.direct import write_some
 from holdfast.trainer.mirror.store import PART_BYTES, checked_parts, wrap_errors
 
 # The suffix of a file that is being written. Only a crash leaves such a file.

@@ -16,12 +16,17 @@ from typing import Final
 
 from pydantic import ValidationError
 
-from holdfast.contracts.durable import create_bytes, fsync_directory, make_directory, write_bytes
+from holdfast.contracts.disk.direct import write_some
+from holdfast.contracts.disk.durable import (
+    create_bytes,
+    fsync_directory,
+    make_directory,
+    write_bytes,
+)
+from holdfast.contracts.disk.manifest import FileEntry, Manifest
+from holdfast.contracts.disk.mirrors import MirrorRecord, checkpoint_key, write_record
+from holdfast.contracts.disk.paths import FETCHING, MANIFEST, CheckpointName
 from holdfast.contracts.errors import DamagedCheckpointError
-from holdfast.contracts.manifest import FileEntry, Manifest
-from holdfast.contracts.mirrors import MirrorRecord, checkpoint_key, write_record
-from holdfast.contracts.paths import FETCHING, MANIFEST, CheckpointName
-from holdfast.trainer.direct import write_some
 from holdfast.trainer.mirror.store import EntryCheck, Store
 from holdfast.trainer.mirror.upload import Retries
 

@@ -16,14 +16,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.contracts.durable import create_bytes
+from holdfast.contracts.disk.durable import create_bytes
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.mirrors import Tiers
+from holdfast.contracts.disk.paths import FETCHING, MANIFEST, CheckpointName, RunPaths
+from holdfast.contracts.disk.retries import read_again
 from holdfast.contracts.errors import DamagedCheckpointError, MirrorError
-from holdfast.contracts.history import excluded_checkpoints, load_events
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.manifest import read_manifest
-from holdfast.contracts.mirrors import Tiers
-from holdfast.contracts.paths import FETCHING, MANIFEST, CheckpointName, RunPaths
-from holdfast.contracts.retries import read_again
+from holdfast.contracts.records.history import excluded_checkpoints, load_events
 from holdfast.trainer.loading.resume import Choice, Find, choose
 from holdfast.trainer.mirror.fetch import Remote, newest_remote
 from holdfast.trainer.mirror.open_store import open_store

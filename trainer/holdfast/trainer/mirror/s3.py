@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts import environment
+from holdfast.contracts.disk.manifest import FileEntry
 from holdfast.contracts.errors import MirrorError
-from holdfast.contracts.manifest import FileEntry
 from holdfast.trainer.mirror.store import CALL_TIMEOUT_S, PART_BYTES, PARTS_AT_ONCE, checked_parts
 
 CONNECT_TIMEOUT_S: Final = 10.0

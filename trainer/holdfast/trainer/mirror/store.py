@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Protocol
 
-from holdfast.contracts.digests import Content, new_checksum
+from holdfast.contracts.disk.digests import Content, new_checksum
+from holdfast.contracts.disk.manifest import FileEntry
 from holdfast.contracts.errors import DamagedCheckpointError, MirrorError
-from holdfast.contracts.manifest import FileEntry
 
 # The size of a file part: one read, one check, one request. S3 allows 10,000 parts per file.
 PART_BYTES: Final = 16 * 1024 * 1024

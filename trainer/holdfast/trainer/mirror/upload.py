@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, ParamSpec, TypeVar
 
+from holdfast.contracts.disk.manifest import FileEntry, Manifest
+from holdfast.contracts.disk.mirrors import checkpoint_folder, checkpoint_key, tombstone_key
+from holdfast.contracts.disk.paths import MANIFEST
 from holdfast.contracts.errors import MirrorError
-from holdfast.contracts.manifest import FileEntry, Manifest
-from holdfast.contracts.mirrors import checkpoint_folder, checkpoint_key, tombstone_key
-from holdfast.contracts.paths import MANIFEST
 from holdfast.trainer.mirror.store import Store
 
 P = ParamSpec("P")

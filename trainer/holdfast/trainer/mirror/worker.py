@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.contracts.durable import make_directory
+from holdfast.contracts.disk.durable import make_directory
+from holdfast.contracts.disk.file_locks import locked
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.mirrors import MirrorRecord, Tiers, read_record, write_record
+from holdfast.contracts.disk.paths import MANIFEST, CheckpointName, RunPaths
 from holdfast.contracts.errors import HoldfastError, MirrorError
-from holdfast.contracts.file_locks import locked
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.manifest import read_manifest
-from holdfast.contracts.mirrors import MirrorRecord, Tiers, read_record, write_record
-from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths
 from holdfast.contracts.plain_text import counted
 from holdfast.trainer.mirror.open_store import open_store
 from holdfast.trainer.mirror.store import Store
@@ -36,7 +36,7 @@ from holdfast.trainer.mirror.upload import (
     read_upload,
     send_files,
 )
-from holdfast.trainer.staging.slot_table import SlotTable
+from holdfast.trainer.slots.slot_table import SlotTable
 
 # Checkpoints that may wait before the oldest is skipped.
 BACKLOG_MAX: Final = 4

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holdfast.contracts.paths import CheckpointName
+from holdfast.contracts.disk.paths import CheckpointName
 from holdfast.contracts.plain_text import counted
-from holdfast.contracts.spec_supervision import Numerics, NumericsAction
+from holdfast.contracts.spec.supervision import Numerics, NumericsAction
 from holdfast.trainer.data.order import SkipWindow
 from holdfast.trainer.numerics.detector import Anomaly
 

@@ -20,21 +20,21 @@ from pydantic import ValidationError
 from torch.distributed.tensor import DTensor
 
 from holdfast.contracts import environment
+from holdfast.contracts.disk.journal import AUTOMATIC, Event, EventKind, JournalWriter
+from holdfast.contracts.disk.paths import MANIFEST, CheckpointName
 from holdfast.contracts.errors import NumericsError, SpecError
-from holdfast.contracts.history import excluded_checkpoints, load_events
-from holdfast.contracts.journal import AUTOMATIC, Event, EventKind, JournalWriter
-from holdfast.contracts.paths import MANIFEST, CheckpointName
-from holdfast.contracts.rank_status import RankRecord
-from holdfast.contracts.reporting import report
-from holdfast.contracts.spec_supervision import Numerics
-from holdfast.trainer import devices
-from holdfast.trainer.collective import ControlGroup
+from holdfast.contracts.node.rank_status import RankRecord
+from holdfast.contracts.node.reporting import report
+from holdfast.contracts.records.history import excluded_checkpoints, load_events
+from holdfast.contracts.spec.supervision import Numerics
 from holdfast.trainer.data.position import Position
 from holdfast.trainer.metrics import number_of
 from holdfast.trainer.numerics.answer import Answer, Known, answer, policy_for
 from holdfast.trainer.numerics.detector import Anomaly, Detector
-from holdfast.trainer.rank_context import RankContext
-from holdfast.trainer.saver import Saver
+from holdfast.trainer.process import devices
+from holdfast.trainer.ranks.collective import ControlGroup
+from holdfast.trainer.ranks.rank_context import RankContext
+from holdfast.trainer.saving.saver import Saver
 from holdfast.trainer.state.run_state import RunState
 
 # The maximum number of copies in flight. A program further ahead of its GPU waits for the oldest.

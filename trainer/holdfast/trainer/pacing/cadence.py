@@ -16,7 +16,7 @@ from typing import Final
 from pydantic import ValidationError
 
 from holdfast.contracts.errors import SpecError
-from holdfast.contracts.spec_checkpoint import Checkpointing
+from holdfast.contracts.spec.checkpoint import Checkpointing
 
 # Ten minutes lose little work in a crash, and even a slow flush ends within them.
 AUTO_INTERVAL_S: Final = 600.0

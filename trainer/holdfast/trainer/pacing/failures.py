@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from holdfast.contracts.journal import Event, EventKind
-from holdfast.contracts.save_interval import Failures
+from holdfast.contracts.account.save_interval import Failures
+from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.states import Cause
 
 # These causes come with a warning, so a last checkpoint is saved and nothing is lost.

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import time
 
-from holdfast.contracts.history import load_events
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.save_interval import Choice, Failures, choose_interval
+from holdfast.contracts.account.save_interval import Choice, Failures, choose_interval
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.records.history import load_events
 from holdfast.trainer.metrics import Recorder
 from holdfast.trainer.pacing.cadence import Cadence, Interval
 from holdfast.trainer.pacing.failures import observe_failures
 from holdfast.trainer.pacing.step_meter import StepMeter
-from holdfast.trainer.rank_context import RankContext
-from holdfast.trainer.saver import Saver
+from holdfast.trainer.ranks.rank_context import RankContext
+from holdfast.trainer.saving.saver import Saver
 from holdfast.trainer.staging.snapshots import OVERHEAD_MAX, SnapshotRhythm
 
 

@@ -14,7 +14,7 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.trainer.planning.columns import Int32s, Int64s, Item, ShardTable, end_to_end
+from holdfast.trainer.format.columns import Int32s, Int64s, Item, ShardTable, end_to_end
 
 Bools = npt.NDArray[np.bool_]
 

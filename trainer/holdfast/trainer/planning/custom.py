@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from holdfast.contracts.errors import SaveError
-from holdfast.trainer.collective import HierarchicalGroup, attempt, problem_of
-from holdfast.trainer.identity import Identity
+from holdfast.trainer.format.metadata import parse_metadata
+from holdfast.trainer.format.metadata_dump import dump_metadata
 from holdfast.trainer.planning.global_plan import offsets_of
 from holdfast.trainer.planning.layout import (
     Layout,
@@ -34,11 +34,11 @@ from holdfast.trainer.planning.layout import (
     make_template,
     plan_layout,
 )
-from holdfast.trainer.planning.metadata import parse_metadata
-from holdfast.trainer.planning.metadata_dump import dump_metadata
 from holdfast.trainer.planning.rank_rows import NUMBER_ROOM_BYTES
 from holdfast.trainer.planning.ranks import all_or_none, raise_problems
 from holdfast.trainer.planning.signature import Encoded, Signature, is_plain, room_of
+from holdfast.trainer.ranks.collective import HierarchicalGroup, attempt, problem_of
+from holdfast.trainer.ranks.identity import Identity
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from typing import Final
 import numpy as np
 
 from holdfast.contracts.errors import SaveError
-from holdfast.trainer.planning.boxes import Bools, Groups, Loose, find_distinct, group, pick_loose
-from holdfast.trainer.planning.columns import (
+from holdfast.trainer.format.columns import (
     FIRST,
     KINDS,
     Int32s,
@@ -27,6 +26,7 @@ from holdfast.trainer.planning.columns import (
     decode_table,
     whole_coverage_hashes,
 )
+from holdfast.trainer.planning.boxes import Bools, Groups, Loose, find_distinct, group, pick_loose
 from holdfast.trainer.planning.writers import Holders, choose_writers
 
 ALIGNMENT: Final = 64

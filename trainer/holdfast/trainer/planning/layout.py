@@ -25,14 +25,14 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from holdfast.contracts.disk.paths import TRAIN_STATE
 from holdfast.contracts.errors import SaveError
-from holdfast.contracts.paths import TRAIN_STATE
-from holdfast.trainer import devices
+from holdfast.trainer.format.metadata import METADATA
+from holdfast.trainer.format.storage_meta import STORAGE_META_BYTES_MAX
 from holdfast.trainer.planning.global_plan import offsets_of
-from holdfast.trainer.planning.metadata import METADATA
 from holdfast.trainer.planning.signature import Encoded, Signature
-from holdfast.trainer.planning.storage_meta import STORAGE_META_BYTES_MAX
-from holdfast.trainer.staging.slot_table import FilePlace
+from holdfast.trainer.process import devices
+from holdfast.trainer.slots.slot_table import FilePlace
 
 FILE_ALIGNMENT: Final = 4096
 # From this size on, a tensor of a plan is a mapping instead of memory, which takes longer to make.

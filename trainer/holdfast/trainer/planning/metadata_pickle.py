@@ -18,9 +18,8 @@ from typing import Final
 import numpy as np
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 
-from holdfast.trainer.planning.columns import Int64s, Item
-from holdfast.trainer.planning.global_plan import GlobalPlan
-from holdfast.trainer.planning.opcodes import (
+from holdfast.trainer.format.columns import Int64s, Item
+from holdfast.trainer.format.opcodes import (
     APPEND,
     BUILD,
     EMPTY_DICT,
@@ -45,6 +44,7 @@ from holdfast.trainer.planning.opcodes import (
     fetch,
     text,
 )
+from holdfast.trainer.planning.global_plan import GlobalPlan
 from holdfast.trainer.planning.places import Places, Window, count_rows, find_places, stack_sizes
 
 _DCP: Final = "torch.distributed.checkpoint.metadata"

@@ -11,8 +11,8 @@ from typing import Final
 
 import numpy as np
 
+from holdfast.trainer.format.columns import Int32s, Int64s, end_to_end
 from holdfast.trainer.planning.boxes import group
-from holdfast.trainer.planning.columns import Int32s, Int64s, end_to_end
 from holdfast.trainer.planning.global_plan import GlobalPlan, align
 
 # Rows that are handled together. Their columns fit into a core's cache.

@@ -12,9 +12,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor
 
 from holdfast.contracts.errors import SaveError
-from holdfast.trainer.loading.compare_keys import is_of_one_rank
-from holdfast.trainer.marked_shards import refuse_marked_shard
-from holdfast.trainer.planning.columns import (
+from holdfast.trainer.format.columns import (
     FIRST,
     KINDS,
     OWN,
@@ -26,6 +24,9 @@ from holdfast.trainer.planning.columns import (
     Row,
     make_block,
 )
+from holdfast.trainer.format.marked_shards import refuse_marked_shard
+from holdfast.trainer.format.strides import find_odd_stride
+from holdfast.trainer.planning.compare_keys import is_of_one_rank
 from holdfast.trainer.planning.layout import (
     NumberEntry,
     Template,
@@ -37,7 +38,6 @@ from holdfast.trainer.planning.layout import (
     make_template,
 )
 from holdfast.trainer.planning.signature import Signature, flatten, room_of
-from holdfast.trainer.planning.strides import find_odd_stride
 
 # Later values of a number may need this many bytes more than the first one.
 NUMBER_ROOM_BYTES: Final = 192

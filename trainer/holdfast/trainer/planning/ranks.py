@@ -15,15 +15,15 @@ from typing import Any, Final, TypeVar, cast
 import psutil
 
 from holdfast.contracts.errors import SaveError
-from holdfast.trainer.collective import HierarchicalGroup, attempt, problem_of
-from holdfast.trainer.identity import Identity, distcp_name
-from holdfast.trainer.planning.columns import KINDS, Block, Pattern, Rows, join, pack
+from holdfast.trainer.format.columns import KINDS, Block, Pattern, Rows, join, pack
 from holdfast.trainer.planning.global_plan import GlobalPlan, Kept, plan_all
 from holdfast.trainer.planning.layout import Layout, add_metadata, add_train_state, plan_layout
 from holdfast.trainer.planning.memory_limit import group_room
 from holdfast.trainer.planning.metadata_pickle import MetadataPickle
 from holdfast.trainer.planning.rank_rows import RankRows, describe_rank
-from holdfast.trainer.staging.slots import SLOTS_PER_RANK
+from holdfast.trainer.ranks.collective import HierarchicalGroup, attempt, problem_of
+from holdfast.trainer.ranks.identity import Identity, distcp_name
+from holdfast.trainer.slots.slots import SLOTS_PER_RANK
 
 T = TypeVar("T")
 GIB: Final = 1024**3

@@ -12,8 +12,8 @@ from typing import Final
 
 import numpy as np
 
+from holdfast.trainer.format.columns import Int32s, Int64s
 from holdfast.trainer.planning.boxes import Bools, Groups, Loose
-from holdfast.trainer.planning.columns import Int32s, Int64s
 
 NOBODY: Final = -1
 _MIX: Final = np.uint64(0x94D049BB133111EB)

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from holdfast.contracts.errors import CheckpointError
-from holdfast.trainer.planning.metadata import Opened
-from holdfast.trainer.planning.saved_boxes import BoxTable, SavedBoxes
+from holdfast.trainer.format.metadata import Opened
+from holdfast.trainer.format.saved_boxes import BoxTable, SavedBoxes
 from holdfast.trainer.sources.tensors import MODEL, Part, Source
 
 # A tensor in another order is read as runs of elements that follow each other in the file.

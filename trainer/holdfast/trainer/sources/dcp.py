@@ -8,14 +8,14 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 
-from holdfast.contracts.damage import find_damage
+from holdfast.contracts.disk.damage import find_damage
 from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError
-from holdfast.trainer.loading.compare_keys import is_of_one_rank, shorten
+from holdfast.trainer.format.metadata import Opened, open_checkpoint, paths_of
+from holdfast.trainer.format.metadata_check import tile
+from holdfast.trainer.format.saved_boxes import NO_FILE
 from holdfast.trainer.loading.stock import needs_stock
 from holdfast.trainer.loading.targets import form_of
-from holdfast.trainer.planning.metadata import Opened, open_checkpoint, paths_of
-from holdfast.trainer.planning.metadata_check import tile
-from holdfast.trainer.planning.saved_boxes import NO_FILE
+from holdfast.trainer.planning.compare_keys import is_of_one_rank, shorten
 from holdfast.trainer.sources.tensors import Files, Part, Segment, contiguous_strides
 from holdfast.trainer.sources.torch_file import WEIGHTS, Stored, open_torch
 

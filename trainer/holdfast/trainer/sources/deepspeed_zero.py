@@ -18,9 +18,9 @@ from typing import Any, Final
 
 import torch
 
+from holdfast.contracts.disk.reading import read_bounded
 from holdfast.contracts.errors import CheckpointError, ForeignFileError
-from holdfast.contracts.reading import read_bounded
-from holdfast.trainer.loading.compare_keys import shorten
+from holdfast.trainer.planning.compare_keys import shorten
 from holdfast.trainer.sources.tensors import Files, Part, Segment, check_shape
 from holdfast.trainer.sources.torch_file import Stored, open_torch, part_of
 

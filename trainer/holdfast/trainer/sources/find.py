@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.errors import CheckpointError, ForeignFileError
-from holdfast.trainer.loading.compare_keys import shorten
-from holdfast.trainer.planning.metadata import METADATA
+from holdfast.trainer.format.metadata import METADATA
+from holdfast.trainer.planning.compare_keys import shorten
 from holdfast.trainer.sources.dcp import read_dcp
 from holdfast.trainer.sources.deepspeed_zero import is_zero_folder, read_zero
 from holdfast.trainer.sources.safetensors_file import read_safetensors

@@ -14,10 +14,10 @@ from typing import Final
 
 import torch
 
+from holdfast.contracts.disk.reading import open_regular
+from holdfast.contracts.disk.retries import read_again
 from holdfast.contracts.errors import CheckpointError, ForeignFileError
-from holdfast.contracts.reading import open_regular
-from holdfast.contracts.retries import read_again
-from holdfast.trainer.loading.compare_keys import Selection, shorten
+from holdfast.trainer.planning.compare_keys import Selection, shorten
 
 MODEL: Final = "model."
 # Tied weights and views share their bytes. A file that needs more than this is hostile: it would

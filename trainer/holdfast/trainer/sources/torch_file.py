@@ -21,8 +21,8 @@ from torch._weights_only_unpickler import _get_allowed_globals
 from torch.serialization import StorageType
 
 from holdfast.contracts.errors import CheckpointError
-from holdfast.trainer.loading.plain_load import finder, plain_makers
-from holdfast.trainer.planning.plain_pickle import Maker, RefusedPickle, read_pickle
+from holdfast.trainer.format.plain_load import finder, plain_makers
+from holdfast.trainer.format.plain_pickle import Maker, RefusedPickle, read_pickle
 from holdfast.trainer.sources.tensors import (
     Files,
     Part,

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from typing import Final
 
-from holdfast.trainer.staging.slots import Slot
+from holdfast.trainer.slots.slots import Slot
 
 # Clearing pages keeps a core fully busy, and training needs the cores.
 THREADS_MAX: Final = 4

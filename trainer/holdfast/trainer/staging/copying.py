@@ -15,7 +15,7 @@ from typing import Final
 
 import torch
 
-from holdfast.trainer import devices
+from holdfast.trainer.process import devices
 
 # The piece that one thread takes at a time: large compared with the cost of taking it.
 PIECE_BYTES: Final = 8 * 1024 * 1024

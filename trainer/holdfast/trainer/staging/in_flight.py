@@ -6,9 +6,9 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-from holdfast.contracts.paths import CheckpointName
+from holdfast.contracts.disk.paths import CheckpointName
 from holdfast.trainer.placed import PlacedName
-from holdfast.trainer.staging.slots import SlotState
+from holdfast.trainer.slots.slots import SlotState
 from holdfast.trainer.staging.stage import Stage, StagedSlot
 
 POLL_S: Final = 0.002

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from holdfast.trainer.planning.layout import LateContent
-from holdfast.trainer.staging.slots import Slot
+from holdfast.trainer.slots.slots import Slot
 
 
 class BackgroundMetadataWriter:

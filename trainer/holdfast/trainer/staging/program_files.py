@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Final
 
 from holdfast.contracts.errors import SaveError
+from holdfast.trainer.slots.slots import DATA_OFFSET, FREE_STATES, Slot, SlotState
 from holdfast.trainer.staging.file_writers import SlotOutput, Writer, measure
-from holdfast.trainer.staging.slots import DATA_OFFSET, FREE_STATES, Slot, SlotState
 from holdfast.trainer.staging.stage import FlusherConnection
 
 POLL_S: Final = 0.01

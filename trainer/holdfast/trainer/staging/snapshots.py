@@ -13,7 +13,7 @@ from typing import Final
 from pydantic import ValidationError
 
 from holdfast.contracts.errors import SpecError
-from holdfast.contracts.spec_checkpoint import Checkpointing
+from holdfast.contracts.spec.checkpoint import Checkpointing
 
 # The largest share of training time for copies into memory.
 OVERHEAD_MAX: Final = 0.03

@@ -20,14 +20,14 @@ from typing import Any, Final
 
 import torch
 
-from holdfast.contracts import wire
 from holdfast.contracts.errors import SaveError
-from holdfast.trainer import devices
-from holdfast.trainer.identity import Identity
+from holdfast.contracts.node import wire
 from holdfast.trainer.planning.layout import Layout, encode_number, files_of, local_part
+from holdfast.trainer.process import devices
+from holdfast.trainer.ranks.identity import Identity
+from holdfast.trainer.slots.slots import DATA_OFFSET, NO_MORE, SLOTS_PER_RANK, Slot, choose_slot
 from holdfast.trainer.staging.copying import Copier
 from holdfast.trainer.staging.metadata_writer import BackgroundMetadataWriter
-from holdfast.trainer.staging.slots import DATA_OFFSET, NO_MORE, SLOTS_PER_RANK, Slot, choose_slot
 
 CONNECT_TIMEOUT_S: Final = 30.0
 ANSWER_TIMEOUT_S: Final = 60.0

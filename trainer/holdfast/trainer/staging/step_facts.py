@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from holdfast.contracts.paths import CheckpointName, RunPaths
-from holdfast.contracts.topology import GLOBAL_BATCHES, LIMITS
+from holdfast.contracts.disk.paths import CheckpointName, RunPaths
+from holdfast.contracts.records.topology import GLOBAL_BATCHES, LIMITS
 from holdfast.contracts.version import holdfast_version
-from holdfast.trainer.identity import Identity
-from holdfast.trainer.loading.train_state import encode_train_state
+from holdfast.trainer.format.storage_meta import encode_storage_meta
 from holdfast.trainer.placed import Place, PlacedName
 from holdfast.trainer.planning.layout import Layout, files_of
-from holdfast.trainer.planning.storage_meta import encode_storage_meta
-from holdfast.trainer.staging.slot_table import SlotTable
+from holdfast.trainer.planning.train_state_file import encode_train_state
+from holdfast.trainer.ranks.identity import Identity
+from holdfast.trainer.slots.slot_table import SlotTable
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import Final
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from holdfast.contracts.reporting import report
+from holdfast.contracts.node.reporting import report
 
 LOST: Final = frozenset({"PowerSGDState"})
 

@@ -15,8 +15,8 @@ import torch
 
 from holdfast.contracts.errors import CheckpointError
 from holdfast.contracts.plain_text import counted
-from holdfast.contracts.topology import FIXED
-from holdfast.trainer.collective import ControlGroup
+from holdfast.contracts.records.topology import FIXED
+from holdfast.trainer.ranks.collective import ControlGroup
 from holdfast.trainer.staging.file_writers import Writer, torch_writer
 from holdfast.trainer.state import rng
 from holdfast.trainer.state.run_state import FRAMEWORK, PROGRAM, Progress, Restored, State

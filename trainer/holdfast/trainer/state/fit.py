@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from holdfast.contracts.errors import SpecError
-from holdfast.trainer.loading.compare_keys import Selection
+from holdfast.trainer.planning.compare_keys import Selection
 
 FIT: Final = "fit"
 PARTS: Final = ("model", "optimizer", "scheduler", "rng", "extra")

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.tensor import DTensor
 
-from holdfast.trainer.loading.compare_keys import Selection, compare, shorten
+from holdfast.trainer.planning.compare_keys import Selection, compare, shorten
 from holdfast.trainer.state.fit import Fit
 from holdfast.trainer.state.forms import ADDED, DOTTED, OTHER, Forms
 from holdfast.trainer.state.optimizers import OptimizerState

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from holdfast.trainer import devices
+from holdfast.trainer.process import devices
 from holdfast.trainer.state.forms import blank
 from holdfast.trainer.state.saved import STATE, Saved
 

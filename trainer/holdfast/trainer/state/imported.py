@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from holdfast.trainer.loading.compare_keys import Selection
+from holdfast.trainer.planning.compare_keys import Selection
 
 IMPORTED: Final = "imported"
 FORMAT: Final = 1

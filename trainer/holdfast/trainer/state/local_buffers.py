@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel
 
-from holdfast.contracts.reporting import report
+from holdfast.contracts.node.reporting import report
 
 
 def warn_of_local_buffers(extra: Mapping[str, Any], rank: int, world_size: int) -> None:

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from holdfast.contracts.errors import CheckpointError
 from holdfast.contracts.plain_text import counted
-from holdfast.contracts.topology import FIXED
-from holdfast.trainer import devices
+from holdfast.contracts.records.topology import FIXED
+from holdfast.trainer.process import devices
 from holdfast.trainer.state import plain
 from holdfast.trainer.state.names import Named, Views, as_buffer, copy_unless_same, find_named
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.contracts.errors import CheckpointError
-from holdfast.trainer import devices
-from holdfast.trainer.loading.compare_keys import shorten
+from holdfast.trainer.planning.compare_keys import shorten
+from holdfast.trainer.process import devices
 from holdfast.trainer.state import plain
 from holdfast.trainer.state.forms import (
     ADDED,

@@ -22,10 +22,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
-from holdfast.contracts.digests import digest_of
+from holdfast.contracts.disk.digests import digest_of
 from holdfast.contracts.errors import CheckpointError
-from holdfast.trainer import devices
 from holdfast.trainer.planning.rank_rows import problem_with_form
+from holdfast.trainer.process import devices
 
 MARK: Final = "$holdfast"
 DEPTH_MAX: Final = 64

@@ -16,8 +16,8 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from holdfast.trainer import devices
 from holdfast.trainer.data.order import ids_at
+from holdfast.trainer.process import devices
 
 PYTHON: Final = "python"
 NUMPY: Final = "numpy"

@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from holdfast.contracts.errors import CheckpointError, KeyMismatchError, SaveError
-from holdfast.trainer.collective import ControlGroup
-from holdfast.trainer.loading.compare_keys import Selection
+from holdfast.trainer.planning.compare_keys import Selection
 from holdfast.trainer.planning.signature import flatten
+from holdfast.trainer.ranks.collective import ControlGroup
 from holdfast.trainer.state import fsdp1, own_loading, rng
 from holdfast.trainer.state.ddp_hooks import warn_of_lost_states
 from holdfast.trainer.state.fit import FIT, Fit

@@ -10,8 +10,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
-from holdfast.trainer.frameworks.versions import require
 from holdfast.trainer.trackers.tracker import TrackedRun, Tracker
+from holdfast.trainer.versions import require
 
 UID_TAG: Final = "holdfast.run_uid"
 # MLflow's own tags (`mlflow.utils.mlflow_tags`, mlflow 3.17).

@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from holdfast.contracts.attempt import RunRecord, read_document
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import HoldfastError
-from holdfast.contracts.history import load_events
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.node.reporting import report
 from holdfast.contracts.plain_text import counted
-from holdfast.contracts.reporting import report
+from holdfast.contracts.records.attempt import RunRecord, read_document
+from holdfast.contracts.records.history import load_events
 from holdfast.trainer.metrics import Recorder
-from holdfast.trainer.rank_context import RankContext
+from holdfast.trainer.ranks.rank_context import RankContext
 from holdfast.trainer.trackers.tracker import TrackedRun, Tracker
 
 QUEUE_MAX: Final = 100_000

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from holdfast.trainer.frameworks.versions import require
 from holdfast.trainer.trackers.tracker import TrackedRun, Tracker
+from holdfast.trainer.versions import require
 
 FOLDER: Final = "tensorboard"
 

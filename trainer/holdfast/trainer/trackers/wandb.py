@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
 from holdfast.contracts.errors import SpecError
-from holdfast.trainer.frameworks.versions import require
 from holdfast.trainer.trackers.tracker import TrackedRun, Tracker
+from holdfast.trainer.versions import require
 
 STEP: Final = "step"
 OURS: Final = frozenset({"id", "resume", "resume_from", "fork_from", "reinit"})

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.contracts.journal import Event, EventKind, JournalWriter
+from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter
 from holdfast.workers.agent.context import AgentContext
-from holdfast.workers.runs import with_reserve
+from holdfast.workers.runs.run_folders import with_reserve
 
 
 class AgentJournal(JournalWriter):

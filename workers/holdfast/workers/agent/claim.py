@@ -6,12 +6,12 @@ import os
 import time
 from typing import Final
 
-from holdfast.contracts.attempt import Claim, create_document, read_claim, read_document
-from holdfast.contracts.filesystems import is_there
-from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.disk.filesystems import is_there
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.records.attempt import Claim, create_document, read_claim, read_document
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.stale_outcome import quarantine_stale_outcome
-from holdfast.workers.processes import name_process
+from holdfast.workers.nodes.processes import name_process
 
 CLAIM_WAIT_S: Final = 300.0
 POLL_S: Final = 0.2

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from holdfast.contracts import steady
-from holdfast.contracts.attempt import Request, read_document
+from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.errors import AgreementError, NotFoundError
-from holdfast.contracts.paths import AttemptPaths, RunPaths
-from holdfast.workers.slurm_client import expand_hosts
+from holdfast.contracts.node import steady
+from holdfast.contracts.records.attempt import Request, read_document
+from holdfast.workers.schedulers.slurm_client import expand_hosts
 
 LAUNCHES_MAX: Final = 1000
 

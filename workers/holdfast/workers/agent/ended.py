@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from holdfast.contracts.attempt import LaunchRecord
-from holdfast.contracts.journal import Event, EventKind
-from holdfast.contracts.rank_status import NOWHERE
+from holdfast.contracts.disk.journal import Event, EventKind
+from holdfast.contracts.node.rank_status import NOWHERE
+from holdfast.contracts.records.attempt import LaunchRecord
 from holdfast.workers.agent.node import CrashReport, NodeReport
 
 # The phases of a rank that only saves, or has left.

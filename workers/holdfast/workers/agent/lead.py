@@ -5,30 +5,30 @@ from __future__ import annotations
 import time
 from typing import Final
 
-from holdfast.contracts import steady
-from holdfast.contracts.attempt import LaunchRecord, Outcome
-from holdfast.contracts.channel import ChannelHost
+from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter, read_journal
 from holdfast.contracts.errors import MissingNodesError
-from holdfast.contracts.history import goes_on_after_numerics, stopped_for_numerics
-from holdfast.contracts.journal import Event, EventKind, JournalWriter, read_journal
+from holdfast.contracts.node import steady
+from holdfast.contracts.node.channel import ChannelHost
+from holdfast.contracts.records.attempt import LaunchRecord, Outcome
+from holdfast.contracts.records.history import goes_on_after_numerics, stopped_for_numerics
 from holdfast.contracts.states import Cause
 from holdfast.workers.agent.context import LAUNCHES_MAX, AgentContext, take_number
-from holdfast.workers.agent.drains import drain_all
 from holdfast.workers.agent.ended import Ended, steps_saved
-from holdfast.workers.agent.hangs import HangWatch
-from holdfast.workers.agent.health_watch import HealthWatch
-from holdfast.workers.agent.listener import StopListener
+from holdfast.workers.agent.health.watch import HealthWatch
+from holdfast.workers.agent.launch.standby_plan import StandbyPlan
 from holdfast.workers.agent.node import CrashReport
 from holdfast.workers.agent.node_group import NodeGroup
 from holdfast.workers.agent.root_check import RootCheck
 from holdfast.workers.agent.runtime import NodeRuntime
-from holdfast.workers.agent.signals import SignalBox
-from holdfast.workers.agent.standby_plan import StandbyPlan
-from holdfast.workers.agent.stop_agreement import StopAgreement
-from holdfast.workers.agent.stop_times import RESERVE_S, drain_until, kill_at
-from holdfast.workers.agent.stops import StopRequest, StopWatch
-from holdfast.workers.causes import Ending, RankFailure, hung_ending, with_numerics_stop
-from holdfast.workers.policy import BUDGETS, decide_in_place
+from holdfast.workers.agent.stops.agreement import StopAgreement
+from holdfast.workers.agent.stops.drains import drain_all
+from holdfast.workers.agent.stops.listener import StopListener
+from holdfast.workers.agent.stops.signals import SignalBox
+from holdfast.workers.agent.stops.sources import StopRequest, StopWatch
+from holdfast.workers.agent.stops.stop_times import RESERVE_S, drain_until, kill_at
+from holdfast.workers.agent.watch.hangs import HangWatch
+from holdfast.workers.decisions.causes import Ending, RankFailure, hung_ending, with_numerics_stop
+from holdfast.workers.decisions.policy import BUDGETS, decide_in_place
 
 POLL_S: Final = 0.05
 # The first failure may be secondary, so wait this long for the root cause on another node.

@@ -6,19 +6,19 @@ import contextlib
 import sys
 from pathlib import Path
 
-from holdfast.contracts.channel import ChannelHost
-from holdfast.contracts.descriptors import raise_descriptor_limit
+from holdfast.contracts.disk.journal import JournalWriter
 from holdfast.contracts.errors import InterfaceError
-from holdfast.contracts.journal import JournalWriter
+from holdfast.contracts.node.channel import ChannelHost
+from holdfast.contracts.node.descriptors import raise_descriptor_limit
 from holdfast.workers.agent.agent_journal import AgentJournal
 from holdfast.workers.agent.claim import claim
 from holdfast.workers.agent.context import AgentContext, load_context
-from holdfast.workers.agent.interface import addresses_of
+from holdfast.workers.agent.health.interface import addresses_of
 from holdfast.workers.agent.lead import Lead
 from holdfast.workers.agent.member import run_member_agent
 from holdfast.workers.agent.outcome import build_outcome, failed_outcome, leave_outcome
 from holdfast.workers.agent.runtime import NodeRuntime
-from holdfast.workers.agent.signals import SignalBox
+from holdfast.workers.agent.stops.signals import SignalBox
 
 
 def run_agent(request_path: str) -> str:

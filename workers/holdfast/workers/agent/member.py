@@ -10,18 +10,18 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, Final
 
-from holdfast.contracts.agreement import answer_from_status_table
-from holdfast.contracts.attempt import Submission, read_claim
-from holdfast.contracts.channel import ChannelMember, DismissedError
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.errors import AgreementError, SchedulerError
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.timeouts import Timeout
+from holdfast.contracts.node.agreement import answer_from_status_table
+from holdfast.contracts.node.channel import ChannelMember, DismissedError
+from holdfast.contracts.node.timeouts import Timeout
+from holdfast.contracts.records.attempt import Submission, read_claim
 from holdfast.workers.agent.claim import wait_for_claim
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.node import NodeReport
 from holdfast.workers.agent.runtime import NodeRuntime
-from holdfast.workers.agent.signals import SignalBox
-from holdfast.workers.executors import executor_for
+from holdfast.workers.agent.stops.signals import SignalBox
+from holdfast.workers.schedulers import executor_for
 
 POLL_S: Final = 0.05
 LISTEN_S: Final = 0.2

@@ -7,14 +7,14 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from holdfast.contracts.agreement import NodePort
-from holdfast.contracts.rank_status import NOWHERE
-from holdfast.workers.agent.health import HealthFinding
+from holdfast.contracts.node.agreement import NodePort
+from holdfast.contracts.node.rank_status import NOWHERE
+from holdfast.workers.agent.health.checks import HealthFinding
 from holdfast.workers.agent.notices.notice import Notice
-from holdfast.workers.agent.silence import RankStatus
-from holdfast.workers.agent.stacks import StackSample
-from holdfast.workers.causes import Ending, FailedSave, RankFailure, classify_crash
-from holdfast.workers.root_probe import RootProblem
+from holdfast.workers.agent.watch.silence import RankStatus
+from holdfast.workers.agent.watch.stacks import StackSample
+from holdfast.workers.decisions.causes import Ending, FailedSave, RankFailure, classify_crash
+from holdfast.workers.nodes.root_probe import RootProblem
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, Final, TypeVar
 
-from holdfast.contracts import steady
-from holdfast.contracts.agreement import begin
-from holdfast.contracts.channel import ChannelHost
-from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.node import steady
+from holdfast.contracts.node.agreement import begin
+from holdfast.contracts.node.channel import ChannelHost
 from holdfast.workers.agent.context import AgentContext
-from holdfast.workers.agent.listener import StopListener
 from holdfast.workers.agent.node import Node, NodeReport
 from holdfast.workers.agent.notices.notice import Notice
 from holdfast.workers.agent.remote_node import RemoteNode
 from holdfast.workers.agent.runtime import NodeRuntime
-from holdfast.workers.agent.stop_times import RESERVE_S
+from holdfast.workers.agent.stops.listener import StopListener
+from holdfast.workers.agent.stops.stop_times import RESERVE_S
 
 REMOTE_POLL_S: Final = 0.25
 # With these, the reports of a thousand nodes take less than a tenth of a core.

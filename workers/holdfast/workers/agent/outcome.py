@@ -6,20 +6,20 @@ import time
 import traceback
 from dataclasses import replace
 
-from holdfast.contracts.attempt import LaunchRecord, Outcome, create_document
-from holdfast.contracts.durable import STORAGE_FULL
-from holdfast.contracts.journal import Event, EventKind, JournalWriter, read_journal
-from holdfast.contracts.manifest import Manifest
+from holdfast.contracts.disk.durable import STORAGE_FULL
+from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter, read_journal
+from holdfast.contracts.disk.manifest import Manifest
+from holdfast.contracts.records.attempt import LaunchRecord, Outcome, create_document
+from holdfast.contracts.spec.steps_total import steps_total
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.contracts.steps_total import steps_total
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.lead import Lead
 from holdfast.workers.agent.promises import judge_completion, judge_own_completion
 from holdfast.workers.agent.stale_outcome import quarantine_stale_outcome
-from holdfast.workers.agent.stops import StopRequest
-from holdfast.workers.causes import STATE_OF_CAUSE, Ending, RankFailure
-from holdfast.workers.checkpoints import newest_committed
-from holdfast.workers.runs import with_reserve
+from holdfast.workers.agent.stops.sources import StopRequest
+from holdfast.workers.checkpoints.manifests import newest_committed
+from holdfast.workers.decisions.causes import STATE_OF_CAUSE, Ending, RankFailure
+from holdfast.workers.runs.run_folders import with_reserve
 
 
 def build_outcome(lead: Lead) -> Outcome:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from holdfast.contracts.journal import Event, EventKind
+from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.workers.causes import Ending
+from holdfast.workers.decisions.causes import Ending
 
 _LOOPS: Final = {"promised", "has_left"}
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
 
-from holdfast.contracts.channel import CALL_TIMEOUT_S, Peer
-from holdfast.contracts.rank_status import Proposal
+from holdfast.contracts.node.channel import CALL_TIMEOUT_S, Peer
+from holdfast.contracts.node.rank_status import Proposal
+from holdfast.workers.agent.launch.torchrun import KILL_WAIT_S
 from holdfast.workers.agent.node import CrashReport, NodeReport
-from holdfast.workers.agent.torchrun import KILL_WAIT_S
-from holdfast.workers.root_probe import RootProblem
+from holdfast.workers.nodes.root_probe import RootProblem
 
 FINISH_TIMEOUT_S: Final = 30.0
 # A file system that is busy may take this long for a few files.

@@ -10,15 +10,20 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.disk.paths import real_folder
 from holdfast.contracts.errors import MissingNodesError
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.paths import real_folder
 from holdfast.contracts.states import Cause
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.node import Node
 from holdfast.workers.agent.node_group import NodeGroup
-from holdfast.workers.causes import EVIDENCE_MAX, LINE_CHARACTERS_MAX, STATE_OF_CAUSE, Ending
-from holdfast.workers.root_probe import (
+from holdfast.workers.decisions.causes import (
+    EVIDENCE_MAX,
+    LINE_CHARACTERS_MAX,
+    STATE_OF_CAUSE,
+    Ending,
+)
+from holdfast.workers.nodes.root_probe import (
     ADVICE,
     LOCKS,
     NAMES,

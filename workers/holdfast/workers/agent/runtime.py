@@ -9,29 +9,29 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from holdfast.contracts.agreement import StatusPort
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.disk.paths import CheckpointName
 from holdfast.contracts.errors import HoldfastError
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.paths import CheckpointName
-from holdfast.contracts.rank_status import NOWHERE, RankStatusTable
-from holdfast.contracts.secrets import plain_part
+from holdfast.contracts.node.agreement import StatusPort
+from holdfast.contracts.node.rank_status import NOWHERE, RankStatusTable
+from holdfast.contracts.spec.secrets import plain_part
 from holdfast.workers.agent.context import AgentContext
-from holdfast.workers.agent.flusher_supervisor import FlusherSupervisor
 from holdfast.workers.agent.guard import adopt_orphans, is_running, kill_all_below
-from holdfast.workers.agent.health import HealthChecks
-from holdfast.workers.agent.heartbeat import Heartbeat, earlier_times
-from holdfast.workers.agent.launch_command import Handles
-from holdfast.workers.agent.memory import oom_kills
+from holdfast.workers.agent.health.checks import HealthChecks
+from holdfast.workers.agent.launch.command import Handles
+from holdfast.workers.agent.launch.flusher_supervisor import FlusherSupervisor
+from holdfast.workers.agent.launch.torchrun import Torchrun
+from holdfast.workers.agent.launch.warm_standby import WarmStandby, has_memory_for
 from holdfast.workers.agent.node import CrashReport, NodeReport
 from holdfast.workers.agent.notices.watch import NoticeWatch
-from holdfast.workers.agent.program_watch import ProgramWatch
-from holdfast.workers.agent.rank_watch import RankWatch
-from holdfast.workers.agent.stacks import StackTaker, Target
-from holdfast.workers.agent.torchrun import Torchrun
-from holdfast.workers.agent.warm_standby import WarmStandby, has_memory_for
-from holdfast.workers.causes import FailedSave, RankFailure
-from holdfast.workers.heartbeats import RankBeat
-from holdfast.workers.root_probe import RootProblem, check_folder, race
+from holdfast.workers.agent.watch.heartbeat import Heartbeat, earlier_times
+from holdfast.workers.agent.watch.memory import oom_kills
+from holdfast.workers.agent.watch.program_watch import ProgramWatch
+from holdfast.workers.agent.watch.rank_watch import RankWatch
+from holdfast.workers.agent.watch.stacks import StackTaker, Target
+from holdfast.workers.decisions.causes import FailedSave, RankFailure
+from holdfast.workers.nodes.heartbeats import RankBeat
+from holdfast.workers.nodes.root_probe import RootProblem, check_folder, race
 
 
 class NodeRuntime(StatusPort):

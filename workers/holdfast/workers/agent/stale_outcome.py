@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from holdfast.contracts.attempt import Outcome, is_of, read_document
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.disk.paths import AttemptPaths
 from holdfast.contracts.errors import HoldfastError
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.paths import AttemptPaths
+from holdfast.contracts.records.attempt import Outcome, is_of, read_document
 
 
 def quarantine_stale_outcome(attempt: AttemptPaths, journal: JournalWriter) -> None:

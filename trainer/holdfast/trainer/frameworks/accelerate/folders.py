@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.contracts.durable import make_directory, to_json, write_bytes
+from holdfast.contracts.disk.durable import make_directory, to_json, write_bytes
+from holdfast.contracts.disk.filesystems import is_there
+from holdfast.contracts.disk.paths import MANIFEST, RunPaths
 from holdfast.contracts.errors import CheckpointError, NotFoundError, SpecError
-from holdfast.contracts.filesystems import is_there
-from holdfast.contracts.paths import MANIFEST, RunPaths
-from holdfast.contracts.reporting import report
+from holdfast.contracts.node.reporting import report
 from holdfast.trainer.frameworks.session import FrameworkSession
 from holdfast.trainer.loading.checkpoint import find_directory
 

@@ -18,11 +18,11 @@ import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from packaging.version import Version
 
+from holdfast.contracts.disk.reading import is_mine
 from holdfast.contracts.errors import CheckpointError, SpecError
-from holdfast.contracts.reading import is_mine
-from holdfast.trainer.collective import ControlGroup
 from holdfast.trainer.frameworks.deepspeed.engine import WHOLE_STAGE, why_fixed
 from holdfast.trainer.frameworks.deepspeed.universal import load_converted, universal_loads
+from holdfast.trainer.ranks.collective import ControlGroup
 from holdfast.trainer.staging.file_writers import Writer, bytes_writer, torch_writer
 from holdfast.trainer.state.file_state import SavedFiles
 

@@ -11,9 +11,9 @@ from torch.utils.data import DistributedSampler, RandomSampler
 
 from holdfast.contracts.errors import SpecError
 from holdfast.trainer.data.sampler import ElasticDistributedSampler
-from holdfast.trainer.file_session import FileSession
 from holdfast.trainer.frameworks.deepspeed.engine import check_engine
 from holdfast.trainer.frameworks.deepspeed.files import DeepSpeedFiles, check_keys
+from holdfast.trainer.session.file_session import FileSession
 
 T = TypeVar("T")
 

@@ -20,8 +20,8 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.constants import BUFFER_NAMES, OPTIMIZER_STATE_DICT, PARAM_GROUPS
 
 from holdfast.contracts.errors import CheckpointError
-from holdfast.trainer.collective import ControlGroup
 from holdfast.trainer.frameworks.deepspeed.engine import WEIGHTS_STAGE
+from holdfast.trainer.ranks.collective import ControlGroup
 from holdfast.trainer.state.file_state import SavedFiles
 
 MODULE: Final = "module"

@@ -28,7 +28,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from holdfast.trainer.frameworks.versions import require
+from holdfast.trainer.versions import require
 
 # Before the imports below, so that a missing or unsupported version is an error with advice.
 require("lightning")

@@ -25,7 +25,7 @@ from lightning.pytorch.strategies import (
 )
 
 from holdfast.contracts.errors import SpecError
-from holdfast.contracts.reporting import report
+from holdfast.contracts.node.reporting import report
 from holdfast.trainer.frameworks.lightning.fit import Fit
 
 # The events of each step, none of which Holdfast uses. For each callback with a method for an

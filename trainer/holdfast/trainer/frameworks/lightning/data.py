@@ -36,7 +36,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler
 
 from holdfast.contracts.errors import CheckpointError, SpecError
-from holdfast.contracts.topology import FIXED
+from holdfast.contracts.records.topology import FIXED
 from holdfast.trainer.frameworks.data_generators import DataGenerators
 from holdfast.trainer.frameworks.lightning.global_batch import (
     Share,

@@ -9,7 +9,7 @@ from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy, Sing
 from lightning.fabric.wrappers import _unwrap_objects
 
 from holdfast.contracts.errors import SpecError
-from holdfast.trainer.session import Session
+from holdfast.trainer.session.session import Session
 
 PRECISION: Final = "precision"
 STRATEGIES: Final = (DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy)

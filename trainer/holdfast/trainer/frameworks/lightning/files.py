@@ -31,7 +31,7 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from holdfast.contracts.reporting import report
+from holdfast.contracts.node.reporting import report
 from holdfast.trainer.frameworks.lightning.state import model_checkpoints
 from holdfast.trainer.frameworks.session import FrameworkSession
 from holdfast.trainer.staging.file_writers import torch_writer

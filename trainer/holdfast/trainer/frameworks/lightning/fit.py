@@ -18,18 +18,18 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 
 from holdfast.contracts import environment
-from holdfast.contracts.attempt import RunRecord, read_document
+from holdfast.contracts.disk.paths import MANIFEST, RunPaths
 from holdfast.contracts.errors import CheckpointError, SpecError
-from holdfast.contracts.history import excluded_checkpoints, load_events
-from holdfast.contracts.paths import MANIFEST, RunPaths
+from holdfast.contracts.records.attempt import RunRecord, read_document
+from holdfast.contracts.records.history import excluded_checkpoints, load_events
 from holdfast.trainer.frameworks.lightning.data import TrainingData
 from holdfast.trainer.frameworks.lightning.files import Files
 from holdfast.trainer.frameworks.lightning.loops import CheckpointConnector, EpochLoop, FitLoop
 from holdfast.trainer.frameworks.lightning.metrics import EpochMetrics
 from holdfast.trainer.frameworks.lightning.state import Place, RankState, SharedState
 from holdfast.trainer.frameworks.session import FrameworkSession
-from holdfast.trainer.program import program_stem
-from holdfast.trainer.rank_context import choose_directory
+from holdfast.trainer.process.program import program_stem
+from holdfast.trainer.ranks.rank_context import choose_directory
 from holdfast.trainer.state import rng
 
 SHARED: Final = "lightning"

@@ -21,8 +21,8 @@ from torch.utils.data import (
 )
 
 from holdfast.contracts.errors import CheckpointError
-from holdfast.contracts.reporting import report
-from holdfast.contracts.topology import FIXED, GLOBAL_BATCHES
+from holdfast.contracts.node.reporting import report
+from holdfast.contracts.records.topology import FIXED, GLOBAL_BATCHES
 from holdfast.trainer.frameworks.program_loop.order import Batches
 
 DISTRIBUTED: Final = DistributedSampler.__name__

@@ -20,7 +20,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from holdfast.trainer.frameworks.versions import require
+from holdfast.trainer.versions import require
 
 if TYPE_CHECKING:
     from holdfast.trainer.frameworks.torchtitan.loader import TokenDataLoader as TokenDataLoader

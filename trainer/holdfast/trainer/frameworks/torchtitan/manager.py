@@ -12,8 +12,8 @@ from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
+from holdfast.contracts.disk.paths import MANIFEST
 from holdfast.contracts.errors import CheckpointError, SpecError
-from holdfast.contracts.paths import MANIFEST
 from holdfast.trainer.frameworks.session import FrameworkSession
 from holdfast.trainer.frameworks.torchtitan import settings, stock
 from holdfast.trainer.frameworks.torchtitan.loader import TokenDataLoader

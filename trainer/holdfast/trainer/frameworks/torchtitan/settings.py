@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any, Final
 
 from holdfast.contracts.errors import SpecError
-from holdfast.trainer.settings import Argument
+from holdfast.trainer.session.settings import Argument
 
 # Part of torchtitan's state → its name in a checkpoint of Holdfast.
 PARTS: Final = {

@@ -9,7 +9,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtitan.components.dataloader import BaseDataLoader, ParallelAwareDataloader
 
 from holdfast.contracts.errors import CheckpointError
-from holdfast.contracts.topology import FIXED, GLOBAL_BATCHES
+from holdfast.contracts.records.topology import FIXED, GLOBAL_BATCHES
 from holdfast.trainer.state.objects import RankLimited
 
 FORMAT: Final = 1

@@ -14,7 +14,7 @@ from typing import Final
 
 from transformers.trainer_utils import sort_checkpoints
 
-from holdfast.contracts.durable import make_directory, to_json, write_bytes
+from holdfast.contracts.disk.durable import make_directory, to_json, write_bytes
 
 TRAINER_STATE: Final = "trainer_state.json"
 # A directory with a training state has these. One that Holdfast's trainer wrote has only the first.

@@ -16,14 +16,14 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from holdfast.contracts import environment as names
-from holdfast.contracts.durable import make_directory, to_json, write_bytes
+from holdfast.contracts.disk.durable import make_directory, to_json, write_bytes
 from holdfast.contracts.errors import PreflightError
+from holdfast.contracts.node.reporting import report
 from holdfast.contracts.plain_text import counted
-from holdfast.contracts.reporting import report
-from holdfast.trainer.collective import attempt
 from holdfast.trainer.data.order import local_batch, micro_parts
-from holdfast.trainer.program import program_stem
-from holdfast.trainer.rank_context import choose_directory
+from holdfast.trainer.process.program import program_stem
+from holdfast.trainer.ranks.collective import attempt
+from holdfast.trainer.ranks.rank_context import choose_directory
 
 FILE: Final = "transformers.json"
 

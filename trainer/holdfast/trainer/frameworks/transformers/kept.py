@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from holdfast.contracts.errors import SpecError
-from holdfast.contracts.reporting import report
+from holdfast.contracts.node.reporting import report
 
 # By the library of the subclass: attributes with the same value on all ranks.
 SHARED: Final = {"trl": ("_total_train_tokens", "entropy_coef", "_last_world_entropy")}

@@ -17,11 +17,11 @@ from transformers import TrainerState
 from transformers.trainer_callback import ExportableState, TrainerControl
 
 from holdfast.contracts.errors import CheckpointError
-from holdfast.contracts.reporting import report
-from holdfast.contracts.topology import GLOBAL_BATCHES
-from holdfast.trainer import devices
+from holdfast.contracts.node.reporting import report
+from holdfast.contracts.records.topology import GLOBAL_BATCHES
 from holdfast.trainer.frameworks.transformers.fetching import FetchStates
 from holdfast.trainer.frameworks.transformers.kept import KeptAttributes
+from holdfast.trainer.process import devices
 from holdfast.trainer.state.objects import RankLimited
 
 FORMAT: Final = 1

@@ -1,0 +1,458 @@
+"""The supervisor: watch one run, decide what to do next, and do it, until the run has ended.
+
+Its whole state is on disk and in the scheduler, so a supervisor that dies loses nothing. The next
+one reads the same history and continues. One supervisor at a time acts on a run (`flow.lock`). A
+second one follows the run until the lock is free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Final
+
+from holdfast.contracts.disk.filesystems import refresh
+from holdfast.contracts.disk.journal import GROWER, EventKind, JournalWriter
+from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
+from holdfast.contracts.errors import (
+    HoldfastError,
+    NotFoundError,
+    OrdersChangedError,
+    RequestConflictError,
+    RunConflictError,
+    SchedulerError,
+    SchedulerUnavailableError,
+    SecretError,
+    ServiceError,
+)
+from holdfast.contracts.plain_text import counted
+from holdfast.contracts.records.attempt import SubmissionTry, read_document
+from holdfast.contracts.records.history import RunHistory
+from holdfast.contracts.records.history_cache import HistoryReader, load_tallied
+from holdfast.contracts.records.orders import open_orders
+from holdfast.contracts.states import AttemptState, Cause
+from holdfast.flows import secrets
+from holdfast.flows.supervisor.deliveries import Deliveries
+from holdfast.flows.supervisor.flow_lock import FlowLock
+from holdfast.flows.supervisor.ingestion import Ingestion
+from holdfast.flows.supervisor.limits import LimitWatch
+from holdfast.flows.supervisor.node_watch import NodeWatch
+from holdfast.flows.supervisor.outbox import Service
+from holdfast.flows.supervisor.progress import ProgressLog
+from holdfast.flows.supervisor.redactor import Log, Redactor
+from holdfast.flows.supervisor.submission import JOURNAL, Companion, Submit
+from holdfast.lineage.index import Index
+from holdfast.workers.checkpoints import deletion
+from holdfast.workers.decisions.exclusions import excluded_hosts
+from holdfast.workers.decisions.growth import CapacityObservation, find_growth
+from holdfast.workers.decisions.places import ReturnWatch, place_of
+from holdfast.workers.decisions.policy import Decision, decide, wait_after_refusal
+from holdfast.workers.nodes.heartbeats import read_heartbeats
+from holdfast.workers.runs import operator
+from holdfast.workers.runs.attempts import (
+    Absences,
+    abandon_reservation,
+    complete_journal,
+    end_duplicates,
+    end_unsubmitted,
+    gpus_held_after_end,
+    has_no_job,
+    is_unsubmitted,
+    resume_submission,
+)
+from holdfast.workers.runs.feasibility import Feasibility
+from holdfast.workers.runs.moves import move_on, return_when_free
+from holdfast.workers.runs.pending import allow_hosts_again, take_back_overdue
+from holdfast.workers.runs.reconcile import complete_goodput, reconcile
+from holdfast.workers.runs.run_folders import keep_reserve, require_own, why_not_submitted
+from holdfast.workers.schedulers import ask_capacity, executor_for
+from holdfast.workers.schedulers.slurm_capacity import Room
+
+SUPERVISION_S_MAX: Final = 366 * 24 * 3600.0
+PRUNE_S: Final = 60.0
+# Pruning a run that keeps tens of thousands of checkpoints takes long, so it is done less often:
+# after so many times the processor time that it took beyond `PRUNE_FREE_S`.
+PRUNE_REST: Final = 250.0
+PRUNE_FREE_S: Final = 0.05
+SOON_S: Final = 1.0
+FAILING_S_MAX: Final = 24 * 3600.0
+FAILURE_WAIT_S: Final = 10.0
+
+
+@dataclass
+class Supervisor:
+    """Supervises one run in this process. Times are seconds of the monotonic clock."""
+
+    paths: RunPaths
+    index: Index
+    log: Log
+    submit: Submit
+    flow_run: str = ""
+    redactor: Redactor = field(default_factory=Redactor)
+    services: Mapping[str, Service] = field(default_factory=dict)
+    companion: Companion | None = None
+    is_acting: bool = False
+    is_leaving: bool = False
+    _warned: set[str] = field(default_factory=set)
+    _absences: Absences = field(default_factory=Absences)
+    _failing_since: float | None = None
+    _lock: FlowLock = field(init=False)
+    _ingestion: Ingestion = field(init=False)
+    _pruned_at: int = -1
+    _prune_after: float = 0.0
+    _prune_again_at: float = 0.0
+    _capacity: CapacityObservation | None = None
+    _nodes: NodeWatch = field(default_factory=NodeWatch)
+    _return: ReturnWatch = field(default_factory=ReturnWatch)
+    _history: HistoryReader = field(init=False)
+    _progress: ProgressLog = field(init=False)
+    _limits: LimitWatch = field(init=False)
+    _deliveries: Deliveries = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.log = self.redactor.log(self.log)
+        self._history, self._lock = HistoryReader(self.paths), FlowLock(self.paths.flow_lock)
+        self._history.share()
+        self._progress, self._limits = ProgressLog(self.log), LimitWatch(self.log)
+        self._deliveries = Deliveries(self.paths, self.services, self.log, self.redactor)
+        self._ingestion = Ingestion(
+            self.index,
+            self.paths,
+            failed=lambda error: self._warn_once(
+                "database", "the index was not updated; trying again later: %s", error
+            ),
+            succeeded=lambda: self._warned.discard("database"),
+        )
+
+    def run(self) -> RunHistory:
+        """Supervise the run, or follow its supervisor, until it has ended; return its history.
+
+        A `companion` may end this earlier, while the run is paused. Raises `SpecError` for another
+        user's run, `ServiceError` after `SUPERVISION_S_MAX` seconds.
+        """
+        require_own(self.paths)
+        ends_at = time.monotonic() + SUPERVISION_S_MAX
+        with (
+            self._lock,
+            JournalWriter(self.paths.journal_of(JOURNAL)) as journal,
+        ):
+            while time.monotonic() < ends_at:
+                wait_s = self._turn(journal)
+                if wait_s is None and (history := self._finish()) is not None:
+                    return history
+                # Without a history, an order came meanwhile, and its command saw a supervisor.
+                time.sleep(SOON_S if wait_s is None else wait_s)
+        raise ServiceError(
+            f"{self.paths.name} has not ended within {SUPERVISION_S_MAX:.0f} s, the limit of one "
+            "supervisor. Submit the same spec again to start another."
+        )
+
+    def _turn(self, journal: JournalWriter) -> float | None:
+        """Observe and act once. Return the seconds until the next turn, or None at the run's end.
+
+        A shared file system can be unavailable or full for a while, so supervision ends only
+        after `FAILING_S_MAX` seconds of failing turns. The index is updated last, in a thread of
+        its own.
+        """
+        try:
+            if not self.is_acting and (self._lock.is_held or self._lock.try_take()):
+                self._take_up(journal)
+            history = reconcile(self.paths, writer=JOURNAL, load=self._history.load)
+            self.redactor.learn(history.record.spec, self.paths)
+            wait_s = self._act(history, journal) if self.is_acting else self._follow(history)
+            self._prune(history)
+        except OSError as error:
+            now = time.monotonic()
+            self._failing_since = self._failing_since or now
+            if now - self._failing_since > FAILING_S_MAX:
+                raise
+            self._warn_once(
+                "storage", "storage fails; trying again every %.0f s: %s", FAILURE_WAIT_S, error
+            )
+            return FAILURE_WAIT_S
+        self._failing_since = None
+        self._warned.discard("storage")
+        self._ingestion.ask(history)
+        if self.is_acting:
+            self._deliveries.offer(history)
+        if self.companion is not None and self.companion.look(history):
+            self.is_leaving = True
+            return None
+        return wait_s
+
+    def _take_up(self, journal: JournalWriter) -> None:
+        """Become the acting supervisor, and complete the journal of the one before."""
+        # The previous supervisor may have run on another host.
+        for directory in (self.paths.attempts, self.paths.journal):
+            refresh(directory)
+        with contextlib.suppress(OSError):
+            keep_reserve(self.paths)
+        complete_journal(self.paths, journal)
+        complete_goodput(self.paths, journal)
+        host, pid = socket.gethostname(), os.getpid()
+        journal.append(EventKind.SUPERVISED, host=host, pid=pid, flow_run=self.flow_run)
+        self.is_acting = True
+        self.log.info("supervising %s at %s", self.paths.name, self.paths.directory)
+
+    def _prune(self, history: RunHistory) -> None:
+        """Apply the spec's keep rules if checkpoints have changed, and every `PRUNE_S` seconds.
+
+        The latter notices that a time to live has passed or a reader has finished.
+        """
+        if not self.is_acting or not history.spec.checkpoint.keep.is_limited:
+            return
+        now, committed = time.monotonic(), history.tally.committed
+        is_due = committed != self._pruned_at or now >= self._prune_again_at
+        if not is_due or now < self._prune_after:
+            return
+        spent_s = -time.thread_time()
+        try:
+            for one in deletion.apply(self.paths, by="keep rules", writer=JOURNAL, history=history):
+                self.log.info("deleted %s: %s", one.name, one.reason)
+        except HoldfastError as error:
+            self.log.warning("checkpoints were not pruned: %s", error)
+        # If a checkpoint was committed meanwhile, the next turn prunes again.
+        self._pruned_at = committed
+        spent_s += time.thread_time()
+        self._prune_after = now + PRUNE_REST * max(0.0, spent_s - PRUNE_FREE_S)
+        self._prune_again_at = now + PRUNE_S
+
+    def _follow(self, history: RunHistory) -> float | None:
+        """Log progress while another supervisor acts. Return the seconds until the next turn."""
+        self._warn_once(
+            "follow", "another supervisor acts on %s; following the run", self.paths.name
+        )
+        self._progress.show(history)
+        return history.spec.supervision.poll_s if history.state.is_live else None
+
+    def _act(self, history: RunHistory, journal: JournalWriter) -> float | None:
+        """Act once. Return the seconds until the next turn, or None if the run has ended."""
+        wait_s: float | None = history.spec.supervision.poll_s
+        try:
+            last = history.last_attempt
+            if last is None or last.state.is_terminal:
+                wait_s = self._decide(history, journal)
+            else:
+                self._tend(history, journal)
+        except SchedulerUnavailableError as error:
+            self._warn_once("scheduler", "the scheduler does not respond; waiting: %s", error)
+        except (OrdersChangedError, RequestConflictError) as error:
+            self.log.info("%s", error)
+            wait_s = SOON_S
+        except RunConflictError as error:
+            # A file system may show another supervisor's attempt late, so try again.
+            self._warn_once("conflict", "%s", error)
+        except SchedulerError as error:
+            self._warn_once(str(error), "%s", error)
+        else:
+            self._warned.discard("scheduler")
+        return wait_s
+
+    def _tend(self, history: RunHistory, journal: JournalWriter) -> None:
+        """Manage a live attempt: complete its submission, log problems and progress, grow it."""
+        attempt = self.paths.attempt(self.paths.attempt_numbers()[-1])
+        if is_unsubmitted(attempt):
+            self._submit_again(history, attempt, journal)
+        for message in end_duplicates(attempt, journal):
+            self.log.warning("%s", message)
+        if message := operator.carry_out(history):
+            self.log.info("%s", message)
+        for message in self._nodes.look(attempt, history.spec.supervision.heartbeat_s, journal):
+            self.log.warning("%s", message)
+        now = time.time()
+        if message := (
+            move_on(history, now=now, writer=JOURNAL)
+            or return_when_free(self._return, history, now=now, writer=JOURNAL)
+            or take_back_overdue(history, now=now, writer=JOURNAL)
+            or allow_hosts_again(history, now=now, writer=JOURNAL)
+        ):
+            self.log.warning("%s", message)
+        self._progress.show(history)
+        self._limits.look(history, journal)
+        self._grow(history)
+
+    def _submit_again(
+        self, history: RunHistory, attempt: AttemptPaths, journal: JournalWriter
+    ) -> None:
+        """Complete a submission: search for its job, and submit it if there certainly is none.
+
+        An operator's request or a permanent refusal ends the attempt instead.
+        """
+        asked = history.pending_request
+        if asked is not None and has_no_job(attempt):
+            who = f"{asked['action']} by {asked.get('by') or 'an operator'}"
+            if _end_by_order(attempt, journal, f"{who} before the job was submitted"):
+                return
+        tried = read_document(SubmissionTry, attempt.submitting)
+        if tried is not None and tried.refused:
+            wait_s = wait_after_refusal(tried, now=time.time())
+            if wait_s is None:
+                times = counted(tried.refusals, "time")
+                evidence = f"the scheduler refused the job {times}: {tried.refused}"
+                state, cause = AttemptState.FAILED, Cause.INFRASTRUCTURE
+                end_unsubmitted(attempt, journal, state=state, cause=cause, evidence=evidence)
+                return
+            if wait_s > 0:
+                return
+        try:
+            resume_submission(self.paths, journal, self._absences)
+        except NotFoundError:
+            abandon_reservation(attempt, journal)
+        except OrdersChangedError as error:
+            _end_by_order(attempt, journal, str(error))
+
+    def _grow(self, history: RunHistory) -> None:
+        """Relaunch the attempt on more GPUs if the spec allows it and they are free."""
+        last, spec = history.last_attempt, history.spec
+        if not spec.elastic.grow or last is None or last.state is not AttemptState.RUNNING:
+            self._capacity = None
+            return
+        attempt = self.paths.attempt(last.number)
+        per_node = last.request.gpus_on_node if last.request else 0
+        held = {beat.host: per_node for beat in read_heartbeats(attempt)}
+        now, fits = time.time(), Feasibility.of(history).allows
+        exclude = excluded_hosts(history.attempts, now)
+        ask = ask_capacity(spec.resources.at(place_of(last)), held, exclude)
+        self._capacity, gpus = find_growth(history, ask, self._capacity, now=now, fits=fits)
+        if not gpus:
+            return
+        message = operator.request(
+            self.paths,
+            "relaunch",
+            by=GROWER,
+            gpus=gpus,
+            writer=JOURNAL,
+            seen=history.newest_order,
+        )
+        self.log.info("%d GPUs are available: %s", gpus, message)
+
+    def _decide(self, history: RunHistory, journal: JournalWriter) -> float | None:
+        """Apply the policy's decision to a run that has no live attempt."""
+        now = time.time()
+        ask = partial(_room_at, history, self.paths)
+        decision = decide(history, ask, now=now, fits=Feasibility.of(history).allows)
+        number = history.last_asked.number if history.last_asked else 0
+        due_s = _due_s(history, decision, now, self._absences.seconds(number, 0))
+        if decision.action == "relaunch" and due_s <= 0:
+            decision = self._if_possible(history, decision)
+        # The reason quotes evidence, and is written to the journal, the request and Prefect.
+        decision = replace(decision, reason=self.redactor.text(decision.reason))
+        self._record(history, decision, journal)
+        poll_s = history.spec.supervision.poll_s
+        if decision.action == "stop":
+            self._record_end(decision, journal)
+            return None
+        if decision.action == "wait" or due_s > 0:
+            return min(poll_s, due_s) if due_s > 0 else poll_s
+        self.submit(
+            self.paths,
+            gpus=decision.gpus,
+            reason=decision.reason,
+            exclude=decision.exclude,
+            place=decision.place,
+            seen=history.newest_order,
+        )
+        return min(poll_s, SOON_S)
+
+    def _if_possible(self, history: RunHistory, decision: Decision) -> Decision:
+        """Record the next attempt's secrets and return `decision`; return a wait if that fails.
+
+        A run that needs a newer version waits for a supervisor of that version.
+        """
+        if problem := why_not_submitted(history.record):
+            return Decision(action="wait", reason=problem)
+        try:
+            secrets.record(self.paths, refresh=False)
+        except SecretError as error:
+            return Decision(action="wait", reason=f"secrets have no value: {error}")
+        return decision
+
+    def _record(self, history: RunHistory, decision: Decision, journal: JournalWriter) -> None:
+        """Journal a decision, unless it equals the last one."""
+        facts: dict[str, Any] = {
+            "action": decision.action,
+            "gpus": decision.gpus,
+            "exclude": list(decision.exclude),
+            "reason": decision.reason,
+        }
+        if history.spec.resources.fallbacks:
+            facts["place"] = decision.place
+        before = history.last_decision or {}
+        if any(before.get(key) != value for key, value in facts.items()):
+            last = history.last_asked.number if history.last_asked else 0
+            journal.append(
+                EventKind.DECISION, after_attempt=last, delay_s=decision.delay_s, **facts
+            )
+            self.log.info("%s: %s", decision.action, decision.reason)
+
+    def _record_end(self, decision: Decision, journal: JournalWriter) -> None:
+        history = load_tallied(self.paths)
+        last = history.last_asked.number if history.last_asked else 0
+        ends = [e for e in history.events if e.kind is EventKind.RUN_ENDED]
+        facts: dict[str, Any] = {"state": history.state, "after_attempt": last}
+        if ends and facts.items() <= ends[-1].data.items():
+            return
+        journal.append(EventKind.RUN_ENDED, reason=decision.reason, **facts)
+
+    def _finish(self) -> RunHistory | None:
+        """Stop supervising, and return the last history; None if the run needs this supervisor.
+
+        The lock of the orders is held while the run is read and the supervisor's lock is released.
+        So an order either prevents the leave, or its command sees that there is no supervisor.
+        """
+        self._ingestion.finish()
+        if self.is_acting:
+            self._deliveries.finish(load_tallied(self.paths))
+        try:
+            with open_orders(self.paths):
+                history = load_tallied(self.paths)
+                if self.is_acting and not self.is_leaving and history.state.is_live:
+                    return None
+                self._lock.release()
+        except (RunConflictError, OSError) as error:
+            self._warn_once("leave", "the run has ended, but its orders are locked: %s", error)
+            return None
+        if not self.is_leaving:
+            secrets.forget(self.paths)
+        return history
+
+    def _warn_once(self, topic: str, text: str, *values: object) -> None:
+        if topic not in self._warned:
+            self._warned.add(topic)
+            self.log.warning(text, *values)
+
+
+def _end_by_order(attempt: AttemptPaths, journal: JournalWriter, why: str) -> bool:
+    """End an attempt that has no job, because of an order; return False if a job claimed it."""
+    return end_unsubmitted(
+        attempt,
+        journal,
+        state=AttemptState.CANCELLED,
+        cause=Cause.OPERATOR,
+        evidence=why,
+    )
+
+
+def _room_at(history: RunHistory, paths: RunPaths, place: int) -> Room | None:
+    """Return the room for the next attempt at a place. Raises `SchedulerUnavailableError`."""
+    resources = history.spec.resources.at(place)
+    executor = executor_for(resources.executor)
+    return executor.room(resources, gpus_held_after_end(executor, paths, history))
+
+
+def _due_s(history: RunHistory, decision: Decision, now: float, waited_s: float = 0.0) -> float:
+    """Return the seconds until the decision takes effect. Its delay starts at the attempt's end.
+
+    A supervisor that restarts in between therefore does not wait longer. A node wrote the end by
+    its clock, so the time at which this side noticed it counts, and `waited_s`, the seconds for
+    which this supervisor has known it. The result is never longer than the delay.
+    """
+    last = history.last_asked
+    began = (last.facts.get("noticed_at") or last.ended_at or now) if last else now
+    passed_s = max(now - began, waited_s, 0.0)
+    return max(0.0, decision.delay_s - passed_s)

@@ -1,0 +1,335 @@
+"""The journal: append-only JSON lines in the run's folder, one file per writer.
+
+Each line has two numbers. `opening` counts how often the writer has opened its file, `sequence`
+counts the lines since then. A crash can cut off only the last line. Readers skip such a line, and
+the next writer starts a new one. The SQL index is built from the journals, so every fact that must
+survive the database is written to a journal first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import stat
+import time
+import warnings
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, Final
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from holdfast.contracts.disk.bounds import (
+    INTEGER_MAX,
+    Moment,
+    Name,
+    has_long_number,
+    problem_with_numbers,
+)
+from holdfast.contracts.disk.durable import fsync_directory, make_directory
+from holdfast.contracts.disk.event_facts import problem_with_facts
+from holdfast.contracts.disk.file_locks import open_lock, release, wait_for_lock
+from holdfast.contracts.disk.filesystems import fetch_attributes
+from holdfast.contracts.disk.paths import folder_of
+from holdfast.contracts.disk.reading import is_mine, open_beneath, open_regular
+from holdfast.contracts.errors import ForeignFileError
+
+TAIL_BYTES: Final = 64 * 1024
+# Far above what Holdfast writes. A longer line comes from elsewhere and would fill the memory.
+LINE_BYTES_MAX: Final = 16 * 1024 * 1024
+# A journal with a line per minute has a thousandth of this after a year.
+JOURNAL_BYTES_MAX: Final = 512 * 1024 * 1024
+# In another user's folder, whose owner may hold the lock on purpose.
+FOREIGN_LOCK_S: Final = 2.0
+# A write takes milliseconds, but a process that holds the lock may have been suspended.
+OWN_LOCK_S: Final = 60.0
+_APPEND: Final = os.O_RDWR | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY
+# The requester when the grow policy, and not a person, relaunches a run.
+GROWER: Final = "elastic.grow"
+PENDING_TIMEOUT: Final = "supervision.pending_timeout_min"
+# The requester when a run changes its place.
+FALLBACKS: Final = "resources.fallbacks"
+# Requests by these names are Holdfast's own, so they reset no budget of the run.
+AUTOMATIC: Final = frozenset({GROWER, PENDING_TIMEOUT, FALLBACKS})
+
+
+class EventKind(StrEnum):
+    """The kinds of journal lines. `holdfast_docs.event_book` describes each and its `data`."""
+
+    SUPERVISED = "supervised"
+    ATTEMPT_RESERVED = "attempt_reserved"
+    ATTEMPT_SUBMITTED = "attempt_submitted"
+    ATTEMPT_STATE = "attempt_state"
+    ATTEMPT_ENDED = "attempt_ended"
+    DECISION = "decision"
+    OPERATOR_REQUEST = "operator_request"
+    ORDER_STATE = "order_state"
+    RUN_ENDED = "run_ended"
+    PINNED = "pinned"
+    UNPINNED = "unpinned"
+    CHECKPOINT_DELETED = "checkpoint_deleted"
+    FORKED = "forked"
+    EXPORTED = "exported"
+    IMPORTED = "imported"
+    ROLLED_BACK = "rolled_back"
+    NUMERICS = "numerics"
+    CLAIMED = "claimed"
+    LAUNCH_STARTED = "launch_started"
+    LAUNCH_ENDED = "launch_ended"
+    SIGNAL = "signal"
+    NOTICE = "notice"
+    STOP_AGREED = "stop_agreed"
+    STOP_FAILED = "stop_failed"
+    RESUMED = "resumed"
+    STAGED = "staged"
+    COMMITTED = "committed"
+    SAVE_FAILED = "save_failed"
+    MIRRORED = "mirrored"
+    MIRROR_FAILED = "mirror_failed"
+    FETCHED = "fetched"
+    VERIFIED = "verified"
+    NODE_LOST = "node_lost"
+    TRACKED = "tracked"
+    GOODPUT = "goodput"
+    HANG_SUSPECTED = "hang_suspected"
+    HANG_CLEARED = "hang_cleared"
+    HANG_CONFIRMED = "hang_confirmed"
+    STRAGGLER = "straggler"
+    NODE_SILENT = "node_silent"
+    NODE_UNHEALTHY = "node_unhealthy"
+    LIMIT_PASSED = "limit_passed"
+    METRIC_MISSING = "metric_missing"
+    AUDIT = "audit"
+    NOTE = "note"
+
+
+class Event(BaseModel):
+    """One line. `time` is in Unix seconds of the writer's clock. The numbers give the order."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    writer: Name
+    opening: Annotated[int, Field(ge=0, le=INTEGER_MAX)]
+    sequence: Annotated[int, Field(ge=0, le=INTEGER_MAX)]
+    time: Moment
+    # Kinds of newer versions are kept as strings. This version does not use them.
+    kind: Annotated[
+        EventKind | Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")],
+        Field(union_mode="left_to_right"),
+    ]
+    data: dict[str, Any] = Field(default_factory=dict)
+
+
+class JournalWriter:
+    """Appends lines to one journal file. Several processes may share a writer's name.
+
+    Each append holds an exclusive lock for one write, on a file beside the journal. It reads the
+    last line again if another process has written since.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open `path`, and create it if needed. Raises `ForeignFileError` for a link or a pipe."""
+        if not path.parent.is_dir():
+            make_directory(path.parent)
+        self.path = path
+        self.writer = path.stem
+        self._handle, self._is_own = _open_for_appending(path)
+        try:
+            # Every reader of a file can lock it, so the journal itself is never locked.
+            self._lock = open_lock(journal_lock(path), below=folder_of(path))
+        except BaseException:
+            os.close(self._handle)
+            raise
+        self._size_seen = -1
+        self._opening = 0
+        self._sequence = 0
+
+    def append(self, kind: EventKind, *, durable: bool = True, **data: Any) -> Event:
+        """Write one line and, with `durable`, wait until it is on disk.
+
+        Raises `ValueError` for an invalid line, `OSError` if the write fails, and its subclass
+        `TimeoutError` if another process keeps the file locked.
+        """
+        lock_s = OWN_LOCK_S if self._is_own else FOREIGN_LOCK_S
+        if not wait_for_lock(self._lock, lock_s):
+            lock = journal_lock(self.path)
+            raise TimeoutError(
+                f"{lock}: locked by another process for {lock_s:.0f} s; find the process with "
+                f"`fuser {lock}`, or check the file system's lock service"
+            )
+        try:
+            event = self._write(kind, data)
+        finally:
+            release(self._lock)
+        if durable:
+            os.fsync(self._handle)
+        return event
+
+    def _write(self, kind: EventKind, data: dict[str, Any]) -> Event:
+        prefix = self._catch_up()
+        event = Event(
+            writer=self.writer,
+            opening=self._opening,
+            sequence=self._sequence,
+            time=time.time(),
+            kind=kind,
+            data=data,
+        )
+        content = self._encode(prefix, event)
+        written = os.write(self._handle, content)
+        if written != len(content):
+            # A file takes fewer bytes only where storage is full.
+            text = f"wrote {written} of {len(content)} bytes"
+            raise OSError(errno.ENOSPC, text, str(self.path))
+        self._size_seen = os.fstat(self._handle).st_size
+        self._sequence += 1
+        return event
+
+    def _encode(self, prefix: str, event: Event) -> bytes:
+        """Return the line of `event` after `prefix`. Raises `ValueError` if it is too long."""
+        line = json.dumps(event.model_dump(mode="json"), ensure_ascii=False)
+        # A traceback may contain a file name that is not UTF-8. The line is still written.
+        content = f"{prefix}{line}\n".encode(errors="replace")
+        if len(content) > LINE_BYTES_MAX:
+            raise ValueError(
+                f"{self.path}: a line of {len(content)} bytes ({event.kind}), expected at most "
+                f"{LINE_BYTES_MAX}; shorten its data"
+            )
+        return content
+
+    def close(self) -> None:
+        """Close the file. The writer cannot be used afterwards."""
+        os.close(self._handle)
+        os.close(self._lock)
+
+    def __enter__(self) -> JournalWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _catch_up(self) -> str:
+        """Set the number of the next line. Return the text that must precede the line."""
+        fetch_attributes(self._handle)
+        size = os.fstat(self._handle).st_size
+        if size == self._size_seen:
+            return ""
+        last = self._last_event(size)
+        self._opening = last.opening + 1 if last else 1
+        self._sequence = 0
+        torn = size > 0 and os.pread(self._handle, 1, size - 1) != b"\n"
+        if torn:
+            warnings.warn(
+                f"{self.path}: a crash cut off the last line; it stays as it is, and a new line "
+                "follows it",
+                stacklevel=4,
+            )
+        return "\n" if torn else ""
+
+    def _last_event(self, size: int) -> Event | None:
+        """Return the newest complete line, even if incomplete lines follow it."""
+        reach = TAIL_BYTES
+        while True:
+            start = max(0, size - reach)
+            events = list(_parse(os.pread(self._handle, size - start, start)))
+            if events or start == 0:
+                return events[-1] if events else None
+            reach *= 4
+
+
+def journal_lock(path: Path) -> Path:
+    """Return the lock file of the journal `path`."""
+    return path.with_name(f".{path.stem}.lock")
+
+
+def read_journal(path: Path, offset: int = 0) -> tuple[list[Event], int]:
+    """Return the events of a journal from byte `offset`, and the offset after the last whole line.
+
+    Only one line at a time is in memory. A line of more than `LINE_BYTES_MAX` is damaged. It is
+    skipped, with a warning that gives its position. Raises `ForeignFileError` for a link, a pipe, a
+    device or a file of more than `JOURNAL_BYTES_MAX`.
+    """
+    events: list[Event] = []
+    with open_journal(path) as stream:
+        for found, end in each_line(stream, path, offset) if stream else ():
+            events += found
+            offset = end
+    return events, offset
+
+
+@contextlib.contextmanager
+def open_journal(path: Path) -> Iterator[BinaryIO | None]:
+    """Open a journal for reading; yields None if it does not exist. Raises like `read_journal`."""
+    try:
+        handle = open_regular(path, below=folder_of(path))
+    except FileNotFoundError:
+        yield None
+        return
+    with open(handle, "rb") as stream:
+        # Another host may have added lines since this one last asked for the file's size.
+        fetch_attributes(handle)
+        if (size := os.fstat(handle).st_size) > JOURNAL_BYTES_MAX:
+            raise ForeignFileError(path, f"{size} bytes, expected {JOURNAL_BYTES_MAX} or less")
+        yield stream
+
+
+def each_line(stream: BinaryIO, path: Path, offset: int) -> Iterator[tuple[tuple[Event, ...], int]]:
+    """Yield the event of each complete line from byte `offset`, and the offset after the line.
+
+    A damaged line has no event. Only one line at a time is in memory.
+    """
+    stream.seek(offset)
+    while line := stream.readline(LINE_BYTES_MAX + 1):
+        length = len(line)
+        while not line.endswith(b"\n") and (line := stream.readline(TAIL_BYTES)):
+            length += len(line)
+        if not line:
+            break
+        offset += length
+        if length <= LINE_BYTES_MAX + 1:
+            yield tuple(_parse(line)), offset
+            continue
+        warnings.warn(
+            f"{path}: the line at byte {offset - length} has {length} bytes, expected at most "
+            f"{LINE_BYTES_MAX}; it is damaged and was skipped",
+            stacklevel=3,
+        )
+        yield (), offset
+
+
+def _open_for_appending(path: Path) -> tuple[int, bool]:
+    """Return (descriptor, whether this user owns the folder) of a journal. Create it if needed.
+
+    In another user's folder, only a regular file with one name is opened, because a second name
+    could be that of a file elsewhere.
+    """
+    below = folder_of(path)
+    try:
+        handle = open_beneath(path, _APPEND, below=below)
+    except FileNotFoundError:
+        handle = open_beneath(path, _APPEND | os.O_CREAT, below=below)
+        fsync_directory(path.parent)
+    found, is_own = os.fstat(handle), is_mine(below)
+    if stat.S_ISREG(found.st_mode) and (is_own or found.st_nlink == 1):
+        return handle, is_own
+    os.close(handle)
+    raise ForeignFileError(
+        path, "not a regular file with a single name, so Holdfast does not write to it"
+    )
+
+
+def _parse(content: bytes) -> Iterator[Event]:
+    """Yield the events in `content`. Incomplete lines and lines with invalid facts are skipped."""
+    for line in content.split(b"\n"):
+        if not line.strip():
+            continue
+        try:
+            event = Event.model_validate_json(line)
+        except ValidationError:
+            continue
+        is_long = has_long_number(line) and problem_with_numbers(event.data) is not None
+        if not is_long and problem_with_facts(event.kind, event.data) is None:
+            yield event

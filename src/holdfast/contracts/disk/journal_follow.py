@@ -1,0 +1,100 @@
+"""Reads the lines that were added to a journal since its last read.
+
+Journals are append-only, so a reader can continue where it stopped while the file is the same one
+and does not shrink. If any check fails, the file is read from its start.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from holdfast.contracts.disk.filesystems import fetch_attributes
+from holdfast.contracts.disk.journal import Event, each_line, open_journal
+
+# The last bytes that were read are compared with the file.
+SAMPLE_BYTES: Final = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a reader stopped in a journal, and the file as it was then."""
+
+    file: tuple[int, int]
+    size: int
+    changed_ns: int
+    offset: int
+    # The hash of the last bytes before the offset. Each line has its own time and number.
+    sample: int
+
+
+def follow(
+    path: Path, place: Place | None, *, begin: Callable[[], None], take: Callable[[Event], None]
+) -> Place | None:
+    """Call `take` with each line after `place`; return the new place, or None without a file.
+
+    If the file must be read from its start, `begin` is called first. Only one line at a time is in
+    memory. Raises like `read_journal`.
+    """
+    if place is not None and is_unchanged(path, place):
+        return place
+    with open_journal(path) as stream:
+        if stream is None:
+            begin()
+            return None
+        # Lines that are added from now on change the size again.
+        facts = facts_of(stream)
+        if place is not None and facts == (place.file, place.size, place.changed_ns):
+            return place
+        offset = start_of(stream, place)
+        if not offset:
+            begin()
+        for events, end in each_line(stream, path, offset):
+            for event in events:
+                take(event)
+            offset = end
+        return place_at(stream, offset, facts)
+
+
+Facts = tuple[tuple[int, int], int, int]
+
+
+def facts_of(stream: BinaryIO) -> Facts:
+    """Return what identifies an open file, its size and its time."""
+    facts = os.fstat(stream.fileno())
+    return (facts.st_dev, facts.st_ino), facts.st_size, facts.st_mtime_ns
+
+
+def start_of(stream: BinaryIO, place: Place | None) -> int:
+    """Return the offset after the lines before `place`; 0 if the file is not the same one."""
+    if place is None:
+        return 0
+    file, size, _ = facts_of(stream)
+    is_longer = file == place.file and size > place.size
+    return place.offset if is_longer and _sample(stream, place.offset) == place.sample else 0
+
+
+def place_at(stream: BinaryIO, offset: int, facts: Facts) -> Place:
+    """Return the place at `offset` of a file whose facts were taken before it was read."""
+    (file, size, changed_ns), sample = facts, _sample(stream, offset)
+    return Place(file=file, size=size, changed_ns=changed_ns, offset=offset, sample=sample)
+
+
+def is_unchanged(path: Path, place: Place) -> bool:
+    """Return True if the file has not changed since it was read. It need not be opened then."""
+    fetch_attributes(path)
+    try:
+        facts = path.lstat()
+    except OSError:
+        return False
+    is_same = (facts.st_dev, facts.st_ino) == place.file
+    return is_same and (facts.st_size, facts.st_mtime_ns) == (place.size, place.changed_ns)
+
+
+def _sample(stream: BinaryIO, offset: int) -> int:
+    """Return a hash of the last bytes before `offset`, for this process only."""
+    begin = max(0, offset - SAMPLE_BYTES)
+    return hash(os.pread(stream.fileno(), offset - begin, begin))

@@ -1,0 +1,134 @@
+"""Alerts for people about ranks, nodes and saves, computed from the journal. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+from holdfast.contracts.disk.journal import Event, EventKind
+
+SHOWN_MAX: Final = 8
+FAILED_SAVES_MAX: Final = 10
+# The kinds of journal lines that this module reads.
+KINDS: Final = (
+    EventKind.SAVE_FAILED,
+    EventKind.HANG_SUSPECTED,
+    EventKind.HANG_CONFIRMED,
+    EventKind.STRAGGLER,
+    EventKind.NODE_SILENT,
+    EventKind.NODE_UNHEALTHY,
+    EventKind.LIMIT_PASSED,
+    EventKind.METRIC_MISSING,
+    EventKind.NUMERICS,
+    EventKind.LAUNCH_STARTED,
+    EventKind.LAUNCH_ENDED,
+)
+
+
+def noticed(events: Iterable[Event]) -> list[dict[str, Any]]:
+    """Return the newest `SHOWN_MAX` alerts, oldest first.
+
+    Alerts are hangs, slow ranks, silent or unhealthy nodes, bad losses, restarts in place,
+    limits of the spec that were passed, and metrics of the spec that the program does not log.
+    Repeated silences of the same ranks count as one alert, the last one.
+
+    Each has `kind`, `attempt`, `at` (Unix seconds), `text` and `dumps` (paths in the run's folder).
+    """
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    crashed: dict[Any, dict[str, Any]] = {}
+    for event in events:
+        text = _alert_text(event) or _restart_text(event, crashed)
+        if text:
+            facts = event.data
+            dumps = list(facts.get("dumps", ()))
+            # A confirmed hang has the dumps of the suspected one and replaces it.
+            key = (facts.get("attempt"), *(dumps or (event.kind, event.time, text)))
+            if event.kind is EventKind.METRIC_MISSING:
+                # Each launch reports it again, until the program logs the metric.
+                key = (event.kind, str(facts["key"]), str(facts["metric"]))
+            found.pop(key, None)
+            found[key] = {
+                "kind": str(event.kind),
+                "attempt": facts.get("attempt"),
+                "at": event.time,
+                "text": text,
+                "dumps": dumps,
+            }
+    return list(found.values())[-SHOWN_MAX:]
+
+
+def failed_saves(events: Iterable[Event]) -> list[dict[str, Any]]:
+    """Return the last `FAILED_SAVES_MAX` failed saves with their errors; `at` is Unix seconds."""
+    found = {
+        str(event.data["checkpoint"]): {
+            "checkpoint": event.data["checkpoint"],
+            "step": event.data["step"],
+            "error": event.data["error"],
+            "at": event.time,
+        }
+        for event in events
+        if event.kind is EventKind.SAVE_FAILED
+    }
+    return list(found.values())[-FAILED_SAVES_MAX:]
+
+
+def _restart_text(event: Event, crashed: dict[Any, dict[str, Any]]) -> str:
+    """Return the text for a restart in place, else an empty string.
+
+    `crashed` maps each attempt to its last crashed launch. The function updates it.
+    """
+    facts = event.data
+    if event.kind is EventKind.LAUNCH_ENDED and facts.get("ending") == "crashed":
+        crashed[facts.get("attempt")] = facts
+    before = None
+    if event.kind is EventKind.LAUNCH_STARTED:
+        before = crashed.pop(facts.get("attempt"), None)
+    if before is None:
+        return ""
+    step = before.get("last_step")
+    at = "" if step is None else f" at step {step}"
+    return f"launch {before.get('launch')} crashed{at} and was restarted in place"
+
+
+def _alert_text(event: Event) -> str:
+    facts = event.data
+    if event.kind is EventKind.HANG_SUSPECTED:
+        return f"silent ranks were examined: {facts['finding']}"
+    if event.kind is EventKind.HANG_CONFIRMED:
+        return f"hung and ended: {facts['finding']}"
+    if event.kind is EventKind.STRAGGLER:
+        slow = f"rank {facts['rank']} is slow: {facts['own_s']:.3g} s of its own work per step"
+        return f"{slow}, its peers {facts['peers_s']:.3g} s"
+    if event.kind is EventKind.NODE_SILENT:
+        state = "heartbeats stopped" if facts["silent"] else "heartbeats resumed"
+        return f"{state}: {', '.join(facts['nodes'])}"
+    if event.kind is EventKind.NODE_UNHEALTHY:
+        return f"{facts['host']} is unhealthy: {facts['check']}: {facts.get('detail', '')}"
+    if event.kind in {EventKind.LIMIT_PASSED, EventKind.METRIC_MISSING}:
+        return str(facts["text"])
+    if event.kind is EventKind.NUMERICS:
+        return f"{facts['action']}: {facts['reason']}"
+    return ""
+
+
+def text_of(event: Event) -> str:
+    """Return a sentence for people about a journal line, as in a notification."""
+    facts = event.data
+    where = f"attempt {facts['attempt']}: " if facts.get("attempt") else ""
+    if event.kind is EventKind.RUN_ENDED:
+        return f"the run {facts.get('state')}: {facts.get('reason', '')}"
+    if event.kind is EventKind.ATTEMPT_ENDED:
+        step, saved = facts.get("last_step"), facts.get("committed_step")
+        return f"{where}{facts['state']} after step {step}; step {saved} is committed"
+    if event.kind is EventKind.NODE_LOST:
+        return f"{where}node {facts['host']} was lost: {facts.get('detail', '')}"
+    if event.kind is EventKind.VERIFIED:
+        return f"{facts.get('checkpoint')} is damaged: {', '.join(facts.get('damaged', ()))}"
+    if event.kind in {EventKind.SAVE_FAILED, EventKind.MIRROR_FAILED}:
+        what = "saved" if event.kind is EventKind.SAVE_FAILED else "copied to the mirror"
+        return f"{where}{facts.get('checkpoint')} was not {what}: {facts.get('error', '')}"
+    if event.kind is EventKind.DECISION:
+        return f"{facts['action']}: {facts.get('reason', '')}"
+    if event.kind is EventKind.ROLLED_BACK:
+        return f"{where}back to {facts.get('to')}: {facts.get('reason', '')}"
+    return f"{where}{_alert_text(event)}"

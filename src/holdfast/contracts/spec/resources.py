@@ -1,0 +1,183 @@
+"""`resources` of a run spec: what the job of an attempt asks for, and where."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
+
+from holdfast.contracts.spec.node_share import gpus_of, problem_with_sizes
+from holdfast.contracts.spec.part import SpecPart, is_recorded
+from holdfast.contracts.spec.slurm_options import problem_with_option
+
+_GPU_TYPE = r"^[A-Za-z][A-Za-z0-9_.-]*$"
+
+
+class Fallback(SpecPart):
+    """Another choice of where attempts run. Keys without a value are those of `resources`."""
+
+    partition: str | None = Field(default=None, description="Slurm partition of this choice")
+    account: str | None = Field(default=None, description="Slurm account of this choice")
+    qos: str | None = Field(default=None, description="Slurm QOS of this choice")
+    gpu_type: Annotated[str, Field(pattern=_GPU_TYPE)] | None = Field(
+        default=None, description="type of GPU of this choice"
+    )
+    after_min: Annotated[float, Field(gt=0)] = Field(
+        default=30.0,
+        description="minutes that a job may wait in the choice before, until the run takes this "
+        "one. If Slurm expects a longer wait, the run takes it at once",
+    )
+    gpu_hour: Annotated[float, Field(ge=0)] | None = Field(
+        default=None, description="price of one GPU hour here. None: `cost.gpu_hour`"
+    )
+
+    @model_validator(mode="after")
+    def _differs(self) -> Fallback:
+        if not any((self.partition, self.account, self.qos, self.gpu_type)):
+            raise ValueError("expected at least one of partition, account, qos and gpu_type")
+        return self
+
+
+class Resources(SpecPart):
+    """The resources of the first attempt."""
+
+    executor: Literal["local", "slurm"] = Field(
+        default="local", description="`local` runs on this machine, `slurm` submits to Slurm"
+    )
+    nodes: Annotated[int, Field(ge=1, le=10_000)] = Field(
+        default=1, description="number of nodes. The local executor has one"
+    )
+    gpus_per_node: Annotated[int, Field(ge=0, le=64)] = Field(
+        default=1,
+        description="GPUs per node, with one rank each unless `nproc_per_node` is given. The local "
+        "executor starts the ranks on the CPU if the machine has no GPUs. 0 requests no GPUs, and "
+        "needs `nproc_per_node`",
+    )
+    nproc_per_node: Annotated[int, Field(ge=1, le=1024)] | None = Field(
+        default=None,
+        description="ranks per node, torchrun's `--nproc-per-node`. None: one per GPU. With fewer "
+        "GPUs on a node, an attempt has proportionally fewer ranks",
+    )
+    cpus_per_gpu: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="CPU cores per GPU, or per rank if `gpus_per_node` is 0. None: Slurm's default",
+    )
+    memory_gb_per_node: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="memory per node, in GB. None: `memory_gb_per_cpu`, or Slurm's default",
+    )
+    memory_gb_per_cpu: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="memory per CPU core, in GB, for sites that require `--mem-per-cpu`. Set this "
+        "key or `memory_gb_per_node`, not both",
+    )
+    partition: str | None = Field(
+        default=None, description="Slurm partition. None: Slurm's default"
+    )
+    account: str | None = Field(default=None, description="Slurm account. None: Slurm's default")
+    qos: str | None = Field(default=None, description="Slurm QOS. None: Slurm's default")
+    constraint: str | None = Field(default=None, description="node features that Slurm requires")
+    time_limit_min: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="time limit of one attempt. None: that of the partition"
+    )
+    gpu_type: Annotated[str, Field(pattern=_GPU_TYPE)] | None = Field(
+        default=None,
+        description="type of GPU, as Slurm names it in its GRES, such as `h100`. None: any",
+    )
+    gres: str | None = Field(
+        default=None,
+        description="GRES of each node instead of `gpu:<gpus_per_node>`. `none` requests no GRES",
+    )
+    extra: dict[str, str | int | bool] = Field(
+        default_factory=dict,
+        description="further sbatch options by their long names, such as `reservation` or "
+        "`nodelist`. Options that Holdfast sets itself are refused, with the key to "
+        "use instead",
+    )
+
+    fallbacks: Annotated[tuple[Fallback, ...], Field(max_length=8)] = Field(
+        default=(),
+        description="where the run goes if its job waits for too long, in order, such as spot "
+        "capacity elsewhere and then capacity on demand",
+    )
+    return_after_min: Annotated[float, Field(gt=0)] = Field(
+        default=10.0,
+        description="minutes for which the first choice must have enough free GPUs before a run "
+        "leaves a fallback. It saves, stops and continues there",
+    )
+
+    @field_validator("extra")
+    @classmethod
+    def _options_are_not_holdfasts(
+        cls, value: dict[str, str | int | bool], info: ValidationInfo
+    ) -> dict[str, str | int | bool]:
+        problems = [problem for name in value if (problem := problem_with_option(name))]
+        if problems and not is_recorded(info):
+            raise ValueError("; ".join(problems))
+        return value
+
+    @model_validator(mode="after")
+    def _gpus_and_ranks_agree(self) -> Resources:
+        if problem := problem_with_sizes(
+            self.gpus_per_node, self.nproc_per_node, self.gres, self.gpu_type
+        ):
+            raise ValueError(problem)
+        return self
+
+    @model_validator(mode="after")
+    def _memory_is_given_once(self) -> Resources:
+        per_node, per_cpu = self.memory_gb_per_node, self.memory_gb_per_cpu
+        if per_node is not None and per_cpu is not None:
+            raise ValueError(
+                f"resources.memory_gb_per_node {per_node:g} and resources.memory_gb_per_cpu "
+                f"{per_cpu:g}: Slurm takes one of them, so leave the other out"
+            )
+        return self
+
+    def at(self, place: int) -> Resources:
+        """Return the resources of a place: 0 is the first choice, and n the n-th fallback.
+
+        Raises `ValueError` if the fallback contradicts other keys, which only a recorded spec can.
+        """
+        if not 0 < place <= len(self.fallbacks):
+            return self
+        found = self.fallbacks[place - 1]
+        given = {
+            "partition": found.partition,
+            "account": found.account,
+            "qos": found.qos,
+            "gpu_type": found.gpu_type,
+        }
+        own = {name: getattr(self, name) for name in self.model_fields_set}
+        # A copy would not be validated. The rules for new specs were applied to the whole spec.
+        return type(self).read({**own, **{key: value for key, value in given.items() if value}})
+
+    def problem_at(self, place: int) -> str:
+        """Return why attempts cannot run at a place; empty if they can."""
+        try:
+            self.at(place)
+        except ValidationError as error:
+            return error.errors()[0]["msg"].removeprefix("Value error, ")
+        return ""
+
+    def next_place(self, place: int) -> int | None:
+        """Return the place where a job goes that waits for too long at `place`; None at the last.
+
+        A fallback that contradicts other keys is passed over. Only recorded specs have such ones.
+        """
+        later = range(place + 1, len(self.fallbacks) + 1)
+        return next((each for each in later if not self.problem_at(each)), None)
+
+    def gpu_hour_at(self, place: int) -> float | None:
+        """Return the price of a GPU hour at a place; None if the place has none of its own."""
+        return self.fallbacks[place - 1].gpu_hour if 0 < place <= len(self.fallbacks) else None
+
+    @property
+    def size_per_node(self) -> int:
+        """The size of a whole node as `elastic` counts it: GPUs, or ranks if it has none."""
+        return self.gpus_per_node or self.nproc_per_node or 1
+
+    @property
+    def gpus_on_node(self) -> int:
+        """The GPUs that Slurm allocates on each whole node."""
+        return gpus_of(self.gres) if self.gres else self.gpus_per_node

@@ -1,0 +1,1 @@
+"""From the rows of the index to the dictionaries that the command, the API and the page show."""

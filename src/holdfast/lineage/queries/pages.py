@@ -1,0 +1,278 @@
+"""Lists from the index: runs, checkpoints, events and storage.
+
+Every list takes a filter (`where`), the cursor of the previous page (`after`) and a `limit`, and
+returns a `Page`. A limit of None means all rows on one page. All functions raise `QueryError` for
+an invalid cursor or limit, `NotFoundError` for an unknown run, and `LineageError` if the database
+cannot be used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+from sqlalchemy import Connection, Double, Select, case, func, or_, select
+
+from holdfast.contracts.states import RunState
+from holdfast.lineage.database.permissions import readable
+from holdfast.lineage.database.states import CheckpointState
+from holdfast.lineage.database.tables import ATTEMPTS, CHECKPOINTS, EVENTS, METRIC_FILES, RUNS
+from holdfast.lineage.database.transactions import Database
+from holdfast.lineage.ingest.reasons import NOTHING_KEEPS
+from holdfast.lineage.queries import views
+from holdfast.lineage.queries.cursors import PAGE_DEFAULT, Order, Page, fetch_page
+from holdfast.lineage.queries.find import Row, is_under, rows_of, run_row
+from holdfast.lineage.queries.retained import keep_of, reasons_of
+
+RunSort = Literal[
+    "live",
+    "created",
+    "updated",
+    "name",
+    "state",
+    "step",
+    "attempts",
+    "gpus",
+    "checkpoint",
+    "goodput",
+    "cost",
+    "kept",
+    "kept_bytes",
+    "damaged",
+    "deleted",
+]
+SortOrder = Literal["asc", "desc"]
+
+
+def _figure(value: Any) -> tuple[Any, ...]:
+    """Return columns that sort by a number; rows without it count as the smallest."""
+    return func.coalesce(value, -1, type_=Double()).label("sort_key"), RUNS.c.uid
+
+
+def _is_live() -> Any:
+    live = [str(state) for state in RunState if state.is_live]
+    return func.coalesce(case((RUNS.c.state.in_(live), 1.0)), 0.0, type_=Double()).label("sort_key")
+
+
+def _goodput(name: str) -> Any:
+    return RUNS.c.goodput[name].as_float()
+
+
+def _newest(table: Any, name: str, *order: str) -> Any:
+    """Return a column of the last of a run's rows in `table`, sorted by the columns `order`."""
+    last = [table.c[column].desc() for column in order]
+    query = select(table.c[name]).where(table.c.run_uid == RUNS.c.uid).order_by(*last).limit(1)
+    return query.scalar_subquery().label(name)
+
+
+# The default direction of each sort: names and states ascending, all others descending. The
+# sorts in `INDEXED` use a database index; the others read the whole table of runs.
+RUN_ORDERS: dict[RunSort, Order] = {
+    # Live runs come before ended ones.
+    "live": Order("live", (_is_live(), RUNS.c.created_at, RUNS.c.uid), descending=True),
+    "created": Order("created", (RUNS.c.created_at, RUNS.c.uid), descending=True),
+    "updated": Order("updated", (RUNS.c.updated_at, RUNS.c.uid), descending=True),
+    "name": Order("name", (RUNS.c.name, RUNS.c.uid)),
+    "state": Order("state", (RUNS.c.state, RUNS.c.uid)),
+    "step": Order("step", _figure(RUNS.c.step), descending=True),
+    "attempts": Order("attempts", (RUNS.c.attempts, RUNS.c.uid), descending=True),
+    "gpus": Order("gpus", _figure(RUNS.c.world_size), descending=True),
+    "checkpoint": Order("checkpoint", _figure(RUNS.c.committed_at), descending=True),
+    "goodput": Order("goodput", _figure(_goodput("ettr")), descending=True),
+    "cost": Order("cost", _figure(_goodput("cost")), descending=True),
+    "kept": Order("kept", (RUNS.c.kept, RUNS.c.uid), descending=True),
+    "kept_bytes": Order("kept_bytes", (RUNS.c.kept_bytes, RUNS.c.uid), descending=True),
+    "damaged": Order("damaged", (RUNS.c.damaged, RUNS.c.uid), descending=True),
+    "deleted": Order("deleted", (RUNS.c.deleted, RUNS.c.uid), descending=True),
+}
+INDEXED: tuple[RunSort, ...] = ("created", "updated", "name")
+_NEWEST = (
+    _newest(ATTEMPTS, "cause", "number"),
+    _newest(ATTEMPTS, "job_id", "number"),
+    _newest(METRIC_FILES, "spark", "attempt", "launch"),
+)
+_STEPS = (CHECKPOINTS.c.step, CHECKPOINTS.c.attempt, CHECKPOINTS.c.launch)
+_LINES = (EVENTS.c.time, EVENTS.c.journal, EVENTS.c.opening, EVENTS.c.sequence)
+
+
+class Filter(BaseModel):
+    """The base of all filters. Fields that are not set do not filter."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RunFilter(Filter):
+    """A filter of runs by state, text in name or folder, creation time (inclusive) and root."""
+
+    states: tuple[RunState, ...] = ()
+    search: str | None = None
+    created_from: float | None = None
+    created_to: float | None = None
+    root: Path | None = None
+
+
+class CheckpointFilter(Filter):
+    """A filter of a run's checkpoints; `step_to` is inclusive."""
+
+    states: tuple[CheckpointState, ...] = ()
+    pinned: bool | None = None
+    step_from: int | None = None
+    step_to: int | None = None
+
+
+class EventFilter(Filter):
+    """A filter of a run's journal lines."""
+
+    kinds: tuple[str, ...] = ()
+    attempt: int | None = None
+
+
+def list_runs(
+    database: Database,
+    where: RunFilter | None = None,
+    *,
+    sort: RunSort = "created",
+    order: SortOrder | None = None,
+    after: str | None = None,
+    limit: int | None = PAGE_DEFAULT,
+) -> Page[views.RunRow]:
+    """Return one page of runs, by default newest first.
+
+    Without `order`, the sort has its default direction in `RUN_ORDERS`.
+    """
+    with database.reading() as connection:
+        page = _page_of_runs(connection, where, sort, order, after, limit, _NEWEST)
+    return page.map(views.run_row)
+
+
+def list_checkpoints(
+    database: Database,
+    run: str,
+    where: CheckpointFilter | None = None,
+    *,
+    newest_first: bool = True,
+    after: str | None = None,
+    limit: int | None = PAGE_DEFAULT,
+) -> Page[views.CheckpointView]:
+    """Return one page of a run's checkpoints, deleted ones included, each with its reason."""
+    with database.reading() as connection:
+        row = run_row(connection, run)
+        query = _wanted_checkpoints(row, where or CheckpointFilter())
+        order = _by("step", _STEPS, newest_first)
+        page = fetch_page(connection, query, order, after, limit)
+        reasons = reasons_of(connection, row, page.items)
+    reason_of = {one["name"]: reason for one, reason in zip(page.items, reasons, strict=True)}
+    return page.map(lambda one: views.checkpoint_view(row["run"], one, reason_of[one["name"]]))
+
+
+def list_events(
+    database: Database,
+    run: str,
+    where: EventFilter | None = None,
+    *,
+    newest_first: bool = True,
+    after: str | None = None,
+    limit: int = PAGE_DEFAULT,
+) -> Page[views.EventView]:
+    """Return one page of a run's journal lines, sorted by time, then by journal and number."""
+    with database.reading() as connection:
+        row = run_row(connection, run)
+        query = _wanted_events(row, where or EventFilter())
+        order = _by("time", _LINES, newest_first)
+        page = fetch_page(connection, query, order, after, limit)
+    return page.map(lambda event: views.event_view(row["run"], event))
+
+
+def list_storage(
+    database: Database,
+    where: RunFilter | None = None,
+    *,
+    sort: RunSort = "created",
+    order: SortOrder | None = None,
+    after: str | None = None,
+    limit: int = PAGE_DEFAULT,
+) -> Page[views.StorageRow]:
+    """Return one page of runs with their storage, and what the next prune would delete."""
+    with database.reading() as connection:
+        page = _page_of_runs(connection, where, sort, order, after, limit)
+        rows = [_storage(connection, run) for run in page.items]
+    return Page(rows, page.next)
+
+
+def _page_of_runs(
+    connection: Connection,
+    where: RunFilter | None,
+    sort: RunSort,
+    order: SortOrder | None,
+    after: str | None,
+    limit: int | None,
+    added: Sequence[Any] = (),
+) -> Page[Row]:
+    """Return one page of the rows of runs, with the columns `added`."""
+    usual = RUN_ORDERS[sort]
+    descending = usual.descending if order is None else order == "desc"
+    chosen = _by(sort, usual.columns, descending)
+    query = wanted_runs(connection, select(RUNS, *added), where or RunFilter())
+    query = query.add_columns(*(one for one in usual.columns if one.name == "sort_key"))
+    return fetch_page(connection, query, chosen, after, limit)
+
+
+def _by(name: str, columns: tuple[Any, ...], descending: bool) -> Order:
+    """Return an order whose cursors fit its direction only."""
+    return Order(f"{name} {'desc' if descending else 'asc'}", columns, descending)
+
+
+def wanted_runs(connection: Connection, query: Select[Any], where: RunFilter) -> Select[Any]:
+    """Return a query of readable runs with the conditions of `where`."""
+    columns = RUNS.c
+    query = readable(connection, query)
+    if where.states:
+        query = query.where(columns.state.in_([str(state) for state in where.states]))
+    if where.search:
+        text = where.search.replace("\0", "")
+        named = (one.icontains(text, autoescape=True) for one in (columns.name, columns.run))
+        query = query.where(or_(*named, columns.uid == text))
+    if where.created_from is not None:
+        query = query.where(columns.created_at >= where.created_from)
+    if where.created_to is not None:
+        query = query.where(columns.created_at <= where.created_to)
+    if where.root is not None:
+        query = query.where(is_under(where.root))
+    return query
+
+
+def _wanted_events(run: Row, where: EventFilter) -> Select[Any]:
+    columns = EVENTS.c
+    query = select(EVENTS).where(columns.run_uid == run["uid"])
+    if where.kinds:
+        query = query.where(columns.kind.in_(where.kinds))
+    if where.attempt is not None:
+        query = query.where(columns.attempt == where.attempt)
+    return query
+
+
+def _wanted_checkpoints(run: Row, where: CheckpointFilter) -> Select[Any]:
+    columns = CHECKPOINTS.c
+    query = select(CHECKPOINTS).where(columns.run_uid == run["uid"])
+    if where.states:
+        query = query.where(columns.state.in_([str(state) for state in where.states]))
+    if where.pinned is not None:
+        query = query.where(columns.pinned.is_(where.pinned))
+    if where.step_from is not None:
+        query = query.where(columns.step >= where.step_from)
+    if where.step_to is not None:
+        query = query.where(columns.step <= where.step_to)
+    return query
+
+
+def _storage(connection: Connection, run: Row) -> views.StorageRow:
+    """Return one run's storage. A prune deletes only if the keep rules limit what is kept."""
+    prunable: list[Row] = []
+    if keep_of(run).is_limited:
+        query = _wanted_checkpoints(run, CheckpointFilter(states=(CheckpointState.COMMITTED,)))
+        there = rows_of(connection, query.order_by(*_STEPS))
+        reasons = reasons_of(connection, run, there)
+        prunable = [one for one, why in zip(there, reasons, strict=True) if why == NOTHING_KEEPS]
+    return views.storage_row(run, prunable)

@@ -1,0 +1,332 @@
+"""Queries to the index. They return plain dictionaries or lists of them; see `views`."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Final, cast
+from weakref import WeakKeyDictionary
+
+from sqlalchemy import Connection, Engine, Select, func, or_, select
+
+from holdfast.contracts.account.goodput import account, segments
+from holdfast.contracts.account.prices import prices_of
+from holdfast.contracts.account.stretches import stretches_of
+from holdfast.contracts.account.timeline import KINDS, Mark, launches_of
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.paths import CheckpointName
+from holdfast.contracts.records.spans import Span
+from holdfast.contracts.spec.run_spec import RunSpec
+from holdfast.contracts.states import Cause, RunState
+from holdfast.lineage.database.permissions import readable
+from holdfast.lineage.database.states import EdgeKind
+from holdfast.lineage.database.tables import ATTEMPTS, CHECKPOINTS, EDGES, EVENTS, LAUNCHES, RUNS
+from holdfast.lineage.database.transactions import Database
+from holdfast.lineage.queries import reports, views
+from holdfast.lineage.queries.ancestry import ancestry, descent
+from holdfast.lineage.queries.find import (
+    Row,
+    RunRef,
+    find_checkpoint,
+    find_run,
+    rows_of,
+    rows_of_run,
+    run_row,
+)
+
+# The number of runs whose spans are cached. The spans of ten thousand saves take a megabyte.
+SPANS_MAX: Final = 32
+# A blocked time shorter than 1/TIMELINE_PARTS of the run is narrower than a pixel of the timeline.
+TIMELINE_PARTS: Final = 2000
+# A cache by engine, then by the run's uid and fingerprint, newest last.
+_SPANS: Final[WeakKeyDictionary[Engine, dict[tuple[str, str], Sequence[Span]]]] = (
+    WeakKeyDictionary()
+)
+_KEEPING_SPANS: Final = threading.Lock()
+# The checkpoint columns that the lineage graph needs.
+# The kind of node that an edge to a path leads to.
+_OUTSIDE: Final = {EdgeKind.EXPORTED_TO.value: "export", EdgeKind.IMPORTED_FROM.value: "source"}
+_DRAWN: Final = (
+    *("name", "step", "state", "world_size", "pinned", "rolled_back", "path"),
+    *("parent", "parent_uid", "parent_name"),
+)
+
+__all__ = (
+    "RunRef",
+    "ancestry",
+    "count_runs",
+    "find_checkpoint",
+    "find_run",
+    "lineage_graph",
+    "read_spec",
+    "show_run",
+    "timeline",
+)
+
+
+def count_runs(database: Database) -> dict[str, int]:
+    """Return the number of runs in each state."""
+    query = select(RUNS.c.state, func.count()).group_by(RUNS.c.state)
+    with database.reading() as connection:
+        query = readable(connection, query)
+        return {str(state): int(count) for state, count in connection.execute(query)}
+
+
+def read_spec(database: Database, run: str) -> Mapping[str, Any]:
+    """Return the spec of a run as plain data."""
+    with database.reading() as connection:
+        spec: Mapping[str, Any] = run_row(connection, run)["spec"]
+    return spec
+
+
+def show_run(database: Database, run: str, *, now: float | None = None) -> views.RunView:
+    """Return one run; the goodput of a live run covers the time until `now` (Unix seconds)."""
+    with database.reading() as connection:
+        row = run_row(connection, run)
+        attempts = rows_of(connection, rows_of_run(ATTEMPTS, row, ATTEMPTS.c.number))
+        launches = _launches(connection, row)
+        is_live = RunState(row["state"]).is_live
+        goodput = None if is_live else row["goodput"]
+        spec = _spec_of(row)
+        has_places = spec is not None and bool(spec.resources.fallbacks)
+        is_counted = goodput and not has_places
+        spans = [] if is_counted else _known_spans(connection, row, attempts, launches)
+    times = {
+        "created_at": row["created_at"],
+        "until": (None if is_live else row["ended_at"]) or now or time.time(),
+        "prices": prices_of(row["spec"]),
+        "safe_step": _safe_step(attempts),
+    }
+    goodput = goodput or asdict(account(spans, **times))
+    stretches = stretches_of(spans, spec.resources, **times) if spec and has_places else []
+    shown = [
+        views.attempt_view(one, launches[one["number"]], _size(spec, one["world_size"]))
+        for one in attempts
+    ]
+    places = [cast(views.StretchView, one.as_json()) for one in stretches]
+    return views.run_view(row, shown, goodput, places)
+
+
+def timeline(database: Database, run: str, *, now: float) -> list[reports.Segment]:
+    """Return what each attempt of a run did and when, with the parts of the run's goodput.
+
+    `now` is Unix seconds.
+    """
+    with database.reading() as connection:
+        row = run_row(connection, run)
+        attempts = rows_of(connection, rows_of_run(ATTEMPTS, row, ATTEMPTS.c.number))
+        spans = _known_spans(connection, row, attempts, _launches(connection, row))
+    until = (None if RunState(row["state"]).is_live else row["ended_at"]) or now
+    seen_min_s = max(0.0, until - row["created_at"]) / TIMELINE_PARTS
+    found = segments(
+        spans,
+        created_at=row["created_at"],
+        until=until,
+        blocked_s_min=seen_min_s,
+        safe_step=_safe_step(attempts),
+    )
+    return [
+        reports.Segment(
+            attempt=attempts[one.span]["number"],
+            part=one.part,
+            began_at=views.iso_time(one.began_at),
+            ended_at=views.iso_time(one.ended_at),
+        )
+        for one in found
+    ]
+
+
+def lineage_graph(database: Database, run: str) -> views.Graph:
+    """Return the lineage graph of a run.
+
+    The nodes are the run, its attempts and its checkpoints, and all that their edges reach: the
+    checkpoint from which the run was forked and its ancestors, the run's forks, its exports, and
+    the weights that it was imported from.
+    """
+    with database.reading() as connection:
+        row = run_row(connection, run)
+        drawn = [CHECKPOINTS.c[name] for name in _DRAWN]
+        checkpoints = rows_of(connection, _in_order(row).with_only_columns(*drawn))
+        attempts = rows_of(connection, rows_of_run(ATTEMPTS, row, ATTEMPTS.c.number))
+        edges = _edges_about(connection, row)
+        children = _children(connection, row)
+        foreign = _ancestors_elsewhere(connection, row, edges, checkpoints)
+    nodes = [
+        views.run_node(row),
+        *(views.attempt_node_of(row["run"], attempt) for attempt in attempts),
+        *(views.checkpoint_node(row["run"], checkpoint) for checkpoint in checkpoints),
+        *(views.checkpoint_node(one["run"], one) for one in foreign),
+    ]
+    family = [*({**one, "run": row["run"]} for one in checkpoints), *children, *foreign]
+    parents: list[views.Edge] = [
+        {"from": f"{one['run']}:{one['name']}", "to": one["parent"], "kind": EdgeKind.PARENT.value}
+        for one in family
+        if one["parent"]
+    ]
+    shown = [*map(_edge, edges), *parents]
+    by_id = {node["id"]: node for node in reversed(nodes)}
+    known = dict.fromkeys(node["id"] for node in nodes)
+    for edge in shown:
+        for end, kind in ((edge["from"], None), (edge["to"], _OUTSIDE.get(edge["kind"]))):
+            if end not in by_id:
+                by_id[end] = _other_node(end, kind)
+            known[end] = None
+    unique = {tuple(edge.values()): edge for edge in shown}
+    return views.Graph(nodes=[by_id[one] for one in known], edges=list(unique.values()))
+
+
+def _ancestors_elsewhere(
+    connection: Connection, run: Row, edges: Sequence[Row], checkpoints: Sequence[Row]
+) -> list[Row]:
+    """Return the checkpoints of other runs that this run's edges and checkpoints descend from."""
+    parents = {
+        *((one["target_uid"], one["target"]) for one in edges),
+        *((one["parent_uid"], one["parent_name"]) for one in checkpoints),
+    }
+    return [
+        one
+        for uid, name in sorted(key for key in parents if key[0] not in {None, run["uid"]})
+        for stretch in descent(connection, uid, name)
+        for one in stretch.mappings()
+    ]
+
+
+def _in_order(run: Row) -> Select[Any]:
+    """Return a query for a run's checkpoints, oldest first."""
+    columns = CHECKPOINTS.c
+    return rows_of_run(CHECKPOINTS, run, columns.step, columns.attempt, columns.launch)
+
+
+def _launches(connection: Connection, run: Row) -> defaultdict[int, list[Row]]:
+    """Return the launches of a run by attempt, each list in order."""
+    launches: defaultdict[int, list[Row]] = defaultdict(list)
+    query = rows_of_run(LAUNCHES, run, LAUNCHES.c.attempt, LAUNCHES.c.number)
+    for row in rows_of(connection, query):
+        launches[row["attempt"]].append(row)
+    return launches
+
+
+def _safe_step(attempts: Sequence[Row]) -> int:
+    """Return the newest step that an attempt committed, or 0."""
+    return max((attempt["committed_step"] or 0 for attempt in attempts), default=0)
+
+
+def _known_spans(
+    connection: Connection, run: Row, attempts: Sequence[Row], launches: Mapping[int, Sequence[Row]]
+) -> Sequence[Span]:
+    """Return `_spans`, from the cache if the run's fingerprint has not changed.
+
+    A long run has a journal line for every save, and many pages may show the same live run.
+    """
+    # Rows with the same fingerprint were built from the same content of the folder.
+    key = run["uid"], run["fingerprint"]
+    with _KEEPING_SPANS:
+        kept = _SPANS.setdefault(connection.engine, {})
+        spans = kept.get(key)
+    if spans is None or not run["fingerprint"]:
+        spans = tuple(_spans(connection, run, attempts, launches))
+        with _KEEPING_SPANS:
+            while len(kept) >= SPANS_MAX:
+                del kept[next(iter(kept))]
+            kept[key] = spans
+    return spans
+
+
+def _spans(
+    connection: Connection, run: Row, attempts: Sequence[Row], launches: Mapping[int, Sequence[Row]]
+) -> list[Span]:
+    """Return the attempts in the form that the goodput account needs."""
+    columns = EVENTS.c
+    query = (
+        select(columns.attempt, columns.kind, columns.time, columns.data)
+        .where(columns.run_uid == run["uid"])
+        .where(columns.kind.in_(KINDS), columns.attempt.is_not(None))
+        .order_by(columns.time, columns.journal, columns.opening, columns.sequence)
+    )
+    marks = [Mark(*row) for row in connection.execute(query)]
+    records = [(one["attempt"], one["number"], one) for own in launches.values() for one in own]
+    launch_spans = launches_of(marks, records)
+    times = ("submitted_at", "started_at", "stop_requested_at", "ended_at")
+    fields = (*times, "resumed_step", "last_step")
+    spec = _spec_of(run)
+    places = _places(connection, run) if spec and spec.resources.fallbacks else {}
+    return [
+        Span(
+            gpus=spec.gpus_held(attempt["world_size"] or 0) if spec else attempt["world_size"],
+            **{field: attempt[field] for field in fields},
+            place=(place := places.get(attempt["number"], 0)),
+            gpu_hour=spec.resources.gpu_hour_at(place) if spec else None,
+            is_preempted=attempt["cause"] == Cause.PREEMPTION,
+            launches=launch_spans.get(attempt["number"], ()),
+        )
+        for attempt in attempts
+    ]
+
+
+def _places(connection: Connection, run: Row) -> dict[int, int]:
+    """Return the place of each attempt, see `Resources.at`."""
+    query = (
+        select(EVENTS.c.attempt, EVENTS.c.data)
+        .where(EVENTS.c.run_uid == run["uid"])
+        .where(EVENTS.c.kind == EventKind.ATTEMPT_RESERVED, EVENTS.c.attempt.is_not(None))
+    )
+    return {number: facts.get("place") or 0 for number, facts in connection.execute(query)}
+
+
+def _spec_of(run: Row) -> RunSpec | None:
+    """Return the run's spec; None if this version cannot read it."""
+    with contextlib.suppress(ValueError):
+        return RunSpec.read(run["spec"])
+    return None
+
+
+def _size(spec: RunSpec | None, world_size: int) -> int:
+    """Return the GPUs of an attempt of `world_size` ranks; one per rank if that is unknown."""
+    size = spec.size_of(world_size) if spec and world_size else None
+    return world_size if size is None else size
+
+
+def _edges_about(connection: Connection, run: Row) -> list[Row]:
+    """Return the edges that begin or end at this run or its parts, from all readable folders."""
+    uid = run["uid"]
+    about = or_(EDGES.c.source_uid == uid, EDGES.c.target_uid == uid)
+    order = (EDGES.c.kind, EDGES.c.source_run, EDGES.c.source, EDGES.c.target, EDGES.c.id)
+    query = readable(connection, select(EDGES).where(about), EDGES.c.run_uid)
+    return rows_of(connection, query.order_by(*order))
+
+
+def _children(connection: Connection, run: Row) -> list[Row]:
+    """Return the checkpoints of other runs whose parent is a checkpoint of this run."""
+    columns = CHECKPOINTS.c
+    query = (
+        select(columns.name, columns.parent, RUNS.c.run)
+        .join(RUNS, RUNS.c.uid == columns.run_uid)
+        .where(columns.parent_uid == run["uid"], columns.run_uid != run["uid"])
+        .order_by(RUNS.c.run, columns.name)
+    )
+    return rows_of(connection, readable(connection, query))
+
+
+def _edge(row: Row) -> views.Edge:
+    source = f"{row['source_run']}:{row['source']}" if row["source"] else row["source_run"]
+    target = f"{row['target_run']}:{row['target']}" if row["target_run"] else row["target"]
+    return {"from": source, "to": target, "kind": row["kind"]}
+
+
+def _other_node(identity: str, kind: str | None) -> views.Node:
+    """Return a node for the end of an edge that has no row in the index.
+
+    `kind` is that of a path outside of all runs, else None.
+    """
+    if kind is not None:
+        return views.Node(id=identity, kind=kind, path=identity)
+    run, _, name = identity.rpartition(":")
+    if CheckpointName.parse(name):
+        return views.Node(id=identity, kind="checkpoint", run=run)
+    if name.startswith("attempt-"):
+        return views.Node(id=identity, kind="attempt", run=run)
+    return views.Node(id=identity, kind="run", run=identity)

@@ -1,0 +1,66 @@
+"""A warm standby rank: it loads Python and the libraries and waits for the signal to start.
+
+torchrun starts it in the environment of the next launch. Loading torch takes seconds, which a
+restart then saves. The standby uses no GPU before that.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Final
+
+# The modules that a program with a session has loaded before its first step.
+PRELOADED: Final = ("torch", "torch.distributed", "holdfast.trainer.session.session")
+# Variables that these libraries read when they are loaded.
+READ_WHEN_LOADED: Final = (
+    *("ATEN_", "BLIS_", "CUBLAS_", "CUDA_", "CUDNN_", "DNNL_", "GLOO_", "GOMP_", "HIP_", "KMP_"),
+    *("LD_", "MALLOC_", "MKL_", "NCCL_", "NPY_", "NUMPY_", "NVIDIA_", "OMP_", "ONEDNN_"),
+    *("OPENBLAS_", "PYTHON", "PYTORCH_", "ROCR_", "TORCH", "TRITON_", "VECLIB_"),
+)
+# Variables that the libraries set while they are loaded.
+SET_WHEN_LOADED: Final = frozenset({"TORCHINDUCTOR_CACHE_DIR"})
+UNUSED_EXIT_CODE: Final = 75
+
+
+def wait(standby_pipe: str) -> None:
+    """Load the libraries and wait. End this process if the agent does not need it."""
+    for name in PRELOADED:
+        import_module(name)
+    if not wait_for_release(standby_pipe):
+        sys.exit(UNUSED_EXIT_CODE)
+
+
+def wait_for_release(standby_pipe: str) -> bool:
+    """Return True when the agent starts this rank, or False if the agent has ended."""
+    try:
+        with open(standby_pipe, "rb", buffering=0) as stream:
+            return bool(stream.read(1))
+    except OSError:
+        return False
+
+
+def changed_variables(
+    now: Mapping[str, str] | None = None, initial: Mapping[str, str] | None = None
+) -> list[str]:
+    """Return the changed environment variables that libraries read when they are loaded.
+
+    If there are any, libraries cannot be loaded ahead. The default arguments mean this process.
+    """
+    now = os.environ if now is None else now
+    initial = initial_environment() if initial is None else initial
+    names = {*now, *initial} - SET_WHEN_LOADED
+    changed = {name for name in names if now.get(name) != initial.get(name)}
+    return sorted(name for name in changed if name.startswith(READ_WHEN_LOADED))
+
+
+def initial_environment() -> dict[str, str]:
+    """Return the environment that this process was started with."""
+    try:
+        with open("/proc/self/environ", "rb") as stream:
+            pairs = [entry.partition(b"=") for entry in stream.read().split(b"\0") if entry]
+    except OSError:
+        return dict(os.environ)
+    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}

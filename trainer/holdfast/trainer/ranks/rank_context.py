@@ -1,0 +1,240 @@
+"""The context of a rank: its run, its status table and its flusher.
+
+Under an agent, the environment names them. Under plain torchrun, or in a single process, the
+session chooses the run's folder and takes a launch number. The local rank 0 of each node creates a
+status table and starts a flusher.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Final
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from holdfast.contracts import environment as names
+from holdfast.contracts.disk.durable import make_directory
+from holdfast.contracts.disk.paths import AttemptPaths, RunPaths, given_folder
+from holdfast.contracts.errors import HoldfastError, PreflightError
+from holdfast.contracts.node.rank_status import NOWHERE, Phase, RankStatusTable
+from holdfast.contracts.records.attempt import RunRecord, read_document
+from holdfast.trainer.process.flusher_supervisor import FlusherSupervisor, wait_for_former
+from holdfast.trainer.process.program import program_digest, program_stem
+from holdfast.trainer.ranks.collective import ControlGroup
+from holdfast.trainer.ranks.identity import Identity
+from holdfast.trainer.ranks.pipeline import find_place
+from holdfast.trainer.ranks.stacks import offer_stacks
+
+LAUNCHES_MAX: Final = 100_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankContext:
+    """The parts of its node that a rank uses.
+
+    `flusher_supervisor` is set if this process started the flusher. `flusher` is the path of the
+    flusher's address file: see `contracts.wire`. `status_handle` keeps the status table alive in
+    the process that created it. Each batch has `data_parts` parts, and this rank takes part number
+    `data_part`.
+    """
+
+    run: RunPaths
+    identity: Identity
+    status_table: RankStatusTable
+    flusher: str
+    has_agent: bool
+    flusher_supervisor: FlusherSupervisor | None = None
+    status_handle: int | None = None
+    data_part: int = 0
+    data_parts: int = 1
+
+    @property
+    def attempt(self) -> AttemptPaths:
+        return self.run.attempt(self.identity.attempt)
+
+    def close(self, *, wait: bool) -> None:
+        """Release all resources. With `wait`, wait for a flusher that this process started."""
+        if self.flusher_supervisor is not None:
+            self.flusher_supervisor.close(wait=wait)
+        self.status_table.close()
+        if self.status_handle is not None:
+            os.close(self.status_handle)
+
+
+def open_control_group() -> ControlGroup:
+    """Create the control group of all ranks. Every rank must call this."""
+    if os.environ.get(names.RANK_STATUS):
+        _report_rendezvous(os.environ)
+    return ControlGroup()
+
+
+def _report_rendezvous(env: Mapping[str, str]) -> None:
+    """Report that this rank waits for all others. From now on the agent can read its stacks."""
+    try:
+        status_table = RankStatusTable.open(env[names.RANK_STATUS])
+    except OSError:
+        # `open_rank_context` reports this problem once the control group exists.
+        return
+    record = status_table.record(int(env.get("LOCAL_RANK", "0")))
+    record.register(int(env.get("RANK", "0")), NOWHERE)
+    record.beat(Phase.RENDEZVOUS)
+    offer_stacks(record)
+    status_table.close()
+
+
+def open_rank_context(
+    directory: str | Path | None, ranks: ControlGroup, mesh: DeviceMesh | None = None
+) -> RankContext:
+    """Return this rank's context. Every rank must call this. Raises `PreflightError`."""
+    context = _open(directory, ranks)
+    ranks.meet_on(context.status_table, context.identity.local_rank)
+    place = find_place(context.identity, ranks, mesh)
+    return replace(
+        context, identity=place.identity, data_part=place.data_part, data_parts=place.data_parts
+    )
+
+
+def _open(directory: str | Path | None, ranks: ControlGroup) -> RankContext:
+    env = os.environ
+    wanted = int(env.get("WORLD_SIZE", "1"))
+    if wanted > 1 and ranks.world_size == 1:
+        raise PreflightError(
+            f"WORLD_SIZE is {wanted} but torch.distributed is not initialised; call "
+            "torch.distributed.init_process_group() before Session(...)"
+        )
+    if env.get(names.RANK_STATUS):
+        return _context_of_agent(env, ranks)
+    return _context_of_own(directory, env, ranks)
+
+
+def choose_directory(given: str | Path | None, env: Mapping[str, str], stem: str) -> Path:
+    """Return the run's folder without an agent: as given, in `$HOLDFAST_ROOT`, or in ./runs."""
+    if given is not None:
+        return Path(given).expanduser().absolute()
+    root = env.get(names.ROOT)
+    return (given_folder(root, names.ROOT) if root else Path("runs").absolute()) / stem
+
+
+def _context_of_agent(env: Mapping[str, str], ranks: ControlGroup) -> RankContext:
+    expected = (names.RUN_DIRECTORY, names.ATTEMPT, names.LAUNCH, names.FLUSHER)
+    missing = [name for name in expected if not env.get(name)]
+    if missing:
+        raise PreflightError(
+            f"{names.RANK_STATUS} is set but {', '.join(missing)} is not; the agent sets all of "
+            "them. Unset it to run without an agent"
+        )
+    run = RunPaths(Path(env[names.RUN_DIRECTORY]))
+    identity = _identity(
+        run,
+        env,
+        ranks,
+        attempt=int(env[names.ATTEMPT]),
+        launch=int(env[names.LAUNCH]),
+        node=int(env.get(names.NODE, "0")),
+        nodes=int(env.get(names.NODES, "1")),
+    )
+    try:
+        status_table = RankStatusTable.open(env[names.RANK_STATUS])
+    except OSError as error:
+        raise PreflightError(
+            f"{names.RANK_STATUS}={env[names.RANK_STATUS]} cannot be opened ({error.strerror}); "
+            "the agent that created it has ended. Start the attempt again"
+        ) from error
+    return RankContext(
+        run=run,
+        identity=identity,
+        status_table=status_table,
+        flusher=env[names.FLUSHER],
+        has_agent=True,
+    )
+
+
+def _context_of_own(
+    directory: str | Path | None, env: Mapping[str, str], ranks: ControlGroup
+) -> RankContext:
+    def begin() -> tuple[str, int]:
+        run = RunPaths(choose_directory(directory, env, program_stem()))
+        launch = _take_launch(run.attempt(0))
+        # An earlier stop file was meant for an earlier launch.
+        run.stop_file.unlink(missing_ok=True)
+        return str(run.directory), launch
+
+    where, launch = ranks.share(begin)
+    run = RunPaths(Path(where))
+    identity = _identity(
+        run,
+        env,
+        ranks,
+        attempt=0,
+        launch=launch,
+        node=int(env.get("GROUP_RANK", "0")),
+        nodes=int(env.get("GROUP_WORLD_SIZE", "1")),
+    )
+    own: dict[str, Any] = {}
+
+    def make() -> tuple[int, str, str] | None:
+        if identity.local_rank != 0:
+            return None
+        attempt = run.attempt(0)
+        flusher = attempt.flusher_address(launch, identity.node)
+        if launch > 1:
+            former = attempt.flusher_address(launch - 1, identity.node)
+            wait_for_former(former, run.directory)
+        log = attempt.flusher_log(identity.node)
+        own["flusher_supervisor"] = FlusherSupervisor(
+            flusher, node=identity.node, nodes=identity.nodes, log=log, run=run.directory
+        )
+        own["status_table"], handle = RankStatusTable.create(identity.local_ranks)
+        own["status_handle"] = handle
+        return identity.node, f"/proc/{os.getpid()}/fd/{handle}", str(flusher)
+
+    places = {place[0]: place[1:] for place in ranks.gather(make) if place is not None}
+    path, flusher = places[identity.node]
+    if not own:
+        own["status_table"] = RankStatusTable.open(path)
+    return RankContext(run=run, identity=identity, flusher=flusher, has_agent=False, **own)
+
+
+def _identity(
+    run: RunPaths,
+    env: Mapping[str, str],
+    ranks: ControlGroup,
+    *,
+    attempt: int,
+    launch: int,
+    node: int,
+    nodes: int,
+) -> Identity:
+    record = read_document(RunRecord, run.spec)
+    return Identity(
+        # Without a `spec.json` the run has no uid, so derive one from its folder.
+        run_uid=record.uid if record else sha256(str(run.directory).encode()).hexdigest()[:32],
+        run=run.name,
+        attempt=attempt,
+        launch=launch,
+        rank=ranks.rank,
+        local_rank=int(env.get("LOCAL_RANK", ranks.rank)),
+        local_ranks=int(env.get("LOCAL_WORLD_SIZE", ranks.world_size)),
+        world_size=ranks.world_size,
+        node=node,
+        nodes=nodes,
+        command_digest=program_digest(),
+    )
+
+
+def _take_launch(attempt: AttemptPaths) -> int:
+    """Take the next launch number by creating its folder."""
+    parent = attempt.launch(1).parent
+    make_directory(parent)
+    taken = [int(entry.name) for entry in parent.iterdir() if entry.name.isdecimal()]
+    for number in range(max(taken, default=0) + 1, LAUNCHES_MAX):
+        try:
+            attempt.launch(number).mkdir()
+        except FileExistsError:
+            continue
+        return number
+    raise HoldfastError(f"{parent}: no launch number below {LAUNCHES_MAX} is free")

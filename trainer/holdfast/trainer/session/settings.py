@@ -1,0 +1,151 @@
+"""The values that the run spec, the environment and the program can each give, and which counts.
+
+What is written in the spec counts before the environment, then the program's own argument, and then
+the default. Under an agent, the variables have only what somebody wrote. Rank 0 logs the values
+with their sources, and warns if one that the program gives loses.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from holdfast.contracts import environment
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.mirrors import Tiers
+from holdfast.contracts.errors import SpecError
+from holdfast.contracts.node.reporting import report
+from holdfast.contracts.spec.written import (
+    DEFAULT,
+    ENVIRONMENT,
+    INTERVAL,
+    OF_PROGRAM,
+    PROGRAM,
+    SNAPSHOTS,
+    SPEC,
+)
+from holdfast.trainer.pacing.cadence import Interval
+from holdfast.trainer.staging.snapshots import SnapshotRhythm
+
+T = TypeVar("T")
+
+AUTO: Final = "auto"
+OFF: Final = "off"
+DIGITS_MAX: Final = 20
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A value from a framework's own configuration, whose name is the `source`.
+
+    With `is_default`, it is the framework's default, which nobody wrote.
+    """
+
+    value: int | str
+    source: str
+    is_default: bool = False
+
+
+Given = int | str | Argument | None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value that counts, where it comes from, and a written one that does not count."""
+
+    key: str
+    value: int | str
+    source: str
+    lost: Argument | None = None
+
+    @property
+    def warning(self) -> str | None:
+        """A sentence about the value that lost; None if there is none, or if both are the same."""
+        if self.lost is None or str(self.lost.value) == str(self.value):
+            return None
+        return (
+            f"{self.key} = {self.value} ({self.source}) counts, and not {self.lost.value} "
+            f"({self.lost.source}); give it in one place only"
+        )
+
+    def __str__(self) -> str:
+        return f"{self.key} = {self.value} ({self.source})"
+
+
+def choose(key: str, argument: Given, default: int | str = AUTO) -> Setting:
+    """Return the value of the spec's `key` that counts; `argument` is the program's, or None."""
+    own = argument
+    if not isinstance(own, Argument):
+        own = None if own is None else Argument(own, PROGRAM)
+    if text := os.environ.get(OF_PROGRAM[key]):
+        # Longer digits are no number of steps, and `int` refuses very long ones.
+        is_count = text.isascii() and text.isdecimal() and len(text) < DIGITS_MAX
+        value = int(text) if is_count else text
+        return Setting(key, value, _source_of(key), None if own and own.is_default else own)
+    if own is not None:
+        return Setting(key, own.value, own.source)
+    return Setting(key, default, DEFAULT)
+
+
+def _source_of(key: str) -> str:
+    """Return where a variable's value comes from: the environment itself without an agent."""
+    try:
+        return str(json.loads(os.environ.get(environment.SOURCES) or "{}")[key])
+    except (ValueError, KeyError, TypeError):
+        return SPEC if os.environ.get(environment.RUN_DIRECTORY) else ENVIRONMENT
+
+
+def _parsed(setting: Setting, parse: Callable[[int | str], T]) -> T:
+    """Return a parsed setting. An error names the environment variable that it comes from."""
+    try:
+        return parse(setting.value)
+    except ValueError as error:
+        if setting.source != ENVIRONMENT:
+            raise
+        raise SpecError(f"{OF_PROGRAM[setting.key]}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of one session."""
+
+    interval: Interval
+    rhythm: SnapshotRhythm
+    chosen: tuple[Setting, ...]
+
+    @classmethod
+    def of(cls, interval: Given, snapshots: Given) -> Settings:
+        """Return the settings with a program's own values, or None. Raises `SpecError`."""
+        every, kept = choose(INTERVAL, interval), choose(SNAPSHOTS, snapshots)
+        interval_of, rhythm_of = _parsed(every, Interval.parse), _parsed(kept, SnapshotRhythm)
+        return cls(interval_of, rhythm_of, (every, kept))
+
+    @classmethod
+    def without_snapshots(cls, interval: Given, because: str) -> Settings:
+        """Return the settings of a session that cannot take snapshots. Raises `SpecError`."""
+        every, asked = choose(INTERVAL, interval), choose(SNAPSHOTS, None, default=OFF)
+        lost = None if asked.source == DEFAULT else Argument(asked.value, asked.source)
+        none = Setting(SNAPSHOTS, OFF, because, lost)
+        return cls(_parsed(every, Interval.parse), SnapshotRhythm(OFF), (every, none))
+
+    def announce(self, event: Callable[..., Any], rank: int) -> None:
+        """On rank 0, log the settings and the warnings, and record them in the journal."""
+        if rank != 0:
+            return
+        tiers = Tiers.from_environment(os.environ)
+        more = {"checkpoint.mirror": tiers.mirror, "checkpoint.local": tiers.local}
+        given = (Setting(key, value, _source_of(key)) for key, value in more.items() if value)
+        lines = [*self.chosen, *given]
+        text = ", ".join(map(str, lines))
+        report(f"holdfast: {text}")
+        event(
+            EventKind.NOTE,
+            text=text,
+            settings={one.key: {"value": one.value, "source": one.source} for one in lines},
+        )
+        for warning in filter(None, (one.warning for one in self.chosen)):
+            report(f"holdfast: warning: {warning}")
+            event(EventKind.NOTE, text=warning)

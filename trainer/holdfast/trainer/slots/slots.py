@@ -1,0 +1,179 @@
+"""Staging slots: memory files with the exact bytes of a rank's checkpoint files.
+
+A slot outlives the rank that fills it, because the flusher and the agent hold its descriptor. The
+head contains the slot's state. A JSON table lists which bytes belong to which file. A sealed slot
+contains a complete step of its rank. If the rank dies before the seal, the bytes are useless.
+
+The flusher writes a sealed slot to storage. A *snapshot* is just as complete but stays in memory: a
+later step may overwrite it, and it is written only if the ranks die.
+
+Memory ordering: the state says who may use the bytes. So a process completes its own loads and
+stores of them before it stores a state, and begins them after it has loaded one, by a fence
+(`contracts.memory_order`). Copies by other threads and by devices end before that.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Any, Final
+
+from holdfast.contracts.node.memory_order import fence
+from holdfast.trainer.slots.memory import populate
+
+MAGIC: Final = 0x4846534C_00000001
+HEAD_BYTES: Final = 4096
+TABLE_BYTES: Final = 1 << 20
+DATA_OFFSET: Final = HEAD_BYTES + TABLE_BYTES
+ERROR_BYTES_MAX: Final = 2048
+SLOTS_PER_RANK: Final = 2
+NO_MORE: Final = -1
+
+
+class SlotState(IntEnum):
+    """The state of a slot: EMPTY → COPYING → SEALED → FLUSHING → DONE or FAILED → COPYING …
+
+    For snapshots: COPYING → SNAPSHOT → COPYING …, and SNAPSHOT → FLUSHING once no rank is left.
+    """
+
+    EMPTY = 0
+    COPYING = 1
+    SEALED = 2
+    FLUSHING = 3
+    DONE = 4
+    FAILED = 5
+    SNAPSHOT = 6
+
+
+# In these states the flusher does not read the slot, so its rank may fill it.
+FREE_STATES: Final = frozenset(
+    {SlotState.EMPTY, SlotState.DONE, SlotState.FAILED, SlotState.SNAPSHOT}
+)
+
+
+class _Word(IntEnum):
+    MAGIC = 0
+    STATE = 1
+    STEP = 2
+    TABLE_BYTES = 3
+    ERROR_BYTES = 4
+    ALLOCATED_BYTES = 5
+
+
+_ERROR_AT = 1024
+
+
+class Slot:
+    """A mapped staging slot. `data` has the files' bytes at the offsets in the table, writable."""
+
+    def __init__(self, handle: int) -> None:
+        self._map = mmap.mmap(handle, 0)
+        self._words = memoryview(self._map)[:HEAD_BYTES].cast("q")
+        self.data = memoryview(self._map)[DATA_OFFSET:]
+        if self._words[_Word.MAGIC] not in (0, MAGIC):
+            raise ValueError("not a staging slot of this version of Holdfast")
+        self._words[_Word.MAGIC] = MAGIC
+
+    @staticmethod
+    def create(data_bytes: int) -> int:
+        """Return the descriptor of a new, empty slot with space for `data_bytes` of files."""
+        handle = os.memfd_create("holdfast-slot", os.MFD_CLOEXEC)
+        os.ftruncate(handle, DATA_OFFSET + max(data_bytes, mmap.PAGESIZE))
+        return handle
+
+    @property
+    def state(self) -> SlotState:
+        value = SlotState(self._words[_Word.STATE])
+        fence()
+        return value
+
+    @state.setter
+    def state(self, value: SlotState) -> None:
+        fence()
+        self._words[_Word.STATE] = value
+
+    @property
+    def step(self) -> int:
+        return self._words[_Word.STEP]
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes from the start of the file that have memory; `NO_MORE` if allocation failed."""
+        return self._words[_Word.ALLOCATED_BYTES]
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """The JSON table: facts of the step, and `files`: [{path, offset, bytes}]."""
+        size = self._words[_Word.TABLE_BYTES]
+        parsed: dict[str, Any] = json.loads(self._map[HEAD_BYTES : HEAD_BYTES + size])
+        return parsed
+
+    @property
+    def error(self) -> str:
+        """Why the flush failed, if the state is FAILED."""
+        size = self._words[_Word.ERROR_BYTES]
+        return self._map[_ERROR_AT : _ERROR_AT + size].decode(errors="replace")
+
+    def begin(self, step: int) -> None:
+        """Start to fill the slot with `step`. Until `seal`, its bytes are not valid."""
+        self.state = SlotState.COPYING
+        # No byte of the new step before the state, or salvage could believe a mixture.
+        fence()
+        self._words[_Word.STEP] = step
+
+    def seal(self, table: dict[str, Any], *, is_snapshot: bool = False) -> None:
+        """Mark the bytes as complete. The flusher then writes them, unless it is a snapshot.
+
+        Raises `ValueError` if the table is too long.
+        """
+        content = json.dumps(table).encode()
+        if len(content) > TABLE_BYTES:
+            raise ValueError(
+                f"a slot table of {len(content)} bytes: expected at most {TABLE_BYTES}"
+            )
+        self._map[HEAD_BYTES : HEAD_BYTES + len(content)] = content
+        self._words[_Word.TABLE_BYTES] = len(content)
+        self.state = SlotState.SNAPSHOT if is_snapshot else SlotState.SEALED
+
+    def fail(self, reason: str) -> None:
+        """Record that the step in this slot did not become durable, and why."""
+        content = reason.encode()[:ERROR_BYTES_MAX]
+        self._map[_ERROR_AT : _ERROR_AT + len(content)] = content
+        self._words[_Word.ERROR_BYTES] = len(content)
+        self.state = SlotState.FAILED
+
+    def allocate(self, data_bytes: int, *, is_over: Callable[[], bool]) -> None:
+        """Allocate memory for the first `data_bytes` of the data, in pieces.
+
+        This takes a while, but it releases the GIL. It stops early if `is_over()`, or if the system
+        has no more memory. The rest is then allocated at the first copy.
+        """
+        stop, reached = min(DATA_OFFSET + data_bytes, len(self._map)), 0
+        for reached in populate(self._map, 0, stop):
+            self._words[_Word.ALLOCATED_BYTES] = reached
+            if is_over():
+                break
+        if reached < stop:
+            self._words[_Word.ALLOCATED_BYTES] = NO_MORE
+
+    def map_pages(self, start: int, stop: int) -> None:
+        """Map bytes `start` to `stop`, allocated by another process, into our page tables."""
+        for _ in populate(self._map, start, stop):
+            pass
+
+    def close(self) -> None:
+        """Unmap the slot from this process. All views of its data must be released before."""
+        self._words.release()
+        self.data.release()
+        self._map.close()
+
+
+def choose_slot(slots: Sequence[Slot]) -> int | None:
+    """Return the slot to fill next: an unused one, else the oldest snapshot, else None."""
+    seen = [(i, slot.state, slot.step) for i, slot in enumerate(slots)]
+    usable = [(i, state, step) for i, state, step in seen if state in FREE_STATES]
+    free = [(state is SlotState.SNAPSHOT, step, i) for i, state, step in usable]
+    return min(free)[2] if free else None

@@ -1,0 +1,1 @@
+"""One launch of torchrun on one node: its command, its warm standby, its flusher."""

@@ -1,0 +1,366 @@
+"""Node 0's watch of silent ranks: it suspects, proves and confirms hangs.
+
+For a suspicion every node takes stacks, and they are journaled. The suspicion ends when a rank
+shows a sign of life. It is confirmed when the ranks have been silent for long enough and nothing
+about them changed between samples. `silence` judges that. This module controls the order, the
+number of samples and kept dumps, and how often suspicions may occur.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.disk.paths import AttemptPaths
+from holdfast.contracts.records.attempt import Request
+from holdfast.workers.agent.watch import silence
+from holdfast.workers.agent.watch.silence import RankStatus, Sample, SilenceLimits
+from holdfast.workers.agent.watch.stack_text import find_blame
+from holdfast.workers.agent.watch.stacks import StackSample
+from holdfast.workers.agent.watch.stragglers import Stragglers
+
+# Taking stacks is bounded in time. A node that does not answer by then never counts as unchanged,
+# so no launch is ended without its sample.
+SAMPLE_S_MAX: Final = 30.0
+# The gap between two samples is a share of the silence, within bounds. It varies, so that no
+# periodic activity of a rank is missed.
+GAP_SHARE: Final = 1 / 8
+GAP_S_MAX: Final = 10.0
+GAP_S_MIN: Final = 1.0
+GAP_VARIES: Final = 0.618
+# How many samples in a row must show no sign of life.
+STILL_SAMPLES_MIN: Final = 5
+# As many for a suspicion while no rank has registered.
+START_STILL_SAMPLES: Final = 2
+# A look at a rank takes microseconds. With thousands of ranks it is not done at every turn.
+LOOK_S_MIN: Final = 0.25
+LOOK_S_PER_RANK: Final = 1e-4
+# After a pause this long, the agent and perhaps its ranks were stopped, as in a suspended machine.
+# Earlier observations then prove nothing.
+PAUSE_S: Final = 10.0
+# After a false suspicion the next one is delayed. The delay doubles and is reset after a while.
+QUIET_S: Final = 5.0
+QUIET_DOUBLINGS_MAX: Final = 4
+QUIET_FORGOTTEN_S: Final = 600.0
+GROUNDLESS_KEPT: Final = 8
+SILENT_NAMED_MAX: Final = 16
+STRAGGLER_WINDOW_S: Final = 10.0
+
+
+class WatchedNode(Protocol):
+    """The part of a node that the watch uses."""
+
+    @property
+    def name(self) -> str: ...
+
+    def take_stacks(self, dump: int, number: int) -> object:
+        """Start to take a sample; a later report contains it."""
+        ...
+
+
+class WatchedReport(Protocol):
+    """The part of a node's report that the watch uses."""
+
+    @property
+    def ranks(self) -> tuple[RankStatus, ...]: ...
+
+    @property
+    def sample(self) -> StackSample | None: ...
+
+
+@dataclass
+class _Suspicion:
+    """One silence under examination. Times are monotonic seconds."""
+
+    dump: int
+    asked: int = 0
+    asked_at: float = 0.0
+    asked_statuses: list[RankStatus] = field(default_factory=list)
+    taken: int = 0
+    last: Sample | None = None
+    still_since: float = 0.0
+    still_samples: int = 0
+    next_at: float = 0.0
+    is_journaled: bool = False
+
+
+class HangWatch:
+    """The watch of one attempt. The lead's loop calls `look` at every turn."""
+
+    def __init__(self, request: Request, attempt: AttemptPaths, journal: JournalWriter) -> None:
+        self.evidence: tuple[str, ...] = ()
+        self._is_on = request.supervision.hangs
+        # A program that saves by itself has no session, so none of its ranks ever registers.
+        self._has_session = not request.program.is_watched
+        self._silence_limits = SilenceLimits(request.supervision.silence_s)
+        self._world_size = request.world_size
+        self._ranks_per_node = request.ranks_per_node
+        self._attempt, self._journal = attempt, journal
+        self._launch = 0
+        self._open: _Suspicion | None = None
+        self._groundless: list[int] = []
+        self._quiet_until = 0.0
+        self._doublings = 0
+        self._stragglers = Stragglers()
+        # How long no rank had registered when that was last examined.
+        self._start_examined_s = 0.0
+        self._straggler_at = 0.0
+        self._looked_at = self._awake_since = time.monotonic()
+
+    def begin(self, launch: int) -> None:
+        """Start a new launch, without suspicions."""
+        self._launch, self._open, self.evidence = launch, None, ()
+        self._start_examined_s = 0.0
+        self._stragglers = Stragglers()
+        self._looked_at = self._awake_since = time.monotonic()
+        self._straggler_at = self._looked_at + STRAGGLER_WINDOW_S
+
+    def look(self, nodes: Sequence[WatchedNode], reports: Mapping[str, WatchedReport]) -> bool:
+        """Check once; return True with `evidence` if the ranks hang and must be ended.
+
+        `reports` are the nodes' newest reports by name.
+        """
+        now = time.monotonic()
+        if now - self._looked_at < max(LOOK_S_MIN, LOOK_S_PER_RANK * self._world_size):
+            return False
+        if now - self._looked_at > PAUSE_S:
+            self._awake_since = now
+        self._looked_at = now
+        statuses = self._statuses(nodes, reports, now - self._awake_since)
+        if not self._is_on or len(statuses) < self._world_size:
+            return False
+        self._name_stragglers(statuses, now)
+        if not silence.have_registered(statuses):
+            return self._look_at_start(nodes, reports, statuses, now)
+        silent = silence.suspects(statuses, self._silence_limits)
+        if self._open is None:
+            if silent and now >= self._quiet_until:
+                self._open = _Suspicion(dump=self._next_dump())
+                self._ask(self._open, nodes, statuses, now)
+            return False
+        if self._open.asked > self._open.taken:
+            return self._await_sample(self._open, nodes, reports, statuses, now)
+        if not silent:
+            self._close(statuses, now)
+        elif now >= self._open.next_at:
+            self._ask(self._open, nodes, statuses, now)
+        return False
+
+    def silent_s(self, nodes: Sequence[WatchedNode], reports: Mapping[str, WatchedReport]) -> float:
+        """Return for how long all ranks have been silent, or 0.0 if that is usual for one of them.
+
+        It counts without the proof that ends ranks, for a launch that ends otherwise.
+        """
+        awake_s = time.monotonic() - self._awake_since
+        statuses = self._statuses(nodes, reports, awake_s) if nodes else []
+        silent = silence.suspects(statuses, self._silence_limits)
+        if not silent or len(silent) < len(statuses) or silence.have_left(statuses):
+            return 0.0
+        return min(status.silent_s for status in silent)
+
+    def _look_at_start(
+        self,
+        nodes: Sequence[WatchedNode],
+        reports: Mapping[str, WatchedReport],
+        statuses: list[RankStatus],
+        now: float,
+    ) -> bool:
+        """Examine ranks of which none has registered. They are suspected, and never ended.
+
+        An import may hang, or the program has no session. Samples without a sign of life are a
+        suspicion. After a sign of life, the next look comes when the silence has doubled.
+        """
+        silent = silence.silent_ranks(statuses, self._silence_limits)
+        silent_s = max((status.silent_s for status in silent), default=0.0)
+        open_ = self._open
+        if open_ is None:
+            if self._has_session and silent and silent_s >= 2 * self._start_examined_s:
+                self._open = _Suspicion(dump=self._next_dump())
+                self._ask(self._open, nodes, statuses, now)
+        elif open_.asked > open_.taken:
+            self._await_sample(open_, nodes, reports, statuses, now)
+            shows_life = open_.taken > 1 and open_.still_samples == 0
+            if open_.is_journaled or shows_life or open_.taken > STILL_SAMPLES_MIN:
+                self._start_examined_s = math.inf if open_.is_journaled else silent_s
+                if not open_.is_journaled:
+                    self._groundless.append(open_.dump)
+                self._open = None
+        elif now >= open_.next_at:
+            self._ask(open_, nodes, statuses, now)
+        return False
+
+    @staticmethod
+    def _statuses(
+        nodes: Sequence[WatchedNode], reports: Mapping[str, WatchedReport], awake_s: float
+    ) -> list[RankStatus]:
+        """Return the status of every rank. Silences count only while this process could run."""
+        found = [status for node in nodes for status in reports[node.name].ranks]
+        return [one if one.silent_s <= awake_s else replace(one, silent_s=awake_s) for one in found]
+
+    # --- samples ----------------------------------------------------------------------------
+
+    def _ask(
+        self,
+        open_: _Suspicion,
+        nodes: Sequence[WatchedNode],
+        statuses: list[RankStatus],
+        now: float,
+    ) -> None:
+        """Have every node take the next sample at the same time."""
+        open_.asked, open_.asked_at, open_.asked_statuses = open_.asked + 1, now, statuses
+        for node in nodes:
+            node.take_stacks(open_.dump, open_.asked)
+
+    def _await_sample(
+        self,
+        open_: _Suspicion,
+        nodes: Sequence[WatchedNode],
+        reports: Mapping[str, WatchedReport],
+        statuses: list[RankStatus],
+        now: float,
+    ) -> bool:
+        """Judge a sample once it is complete or overdue; return True if the ranks hang."""
+        wanted = (open_.dump, open_.asked)
+        samples = [reports[node.name].sample for node in nodes]
+        there = [s for s in samples if s is not None and (s.dump, s.number) == wanted]
+        if len(there) < len(nodes) and now < open_.asked_at + SAMPLE_S_MAX:
+            return False
+        stacks = {stack.rank: stack for sample in there for stack in sample.stacks}
+        sample = Sample(at=open_.asked_at, statuses=open_.asked_statuses, stacks=stacks)
+        return self._judge(open_, sample, statuses, now)
+
+    def _judge(
+        self, open_: _Suspicion, sample: Sample, statuses: list[RankStatus], now: float
+    ) -> bool:
+        """Judge a sample against the previous one; return True if the ranks hang."""
+        before, open_.last, open_.taken = open_.last, sample, open_.asked
+        if before is None or silence.signs_of_life(before, sample):
+            open_.still_since, open_.still_samples = sample.at, 0
+        else:
+            open_.still_samples += 1
+        # Nobody says when ranks that import their program should have finished.
+        have_registered = silence.have_registered(sample.statuses)
+        is_clear = have_registered or open_.still_samples >= START_STILL_SAMPLES
+        # Ranks that are exiting have no stacks left, and their silence is expected.
+        has_stacks = any(stack.top for stack in sample.stacks.values())
+        if is_clear and has_stacks and not open_.is_journaled:
+            all_s = min(status.silent_s for status in statuses)
+            self._journal_finding(EventKind.HANG_SUSPECTED, open_, statuses, all_silent_s=all_s)
+            open_.is_journaled = True
+        open_.next_at = now + self._gap_s(statuses, sample_number=open_.taken)
+        if before is None or not have_registered or open_.still_samples < STILL_SAMPLES_MIN:
+            return False
+        still_s = sample.at - max(open_.still_since, self._awake_since)
+        busy = silence.busy_ranks(before, sample)
+        if (
+            still_s <= 0
+            or silence.left_to_wait_s(statuses, self._silence_limits, still_s, busy) > 0
+        ):
+            return False
+        self._confirm(open_, statuses)
+        return True
+
+    def _gap_s(self, statuses: Sequence[RankStatus], sample_number: int) -> float:
+        """Return the seconds until the next sample."""
+        longest_s = max((status.silent_s for status in statuses), default=0.0)
+        gap_s = min(GAP_S_MAX, max(GAP_S_MIN, GAP_SHARE * longest_s))
+        return gap_s * (1 + sample_number * GAP_VARIES % 1) / 2
+
+    # --- results ----------------------------------------------------------------------------
+
+    def _confirm(self, open_: _Suspicion, statuses: Sequence[RankStatus]) -> None:
+        dead = silence.dead_peers(statuses)
+        longest_s = max(status.silent_s for status in statuses)
+        reason = (
+            f"every rank is silent, one for {longest_s:.0f} s, and no sample shows a sign of life"
+        )
+        if dead:
+            reason = f"rank {dead[0].rank} is dead and the others wait for it"
+        finding = self._journal_finding(EventKind.HANG_CONFIRMED, open_, statuses, reason=reason)
+        dumps = ", ".join(self._dumps(open_, statuses))
+        self.evidence = (reason, finding, f"stacks: {dumps}")
+        self._open = None
+
+    def _journal_finding(
+        self, kind: EventKind, open_: _Suspicion, statuses: Sequence[RankStatus], **more: Any
+    ) -> str:
+        """Journal what is known; return which ranks wait and which are missing."""
+        silent = silence.suspects(statuses, self._silence_limits)
+        worst = sorted(silent or statuses, key=lambda status: -status.silent_s)[:SILENT_NAMED_MAX]
+        stacks = list(open_.last.stacks.values()) if open_.last else []
+        finding = find_blame(stacks, {k.rank: k.step for k in statuses})
+        if not silence.have_registered(statuses):
+            finding = f"no rank has made a Session for {worst[0].silent_s:.0f} s; {finding}"
+        self._journal.append(
+            kind,
+            attempt=self._attempt.number,
+            launch=self._launch,
+            silent=[
+                {"rank": k.rank, "step": k.step, "phase": k.phase, "silent_s": k.silent_s}
+                for k in worst
+            ],
+            finding=finding,
+            dumps=self._dumps(open_, statuses),
+            **more,
+        )
+        return finding
+
+    def _close(self, statuses: Sequence[RankStatus], now: float) -> None:
+        """Close a false suspicion: a rank has shown a sign of life."""
+        assert self._open is not None
+        if self._open.is_journaled:
+            self._journal.append(
+                EventKind.HANG_CLEARED,
+                attempt=self._attempt.number,
+                launch=self._launch,
+                dumps=self._dumps(self._open, statuses),
+            )
+        if now - self._quiet_until > QUIET_FORGOTTEN_S:
+            self._doublings = 0
+        self._quiet_until = now + QUIET_S * 2**self._doublings
+        self._doublings = min(self._doublings + 1, QUIET_DOUBLINGS_MAX)
+        self._groundless.append(self._open.dump)
+        self._open = None
+        for dump in self._groundless[:-GROUNDLESS_KEPT]:
+            for folder in self._attempt.dumps.glob(f"node-*-{dump:02d}"):
+                shutil.rmtree(folder, ignore_errors=True)
+        del self._groundless[:-GROUNDLESS_KEPT]
+
+    def _name_stragglers(self, statuses: Sequence[RankStatus], now: float) -> None:
+        if now < self._straggler_at:
+            return
+        self._straggler_at = now + STRAGGLER_WINDOW_S
+        for slow in self._stragglers.look(statuses):
+            self._journal.append(
+                EventKind.STRAGGLER,
+                attempt=self._attempt.number,
+                launch=self._launch,
+                rank=slow.rank,
+                own_s=round(slow.own_s, 6),
+                peers_s=round(slow.peers_s, 6),
+                step_s=round(slow.step_s, 6),
+            )
+
+    def _dumps(self, open_: _Suspicion, statuses: Sequence[RankStatus]) -> list[str]:
+        """Return the dump's folders, relative to the run's folder."""
+        nodes = sorted({status.rank // self._ranks_per_node for status in statuses})
+        run = self._attempt.directory.parent.parent
+        return [str(self._attempt.dump(n, open_.dump).relative_to(run)) for n in nodes]
+
+    def _next_dump(self) -> int:
+        """Return a number that no earlier suspicion of the attempt has used."""
+        taken = [0, *self._groundless]
+        with contextlib.suppress(OSError):
+            taken += [int(path.name.rpartition("-")[2]) for path in _folders(self._attempt.dumps)]
+        return max(taken) + 1
+
+
+def _folders(directory: Path) -> list[Path]:
+    return [path for path in directory.glob("node-*-*") if path.name[-1].isdecimal()]

@@ -1,0 +1,178 @@
+"""The node's heartbeat: every few seconds, a thread reports the ranks' state to node 0.
+
+Node 0's thread writes the newest heartbeats of all nodes to the attempt's folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import psutil
+
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.node.rank_status import RankStatusTable
+from holdfast.workers.agent.context import AgentContext
+from holdfast.workers.agent.watch.log_times import LogTimes
+from holdfast.workers.agent.watch.rank_watch import RankWatch
+from holdfast.workers.nodes.calibration import PhaseTimes, scaled
+from holdfast.workers.nodes.gpus import watch_gpus
+from holdfast.workers.nodes.heartbeats import (
+    HeartbeatWriter,
+    NodeBeat,
+    RankBeat,
+    interval_s,
+    read_heartbeats,
+)
+from holdfast.workers.nodes.processes import boot_id
+
+STOP_WAIT_S: Final = 5.0
+# Clock adjustment shifts less than this between two heartbeats. More is a jump.
+CLOCK_JUMP_S: Final = 5.0
+
+
+class Heartbeat:
+    """Reports what the rank watch has measured; never touches a rank."""
+
+    def __init__(
+        self,
+        context: AgentContext,
+        status_table: RankStatusTable,
+        watch: RankWatch,
+        program: Callable[[], tuple[RankBeat, ...]] = tuple,
+    ) -> None:
+        """`program` returns the part of a program that does not use the status table."""
+        self.launch = 0
+        # On other nodes, sends a heartbeat to node 0 once this node has joined.
+        self.send: Callable[[dict[str, Any]], object] | None = None
+        self._context = context
+        self._every_s = interval_s(context.request.supervision.heartbeat_s, context.nodes)
+        # The newest heartbeat of each node. The channel's thread adds those of other nodes.
+        self._beats: dict[int, dict[str, Any]] = {}
+        self._writer = HeartbeatWriter(context.attempt) if context.is_lead else None
+        self._status_table, self._watch, self._program = status_table, watch, program
+        self._log_times = LogTimes(context.attempt, context.node)
+        self._gpus = watch_gpus()
+        self._boot_id = boot_id()
+        self._clock = _clock_offset_s()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def take(self, beat: dict[str, Any]) -> None:
+        """Take the heartbeat of another node, for the next write. Node 0 only."""
+        self._beats[int(beat["node"])] = beat
+
+    def close(self) -> None:
+        """Report one last heartbeat and stop."""
+        self._over.set()
+        self._thread.join(STOP_WAIT_S)
+        if self._writer is not None and not self._thread.is_alive():
+            self._writer.close()
+        if self._gpus is not None:
+            self._gpus.close()
+
+    def _run(self) -> None:
+        while True:
+            is_last = self._over.wait(self._every_s)
+            # A full or absent file system, or the loss of node 0, must not stop later heartbeats.
+            with contextlib.suppress(OSError):
+                self._look_at_clock()
+            with contextlib.suppress(OSError):
+                self._log_times.look(self.launch, is_last=is_last)
+            with contextlib.suppress(OSError):
+                self._report()
+            if is_last:
+                return
+
+    def _report(self) -> None:
+        beat = self._take_beat().model_dump(mode="json", exclude_none=True)
+        if self._writer is not None:
+            self.take(beat)
+            self._writer.write(list(self._beats.copy().values()))
+        elif self.send is not None:
+            self.send(beat)
+
+    def _take_beat(self) -> NodeBeat:
+        return NodeBeat(
+            node=self._context.node,
+            host=self._context.host,
+            time=time.time(),
+            attempt=self._context.request.attempt,
+            launch=self.launch,
+            agent_pid=os.getpid(),
+            monotonic_s=round(time.monotonic(), 3),
+            every_s=self._every_s,
+            boot_id=self._boot_id,
+            world_size=self._context.request.world_size,
+            ranks=self._ranks() or self._program(),
+            gpus=self._gpus.beats() if self._gpus else (),
+            phases=self._watch.summary(),
+            memory_percent=psutil.virtual_memory().percent,
+        )
+
+    def _ranks(self) -> tuple[RankBeat, ...]:
+        seen = zip(
+            self._status_table.records(),
+            self._watch.statuses(),
+            self._watch.counters(),
+            self._watch.step_times(),
+            strict=True,
+        )
+        return tuple(
+            RankBeat(
+                rank=record.rank,
+                step=record.completed,
+                phase=status.phase,
+                age_s=status.silent_s,
+                step_time_s=round(record.step_time_s, 6),
+                pid=record.pid,
+                step_p50_s=round(p50_s, 6),
+                step_p99_s=round(p99_s, 6),
+                own_s=round(status.own_s, 6),
+                rss_bytes=counters.rss_bytes,
+                cpu_percent=counters.cpu_percent,
+                threads=counters.threads,
+                read_bytes=counters.read_bytes,
+                write_bytes=counters.write_bytes,
+            )
+            for record, status, counters, (p50_s, p99_s) in seen
+            if record.pid
+        )
+
+    def _look_at_clock(self) -> None:
+        """Journal a jump of the clock. Silences are measured by the monotonic clock."""
+        offset_s = _clock_offset_s()
+        jump_s, self._clock = offset_s - self._clock, offset_s
+        if abs(jump_s) < CLOCK_JUMP_S:
+            return
+        attempt = self._context.attempt
+        with JournalWriter(attempt.node_journal(self._context.node)) as journal:
+            text = f"the clock of {self._context.host} jumped by {jump_s:+.1f} s"
+            journal.append(
+                EventKind.NOTE, attempt=attempt.number, text=f"{text}, and so did its time stamps"
+            )
+
+
+def earlier_times(context: AgentContext) -> dict[str, PhaseTimes]:
+    """Return the phase times of this run's last attempts, scaled to this attempt's rank count.
+
+    Fewer ranks share the same global batch, so their steps take proportionally longer.
+    """
+    for attempt in reversed(context.run.list_attempts()):
+        if attempt.number >= context.attempt.number:
+            continue
+        for beat in read_heartbeats(attempt):
+            if beat.phases:
+                factor = max(1.0, beat.world_size / context.request.world_size)
+                return scaled(beat.phases, factor)
+    return {}
+
+
+def _clock_offset_s() -> float:
+    """Return Unix time minus monotonic time, which is constant until the clock is set."""
+    return time.time() - time.monotonic()

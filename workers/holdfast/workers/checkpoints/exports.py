@@ -1,0 +1,104 @@
+"""Export a checkpoint for programs without Holdfast, in the job's environment."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final
+
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.paths import RunPaths, checkpoint_id
+from holdfast.contracts.disk.sources import require_readable
+from holdfast.contracts.errors import OutputExistsError
+from holdfast.contracts.records.attempt import RunRecord, read_document
+from holdfast.contracts.records.history import load_history
+from holdfast.contracts.records.known_damage import refuse_damaged
+from holdfast.workers.checkpoints.trainer_call import ask_trainer, interpreter_of
+
+# Enough for a terabyte on a slow shared file system.
+EXPORT_S_MAX: Final = 6 * 3600.0
+
+
+class Form(StrEnum):
+    """The format of an export."""
+
+    TORCH = "torch"
+    SAFETENSORS = "safetensors"
+    HF = "hf"
+    DCP = "dcp"
+
+
+class Dtype(StrEnum):
+    """The type of floating-point tensors in an export."""
+
+    FLOAT64 = "float64"
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+
+
+# The file name suffix of each format.
+SUFFIXES: Final = {
+    Form.TORCH: ".pt",
+    Form.SAFETENSORS: ".safetensors",
+    Form.HF: ".hf",
+    Form.DCP: ".dcp",
+}
+
+
+def export(
+    directory: Path,
+    form: Form,
+    output: Path,
+    *,
+    writer: str,
+    include: Sequence[str] = (),
+    rename: Sequence[str] = (),
+    dtype: str | None = None,
+    look: Callable[[], object] = lambda: None,
+) -> dict[str, Any]:
+    """Write the checkpoint in `directory` to the new path `output`; return the facts for JSON.
+
+    If the checkpoint's run belongs to the caller, its journal gets a line by `writer`. `look` is
+    called during the export, and an exception in it ends the export. Raises `OutputExistsError` if
+    `output` exists, `CheckpointError` if
+    the checkpoint cannot be exported or written, and `PreflightError` if the job's environment
+    cannot run.
+    """
+    manifest = read_manifest(directory)
+    if manifest is not None:
+        require_readable(manifest, "export it")
+    paths = RunPaths(directory.parent.parent)
+    refuse_damaged(paths, directory.name, "export it")
+    target = output.expanduser().absolute()
+    if os.path.lexists(target):
+        raise OutputExistsError(
+            f"{target}: exists already and is not overwritten; give another --output, or delete it"
+        )
+    record = read_document(RunRecord, paths.spec)
+    python = [sys.executable]
+    if record is not None:
+        python = interpreter_of(paths, load_history(paths).spec)
+    arguments = [str(directory.absolute()), "--to", form.value, "--output", str(target)]
+    arguments += [word for key in include for word in ("--include", key)]
+    arguments += [word for rule in rename for word in ("--rename", rule)]
+    arguments += ["--dtype", dtype] if dtype else []
+    facts = ask_trainer(python, "export", *arguments, timeout_s=EXPORT_S_MAX, look=look)
+    facts["checkpoint"] = manifest.id if manifest else str(directory)
+    if record is not None and manifest is not None and manifest.run_uid == record.uid:
+        facts["checkpoint"] = checkpoint_id(paths.name, directory.name)
+        if not paths.is_mine():
+            # Reading another user's checkpoint does not justify a write to that run's folder.
+            return facts
+        with JournalWriter(paths.journal_of(writer)) as journal:
+            journal.append(
+                EventKind.EXPORTED,
+                checkpoint=directory.name,
+                format=facts["format"],
+                path=facts["path"],
+            )
+    return facts

@@ -1,0 +1,405 @@
+"""Requests of operators: journaled first, then passed to the agent or the scheduler."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Final, Literal
+
+from holdfast.contracts.disk.durable import STORAGE_FULL
+from holdfast.contracts.disk.journal import AUTOMATIC, EventKind
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.paths import AttemptPaths, RunPaths, checkpoint_id
+from holdfast.contracts.disk.sources import require_own_directory
+from holdfast.contracts.errors import (
+    HoldfastError,
+    NotFoundError,
+    OrdersChangedError,
+    RequestConflictError,
+    RunStateError,
+    SchedulerError,
+    SchedulerUnavailableError,
+    SpecError,
+)
+from holdfast.contracts.plain_text import counted
+from holdfast.contracts.records.attempt import (
+    Request,
+    StopFile,
+    Submission,
+    read_claim,
+    read_document,
+    write_document,
+)
+from holdfast.contracts.records.history import (
+    OPERATOR_GOES_ON,
+    AttemptView,
+    RunHistory,
+    pinned_checkpoints,
+)
+from holdfast.contracts.records.history_cache import load_tallied
+from holdfast.contracts.records.orders import OrderBook, OrderState, open_orders, orders_of
+from holdfast.contracts.records.saving import trained_in, why_nothing_is_saved
+from holdfast.contracts.states import RunState
+from holdfast.workers.decisions.sizes import problem_with
+from holdfast.workers.runs.feasibility import Feasibility
+from holdfast.workers.runs.run_folders import release_reserve, why_not_submitted
+from holdfast.workers.schedulers import executor_for
+
+Action = Literal["stop", "pause", "resume", "cancel", "relaunch"]
+ACTIONS: Final[tuple[Action, ...]] = ("stop", "pause", "resume", "cancel", "relaunch")
+# Requests that end a live attempt.
+_ENDS_ATTEMPT: Final = frozenset({"stop", "pause", "cancel", "relaunch"})
+# For this long, another operator's request is refused while the first is pending.
+UNDER_WAY_S: Final = 60.0
+
+
+def request(
+    paths: RunPaths,
+    action: Action,
+    *,
+    by: str,
+    gpus: int | None = None,
+    writer: str = "cli",
+    alone: bool = False,
+    reason: str = "",
+    place: int | None = None,
+    now: bool = False,
+    seen: int | None = None,
+) -> str:
+    """Request that a run be stopped, paused, resumed, cancelled or relaunched; return what happens.
+
+    The request is an order of the run, see `contracts.orders`. Then a live attempt is asked to end
+    after one last checkpoint, and a queued one is cancelled. If the scheduler does not answer, the
+    run's supervisor tries again. Repeating a request is harmless. `writer` names the part of
+    Holdfast that took it. `reason` explains it. `place` is where a relaunch continues, see
+    `Decision`. With `now`, a run is cancelled without a last checkpoint, also while it saves that
+    one. `seen` is the newest order that the caller knew, see `RunHistory.newest_order`.
+
+    Raises `RunStateError` for a request that does not fit the run's state, `SpecError` for one that
+    is wrong at any time, `NotFoundError` if there is no run, `OrdersChangedError` for an order
+    after `seen`, and `RequestConflictError` for one of Holdfast's own requests while a person's is
+    pending, or with `alone` while another recent request is pending.
+    """
+    asked = _Asked(action, by=by, gpus=gpus, reason=reason, place=place, now=now, via=writer)
+    while True:
+        try:
+            return _request(paths, asked, alone=alone, seen=seen)
+        except OSError as error:
+            if error.errno not in STORAGE_FULL:
+                raise
+            # The reserve can be released once, for a second try.
+            if not release_reserve(paths):
+                raise HoldfastError(_disk_full_message(paths, action, error)) from error
+
+
+def _disk_full_message(paths: RunPaths, action: Action, error: OSError) -> str:
+    last = load_tallied(paths).last_attempt
+    job = f", or end job {last.job_id} with the scheduler's own command" if last else ""
+    return (
+        f"run {paths.name}: the file system is full ({error}), so the request to {action} was "
+        f"not recorded; free some space there and repeat the request{job}"
+    )
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """One request, as `request` gets it."""
+
+    action: Action
+    _: KW_ONLY
+    by: str
+    gpus: int | None
+    reason: str
+    place: int | None
+    now: bool
+
+    via: str
+
+    def facts(self) -> dict[str, Any]:
+        """Return the request's facts in the journal that are not in every request."""
+        found = {"reason": self.reason or None, "place": self.place, "now": self.now or None}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def _request(paths: RunPaths, asked: _Asked, *, alone: bool, seen: int | None) -> str:
+    with _orders_of_run(paths) as book:
+        history = load_tallied(paths)
+        book.require(seen)
+        _refuse_automatic(history, asked)
+        if alone and not asked.now:
+            _refuse_second(history, time.time())
+        _check(history, asked)
+        last = history.last_attempt
+        number = book.give(
+            EventKind.OPERATOR_REQUEST,
+            action=asked.action,
+            by=asked.by,
+            via=asked.via,
+            gpus=asked.gpus,
+            after_attempt=last.number if last else 0,
+            of_completed=history.state is RunState.COMPLETED,
+            overtakes=_open_request(history),
+            **asked.facts(),
+        )
+        if last is None or last.state.is_terminal or asked.action not in _ENDS_ATTEMPT:
+            return _what_follows(history, asked.action, asked.gpus)
+        # Under the lock, so that the file is that of the newest order.
+        _write_stop(paths.attempt(last.number), asked, number)
+    unsaved = why_nothing_is_saved(trained_in(history))
+    return _end_attempt(paths, last, asked.action, now=asked.now, unsaved=unsaved)
+
+
+def _open_request(history: RunHistory) -> int | None:
+    """Return the number of the request that a new one overtakes, or None."""
+    requests = (order for order in reversed(orders_of(history)) if order.checkpoint is None)
+    return next((order.number for order in requests if order.state.is_open), None)
+
+
+def pin(paths: RunPaths, checkpoint: str, *, by: str, note: str = "", writer: str = "cli") -> str:
+    """Keep a checkpoint whatever the keep rules say; return its id.
+
+    Raises `NotFoundError` if there is none, or if it was deleted before the pin took effect, and
+    `CheckpointError` for one that the program wrote itself.
+    """
+    _check_committed(paths, checkpoint)
+    with _orders_of_run(paths) as book:
+        number = book.give(EventKind.PINNED, checkpoint=checkpoint, by=by, note=note, via=writer)
+        # A deletion removes the manifest and then looks for pins, so one of the two sees the other.
+        try:
+            _check_committed(paths, checkpoint)
+        except HoldfastError as error:
+            book.note(number, OrderState.FAILED, str(error))
+            raise
+    return checkpoint_id(paths.name, checkpoint)
+
+
+def unpin(paths: RunPaths, checkpoint: str, *, by: str, writer: str = "cli") -> str:
+    """Make a checkpoint subject to the keep rules again; return its id."""
+    with _orders_of_run(paths) as book:
+        if checkpoint not in pinned_checkpoints(load_tallied(paths).events):
+            raise RunStateError(f"{checkpoint_id(paths.name, checkpoint)} is not pinned")
+        book.give(EventKind.UNPINNED, checkpoint=checkpoint, by=by, via=writer)
+    return checkpoint_id(paths.name, checkpoint)
+
+
+@contextlib.contextmanager
+def _orders_of_run(paths: RunPaths) -> Iterator[OrderBook]:
+    """Hold the lock of the run's orders. Raises `NotFoundError` if there is no run."""
+    # Long journals are read before the lock is taken, so that no other order waits for that.
+    load_tallied(paths)
+    with open_orders(paths) as book:
+        yield book
+
+
+def _refuse_automatic(history: RunHistory, asked: _Asked) -> None:
+    """Raise `RequestConflictError` for a request of Holdfast's own that no longer has a reason.
+
+    One of a person counts before it, and without a live attempt the policy decides what follows.
+    """
+    if asked.by not in AUTOMATIC:
+        return
+    last, before = history.last_attempt, history.pending_request
+    if before is not None:
+        raise RequestConflictError(
+            f"run {history.paths.name}: {asked.by} does not {asked.action} it, because "
+            f"{before.get('by') or 'another operator'} asked to {before['action']} it",
+            by=str(before.get("by")),
+            action=str(before["action"]),
+            at=time.time(),
+        )
+    if last is None or last.state.is_terminal:
+        raise OrdersChangedError(
+            f"run {history.paths.name}: {asked.by} does not {asked.action} it, because its attempt "
+            "has ended"
+        )
+
+
+def _refuse_second(history: RunHistory, now: float) -> None:
+    """Raise `RequestConflictError` while a recent request is still pending."""
+    last, asked = history.last_attempt, history.pending_request
+    requests = [e for e in history.events if e.kind is EventKind.OPERATOR_REQUEST]
+    if asked is None or asked.get("by") in AUTOMATIC:
+        return
+    # Another host's clock wrote the time. If it is ahead by more than this, it says nothing.
+    age_s = now - requests[-1].time
+    if abs(age_s) > UNDER_WAY_S:
+        return
+    has_ended = last is None or last.state.is_terminal
+    if has_ended and asked["action"] not in OPERATOR_GOES_ON:
+        return
+    who, action = str(asked.get("by") or "another operator"), str(asked["action"])
+    size = f" at {counted(asked['gpus'], 'GPU')}" if asked.get("gpus") else ""
+    raise RequestConflictError(
+        f"{who} asked to {action} run {history.paths.name}{size} "
+        f"{max(age_s, 0.0):.0f} s ago, and that request is still pending; wait until it is done, "
+        "then repeat yours",
+        by=who,
+        action=action,
+        at=requests[-1].time,
+    )
+
+
+def _check(history: RunHistory, asked: _Asked) -> None:
+    """Raise `SpecError` for a wrong request, and `RunStateError` for one at the wrong time."""
+    run, state, action = history.paths.name, history.state, asked.action
+    if action not in ACTIONS:
+        raise SpecError(f"{action!r}: expected one of {', '.join(ACTIONS)}")
+    if asked.now and action != "cancel":
+        raise SpecError(f"{action} always saves a last checkpoint; only cancel can leave it out")
+    last = history.last_attempt
+    may_go_on = action == "relaunch" and last is not None and last.may_lack_steps
+    if state is RunState.COMPLETED and not may_go_on:
+        raise RunStateError(
+            f"run {run} is completed, so there is nothing to {action}; start a new run from one of "
+            "its checkpoints with `holdfast fork`"
+        )
+    before = history.pending_request or {}
+    if action == "resume" and state is not RunState.PAUSED and before.get("action") != "pause":
+        raise RunStateError(
+            f"run {run} is {state}, not paused; continue a run that has ended with "
+            f"`holdfast relaunch {run}`"
+        )
+    if action in {"stop", "pause", "cancel"} and not state.is_live:
+        raise RunStateError(f"run {run} is already {state}; there is nothing to {action}")
+    reason = why_not_submitted(history.record) if action in OPERATOR_GOES_ON else ""
+    if reason:
+        raise SpecError(f"run {run}: {reason}. Nothing was queued or stopped", [reason])
+    if (gpus := asked.gpus) is None:
+        return
+    if action != "relaunch":
+        raise SpecError(f"{action} takes no GPU count; use `holdfast relaunch {run} --gpus {gpus}`")
+    problem = problem_with(history.spec, gpus)
+    if problem:
+        raise SpecError(f"run {run}: {problem}", [problem])
+    problem = Feasibility.of(history).problem(gpus)
+    if problem:
+        raise SpecError(
+            f"run {run}: {problem}; a program that can load it is another run: start it with "
+            "`holdfast fork --spec`. Nothing was queued or stopped",
+            [problem],
+        )
+
+
+def _write_stop(attempt: AttemptPaths, asked: _Asked, number: int) -> None:
+    """Ask the attempt's agent to end it. The caller holds the lock of the orders."""
+    stop = StopFile(
+        action=asked.action,
+        by=asked.by,
+        order=number,
+        requested_at=time.time(),
+        deadline_s=0.0 if asked.now else None,
+        detail="without a last checkpoint" if asked.now else "",
+    )
+    write_document(attempt.stop, stop)
+
+
+def _end_attempt(
+    paths: RunPaths, view: AttemptView, action: Action, *, now: bool, unsaved: str
+) -> str:
+    """Have the scheduler take back a job that is still queued; return what happens.
+
+    If the scheduler does not answer, the supervisor tries again, see `carry_out`. `unsaved` is why
+    there will be no last checkpoint, or ''.
+    """
+    how = "ends now, without a last checkpoint" if now else "ends after one last checkpoint"
+    how = f"ends without a last checkpoint: {unsaved}" if unsaved and not now else how
+    message = f"attempt {view.number} {how} ({action})"
+    try:
+        # Another user's run could name a job of this user's. Its own supervisor takes jobs back.
+        if paths.is_mine() and _take_back(paths.attempt(view.number)):
+            return f"attempt {view.number} was still queued and is cancelled ({action})"
+    except SchedulerError as error:
+        return (
+            f"{action} of attempt {view.number} is pending, because {_problem(error)}. The run's "
+            "supervisor tries again until it is done"
+        )
+    return message
+
+
+def _problem(error: SchedulerError) -> str:
+    """Return why a job could not be taken back."""
+    is_silent = isinstance(error, SchedulerUnavailableError)
+    return f"the scheduler {'does not answer' if is_silent else 'refuses it'}: {error}"
+
+
+def _take_back(attempt: AttemptPaths) -> bool:
+    """Cancel the attempt's job if no agent runs it yet; return True if it has ended by that.
+
+    A job that starts meanwhile continues, and its agent finds the stop file. Raises
+    `SchedulerError`.
+    """
+    request_file = read_document(Request, attempt.request)
+    if request_file is None or request_file.executor == "local" or read_claim(attempt):
+        return False
+    executor = executor_for(request_file.executor)
+    submission = read_document(Submission, attempt.submission) or executor.find(request_file)
+    if submission is None or not executor.is_pending(request_file, submission):
+        return False
+    executor.withdraw(request_file, submission)
+    return not executor.is_pending(request_file, submission) and not read_claim(attempt)
+
+
+def has_agent(history: RunHistory) -> bool:
+    """Return True if an agent runs the last attempt, or there is no live one."""
+    last = history.last_attempt
+    if last is None or last.state.is_terminal:
+        return True
+    return read_claim(history.paths.attempt(last.number)) is not None
+
+
+def carry_out(history: RunHistory) -> str:
+    """Do what a pending order asks of a live attempt and is not done yet; return what was done.
+
+    The command that gave the order may have been killed, or the scheduler may not have answered it.
+    Only a supervisor calls this, in each turn. Raises `SchedulerError`, after it has recorded that.
+    """
+    paths, last, asked = history.paths, history.last_attempt, history.pending_request
+    if last is None or last.state.is_terminal or asked is None:
+        return ""
+    action, attempt = asked["action"], paths.attempt(last.number)
+    if action not in _ENDS_ATTEMPT:
+        return ""
+    number = int(asked.get("order") or 0)
+    found = read_document(StopFile, attempt.stop)
+    if found is None or found.order < number:
+        with open_orders(paths) as book:
+            book.require(history.newest_order)
+            given = _Asked(
+                action,
+                by=str(asked.get("by")),
+                gpus=None,
+                reason="",
+                place=None,
+                now=bool(asked.get("now")),
+                via="flow",
+            )
+            _write_stop(attempt, given, number)
+    try:
+        is_done = _take_back(attempt)
+    except SchedulerError as error:
+        with open_orders(paths) as book:
+            book.note(number, OrderState.PENDING, _problem(error))
+        raise
+    return f"{action} by {asked.get('by')}: the queued job was taken back" if is_done else ""
+
+
+def _what_follows(history: RunHistory, action: Action, gpus: int | None) -> str:
+    run = history.paths.name
+    if action in {"resume", "relaunch"}:
+        before = history.last_attempt.gpus if history.last_attempt else history.spec.gpus
+        return f"run {run} continues at {counted(gpus or before or history.spec.gpus, 'GPU')}"
+    if action == "pause":
+        return f"run {run} is paused; continue it with `holdfast resume {run}`"
+    return f"run {run} will not be relaunched ({action})"
+
+
+def _check_committed(paths: RunPaths, checkpoint: str) -> None:
+    manifest = read_manifest(paths.checkpoint(checkpoint))
+    if manifest is None:
+        raise NotFoundError(
+            f"no committed checkpoint {checkpoint!r} in run {paths.name}; "
+            f"list them with `holdfast checkpoints {paths.name}`"
+        )
+    require_own_directory(manifest, "keep it from being deleted by the program")

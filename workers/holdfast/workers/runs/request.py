@@ -1,0 +1,187 @@
+"""Build an attempt's submission from a run's spec, as plain data and without side effects."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from holdfast.contracts.disk.digests import command_digest
+from holdfast.contracts.records.attempt import Provenance, Request, RunRecord
+from holdfast.contracts.spec.node_share import NO_GRES, Share
+from holdfast.contracts.spec.part import RECORDED
+from holdfast.contracts.spec.resources import Resources
+from holdfast.contracts.spec.run_spec import RunSpec
+from holdfast.contracts.spec.supervision import Supervision
+
+# The agent plans its own stop, so Slurm's warning is requested this much earlier.
+WARNING_MARGIN_S: Final = 30
+# Slurm may send the warning up to a minute early, plus the resolution of its clock.
+WARNING_EARLY_S: Final = 90
+# The time until an agent handles signals; an earlier signal would end the job.
+AGENT_START_S: Final = 60
+LOCAL_TIMEOUT_MIN: Final = 10 * 365 * 24 * 60
+UNKNOWN: Final = Provenance()
+
+
+def job_name(run: str, run_uid: str, attempt: int) -> str:
+    """Return the scheduler's job name for an attempt, by which any process can find the job."""
+    return f"holdfast-{run}-{run_uid[:8]}-a{attempt:04d}"
+
+
+def build_request(
+    record: RunRecord,
+    spec: RunSpec,
+    *,
+    attempt: int,
+    gpus: int,
+    reason: str,
+    exclude: Sequence[str] = (),
+    created_at: float = 0.0,
+    cluster: str | None = None,
+    place: int = 0,
+    hangs_before: int = 0,
+    provenance: Provenance = UNKNOWN,
+) -> Request:
+    """Return the request for attempt number `attempt` of a run on `gpus` GPUs.
+
+    `created_at` is Unix seconds, or 0 for a dry run. `cluster` is the Slurm cluster that gets the
+    job, None if unknown. `place` is n for the n-th fallback, else 0. Raises `ValueError` if `gpus`
+    does not fill whole nodes of the spec.
+    """
+    spec = spec.model_copy(update={"resources": spec.resources.at(place)})
+    share = spec.share(gpus)
+    name = job_name(record.run, record.uid, attempt)
+    directory = Path(record.root) / record.run
+    working_directory = working_directory_of(record, spec)
+    parameters = (
+        _slurm_parameters(spec, name, share, exclude)
+        if spec.resources.executor == "slurm"
+        else _local_parameters(share)
+    )
+    facts = {
+        "run_uid": record.uid,
+        "run": record.run,
+        "run_directory": str(directory),
+        "attempt": attempt,
+        "job_name": name,
+        "executor": spec.resources.executor,
+        "nodes": share.nodes,
+        "gpus_per_node": share.gpus,
+        "nproc_per_node": share.ranks,
+        "cluster": cluster,
+        "exclude": tuple(exclude),
+        "place": place,
+        "command": spec.command,
+        "working_directory": working_directory,
+        "environment": spec.environment,
+        "config": spec.config,
+        "launch": spec.launch,
+        "program": spec.program,
+        "resources": spec.resources,
+        "supervision": spec.supervision,
+        "health": spec.health,
+        "checkpoint": spec.checkpoint,
+        "command_digest": command_digest(spec.command, working_directory),
+        "scheduler": parameters,
+        "created_at": created_at,
+        "hangs_before": hangs_before,
+        "reason": reason,
+        "provenance": provenance,
+        "sources": spec.sources,
+    }
+    # A recorded spec must stay readable, so the rules for new specs do not apply here.
+    return Request.model_validate(facts, context=RECORDED)
+
+
+def working_directory_of(record: RunRecord, spec: RunSpec) -> str:
+    """Return the directory the program runs in: the original folder, or the run's copy of it."""
+    if spec.launch.code == "snapshot":
+        return str(Path(record.root) / record.run / "code")
+    return spec.launch.working_directory
+
+
+def _local_parameters(share: Share) -> dict[str, Any]:
+    """Return submitit's parameters for the local executor; the agent enforces the time limit."""
+    return {
+        "timeout_min": LOCAL_TIMEOUT_MIN,
+        "tasks_per_node": 1,
+        "gpus_per_node": share.gpus,
+    }
+
+
+def _slurm_parameters(
+    spec: RunSpec, name: str, share: Share, exclude: Sequence[str]
+) -> dict[str, Any]:
+    """Return submitit's parameters for Slurm: one task per node, which is the agent.
+
+    `time` is None if the spec has no limit, because submitit's own default is 5 minutes.
+    """
+    resources = spec.resources
+    warning_s = warning_lead_s(spec.supervision, resources)
+    cpus = (resources.cpus_per_gpu or 0) * (share.gpus or share.ranks)
+    # The spec does not accept these names in `resources.extra`.
+    options: dict[str, Any] = {
+        **resources.extra,
+        "no-requeue": True,
+        "no-kill": True,
+        "signal": f"USR2@{warning_s}",
+    }
+    # A failing node must not end the other nodes' agents, which still hold the state.
+    step = ["--no-kill", "--kill-on-bad-exit=0"]
+    if cpus:
+        step.append(f"--cpus-per-task={cpus}")
+    if spec.launch.export == "none":
+        # Otherwise the step would not get the variables of the batch script either.
+        options["export"] = "NONE"
+        step.append("--export=ALL")
+    wanted: dict[str, Any] = {
+        "partition": resources.partition,
+        "account": resources.account,
+        "qos": resources.qos,
+        "constraint": resources.constraint,
+        "exclude": ",".join(exclude) or None,
+        "cpus_per_task": cpus or None,
+        "mem": _megabytes(resources.memory_gb_per_node),
+        "mem_per_cpu": _megabytes(resources.memory_gb_per_cpu),
+        "setup": list(spec.launch.setup) or None,
+        **_gpu_parameter(resources, share.gpus),
+    }
+    return {
+        "job_name": name,
+        "nodes": share.nodes,
+        "ntasks_per_node": 1,
+        "time": resources.time_limit_min,
+        "signal_delay_s": warning_s,
+        # submitit would set a key of its own, which sites that check these keys refuse.
+        "wckey": None,
+        **{key: value for key, value in wanted.items() if value is not None},
+        "srun_args": [*step, *spec.launch.container, *spec.launch.srun],
+        "additional_parameters": options,
+    }
+
+
+def warning_lead_s(supervision: Supervision, resources: Resources) -> int:
+    """Return how many seconds before the end Slurm warns a job by USR2; 0 for no warning.
+
+    A job that is too short gets no warning, because it might come before the agent handles
+    signals. The agent knows its time limit anyway, and a preemption has a signal of its own.
+    """
+    lead_s = math.ceil(supervision.grace_s) + WARNING_MARGIN_S
+    limit_min = resources.time_limit_min
+    earliest_s = lead_s + WARNING_EARLY_S + AGENT_START_S
+    return 0 if limit_min is not None and 60 * limit_min < earliest_s else lead_s
+
+
+def _gpu_parameter(resources: Resources, gpus: int) -> dict[str, Any]:
+    if resources.gres == NO_GRES:
+        return {}
+    if resources.gres:
+        return {"gres": resources.gres}
+    kind = resources.gpu_type
+    return {"gpus_per_node": f"{kind}:{gpus}" if kind else gpus} if gpus else {}
+
+
+def _megabytes(gigabytes: float | None) -> str | None:
+    return f"{math.ceil(gigabytes * 1024)}M" if gigabytes else None
