@@ -45,8 +45,7 @@ from holdfast.lineage.ingest.reindex import reindex
 from holdfast.lineage.ingest.run_ingest import ingest_run
 from holdfast.lineage.queries import cursors, pages, run_queries
 from holdfast.lineage.queries.comparison import compare
-from holdfast.lineage.queries.nodes import list_nodes
-from holdfast.lineage.queries.series import metric_series
+from holdfast.lineage.queries.totals import list_nodes, metric_series
 
 SAMPLES: Final = 100
 SAMPLES_LARGE: Final = 20

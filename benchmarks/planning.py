@@ -38,8 +38,7 @@ from holdfast.trainer.format.columns import (
     pack,
 )
 from holdfast.trainer.planning.global_plan import GlobalPlan
-from holdfast.trainer.planning.metadata_pickle import MetadataPickle
-from holdfast.trainer.planning.places import count_rows
+from holdfast.trainer.planning.metadata_pickle import MetadataPickle, count_rows
 from holdfast.trainer.planning.rank_rows import describe_rank
 from holdfast.trainer.planning.ranks import Contents, NodeIndex, Wanted, choose_sources, decide
 from holdfast.trainer.planning.signature import Signature, flatten

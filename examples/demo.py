@@ -28,7 +28,7 @@ from holdfast.contracts.records.attempt import Claim, Request, Submission, read_
 from holdfast.contracts.records.history import load_history
 from holdfast.contracts.records.supervision import is_supervised
 from holdfast.contracts.states import Cause
-from holdfast.flows.supervisor.progress import describe_progress
+from holdfast.flows.supervisor.summary import describe_progress
 from holdfast.workers.nodes.heartbeats import newest_step, read_heartbeats
 from holdfast.workers.schedulers import executor_for
 

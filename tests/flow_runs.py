@@ -20,7 +20,7 @@ from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.records.attempt import Claim, Request, Submission, read_document
 from holdfast.contracts.records.history import load_events, load_history
-from holdfast.flows.event_names import event_name
+from holdfast.flows.prefect_events import event_name
 from holdfast.workers.nodes.heartbeats import newest_step, read_heartbeats
 from holdfast.workers.nodes.processes import find_process
 from holdfast.workers.schedulers import executor_for

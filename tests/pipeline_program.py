@@ -31,7 +31,7 @@ from holdfast.trainer.planning.layout import Layout
 from holdfast.trainer.planning.ranks import plan_together
 from holdfast.trainer.ranks.collective import ControlGroup, HierarchicalGroup
 from holdfast.trainer.ranks.identity import Identity
-from holdfast.trainer.ranks.pipeline import Place, find_place
+from holdfast.trainer.ranks.topology import Place, find_place
 from holdfast.trainer.saving.engine import CheckpointEngine
 
 

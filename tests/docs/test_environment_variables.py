@@ -23,8 +23,8 @@ from holdfast.contracts.disk.paths import default_root, holdfast_home
 from holdfast.contracts.environment import flush_timeout_s
 from holdfast.contracts.errors import HoldfastError, NoticeError, SpecError
 from holdfast.contracts.records.history import load_history
+from holdfast.flows.flow_run_link import artifacts
 from holdfast.flows.parameters import load_spec
-from holdfast.flows.run_report import artifacts
 from holdfast.lineage.database.engine import parse_url
 from holdfast.trainer.config import config
 from holdfast.trainer.mirror import s3

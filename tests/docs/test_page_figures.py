@@ -14,9 +14,9 @@ from tests.docs.blocks import ROOT
 
 from holdfast.api import connections, security, sessions
 from holdfast.contracts.disk import journal, manifest, reading
-from holdfast.contracts.spec.supervision import Numerics, Supervision
+from holdfast.contracts.spec.sections import Numerics, Supervision
 from holdfast.contracts.states import Cause
-from holdfast.flows.supervisor import limits, progress
+from holdfast.flows.supervisor import summary, supervise
 from holdfast.trainer import metrics
 from holdfast.trainer.export import __main__ as export
 from holdfast.trainer.importing import write
@@ -24,7 +24,8 @@ from holdfast.trainer.mirror import upload, worker
 from holdfast.trainer.numerics import detector
 from holdfast.trainer.trackers import sink
 from holdfast.workers import health
-from holdfast.workers.agent.watch import hangs, heartbeat, rank_watch, silence, stragglers
+from holdfast.workers.agent.watch import hangs, heartbeat, rank_watch, silence
+from holdfast.workers.agent.watch import hangs as stragglers
 from holdfast.workers.agent.watch.silence import LIMITS
 from holdfast.workers.decisions import exclusions, flush_forecast, grace, policy
 from holdfast.workers.nodes import heartbeats
@@ -82,7 +83,7 @@ HANGS: Final = (
     f"more than {heartbeats.CLOCK_SKEW_S:g} s in the future",
     f"jumps by {heartbeat.CLOCK_JUMP_S:g} s or more",
     f"`supervision.poll_s` ({default(Supervision, 'poll_s'):g} s)",
-    f"logs progress: every {progress.PROGRESS_S:g} s",
+    f"logs progress: every {summary.PROGRESS_S:g} s",
 )
 TROUBLES: Final = (
     f"`supervision.restarts_in_place` ({default(Supervision, 'restarts_in_place'):g}) times",
@@ -100,8 +101,8 @@ PAGES: Final[dict[str, tuple[str, ...]]] = {
     "hangs": HANGS,
     "troubleshooting": TROUBLES,
     "alerts": (
-        f"looks every {limits.LOOK_S:g} s",
-        f"`gpu_hours_max`: {limits.GPU_HOURS_SHARE:.0%} of these".replace("%", " %"),
+        f"looks every {supervise.LOOK_S:g} s",
+        f"`gpu_hours_max`: {supervise.GPU_HOURS_SHARE:.0%} of these".replace("%", " %"),
     ),
     "numerics": (
         (

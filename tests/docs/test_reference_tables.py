@@ -11,8 +11,7 @@ from pathlib import Path
 from holdfast.cli.shared import exit_status as statuses
 from holdfast.cli.shared.exit_status import exit_status
 from holdfast.contracts import errors
-from holdfast.contracts.disk.event_facts import needed_facts, problem_with_facts
-from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.journal import EventKind, needed_facts, problem_with_facts
 from holdfast_docs import event_book
 from holdfast_docs.event_book import EVENTS
 from holdfast_docs.exit_statuses import EXIT_STATUSES

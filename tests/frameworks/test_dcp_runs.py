@@ -14,8 +14,7 @@ from tests.runs import RunFolder
 
 from holdfast.contracts.disk.damage import find_damage
 from holdfast.contracts.disk.journal import EventKind, read_journal
-from holdfast.contracts.disk.manifest import read_manifest
-from holdfast.contracts.disk.sources import GONE, REPLACED
+from holdfast.contracts.disk.manifest import GONE, REPLACED, read_manifest
 from holdfast.contracts.errors import CheckpointError
 from holdfast.flows.forks import fork_run
 from holdfast.lineage.database.transactions import open_database

@@ -23,7 +23,7 @@ from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import CheckpointError, SpecError
 from holdfast.trainer import Session
 from holdfast.trainer.frameworks.transformers import HoldfastCallback, Trainer, attach
-from holdfast.trainer.frameworks.transformers.global_batch import FILE, GivenBatch, agree_on_batch
+from holdfast.trainer.frameworks.transformers.run import FILE, GivenBatch, agree_on_batch
 
 # The samples of one epoch of three steps.
 SMALL: Final[dict[str, Any]] = {"samples": 12}

@@ -20,7 +20,7 @@ from holdfast.contracts.disk.manifest import FileEntry, Manifest, encode_manifes
 from holdfast.contracts.disk.paths import MANIFEST, CheckpointName
 from holdfast.workers.agent.claim import claim
 from holdfast.workers.agent.context import AgentContext, load_context
-from holdfast.workers.agent.ended import Ended
+from holdfast.workers.agent.lead import Ended
 from holdfast.workers.agent.node import CrashReport
 from holdfast.workers.agent.outcome import build_outcome, leave_outcome
 from holdfast.workers.agent.stops.sources import StopRequest, StopWatch

@@ -19,7 +19,7 @@ from unittest import mock
 from tests.interleavings.stage import Stage, current, plain
 
 from holdfast.contracts.disk import reading
-from holdfast.contracts.node import steady
+from holdfast.contracts.node import clocks
 from holdfast.workers.runs.attempts import Absences
 
 Commands = Callable[[list[str]], tuple[int, str, str]]
@@ -150,7 +150,7 @@ class Hooks:
             actor = current()
             if actor is None or self.stage is None or which != time.CLOCK_BOOTTIME:
                 return float(_TIME["clock_gettime"](which))
-            return self.stage.now + actor.ahead_s - steady._OFFSET_S
+            return self.stage.now + actor.ahead_s - clocks._OFFSET_S
 
         def sleep(seconds: float) -> None:
             if current() is None or self.stage is None:

@@ -22,7 +22,7 @@ from tests.interleavings.hooks import Hooks, installed
 from tests.interleavings.stage import Actor, Stage, current
 
 from holdfast.cli import operate
-from holdfast.contracts.disk.journal_cache import KEPT
+from holdfast.contracts.disk.journal_follow import KEPT
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.records import history_cache
 from holdfast.contracts.records.history import RunHistory, load_history
@@ -30,9 +30,9 @@ from holdfast.contracts.records.supervision import is_supervised
 from holdfast.flows.parameters import load_spec
 from holdfast.flows.supervisor import service
 from holdfast.flows.supervisor.carry import carry
-from holdfast.workers.checkpoints import pruning
+from holdfast.workers.checkpoints import deletion
 from holdfast.workers.runs import operator, run_folders
-from holdfast.workers.schedulers import slurm_answers
+from holdfast.workers.schedulers import slurm_client
 
 POLL_S: Final = 10.0
 CYCLE_S: Final = 5.0
@@ -270,7 +270,7 @@ class World:
         """Add the process of `holdfast prune`."""
         return self.stage.add(
             "prune",
-            lambda: pruning.prune(self.paths, by="alice", dry_run=False),
+            lambda: deletion.prune(self.paths, by="alice", dry_run=False),
             self._of_orders,
         )
 
@@ -381,7 +381,7 @@ def world_at(base: Path, start: float, situation: Situation | None = None) -> It
         start = situation.now
     KEPT._kept.clear()
     KEPT._bytes = 0
-    slurm_answers._cluster_name.cache_clear()
+    slurm_client._cluster_name.cache_clear()
     world = World(base, start)
     world.home.mkdir(exist_ok=True)
     before = os.environ.get("HOLDFAST_HOME")

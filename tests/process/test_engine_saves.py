@@ -27,7 +27,7 @@ from holdfast.trainer.format.metadata import read_metadata
 from holdfast.trainer.loading.reader import load_state
 from holdfast.trainer.planning.global_plan import ALIGNMENT, GlobalPlan
 from holdfast.trainer.planning.layout import TRAIN_STATE_BYTES_MAX
-from holdfast.trainer.planning.places import Places, find_places
+from holdfast.trainer.planning.metadata_pickle import Places, find_places
 from holdfast.trainer.planning.ranks import find_shortage
 from holdfast.trainer.planning.train_state_file import read_train_state
 from holdfast.trainer.ranks.identity import Identity

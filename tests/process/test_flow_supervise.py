@@ -21,9 +21,8 @@ from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause, RunState
 from holdfast.flows.supervisor.deliveries import Deliveries
 from holdfast.flows.supervisor.flow_lock import FlowLock
-from holdfast.flows.supervisor.ingestion import Ingestion
 from holdfast.flows.supervisor.submission import submit_next
-from holdfast.flows.supervisor.supervise import Supervisor
+from holdfast.flows.supervisor.supervise import Ingestion, Supervisor
 from holdfast.lineage.database.engine import URL_VARIABLE
 from holdfast.lineage.index import Index
 from holdfast.lineage.queries import run_queries

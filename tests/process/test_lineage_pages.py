@@ -24,8 +24,7 @@ from holdfast.lineage.ingest.run_ingest import forget_run, ingest_run
 from holdfast.lineage.queries import pages
 from holdfast.lineage.queries.comparison import compare, list_files
 from holdfast.lineage.queries.cursors import PAGE_MAX, Page
-from holdfast.lineage.queries.nodes import list_nodes, node_faults
-from holdfast.lineage.queries.series import metric_series
+from holdfast.lineage.queries.totals import list_nodes, metric_series, node_faults
 
 
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])

@@ -22,8 +22,7 @@ from holdfast.lineage.ingest.run_ingest import ingest_run
 from holdfast.lineage.queries import pages, run_queries
 from holdfast.lineage.queries.comparison import compare, list_files
 from holdfast.lineage.queries.durability import add_durability, read_durability
-from holdfast.lineage.queries.nodes import list_nodes, node_faults
-from holdfast.lineage.queries.series import metric_series
+from holdfast.lineage.queries.totals import list_nodes, metric_series, node_faults
 
 TABLES = {model.__tablename__ for model in models.TABLES}
 CHECKPOINT = "gpt:step-00000200.a0003.l01"

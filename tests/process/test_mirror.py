@@ -18,7 +18,7 @@ from holdfast.contracts.disk.manifest import read_manifest
 from holdfast.contracts.disk.mirrors import checkpoint_key
 from holdfast.contracts.disk.paths import CheckpointName
 from holdfast.contracts.errors import DamagedCheckpointError, MirrorError
-from holdfast.trainer.mirror import command as mirror
+from holdfast.trainer.mirror import __main__ as mirror
 from holdfast.trainer.mirror import store as mirror_store
 from holdfast.trainer.mirror.fetch import fetch, newest_remote, read_remote
 from holdfast.trainer.mirror.open_store import open_store

@@ -18,11 +18,11 @@ from holdfast.contracts.disk.mirrors import Tiers, checkpoint_folder, read_recor
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.records.history import load_events
 from holdfast.contracts.states import AttemptState
-from holdfast.trainer.mirror import command as mirror
+from holdfast.trainer.mirror import __main__ as mirror
 from holdfast.trainer.mirror.open_store import open_store
 from holdfast.trainer.slots.slots import SlotState
 from holdfast.workers.checkpoints import deletion, retention
-from holdfast.workers.checkpoints.mirrors import location_of
+from holdfast.workers.checkpoints.deletion import location_of
 
 UID = "0" * 32
 NAME = "step-00000007.a0001.l01"

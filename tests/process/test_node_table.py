@@ -16,7 +16,7 @@ from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.trainer.format import metadata
 from holdfast.trainer.format.metadata import METADATA, open_lean
 from holdfast.trainer.loading import reader
-from holdfast.trainer.loading.node_table import mapped, published
+from holdfast.trainer.loading.node import mapped, published
 from holdfast.trainer.loading.reader import open_together
 from holdfast.trainer.ranks.collective import ControlGroup
 

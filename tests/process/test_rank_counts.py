@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.process.local_runs import LocalRun, wait_until
 
-from holdfast.cli.doctor_run import examine
+from holdfast.cli.doctor import examine
 from holdfast.contracts.disk.manifest import Manifest
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.records.checkpoint_choice import newest_of_branch

@@ -13,7 +13,7 @@ from torch import nn
 
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import RunPaths
-from holdfast.contracts.disk.retries import READ_WAITS_S
+from holdfast.contracts.disk.reading import READ_WAITS_S
 from holdfast.contracts.records.history import load_events
 from holdfast.trainer import Session
 

@@ -19,7 +19,7 @@ from holdfast.contracts import environment
 from holdfast.contracts.disk.manifest import Manifest, read_manifest
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import NumericsError, SessionError, SpecError
-from holdfast.lineage.ingest.metric_rows import parse_line
+from holdfast.lineage.ingest.metrics import parse_line
 from holdfast.trainer import Session, load_checkpoint
 from holdfast.trainer.frameworks.session import FrameworkSession
 

@@ -21,7 +21,7 @@ from holdfast.flows.supervisor.supervise import Supervisor
 from holdfast.lineage.index import Index
 from holdfast.workers.decisions.attempt_costs import measured_costs
 from holdfast.workers.runs.simulation import simulate
-from holdfast.workers.schedulers.traces import Trace
+from holdfast.workers.schedulers.cluster_history import Trace
 
 STEPS = 1000
 PREEMPTED_AT = (150, 420, 760)

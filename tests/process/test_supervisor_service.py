@@ -22,7 +22,7 @@ from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.records.history import load_history
 from holdfast.contracts.records.supervision import is_supervised
 from holdfast.flows.start import start_here
-from holdfast.flows.supervisor.handover import hand_over, service_folder
+from holdfast.flows.supervisor.flow_lock import hand_over, service_folder
 
 HOLDFAST = str(Path(sys.executable).with_name("holdfast"))
 HOLDER = """

@@ -16,7 +16,7 @@ from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows.supervisor.supervise import Supervisor
 from holdfast.lineage.index import Index
 from holdfast.workers.runs import operator
-from holdfast.workers.schedulers import slurm_answers
+from holdfast.workers.schedulers import slurm_client
 
 ONE_NODE = {"executor": "slurm", "gpus_per_node": 4, "partition": "spot"}
 
@@ -26,7 +26,7 @@ def test_run_grows_from_two_gpus_to_four_when_another_job_ends(
     slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Without this, the nodes are looked at once a minute.
-    monkeypatch.setattr(slurm_answers, "CAPACITY_AGE_S", 2.0)
+    monkeypatch.setattr(slurm_client, "CAPACITY_AGE_S", 2.0)
     # Other jobs use all nodes except for half of one; the run starts on that half.
     whole = _occupy(slurm, "-N3", "--gpus-per-node=4")
     half = _occupy(slurm, "-N1", "--gpus-per-node=2")

@@ -21,7 +21,7 @@ from holdfast.flows.supervisor.supervise import Supervisor
 from holdfast.lineage.index import Index
 from holdfast.workers.runs import operator
 from holdfast.workers.runs.pending import allow_hosts_again
-from holdfast.workers.schedulers import slurm_answers
+from holdfast.workers.schedulers import slurm_client
 
 ALL_NODES = {"executor": "slurm", "nodes": 4, "gpus_per_node": 1, "partition": "spot"}
 # From the scheduler's report of the loss to the submission of the next attempt.
@@ -97,7 +97,7 @@ def test_an_elastic_run_on_all_nodes_continues_on_the_others(
     slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Without this, the nodes are looked at once a minute.
-    monkeypatch.setattr(slurm_answers, "CAPACITY_AGE_S", 1.0)
+    monkeypatch.setattr(slurm_client, "CAPACITY_AGE_S", 1.0)
     grows = {"grow": True, "grow_after_s": 2}
     run = run_on_all(tmp_path / "root", elastic={"choices": [1, 2, 4], **grows})
     with supervised(run):

@@ -37,7 +37,7 @@ from holdfast.workers.decisions.grace import warnings_of
 from holdfast.workers.decisions.policy import decide
 from holdfast.workers.runs import operator, preflight
 from holdfast.workers.schedulers import executor_for, slurm_client
-from holdfast.workers.schedulers.slurm_states import SLURM_STATES
+from holdfast.workers.schedulers.slurm_client import SLURM_STATES
 
 Make = Callable[..., LocalRun]
 TWO_NODES = {"executor": "slurm", "nodes": 2, "gpus_per_node": 2, "partition": "spot"}

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from tests.runs import RunFolder
 
 from holdfast.contracts.disk.bounds import TIME_MAX
-from holdfast.contracts.disk.event_facts import problem_with_facts
+from holdfast.contracts.disk.journal import problem_with_facts
 from holdfast.contracts.disk.manifest import Manifest, encode_manifest, read_manifest
 from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.contracts.records.attempt import Submission

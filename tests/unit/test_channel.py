@@ -16,13 +16,18 @@ from typing import Any, cast
 import pytest
 
 from holdfast.contracts.errors import AgreementError
-from holdfast.contracts.node import connections, handshake
-from holdfast.contracts.node.channel import ChannelHost, ChannelMember, DismissedError, Peer
-from holdfast.contracts.node.connections import Connection, Switchboard
-from holdfast.contracts.node.handshake import Proof, listen
-from holdfast.contracts.node.lines import Line
+from holdfast.contracts.node import channel, handshake
+from holdfast.contracts.node.channel import (
+    ChannelHost,
+    ChannelMember,
+    Connection,
+    DismissedError,
+    Peer,
+    Switchboard,
+)
+from holdfast.contracts.node.clocks import Timeout
+from holdfast.contracts.node.handshake import Line, Proof, listen
 from holdfast.contracts.node.rank_status import Proposal
-from holdfast.contracts.node.timeouts import Timeout
 from holdfast.workers.agent.member import run_member
 from holdfast.workers.agent.node import NodeReport
 from holdfast.workers.agent.runtime import NodeRuntime
@@ -103,14 +108,14 @@ def test_connections_that_send_one_byte_do_not_block_a_node(tmp_path: Path) -> N
     host = ChannelHost(path, nodes=2)
     strangers = []
     try:
-        for _ in range(connections.HANDSHAKES_MAX + 10):
+        for _ in range(channel.HANDSHAKES_MAX + 10):
             stranger = socket.create_connection(("127.0.0.1", host.port), timeout=JOIN_S)
             stranger.sendall(b"\0")
             strangers.append(stranger)
         began = time.monotonic()
         member = ChannelMember(path, {"node": 1}, timeout_s=JOIN_S)
         host.wait_for_peers(JOIN_S)
-        assert time.monotonic() - began < connections.HANDSHAKE_TIMEOUT_S / 2
+        assert time.monotonic() - began < channel.HANDSHAKE_TIMEOUT_S / 2
         member.close()
     finally:
         for stranger in strangers:
@@ -121,7 +126,7 @@ def test_connections_that_send_one_byte_do_not_block_a_node(tmp_path: Path) -> N
 def test_a_slow_handshake_ends_at_one_overall_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "HANDSHAKE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(channel, "HANDSHAKE_TIMEOUT_S", 0.5)
     host = ChannelHost(tmp_path / "channel.json", nodes=2)
     began = time.monotonic()
     stranger = socket.create_connection(("127.0.0.1", host.port), timeout=JOIN_S)

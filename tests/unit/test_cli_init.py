@@ -11,7 +11,7 @@ import yaml
 from tests.cli_calls import Call
 
 from holdfast.contracts.spec.run_spec import RunSpec
-from holdfast.workers.schedulers.partitions import choose_partition, read_partitions
+from holdfast.workers.schedulers.slurm_defaults import choose_partition, read_partitions
 
 PARTITIONS = [
     {"PartitionName": "prod", "Default": "NO", "MaxTime": "UNLIMITED", "PreemptMode": "OFF"},

@@ -13,7 +13,7 @@ from holdfast.contracts.account import goodput
 from holdfast.contracts.account.goodput import PARTS
 from holdfast.contracts.account.prices import Prices
 from holdfast.contracts.account.timeline import KINDS, Mark, launches_of
-from holdfast.contracts.records.spans import Launch, Span
+from holdfast.contracts.records.tally import Launch, Span
 
 
 def account(spans: list[Span], **fields: Any) -> dict[str, Any]:

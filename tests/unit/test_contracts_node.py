@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from holdfast.contracts.errors import AgreementError
-from holdfast.contracts.node import connections, wire
+from holdfast.contracts.node import channel, wire
 from holdfast.contracts.node.channel import ChannelHost, ChannelMember
 from holdfast.trainer.slots.slots import TABLE_BYTES, Slot, SlotState
 
@@ -242,7 +242,7 @@ def test_unknown_connections_neither_stop_nor_delay_the_host(tmp_path: Path) -> 
     begun = time.monotonic()
     member = ChannelMember(path, {"node": 1}, timeout_s=JOIN_S)
     host.wait_for_peers(JOIN_S)
-    assert time.monotonic() - begun < connections.HANDSHAKE_TIMEOUT_S
+    assert time.monotonic() - begun < channel.HANDSHAKE_TIMEOUT_S
     member.close()
     host.close()
     for stranger in silent:

@@ -18,8 +18,8 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from tests.docs.blocks import ROOT
 from tests.storage import small_storage
 
-from holdfast.cli import doctor_checks
-from holdfast.cli.doctor_checks import Finding, run_checks
+from holdfast.cli import doctor
+from holdfast.cli.doctor import Finding, run_checks
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 AWAY = "http://127.0.0.1:9/api"
@@ -40,9 +40,9 @@ def test_the_page_has_every_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_an_old_python(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(sys, "version_info", (3, 10, 12, "final", 0))
-        found = doctor_checks.check_python()
+        found = doctor.check_python()
     assert (found.level, found.next_step) == ("fail", "install Python 3.11 or newer")
-    assert doctor_checks.check_python().level == "ok"
+    assert doctor.check_python().level == "ok"
 
 
 def test_an_environment_without_the_packages(
@@ -51,37 +51,37 @@ def test_an_environment_without_the_packages(
     with monkeypatch.context() as patch:
         bare = script(tmp_path / "python", f'exec {sys.executable} -I -S "$@"')
         patch.setattr(sys, "executable", bare)
-        found = doctor_checks.check_torch()
+        found = doctor.check_torch()
         assert (found.level, found.detail) == ("warn", "missing torch, numpy, psutil, submitit")
         patch.setattr(sys, "executable", str(tmp_path / "none"))
-        assert doctor_checks.check_torch().level == "fail"
-    assert doctor_checks.check_torch().level == "ok"
+        assert doctor.check_torch().level == "fail"
+    assert doctor.check_torch().level == "ok"
 
 
 @pytest.mark.root
 def test_a_root_in_memory_or_without_space(tmp_path: Path) -> None:
     with small_storage(tmp_path, "1m") as memory:
-        root, space = doctor_checks.check_root(memory), doctor_checks.check_space(memory / "root")
+        root, space = doctor.check_root(memory), doctor.check_space(memory / "root")
     assert (root.level, "is in memory (tmpfs)" in root.detail) == ("warn", True)
     assert (space.level, "holdfast prune" in space.next_step) == ("warn", True)
-    assert doctor_checks.check_root(tmp_path / "root").level == "ok"
+    assert doctor.check_root(tmp_path / "root").level == "ok"
     (tmp_path / "file").touch()
-    assert doctor_checks.check_root(tmp_path / "file" / "root").level == "fail"
+    assert doctor.check_root(tmp_path / "file" / "root").level == "fail"
 
 
 def test_an_index_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_DATABASE_URL", "sqlite:////proc/nowhere/index.db")
-    found = doctor_checks.check_database()
+    found = doctor.check_database()
     assert (found.level, "cannot be created" in found.detail) == ("fail", True)
     monkeypatch.setenv("HOLDFAST_DATABASE_URL", f"sqlite:///{tmp_path}/index.db")
-    assert doctor_checks.check_database().level == "ok"
+    assert doctor.check_database().level == "ok"
 
 
 @pytest.mark.more
 def test_an_api_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFECT_API_URL", AWAY)
     with temporary_settings({PREFECT_API_URL: AWAY}):
-        found = doctor_checks.check_service()
+        found = doctor.check_service()
     assert (found.level, "does not answer" in found.detail) == ("fail", True)
 
 
@@ -90,7 +90,7 @@ def test_an_api_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["sbatch"], "exit 0", "fail", "squeue, sacct, scontrol, scancel missing"),
         (
-            doctor_checks.SLURM,
+            doctor.SLURM,
             "echo 'Unable to contact slurm controller' >&2; exit 1",
             "warn",
             "Unable to contact slurm controller",
@@ -109,7 +109,7 @@ def test_slurm_in_part_or_away(
     for name in there:
         script(tmp_path / name, answer)
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = doctor_checks.check_slurm()
+    found = doctor.check_slurm()
     assert (found.level, words in found.detail) == (level, True), found
 
 
@@ -120,7 +120,7 @@ def test_memory_files_that_are_forbidden_or_small(monkeypatch: pytest.MonkeyPatc
     def found_with(target: Any, name: str, value: Any) -> Finding:
         with monkeypatch.context() as patch:
             patch.setattr(target, name, value)
-            return doctor_checks.check_memory_files()
+            return doctor.check_memory_files()
 
     assert found_with(os, "memfd_create", forbidden).level == "fail"
     usage = shutil.disk_usage("/dev/shm")

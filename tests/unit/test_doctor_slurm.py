@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli.doctor_checks import SLURM, check_slurm
+from holdfast.cli.doctor import SLURM, check_slurm
 
 PARTITION = "PartitionName=spot Default=YES State=UP"
 

@@ -21,7 +21,7 @@ from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter
 from holdfast.contracts.errors import ServiceError, SpecError
 from holdfast.contracts.records.attempt import Claim, Submission, write_document
 from holdfast.contracts.records.history import load_events, load_history
-from holdfast.contracts.records.spans import Launch, Span
+from holdfast.contracts.records.tally import Launch, Span
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows.drills import faults as live_faults
 from holdfast.flows.drills import invariants

@@ -17,8 +17,7 @@ from holdfast.contracts.account.save_interval import (
 from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.errors import SpecError
 from holdfast.trainer.pacing.cadence import Cadence, Interval
-from holdfast.trainer.pacing.failures import observe_failures
-from holdfast.trainer.pacing.step_meter import StepMeter
+from holdfast.trainer.pacing.pace import StepMeter, observe_failures
 from holdfast.trainer.staging.snapshots import EVERY_MAX, SnapshotRhythm, choose_every
 
 HOUR_S = 3600.0

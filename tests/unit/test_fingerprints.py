@@ -9,8 +9,8 @@ from tests.histories import NOW, attempt_of, history_of, spec_of
 
 from holdfast.contracts.records.history import AttemptView
 from holdfast.contracts.states import Cause
+from holdfast.workers.decisions.evidence import fingerprint
 from holdfast.workers.decisions.exclusions import excluded_hosts
-from holdfast.workers.decisions.fingerprints import fingerprint
 from holdfast.workers.decisions.policy import decide
 
 TORCH = "/opt/venv/lib/python3.11/site-packages/torch/nn/functional.py"

@@ -10,7 +10,7 @@ from tests.runs import RunFolder
 
 from holdfast.contracts.disk.paths import AttemptPaths
 from holdfast.contracts.records.history import load_history
-from holdfast.flows.supervisor import progress
+from holdfast.flows.supervisor import summary
 from holdfast.workers.nodes.heartbeats import NodeBeat, read_heartbeats
 
 pytestmark = pytest.mark.usefixtures("home")
@@ -27,9 +27,9 @@ def test_heartbeats_are_read_only_for_a_line_that_is_logged(
         reads.append(attempt.number)
         return read_heartbeats(attempt)
 
-    monkeypatch.setattr(progress, "read_heartbeats", read)
+    monkeypatch.setattr(summary, "read_heartbeats", read)
     log = logging.getLogger(__name__)
-    shown = progress.ProgressLog(log)
+    shown = summary.ProgressLog(log)
     caplog.set_level(logging.INFO)
     for _ in range(3):
         shown.show(load_history(folder.paths))
@@ -39,6 +39,6 @@ def test_heartbeats_are_read_only_for_a_line_that_is_logged(
         shown.show(load_history(folder.paths))
     assert (reads, len(caplog.messages)) == ([1, 1], 2), "a commit is logged at once"
     assert caplog.messages[-1].endswith("committed 10")
-    monkeypatch.setattr(progress, "PROGRESS_S", 0.0)
+    monkeypatch.setattr(summary, "PROGRESS_S", 0.0)
     shown.show(load_history(folder.paths))
     assert (reads, len(caplog.messages)) == ([1, 1, 1], 3), "the time is up"

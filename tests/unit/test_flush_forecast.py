@@ -16,8 +16,7 @@ from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.records.attempt import create_document
 from holdfast.contracts.states import Cause
 from holdfast.workers.agent.context import AgentContext
-from holdfast.workers.agent.stops.flush_log import FlushLog
-from holdfast.workers.agent.stops.sources import FORECAST_POLL_S, LIMIT_POLL_S, StopWatch
+from holdfast.workers.agent.stops.sources import FORECAST_POLL_S, LIMIT_POLL_S, FlushLog, StopWatch
 from holdfast.workers.decisions.flush_forecast import (
     FlushForecast,
     forecast_flush,

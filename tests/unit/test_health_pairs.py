@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.workers.agent.health.pairs import ROUNDS_MAX, PairPlan
+from holdfast.workers.agent.health.watch import ROUNDS_MAX, PairPlan
 
 
 def names_of(count: int) -> list[str]:

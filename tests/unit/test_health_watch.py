@@ -12,7 +12,7 @@ from tests.runs import RunFolder
 from tests.unit.test_workers_lead import FakeNode, played
 
 from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter, read_journal
-from holdfast.contracts.spec.health import Health
+from holdfast.contracts.spec.sections import Health
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.agent.context import load_context
 from holdfast.workers.agent.health.checks import ALLREDUCE, HealthFinding

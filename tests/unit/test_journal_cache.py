@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from tests.runs import RunFolder
 
-from holdfast.contracts.disk import journal, journal_cache
+from holdfast.contracts.disk import journal, journal_follow
 from holdfast.contracts.disk.journal import EventKind, JournalWriter, read_journal
-from holdfast.contracts.disk.journal_cache import JournalCache
-from holdfast.contracts.disk.journal_follow import SAMPLE_BYTES
+from holdfast.contracts.disk.journal_follow import SAMPLE_BYTES, JournalCache
 from holdfast.contracts.errors import ForeignFileError
 from holdfast.contracts.records.history import load_history
 from holdfast.lineage.database.transactions import open_database
@@ -146,5 +145,5 @@ def test_the_size_of_the_journal_cache_is_limited(
     assert size * 1.5 < parsed() < size * 2.5, "two of four were kept"
     write(paths[0], "y" * 10_000)
     assert texts(cache, paths[0]) == ["x" * 1000, "y" * 10_000]
-    assert cache._bytes <= journal_cache.KEPT_BYTES_MAX
+    assert cache._bytes <= journal_follow.KEPT_BYTES_MAX
     assert (cache._bytes, cache._kept) == (0, {}), "a journal larger than the limit is not kept"

@@ -9,8 +9,8 @@ import pytest
 
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.disk.rank_logs import TIMES, RankLog, rank_logs
-from holdfast.workers.agent.watch import log_times
-from holdfast.workers.agent.watch.log_times import LogTimes
+from holdfast.workers.agent.watch import heartbeat
+from holdfast.workers.agent.watch.heartbeat import LogTimes
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_each_growth_of_a_log_is_recorded_once(attempt: AttemptPaths) -> None:
 def test_a_long_launch_is_recorded_once_a_minute_and_at_its_end(
     attempt: AttemptPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_times, "FINE_S", 0.0)
+    monkeypatch.setattr(heartbeat, "FINE_S", 0.0)
     times, path = LogTimes(attempt, 0), attempt.rank_log(0, 1, 0)
     for size in (10, 20, 30):
         path.write_text("x" * size)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.lineage.ingest.metric_rows import BUCKETS_MAX, MetricSeries, parse_line, thin
+from holdfast.lineage.ingest.metrics import BUCKETS_MAX, MetricSeries, parse_line, thin
 
 STEPS = st.integers(min_value=0, max_value=5000)
 VALUES = st.one_of(st.floats(-9, 9), st.just("nan"))

@@ -19,8 +19,8 @@ from tests.runs import RunFolder
 
 from holdfast.contracts.disk.paths import AttemptPaths
 from holdfast.contracts.records.history import AttemptView
-from holdfast.contracts.spec.health import CHECK_S_MAX, CHECKS_MAX, Health
 from holdfast.contracts.spec.run_spec import RunSpec
+from holdfast.contracts.spec.sections import CHECK_S_MAX, CHECKS_MAX, Health
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers import health
 from holdfast.workers.agent.context import load_context

@@ -12,7 +12,7 @@ from tests.runs import RunFolder
 
 from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter, read_journal
 from holdfast.contracts.records.alerts import noticed
-from holdfast.flows.supervisor.node_watch import NodeWatch
+from holdfast.flows.supervisor.supervise import NodeWatch
 from holdfast.workers.nodes import heartbeats
 from holdfast.workers.nodes.heartbeats import HeartbeatWriter, NodeBeat
 

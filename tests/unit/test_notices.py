@@ -21,7 +21,7 @@ from tests.metadata_server import (
 )
 
 from holdfast.contracts.errors import NoticeError
-from holdfast.contracts.spec.supervision import Supervision
+from holdfast.contracts.spec.sections import Supervision
 from holdfast.workers.agent.notices import aws, metadata
 from holdfast.workers.agent.notices.aws import Aws, read_action, read_rebalance
 from holdfast.workers.agent.notices.azure import read_events

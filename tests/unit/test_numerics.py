@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from holdfast.contracts.disk.paths import CheckpointName
-from holdfast.contracts.spec.supervision import Numerics
+from holdfast.contracts.spec.sections import Numerics
 from holdfast.trainer.data.order import SkipWindow
 from holdfast.trainer.numerics.answer import Answer, Known, answer
 from holdfast.trainer.numerics.detector import Anomaly, Detector, spike_limit

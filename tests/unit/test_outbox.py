@@ -12,7 +12,7 @@ from tests.runs import RunFolder
 from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.errors import ServiceError
 from holdfast.contracts.records.history import load_events
-from holdfast.flows.event_names import NAMES, event_name
+from holdfast.flows.prefect_events import NAMES, event_name
 from holdfast.flows.supervisor.outbox import (
     ASK_AFTER_S,
     BACK_OFF_S_MAX,

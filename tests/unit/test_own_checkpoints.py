@@ -16,18 +16,17 @@ from tests.other_users import STRANGER
 from tests.runs import RunFolder
 
 from holdfast.contracts.disk.damage import find_damage
-from holdfast.contracts.disk.manifest import Manifest
+from holdfast.contracts.disk.manifest import Manifest, files_folder, record_source, retire_source
 from holdfast.contracts.disk.paths import CheckpointName
-from holdfast.contracts.disk.sources import files_folder, record_source, retire_source
 from holdfast.contracts.errors import CheckpointError
 from holdfast.contracts.node.rank_status import NOWHERE
-from holdfast.contracts.spec.program import Program
+from holdfast.contracts.spec.sections import Program
 from holdfast.contracts.states import AttemptState
 from holdfast.flows.forks import fork_run
 from holdfast.workers.agent.launch.command import build_command
-from holdfast.workers.agent.promises import judge_own_completion
+from holdfast.workers.agent.outcome import judge_own_completion
 from holdfast.workers.agent.watch.kernel_view import ignores
-from holdfast.workers.agent.watch.program_output import Progress, Tail
+from holdfast.workers.agent.watch.program_watch import Progress, Tail
 from holdfast.workers.checkpoints import own_checkpoints, retention
 from holdfast.workers.checkpoints.exports import Form, export
 from holdfast.workers.checkpoints.own_checkpoints import OwnCheckpoint, Pattern

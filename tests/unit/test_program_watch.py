@@ -15,8 +15,7 @@ from tests.runs import RunFolder
 
 from holdfast.contracts.disk.durable import make_directory
 from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter
-from holdfast.contracts.disk.manifest import Manifest
-from holdfast.contracts.disk.sources import GONE, REPLACED
+from holdfast.contracts.disk.manifest import GONE, REPLACED, Manifest
 from holdfast.contracts.node.rank_status import NOWHERE
 from holdfast.contracts.records.history import load_events
 from holdfast.workers.agent.context import AgentContext

@@ -28,7 +28,7 @@ from holdfast.flows.supervisor.submission import submit_next
 from holdfast.flows.supervisor.supervise import Supervisor
 from holdfast.lineage.index import Index
 from holdfast.workers import schedulers
-from holdfast.workers.checkpoints.mirrors import location_of
+from holdfast.workers.checkpoints.deletion import location_of
 from holdfast.workers.runs import operator, run_folders
 from holdfast.workers.runs.request import build_request
 from holdfast.workers.schedulers.slurm import SlurmExecutor

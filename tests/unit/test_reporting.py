@@ -12,7 +12,7 @@ import pytest
 
 from holdfast.contracts.disk.journal import EventKind, JournalWriter, read_journal
 from holdfast.contracts.node.reporting import report
-from holdfast.trainer.flusher.log import log
+from holdfast.trainer.flusher.hints import log
 from holdfast.trainer.metrics import Recorder
 
 

@@ -20,8 +20,7 @@ from holdfast.contracts.spec.resources import Resources
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.workers.decisions.attempt_costs import Costs, Saves
 from holdfast.workers.runs.simulation import Simulated, simulate
-from holdfast.workers.schedulers.cluster_history import _Use, read_history
-from holdfast.workers.schedulers.traces import Trace, read_trace
+from holdfast.workers.schedulers.cluster_history import Trace, _Use, read_history, read_trace
 
 # No failures, and whole numbers.
 COSTS = Costs(

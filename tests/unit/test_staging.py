@@ -15,8 +15,7 @@ import pytest
 from holdfast.contracts.disk import direct
 from holdfast.contracts.disk.direct import Output
 from holdfast.contracts.node import rank_status
-from holdfast.contracts.node.memory_order import fence
-from holdfast.contracts.node.rank_status import Proposal, RankStatusTable
+from holdfast.contracts.node.rank_status import Proposal, RankStatusTable, fence
 from holdfast.trainer.mirror.directory import _write_all
 from holdfast.trainer.slots import slots
 from holdfast.trainer.slots.slots import Slot, SlotState

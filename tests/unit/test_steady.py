@@ -6,12 +6,10 @@ import time
 
 import pytest
 
-from holdfast.contracts.node import steady
-from holdfast.contracts.spec.supervision import Supervision
+from holdfast.contracts.node import clocks
+from holdfast.contracts.spec.sections import Supervision
 from holdfast.contracts.states import Cause
-from holdfast.workers.agent.stops.slurm_clock import slurm_lead_s
-from holdfast.workers.agent.stops.sources import StopRequest
-from holdfast.workers.agent.stops.stop_times import kill_at
+from holdfast.workers.agent.stops.sources import StopRequest, kill_at, slurm_lead_s
 from holdfast.workers.schedulers import slurm_client
 
 
@@ -19,17 +17,17 @@ from holdfast.workers.schedulers import slurm_client
 def test_a_stop_keeps_its_time_when_the_clock_is_set(
     monkeypatch: pytest.MonkeyPatch, step_s: float
 ) -> None:
-    assert abs(steady.now() - time.time()) < 5
+    assert abs(clocks.now() - time.time()) < 5
     request = StopRequest(
         source="signal",
         name="SIGTERM",
         cause=Cause.PREEMPTION,
-        requested_at=steady.now(),
-        deadline=steady.now() + 30,
+        requested_at=clocks.now(),
+        deadline=clocks.now() + 30,
     )
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + step_s)
-    left_s = kill_at(request, Supervision(), has_session=True) - steady.now()
+    left_s = kill_at(request, Supervision(), has_session=True) - clocks.now()
     assert 25 < left_s < 30
 
 
@@ -37,7 +35,7 @@ def test_a_stop_keeps_its_time_when_the_clock_is_set(
 def test_difference_to_slurms_clock_is_found(
     monkeypatch: pytest.MonkeyPatch, ahead_s: float, counted: bool
 ) -> None:
-    at = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(steady.now() + ahead_s))
+    at = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(clocks.now() + ahead_s))
     answer = f"Configuration data as of {at}\nAccountingStorageType = none\n"
     monkeypatch.setattr(slurm_client, "call", lambda arguments, timeout_s: answer)
     found_s = slurm_lead_s(5.0)

@@ -17,16 +17,15 @@ from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.records.history import load_history
 from holdfast.contracts.records.history_cache import HistoryReader, load_tallied
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.flows.supervisor import ingestion, service
+from holdfast.flows.supervisor import service, supervise
 from holdfast.flows.supervisor.deliveries import Deliveries, _Look
-from holdfast.flows.supervisor.ingestion import Ingestion
 from holdfast.flows.supervisor.service import SupervisorService
 from holdfast.flows.supervisor.submission import submit_next
-from holdfast.flows.supervisor.supervise import PRUNE_S, Supervisor
+from holdfast.flows.supervisor.supervise import PRUNE_S, Ingestion, Supervisor
 from holdfast.lineage.index import Index
 from holdfast.lineage.ingest.run_ingest import ingest_run
 from holdfast.lineage.queries.pages import list_events
-from holdfast.workers.checkpoints import mirrors
+from holdfast.workers.checkpoints import deletion
 from holdfast.workers.checkpoints.retention import Verdict
 
 LOG = logging.getLogger("holdfast.test")
@@ -141,7 +140,7 @@ def test_pruning_looks_at_new_commits_and_now_and_then(
     supervisor = Supervisor(folder.paths, Index(), LOG, submit_next)
     supervisor.is_acting = True
     looks: list[RunPaths] = []
-    monkeypatch.setattr(mirrors, "_deleted_here", looks.append)
+    monkeypatch.setattr(deletion, "_deleted_here", looks.append)
     now = [time.monotonic()]
     monkeypatch.setattr("holdfast.flows.supervisor.supervise.time.monotonic", lambda: now[0])
     supervisor._prune(supervisor._history.load())
@@ -179,8 +178,8 @@ def test_a_long_ingest_is_followed_by_a_rest(
             while time.thread_time() < until:
                 pass
 
-    monkeypatch.setattr(ingestion, "FREE_S", 0.0)
-    monkeypatch.setattr(ingestion, "REST", 1e4)
+    monkeypatch.setattr(supervise, "FREE_S", 0.0)
+    monkeypatch.setattr(supervise, "REST", 1e4)
     found = Ingestion(SlowIndex(), folder.paths, failed=LOG.warning, succeeded=lambda: None)
     history = load_history(folder.paths)
     found.ask(history)

@@ -15,7 +15,7 @@ from holdfast.contracts.records.attempt import write_document
 from holdfast.contracts.records.history import load_events
 from holdfast.workers.agent import runtime as agent_runtime
 from holdfast.workers.agent.context import load_context
-from holdfast.workers.agent.launch.standby_plan import StandbyPlan
+from holdfast.workers.agent.launch.warm_standby import StandbyPlan
 from holdfast.workers.agent.runtime import NodeRuntime
 from holdfast.workers.runs import attempts, run_folders
 from holdfast.workers.runs.request import build_request

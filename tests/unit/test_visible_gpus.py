@@ -12,7 +12,7 @@ from holdfast.contracts.records.attempt import Request
 from holdfast.workers.agent.local_launch import _gpus_of
 from holdfast.workers.runs import preflight
 from holdfast.workers.runs.request import build_request
-from holdfast.workers.schedulers import visible_gpus
+from holdfast.workers.schedulers import local
 
 UUIDS = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6,GPU-1d6c7a2e"
 INSTANCES = "MIG-GPU-8932f937-d72c-4106-c12f-20bd9faed9f6/1/0,MIG-41b36fb4-36c6-5a7b-9e1b-3f4a"
@@ -27,7 +27,7 @@ def request_of(gpus: int, **fields: object) -> Request:
 def machine_with_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     control = tmp_path / "nvidiactl"
     control.touch()
-    monkeypatch.setattr(visible_gpus, "CONTROL", control)
+    monkeypatch.setattr(local, "CONTROL", control)
     return control
 
 

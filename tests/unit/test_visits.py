@@ -28,9 +28,9 @@ from holdfast.contracts.states import RunState
 from holdfast.flows import operations
 from holdfast.flows.supervisor import service
 from holdfast.flows.supervisor.cancellation import cancel_run_of_flow, find_supervised
-from holdfast.flows.supervisor.handover import service_folder
+from holdfast.flows.supervisor.flow_lock import service_folder
 from holdfast.lineage.index import Index
-from holdfast.workers.checkpoints import pruning
+from holdfast.workers.checkpoints import deletion
 from holdfast.workers.runs import operator
 from holdfast.workers.runs.until_capacity import UNTIL_CAPACITY, ready_runs
 
@@ -134,14 +134,14 @@ def test_a_prune_that_fails_in_one_run_fails_after_the_others(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = RunFolder(root, "kelp", "d" * 32, {"checkpoint": {"keep": {"last": 1}}})
-    real = pruning.prune
+    real = deletion.prune
 
     def prune(paths: RunPaths, **options: Any) -> dict[str, Any]:
         if paths == other.paths:
             raise OSError("read-only file system")
         return real(paths, **options)
 
-    monkeypatch.setattr(pruning, "prune", prune)
+    monkeypatch.setattr(deletion, "prune", prune)
     with pytest.raises(RunFailedError, match="not pruned: kelp: read-only file system"):
         operations.prune.fn(root=str(root))
     names = [path.name for path in RunPaths(root / "mine").list_checkpoints()]

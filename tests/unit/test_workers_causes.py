@@ -10,7 +10,7 @@ from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.records.attempt import Outcome, StopFile
 from holdfast.contracts.records.history import stopped_for_numerics
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.workers.agent.ended import Ended
+from holdfast.workers.agent.lead import Ended
 from holdfast.workers.agent.node import CrashReport, NodeReport
 from holdfast.workers.agent.stops.signals import judge
 from holdfast.workers.decisions.causes import (
@@ -30,8 +30,7 @@ from holdfast.workers.decisions.evidence import (
     messages,
 )
 from holdfast.workers.schedulers import JobStatus
-from holdfast.workers.schedulers.slurm_client import format_time
-from holdfast.workers.schedulers.slurm_states import translate
+from holdfast.workers.schedulers.slurm_client import format_time, translate
 
 STOP = StopFile(action="pause", by="ann", requested_at=1.0)
 PREEMPTED = {"cause": "preemption", "name": "SIGTERM", "source": "signal"}

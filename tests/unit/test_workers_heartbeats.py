@@ -19,7 +19,7 @@ from tests.runs import RunFolder
 from holdfast.contracts.disk.journal import EventKind, read_journal
 from holdfast.contracts.disk.paths import AttemptPaths
 from holdfast.contracts.node.rank_status import RECENT_STEPS, Phase, RankStatusTable
-from holdfast.trainer.ranks import stacks as trainer_stacks
+from holdfast.trainer.ranks import rank_context as trainer_stacks
 from holdfast.workers.agent.context import AgentContext, load_context
 from holdfast.workers.agent.watch import stacks
 from holdfast.workers.agent.watch.flight_recorder import recorder_environment, take_flight_record
@@ -269,7 +269,7 @@ def test_child_processes_that_wait_for_storage_or_compute_are_detected() -> None
 OFFERS = """
 import time
 from holdfast.contracts.node.rank_status import RankStatusTable
-from holdfast.trainer.ranks.stacks import offer_stacks
+from holdfast.trainer.ranks.rank_context import offer_stacks
 import sys
 record = RankStatusTable.open(sys.argv[1]).record(0)
 offer_stacks(record)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.workers.agent.launch import local_log
-from holdfast.workers.agent.launch.local_log import LocalLog
+from holdfast.workers.agent.launch import torchrun
+from holdfast.workers.agent.launch.torchrun import LocalLog
 
 WAIT_S = 20.0
 
@@ -38,7 +38,7 @@ def test_output_is_read_at_once_and_copied_to_storage(tmp_path: Path) -> None:
 def test_absent_storage_delays_only_the_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_log, "COPY_S", 0.05)
+    monkeypatch.setattr(torchrun, "COPY_S", 0.05)
     path = tmp_path / "away" / "torchrun.log"
     log = LocalLog(path)
     write(log, "written while the storage was away\n")

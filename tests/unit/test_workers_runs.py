@@ -36,7 +36,7 @@ from holdfast.contracts.spec.run_spec import Cost, RunSpec
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows.supervisor import carry
 from holdfast.workers import schedulers
-from holdfast.workers.agent.stale_outcome import quarantine_stale_outcome
+from holdfast.workers.agent.claim import quarantine_stale_outcome
 from holdfast.workers.runs import attempts, operator, preflight, run_folders
 from holdfast.workers.runs.reconcile import reconcile
 from holdfast.workers.runs.request import build_request

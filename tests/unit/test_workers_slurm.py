@@ -14,12 +14,12 @@ from tests.histories import record_of, spec_of
 
 from holdfast.contracts.disk.paths import AttemptPaths
 from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
-from holdfast.contracts.node import steady
+from holdfast.contracts.node import clocks
 from holdfast.contracts.records.attempt import Request, Submission
 from holdfast.contracts.spec.node_share import gpus_of
 from holdfast.contracts.spec.resources import Resources
 from holdfast.contracts.states import AttemptState
-from holdfast.workers.agent.stops.slurm_clock import slurm_lead_s
+from holdfast.workers.agent.stops.sources import slurm_lead_s
 from holdfast.workers.runs.request import build_request
 from holdfast.workers.schedulers import slurm_client
 from holdfast.workers.schedulers.slurm import SlurmExecutor
@@ -30,7 +30,7 @@ from holdfast.workers.schedulers.slurm_capacity import (
     satisfies,
     wanted_of,
 )
-from holdfast.workers.schedulers.slurm_states import SLURM_STATES, bare_state, translate
+from holdfast.workers.schedulers.slurm_client import SLURM_STATES, bare_state, translate
 
 # `squeue --helpstate` of 24.11, and the base states and flags of slurm.h that it leaves out.
 HELPSTATE = """
@@ -446,7 +446,7 @@ def test_times_are_asked_in_utc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         line = slurm_client.show_job("7")
         assert line is not None
         assert line.ended_at == CLOCK_CHANGE
-        monkeypatch.setattr(steady, "now", lambda: CLOCK_CHANGE + 600)
+        monkeypatch.setattr(clocks, "now", lambda: CLOCK_CHANGE + 600)
         assert slurm_lead_s(20.0) == -600
         slurm_client.recorded_jobs(name="x", since=CLOCK_CHANGE + 24 * 3600)
         assert "-S2026-10-25T01:30:00" in (tmp_path / "asked").read_text()

@@ -19,10 +19,11 @@ from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
 from holdfast.contracts.records.attempt import Outcome, write_document
 from holdfast.contracts.states import AttemptState
 from holdfast.workers.runs.reconcile import JOB_ENDS_S, observe
-from holdfast.workers.schedulers import slurm_answers, slurm_client
+from holdfast.workers.schedulers import slurm_client
+from holdfast.workers.schedulers import slurm_client as slurm_answers
 from holdfast.workers.schedulers.base import JobStatus
 from holdfast.workers.schedulers.local import LocalExecutor
-from holdfast.workers.schedulers.slurm_answers import listed_jobs, shared_call
+from holdfast.workers.schedulers.slurm_client import listed_jobs, shared_call
 
 ROWS = (
     "17|RUNNING|None|n[1-2]|2026-03-01T10:00:00|2026-03-01T12:00:00|n1|holdfast-gpt-a0001",
@@ -54,7 +55,7 @@ def count(calls: Path) -> int:
 def test_jobs_are_read_from_one_answer_for_all_processes(slurm: Callable[..., Path]) -> None:
     calls = slurm("sleep 0.2\n" + "\n".join(f"echo '{row}'" for row in ROWS))
     program = (
-        "from holdfast.workers.schedulers.slurm_answers import listed_jobs as jobs\n"
+        "from holdfast.workers.schedulers.slurm_client import listed_jobs as jobs\n"
         "print([(j.job_id, j.name, j.state, j.nodes, j.fields['BatchHost']) "
         "for j in jobs(age_s=60.0).values()])"
     )

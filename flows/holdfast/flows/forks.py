@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
-from holdfast.contracts.disk.manifest import Manifest, read_manifest
+from holdfast.contracts.disk.manifest import Manifest, is_dcp, read_manifest, require_own_directory
 from holdfast.contracts.disk.paths import RunPaths
-from holdfast.contracts.disk.sources import is_dcp, require_own_directory
 from holdfast.contracts.errors import CheckpointError, NotFoundError, RunConflictError, SpecError
 from holdfast.contracts.records.history_cache import load_tallied
 from holdfast.contracts.records.known_damage import refuse_damaged

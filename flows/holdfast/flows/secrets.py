@@ -33,7 +33,7 @@ from holdfast.contracts.spec.secrets import (
     references_in,
     write_record,
 )
-from holdfast.flows.supervisor.addresses import check_address
+from holdfast.flows.supervisor.deliveries import check_address
 
 
 @dataclass(frozen=True)

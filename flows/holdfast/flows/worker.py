@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import subprocess
 import sys
 import time
 from collections import Counter
-from typing import Any, Final
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, Final, Literal, TypeVar
 from uuid import UUID
 
 import anyio
 import anyio.abc
 from anyio.to_thread import run_sync
+from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterState,
@@ -27,22 +31,24 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.sorting import FlowRunSort
-from prefect.exceptions import InfrastructureNotFound
+from prefect.exceptions import InfrastructureNotFound, ObjectNotFound
 from prefect.states import Cancelled, Crashed, Pending
 from prefect.workers.base import (
+    BaseJobConfiguration,
+    BaseVariables,
     BaseWorker,
     BaseWorkerResult,
 )
+from pydantic import Field
 
 from holdfast.contracts.disk.paths import RunPaths, default_root, given_folder, holdfast_home
 from holdfast.contracts.errors import HoldfastError, SchedulerUnavailableError
 from holdfast.contracts.records.history_cache import load_tallied
 from holdfast.contracts.records.supervision import is_supervised
 from holdfast.flows.flow_run_states import last_begun_at, times_scheduled
-from holdfast.flows.patient_client import LOOK_S, PatientClient
 from holdfast.flows.supervisor.cancellation import cancel_run, find_supervised, last_supervision
 from holdfast.flows.supervisor.flow_lock import FlowLock
-from holdfast.flows.worker_pool import HoldfastConfiguration, HoldfastVariables
+from holdfast.flows.supervisor.redactor import Log
 from holdfast.workers.schedulers.flow_places import (
     FlowPlace,
     Places,
@@ -51,6 +57,97 @@ from holdfast.workers.schedulers.flow_places import (
     start_process,
     submit_job,
 )
+
+# The settings of a work pool of the type `holdfast`.
+
+
+class HoldfastConfiguration(BaseJobConfiguration):
+    """What one flow run's place is made of."""
+
+    place: Literal["process", "slurm"] = Field(default="process")
+    partition: str | None = Field(default=None)
+    account: str | None = Field(default=None)
+    qos: str | None = Field(default=None)
+    time_limit_min: int = Field(default=10_080)
+    memory_mb: int = Field(default=1024)
+    sbatch: str | None = Field(default=None)
+    working_dir: str | None = Field(default=None)
+
+    @property
+    def options(self) -> list[str]:
+        """The options of sbatch."""
+        given = {"partition": self.partition, "account": self.account, "qos": self.qos}
+        chosen = [f"--{name}={value}" for name, value in given.items() if value]
+        limits = [f"--time={self.time_limit_min}", f"--mem={self.memory_mb}M"]
+        return [*chosen, *limits, *shlex.split(self.sbatch or "")]
+
+
+class HoldfastVariables(BaseVariables):
+    """The variables of a work pool, with their descriptions in Prefect's UI."""
+
+    place: Literal["process", "slurm"] = Field(
+        default="process",
+        description="Where flows run: processes on the worker's host, or a Slurm job for each.",
+    )
+    partition: str | None = Field(
+        default=None, description="Partition of the flows' Slurm jobs. One that is not preempted."
+    )
+    account: str | None = Field(default=None, description="Slurm account of these jobs.")
+    qos: str | None = Field(default=None, description="Slurm QOS of these jobs.")
+    time_limit_min: int = Field(
+        default=10_080,
+        gt=0,
+        description="Time limit of these jobs in minutes. The worker then submits the next one.",
+    )
+    memory_mb: int = Field(default=1024, gt=0, description="Memory of these jobs in MB.")
+    sbatch: str | None = Field(default=None, description="Further options of sbatch.")
+    working_dir: str | None = Field(
+        default=None, description="Working directory of flows. Default: the worker's."
+    )
+
+
+# Asks Prefect about flow runs, and waits while its server is down.
+
+LOOK_S: Final = 2.0
+
+T = TypeVar("T")
+
+
+class PatientClient:
+    """Asks with `client`, every `LOOK_S` seconds until there is an answer."""
+
+    def __init__(self, client: PrefectClient, log: Log) -> None:
+        self._client, self._log = client, log
+
+    async def flow_run(self, number: UUID) -> FlowRun | None:
+        """Return a flow run, or None if it was deleted."""
+        try:
+            return await self._ask(partial(self._client.read_flow_run, number))
+        except ObjectNotFound:
+            return None
+
+    async def state(self, number: UUID) -> State[Any]:
+        """Return a flow run's state: cancelled, if it was deleted."""
+        found = await self.flow_run(number)
+        if found is None:
+            return Cancelled(message="the flow run was deleted")
+        return found.state or Pending()
+
+    async def states(self, number: UUID) -> list[State[Any]]:
+        """Return the states that a flow run went through. Raises `ObjectNotFound`."""
+        return await self._ask(partial(self._client.read_flow_run_states, number))
+
+    async def _ask(self, question: Callable[[], Awaitable[T]]) -> T:
+        while True:
+            try:
+                return await question()
+            except ObjectNotFound:
+                raise
+            # Whatever its client raises, the server is asked again.
+            except Exception as error:
+                self._log.warning("Prefect does not answer: %s", error)
+            await anyio.sleep(LOOK_S)
+
 
 # How often the flows of other workers are looked at.
 ZOMBIES_S: Final = 3.0

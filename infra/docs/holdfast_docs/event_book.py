@@ -1,7 +1,7 @@
 """The meaning of each kind of journal line, the process that writes it and its fields.
 
 The documentation is generated from this table. Tests compare it with the lines that the code writes
-and with `holdfast.contracts.disk.event_facts`, which checks the lines that readers get.
+and with `holdfast.contracts.disk.journal`, which checks the lines that readers get.
 """
 
 from __future__ import annotations

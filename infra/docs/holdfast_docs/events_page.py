@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.contracts.disk.event_facts import needed_facts
-from holdfast.contracts.disk.journal import EventKind
-from holdfast.flows.event_names import NAMES, PREFIX
+from holdfast.contracts.disk.journal import EventKind, needed_facts
+from holdfast.flows.prefect_events import NAMES, PREFIX
 from holdfast_docs.event_book import EVENTS, EventEntry
 from holdfast_docs.markdown import code, section, sentence, table
 

@@ -24,14 +24,14 @@ from holdfast.lineage.index import Index
 from holdfast.lineage.queries import (
     comparison,
     durability,
-    nodes,
     pages,
     reports,
     run_queries,
-    series,
     totals,
     views,
 )
+from holdfast.lineage.queries import totals as nodes
+from holdfast.lineage.queries import totals as series
 from holdfast.lineage.queries.cursors import PAGE_MAX
 from holdfast.lineage.queries.cursors import Page as IndexPage
 from holdfast.lineage.queries.openlineage import export_run

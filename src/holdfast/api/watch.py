@@ -24,7 +24,7 @@ from holdfast.contracts.disk.visits import Visit, visit
 from holdfast.contracts.errors import LineageError
 from holdfast.contracts.plain_text import plain_line
 from holdfast.contracts.redaction import redact
-from holdfast.lineage.ingest.metric_ingest import follow_metrics
+from holdfast.lineage.ingest.metrics import follow_metrics
 from holdfast.lineage.ingest.run_ingest import ingest_run
 from holdfast.lineage.queries import views
 from holdfast.lineage.queries.run_queries import RunRef

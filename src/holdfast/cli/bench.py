@@ -11,8 +11,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from holdfast.cli.shared.bench_package import require_bench_package
-from holdfast.cli.shared.output import AsJson, answer, print_facts, print_table
-from holdfast.cli.shared.output_files import check_plot
+from holdfast.cli.shared.output import AsJson, answer, check_plot, print_facts, print_table
 
 END_S: Final = 60.0
 # The titles of the keys in the benchmark's JSON.

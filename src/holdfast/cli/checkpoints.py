@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli.shared.arguments import RunArgument, complete_checkpoint, confirm
+from holdfast.cli.shared.arguments import RunArgument, complete_checkpoint, confirm, refuse_unused
 from holdfast.cli.shared.index import forget, locate_checkpoint, locate_run, look_at, user_name
 from holdfast.cli.shared.output import (
     AsJson,
@@ -20,7 +20,6 @@ from holdfast.cli.shared.output import (
     say,
     warn,
 )
-from holdfast.cli.shared.unused import refuse_unused
 from holdfast.contracts.disk.damage import find_damage, word_for
 from holdfast.contracts.disk.manifest import Manifest
 from holdfast.contracts.disk.paths import checkpoint_id, has_spec, plain_checkpoint
@@ -101,13 +100,13 @@ def prune(
 
     Asks before it deletes, unless --yes is given.
     """
-    from holdfast.workers.checkpoints import pruning
+    from holdfast.workers.checkpoints import deletion
 
     _check_options(context, dry_run)
     paths = locate_run(run, root)
     look_at(paths)
     rules = Keep(last=keep_last) if keep_last else None
-    work = partial(pruning.prune, paths, by=user_name(), keep=rules)
+    work = partial(deletion.prune, paths, by=user_name(), keep=rules)
     if not (dry_run or yes):
         facts = work(dry_run=True)
         if facts["deleted"]:

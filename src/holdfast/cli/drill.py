@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from holdfast.cli.shared.arguments import refuse_unused
 from holdfast.cli.shared.bench_package import require_bench_package
 from holdfast.cli.shared.index import locate_run
 from holdfast.cli.shared.output import (
     AsJson,
     RootOption,
     answer,
+    check_folder_of,
     print_table,
     say,
     seconds_text,
     warn,
 )
-from holdfast.cli.shared.output_files import check_folder_of
-from holdfast.cli.shared.unused import refuse_unused
 from holdfast.contracts.errors import NotFoundError, SpecError
 
 if TYPE_CHECKING:

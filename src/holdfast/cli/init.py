@@ -174,7 +174,7 @@ def _spec_text(name: str, executor: str | None, partition: str | None) -> str:
 
 def _slurm_text(partition: str | None) -> tuple[str, int]:
     """Return the resources for a partition, and the GPUs of its nodes. Raises `NotFoundError`."""
-    from holdfast.workers.schedulers.partitions import ask_partitions, choose_partition
+    from holdfast.workers.schedulers.slurm_defaults import ask_partitions, choose_partition
 
     try:
         known = ask_partitions()

@@ -17,10 +17,9 @@ from typing import Annotated, BinaryIO, Final
 
 import typer
 
-from holdfast.cli.shared.arguments import RunArgument, SinceOption
+from holdfast.cli.shared.arguments import RunArgument, SinceOption, refuse_unused
 from holdfast.cli.shared.index import locate_run, look_at, secrets_in
 from holdfast.cli.shared.output import AsJson, RootOption, answer, echo, to_json_text, warn
-from holdfast.cli.shared.unused import refuse_unused
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.disk.rank_logs import RankLog, choose_attempt, rank_logs
 from holdfast.contracts.plain_text import plain_output

@@ -23,9 +23,8 @@ from holdfast.cli.shared.output import (
     seconds_text,
     time_text,
 )
-from holdfast.cli.shared.stretches import print_stretches
 from holdfast.cli.supervise import supervisor_warning
-from holdfast.cli.views import refreshed_directory
+from holdfast.cli.views import print_stretches, refreshed_directory
 from holdfast.contracts.account.goodput import PARTS
 from holdfast.contracts.disk.journal import Event
 from holdfast.contracts.disk.paths import RunPaths, checkpoint_id, has_spec

@@ -12,12 +12,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from holdfast.cli.shared.arguments import refuse_unused
 from holdfast.cli.shared.index import locate_run
-from holdfast.cli.shared.output import AsJson, RootOption, answer, print_table, say, seconds_text
-from holdfast.cli.shared.output_files import check_plot
-from holdfast.cli.shared.stretches import print_stretches
-from holdfast.cli.shared.unused import refuse_unused
+from holdfast.cli.shared.output import (
+    AsJson,
+    RootOption,
+    answer,
+    check_plot,
+    print_table,
+    say,
+    seconds_text,
+)
 from holdfast.cli.submit import Overrides
+from holdfast.cli.views import print_stretches
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.plain_text import counted
 from holdfast.contracts.records.history import load_history
@@ -27,7 +34,7 @@ from holdfast.contracts.spec.steps_total import steps_total
 if TYPE_CHECKING:
     from holdfast.workers.decisions.attempt_costs import Costs
     from holdfast.workers.runs.simulation import Simulated
-    from holdfast.workers.schedulers.traces import Trace
+    from holdfast.workers.schedulers.cluster_history import Trace
 
 SCENARIOS_MAX: Final = 200
 
@@ -138,7 +145,7 @@ def _traces(
     instance_gpus: int | None,
 ) -> list[Trace]:
     """Return the traces of the first choice and of fallbacks. Raises `SpecError`."""
-    from holdfast.workers.schedulers.traces import read_trace
+    from holdfast.workers.schedulers.cluster_history import read_trace
 
     fallbacks = spec.resources.fallbacks
     if len(others) > len(fallbacks):

@@ -10,11 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
+from holdfast.cli.shared.arguments import refuse_unused
 from holdfast.cli.shared.exit_status import INTERRUPTED
 from holdfast.cli.shared.follow import follow_run
 from holdfast.cli.shared.index import choose_root, locate_checkpoint, look_at, user_name
 from holdfast.cli.shared.output import AsJson, RootOption, answer, echo, say, warn
-from holdfast.cli.shared.unused import refuse_unused
 from holdfast.contracts.disk.paths import RunPaths, checkpoint_id
 from holdfast.contracts.errors import NotFoundError, SpecError
 from holdfast.contracts.records.attempt import Request, RunRecord

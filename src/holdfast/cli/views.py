@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from holdfast.cli.shared.arguments import CLEAR, WATCH_S, RunArgument, SinceOption
-from holdfast.cli.shared.best import Mode, best_first
 from holdfast.cli.shared.index import (
     choose_root,
     existing_root,
@@ -36,17 +40,136 @@ from holdfast.cli.shared.output import (
     time_text,
     warn,
 )
-from holdfast.cli.shared.run_choice import RunChoice, RunSort, seconds_of
 from holdfast.cli.supervise import supervisor_warning
 from holdfast.contracts.disk.mirrors import read_record
 from holdfast.contracts.disk.paths import RunPaths, has_spec, list_runs
-from holdfast.contracts.errors import SpecError
+from holdfast.contracts.errors import NotFoundError, SpecError
 from holdfast.contracts.states import RunState
 
-# Importing SQLAlchemy takes most of a second, so only the commands that use it do it.
 if TYPE_CHECKING:
     from holdfast.lineage.database.transactions import Database
     from holdfast.lineage.queries.views import CheckpointView
+
+
+# The table of a run's stretches: its time and cost at each place of `resources`.
+
+HEADINGS = ("place", "attempts", "time", "ETTR", "lost", "GPU hours", "cost", "on demand")
+
+
+def print_stretches(stretches: Sequence[Mapping[str, Any]]) -> None:
+    """Print a row for each stretch, as `Stretch.as_json` gives it."""
+    print_table(HEADINGS, [_cells(one) for one in stretches])
+
+
+def _cells(one: Mapping[str, Any]) -> tuple[object, ...]:
+    is_single = one["first"] == one["last"]
+    return (
+        one["name"],
+        one["first"] if is_single else f"{one['first']}–{one['last']}",
+        seconds_text(one["ended_at"] - one["began_at"]),
+        f"{one['ettr']:.1%}",
+        one["steps_lost"],
+        f"{one['gpu_hours']:.2f}",
+        _price(one, "cost"),
+        _price(one, "on_demand_cost"),
+    )
+
+
+def _price(one: Mapping[str, Any], key: str) -> str | None:
+    return None if one[key] is None else f"{one[key]:,.2f} {one['currency']}"
+
+
+# Which runs `holdfast runs` lists, and in which order.
+
+
+class RunSort(StrEnum):
+    """The order of the listed runs."""
+
+    CREATED = "created"
+    ENDED = "ended"
+    NAME = "name"
+    STATE = "state"
+    STEP = "step"
+
+
+@dataclass(frozen=True)
+class RunChoice:
+    """The wanted runs by state, user, patterns of names and time; `since` is Unix seconds."""
+
+    states: tuple[RunState, ...] = ()
+    user: str | None = None
+    names: tuple[str, ...] = ()
+    since: float | None = None
+    sort: RunSort = RunSort.CREATED
+
+    @property
+    def is_all(self) -> bool:
+        """True if every run is wanted, newest first."""
+        return self == RunChoice()
+
+    def of(self, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the wanted rows in their order. `rows` are newest first."""
+        found = [row for row in rows if self._wants(row)]
+        if self.sort is RunSort.NAME:
+            return sorted(found, key=itemgetter("run"))
+        if self.sort is RunSort.STATE:
+            return sorted(found, key=itemgetter("state"))
+        if self.sort is RunSort.STEP:
+            return sorted(found, key=lambda row: -1 if row["step"] is None else -row["step"] - 2)
+        if self.sort is RunSort.ENDED:
+            return sorted(found, key=lambda row: -(seconds_of(row["ended_at"]) or 0.0))
+        return found
+
+    def _wants(self, row: Mapping[str, Any]) -> bool:
+        own = (row["run"], row["name"])
+        return (
+            (not self.states or RunState(row["state"]) in self.states)
+            and self.user in {None, row["created_by"]}
+            and (not self.names or any(fnmatchcase(n, p) for n in own for p in self.names))
+            and (self.since is None or (seconds_of(row["created_at"]) or 0.0) >= self.since)
+        )
+
+
+def seconds_of(moment: str | None) -> float | None:
+    """Return an ISO 8601 time as Unix seconds, or None."""
+    return datetime.fromisoformat(moment).timestamp() if moment else None
+
+
+# `holdfast checkpoints --best METRIC`: a run's checkpoints by a logged metric.
+
+
+class Mode(StrEnum):
+    """Which values of a metric are better."""
+
+    MIN = "min"
+    MAX = "max"
+
+
+def best_first(
+    found: Sequence[CheckpointView], metric: str, mode: Mode | None, spec: Mapping[str, Any]
+) -> list[CheckpointView]:
+    """Return the committed checkpoints with a metric, the best first.
+
+    Without `mode`, that of the spec's `checkpoint.keep.best` counts, if it is for this metric.
+    Raises `NotFoundError` if no checkpoint has the metric, with the names of those there are.
+    """
+    rule = ((spec.get("checkpoint") or {}).get("keep") or {}).get("best") or {}
+    given = rule.get("mode") if rule.get("metric") == metric else None
+    branch = [one for one in found if one["state"] == "committed" and not one["rolled_back"]]
+    rows = [(value, one) for one in branch if _is_number(value := one["metrics"].get(metric))]
+    if not rows:
+        known = sorted({name for one in branch for name in one["metrics"]})
+        raise NotFoundError(
+            f"no committed checkpoint has a finite metric {metric!r}; logged metrics: "
+            f"{', '.join(known) or 'none'}"
+        )
+    rows.sort(key=lambda row: row[0], reverse=(mode or given) == Mode.MAX)
+    return [one for _, one in rows]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
 
 # The state shown for a run whose folder cannot be read.
 UNREADABLE = "unreadable"

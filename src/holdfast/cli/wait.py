@@ -16,8 +16,7 @@ from holdfast.cli.shared.output import AsJson, RootOption, answer, say, warn
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.records.history import RunHistory
 from holdfast.contracts.states import RunState
-from holdfast.flows.supervisor.progress import describe_progress
-from holdfast.flows.supervisor.summary import end_reason, summarize
+from holdfast.flows.supervisor.summary import describe_progress, end_reason, summarize
 
 POLL_S: Final = 1.0
 

@@ -16,10 +16,9 @@ from holdfast.contracts.account.timeline import spans_of
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.errors import ServiceError
 from holdfast.contracts.records.history import RunHistory
-from holdfast.contracts.records.spans import Launch
+from holdfast.contracts.records.tally import Launch
 from holdfast.flows.drills.kinds import FREE_S, HELD_S, KINDS, SUSPENDED_S, Loss, Recovery
-from holdfast.workers.agent.watch.hangs import STRAGGLER_WINDOW_S
-from holdfast.workers.agent.watch.stragglers import TIMES_MIN
+from holdfast.workers.agent.watch.hangs import STRAGGLER_WINDOW_S, TIMES_MIN
 from holdfast_bench.drills.prediction import Costs, Fault, Stall, predict_ettr
 from holdfast_bench.drills.testbed import (
     INTERVAL_STEPS,

@@ -14,7 +14,7 @@ from typing import Final
 
 from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.errors import ServiceError
-from holdfast.contracts.spec.supervision import Numerics
+from holdfast.contracts.spec.sections import Numerics
 from holdfast.flows.drills import faults
 from holdfast.flows.drills.kinds import Recovery
 from holdfast.flows.drills.target_run import TargetRun

@@ -25,7 +25,7 @@ from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import HoldfastError, ServiceError
 from holdfast.contracts.records.attempt import Request, Submission, read_document
 from holdfast.contracts.spec.run_spec import RunSpec
-from holdfast.contracts.spec.supervision import NumericsAction
+from holdfast.contracts.spec.sections import NumericsAction
 from holdfast.contracts.states import Cause
 from holdfast.flows import detached
 from holdfast.workers.runs.run_folders import create_run

@@ -23,7 +23,7 @@ from holdfast.contracts.errors import RunConflictError
 from holdfast.contracts.records.history_cache import load_tallied
 from holdfast.contracts.records.supervision import is_supervised
 from holdfast.flows.supervisor.carry import carry
-from holdfast.flows.supervisor.handover import LOCK, NAME_BYTES_MAX, WANTED, service_folder
+from holdfast.flows.supervisor.flow_lock import LOCK, NAME_BYTES_MAX, WANTED, service_folder
 from holdfast.lineage.index import Index
 
 # How soon a submitted run is taken up.

@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
+from holdfast.contracts.account.timeline import goodput_of
 from holdfast.contracts.disk.filesystems import refresh
 from holdfast.contracts.disk.journal import GROWER, EventKind, JournalWriter
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
@@ -35,24 +37,21 @@ from holdfast.contracts.records.attempt import SubmissionTry, read_document
 from holdfast.contracts.records.history import RunHistory
 from holdfast.contracts.records.history_cache import HistoryReader, load_tallied
 from holdfast.contracts.records.orders import open_orders
-from holdfast.contracts.states import AttemptState, Cause
+from holdfast.contracts.states import AttemptState, Cause, RunState
 from holdfast.flows import secrets
 from holdfast.flows.supervisor.deliveries import Deliveries
 from holdfast.flows.supervisor.flow_lock import FlowLock
-from holdfast.flows.supervisor.ingestion import Ingestion
-from holdfast.flows.supervisor.limits import LimitWatch
-from holdfast.flows.supervisor.node_watch import NodeWatch
 from holdfast.flows.supervisor.outbox import Service
-from holdfast.flows.supervisor.progress import ProgressLog
 from holdfast.flows.supervisor.redactor import Log, Redactor
 from holdfast.flows.supervisor.submission import JOURNAL, Companion, Submit
+from holdfast.flows.supervisor.summary import ProgressLog
 from holdfast.lineage.index import Index
 from holdfast.workers.checkpoints import deletion
 from holdfast.workers.decisions.exclusions import excluded_hosts
 from holdfast.workers.decisions.growth import CapacityObservation, find_growth
 from holdfast.workers.decisions.places import ReturnWatch, place_of
 from holdfast.workers.decisions.policy import Decision, decide, wait_after_refusal
-from holdfast.workers.nodes.heartbeats import read_heartbeats
+from holdfast.workers.nodes.heartbeats import HeartbeatWatch, clock_problems, read_heartbeats
 from holdfast.workers.runs import operator
 from holdfast.workers.runs.attempts import (
     Absences,
@@ -66,12 +65,241 @@ from holdfast.workers.runs.attempts import (
     resume_submission,
 )
 from holdfast.workers.runs.feasibility import Feasibility
-from holdfast.workers.runs.moves import move_on, return_when_free
+from holdfast.workers.runs.operator import move_on, return_when_free
 from holdfast.workers.runs.pending import allow_hosts_again, take_back_overdue
 from holdfast.workers.runs.reconcile import complete_goodput, reconcile
 from holdfast.workers.runs.run_folders import keep_reserve, require_own, why_not_submitted
 from holdfast.workers.schedulers import ask_capacity, executor_for
 from holdfast.workers.schedulers.slurm_capacity import Room
+
+# The limits of `alerts` in a run's spec: whether the run has passed them.
+
+# The account of a run with a thousand attempts takes a while.
+LOOK_S: Final = 30.0
+# Earlier, the start of the first attempt is most of the run's time.
+ETTR_AFTER_S: Final = 3600.0
+GPU_HOURS_SHARE: Final = 0.9
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One limit, by its key in `alerts`. `text` is for people."""
+
+    limit: str
+    passed: bool
+    value: float
+    text: str
+
+
+class LimitWatch:
+    """Journals when a run passes a limit, and when it is within it again."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._look_at = 0.0
+
+    def look(self, history: RunHistory, journal: JournalWriter) -> None:
+        """Compare the run with its limits, every `LOOK_S` seconds."""
+        given, now = history.spec.alerts, time.monotonic()
+        limits = (given.ettr_min, given.checkpoint_age_max_min, given.gpu_hours_max)
+        if limits == (None, None, None) or now < self._look_at:
+            return
+        self._look_at = now + LOOK_S
+        last = history.last_attempt
+        for finding in new_findings(history, time.time()):
+            journal.append(
+                EventKind.LIMIT_PASSED,
+                attempt=last.number if last else None,
+                limit=finding.limit,
+                passed=finding.passed,
+                value=finding.value,
+                text=finding.text,
+            )
+            self._log.warning("%s", finding.text)
+
+
+def new_findings(history: RunHistory, now: float) -> list[Finding]:
+    """Return the limits whose state differs from what the journal says."""
+    said = {
+        event.data["limit"]: event.data["passed"]
+        for event in history.events
+        if event.kind is EventKind.LIMIT_PASSED
+    }
+    return [one for one in findings(history, now) if one.passed != said.get(one.limit, False)]
+
+
+def findings(history: RunHistory, now: float) -> list[Finding]:
+    """Return a finding for each limit of the spec that can be judged at `now` (Unix seconds)."""
+    given, found = history.spec.alerts, []
+    if given.ettr_min is not None or given.gpu_hours_max is not None:
+        goodput = goodput_of(history, until=now)
+        if given.ettr_min is not None and goodput.total_s >= ETTR_AFTER_S:
+            text = f"productive share of the time (ETTR): {goodput.ettr:.1%}"
+            passed = goodput.ettr < given.ettr_min
+            found.append(Finding("ettr_min", passed, goodput.ettr, text))
+        if given.gpu_hours_max is not None:
+            hours = goodput.gpu_hours
+            text = f"GPU hours: {hours:,.1f} of {given.gpu_hours_max:,.1f}"
+            passed = hours >= GPU_HOURS_SHARE * given.gpu_hours_max
+            found.append(Finding("gpu_hours_max", passed, hours, text))
+    age_s = _checkpoint_age_s(history, now)
+    if given.checkpoint_age_max_min is not None and age_s is not None:
+        minutes = age_s / 60.0
+        text = f"training since the newest checkpoint: {minutes:.1f} min"
+        passed = minutes > given.checkpoint_age_max_min
+        found.append(Finding("checkpoint_age_max_min", passed, minutes, text))
+    return found
+
+
+def _checkpoint_age_s(history: RunHistory, now: float) -> float | None:
+    """Return how long the running attempt has trained without a commit; None if it does not."""
+    last = history.last_attempt
+    if last is None or last.state is not AttemptState.RUNNING:
+        return None
+    times = [
+        event.time
+        for event in history.events
+        if event.kind is EventKind.RESUMED and event.data.get("attempt") == last.number
+    ]
+    if last.number in history.tally.commits:
+        times.append(history.tally.commits[last.number].newest_at)
+    return now - max(times) if times else None
+
+
+# Report nodes whose heartbeats stop, without waiting for the scheduler.
+#
+# The agents and the scheduler react to a lost node. The supervisor only logs and journals it.
+
+NAMED_MAX: Final = 16
+
+
+class NodeWatch:
+    """Watches the heartbeats of the live attempt. The supervisor calls `look` at every turn."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._watch: HeartbeatWatch | None = None
+        self._are_clocks_checked = False
+
+    def look(self, attempt: AttemptPaths, heartbeat_s: float, journal: JournalWriter) -> list[str]:
+        """Journal which nodes became silent or are heard again; return messages about it."""
+        if self._watch is None or self._number != attempt.number:
+            self._watch = HeartbeatWatch(attempt, heartbeat_s)
+            self._number, self._are_clocks_checked = attempt.number, False
+        silent, again = self._watch.look()
+        for names, is_silent in ((silent, True), (again, False)):
+            if names:
+                shown = sorted(names)[:NAMED_MAX]
+                facts = {"attempt": attempt.number, "nodes": shown, "count": len(names)}
+                journal.append(EventKind.NODE_SILENT, durable=False, silent=is_silent, **facts)
+        problems = self._check_clocks(attempt)
+        for text in problems:
+            journal.append(EventKind.NOTE, durable=False, attempt=attempt.number, text=text)
+        messages = [f"no more heartbeats from {_some(silent)}"] if silent else []
+        messages += [f"heartbeats again from {_some(again)}"] if again else []
+        return messages + problems
+
+    def _check_clocks(self, attempt: AttemptPaths) -> list[str]:
+        """Return problems with the nodes' clocks. Checks once, with the first heartbeats."""
+        if self._are_clocks_checked:
+            return []
+        beats = read_heartbeats(attempt)
+        self._are_clocks_checked = bool(beats)
+        return clock_problems(beats, time.time())[:NAMED_MAX]
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - NAMED_MAX
+    return ", ".join(sorted(names)[:NAMED_MAX]) + (f" and {more} more" if more > 0 else "")
+
+
+# Index updates in a thread, so that a slow database does not delay supervision.
+
+FINISH_S_MAX: Final = 120.0
+QUIET_S: Final = 30.0
+# An ingest of a run with tens of thousands of checkpoints takes long, so it is done less often:
+# after so many times the processor time that it took beyond `FREE_S`.
+REST: Final = 50.0
+FREE_S: Final = 0.25
+
+
+class Ingestion:
+    """Ingests one run in a separate thread, which ends when there is nothing to do.
+
+    That thread calls `failed` with the error of a failed ingest, and `succeeded` after a
+    successful one.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        paths: RunPaths,
+        *,
+        failed: Callable[[Exception], None],
+        succeeded: Callable[[], None],
+    ) -> None:
+        self._index, self._paths = index, paths
+        self._failed, self._succeeded = failed, succeeded
+        self._lock = threading.Lock()
+        self._is_wanted = False
+        # What the last request was about, and when it was made.
+        self._asked: tuple[int, RunState] | None = None
+        self._asked_at = 0.0
+        self._rests_until = 0.0
+        self._thread: threading.Thread | None = None
+
+    def ask(self, history: RunHistory | None = None) -> None:
+        """Request an ingest of the run's current state. Returns at once.
+
+        A `history` without anything new is ingested every `QUIET_S` seconds only, for logged
+        metrics. An ingest looks at every file of the run. After a long one, requests are ignored
+        for a while. The supervisor makes them again in each turn.
+        """
+        now = time.monotonic()
+        state = None if history is None else (history.tally.lines, history.state)
+        with self._lock:
+            if state is not None and now < self._rests_until:
+                return
+            if state is not None and state == self._asked and now - self._asked_at < QUIET_S:
+                return
+            self._asked, self._asked_at = state, now
+            self._is_wanted = True
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._work, name="holdfast-ingest", daemon=True
+                )
+                self._thread.start()
+
+    def finish(self) -> None:
+        """Ingest the run's last state, and wait for it for at most `FINISH_S_MAX` seconds."""
+        self.ask()
+        thread = self._thread
+        if thread is not None:
+            thread.join(FINISH_S_MAX)
+
+    def _work(self) -> None:
+        while self._take():
+            spent_s = -time.thread_time()
+            try:
+                self._index.update(self._paths)
+            # Disk is the truth, so a failed update can be repeated later.
+            except (HoldfastError, OSError) as error:
+                self._asked = None
+                self._failed(error)
+            else:
+                self._succeeded()
+            spent_s += time.thread_time()
+            self._rests_until = time.monotonic() + REST * max(0.0, spent_s - FREE_S)
+
+    def _take(self) -> bool:
+        """Return whether an ingest is wanted. If not, mark this thread as ended."""
+        with self._lock:
+            if not self._is_wanted:
+                self._thread = None
+                return False
+            self._is_wanted = False
+            return True
+
 
 SUPERVISION_S_MAX: Final = 366 * 24 * 3600.0
 PRUNE_S: Final = 60.0

@@ -11,7 +11,7 @@ from holdfast.api.schemas import ActionDone, Ask, AskCancel, AskPrune, AskRelaun
 from holdfast.api.services import services_of
 from holdfast.api.watch import WRITER
 from holdfast.contracts.records.history import load_history
-from holdfast.workers.checkpoints import pruning
+from holdfast.workers.checkpoints import deletion
 from holdfast.workers.runs import operator
 from holdfast.workers.runs.operator import Action
 from holdfast.workers.runs.reconcile import reconcile
@@ -56,7 +56,7 @@ def prune(request: Request, run: RunId, body: AskPrune, caller: Operator) -> Pru
     paths = services.store.folder_of(run)
     reconcile(paths, writer=WRITER)
     with audited(paths, "prune", caller, dry_run=body.dry_run):
-        facts = pruning.prune(paths, by=caller.name, writer=WRITER, dry_run=body.dry_run)
+        facts = deletion.prune(paths, by=caller.name, writer=WRITER, dry_run=body.dry_run)
     services.watch.touch(paths)
     return Prune.model_validate(facts)
 

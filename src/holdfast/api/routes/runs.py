@@ -46,7 +46,7 @@ from holdfast.lineage.queries.pages import (
     RunSort,
     SortOrder,
 )
-from holdfast.workers.checkpoints import pruning
+from holdfast.workers.checkpoints import deletion
 from holdfast.workers.decisions.sizes import allowed_sizes
 from holdfast.workers.nodes.heartbeats import live_step
 from holdfast.workers.runs.feasibility import Feasibility
@@ -225,7 +225,7 @@ def show_heartbeats(request: Request, run: RunId, attempt: Number = None) -> Hea
 def show_storage(request: Request, run: RunId) -> Prune:
     """Return which checkpoints the next prune would keep and delete, with the reasons."""
     paths = services_of(request).store.folder_of(run)
-    return Prune.model_validate(pruning.prune(paths, by="", dry_run=True))
+    return Prune.model_validate(deletion.prune(paths, by="", dry_run=True))
 
 
 @router.get("/{run}/logs")

@@ -13,8 +13,7 @@ from holdfast.contracts.errors import ServiceError
 from holdfast.contracts.records.history import RunHistory
 from holdfast.contracts.records.supervision import is_supervised
 from holdfast.flows.start import Started, log_tail
-from holdfast.flows.supervisor.progress import describe_progress
-from holdfast.flows.supervisor.summary import end_reason, summarize
+from holdfast.flows.supervisor.summary import describe_progress, end_reason, summarize
 
 FOLLOW_S_MAX: Final = 366 * 24 * 3600.0
 POLL_S: Final = 1.0

@@ -9,13 +9,39 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated, Any, Final, cast
 
 import typer
 from typer.exceptions import TyperException
 
 from holdfast.cli.shared.exit_status import exit_status
+from holdfast.contracts.errors import NotFoundError, SpecError
 from holdfast.contracts.plain_text import plain, plain_line
+
+# Checks of the files that a command will write, before its work begins.
+
+
+def check_folder_of(option: str, path: Path) -> None:
+    """Raise `NotFoundError` if the folder of `path`, the value of `option`, does not exist."""
+    if not path.expanduser().absolute().parent.is_dir():
+        raise NotFoundError(f"{option} {path}: there is no folder {path.parent}")
+
+
+def check_plot(path: Path) -> None:
+    """Raise `SpecError` or `NotFoundError` if the plot of `--plot` could not be drawn."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as error:
+        raise SpecError("--plot needs matplotlib; run `pip install 'holdfast[plot]'`") from error
+    known = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix.lower().removeprefix(".") not in known:
+        raise SpecError(
+            f"--plot {path}: ends in {path.suffix or 'nothing'}; expected .svg, .png or another "
+            f"of matplotlib's formats: {', '.join(known)}"
+        )
+    check_folder_of("--plot", path)
+
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 RootOption = Annotated[

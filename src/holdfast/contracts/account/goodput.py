@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from holdfast.contracts.account.prices import Held, Prices, costs_of
-from holdfast.contracts.records.spans import Launch, Span
+from holdfast.contracts.records.tally import Launch, Span
 
 SECONDS_PER_HOUR: Final = 3600.0
 PARTS: Final = (

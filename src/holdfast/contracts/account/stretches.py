@@ -9,7 +9,7 @@ from typing import Any
 
 from holdfast.contracts.account.goodput import account, held_by_attempt
 from holdfast.contracts.account.prices import Prices, costs_of
-from holdfast.contracts.records.spans import Span
+from holdfast.contracts.records.tally import Span
 from holdfast.contracts.spec.resources import Resources
 
 

@@ -15,8 +15,7 @@ from holdfast.contracts.account.goodput import Goodput, KnownSpans, account
 from holdfast.contracts.account.prices import prices_of
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.records.history import AttemptView, RunHistory
-from holdfast.contracts.records.spans import Blocked, Launch, Span
-from holdfast.contracts.records.tally import FINAL
+from holdfast.contracts.records.tally import FINAL, Blocked, Launch, Span
 from holdfast.contracts.states import Cause
 
 KINDS: Final = (

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from holdfast.contracts.disk.digests import range_digest
-from holdfast.contracts.disk.manifest import FileEntry, Manifest
-from holdfast.contracts.disk.reading import open_regular
-from holdfast.contracts.disk.retries import read_again
-from holdfast.contracts.disk.sources import files_folder
+from holdfast.contracts.disk.manifest import FileEntry, Manifest, files_folder
+from holdfast.contracts.disk.reading import open_regular, read_again
 from holdfast.contracts.errors import ForeignFileError
 
 READERS_MAX: Final = 4

@@ -13,12 +13,44 @@ import errno
 import functools
 import os
 import stat
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from holdfast.contracts.errors import ForeignFileError
+
+# Retries of reads that failed with an error that may be temporary.
+
+T = TypeVar("T")
+
+READ_WAITS_S: Final = (0.05, 0.5)
+"""Seconds before the second and the third attempt."""
+
+# Causes: a server that restarts, a path that fails over, a file handle that a rename made stale.
+_MAY_PASS: Final = frozenset(
+    {
+        errno.EAGAIN,
+        errno.EIO,
+        errno.EREMOTEIO,
+        errno.ESTALE,
+        errno.ETIMEDOUT,
+    }
+)
+
+
+def read_again(read: Callable[[], T]) -> T:
+    """Return the result of `read()`, retried after temporary errors. Raises the last error."""
+    for wait_s in READ_WAITS_S:
+        try:
+            return read()
+        except OSError as error:
+            if error.errno not in _MAY_PASS:
+                raise
+            time.sleep(wait_s)
+    return read()
+
 
 # The largest JSON document of a run: far above any that Holdfast writes.
 DOCUMENT_BYTES_MAX: Final = 16 * 1024 * 1024

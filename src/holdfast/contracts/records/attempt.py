@@ -43,14 +43,12 @@ from holdfast.contracts.disk.paths import RUN_NAME, AttemptPaths, folder_of
 from holdfast.contracts.disk.reading import read_bounded
 from holdfast.contracts.errors import UnreadableRunError
 from holdfast.contracts.spec.checkpoint import Checkpointing
-from holdfast.contracts.spec.health import Health
 from holdfast.contracts.spec.node_share import gpus_of
 from holdfast.contracts.spec.part import RECORDED
-from holdfast.contracts.spec.program import Program
 from holdfast.contracts.spec.resources import Resources
 from holdfast.contracts.spec.run_spec import Launch, RunSpec
 from holdfast.contracts.spec.secrets import EnvironmentValue
-from holdfast.contracts.spec.supervision import Supervision
+from holdfast.contracts.spec.sections import Health, Program, Supervision
 from holdfast.contracts.spec.written import SPEC, forget_defaults, keys_of
 from holdfast.contracts.states import AttemptState, Cause
 

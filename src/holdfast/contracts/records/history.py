@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.contracts.disk.journal import AUTOMATIC, Event, EventKind, read_journal
-from holdfast.contracts.disk.journal_cache import KEPT
+from holdfast.contracts.disk.journal_follow import KEPT
 from holdfast.contracts.disk.paths import IMPORTED, AttemptPaths, RunPaths
 from holdfast.contracts.errors import NotFoundError, UnreadableRunError, reading_run
 from holdfast.contracts.records.attempt import (

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 
 from holdfast.contracts.disk.file_locks import locked
 from holdfast.contracts.disk.journal import FOREIGN_LOCK_S, Event, EventKind, JournalWriter
-from holdfast.contracts.disk.journal_cache import KEPT
+from holdfast.contracts.disk.journal_follow import KEPT
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import OrdersChangedError, RunConflictError
 from holdfast.contracts.plain_text import counted

@@ -17,18 +17,15 @@ from holdfast.contracts.disk.digests import document_digest
 from holdfast.contracts.disk.paths import SPEC_NAME
 from holdfast.contracts.environment import KEYS_OF_VARIABLES, S3_ENDPOINT
 from holdfast.contracts.plain_text import counted
-from holdfast.contracts.spec.alerts import Alerts
 from holdfast.contracts.spec.checkpoint import Checkpointing
 from holdfast.contracts.spec.effects import problems_of_effects
-from holdfast.contracts.spec.health import Health
 from holdfast.contracts.spec.node_share import Share, share_of
 from holdfast.contracts.spec.part import SpecPart, is_recorded
-from holdfast.contracts.spec.program import Program
 from holdfast.contracts.spec.resources import Resources
 from holdfast.contracts.spec.secrets import EnvironmentValue, SecretReference
+from holdfast.contracts.spec.sections import Alerts, Health, Program, Supervision
 from holdfast.contracts.spec.slurm_options import problem_with_setup
 from holdfast.contracts.spec.steps_total import problem_with_steps
-from holdfast.contracts.spec.supervision import Supervision
 from holdfast.contracts.spec.torchrun_options import problem_with_torchrun
 from holdfast.contracts.spec.written import sources_of
 

@@ -31,7 +31,6 @@ from holdfast.contracts.spec.secrets import known_secrets
 from holdfast.lineage.database.states import CheckpointState
 from holdfast.lineage.database.tables import RUNS, lock_run
 from holdfast.lineage.database.transactions import Database
-from holdfast.lineage.ingest.checkpoint_rows import Journaled
 from holdfast.lineage.ingest.checkpoint_totals import STORAGE, Totals
 from holdfast.lineage.ingest.disk import (
     Row,
@@ -45,9 +44,9 @@ from holdfast.lineage.ingest.disk import (
     survey_parts,
 )
 from holdfast.lineage.ingest.journal_lines import NewLines, read_new_lines
-from holdfast.lineage.ingest.metric_ingest import follow_metrics
+from holdfast.lineage.ingest.metrics import follow_metrics
 from holdfast.lineage.ingest.origins import bare
-from holdfast.lineage.ingest.rows import OF_EDGES, AttemptRows, run_row
+from holdfast.lineage.ingest.rows import OF_EDGES, AttemptRows, Journaled, run_row
 from holdfast.lineage.ingest.run_changes import (
     Builder,
     deleted_in,

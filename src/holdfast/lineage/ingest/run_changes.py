@@ -9,20 +9,22 @@ from holdfast.contracts.disk.digests import document_digest
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.records.history import AttemptView, Lines, RunHistory
-from holdfast.lineage.ingest.checkpoint_rows import (
-    Journaled,
-    add_deletion,
-    checkpoint_row,
-    deletion_in,
-    names_in,
-    only_journaled,
-)
 from holdfast.lineage.ingest.checkpoint_totals import Totals
 from holdfast.lineage.ingest.clean import clean, redacted
 from holdfast.lineage.ingest.disk import Row, read_checkpoint, survey_checkpoint
 from holdfast.lineage.ingest.journal_lines import NewLines
 from holdfast.lineage.ingest.origins import Origins
-from holdfast.lineage.ingest.rows import AttemptRows, attempt_rows, own_edges
+from holdfast.lineage.ingest.rows import (
+    AttemptRows,
+    Journaled,
+    add_deletion,
+    attempt_rows,
+    checkpoint_row,
+    deletion_in,
+    names_in,
+    only_journaled,
+    own_edges,
+)
 from holdfast.lineage.ingest.run_writes import Change
 
 

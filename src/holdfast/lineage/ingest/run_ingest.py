@@ -14,14 +14,16 @@ import contextlib
 import secrets as random
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 from sqlalchemy import Connection, delete, select
 from sqlalchemy.exc import DataError, IntegrityError
 
 from holdfast.contracts.disk.journal import EventKind
-from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.disk.paths import RunPaths, precedence
 from holdfast.contracts.errors import (
+    HoldfastError,
     LineageError,
     NotFoundError,
     UnreadableRunError,
@@ -34,7 +36,6 @@ from holdfast.contracts.spec.secrets import known_secrets
 from holdfast.lineage.database.tables import RUNS, lock_run
 from holdfast.lineage.database.transactions import Database
 from holdfast.lineage.ingest.checkpoint_totals import Totals
-from holdfast.lineage.ingest.claims import check_uid
 from holdfast.lineage.ingest.disk import (
     INGEST_VERSION,
     Row,
@@ -46,7 +47,7 @@ from holdfast.lineage.ingest.disk import (
 )
 from holdfast.lineage.ingest.following import OvertakenError, Progress, State, update
 from holdfast.lineage.ingest.journal_lines import NewLines, read_new_lines
-from holdfast.lineage.ingest.metric_ingest import follow_metrics, write_metrics
+from holdfast.lineage.ingest.metrics import follow_metrics, write_metrics
 from holdfast.lineage.ingest.rows import run_row
 from holdfast.lineage.ingest.run_changes import (
     Builder,
@@ -73,6 +74,32 @@ from holdfast.lineage.ingest.run_writes import (
     write_lines,
     write_run,
 )
+
+# The check for copied run folders: two folders with the same uid.
+
+
+def check_uid(database: Database, paths: RunPaths, uid: str) -> None:
+    """Raise `UnreadableRunError` if another folder with the same uid has precedence.
+
+    The rows belong to the folder that is first by `contracts.paths.precedence`. A folder that was
+    moved causes no error, because its old path no longer exists.
+    """
+    with database.reading() as connection:
+        known = connection.scalar(select(RUNS.c.directory).where(RUNS.c.uid == uid))
+    if known is None or known == str(paths.directory):
+        return
+    rival = RunPaths(Path(known))
+    try:
+        record = read_document(RunRecord, rival.spec)
+        if record is None or record.uid != uid or precedence(paths) < precedence(rival):
+            return
+    except (HoldfastError, OSError):
+        return
+    raise UnreadableRunError(
+        f"{paths.directory}: has the same uid as the run in {rival.directory} ({uid}); move the "
+        "copy out of the root"
+    )
+
 
 # The number of reads without the lock, if other processes keep writing the rows meanwhile.
 READS_MAX: Final = 3

@@ -23,13 +23,12 @@ from holdfast.lineage.database.tables import (
     RUNS,
     upsert,
 )
-from holdfast.lineage.ingest.checkpoint_rows import add_deletion
 from holdfast.lineage.ingest.checkpoint_totals import COLUMNS, Totals
 from holdfast.lineage.ingest.clean import clean, redacted
 from holdfast.lineage.ingest.disk import FoundCheckpoint, Row
 from holdfast.lineage.ingest.journal_lines import NewLines
 from holdfast.lineage.ingest.origins import bare
-from holdfast.lineage.ingest.rows import AttemptRows, attempt_node, attempt_of
+from holdfast.lineage.ingest.rows import AttemptRows, add_deletion, attempt_node, attempt_of
 
 # Rows that a stream reads at a time.
 STREAMED: Final = 2000

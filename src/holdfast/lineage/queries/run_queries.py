@@ -19,7 +19,7 @@ from holdfast.contracts.account.stretches import stretches_of
 from holdfast.contracts.account.timeline import KINDS, Mark, launches_of
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import CheckpointName
-from holdfast.contracts.records.spans import Span
+from holdfast.contracts.records.tally import Span
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import Cause, RunState
 from holdfast.lineage.database.permissions import readable

@@ -1,19 +1,182 @@
-"""Totals over all runs: the storage of their checkpoints, their goodput and their cost."""
+"""Queries for the pages of the web UI: machines, metrics by step, and totals over all runs."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, cast
 
 from sqlalchemy import Double, func, select
 from sqlalchemy import cast as sql_cast
 from typing_extensions import TypedDict
 
-from holdfast.lineage.database.tables import RUNS
+from holdfast.contracts.errors import NotFoundError
+from holdfast.lineage.database.permissions import readable
+from holdfast.lineage.database.tables import METRICS, NODES, RUNS
 from holdfast.lineage.database.transactions import Database
-from holdfast.lineage.queries.find import rows_of
+from holdfast.lineage.queries import reports, views
+from holdfast.lineage.queries.cursors import PAGE_DEFAULT, Order, Page, fetch_page
+from holdfast.lineage.queries.find import Row, rows_of, run_row
 from holdfast.lineage.queries.pages import RunFilter, wanted_runs
+
+# Queries for a run's metrics and its speed, by launch.
+
+POINTS_DEFAULT: Final = 1000
+
+
+def metric_series(
+    database: Database,
+    run: str,
+    *,
+    names: Sequence[str] = (),
+    points: int = POINTS_DEFAULT,
+) -> list[reports.Series]:
+    """Return the metrics of each launch of a run, in order, with about `points` points in total.
+
+    `names` selects metrics; by default all are returned. A point covers a range of steps and has
+    the last, lowest and highest value, so spikes stay visible. Raises `NotFoundError` for an
+    unknown run.
+    """
+    with database.reading() as connection:
+        row = run_row(connection, run)
+        columns = METRICS.c
+        query = (
+            select(METRICS)
+            .where(columns.run_uid == row["uid"])
+            .order_by(columns.attempt, columns.launch, columns.bucket)
+        )
+        found = rows_of(connection, query)
+    by_launch: dict[tuple[int, int], list[Row]] = {}
+    for one in found:
+        by_launch.setdefault((one["attempt"], one["launch"]), []).append(one)
+    every = max(1, -(-len(found) // max(1, points)))
+    return [
+        reports.Series(
+            attempt=key[0],
+            launch=key[1],
+            points=_points(buckets, every, names),
+        )
+        for key, buckets in by_launch.items()
+    ]
+
+
+def _points(buckets: Sequence[Row], every: int, names: Sequence[str]) -> list[reports.Point]:
+    """Merge each `every` buckets into one point; the rate is between the ends of two points."""
+    points: list[reports.Point] = []
+    for start in range(0, len(buckets), every):
+        group = buckets[start : start + every]
+        step, time = group[-1]["step"], group[-1]["time"]
+        before = points[-1] if points else None
+        took = time - before["time_s"] if before else 0.0
+        points.append(
+            reports.Point(
+                step=step,
+                time=views.iso_time(time),
+                time_s=time,
+                steps_per_s=(step - before["step"]) / took if before and took > 0 else None,
+                values=_spreads(group, names),
+            )
+        )
+    return points
+
+
+def _spreads(group: Sequence[Row], names: Sequence[str]) -> dict[str, reports.Spread]:
+    """Return the spread of each metric over all buckets of `group`, by name."""
+    values: dict[str, reports.Spread] = {}
+    for bucket in group:
+        for name, (_, last, low, high) in bucket["data"].items():
+            if not names or name in names:
+                values[name] = _join(values.get(name), last, low, high)
+    return values
+
+
+def _join(
+    so_far: reports.Spread | None, last: float | None, low: float | None, high: float | None
+) -> reports.Spread:
+    lows = [v for v in (so_far["low"] if so_far else None, low) if v is not None]
+    highs = [v for v in (so_far["high"] if so_far else None, high) if v is not None]
+    return reports.Spread(last=last, low=min(lows, default=None), high=max(highs, default=None))
+
+
+# Queries about machines: their attempts and the failures that are attributed to them.
+
+FAULTS_SHOWN_MAX = 20
+
+
+def list_nodes(
+    database: Database, *, after: str | None = None, limit: int = PAGE_DEFAULT
+) -> Page[reports.NodeRow]:
+    """Return one page of the hosts that attempts ran on, by name, with their faults by cause.
+
+    Raises `QueryError` for an invalid cursor or limit.
+    """
+    columns = NODES.c
+    hosts = select(columns.host).group_by(columns.host)
+    with database.reading() as connection:
+        hosts = readable(connection, hosts, columns.run_uid)
+        page = fetch_page(connection, hosts, Order("host", (columns.host,)), after, limit)
+        hosts_shown = [row["host"] for row in page.items]
+        found = (columns.host, columns.fault, func.count().label("count"))
+        newest = (func.max(columns[name]).label(name) for name in ("started_at", "ended_at"))
+        query = select(*found, *newest).where(columns.host.in_(hosts_shown))
+        query = readable(connection, query, columns.run_uid)
+        counts = rows_of(connection, query.group_by(columns.host, columns.fault))
+    by_host = defaultdict(list)
+    for one in counts:
+        by_host[one["host"]].append(one)
+    return page.map(lambda row: _node_row(row["host"], by_host[row["host"]]))
+
+
+def _node_row(host: str, counts: Sequence[Row]) -> reports.NodeRow:
+    """Return a host's row; `counts` has a row for each fault, and one for the other attempts."""
+    failed = [one for one in counts if one["fault"]]
+    return reports.NodeRow(
+        host=host,
+        attempts=sum(one["count"] for one in counts),
+        failures=sum(one["count"] for one in failed),
+        faults={one["fault"]: one["count"] for one in failed},
+        last_started_at=_newest(one["started_at"] for one in counts),
+        last_failed_at=_newest(one["ended_at"] for one in failed),
+    )
+
+
+def node_faults(database: Database, host: str) -> list[reports.NodeFault]:
+    """Return the newest faults of a host with attempt and cause, at most `FAULTS_SHOWN_MAX`.
+
+    Raises `NotFoundError` for a host on which no attempt ran.
+    """
+    columns = NODES.c
+    query = (
+        select(NODES, RUNS.c.run)
+        .join(RUNS, RUNS.c.uid == columns.run_uid)
+        .where(columns.host == host, columns.fault.is_not(None))
+        .order_by(columns.started_at.desc(), columns.run_uid, columns.attempt)
+        .limit(FAULTS_SHOWN_MAX)
+    )
+    with database.reading() as connection:
+        faults = [_node_fault(row) for row in rows_of(connection, readable(connection, query))]
+        known = select(columns.host).where(columns.host == host).limit(1)
+        known = readable(connection, known, columns.run_uid)
+        if not faults and not rows_of(connection, known):
+            raise NotFoundError(f"{host!r}: no attempt ran on a machine with this name")
+    return faults
+
+
+def _node_fault(row: Row) -> reports.NodeFault:
+    return reports.NodeFault(
+        run=row["run"],
+        attempt=row["attempt"],
+        cause=row["fault"],
+        started_at=views.iso(row["started_at"]),
+        ended_at=views.iso(row["ended_at"]),
+    )
+
+
+def _newest(times: Iterable[float | None]) -> str | None:
+    return views.iso(max((time for time in times if time is not None), default=None))
+
+
+# Totals over all runs: the storage of their checkpoints, their goodput and their cost.
 
 _STORED: Final = (*("kept", "kept_bytes", "damaged", "damaged_bytes", "deleted", "deleted_bytes"),)
 _ADDED: Final = (

@@ -26,8 +26,7 @@ from holdfast.contracts.disk.manifest import FileEntry, Manifest, encode_manifes
 from holdfast.contracts.disk.paths import MANIFEST, PARTS, CheckpointName, RunPaths
 from holdfast.contracts.environment import flush_timeout_s
 from holdfast.contracts.errors import SaveError
-from holdfast.trainer.flusher.hints import Hints
-from holdfast.trainer.flusher.log import log
+from holdfast.trainer.flusher.hints import Hints, log
 from holdfast.trainer.flusher.shards import launch_folder, name_shards
 from holdfast.trainer.placed import find_commit, fsync_commit, is_saving_folder, publish
 from holdfast.trainer.slots.slot_table import SlotTable

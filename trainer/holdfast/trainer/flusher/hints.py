@@ -13,6 +13,16 @@ import select
 import time
 from typing import Final
 
+from holdfast.contracts.node.reporting import report
+
+# The flusher's log, which is its standard error.
+
+
+def log(text: str) -> None:
+    """Write a line to the log."""
+    report(f"holdfast flusher: {text}", is_error=True)
+
+
 # How often a flusher looks into the folder although nothing has changed.
 LOOK_S: Final = 10.0
 # While an agent waits for all steps, because a stop's deadline may be near.

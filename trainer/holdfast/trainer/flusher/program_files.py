@@ -15,7 +15,7 @@ from typing import Final
 from holdfast.contracts.disk.durable import fsync_directory, make_directory
 from holdfast.trainer.flusher.files import write_file
 from holdfast.trainer.flusher.held_slot import HeldSlot
-from holdfast.trainer.flusher.log import log
+from holdfast.trainer.flusher.hints import log
 from holdfast.trainer.flusher.plan import SlotKey
 from holdfast.trainer.slots.slots import SLOTS_PER_RANK, Slot, SlotState
 

@@ -17,16 +17,15 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 from holdfast.contracts.node import wire
 from holdfast.trainer.flusher import program_files
 from holdfast.trainer.flusher.files import Committed
 from holdfast.trainer.flusher.held_slot import HeldSlot
-from holdfast.trainer.flusher.hints import Hints
-from holdfast.trainer.flusher.log import log
+from holdfast.trainer.flusher.hints import Hints, log
 from holdfast.trainer.flusher.plan import Departures, FlushPlan, SlotKey, StepGroup, plan
-from holdfast.trainer.flusher.rank_connection import RankConnection, open_process
 from holdfast.trainer.flusher.salvage import find_salvage
 from holdfast.trainer.flusher.shards import ShardLists
 from holdfast.trainer.flusher.space_guard import Need, SpaceGuard
@@ -34,6 +33,32 @@ from holdfast.trainer.flusher.writer import Finished, Writer
 from holdfast.trainer.mirror.worker import MirrorWorker
 from holdfast.trainer.slots.slots import DATA_OFFSET, Slot, SlotState
 from holdfast.trainer.staging.allocator import Allocator
+
+# A rank's connection to the flusher, and how the flusher detects the rank's death.
+
+
+@dataclass
+class RankConnection:
+    """A connected rank, as its `hello` describes it. `process` is the rank's pidfd, if any."""
+
+    connection: socket.socket
+    process: int | None
+    rank: int = -1
+    local_rank: int = -1
+    launch: int = 0
+    slots: tuple[SlotKey, ...] = ()
+
+
+def open_process(connection: socket.socket) -> int | None:
+    """Return a descriptor that becomes readable when the peer's process ends, None if unsupported.
+
+    Its forked children keep its socket open, so the socket alone may report the end too late.
+    """
+    try:
+        return os.pidfd_open(wire.peer_of(connection)[0])
+    except OSError:
+        return None
+
 
 TICK_S: Final = 0.1
 SUPERVISOR_SEND_TIMEOUT_S: Final = 5.0

@@ -16,7 +16,7 @@ from typing import Any, Final
 from holdfast.contracts.disk.durable import make_directory, to_json, write_bytes
 from holdfast.contracts.disk.paths import CheckpointName, RunPaths
 from holdfast.contracts.errors import SaveError
-from holdfast.trainer.flusher.log import log
+from holdfast.trainer.flusher.hints import log
 
 RANKS_NAMED_MAX: Final = 4
 

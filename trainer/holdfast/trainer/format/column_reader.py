@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from holdfast.trainer.format import storage_meta
+from holdfast.trainer.format import metadata_dump
 from holdfast.trainer.format.columns import Int32s, Int64s, end_to_end
 from holdfast.trainer.format.opcodes import (
     BUILD,
@@ -164,11 +164,11 @@ class _Reader:
         return self._names[number - self._base]
 
     def _storage_meta(self) -> None:
-        self._expect(storage_meta.BEFORE)
+        self._expect(metadata_dump.BEFORE)
         self._text()
-        self._expect(storage_meta.BETWEEN)
+        self._expect(metadata_dump.BETWEEN)
         self._text()
-        self._expect(storage_meta.AFTER)
+        self._expect(metadata_dump.AFTER)
 
     # --- keys -----------------------------------------------------------------------------
 

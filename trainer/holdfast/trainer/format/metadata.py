@@ -19,12 +19,16 @@ from typing import Any, Final, TypeVar, cast
 from torch.distributed.checkpoint.metadata import Metadata
 
 from holdfast.contracts.disk.digests import new_checksum
-from holdfast.contracts.disk.manifest import FileEntry, Manifest, read_manifest
+from holdfast.contracts.disk.manifest import (
+    FileEntry,
+    Manifest,
+    files_folder,
+    read_manifest,
+    require_readable,
+)
 from holdfast.contracts.disk.paths import MANIFEST
 from holdfast.contracts.disk.paths import METADATA as METADATA
-from holdfast.contracts.disk.reading import open_regular, read_bounded
-from holdfast.contracts.disk.retries import read_again
-from holdfast.contracts.disk.sources import files_folder, require_readable
+from holdfast.contracts.disk.reading import open_regular, read_again, read_bounded
 from holdfast.contracts.errors import DamagedCheckpointError, ForeignFileError
 from holdfast.trainer.format.column_reader import OtherForm, read_columns
 from holdfast.trainer.format.metadata_check import find_problem

@@ -26,8 +26,7 @@ from holdfast.contracts.errors import CheckpointError
 from holdfast.contracts.plain_text import counted
 from holdfast.trainer.flusher.commit import commit_alone
 from holdfast.trainer.format.metadata import METADATA
-from holdfast.trainer.importing.image import encode_metadata, plan_images
-from holdfast.trainer.importing.write import Digests, write_images
+from holdfast.trainer.importing.write import Digests, encode_metadata, plan_images, write_images
 from holdfast.trainer.sources.find import AUTO, FORMS, open_source
 from holdfast.trainer.sources.tensors import Source, select
 from holdfast.trainer.staging.step_facts import versions

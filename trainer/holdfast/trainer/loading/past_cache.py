@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 
 from holdfast.contracts.disk.direct import ALIGNMENT, DIRECT_BYTES_MIN, begin_direct, end_direct
-from holdfast.contracts.disk.retries import read_again
+from holdfast.contracts.disk.reading import read_again
 
 VECTORS_MAX: Final = 1024
 HUGE_PAGE_BYTES: Final = 2 * 1024 * 1024

@@ -23,8 +23,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from holdfast.contracts.disk.digests import RunningDigest, new_checksum, range_digest
 from holdfast.contracts.disk.manifest import FileEntry
-from holdfast.contracts.disk.reading import open_regular
-from holdfast.contracts.disk.retries import read_again
+from holdfast.contracts.disk.reading import open_regular, read_again
 from holdfast.contracts.errors import CheckpointError, ForeignFileError
 from holdfast.trainer.loading.catalogue import Catalogue, Placed
 from holdfast.trainer.loading.node import HALVES, Node

@@ -17,7 +17,7 @@ from holdfast.contracts.disk.leases import reading
 from holdfast.contracts.disk.manifest import Manifest
 from holdfast.contracts.disk.mirrors import Tiers
 from holdfast.contracts.disk.paths import MANIFEST, checkpoint_id
-from holdfast.contracts.disk.retries import read_again
+from holdfast.contracts.disk.reading import read_again
 from holdfast.contracts.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -29,8 +29,8 @@ from holdfast.trainer.data.order import SkipWindow, joined, parse_skips
 from holdfast.trainer.format.metadata import Opened
 from holdfast.trainer.loading.preparation import Preparation
 from holdfast.trainer.loading.reader import load_state, open_together
+from holdfast.trainer.loading.resume import Search
 from holdfast.trainer.metrics import Recorder
-from holdfast.trainer.mirror.resume import Search
 from holdfast.trainer.planning.train_state_file import read_train_state
 from holdfast.trainer.process.program import program_argv
 from holdfast.trainer.process.standby import changed_variables

@@ -33,8 +33,7 @@ from holdfast.contracts.disk.digests import digest_of
 from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError
 from holdfast.trainer.format.metadata_check import tile
 from holdfast.trainer.format.plain_load import load_plain
-from holdfast.trainer.format.saved_boxes import NO_FILE, BoxTable, SavedBoxes
-from holdfast.trainer.format.strides import find_odd_stride
+from holdfast.trainer.format.saved_boxes import NO_FILE, BoxTable, SavedBoxes, find_odd_stride
 from holdfast.trainer.loading.plan import Chunk, Series, overlap, series_between
 from holdfast.trainer.planning.layout import is_wrapper, make_template
 from holdfast.trainer.process import devices

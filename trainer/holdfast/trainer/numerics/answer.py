@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from holdfast.contracts.disk.paths import CheckpointName
 from holdfast.contracts.plain_text import counted
-from holdfast.contracts.spec.supervision import Numerics, NumericsAction
+from holdfast.contracts.spec.sections import Numerics, NumericsAction
 from holdfast.trainer.data.order import SkipWindow
 from holdfast.trainer.numerics.detector import Anomaly
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final, Literal
 
-from holdfast.contracts.spec.supervision import Numerics
+from holdfast.contracts.spec.sections import Numerics
 
 # A converged loss hardly deviates, so an increase below this share of the median is no spike.
 SPIKE_SHARE_MIN: Final = 0.5

@@ -26,7 +26,7 @@ from holdfast.contracts.errors import NumericsError, SpecError
 from holdfast.contracts.node.rank_status import RankRecord
 from holdfast.contracts.node.reporting import report
 from holdfast.contracts.records.history import excluded_checkpoints, load_events
-from holdfast.contracts.spec.supervision import Numerics
+from holdfast.contracts.spec.sections import Numerics
 from holdfast.trainer.data.position import Position
 from holdfast.trainer.metrics import number_of
 from holdfast.trainer.numerics.answer import Answer, Known, answer, policy_for

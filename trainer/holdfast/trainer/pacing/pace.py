@@ -7,17 +7,90 @@ chooses the `auto` interval of checkpoints, because it decides when to save.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 from holdfast.contracts.account.save_interval import Choice, Failures, choose_interval
-from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.records.history import load_events
+from holdfast.contracts.states import Cause
 from holdfast.trainer.metrics import Recorder
 from holdfast.trainer.pacing.cadence import Cadence, Interval
-from holdfast.trainer.pacing.failures import observe_failures
-from holdfast.trainer.pacing.step_meter import StepMeter
 from holdfast.trainer.ranks.rank_context import RankContext
 from holdfast.trainer.saving.saver import Saver
 from holdfast.trainer.staging.snapshots import OVERHEAD_MAX, SnapshotRhythm
+
+# The rate of failures without a warning, computed from a run's journals.
+
+# These causes come with a warning, so a last checkpoint is saved and nothing is lost.
+ANNOUNCED = frozenset({Cause.PREEMPTION, Cause.TIME_LIMIT, Cause.OPERATOR})
+
+
+def observe_failures(events: Iterable[Event], current: tuple[int, int]) -> Failures:
+    """Return the failures in a run's journals. `current`, (attempt, launch), is left out.
+
+    A launch counts as failed when its agent recorded a crash. If the agent recorded nothing, the
+    launch did not fail when the program recorded that it left. Otherwise the attempt's cause
+    decides.
+    """
+    spans: dict[tuple[int, int], tuple[float, float]] = {}
+    crashed: dict[tuple[int, int], bool] = {}
+    announced: dict[int, bool] = {}
+    for event in events:
+        attempt, launch = event.data.get("attempt"), event.data.get("launch")
+        if event.kind is EventKind.ATTEMPT_ENDED and attempt is not None:
+            cause = event.data.get("cause")
+            announced[attempt] = cause is None or cause in ANNOUNCED
+        if attempt is None or launch is None or (attempt, launch) == current:
+            continue
+        key = (attempt, launch)
+        first, last = spans.get(key, (event.time, event.time))
+        spans[key] = min(first, event.time), max(last, event.time)
+        if event.kind is EventKind.LAUNCH_ENDED:
+            crashed[key] = event.data.get("ending") == "crashed"
+        elif event.data.get("has_left"):
+            crashed.setdefault(key, False)
+    failed = [key for key in spans if crashed.get(key, not announced.get(key[0], False))]
+    return Failures(len(failed), sum(last - first for first, last in spans.values()))
+
+
+# The duration of steps, with and without a flush beside them.
+
+
+class StepMeter:
+    """Measures the duration of steps, separately for steps during a flush. Constant memory."""
+
+    def __init__(self, now: float) -> None:
+        self._entered_at = now
+        self._steps = [0, 0]
+        self._seconds = [0.0, 0.0]
+
+    def leave(self, now: float, *, is_flushing: bool) -> None:
+        """Record that a step is complete."""
+        self._steps[is_flushing] += 1
+        self._seconds[is_flushing] += now - self._entered_at
+        self._entered_at = now
+
+    def enter(self, now: float) -> None:
+        """Record that the next step begins. Work since `leave` belongs to no step."""
+        self._entered_at = now
+
+    @property
+    def step_s(self) -> float:
+        """The mean seconds of a step since the last `restart`, or 0 without steps."""
+        steps = sum(self._steps)
+        return sum(self._seconds) / steps if steps else 0.0
+
+    @property
+    def slowed_s(self) -> float:
+        """The seconds that flushes added to steps, or 0 until both kinds were measured."""
+        if not all(self._steps):
+            return 0.0
+        quiet_s = self._seconds[False] / self._steps[False]
+        return max(0.0, self._seconds[True] - self._steps[True] * quiet_s)
+
+    def restart(self) -> None:
+        """Start to count again, because the pace may have changed."""
+        self._steps, self._seconds = [0, 0], [0.0, 0.0]
 
 
 class Pace:

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from holdfast.contracts.disk.paths import TRAIN_STATE
 from holdfast.contracts.errors import SaveError
 from holdfast.trainer.format.metadata import METADATA
-from holdfast.trainer.format.storage_meta import STORAGE_META_BYTES_MAX
+from holdfast.trainer.format.metadata_dump import STORAGE_META_BYTES_MAX
 from holdfast.trainer.planning.global_plan import offsets_of
 from holdfast.trainer.planning.signature import Encoded, Signature
 from holdfast.trainer.process import devices

@@ -25,7 +25,7 @@ from holdfast.trainer.format.columns import (
     make_block,
 )
 from holdfast.trainer.format.marked_shards import refuse_marked_shard
-from holdfast.trainer.format.strides import find_odd_stride
+from holdfast.trainer.format.saved_boxes import find_odd_stride
 from holdfast.trainer.planning.compare_keys import is_of_one_rank
 from holdfast.trainer.planning.layout import (
     NumberEntry,

@@ -3,9 +3,74 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+from holdfast.contracts.errors import PreflightError
+from holdfast.trainer.ranks.collective import ControlGroup
+from holdfast.trainer.ranks.identity import Identity
+
+# Reads a rank's place from a device mesh: its pipeline stage, and who shares its samples.
+
+PIPELINE: Final = "pp"
+# Ranks along these dimensions of a mesh work on the same samples.
+SAME_SAMPLES: Final = frozenset({PIPELINE, "tp", "cp", "sp"})
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's place in the mesh.
+
+    The data is split into `data_parts` parts. This rank has the part with number `data_part`.
+    """
+
+    identity: Identity
+    data_part: int
+    data_parts: int
+
+
+def find_place(identity: Identity, ranks: ControlGroup, mesh: DeviceMesh | None) -> Place:
+    """Return the place of this rank. Every rank calls this with the same mesh, or with None.
+
+    Raises `PreflightError` if the mesh does not cover all ranks or has no dimension names.
+    """
+    if mesh is None:
+        return Place(identity, identity.rank, identity.world_size)
+    names, sizes, coordinate = mesh.mesh_dim_names, tuple(mesh.shape), mesh.get_coordinate()
+    if names is None or coordinate is None or mesh.size() != identity.world_size:
+        raise PreflightError(
+            f"mesh: dimensions {names} of sizes {sizes} for {identity.world_size} ranks. Pass the "
+            "mesh of all ranks with a name for each dimension, as from init_device_mesh with "
+            'mesh_dim_names=("pp", "dp")'
+        )
+    part, parts = 0, 1
+    for name, size, at in zip(names, sizes, coordinate, strict=True):
+        if name not in SAME_SAMPLES:
+            part, parts = part * size + at, parts * size
+    identity = replace(identity, mesh=tuple(zip(names, sizes, strict=True)))
+    if PIPELINE not in names:
+        return Place(identity, part, parts)
+    return _join_stage(identity, ranks, coordinate[names.index(PIPELINE)], part, parts)
+
+
+def _join_stage(
+    identity: Identity, ranks: ControlGroup, stage: int, part: int, parts: int
+) -> Place:
+    """Return the place within a stage. The ranks of each stage get their own group."""
+    stages = ranks.gather(lambda: stage)
+    members = [rank for rank, other in enumerate(stages) if other == stage]
+    ranks.join_stage(stage)
+    identity = replace(
+        identity,
+        stage=stage,
+        stages=len(set(stages)),
+        stage_rank=members.index(identity.rank),
+        stage_size=len(members),
+    )
+    return Place(identity, part, parts)
 
 
 def describe_mesh(flat: Mapping[str, Any]) -> dict[str, int]:

@@ -8,24 +8,147 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from holdfast.contracts.disk.damage import describe_problems, find_problems
 from holdfast.contracts.disk.manifest import Manifest
 from holdfast.contracts.disk.mirrors import Tiers
-from holdfast.contracts.errors import DamagedCheckpointError, PreflightError
+from holdfast.contracts.environment import FLUSH_TIMEOUT_DEFAULT_S as SAVE_TIMEOUT_S
+from holdfast.contracts.errors import DamagedCheckpointError, PreflightError, SaveError
 from holdfast.contracts.node.rank_status import Phase
 from holdfast.trainer.arguments import check_best, check_kinds, check_seed
-from holdfast.trainer.saving.file_engine import FileEngine
+from holdfast.trainer.placed import Place
+from holdfast.trainer.planning.layout import FILE_ALIGNMENT, Layout, add_train_state
+from holdfast.trainer.planning.ranks import all_or_none, check_memory
+from holdfast.trainer.planning.signature import Signature
+from holdfast.trainer.saving.engine import CheckpointEngine
 from holdfast.trainer.saving.saver import PlanStatus, Saver
 from holdfast.trainer.session import alone
 from holdfast.trainer.session.session import Session
 from holdfast.trainer.session.settings import Settings
+from holdfast.trainer.slots.slot_table import FilePlace
+from holdfast.trainer.staging.file_writers import SlotOutput, Writer, measure
+from holdfast.trainer.staging.stage import Stage, StagedSlot
 from holdfast.trainer.state.file_state import FileState, Framework
 from holdfast.trainer.state.optimizer_steps import OptimizerSteps
 from holdfast.trainer.state.run_state import Restored
+
+# A checkpoint engine for programs whose framework serialises its own files.
+#
+# A save hands over whole files instead of tensors. Each rank writes its files into a staging
+# slot, and the node's flusher does the rest, as for tensors. The ranks plan nothing together.
+# Only the sizes of a rank's slots depend on its files, and they grow when its files do.
+
+# Space for files that become a little longer from save to save, such as histories.
+GROWTH: Final = 1.02
+GROWTH_BYTES: Final = 1 << 20
+
+
+class FileEngine(CheckpointEngine):
+    """One rank's saves of files. A state maps paths in the checkpoint to their writers.
+
+    Ranks must not write the same path. There are no snapshots.
+    """
+
+    def prepare(self, state: dict[str, Any], *, timeout_s: float = SAVE_TIMEOUT_S) -> None:
+        """Allocate slots for files like those of `state`. All ranks call this together.
+
+        Raises `SaveError` on all ranks if one has not enough memory.
+        """
+        tree, _ = self._trees
+        who = self._identity
+        layout = all_or_none(tree, who.rank, lambda: self._fit(state, timeout_s))
+        check_memory(tree, who.node, layout.image_bytes, self.connection.held_bytes)
+        all_or_none(tree, who.rank, lambda: self._open(layout))
+
+    def changes(self, state: dict[str, Any]) -> str | None:
+        """Return None: a save needs no common plan, and allocates larger slots if needed."""
+        return None
+
+    def save(
+        self,
+        state: dict[str, Any],
+        train_state: Mapping[str, Any] | None,
+        *,
+        step: int,
+        reason: str,
+        parent: str | None,
+        metrics: Mapping[str, float] | None = None,
+        timeout_s: float = SAVE_TIMEOUT_S,
+        place: Place | None = None,
+    ) -> str:
+        """Stage the files of `state` as the checkpoint of `step`: see `CheckpointEngine.save`."""
+        facts: dict[str, Any] = {"step": step, "reason": reason, "parent": parent}
+        facts |= {"metrics": metrics, "timeout_s": timeout_s, "place": place}
+        try:
+            return super().save(state, train_state, **facts)
+        except _FullError:
+            # This rank's files have grown. It needs no other rank to replace its slots.
+            self._open(self._fit(state, timeout_s))
+            return super().save(state, train_state, **facts)
+
+    def snapshot(self, state: dict[str, Any], train_state: Mapping[str, Any], **facts: Any) -> bool:
+        """Return False: the framework may need all ranks to collect its state."""
+        return False
+
+    def _planned(self, state: dict[str, Any], timeout_s: float) -> tuple[Stage, Mapping[str, Any]]:
+        if self._stage is None:
+            self._open(self._fit(state, timeout_s))
+        assert self._stage is not None
+        return self._stage, state
+
+    def _fit(self, state: Mapping[str, Writer], timeout_s: float) -> Layout:
+        """Return a layout with space for the files of `state`, once all older saves are written."""
+        self._release_old_stage(timeout_s)
+        sizes = [measure(write) for write in state.values()]
+        self._tensor_bytes = sum(sizes)
+        space = sum(_align(int(size * GROWTH)) for size in sizes) + GROWTH_BYTES
+        layout = Layout(
+            signature=Signature({}),
+            tensors=(),
+            numbers=(),
+            fixed=(),
+            files=(),
+            image_bytes=_align(space),
+        )
+        return add_train_state(layout) if self._identity.rank == 0 else layout
+
+    def _open(self, layout: Layout) -> None:
+        self._stage = Stage(self.connection, layout, device=None)
+        who = self._identity
+        assert self._run is not None
+        self.connection.describe(layout, self._run.attempt(who.attempt).launch(who.launch))
+        self._layout = layout
+
+    def _write(self, staged: StagedSlot, flat: Mapping[str, Any], document: bytes | None) -> Layout:
+        """Write all files into the slot. Return the layout, with the places of the files."""
+        assert self._layout is not None
+        places, at = [], 0
+        room = staged.slot.data[: self._layout.used_bytes]
+        try:
+            for path, write in flat.items():
+                output = SlotOutput(room, at)
+                write(output)
+                places.append(FilePlace(path, at, output.tell()))
+                at = _align(at + output.tell())
+            if places and places[-1].offset + places[-1].bytes > len(room):
+                raise _FullError(f"{at} bytes of files do not fit into {len(room)} bytes")
+        finally:
+            room.release()
+        self._tensor_bytes = sum(place.bytes for place in places)
+        staged.fill({}, document)
+        return replace(self._layout, files=tuple(places))
+
+
+class _FullError(SaveError):
+    """The files are longer than the slot."""
+
+
+def _align(offset: int) -> int:
+    return -(-offset // FILE_ALIGNMENT) * FILE_ALIGNMENT
 
 
 class FileSaver(Saver):

@@ -19,8 +19,7 @@ from holdfast.contracts.node.rank_status import NOWHERE, Phase
 from holdfast.contracts.node.reporting import report
 from holdfast.trainer.data.position import Position
 from holdfast.trainer.loading.restore import Load, Resumed, resume
-from holdfast.trainer.metric_watch import BEST
-from holdfast.trainer.metrics import open_recorder
+from holdfast.trainer.metrics import BEST, open_recorder
 from holdfast.trainer.numerics.guard import LossGuard
 from holdfast.trainer.pacing.pace import Pace
 from holdfast.trainer.process import child_signals

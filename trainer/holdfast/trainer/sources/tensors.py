@@ -14,8 +14,7 @@ from typing import Final
 
 import torch
 
-from holdfast.contracts.disk.reading import open_regular
-from holdfast.contracts.disk.retries import read_again
+from holdfast.contracts.disk.reading import open_regular, read_again
 from holdfast.contracts.errors import CheckpointError, ForeignFileError
 from holdfast.trainer.planning.compare_keys import Selection, shorten
 

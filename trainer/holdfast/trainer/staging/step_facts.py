@@ -14,7 +14,7 @@ import torch
 from holdfast.contracts.disk.paths import CheckpointName, RunPaths
 from holdfast.contracts.records.topology import GLOBAL_BATCHES, LIMITS
 from holdfast.contracts.version import holdfast_version
-from holdfast.trainer.format.storage_meta import encode_storage_meta
+from holdfast.trainer.format.metadata_dump import encode_storage_meta
 from holdfast.trainer.placed import Place, PlacedName
 from holdfast.trainer.planning.layout import Layout, files_of
 from holdfast.trainer.planning.train_state_file import encode_train_state

@@ -26,12 +26,11 @@ from holdfast.trainer.planning.compare_keys import Selection
 from holdfast.trainer.planning.signature import flatten
 from holdfast.trainer.ranks.collective import ControlGroup
 from holdfast.trainer.state import fsdp1, own_loading, rng
-from holdfast.trainer.state.ddp_hooks import warn_of_lost_states
 from holdfast.trainer.state.fit import FIT, Fit
 from holdfast.trainer.state.forms import Forms
 from holdfast.trainer.state.fresh import Fresh, describe
 from holdfast.trainer.state.imported import FORMAT, find_ties, is_imported, names_in
-from holdfast.trainer.state.keys import flat_objects, put, rank_key, shapes_of
+from holdfast.trainer.state.local_buffers import warn_of_lost_states
 from holdfast.trainer.state.names import (
     Named,
     Views,
@@ -41,7 +40,7 @@ from holdfast.trainer.state.names import (
     is_fsdp1,
     merge_disjoint,
 )
-from holdfast.trainer.state.objects import Objects, Stateful, is_excluded
+from holdfast.trainer.state.objects import EXTRA, SCHEDULER, Objects, Stateful, is_excluded
 from holdfast.trainer.state.optimizers import (
     OptimizerState,
     awaits_state,
@@ -53,6 +52,43 @@ from holdfast.trainer.state.own_loading import OwnLoading
 from holdfast.trainer.state.run_state import PROGRAM, Progress, Restored, State
 from holdfast.trainer.state.saved import Saved
 from holdfast.trainer.state.stepping import StepWatch, group_sizes
+
+# Keys of a train state besides those of the model and the optimizers.
+
+
+def rank_key(rank: int) -> str:
+    """Return the name of a rank in keys of what only it has."""
+    return f"rank{rank:05d}"
+
+
+def shapes_of(metadata: Metadata) -> dict[str, Sequence[int]]:
+    """Return the shapes of all saved tensors, by key."""
+    entries = metadata.state_dict_metadata.items()
+    return {key: e.size for key, e in entries if isinstance(e, TensorStorageMetadata)}
+
+
+def put(state: State, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Place tensors named `part.rest` so that DCP's flattening gives them that name again."""
+    for name, tensor in tensors.items():
+        part, _, rest = name.partition(".")
+        if rest:
+            state.setdefault(part, {})[rest] = tensor
+        else:
+            # A scheduler whose state is one tensor.
+            state[part] = tensor
+
+
+def flat_objects(state: State) -> dict[str, torch.Tensor]:
+    """Return the tensors of schedulers and extras, by key."""
+    found: dict[str, torch.Tensor] = {}
+    for part in (SCHEDULER, EXTRA):
+        its = state.get(part, {})
+        if isinstance(its, torch.Tensor):
+            found[part] = its
+        else:
+            found |= {f"{part}.{key}": tensor for key, tensor in its.items()}
+    return found
+
 
 FORMS: Final = "forms"
 EMPTY_GROUPS: Final = "empty_groups"

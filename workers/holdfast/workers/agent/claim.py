@@ -8,10 +8,39 @@ from typing import Final
 
 from holdfast.contracts.disk.filesystems import is_there
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
-from holdfast.contracts.records.attempt import Claim, create_document, read_claim, read_document
+from holdfast.contracts.disk.paths import AttemptPaths
+from holdfast.contracts.errors import HoldfastError
+from holdfast.contracts.records.attempt import (
+    Claim,
+    Outcome,
+    create_document,
+    is_of,
+    read_claim,
+    read_document,
+)
 from holdfast.workers.agent.context import AgentContext
-from holdfast.workers.agent.stale_outcome import quarantine_stale_outcome
 from holdfast.workers.nodes.processes import name_process
+
+# Rename an outcome of another attempt that is in this attempt's folder.
+
+
+def quarantine_stale_outcome(attempt: AttemptPaths, journal: JournalWriter) -> None:
+    """Rename an outcome of another attempt and journal that, so that it is not taken for ours."""
+    try:
+        found = read_document(Outcome, attempt.outcome)
+    except HoldfastError:
+        # Reading the attempt reports a damaged outcome. It must not be moved.
+        return
+    if found is None or is_of(found, attempt.number):
+        return
+    aside = attempt.outcome.with_name(f"outcome.of-{found.attempt:04d}.json")
+    attempt.outcome.rename(aside)
+    text = (
+        f"outcome.json belonged to attempt {found.attempt}, not to {attempt.number}; it was "
+        f"renamed to {aside.name}"
+    )
+    journal.append(EventKind.NOTE, attempt=attempt.number, text=text)
+
 
 CLAIM_WAIT_S: Final = 300.0
 POLL_S: Final = 0.2

@@ -12,7 +12,7 @@ from typing import Final
 
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.errors import AgreementError, NotFoundError
-from holdfast.contracts.node import steady
+from holdfast.contracts.node import clocks
 from holdfast.contracts.records.attempt import Request, read_document
 from holdfast.workers.schedulers.slurm_client import expand_hosts
 
@@ -64,7 +64,7 @@ def load_context(request_path: Path, environ: Mapping[str, str] | None = None) -
         job_id=variables.get("SLURM_JOB_ID" if on_slurm else "SUBMITIT_LOCAL_JOB_ID", "")
         or str(os.getpid()),
         host=(variables.get("SLURMD_NODENAME") if on_slurm else None) or socket.gethostname(),
-        started_at=steady.now(),
+        started_at=clocks.now(),
         hosts=expand_hosts(variables.get("SLURM_STEP_NODELIST", "")) if on_slurm else (),
     )
 

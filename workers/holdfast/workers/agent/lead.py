@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final
 
 from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter, read_journal
 from holdfast.contracts.errors import MissingNodesError
-from holdfast.contracts.node import steady
+from holdfast.contracts.node import clocks
 from holdfast.contracts.node.channel import ChannelHost
+from holdfast.contracts.node.rank_status import NOWHERE
 from holdfast.contracts.records.attempt import LaunchRecord, Outcome
 from holdfast.contracts.records.history import goes_on_after_numerics, stopped_for_numerics
 from holdfast.contracts.states import Cause
 from holdfast.workers.agent.context import LAUNCHES_MAX, AgentContext, take_number
-from holdfast.workers.agent.ended import Ended, steps_saved
 from holdfast.workers.agent.health.watch import HealthWatch
-from holdfast.workers.agent.launch.standby_plan import StandbyPlan
-from holdfast.workers.agent.node import CrashReport
+from holdfast.workers.agent.launch.warm_standby import StandbyPlan
+from holdfast.workers.agent.node import CrashReport, NodeReport
 from holdfast.workers.agent.node_group import NodeGroup
 from holdfast.workers.agent.root_check import RootCheck
 from holdfast.workers.agent.runtime import NodeRuntime
@@ -24,11 +26,100 @@ from holdfast.workers.agent.stops.agreement import StopAgreement
 from holdfast.workers.agent.stops.drains import drain_all
 from holdfast.workers.agent.stops.listener import StopListener
 from holdfast.workers.agent.stops.signals import SignalBox
-from holdfast.workers.agent.stops.sources import StopRequest, StopWatch
-from holdfast.workers.agent.stops.stop_times import RESERVE_S, drain_until, kill_at
+from holdfast.workers.agent.stops.sources import (
+    RESERVE_S,
+    StopRequest,
+    StopWatch,
+    drain_until,
+    kill_at,
+)
 from holdfast.workers.agent.watch.hangs import HangWatch
 from holdfast.workers.decisions.causes import Ending, RankFailure, hung_ending, with_numerics_stop
 from holdfast.workers.decisions.policy import BUDGETS, decide_in_place
+
+# How a launch ended, from node 0's view.
+
+# The phases of a rank that only saves, or has left.
+_PAST_TRAINING: Final = frozenset({"SAVE", "STOP", "DONE"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How one launch ended: completed, stopped, crashed, hung or killed.
+
+    `saved` are the steps that a program without a session recorded, see `steps_saved`.
+    """
+
+    ending: str
+    exit_code: int | None
+    reports: tuple[NodeReport, ...]
+    crash_report: CrashReport
+    hang: tuple[str, ...] = ()
+    saved: tuple[int, int] = (NOWHERE, NOWHERE)
+
+    @property
+    def completed(self) -> int:
+        """The last step that any rank is known to have finished, or `NOWHERE`."""
+        return max(self.saved[1], *(r.completed for r in self.reports), NOWHERE)
+
+    @property
+    def resumed(self) -> int:
+        """The step after which this launch started, or `NOWHERE`."""
+        return max(self.saved[0], *(r.resumed for r in self.reports), NOWHERE)
+
+    @property
+    def gained(self) -> bool:
+        """True if this launch finished a step that was not finished before."""
+        return self.completed > self.resumed
+
+    @property
+    def unsaved(self) -> str:
+        """The recorded error that decides why this launch crashed, or ''.
+
+        It is that of a save after which nothing was trained, if the ranks had ended training or
+        left no error of their own.
+        """
+        phases = [phase for report in self.reports for phase in report.phases]
+        is_past_training = bool(phases) and _PAST_TRAINING.issuperset(phases)
+        crash = self.crash_report
+        if any(failure.text for failure in crash.failures) and not is_past_training:
+            return ""
+        last = [save for save in crash.failed_saves if save.step >= self.completed]
+        return str(last[0]) if last else crash.unwritten
+
+    def record(self, number: int, started_at: float) -> LaunchRecord:
+        """Return the record of this launch, which has just ended, for the attempt's outcome."""
+        return LaunchRecord(
+            number=number,
+            started_at=started_at,
+            ended_at=time.time(),
+            exit_code=self.exit_code,
+            first_step=self.resumed + 1 if self.resumed > NOWHERE else None,
+            last_step=self.completed if self.gained else None,
+            ending=self.ending,
+        )
+
+
+def steps_saved(
+    events: Iterable[Event], attempt: int, launch: int, reports: Iterable[NodeReport]
+) -> tuple[int, int]:
+    """Return the step a launch resumed from and its newest saved one, each `NOWHERE` if unknown.
+
+    `events` are rank 0's. Both are `NOWHERE` for a program with a session, whose ranks report.
+    """
+    resumed = saved = NOWHERE
+    if any(report.registered for report in reports):
+        return resumed, saved
+    for event in events:
+        step = event.data.get("step")
+        if (event.data.get("attempt"), event.data.get("launch")) != (attempt, launch):
+            continue
+        if event.kind is EventKind.RESUMED and isinstance(step, int):
+            resumed = step
+        elif event.kind is EventKind.COMMITTED and isinstance(step, int):
+            saved = max(saved, step)
+    return resumed, saved
+
 
 POLL_S: Final = 0.05
 # The first failure may be secondary, so wait this long for the root cause on another node.
@@ -162,7 +253,7 @@ class Lead:
                 # torchrun itself takes seconds to exit, which the grace may not allow.
                 return "left"
             ends_at = self._kill_at(stop_request)
-            if steady.now() > ends_at:
+            if clocks.now() > ends_at:
                 return "killed"
             if self.program is None:
                 self._agreement.pursue_stop(ends_at)
@@ -238,7 +329,7 @@ class Lead:
 
     def _drain(self) -> None:
         """Let every node's flusher commit what is sealed."""
-        group, began = self.group, steady.now()
+        group, began = self.group, clocks.now()
 
         def until() -> float:
             is_lost = bool(group.lost)
@@ -247,14 +338,14 @@ class Lead:
         # Files on the nodes' own disks count only once mirrored, so a restart waits for the mirror.
         has_local = bool(self.context.request.checkpoint.local)
         for name in drain_all(group, until, mirror=has_local):
-            spent_s = steady.now() - began
+            spent_s = clocks.now() - began
             self._note(f"the flusher of {name} did not finish within {spent_s:.0f} s")
 
     def _await_mirror(self) -> None:
         """Keep the nodes until all commits are mirrored or the time is up."""
         if not self.context.request.checkpoint.mirror:
             return
-        until = steady.now() + self._supervision.flush_timeout_s
+        until = clocks.now() + self._supervision.flush_timeout_s
         if self.stop_request is not None and self.stop_request.deadline is not None:
             until = min(until, self.stop_request.deadline - RESERVE_S)
 
@@ -270,7 +361,7 @@ class Lead:
 
     def _handle_notices(self) -> None:
         """Journal and act on the notices of clouds since the last poll."""
-        now, noticed = steady.now(), self.group.take_notices()
+        now, noticed = clocks.now(), self.group.take_notices()
         for host, notice in noticed:
             self._journal.append(
                 EventKind.NOTICE,

@@ -21,7 +21,7 @@ from holdfast.contracts.records.attempt import Request, read_document
 from holdfast.workers.agent.main import run_agent
 from holdfast.workers.nodes.processes import name_process
 from holdfast.workers.nodes.setup_lines import after_setup
-from holdfast.workers.schedulers.visible_gpus import problem_with_gpus, visible_gpus
+from holdfast.workers.schedulers.local import problem_with_gpus, visible_gpus
 
 
 def launch(request_path: Path) -> dict[str, object]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path
+from typing import Any
 
-from holdfast.contracts.disk.journal import JournalWriter
+from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter
 from holdfast.contracts.errors import InterfaceError
 from holdfast.contracts.node.channel import ChannelHost
 from holdfast.contracts.node.descriptors import raise_descriptor_limit
-from holdfast.workers.agent.agent_journal import AgentJournal
 from holdfast.workers.agent.claim import claim
 from holdfast.workers.agent.context import AgentContext, load_context
 from holdfast.workers.agent.health.interface import addresses_of
@@ -19,6 +19,25 @@ from holdfast.workers.agent.member import run_member_agent
 from holdfast.workers.agent.outcome import build_outcome, failed_outcome, leave_outcome
 from holdfast.workers.agent.runtime import NodeRuntime
 from holdfast.workers.agent.stops.signals import SignalBox
+from holdfast.workers.runs.run_folders import with_reserve
+
+# The journal of node 0's agent, which still takes lines when storage is full.
+
+
+class AgentJournal(JournalWriter):
+    """Appends lines, on full storage into the space of the run's reserve.
+
+    A line that cannot be written would end the agent, and with it the attempt.
+    """
+
+    def __init__(self, context: AgentContext) -> None:
+        super().__init__(context.attempt.node_journal(context.node))
+        self._run = context.run
+
+    def append(self, kind: EventKind, *, durable: bool = True, **data: Any) -> Event:
+        """Write one line, see `JournalWriter.append`."""
+        append = super().append
+        return with_reserve(self._run, lambda: append(kind, durable=durable, **data))
 
 
 def run_agent(request_path: str) -> str:

@@ -14,7 +14,7 @@ from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.errors import AgreementError, SchedulerError
 from holdfast.contracts.node.agreement import answer_from_status_table
 from holdfast.contracts.node.channel import ChannelMember, DismissedError
-from holdfast.contracts.node.timeouts import Timeout
+from holdfast.contracts.node.clocks import Timeout
 from holdfast.contracts.records.attempt import Submission, read_claim
 from holdfast.workers.agent.claim import wait_for_claim
 from holdfast.workers.agent.context import AgentContext

@@ -24,8 +24,7 @@ from holdfast.workers.agent.launch.torchrun import Torchrun
 from holdfast.workers.agent.launch.warm_standby import WarmStandby, has_memory_for
 from holdfast.workers.agent.node import CrashReport, NodeReport
 from holdfast.workers.agent.notices.watch import NoticeWatch
-from holdfast.workers.agent.watch.heartbeat import Heartbeat, earlier_times
-from holdfast.workers.agent.watch.memory import oom_kills
+from holdfast.workers.agent.watch.heartbeat import Heartbeat, earlier_times, oom_kills
 from holdfast.workers.agent.watch.program_watch import ProgramWatch
 from holdfast.workers.agent.watch.rank_watch import RankWatch
 from holdfast.workers.agent.watch.stacks import StackTaker, Target

@@ -10,24 +10,213 @@ space, so they also work on a full disk.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from typing import Any, Final
 
-from holdfast.contracts.disk.durable import STORAGE_FULL, fsync_directory, make_directory
+from holdfast.contracts.disk.durable import (
+    STORAGE_FULL,
+    fsync_directory,
+    make_directory,
+    write_bytes,
+)
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.leases import readers, storage_time
 from holdfast.contracts.disk.manifest import read_tombstone
-from holdfast.contracts.disk.paths import MANIFEST, CheckpointName, RunPaths, hold
+from holdfast.contracts.disk.mirrors import Tiers
+from holdfast.contracts.disk.paths import (
+    MANIFEST,
+    CheckpointName,
+    RunPaths,
+    base_of,
+    hold,
+    real_folder,
+)
+from holdfast.contracts.errors import MirrorError, reading_run
 from holdfast.contracts.plain_text import counted
-from holdfast.contracts.records.history import RunHistory, load_identity, pinned_checkpoints
+from holdfast.contracts.records.attempt import RunRecord, read_document
+from holdfast.contracts.records.history import (
+    RunHistory,
+    check_identity,
+    load_identity,
+    pinned_checkpoints,
+)
 from holdfast.contracts.records.history_cache import load_tallied
 from holdfast.contracts.spec.checkpoint import Keep
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.workers.checkpoints import retention
 from holdfast.workers.checkpoints.manifests import committed_checkpoints
-from holdfast.workers.checkpoints.mirrors import delete_copies
 from holdfast.workers.checkpoints.retention import Verdict
+from holdfast.workers.checkpoints.trainer_call import NEUTRAL_FOLDER
+
+# Delete the copies of a run's deleted checkpoints from its mirror.
+#
+# `python -m holdfast.trainer.mirror` does the work, bounded in time, because only the trainer has
+# the libraries for object stores. The deleting process needs the store's credentials.
+
+TIMEOUT_S: Final = 300.0
+# After a failure the mirror is not tried for a while, because pruning happens often.
+RETRY_S: Final = 300.0
+NAMES_MAX: Final = 100
+DONE_SUFFIX: Final = ".unmirrored"
+FAILED_NAME: Final = ".mirror-failed"
+
+
+def location_of(paths: RunPaths) -> str | None:
+    """Return the URL of the run's location in its mirror; None if its spec has no mirror.
+
+    The location contains the run's whole uid. Raises `MirrorError` for another user's run, because
+    its spec would choose where the caller's credentials are sent. Raises `UnreadableRunError` for a
+    spec that belongs to another folder.
+    """
+    record = read_document(RunRecord, paths.spec)
+    if record is None:
+        return None
+    check_identity(paths, record)
+    with reading_run(paths.directory):
+        mirror = RunSpec.read(record.spec).checkpoint.mirror
+    if not mirror:
+        return None
+    if not paths.is_mine():
+        raise MirrorError(
+            f"{paths.name}: this run belongs to another user, and only that user may change its "
+            "mirror; run the command as the owner of the run's folder"
+        )
+    return Tiers(mirror=mirror).location(record.run, record.uid)
+
+
+def ask(location: str, *arguments: str, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
+    """Return the answer of `python -m holdfast.trainer.mirror`.
+
+    Raises `MirrorError` if it failed, did not answer in time or could not start.
+    """
+    command = [sys.executable, "-m", "holdfast.trainer.mirror", location, *arguments]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            timeout=timeout_s,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            cwd=NEUTRAL_FOLDER,
+        )
+        answer: dict[str, Any] = json.loads(done.stdout)
+    except subprocess.TimeoutExpired as error:
+        raise MirrorError(
+            f"{location}: no answer within {timeout_s:.0f} s", is_passing=True
+        ) from error
+    except ValueError as error:
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise MirrorError(f"{location}: {' '.join(last) or 'no answer'}") from error
+    if "error" in answer:
+        raise MirrorError(str(answer["error"]))
+    return answer
+
+
+def delete_copies(paths: RunPaths, *, writer: str) -> list[str]:
+    """Delete the copies of checkpoints that were deleted here; return their names.
+
+    If the mirror refuses, this journals the error and does not raise. A later call tries again.
+    """
+    names = _deleted_here(paths)[:NAMES_MAX]
+    if not names or _has_failed_lately(paths):
+        return []
+    try:
+        location = location_of(paths)
+        if location is None:
+            return []
+        ask(location, "delete", *names)
+    except MirrorError as error:
+        text = f"copies of {len(names)} deleted checkpoints are still in the mirror: {error}"
+        _record_failure(paths, text, writer)
+        return []
+    for name in names:
+        _mark(paths, f"{name}{DONE_SUFFIX}")
+    return names
+
+
+def _deleted_here(paths: RunPaths) -> list[str]:
+    """Return the checkpoints that are deleted here and may still have copies in the mirror."""
+    try:
+        found = set(os.listdir(paths.tombstones))
+    except FileNotFoundError:
+        return []
+    names = (name.removesuffix(".json") for name in found if name.endswith(".json"))
+    return [
+        name
+        for name in sorted(names)
+        if f"{name}{DONE_SUFFIX}" not in found
+        and CheckpointName.parse(name)
+        and not paths.checkpoint(name).exists()
+    ]
+
+
+def _record_failure(paths: RunPaths, text: str, writer: str) -> None:
+    _mark(paths, FAILED_NAME)
+    with JournalWriter(paths.journal_of(writer)) as journal:
+        journal.append(EventKind.NOTE, text=text)
+
+
+def _mark(paths: RunPaths, name: str) -> None:
+    """Create an empty file beside the tombstones."""
+    folder = real_folder(paths.tombstones)
+    write_bytes(folder / name, b"", below=base_of(folder))
+
+
+def _has_failed_lately(paths: RunPaths) -> bool:
+    try:
+        failed_at = (paths.tombstones / FAILED_NAME).lstat().st_mtime
+    except FileNotFoundError:
+        return False
+    # The file server has another clock. A time that is far in the future says nothing.
+    return abs(time.time() - failed_at) < RETRY_S
+
+
+# The command `prune`: delete a run's checkpoints by its keep rules, or only list them.
+
+OVERTAKEN: Final = "a reader or a pin appeared meanwhile, or another process is deleting it"
+
+
+def prune(
+    paths: RunPaths, *, by: str, writer: str = "cli", dry_run: bool, keep: Keep | None = None
+) -> dict[str, Any]:
+    """Prune the run and return the facts of `prune --json`; with `dry_run`, delete nothing.
+
+    `keep` replaces the rules of the run's spec.
+    """
+    plan = retention.plan_run(paths, keep=keep)
+    deleted_names = {one.name for one in plan if not one.is_kept}
+    if not dry_run:
+        deleted_names = {one.name for one in apply(paths, by=by, writer=writer, keep=keep)}
+    deleted = [_facts(one, one.reason) for one in plan if one.name in deleted_names]
+    kept = [
+        _facts(one, one.reason if one.is_kept else OVERTAKEN)
+        for one in plan
+        if one.name not in deleted_names
+    ]
+    return {
+        "run": paths.name,
+        "dry_run": dry_run,
+        "deleted": deleted,
+        "kept": kept,
+        "bytes_deleted": sum(one["bytes"] for one in deleted),
+        "bytes_kept": sum(one["bytes"] for one in kept),
+    }
+
+
+def _facts(verdict: Verdict, reason: str) -> dict[str, Any]:
+    return {
+        "checkpoint": verdict.name,
+        "step": verdict.step,
+        "bytes": verdict.bytes,
+        "reason": reason,
+    }
+
 
 UNDECIDED_S: Final = 600.0
 LATELY_S: Final = 60.0

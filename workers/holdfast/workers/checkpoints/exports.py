@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
-from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.manifest import read_manifest, require_readable
 from holdfast.contracts.disk.paths import RunPaths, checkpoint_id
-from holdfast.contracts.disk.sources import require_readable
 from holdfast.contracts.errors import OutputExistsError
 from holdfast.contracts.records.attempt import RunRecord, read_document
 from holdfast.contracts.records.history import load_history

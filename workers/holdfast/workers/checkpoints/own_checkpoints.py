@@ -25,7 +25,7 @@ from holdfast.contracts.disk.manifest import FileEntry, Manifest, read_manifest
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.disk.reading import open_regular
 from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError, ForeignFileError
-from holdfast.contracts.spec.program import STEP_FIELD, Program
+from holdfast.contracts.spec.sections import STEP_FIELD, Program
 
 READ_BYTES: Final = 1 << 20
 FILES_MAX: Final = 100_000

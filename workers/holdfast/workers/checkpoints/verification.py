@@ -14,7 +14,7 @@ from holdfast.contracts.disk.mirrors import read_record
 from holdfast.contracts.disk.paths import MANIFEST, CheckpointName, RunPaths, checkpoint_id
 from holdfast.contracts.errors import DamagedCheckpointError, MirrorError, NotFoundError
 from holdfast.contracts.records.attempt import RunRecord, read_document
-from holdfast.workers.checkpoints import mirrors
+from holdfast.workers.checkpoints import deletion
 
 # A checkpoint in a mirror is read completely, over the network.
 MIRROR_TIMEOUT_S: Final = 6 * 3600.0
@@ -132,7 +132,7 @@ def _mirror_of(directory: Path) -> str:
     the caller's credentials would be sent to it.
     """
     paths = RunPaths(directory.parent.parent)
-    location = mirrors.location_of(paths)
+    location = deletion.location_of(paths)
     if location is None:
         raise MirrorError(
             f"{directory}: its files are in a mirror, but no spec beside it names the mirror; "
@@ -143,5 +143,5 @@ def _mirror_of(directory: Path) -> str:
 
 def _damage_in_mirror(location: str, manifest: Manifest) -> list[str]:
     """Return the damaged files of the copy. Raises `MirrorError` if the mirror cannot be read."""
-    answer = mirrors.ask(location, "verify", manifest.name, timeout_s=MIRROR_TIMEOUT_S)
+    answer = deletion.ask(location, "verify", manifest.name, timeout_s=MIRROR_TIMEOUT_S)
     return [f"in the mirror: {line}" for line in answer["damaged"]]

@@ -14,8 +14,7 @@ from typing import Final, NamedTuple
 
 from holdfast.contracts.records.history import AttemptView, RunHistory
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.workers.decisions.evidence import names_hardware
-from holdfast.workers.decisions.fingerprints import failed_host, fingerprint
+from holdfast.workers.decisions.evidence import failed_host, fingerprint, names_hardware
 from holdfast.workers.schedulers.base import BECAUSE_EXCLUDED
 from holdfast.workers.schedulers.slurm_capacity import Room
 

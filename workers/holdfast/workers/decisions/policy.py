@@ -21,7 +21,7 @@ from holdfast.contracts.records.history import (
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.decisions.attempt_limit import may_try_again
 from holdfast.workers.decisions.causes import Ending
-from holdfast.workers.decisions.evidence import names_hardware
+from holdfast.workers.decisions.evidence import failed_host, names_hardware, same_failure_elsewhere
 from holdfast.workers.decisions.exclusions import (
     FROM_OUTSIDE,
     Capacity,
@@ -30,7 +30,6 @@ from holdfast.workers.decisions.exclusions import (
     choose_nodes,
     is_refused_exclusion,
 )
-from holdfast.workers.decisions.fingerprints import failed_host, same_failure_elsewhere
 from holdfast.workers.decisions.places import place_after, place_of
 from holdfast.workers.decisions.sizes import choose_gpus, is_single, largest_within, nearest_fitting
 from holdfast.workers.schedulers.base import BECAUSE_EXCLUDED

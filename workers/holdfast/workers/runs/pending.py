@@ -19,7 +19,7 @@ from holdfast.workers.decisions.places import is_queued, place_of, waited_s
 from holdfast.workers.decisions.sizes import allowed_sizes
 from holdfast.workers.runs import operator
 from holdfast.workers.runs.feasibility import Feasibility
-from holdfast.workers.runs.moves import is_pending_now
+from holdfast.workers.runs.operator import is_pending_now
 from holdfast.workers.schedulers import ask_capacity, executor_for
 
 

@@ -23,7 +23,7 @@ from holdfast.contracts.spec.resources import Resources
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.workers.nodes.root_probe import describe, find_problems
 from holdfast.workers.schedulers import slurm_client
-from holdfast.workers.schedulers.visible_gpus import problem_with_gpus
+from holdfast.workers.schedulers.local import problem_with_gpus
 
 PYTHON_TIMEOUT_S: Final = 20.0
 _PYTHON: Final = re.compile(r"python(3(\.[0-9]+)?)?")

@@ -13,7 +13,7 @@ from holdfast.contracts.spec.node_share import NO_GRES, Share
 from holdfast.contracts.spec.part import RECORDED
 from holdfast.contracts.spec.resources import Resources
 from holdfast.contracts.spec.run_spec import RunSpec
-from holdfast.contracts.spec.supervision import Supervision
+from holdfast.contracts.spec.sections import Supervision
 
 # The agent plans its own stop, so Slurm's warning is requested this much earlier.
 WARNING_MARGIN_S: Final = 30

@@ -25,7 +25,7 @@ from holdfast.contracts.errors import SpecError
 from holdfast.contracts.plain_text import counted
 from holdfast.contracts.records.attempt import RunRecord
 from holdfast.contracts.records.history import AttemptView, RunHistory
-from holdfast.contracts.records.spans import Launch, Span
+from holdfast.contracts.records.tally import Launch, Span
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.decisions.attempt_costs import Costs, Saves
@@ -39,7 +39,7 @@ from holdfast.workers.decisions.places import (
 )
 from holdfast.workers.decisions.policy import decide, fits_any
 from holdfast.workers.runs.request import build_request
-from holdfast.workers.schedulers.traces import Trace
+from holdfast.workers.schedulers.cluster_history import Trace
 
 # A run that takes longer does not end.
 END_S_MAX: Final = 10 * 366 * 24 * 3600.0

@@ -21,8 +21,9 @@ from holdfast.contracts.disk.bounds import JobId, Name, Number, Seconds
 from holdfast.contracts.disk.durable import make_directory, to_json, write_bytes
 from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
 from holdfast.workers.nodes.processes import ProcessName, is_alive, name_process
-from holdfast.workers.schedulers import slurm_answers, slurm_client
-from holdfast.workers.schedulers.slurm_states import translate
+from holdfast.workers.schedulers import slurm_client
+from holdfast.workers.schedulers import slurm_client as slurm_answers
+from holdfast.workers.schedulers.slurm_client import translate
 
 JOB_NAME: Final = "holdfast-flow"
 # A job needs a moment until `squeue` lists it.

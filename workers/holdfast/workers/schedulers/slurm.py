@@ -24,16 +24,16 @@ from holdfast.contracts.errors import (
     SubmissionRefusedError,
 )
 from holdfast.contracts.records.attempt import Request, Submission
+from holdfast.contracts.spec.part import problem_with_value
 from holdfast.contracts.spec.resources import Resources
 from holdfast.contracts.spec.slurm_options import LOSES_JOB, problem_with_option, problem_with_setup
-from holdfast.contracts.spec.values import problem_with_value
 from holdfast.contracts.states import AttemptState
 from holdfast.workers.nodes.setup_lines import checked_lines
-from holdfast.workers.schedulers import slurm_answers, slurm_client
+from holdfast.workers.schedulers import slurm_client
+from holdfast.workers.schedulers import slurm_client as slurm_answers
 from holdfast.workers.schedulers.base import BECAUSE_EXCLUDED, FORGOTTEN, Executor, JobStatus
 from holdfast.workers.schedulers.slurm_capacity import Room, gpus_under_qos, room_of, wanted_of
-from holdfast.workers.schedulers.slurm_client import JobLine
-from holdfast.workers.schedulers.slurm_states import bare_state, translate
+from holdfast.workers.schedulers.slurm_client import JobLine, bare_state, translate
 
 SBATCH_TIMEOUT_S: Final = 60
 AGENT: Final = "holdfast.workers.agent.main"

@@ -13,8 +13,7 @@ from holdfast.contracts.errors import SpecError
 from holdfast.trainer.frameworks.lightning import fabric_schedulers
 from holdfast.trainer.frameworks.lightning.callback import torchrun_size
 from holdfast.trainer.frameworks.lightning.fabric_elastic import check_strategy
-from holdfast.trainer.frameworks.lightning.fabric_loaders import FabricLoader
-from holdfast.trainer.frameworks.lightning.fabric_training import FabricTraining
+from holdfast.trainer.frameworks.lightning.fabric_training import FabricLoader, FabricTraining
 from holdfast.trainer.frameworks.program_loop.methods import LoopMethods
 
 fabric_schedulers.watch()

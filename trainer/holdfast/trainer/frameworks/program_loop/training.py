@@ -16,7 +16,7 @@ from holdfast.trainer.frameworks.program_loop.loader import Resumed, WrappedLoad
 from holdfast.trainer.frameworks.program_loop.order import Generators, Start
 from holdfast.trainer.frameworks.program_loop.progress import Progress, RankProgress
 from holdfast.trainer.frameworks.session import FrameworkSession
-from holdfast.trainer.state.ddp_hooks import warn_of_lost_states
+from holdfast.trainer.state.local_buffers import warn_of_lost_states
 
 
 @dataclass(frozen=True, kw_only=True)

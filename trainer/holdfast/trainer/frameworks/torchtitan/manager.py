@@ -2,24 +2,194 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from torch import nn
 from torchtitan.components.checkpointer import BaseCheckpointManager
+from torchtitan.components.checkpointer import CheckpointManager as Stock
+from torchtitan.components.metrics import BaseLogger
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from holdfast.contracts.disk.paths import MANIFEST
 from holdfast.contracts.errors import CheckpointError, SpecError
 from holdfast.trainer.frameworks.session import FrameworkSession
-from holdfast.trainer.frameworks.torchtitan import settings, stock
 from holdfast.trainer.frameworks.torchtitan.loader import TokenDataLoader
 from holdfast.trainer.frameworks.torchtitan.state import LoaderState, TrainerState
-from holdfast.trainer.frameworks.torchtitan.watch import is_validated, log_to, watch_validation
 from holdfast.trainer.loading.checkpoint import load_checkpoint
+from holdfast.trainer.session.settings import Argument
+
+# torchtitan's own checkpoint manager, for checkpoints that torchtitan made and for its export.
+
+
+def stock_manager(config: Any, parts: Mapping[str, Any]) -> Any:
+    """Return torchtitan's manager with the keys of `config`. It keeps all checkpoints.
+
+    `parts` are the arguments with which the trainer creates a manager.
+    """
+    names = [field.name for field in dataclasses.fields(BaseCheckpointManager.Config)]
+    own = Stock.Config(**{name: getattr(config, name) for name in names})
+    return Stock(own, **{**parts, "states": dict(parts["states"])})
+
+
+def load_first(config: Any, parts: Mapping[str, Any]) -> bool:
+    """Load where a run without a checkpoint of Holdfast begins. Return True if there was something.
+
+    It is the newest checkpoint in torchtitan's folder, or else `initial_load_path`.
+    """
+    return bool(stock_manager(config, parts).load())
+
+
+def export_last(config: Any, parts: Mapping[str, Any], step: int) -> None:
+    """Write the model after the last step as torchtitan does, into its folder."""
+    stock_manager(config, parts).save(step, last_step=True)
+
+
+# The metrics and the validation of a torchtitan trainer, seen by the session.
+
+LOSS: Final = "loss_metrics/global_avg_loss"
+
+
+class SessionLogger(BaseLogger):
+    """Passes what the trainer logs on to its own loggers, and to the run's metrics."""
+
+    def __init__(self, inner: BaseLogger, session: FrameworkSession) -> None:
+        self._inner, self._session = inner, session
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        self._inner.log(metrics, step)
+        values = {
+            name: float(value) for name, value in metrics.items() if isinstance(value, int | float)
+        }
+        if LOSS in values:
+            self._session.observe(values[LOSS])
+        self._session.log(**values)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def log_to(session: FrameworkSession, metrics_processor: Any) -> None:
+    """Listen where torchtitan passes metrics to its loggers, also if it has none."""
+    metrics_processor.logger = SessionLogger(metrics_processor.logger, session)
+
+
+def is_validated(trainer: Any, step: int) -> bool:
+    """Return True if the trainer validates after `step`."""
+    return bool(trainer.config.validator.enable and trainer.validator.should_validate(step))
+
+
+def watch_validation(session: FrameworkSession, trainer: Any, complete: Callable[[], None]) -> None:
+    """Let each validation be a phase of the session, and call `complete` after it."""
+    if not trainer.config.validator.enable:
+        return
+    inner = trainer.validator.validate
+
+    def validate(*args: Any, **kwargs: Any) -> None:
+        with session.phase("eval"):
+            inner(*args, **kwargs)
+        complete()
+
+    trainer.validator.validate = validate
+
+
+# The keys of torchtitan's checkpoint configuration: which are refused, and what to do instead.
+
+# Part of torchtitan's state → its name in a checkpoint of Holdfast.
+PARTS: Final = {
+    "optimizer": "optimizer",
+    "lr_scheduler": "scheduler",
+    "dataloader": "extra.dataloader",
+}
+FOLDER: Final = "checkpoint"
+EXPORT_DTYPE: Final = "float32"
+CONFIGURATION: Final = "Trainer.Config"
+
+
+def check(config: Any) -> None:
+    """Raise `SpecError`, which names each key that cannot be honoured, with what to do instead."""
+    wrong = [*_of_loading(config), *_of_saving(config)]
+    if wrong:
+        raise SpecError(f"Trainer.Config.checkpoint: {'; '.join(wrong)}", wrong)
+
+
+def excluded(config: Any) -> list[str]:
+    """Return the names in a checkpoint of the parts that keep their values once."""
+    return [PARTS[name] for name in config.exclude_from_loading]
+
+
+def best_of(config: Any) -> tuple[str, str] | None:
+    """Return the metric and the direction of `best`, such as "validation_metrics/loss min"."""
+    if not config.best:
+        return None
+    metric, direction = config.best.split()
+    return metric, direction
+
+
+def given(config: Any, name: str) -> Argument:
+    """Return a value of the configuration that the run spec can give too."""
+    default = next(field.default for field in fields(config) if field.name == name)
+    value = getattr(config, name)
+    return Argument(value, CONFIGURATION, is_default=value == default)
+
+
+def _of_loading(config: Any) -> list[str]:
+    wrong = []
+    if config.load_step != -1:
+        wrong.append(
+            f"load_step={config.load_step}: a run continues from its newest checkpoint. To go "
+            "back, use `holdfast fork`"
+        )
+    if config.load_only:
+        wrong.append(
+            "load_only=True: a run always saves. To load weights only, use "
+            "holdfast.trainer.load_checkpoint, or torchtitan's own CheckpointManager"
+        )
+    if config.create_seed_checkpoint:
+        wrong.append(
+            "create_seed_checkpoint=True: create it with torchtitan's own CheckpointManager, and "
+            "pass its folder as initial_load_path"
+        )
+    unknown = [name for name in config.exclude_from_loading if name not in PARTS]
+    if unknown:
+        wrong.append(
+            f"exclude_from_loading={config.exclude_from_loading}: expected some of "
+            f"{sorted(PARTS)}. To begin with the model only, use initial_load_path in a new run"
+        )
+    return wrong
+
+
+def _of_saving(config: Any) -> list[str]:
+    wrong = []
+    if config.keep_latest_k:
+        wrong.append(
+            f"keep_latest_k={config.keep_latest_k}: leave it out, and write "
+            f"keep = {{ last = {config.keep_latest_k} }} under [checkpoint] in the run spec"
+        )
+    if config.async_mode == "disabled":
+        wrong.append("async_mode='disabled': leave it out, every save is asynchronous")
+    if config.best and len(config.best.split()) != 2:
+        wrong.append(
+            f"best={config.best!r}: expected a logged metric and its direction, such as "
+            "'validation_metrics/loss min'"
+        )
+    if not config.last_save_model_only and config.folder != FOLDER:
+        wrong.append(
+            f"folder={config.folder!r}: checkpoints are in the run's folder, which the spec or "
+            "directory sets. folder counts only with last_save_model_only=True"
+        )
+    if not config.last_save_model_only and config.export_dtype != EXPORT_DTYPE:
+        wrong.append(
+            f"export_dtype={config.export_dtype!r}: it is for the last model; expected "
+            "last_save_model_only=True with it"
+        )
+    return wrong
+
 
 TRAINER: Final = "torchtitan"
 LOADER: Final = "dataloader"
@@ -57,7 +227,7 @@ class CheckpointManager(BaseCheckpointManager):
             # With slots, the class is another one than that of a `super()` without arguments.
             BaseCheckpointManager.Config.__post_init__(self)
             if self.enable:
-                settings.check(self)
+                check(self)
 
     def __init__(
         self,
@@ -77,7 +247,7 @@ class CheckpointManager(BaseCheckpointManager):
         self._has_finished = False
         if not self.enable:
             return
-        settings.check(config)
+        check(config)
         self._config = config
         self._parts: dict[str, Any] = {
             "dataloader": dataloader,
@@ -143,11 +313,11 @@ class CheckpointManager(BaseCheckpointManager):
             extra={TRAINER: self._state},
             per_rank={} if self._loader is None else {LOADER: self._loader},
             seed=loader.seed if is_ordered else self._trainer.config.debug.seed or 0,
-            interval=settings.given(config, "interval"),
+            interval=given(config, "interval"),
             directory=config.directory,
-            best=settings.best_of(config),
-            snapshots=settings.given(config, "snapshots"),
-            exclude=settings.excluded(config),
+            best=best_of(config),
+            snapshots=given(config, "snapshots"),
+            exclude=excluded(config),
             start_from=first if is_continued else None,
             begins_at=begins_at,
         )
@@ -158,7 +328,7 @@ class CheckpointManager(BaseCheckpointManager):
         if is_of_holdfast(config.initial_load_path):
             load_checkpoint(str(config.initial_load_path), parts["model_parts"])
             return True
-        is_loaded = stock.load_first(config, parts)
+        is_loaded = load_first(config, parts)
         if self._trainer.step:
             # A session knows from its start how many steps are complete.
             self._opened.abandon()
@@ -252,7 +422,7 @@ class CheckpointManager(BaseCheckpointManager):
         session.finish()
         if self._config.last_save_model_only:
             with session.phase("save"):
-                stock.export_last(self._config, self._parts, session.step)
+                export_last(self._config, self._parts, session.step)
 
     def _leave(self) -> None:
         """End this process after all ranks have agreed to stop. The exit status is 0."""

@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+import torch.distributed as dist
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints, sort_checkpoints
 
+from holdfast.contracts import environment as names
+from holdfast.contracts.disk.durable import make_directory, to_json, write_bytes
 from holdfast.contracts.disk.paths import MANIFEST
-from holdfast.contracts.errors import CheckpointError, SpecError
+from holdfast.contracts.errors import CheckpointError, PreflightError, SpecError
 from holdfast.contracts.node.reporting import report
+from holdfast.contracts.plain_text import counted
+from holdfast.trainer.data.order import local_batch, micro_parts
 from holdfast.trainer.frameworks.session import FrameworkSession
 from holdfast.trainer.frameworks.transformers.checks import check_arguments
-from holdfast.trainer.frameworks.transformers.directories import (
-    begin_with,
-    mark,
-    missing_files,
-    step_of,
-)
 from holdfast.trainer.frameworks.transformers.fetching import (
     FetchStates,
     keep_remainder,
     watched,
-)
-from holdfast.trainer.frameworks.transformers.global_batch import (
-    GivenBatch,
-    agree_on_batch,
-    run_folder,
 )
 from holdfast.trainer.frameworks.transformers.kept import changing_modules, check_names
 from holdfast.trainer.frameworks.transformers.progress import (
@@ -40,7 +36,158 @@ from holdfast.trainer.frameworks.transformers.progress import (
     Todo,
 )
 from holdfast.trainer.frameworks.transformers.weights import in_background, may_wait
+from holdfast.trainer.process.program import program_stem
+from holdfast.trainer.ranks.collective import attempt
+from holdfast.trainer.ranks.rank_context import choose_directory
 from holdfast.trainer.state import rng
+
+# The trainer's own directories `checkpoint-N`, which Holdfast's trainer writes without state.
+#
+# A program may pass the newest one to `train`, as published examples do. If a launch wrote one
+# and ended before the checkpoint of its step was committed, this directory has no state to begin
+# with. So each has a mark that names its run, and a relaunch of the run then begins as its first
+# launch.
+
+TRAINER_STATE: Final = "trainer_state.json"
+# A directory with a training state has these. One that Holdfast's trainer wrote has only the first.
+WHOLE: Final = (TRAINER_STATE, "scheduler.pt")
+MARK: Final = "holdfast.json"
+
+
+def begin_with(given: str | bool | None, output_dir: str, run: Path) -> str | None:
+    """Return the directory to begin with, "" if there must be one and is none, or None.
+
+    `given` is `resume_from_checkpoint`. What the run with folder `run` wrote counts as none.
+    """
+    if not given:
+        return None
+    there = sort_checkpoints(output_dir)
+    whole = [path for path in there if not missing_files(path)]
+    newest = whole[-1] if whole else None
+    if given is not True:
+        path = os.fspath(given)
+        return newest if is_marked(path, run) else path
+    has_own = any(is_marked(path, run) for path in there)
+    return newest if newest or has_own else ""
+
+
+def missing_files(path: str) -> list[str]:
+    """Return the files of a training state that `path` lacks."""
+    return [name for name in WHOLE if not (Path(path) / name).exists()]
+
+
+def mark(path: Path, run: Path) -> None:
+    """Note in the directory, which need not exist, that the run with folder `run` writes it."""
+    make_directory(path)
+    write_bytes(path / MARK, _mark_of(run))
+
+
+def is_marked(path: str, run: Path) -> bool:
+    """Return whether the run with folder `run` wrote the directory. A damaged mark says no."""
+    found = Path(path) / MARK
+    return found.exists() and found.read_bytes() == _mark_of(run)
+
+
+def _mark_of(run: Path) -> bytes:
+    return to_json({"run": str(run)})
+
+
+def step_of(path: str | None) -> int:
+    """Return the step of a directory of Transformers, or 0 without one."""
+    state = Path(path or "") / TRAINER_STATE
+    if not path or not state.exists():
+        return 0
+    return int(json.loads(state.read_bytes())["global_step"])
+
+
+# The global batch of a run: the same at every number of ranks.
+#
+# A trainer's arguments give the batch per device. The first launch of a run notes how many ranks
+# shared it, in `transformers.json` in the run's folder. A later launch on other ranks changes the
+# batch per device and the gradient accumulation so that the global batch stays the same.
+
+FILE: Final = "transformers.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenBatch:
+    """The arguments of a program, and the number of ranks that first ran with them."""
+
+    per_device: int
+    accumulation: int
+    world_size: int
+
+    @property
+    def total(self) -> int:
+        """The global batch: the samples of one optimizer step on all ranks."""
+        return self.per_device * self.accumulation * self.world_size
+
+    def shared_by(self, world_size: int) -> GivenBatch:
+        """Return the batch per device and the accumulation of as many ranks.
+
+        The batch per device never grows, because it may not fit into the device's memory. Raises
+        `SpecError` if the ranks cannot share the global batch evenly.
+        """
+        share = local_batch(self.total, world_size)
+        parts = micro_parts(share, self.per_device)
+        if world_size == self.world_size:
+            return self
+        return GivenBatch(per_device=share // parts, accumulation=parts, world_size=world_size)
+
+
+def run_folder(directory: str | Path | None, env: Mapping[str, str]) -> Path:
+    """Return the run's folder, as the session will choose it."""
+    if env.get(names.RANK_STATUS) and env.get(names.RUN_DIRECTORY):
+        return Path(env[names.RUN_DIRECTORY])
+    return choose_directory(directory, env, program_stem())
+
+
+def agree_on_batch(given: GivenBatch, folder: Path) -> GivenBatch:
+    """Return the batch of this launch. All ranks call this together.
+
+    Other arguments than the first launch had are the program's own wish and count from now on.
+    Raises `SpecError` if the ranks cannot share the global batch evenly, and `PreflightError` if
+    rank 0 cannot read or write the record.
+    """
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    shared: list[Any] = [None]
+    if is_first:
+        found, error = attempt(lambda: _recorded(given, folder))
+        shared = [(found, str(error or ""))]
+    if dist.is_initialized():
+        dist.broadcast_object_list(shared, src=0)
+    recorded, problem = shared[0]
+    if problem:
+        raise PreflightError(f"{folder / FILE}: {problem}. Make the folder writable, or delete it")
+    first = GivenBatch(**recorded)
+    batch = first.shared_by(given.world_size)
+    if batch != given and is_first:
+        report(
+            f"holdfast: the run began on {counted(first.world_size, 'rank')} with a global "
+            f"batch of "
+            f"{first.total}; on {counted(given.world_size, 'rank')} this is "
+            f"per_device_train_batch_size="
+            f"{batch.per_device} and gradient_accumulation_steps={batch.accumulation}"
+        )
+    return batch
+
+
+def _recorded(given: GivenBatch, folder: Path) -> Any:
+    """Return the run's record, written now if there is none or if the arguments changed."""
+    path = folder / FILE
+    if path.exists():
+        found = json.loads(path.read_bytes())
+        if (found["per_device"], found["accumulation"]) == (given.per_device, given.accumulation):
+            return found
+        report(
+            f"holdfast: the batch is now {given.per_device} per device times {given.accumulation}, "
+            f"and was {found['per_device']} times {found['accumulation']}; samples may repeat or "
+            "be skipped"
+        )
+    make_directory(folder)
+    write_bytes(path, to_json(asdict(given)))
+    return asdict(given)
+
 
 # In place of a path, when the session has restored the state.
 RESUMED: Final = "holdfast"

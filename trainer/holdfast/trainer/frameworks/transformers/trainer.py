@@ -11,7 +11,7 @@ is made when the trainer has prepared its model, and before it computes where it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import transformers
@@ -22,9 +22,40 @@ from holdfast.contracts.errors import SpecError
 from holdfast.trainer.frameworks.session import FrameworkSession
 from holdfast.trainer.frameworks.transformers.checks import check_loader
 from holdfast.trainer.frameworks.transformers.fetching import set_epoch
-from holdfast.trainer.frameworks.transformers.hooks import listen
 from holdfast.trainer.frameworks.transformers.progress import NOTHING, Todo
 from holdfast.trainer.frameworks.transformers.run import RESUMED, TrainerRun
+
+# The events of a trainer's loop that its run hears of.
+#
+# A callback would be called at every event of a step, also at those that it ignores. So the run
+# takes the place of a few methods of the trainer's callback handler. It hears of an event before
+# the trainer's callbacks, which then see restored random generators and the logs as they were.
+
+
+def listen(handler: Any, run: Any) -> None:
+    """Tell `run` of the events of a `CallbackHandler` from now on."""
+
+    def log(_: Any, __: Any, ___: Any, logs: Any = None, **____: Any) -> None:
+        run.log(logs or {})
+
+    def beat(*_: Any, **__: Any) -> None:
+        if run.session is not None:
+            run.session.beat()
+
+    _hear(handler, "on_train_begin", lambda *_, **__: run.begin_training())
+    _hear(handler, "on_epoch_begin", lambda *_, **__: run.restore_generators())
+    _hear(handler, "on_prediction_step", beat)
+    _hear(handler, "on_log", log)
+
+
+def _hear(handler: Any, event: str, hear: Callable[..., None]) -> None:
+    tell = getattr(handler, event)
+
+    def both(*given: Any, **more: Any) -> Any:
+        hear(*given, **more)
+        return tell(*given, **more)
+
+    setattr(handler, event, both)
 
 
 class Trainer(transformers.Trainer):

@@ -7,16 +7,100 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
+import socket
+import time
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Final
 
 import psutil
 
+from holdfast.contracts.disk.journal import EventKind, read_journal
+from holdfast.contracts.errors import AgreementError
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.guard import descendants
 from holdfast.workers.agent.launch.command import Handles, log_directory
 from holdfast.workers.agent.launch.torchrun import Torchrun
+from holdfast.workers.agent.node import Node, NodeReport
+
+# Node 0's plan of warm standbys: when all nodes start one, and whether a launch uses them.
+
+
+class StandbyPlan:
+    """Plans one standby on all nodes at a time, for the launch after the current one."""
+
+    def __init__(
+        self, context: AgentContext, address: Callable[[], str], note: Callable[[str], None]
+    ) -> None:
+        self._context, self._address, self._note = context, address, note
+        self._number, self._port = 0, 0
+        self._since, self._is_decided = 0.0, False
+
+    def take_port(self, number: int, nodes: Sequence[Node], reports: Collection[NodeReport]) -> int:
+        """Return the port for launch `number`: the standbys' if every node has one, else a new one.
+
+        A node whose standby has another port ends that standby and starts torchrun normally.
+        """
+        ready = [report.standby for report in reports]
+        is_ready = self._port and len(ready) == len(nodes) and set(ready) == {number}
+        ports = self._context.request.supervision.port_range
+        port = self._port if is_ready else free_port(ports)
+        self._number, self._port = number, 0
+        self._since, self._is_decided = 0.0, False
+        return port
+
+    def look(self, nodes: Sequence[Node], reports: Collection[NodeReport], restarts: int) -> None:
+        """Start a warm standby on every node after `standby_after_s` of training.
+
+        Loading takes CPU time from training, so short trial runs should not pay for it.
+        """
+        supervision = self._context.request.supervision
+        after_s = supervision.standby_after_s
+        if self._is_decided or after_s == "off" or any(r.completed <= r.resumed for r in reports):
+            return
+        now = time.monotonic()
+        self._since = self._since or now
+        if now - self._since < after_s:
+            return
+        self._is_decided = True
+        if restarts >= supervision.restarts_in_place or not self._may_load_ahead():
+            return
+        self._port, address = free_port(supervision.port_range), self._address()
+        for node in reversed(nodes):
+            node.prepare(self._number + 1, address, self._port)
+
+    def _may_load_ahead(self) -> bool:
+        """Return True unless the program sets variables that libraries read when they load.
+
+        If the program has no session, its variables are unknown, and this returns False.
+        """
+        attempt, current = self._context.attempt, (self._context.attempt.number, self._number)
+        for event in reversed(read_journal(attempt.rank_journal)[0]):
+            position = (event.data.get("attempt"), event.data.get("launch"))
+            if event.kind is EventKind.RESUMED and position == current:
+                changed = event.data.get("changed_variables", [])
+                if changed:
+                    self._note(f"no warm standby: the program itself sets {', '.join(changed)}")
+                return not changed
+        return False
+
+
+def free_port(ports: range | None) -> int:
+    """Return a port in `ports`, or any port if None, that was free a moment ago.
+
+    If another process takes it meanwhile, the launch is repeated. Raises `AgreementError` if no
+    port in `ports` is free.
+    """
+    for port in [0] if ports is None else random.sample(ports, len(ports)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return int(probe.getsockname()[1])
+    raise AgreementError(
+        f"no port in {ports} is free for torchrun; give supervision.ports a larger range"
+    )
+
 
 # The memory of torch in one process, and of torchrun. With less free, a node has no standby.
 BYTES_PER_PROCESS: Final = 512 << 20

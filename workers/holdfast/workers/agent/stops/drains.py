@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Final
 
-from holdfast.contracts.node import steady
+from holdfast.contracts.node import clocks
 from holdfast.workers.agent.node import Node
 from holdfast.workers.agent.node_group import NodeGroup
 
@@ -23,7 +23,7 @@ def drain_all(group: NodeGroup, until: Callable[[], float], *, mirror: bool) -> 
     """
     done: set[str] = set()
     late: list[str] = [""]
-    while late and (left_s := until() - steady.now()) > 0:
+    while late and (left_s := until() - clocks.now()) > 0:
         slice_s, lost = max(SLICE_S_MIN, min(SLICE_S, left_s)), group.lost_numbers
         drain = partial(_drain, done=frozenset(done), slice_s=slice_s, lost=lost, mirror=mirror)
         answers = group.ask_all(drain)

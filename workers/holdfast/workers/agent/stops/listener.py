@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
-from holdfast.contracts.node import steady
+from holdfast.contracts.node import clocks
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.stops.signals import SignalBox
 from holdfast.workers.agent.stops.sources import StopRequest, StopWatch
@@ -125,7 +125,7 @@ class StopListener:
         names = self._signals.wait(LISTEN_S)
         while self._forwarded:
             names.append(self._forwarded.popleft())
-        now = steady.now()
+        now = clocks.now()
         for name in names:
             self._judge(name, now)
         if (stop_request := self._stops.from_limit(now)) is not None:
@@ -133,7 +133,7 @@ class StopListener:
 
     def _look_at_storage(self) -> None:
         """Look for an operator's request. Storage that fails or hangs delays only this."""
-        now = steady.now()
+        now = clocks.now()
         with contextlib.suppress(OSError):
             if (stop_request := self._stops.from_file(now)) is not None:
                 self.accept(stop_request)

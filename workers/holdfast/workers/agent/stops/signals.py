@@ -13,8 +13,7 @@ from typing import Final
 
 from holdfast.contracts.states import Cause
 from holdfast.workers.runs.request import WARNING_EARLY_S
-from holdfast.workers.schedulers.slurm_client import parse_time
-from holdfast.workers.schedulers.slurm_states import bare_state
+from holdfast.workers.schedulers.slurm_client import bare_state, parse_time
 
 HEARD: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 # A TERM this close to the end of the job comes from its time limit.

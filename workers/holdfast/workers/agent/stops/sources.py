@@ -5,22 +5,113 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
 
 from holdfast.contracts.disk.filesystems import fetch_attributes, filesystem_of, is_there
+from holdfast.contracts.disk.journal import Event, EventKind, read_journal
+from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.errors import HoldfastError, SchedulerError
+from holdfast.contracts.node import clocks
 from holdfast.contracts.records.attempt import StopFile, read_document
+from holdfast.contracts.spec.sections import Supervision
 from holdfast.contracts.states import Cause
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.notices.notice import Notice
-from holdfast.workers.agent.stops.flush_log import FlushLog
 from holdfast.workers.agent.stops.signals import Judgement, judge
-from holdfast.workers.agent.stops.slurm_clock import slurm_lead_s
-from holdfast.workers.decisions.flush_forecast import FlushForecast, stop_lead_s
+from holdfast.workers.decisions.flush_forecast import (
+    SAVES_RECENT,
+    FlushForecast,
+    forecast_flush,
+    stop_lead_s,
+)
 from holdfast.workers.runs.request import warning_lead_s
 from holdfast.workers.schedulers import slurm_client
+
+# The saves of this run so far, read from its growing journals.
+
+# A save has a line when it is staged and one when it is committed, unless it fails.
+LINES_KEPT_MAX = 4 * SAVES_RECENT
+
+
+class FlushLog:
+    """Reads earlier attempts' journals once, and this attempt's own at each call."""
+
+    def __init__(self, run: RunPaths, attempt: AttemptPaths) -> None:
+        self._run, self._attempt = run, attempt
+        self._offsets: dict[Path, int] = {}
+        self._lines: list[Event] = []
+
+    def forecast(self) -> FlushForecast | None:
+        """Return how long the next flush is expected to take, or None before any save."""
+        attempts = [self._attempt] if self._offsets else self._run.list_attempts()
+        fresh: list[Event] = []
+        # Rank 0 journals every save.
+        for path in [attempt.rank_journal for attempt in attempts]:
+            events, self._offsets[path] = read_journal(path, self._offsets.get(path, 0))
+            saves = {EventKind.STAGED, EventKind.COMMITTED}
+            fresh += [event for event in events if event.kind in saves]
+        fresh.sort(key=lambda event: event.time)
+        self._lines = [*self._lines, *fresh][-LINES_KEPT_MAX:]
+        return forecast_flush(self._lines)
+
+
+# The difference between Slurm's clock and this node's. Slurm's times are by its own clock.
+
+CLOCKS_AGREE_S: Final = 3.0
+
+
+def slurm_lead_s(timeout_s: float) -> float:
+    """Return the seconds by which the controller's clock is ahead of `steady.now`.
+
+    Slurm shows whole seconds, so small differences count as none. Raises like `slurm_client.call`.
+    """
+    out = slurm_client.call(["scontrol", "show", "config"], timeout_s)
+    found = re.search(r"Configuration data as of (\S+)", out)
+    theirs = slurm_client.parse_time(found[1]) if found else None
+    lead_s = 0.0 if theirs is None else theirs - clocks.now()
+    return lead_s if abs(lead_s) > CLOCKS_AGREE_S else 0.0
+
+
+# How long nodes and flushers are waited for when an attempt stops. Times are Unix seconds.
+
+# The part of the grace that is reserved for writing the outcome before the scheduler's KILL.
+RESERVE_S: Final = 1.5
+CRASH_DRAIN_S: Final = 300.0
+# A lost node writes no more files, so only steps that are complete without it are waited for.
+LOST_DRAIN_S: Final = 30.0
+
+
+def kill_at(stop_request: StopRequest, supervision: Supervision, *, has_session: bool) -> float:
+    """Return when processes that still run are killed.
+
+    A program that never used the status table cannot stop with a checkpoint, so it gets only
+    the grace. One that saves by itself counts as one with a session.
+    """
+    limit_s = supervision.flush_timeout_s if has_session else supervision.grace_s
+    at, deadline = stop_request.requested_at + limit_s, stop_request.deadline
+    return at if deadline is None else min(deadline - RESERVE_S, at)
+
+
+def drain_until(
+    began: float, supervision: Supervision, stop_request: StopRequest | None, *, is_lost: bool
+) -> float:
+    """Return until when flushers that drain since `began` are waited for.
+
+    With `is_lost`, a node is lost.
+    """
+    longest_s = supervision.flush_timeout_s
+    if is_lost:
+        longest_s = min(longest_s, LOST_DRAIN_S)
+    if stop_request is None:
+        return began + min(CRASH_DRAIN_S, longest_s)
+    if stop_request.deadline is None:
+        return began + longest_s
+    return max(began + 1.0, min(stop_request.deadline, began + longest_s))
+
 
 FILE_POLL_S: Final = 0.5
 # How often an agent looks for an operator's file on storage that many nodes share.

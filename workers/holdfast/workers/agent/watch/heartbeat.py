@@ -10,14 +10,16 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 import psutil
 
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.disk.paths import AttemptPaths
+from holdfast.contracts.disk.rank_logs import TIMES, time_line
 from holdfast.contracts.node.rank_status import RankStatusTable
 from holdfast.workers.agent.context import AgentContext
-from holdfast.workers.agent.watch.log_times import LogTimes
 from holdfast.workers.agent.watch.rank_watch import RankWatch
 from holdfast.workers.nodes.calibration import PhaseTimes, scaled
 from holdfast.workers.nodes.gpus import watch_gpus
@@ -29,6 +31,92 @@ from holdfast.workers.nodes.heartbeats import (
     read_heartbeats,
 )
 from holdfast.workers.nodes.processes import boot_id
+
+# Records when the ranks' output appeared, for `holdfast logs --timestamps`.
+
+# For the first minutes of a launch, each heartbeat records. After that, a month of 16 files that
+# always grow takes about 20 MB.
+FINE_S: Final = 600.0
+COARSE_S: Final = 60.0
+
+
+class LogTimes:
+    """Appends the sizes of a node's growing logs to the file `times.log` beside them."""
+
+    def __init__(self, attempt: AttemptPaths, node: int) -> None:
+        self._attempt, self._node = attempt, node
+        self._launch, self._began, self._wrote = 0, 0.0, 0.0
+        self._sizes: dict[str, int] = {}
+
+    def look(self, launch: int, *, is_last: bool = False) -> None:
+        """Record the logs that have grown. `launch` is the current one, 0 before the first."""
+        now = time.time()
+        if launch != self._launch:
+            self._write(now)
+            self._launch, self._began, self._sizes = launch, now, {}
+        is_fine = now - self._began < FINE_S or not 0 <= now - self._wrote < COARSE_S
+        if is_fine or is_last:
+            self._write(now)
+
+    def _write(self, now: float) -> None:
+        if not self._launch:
+            return
+        folder = self._attempt.rank_log(self._node, self._launch, 0).parent
+        grown = [
+            (path.name, size)
+            for path in sorted(folder.glob("rank-*.log"))
+            if (size := _size_of(path)) > self._sizes.get(path.name, 0)
+        ]
+        if not grown:
+            return
+        with open(folder / TIMES, "a") as stream:
+            stream.writelines(time_line(now, name, size) for name, size in grown)
+        self._sizes.update(grown)
+        self._wrote = now
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+# The number of out-of-memory kills by the kernel, as evidence for causes.
+
+_VMSTAT = Path("/proc/vmstat")
+_OWN_GROUPS = Path("/proc/self/cgroup")
+_GROUPS = Path("/sys/fs/cgroup")
+
+
+def oom_kills() -> int:
+    """Return the out-of-memory kills so far in this process's control group, or the machine."""
+    of_group = _of_own_group()
+    return of_group if of_group is not None else _field(_VMSTAT, "oom_kill") or 0
+
+
+def _of_own_group() -> int | None:
+    try:
+        lines = _OWN_GROUPS.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            return _field(_GROUPS / path.lstrip("/") / "memory.events", "oom_kill")
+        if "memory" in controllers.split(","):
+            group = _GROUPS / "memory" / path.lstrip("/")
+            return _field(group / "memory.oom_control", "oom_kill")
+    return None
+
+
+def _field(path: Path, name: str) -> int | None:
+    try:
+        rows = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return None
+    return next((int(row[1]) for row in rows if len(row) == 2 and row[0] == name), None)
+
 
 STOP_WAIT_S: Final = 5.0
 # Clock adjustment shifts less than this between two heartbeats. More is a jump.

@@ -1,9 +1,11 @@
-"""Timeouts that pause while this process is suspended."""
+"""Clocks that nobody can set, and timeouts that pause while this process is suspended."""
 
 from __future__ import annotations
 
 import time
 from typing import Final
+
+# Timeouts that pause while this process is suspended.
 
 # The time between two checks counts as no more than this. Waiting code must check more often.
 GAP_S_MAX: Final = 2.0
@@ -37,3 +39,16 @@ class Timeout:
     @property
     def is_over(self) -> bool:
         return self.left_s <= 0.0
+
+
+# Unix time that nobody can set while this process runs.
+#
+# The clock of a machine may be set by hours while a job trains. A deadline that was computed
+# before would then be past at once, or hours away. Time during which the machine sleeps counts.
+
+_OFFSET_S: Final = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def now() -> float:
+    """Return the Unix time at the start of this process plus the time since then."""
+    return _OFFSET_S + time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -1,0 +1,331 @@
+"""The sections `alerts`, `health`, `program` and `supervision` of a run spec."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Final, Literal
+
+from pydantic import Field, Strict, field_validator, model_validator
+
+from holdfast.contracts.node.handshake import parse_ports
+from holdfast.contracts.spec.part import SpecPart
+from holdfast.contracts.spec.secrets import OnlyReference
+from holdfast.contracts.states import Cause
+
+# `alerts` of a run spec: limits that people want to know about, and targets of notifications.
+
+TARGETS_MAX = 16
+Topic = Literal[
+    "failed", "completed", "preempted", "hang", "node", "loss", "save", "limit", "decision"
+]
+TargetName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")]
+
+
+class Alerts(SpecPart):
+    """Notifications of a run: their targets, their topics, and limits."""
+
+    targets: Annotated[dict[TargetName, OnlyReference], Field(max_length=TARGETS_MAX)] = Field(
+        default_factory=dict,
+        description="addresses for notifications, each a reference to a secret. The secret is an "
+        "address of Apprise, such as `slack://…`, `mailtos://…` or `jsons://host/path`",
+    )
+    on: tuple[Topic, ...] = Field(
+        default=("failed", "hang", "node", "loss", "save", "limit"),
+        description="what notifications are sent for: the run's end as `failed` or `completed`, "
+        "each preemption, a hang, a lost or unhealthy node, a bad loss, a failed save or damaged "
+        "checkpoint, a limit of `alerts`, and each decision of the supervisor",
+    )
+    ettr_min: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        default=None,
+        description="least productive share of the run's time, from its second hour on",
+    )
+    checkpoint_age_max_min: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="most minutes of training since the newest checkpoint"
+    )
+    gpu_hours_max: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="GPU hours that the run may use. The alert comes at 90 %"
+    )
+
+
+# `health` of a run spec: commands that every node runs to find out whether it can train.
+
+CHECKS_MAX = 16
+CHECK_S_MAX = 3600.0
+Check = Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class Health(SpecPart):
+    """Checks of the nodes. Exit status 0 means healthy."""
+
+    before: Annotated[tuple[Check, ...], Field(max_length=CHECKS_MAX)] = Field(
+        default=(),
+        description="shell lines that every node runs once per attempt, before its first launch. "
+        "If one fails, the node is unhealthy. Holdfast has the checks `ready`, `allreduce` and "
+        "`nvrx`",
+    )
+    after: Annotated[tuple[Check, ...], Field(max_length=CHECKS_MAX)] = Field(
+        default=(),
+        description="the same, after a failure and before a restart in place",
+    )
+    timeout_s: Annotated[float, Field(gt=0, le=CHECK_S_MAX)] = Field(
+        default=60.0, description="longest time that one check may take. A longer one has failed"
+    )
+
+
+# `program` of a run spec: a program that writes its own checkpoints and resumes by itself.
+
+STEP_FIELD: Final = "{step}"
+STEP_GROUP: Final = "step"
+_PROGRESS_EXAMPLE: Final = r"'step (?P<step>\d+)'"
+
+ProgramSignal = Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "none"]
+
+
+class Program(SpecPart):
+    """A program that writes its own checkpoints, without a `Session`, and resumes by itself.
+
+    Holdfast watches its checkpoints and records each complete one. It never changes them.
+    """
+
+    checkpoints: str = Field(
+        default="",
+        description="where the program writes its checkpoints: a path with `{step}` in its last "
+        "part, such as `out/checkpoint-{step}`, or without it if each save overwrites the one "
+        "before, such as `out/ckpt.pt`. A relative path starts at the working directory, and node "
+        "0 must see it. Empty: the program uses a `Session`, or has no checkpoints",
+    )
+    complete: tuple[str, ...] = Field(
+        default=(),
+        description="files that a checkpoint's directory has only once it is complete, such as "
+        '`["trainer_state.json"]`. Empty: it is complete when nothing in it changes any more',
+    )
+    settle_s: Annotated[float, Field(gt=0, le=86400)] = Field(
+        default=5.0,
+        description="seconds for which no file of a checkpoint may have changed before it counts "
+        "as complete",
+    )
+    progress: str = Field(
+        default="",
+        description="regular expression with a group `step`, such as "
+        r"`step (?P<step>\d+)`. Holdfast searches each line of rank 0's output for it. "
+        "Empty: only checkpoints show progress",
+    )
+    signal: ProgramSignal = Field(
+        default="SIGTERM",
+        description="signal that tells the program to save and exit when the attempt must stop. "
+        "`none`: it trains until the deadline, and is killed",
+    )
+    signal_to: Literal["main", "all"] = Field(
+        default="main",
+        description="processes that get the signal: `main` is each rank's own process, or that of "
+        "the command without torchrun. `all` also includes the processes below them",
+    )
+    launcher: Literal["torchrun", "none"] = Field(
+        default="torchrun",
+        description="`none` runs `command` itself once on each node, as a command line without a "
+        "shell. It finds the nodes in MASTER_ADDR, MASTER_PORT, NNODES and NODE_RANK",
+    )
+
+    @property
+    def is_watched(self) -> bool:
+        """True if the program writes checkpoints of its own that Holdfast watches."""
+        return bool(self.checkpoints)
+
+    @property
+    def is_overwritten(self) -> bool:
+        """True if each save of the program overwrites the checkpoint before it."""
+        return self.is_watched and STEP_FIELD not in self.checkpoints
+
+    @field_validator("checkpoints")
+    @classmethod
+    def _checkpoints_have_a_step(cls, value: str) -> str:
+        folder, _, last = value.rpartition("/")
+        is_valid = (
+            last.count(STEP_FIELD) <= 1 and STEP_FIELD not in folder and last not in {"", "."}
+        )
+        if value and (not is_valid or ".." in value.split("/")):
+            raise ValueError(
+                f"{value!r}: expected a path without `..`. Its last part has {STEP_FIELD} once, "
+                "such as 'out/checkpoint-{step}', or not at all if the program overwrites it, such "
+                "as 'out/ckpt.pt'"
+            )
+        return value
+
+    @field_validator("complete")
+    @classmethod
+    def _complete_names_files_inside(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            if name.startswith("/") or {"", ".", ".."} & set(name.split("/")):
+                raise ValueError(
+                    f"{name!r}: expected the name of a file inside a checkpoint's directory, such "
+                    "as 'trainer_state.json'"
+                )
+        return value
+
+    @field_validator("progress")
+    @classmethod
+    def _progress_has_a_step(cls, value: str) -> str:
+        try:
+            groups = re.compile(value).groupindex
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(
+                f"{value!r}: not a regular expression: {error}; expected one such as "
+                f"{_PROGRESS_EXAMPLE}"
+            ) from error
+        if value and STEP_GROUP not in groups:
+            raise ValueError(
+                f"{value!r}: has no group named 'step'; mark the number of the step, as in "
+                f"{_PROGRESS_EXAMPLE}"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _complete_proves_something(self) -> Program:
+        if self.complete and self.is_overwritten:
+            raise ValueError(
+                f"program.complete proves nothing for {self.checkpoints!r}, because its files are "
+                "still there while the program overwrites them; leave it out, or let the program "
+                "write each checkpoint to a path with {step}"
+            )
+        return self
+
+
+# `supervision` of a run spec: how Holdfast watches an attempt, and how often it relaunches.
+
+_PLAIN_HTTP = re.compile(r"http://[^\s/:@]+(:[0-9]{1,5})?(/[^\s?#]*)?")
+
+SilentPhase = Literal[
+    "start", "rendezvous", "load", "compile", "train", "eval", "save", "stop", "done"
+]
+
+
+NumericsAction = Literal["stop", "skip", "rollback", "warn"]
+
+
+class Numerics(SpecPart):
+    """The action after a loss that is not finite, or is far above the losses before it."""
+
+    on_nan: NumericsAction = Field(
+        default="stop", description="action after a loss that is NaN or infinite"
+    )
+    on_spike: NumericsAction = Field(
+        default="warn", description="action after a loss far above those before it"
+    )
+    metric: str = Field(default="loss", description="logged metric to watch")
+    window: Annotated[int, Field(ge=8)] = Field(
+        default=100, description="number of losses that a spike is compared with"
+    )
+    spike_mads: Annotated[float, Field(gt=0)] = Field(
+        default=20.0,
+        description="median absolute deviations above the median that count as a spike",
+    )
+    margin_steps: Annotated[int, Field(ge=1)] = Field(
+        default=10,
+        description="least number of steps between the target of a rollback and the loss",
+    )
+    skip_steps: Annotated[int, Field(ge=1)] = Field(
+        default=10,
+        description="steps of data to skip: around the loss by a rollback, after it by a skip",
+    )
+    changes_max: Annotated[int, Field(ge=0)] = Field(
+        default=5, description="most rollbacks and skips of a run, until an operator relaunches it"
+    )
+
+
+class Supervision(SpecPart):
+    """How Holdfast watches an attempt, and how often it relaunches after each cause."""
+
+    heartbeat_s: Annotated[float, Field(gt=0)] = Field(
+        default=2.0, description="seconds between two heartbeats of a node"
+    )
+    poll_s: Annotated[float, Field(gt=0)] = Field(
+        default=5.0, description="seconds between two checks by the supervisor"
+    )
+    grace_s: Annotated[float, Field(gt=0)] = Field(
+        default=30.0, description="seconds between the signal of a preemption and the kill"
+    )
+    notices: Literal["auto", "aws", "gcp", "azure", "off"] = Field(
+        default="auto", description="cloud whose interruption notices the nodes listen for"
+    )
+    notices_url: str = Field(
+        default="",
+        description="address of the notices, as `http://host:port`. Empty: the cloud's own address",
+    )
+    flush_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        default=1800.0,
+        description="longest time that a stop without a deadline may take, and that a save may "
+        "take until it is durable",
+    )
+    join_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        default=300.0,
+        description="longest time that node 0 and the other nodes of a job wait for each other",
+    )
+    pending_timeout_min: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="minutes that Slurm may keep a job pending, at the last of "
+        "`resources.fallbacks`. Holdfast then takes it back and submits a smaller one, or pauses "
+        "the run if `elastic` allows none. None: no limit",
+    )
+    ports: str = Field(
+        default="any",
+        pattern=r"^(any|[0-9]{1,5}-[0-9]{1,5})$",
+        description="ports between nodes, for the agents and the torchrun store, as `40000-40063`",
+    )
+    restarts_in_place: Annotated[int, Field(ge=0)] = Field(
+        default=3, description="restarts of torchrun inside one attempt"
+    )
+    standby_after_s: Annotated[float, Field(ge=0)] | Literal["off"] = Field(
+        default=3.0,
+        description="seconds of training after which the warm standby starts: a second torchrun "
+        "that loads the ranks' libraries and waits for the next restart in place. "
+        "`off` starts none",
+    )
+    hangs: bool = Field(
+        default=True, description="examine silent ranks, and end and restart those that hang"
+    )
+    silence_s: dict[SilentPhase, Annotated[float, Field(gt=0)]] = Field(
+        default_factory=dict,
+        description="seconds of silence in a phase before Holdfast ends anything, as `{ train = "
+        "60, eval = 900 }`. Empty: the limits of each phase",
+    )
+    numerics: Numerics = Numerics()
+    budgets: dict[Annotated[Cause, Strict(False)], Annotated[int, Field(ge=0)]] = Field(
+        default_factory=dict,
+        description="relaunches allowed per cause, as `{ hang = 2 }`. Empty: the default budgets",
+    )
+    backoff_s: Annotated[float, Field(ge=0)] = Field(
+        default=10.0,
+        description="seconds before the first relaunch after a failure. Each further failure of "
+        "the same cause doubles the delay, up to ten minutes. Preemptions, time limits "
+        "and the first loss of a node have no back-off",
+    )
+    allow_early_exit: bool = Field(
+        default=False,
+        description="accept a program that exits with status 0 before its last step as completed. "
+        "`holdfast submit --allow-early-exit` sets it",
+    )
+    attempts_max: Annotated[int, Field(ge=1)] = Field(
+        default=1000,
+        description="most attempts of one run, also moves to a fallback and growth. An operator's "
+        "relaunch may exceed it",
+    )
+
+    @field_validator("notices_url")
+    @classmethod
+    def _notices_url_is_plain_http(cls, value: str) -> str:
+        if value and not _PLAIN_HTTP.fullmatch(value):
+            raise ValueError(f"{value!r}: expected an HTTP address such as http://169.254.169.254")
+        return value
+
+    @field_validator("ports")
+    @classmethod
+    def _are_ports(cls, value: str) -> str:
+        ports = parse_ports(value)
+        if ports is not None and not 1 <= ports.start < ports.stop <= 65536:
+            raise ValueError(f"ports {value!r}: expected FIRST-LAST between 1 and 65535")
+        return value
+
+    @property
+    def port_range(self) -> range | None:
+        """The ports that nodes may use to reach each other; None for any."""
+        return parse_ports(self.ports)
