@@ -30,7 +30,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"(torch|numpy|np|collections|pathlib|typing|contextlib)\..*"),
     # Types in the signatures of classes that a session makes, not a program.
     ("py:class", r"holdfast\.trainer\.data\.(order\.DataOrder|sampler\.Place)"),
-    ("py:class", r"holdfast\.trainer\.session\.T"),
+    ("py:class", r"holdfast\.trainer\.session\.session\.T"),
 ]
 
 myst_enable_extensions = ["colon_fence", "attrs_inline"]

@@ -32,9 +32,9 @@ from pathlib import Path
 from holdfast.contracts.disk.journal import JournalWriter
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.spec.run_spec import RunSpec
-from holdfast.workers import attempts, runs
+from holdfast.workers.runs import attempts, run_folders
 paths = RunPaths(Path(sys.argv[1]))
-record = runs.read_record(paths)
+record = run_folders.read_record(paths)
 spec = RunSpec.model_validate(record.spec)
 with JournalWriter(paths.journal_of("flow")) as journal:
     attempts.submit_attempt(paths, spec, record, gpus=1, reason="x", journal=journal)

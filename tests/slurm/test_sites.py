@@ -299,13 +299,13 @@ def test_run_trains_on_nodes_of_its_own(
 # Runs as another user. Slurm hides nothing from root.
 LOOK = """
 import json, subprocess, sys
-from holdfast.workers import slurm_answers, slurm_client
+from holdfast.workers.schedulers import slurm_client
 words = ["sbatch", "--parsable", "-p", "secret", "-J", "unseen", "--hold", "--wrap", "true"]
 job = subprocess.run([*words, "-o/dev/null"], capture_output=True, text=True).stdout.strip()
 shown = slurm_client.show_job(job)
 print(json.dumps([
     [one.job_id for one in slurm_client.queued_jobs("unseen")] == [job],
-    job in slurm_answers.listed_jobs(),
+    job in slurm_client.listed_jobs(),
     shown is not None and shown.name == "unseen",
     any(one["PartitionName"] == "secret" for one in slurm_client.partitions()),
     any("secret" in one["Partitions"] for one in slurm_client.show_nodes()),

@@ -211,9 +211,9 @@ def test_a_killed_submissions_folder_is_used_again(tmp_path: Path) -> None:
     write(tmp_path / "code", "old.py")
     program = (
         "import os, sys; from pathlib import Path; sys.path.insert(0, sys.argv[3])\n"
-        "from tests.unit.test_code_snapshot import spec_in, runs\n"
-        "runs.create_run(spec_in(Path(sys.argv[1])), Path(sys.argv[2]), created_by='ann',\n"
-        "                fill=lambda *_: os._exit(9))\n"
+        "from tests.unit.test_code_snapshot import spec_in, run_folders\n"
+        "run_folders.create_run(spec_in(Path(sys.argv[1])), Path(sys.argv[2]), created_by='ann',\n"
+        "                       fill=lambda *_: os._exit(9))\n"
     )
     words = [sys.executable, "-c", program, str(tmp_path / "code"), str(root), os.getcwd()]
     assert subprocess.run(words, timeout=120, check=False).returncode == 9

@@ -7,7 +7,7 @@ import sys
 
 PROGRAM = """
 import faulthandler, os
-from holdfast.trainer import stacks
+from holdfast.trainer.ranks import rank_context as stacks
 stacks._stacks_file()
 os.kill(os.getpid(), stacks.STACKS_SIGNAL)
 # As the interpreter does when it ends.

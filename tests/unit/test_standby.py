@@ -18,7 +18,8 @@ from holdfast.trainer.rank_start import set_up_interpreter
 # Preload a small module instead of the large libraries, to save time.
 STANDBY = """
 import sys
-from holdfast.trainer import rank_start, standby
+from holdfast.trainer import rank_start
+from holdfast.trainer.process import standby
 standby.PRELOADED = ("decimal",)
 rank_start.main(sys.argv[1:])
 """

@@ -14,8 +14,8 @@ from holdfast.lineage.database.engine import make_engine, parse_url, translate_e
 def _find_migrations() -> Path:
     """Return the folder of the migrations: in a wheel, of this package; in a checkout, alembic/."""
     here = Path(__file__).resolve()
-    installed = here.parent / "migrations"
-    return installed if installed.is_dir() else here.parents[3] / "alembic"
+    installed = here.parents[1] / "migrations"
+    return installed if installed.is_dir() else here.parents[4] / "alembic"
 
 
 MIGRATIONS: Final = _find_migrations()

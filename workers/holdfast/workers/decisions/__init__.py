@@ -1,5 +1,5 @@
 """What to do next with a run, decided from records. Pure functions: they ask no scheduler.
 
 A module belongs here if its answer depends only on what it is given: causes, policy, sizes, places,
-exclusions, forecasts. Whoever acts on the answer belongs in `runs`.
+exclusions, forecasts. Code that acts on the answer belongs in `runs`.
 """
