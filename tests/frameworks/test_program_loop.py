@@ -12,7 +12,7 @@ from lightning.fabric.wrappers import _FabricDataLoader
 from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from holdfast.trainer.frameworks.lightning.fabric_training import FabricLoader, FabricProgress
+from holdfast.trainer.frameworks.lightning.fabric_drop_in import FabricLoader, FabricProgress
 from holdfast.trainer.frameworks.program_loop.progress import RankProgress
 
 BATCHES: Final = 4

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from holdfast.trainer.frameworks.session import FrameworkSession
 from holdfast.trainer.frameworks.transformers import Trainer
-from holdfast.trainer.frameworks.transformers.weights import in_background, safetensors_writer
+from holdfast.trainer.frameworks.transformers.run import in_background, safetensors_writer
 
 MODEL: Final = "model.safetensors"
 

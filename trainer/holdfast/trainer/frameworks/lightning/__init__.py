@@ -9,13 +9,12 @@
 | module | purpose |
 |---|---|
 | `callback.py` | what users add to their program; it refuses settings that cannot work |
-| `fit.py` | one `fit` under a session: where it opens, ends its steps, stops and closes |
-| `loops.py` | Lightning's loops and checkpoint connector, with the places that a resume needs |
+| `fit.py` | one `fit` under a session, from its start to its end, and Lightning's loops |
 | `state.py` | what Lightning knows beside weights, optimizers and schedulers |
 | `data.py` | the position in the training data |
 | `metrics.py` | values that Lightning accumulates over an epoch |
 | `files.py` | the files of `ModelCheckpoint` |
-| `fabric_drop_in.py` | `Fabric` for a loop of your own; its parts are in `fabric_*.py` |
+| `fabric_drop_in.py` | `Fabric` for a loop of your own |
 | `fabric_elastic.py` | a session for loops with a sampler of their own |
 | `global_batch.py` | the same samples in each step at another number of ranks |
 

@@ -2,19 +2,256 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from lightning.fabric import Fabric as LightningFabric
 from lightning.fabric.connector import _is_using_cli
+from lightning.fabric.wrappers import _unwrap_objects
+from torch import nn
 from torch.distributed import is_torchelastic_launched
+from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.contracts.errors import SpecError
 from holdfast.trainer.frameworks.lightning import fabric_schedulers
 from holdfast.trainer.frameworks.lightning.callback import torchrun_size
-from holdfast.trainer.frameworks.lightning.fabric_elastic import check_strategy
-from holdfast.trainer.frameworks.lightning.fabric_training import FabricLoader, FabricTraining
+from holdfast.trainer.frameworks.lightning.fabric_elastic import (
+    PRECISION,
+    check_strategy,
+    precision_of,
+)
+from holdfast.trainer.frameworks.lightning.fabric_schedulers import created_count, schedulers_of
+from holdfast.trainer.frameworks.lightning.global_batch import (
+    Share,
+    batch_size,
+    continue_share,
+    limits_of,
+)
+from holdfast.trainer.frameworks.program_loop.loader import Resumed, WrappedLoader, wrap_sampler
 from holdfast.trainer.frameworks.program_loop.methods import LoopMethods
+from holdfast.trainer.frameworks.program_loop.order import (
+    Batches,
+    Order,
+    own_generator,
+    set_generator,
+)
+from holdfast.trainer.frameworks.program_loop.progress import Progress
+from holdfast.trainer.frameworks.program_loop.training import LoopTraining, Parts, Words
+from holdfast.trainer.frameworks.session import FrameworkSession
+from holdfast.trainer.state.objects import RankLimited
+
+# The training of one `Fabric`: its objects as parts of a session.
+
+# Loaders that Fabric set up, so that each batch is counted and their place can be restored.
+
+
+class FabricLoader(WrappedLoader):
+    """Wraps a loader of Fabric, which sets the epoch of its sampler when a pass begins.
+
+    Ranks may draw orders of their own, so a checkpoint keeps the order of each rank.
+    """
+
+    def install(self) -> Batches:
+        """Wrap the loader's batch sampler in place, and return the wrapper."""
+        return wrap_sampler(self.inner._dataloader, Batches)
+
+    def is_at_end(self, done: int) -> bool:
+        """Return True if no batch follows."""
+        return done >= len(self.inner)
+
+    def exhaust(self, batches: Iterator[Any]) -> None:
+        """Ask for one more batch, as the program does. There is none."""
+        next(batches, None)
+
+    def describe(self, *, done: int, is_ending: bool, is_under_way: bool) -> dict[str, Any]:
+        """Return what a checkpoint keeps, the same on all ranks.
+
+        Fabric counts a pass when it begins. One that is under way begins again.
+        """
+        begun = {
+            "iteration": int(self.inner._num_iter_calls) - is_under_way,
+            "has_begun": self.has_begun,
+        }
+        if self.batches is None:
+            return begun
+        samples = len(self.inner.dataset)
+        return {**begun, "samples": samples, "passes": self.passes, "done": done}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Restore what `describe` returned. Raises `CheckpointError` for another dataset."""
+        self.inner._num_iter_calls = int(saved["iteration"])
+        self.has_begun = bool(saved["has_begun"])
+        if self.batches is None or "samples" not in saved:
+            return
+        self.require_samples(saved["samples"])
+        self.passes = int(saved["passes"])
+        if self.passes or saved["done"]:
+            self.resumed = Resumed(passes=self.passes, done=int(saved["done"]))
+
+    def before_pass(self) -> None:
+        """Fabric keeps no iterator between passes."""
+
+    def describe_rank(self, *, is_training: bool) -> dict[str, Any]:
+        """Return the order of the newest pass, and the state of the sampler's own generator."""
+        if self.batches is None:
+            return {}
+        generator = own_generator(self.batches.sampler_of_ids)
+        now = {} if generator is None else {"generator": generator.get_state()}
+        own = self.batches.order.own
+        return {
+            **super().describe_rank(is_training=is_training),
+            "order": dict(self.batches.order.process),
+            **({} if own is None else {"own": own}),
+            **now,
+        }
+
+    def restore_rank(self, saved: Mapping[str, Any]) -> None:
+        """Restore what `describe_rank` returned, and the ends of passes."""
+        super().restore_rank(saved)
+        if self.batches is None or "order" not in saved:
+            return
+        if "generator" in saved:
+            set_generator(self.batches.sampler_of_ids, saved["generator"].clone())
+        self.batches.order = Order(saved["order"], saved.get("own"))
+        if self.resumed is not None:
+            self.resumed.order = self.batches.order
+
+
+class FabricProgress(Progress, RankLimited):
+    """The place in the loaders. Those that are trained on keep their global batch and order."""
+
+    def __init__(self, fabric: Any) -> None:
+        super().__init__(fabric.device, prepare="fabric.setup_dataloaders")
+        self._fabric = fabric
+        # By the numbers of the loaders: the batch size as the program gave it, and how each loader
+        # that was trained on gives the ranks their samples. Some loaders are made in each epoch.
+        self._given: dict[int, int | None] = {}
+        self._shares: dict[int, Share] = {}
+
+    def add(self, loader: WrappedLoader) -> None:
+        """Add a loader that Fabric set up. Raises `CheckpointError` if it cannot be continued."""
+        self._given[loader.number] = batch_size(loader.inner._dataloader)
+        self._continue(loader)
+        super().add(loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain data and tensors."""
+        self._note_shares()
+        shares = {str(number): asdict(each) for number, each in self._shares.items()}
+        return {"shares": shares, **super().state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the place. Raises `CheckpointError` if other ranks cannot continue there."""
+        self._shares = {int(number): Share(**each) for number, each in state["shares"].items()}
+        for loader in self.loaders:
+            self._continue(loader)
+        super().load_state_dict(state)
+
+    def rank_limits(self) -> dict[str, Any]:
+        """Return which numbers of ranks can continue the order of the samples."""
+        self._note_shares()
+        return limits_of(list(self._shares.values()))
+
+    def _continue(self, loader: WrappedLoader) -> None:
+        saved, fabric = self._shares.get(loader.number), self._fabric
+        if saved is None or loader.batches is None:
+            return
+        inner = loader.inner._dataloader
+        continue_share(inner, saved, rank=fabric.global_rank, ranks=fabric.world_size)
+        loader.batches.find_sampler()
+        # Fabric's loader has the attributes of the one that it wraps.
+        vars(loader.inner).update(vars(inner))
+
+    def _note_shares(self) -> None:
+        for loader in self.loaders:
+            if loader.has_trained:
+                inner, ranks = loader.inner._dataloader, self._fabric.world_size
+                self._shares[loader.number] = Share.of(inner, ranks, self._given[loader.number])
+
+
+class FabricTraining(LoopTraining):
+    """Connects the objects that Fabric set up to a `Session`."""
+
+    words = Words(framework="a Fabric", owner="fabric", prepare="fabric.setup")
+    shared_name = "fabric"
+    rank_name = "fabric_rank"
+
+    def __init__(self, fabric: Any, options: Mapping[str, Any]) -> None:
+        """`options` are further arguments of the `Session`."""
+        super().__init__(FabricProgress(fabric), options)
+        self._fabric = fabric
+        self._models: list[nn.Module] = []
+        self._optimizers: list[Any] = []
+        self._schedulers: list[Any] = []
+        self._objects: dict[str, Any] = {}
+        # How many schedulers existed when those over these optimizers were looked up, and these.
+        self._created, self._found = 0, 0
+
+    # --- what the program sets up ---------------------------------------------------------
+
+    def add_model(self, module: Any) -> None:
+        """Add a module that Fabric wrapped."""
+        self._models.append(_unwrap_objects(module))
+
+    def add_optimizer(self, optimizer: Any) -> None:
+        """Add an optimizer that Fabric wrapped, whose steps are seen from now on."""
+        inner = _unwrap_objects(optimizer)
+        self._optimizers.append(inner)
+        inner.register_step_post_hook(lambda stepped, *_: self.note_step(stepped))
+
+    def add_scheduler(self, scheduler: Any) -> None:
+        """Add a scheduler that the program named. Those of torch are found without it."""
+        if scheduler is not None and not isinstance(scheduler, LRScheduler):
+            self._schedulers.append(scheduler)
+
+    def register(self, objects: Mapping[str, Any]) -> None:
+        """Add further objects by name. Raises `SpecError` for a name that is taken."""
+        for name, each in objects.items():
+            self.require_unopened(each)
+            if name in {*self._objects, PRECISION, self.shared_name}:
+                raise SpecError(f"fabric.register({name}=...): this name is taken; use another")
+            self._objects[name] = each
+
+    # --- the session ----------------------------------------------------------------------
+
+    def models(self) -> list[nn.Module]:
+        """Return the modules inside of Fabric's wrappers."""
+        return self._models
+
+    def parts(self) -> Parts:
+        """Return what was set up. Raises `SpecError` if it cannot be saved."""
+        if not self._models or not self._optimizers:
+            raise SpecError(
+                f"{len(self._models)} models and {len(self._optimizers)} optimizers are set up; "
+                "expected fabric.setup(model, optimizer) before the loop over fabric.epochs"
+            )
+        found = schedulers_of(self._optimizers)
+        self._created, self._found = created_count(), len(found)
+        return Parts(
+            optimizers=self._optimizers,
+            schedulers=[*found, *self._schedulers],
+            extra={**precision_of(self._fabric), **self._objects},
+        )
+
+    def end(self) -> None:
+        """Wait for the last commit, close the session, and write what loggers have buffered."""
+        self.close()
+        for logger in self._fabric.loggers:
+            logger.finalize("success")
+
+    def after_boundary(self, session: FrameworkSession) -> None:
+        """Close the session after the last epoch. Raises `SpecError` for a late scheduler."""
+        if created_count() != self._created:
+            self._created = created_count()
+            if len(schedulers_of(self._optimizers)) > self._found:
+                raise SpecError(
+                    "a learning rate scheduler was created after the run has resumed, so no "
+                    "checkpoint contains it; create it before the loop over fabric.epochs"
+                )
+        if not self._is_looping and self._has_looped and not session.should_stop:
+            self.close()
+
 
 fabric_schedulers.watch()
 

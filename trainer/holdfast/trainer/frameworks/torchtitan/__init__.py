@@ -7,11 +7,7 @@ Names are imported on first use, after a check of the installed version.
 
 | module | purpose |
 |---|---|
-| `manager.py` | what users put into `Trainer.Config.checkpoint`: begin, end of a step, end |
-| `settings.py` | which keys of its `Config` are refused, and what to do instead |
-| `state.py` | what a checkpoint contains beside weights, optimizers and schedulers |
-| `stock.py` | torchtitan's own manager, for its checkpoints and for the last model |
-| `watch.py` | the metrics and the validation of a trainer |
+| `manager.py` | what users put into `Trainer.Config.checkpoint`, its keys, and the state that it saves |
 | `loader.py` | a data loader in Holdfast's order, for every data-parallel degree |
 """
 

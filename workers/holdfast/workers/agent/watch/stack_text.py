@@ -21,9 +21,7 @@ _WAIT_FILES: Final = ("torch/distributed/", "torch/autograd/graph.py", "torch/cu
 _WAIT_CALLS: Final = ("torch/cuda/__init__.py:synchronize",)
 # Here a rank looks again and again whether its peers have come. Where in that loop it is found
 # shows nothing.
-_POLL_FILES: Final = tuple(
-    f"holdfast/trainer/ranks/{name}.py" for name in ("meeting", "rank_tree")
-)
+_POLL_FILES: Final = tuple(f"holdfast/trainer/ranks/{name}.py" for name in ("meeting", "rank_tree"))
 
 T = TypeVar("T")
 
