@@ -17,7 +17,7 @@ from holdfast.api.app import create_app
 from holdfast.api.hub import Hub
 from holdfast.api.security import AccessPolicy
 from holdfast.api.services import Services
-from holdfast.api.store import Store
+from holdfast.api.store import IndexStore
 from holdfast.api.tokens import Role, TokenStore
 from holdfast.api.watch import Watch
 from holdfast.cli.shared.collector import return_free_memory
@@ -45,7 +45,7 @@ def _app(home: Path, tokens: TokenStore) -> FastAPI:
     def refuse(*_given: Any) -> dict[str, Any]:
         raise RuntimeError("the benchmark does not start runs")
 
-    store, hub = Store(Index()), Hub()
+    store, hub = IndexStore(Index()), Hub()
     return create_app(
         Services(
             store=store,

@@ -32,7 +32,7 @@ from holdfast.trainer import load_checkpoint
 from holdfast.trainer.ranks.collective import ControlGroup
 from holdfast.trainer.ranks.topology import find_place
 from holdfast.trainer.saving.engine import CheckpointEngine
-from holdfast.trainer.state.run_state import Progress
+from holdfast.trainer.state.run_state import TrainingProgress
 from holdfast.trainer.state.train_state import TrainState
 
 NUMBERS = {name: number for number, name in enumerate(LAYOUTS, start=1)}
@@ -122,7 +122,7 @@ def save(
     )
     state, document = TrainState(
         model, [optimizer], rank=ranks.rank, world_size=ranks.world_size
-    ).capture(Progress(step=1, seed=0))
+    ).capture(TrainingProgress(step=1, seed=0))
     name = engine.save(state, document, step=1, reason="interval", parent=None)
     assert name is not None
     assert [result.committed for result in engine.wait(120)] == [True]

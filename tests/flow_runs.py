@@ -24,7 +24,7 @@ from holdfast.flows.prefect_events import event_name
 from holdfast.workers.nodes.heartbeats import newest_step, read_heartbeats
 from holdfast.workers.nodes.processes import find_process
 from holdfast.workers.schedulers import executor_for
-from holdfast.workers.schedulers.flow_places import Places
+from holdfast.workers.schedulers.flow_places import FlowPlaces
 
 DEPLOYMENT: Final = "train/holdfast"
 PROGRAM: Final = Path(__file__).parent / "process" / "agent_program.py"
@@ -154,7 +154,7 @@ class FlowRuns:
     def end_flows(self) -> None:
         """End the supervisors that outlive their workers, and would relaunch the runs."""
         home = Path(self.service.environment["HOLDFAST_HOME"])
-        for place in Places(home / "flows").all():
+        for place in FlowPlaces(home / "flows").all():
             if (process := find_process(place.process)) is not None:
                 process.kill()
 

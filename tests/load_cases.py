@@ -29,8 +29,8 @@ from holdfast.trainer.planning.rank_rows import describe_rank
 from holdfast.trainer.planning.signature import Signature, flatten
 from holdfast.trainer.planning.train_state_file import encode_train_state, read_train_state
 from holdfast.trainer.ranks.collective import ControlGroup
-from holdfast.trainer.state.fit import Fit
-from holdfast.trainer.state.run_state import Progress
+from holdfast.trainer.state.fit import ResumeFit
+from holdfast.trainer.state.run_state import TrainingProgress
 from holdfast.trainer.state.train_state import TrainState
 
 PROCESS_S = 120
@@ -54,7 +54,7 @@ class Launch:
             parts.schedulers,
             parts.extra,
             per_rank=parts.per_rank,
-            fit=Fit.of(strict=True, rename=None, exclude=program.exclude),
+            fit=ResumeFit.of(strict=True, rename=None, exclude=program.exclude),
             rank=0,
             world_size=1,
         )
@@ -87,7 +87,7 @@ class Launch:
 
     def save(self) -> Path:
         """Save as a Saver does. Raises what it raises."""
-        progress = Progress(
+        progress = TrainingProgress(
             step=self.completed, seed=self.program.seed, data=self.position.describe()
         )
         state, _ = self.state.capture(progress)

@@ -31,7 +31,7 @@ from holdfast.trainer.planning.layout import Layout
 from holdfast.trainer.planning.ranks import plan_together
 from holdfast.trainer.ranks.collective import ControlGroup, HierarchicalGroup
 from holdfast.trainer.ranks.identity import Identity
-from holdfast.trainer.ranks.topology import Place, find_place
+from holdfast.trainer.ranks.topology import MeshPlace, find_place
 from holdfast.trainer.saving.engine import CheckpointEngine
 
 
@@ -80,7 +80,7 @@ def work(folder: Path, flusher: str) -> None:
     engine.close()
 
 
-def check_place(identity: Identity, ranks: ControlGroup, mesh: DeviceMesh) -> Place:
+def check_place(identity: Identity, ranks: ControlGroup, mesh: DeviceMesh) -> MeshPlace:
     """This rank's place in the mesh; stages share samples, data-parallel ranks do not."""
     place = find_place(identity, ranks, mesh)
     stage_size = identity.world_size // 2
@@ -135,7 +135,7 @@ def check_refusal(engine: CheckpointEngine, state: dict[str, Any], rank: int) ->
         engine.prepare(worse)
 
 
-def check_nodes(state: dict[str, Any], place: Place, ranks: ControlGroup) -> None:
+def check_nodes(state: dict[str, Any], place: MeshPlace, ranks: ControlGroup) -> None:
     """The plan does not depend on how the ranks are distributed over nodes."""
     plans: list[Layout] = []
     customs: list[Layout] = []

@@ -20,7 +20,7 @@ from holdfast.api.connections import CONNECTIONS_MAX, limited_protocol
 from holdfast.api.hub import Hub
 from holdfast.api.security import AccessPolicy
 from holdfast.api.services import Services, Start
-from holdfast.api.store import Store
+from holdfast.api.store import IndexStore
 from holdfast.api.tokens import Role, TokenStore
 from holdfast.api.watch import Watch
 from holdfast.cli.serve import begin_fork, check_secrets, start_run
@@ -60,7 +60,7 @@ def serving(
 ) -> Iterator[Served]:
     """Serve `home/runs`; `options` go to uvicorn."""
     root = home / "runs"
-    store, hub = Store(Index()), Hub()
+    store, hub = IndexStore(Index()), Hub()
     services = Services(
         store=store,
         watch=Watch(store, hub, (root,)),

@@ -11,7 +11,7 @@ from tests.api.conftest import Served, wait_for
 from holdfast.api.routes.checkpoints import export_name
 from holdfast.api.schemas import AskExport
 from holdfast.api.security import BODY_BYTES_MAX
-from holdfast.workers.checkpoints.exports import Form
+from holdfast.workers.checkpoints.exports import ExportFormat
 
 LISTED = "/api/v1/runs"
 
@@ -105,8 +105,8 @@ def served_without_token(path: str) -> bool:
 
 def test_exports_of_different_keys_do_not_collide() -> None:
     choices: list[list[str]] = [[], ["model"], ["optimizer"], ["model", "optimizer"]]
-    asked = [AskExport(to=Form.DCP, include=one) for one in choices]
-    asked += [AskExport(to=Form.DCP, dtype="float16"), AskExport(to=Form.HF)]
+    asked = [AskExport(to=ExportFormat.DCP, include=one) for one in choices]
+    asked += [AskExport(to=ExportFormat.DCP, dtype="float16"), AskExport(to=ExportFormat.HF)]
     names = [export_name("step-1", one) for one in asked]
     assert len(set(names)) == len(asked)
     assert (names[0], names[-1]) == ("step-1.dcp", "step-1.hf")

@@ -15,7 +15,7 @@ from tests.api.conftest import Served, serving, wait_for
 from tests.runs import RunFolder
 
 from holdfast.api.hub import Hub
-from holdfast.api.store import Store
+from holdfast.api.store import IndexStore
 from holdfast.api.watch import Watch
 from holdfast.contracts.states import AttemptState
 from holdfast.lineage.index import Index
@@ -96,7 +96,7 @@ def test_the_index_counts_as_up_to_date_again_after_an_outage(
 ) -> None:
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
     monkeypatch.setenv("HOLDFAST_DATABASE_URL", "postgresql://nobody@127.0.0.1:1/none")
-    watch: Any = Watch(Store(Index()), Hub(), ())
+    watch: Any = Watch(IndexStore(Index()), Hub(), ())
     watch.look()
     assert "database" in watch.problems
     assert watch.lag_s() is None
@@ -119,7 +119,7 @@ def test_a_run_that_has_ended_when_it_is_first_seen_is_announced(
         run.finish(1, AttemptState.COMPLETED, None, 100, now)
 
     end_one("before")
-    watch = Watch(Store(Index()), hub, (root,))
+    watch = Watch(IndexStore(Index()), hub, (root,))
     watch.look()
     assert [one.event for one in hub._recent] == [], "what is there at the start is no news"
     end_one("after")

@@ -25,7 +25,7 @@ from holdfast.trainer.dcp import channel
 from holdfast.trainer.dcp.errors import DcpSaveError
 from holdfast.trainer.dcp.record import RECORD
 from holdfast.trainer.session.alone import claimed, release
-from holdfast.workers.checkpoints.exports import Form, export
+from holdfast.workers.checkpoints.exports import ExportFormat, export
 
 pytestmark = pytest.mark.usefixtures("end_flusher", "ignore_stock_hints")
 
@@ -163,7 +163,7 @@ def test_a_save_in_a_run_can_be_exported(tmp_path: Path, run: RunFolder) -> None
     channel._close_all()
     (directory,) = run.paths.list_checkpoints()
     weights = tmp_path / "weights.safetensors"
-    facts = export(directory, Form.SAFETENSORS, weights, writer="cli")
+    facts = export(directory, ExportFormat.SAFETENSORS, weights, writer="cli")
     assert facts["checkpoint"] == f"tried:{directory.name}"
     wanted = make_state(1)["model"]
     found = load_file(weights)
@@ -172,9 +172,9 @@ def test_a_save_in_a_run_can_be_exported(tmp_path: Path, run: RunFolder) -> None
     data = tmp_path / "a" / "__0_0.distcp"
     data.write_bytes(bytes(data.stat().st_size))
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp"):
-        export(directory, Form.SAFETENSORS, tmp_path / "other", writer="cli")
+        export(directory, ExportFormat.SAFETENSORS, tmp_path / "other", writer="cli")
     shutil.rmtree(tmp_path / "a")
     with pytest.raises(CheckpointError, match=r"a: cannot be read: No such file"):
-        export(directory, Form.SAFETENSORS, tmp_path / "other", writer="cli")
+        export(directory, ExportFormat.SAFETENSORS, tmp_path / "other", writer="cli")
     with pytest.raises(CheckpointError, match=r"another run from it.*`holdfast import /"):
         fork_run(run.paths, directory.name, name="other", overrides=(), by="tester")

@@ -50,7 +50,7 @@ from holdfast.contracts.states import AttemptState
 from holdfast.trainer import Session
 from holdfast.trainer.frameworks.lightning import Holdfast
 from holdfast.trainer.frameworks.lightning.callback import check
-from holdfast.trainer.frameworks.lightning.fit import Fit
+from holdfast.trainer.frameworks.lightning.fit import TrainerFit
 from holdfast.trainer.frameworks.lightning.state import FORMAT, SharedState
 from holdfast.workers.runs.feasibility import Feasibility
 
@@ -317,7 +317,7 @@ def test_checkpoint_of_another_program_is_refused(tmp_path: Path) -> None:
 def test_state_of_a_newer_version_is_refused() -> None:
     newer = {"format": FORMAT + 1, "lightning": "2.6.9"}
     with pytest.raises(CheckpointError, match=rf"format {FORMAT + 1}.*2\.6\.9"):
-        SharedState(cast(Fit, None)).load_state_dict(newer)
+        SharedState(cast(TrainerFit, None)).load_state_dict(newer)
 
 
 def test_ckpt_path_is_the_start_of_the_first_attempt_only(

@@ -211,14 +211,14 @@ def test_server_indexes_readable_runs_and_reads_no_log_outside_a_run(
         os.environ["HOLDFAST_DATABASE_URL"] = f"sqlite:///{database}"
         from holdfast.api import logs
         from holdfast.api.hub import Hub
-        from holdfast.api.store import Store
+        from holdfast.api.store import IndexStore
         from holdfast.api.vitals import read_nodes
         from holdfast.api.watch import Watch
         from holdfast.contracts.disk.rank_logs import choose_attempt
         from holdfast.lineage.index import Index
         from holdfast.workers.nodes.heartbeats import live_step
 
-        watch = Watch(Store(Index()), Hub(), (testbed.root,))
+        watch = Watch(IndexStore(Index()), Hub(), (testbed.root,))
         assert watch.lag_s() is None
 
         def a_round() -> str:

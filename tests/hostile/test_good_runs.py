@@ -305,11 +305,11 @@ def test_the_server_and_a_reindex_read_every_good_run(
     def serve() -> Any:
         os.environ["HOLDFAST_DATABASE_URL"] = f"sqlite:///{database}"
         from holdfast.api.hub import Hub
-        from holdfast.api.store import Store
+        from holdfast.api.store import IndexStore
         from holdfast.api.watch import Watch
         from holdfast.lineage.index import Index
 
-        watch = Watch(Store(Index()), Hub(), (testbed.root,))
+        watch = Watch(IndexStore(Index()), Hub(), (testbed.root,))
         watch.look()
         for paths in list_runs(testbed.root):
             if paths in good:

@@ -32,7 +32,7 @@ from holdfast.trainer.loading.reader import load_state
 from holdfast.trainer.ranks.identity import Identity
 from holdfast.trainer.saving.engine import CheckpointEngine
 from holdfast.trainer.state.fsdp1 import OPTIONS
-from holdfast.trainer.state.run_state import Progress
+from holdfast.trainer.state.run_state import TrainingProgress
 from holdfast.trainer.state.train_state import TrainState
 
 WIDTH = 6
@@ -156,7 +156,7 @@ def save_each(engine: CheckpointEngine, rank: int) -> tuple[dict[str, Any], dict
         state, model, optimizer = make(form, 0, rank)
         model(torch.arange(4)).logsumexp(-1).sum().backward()
         optimizer.step()
-        captured, document = state.capture(Progress(step=step, seed=0))
+        captured, document = state.capture(TrainingProgress(step=step, seed=0))
         check_as_stock(form, captured, model, optimizer)
         engine.prepare(captured)
         engine.save(captured, document, step=step, reason="interval", parent=None)
@@ -190,7 +190,7 @@ def load_each_into_each(
             target = state.template(document, partial(read_metadata, path))
             load_state(path, target, group=group)
             state.apply(target, document)
-            now, _ = state.capture(Progress(step=1, seed=0))
+            now, _ = state.capture(TrainingProgress(step=1, seed=0))
             assert_equal(whole(now), saved[source], f"{source} into {form}")
 
 

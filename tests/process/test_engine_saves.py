@@ -27,7 +27,7 @@ from holdfast.trainer.format.metadata import read_metadata
 from holdfast.trainer.loading.reader import load_state
 from holdfast.trainer.planning.global_plan import ALIGNMENT, GlobalPlan
 from holdfast.trainer.planning.layout import TRAIN_STATE_BYTES_MAX
-from holdfast.trainer.planning.metadata_pickle import Places, find_places
+from holdfast.trainer.planning.metadata_pickle import RowPlaces, find_places
 from holdfast.trainer.planning.ranks import find_shortage
 from holdfast.trainer.planning.train_state_file import read_train_state
 from holdfast.trainer.ranks.identity import Identity
@@ -325,7 +325,7 @@ def test_save_waits_for_its_metadata_before_it_is_sealed(
     """Building metadata can take long; a kill in the meantime leaves nothing half-written."""
     may_go_on = threading.Event()
 
-    def take_time(plan: GlobalPlan) -> Places:
+    def take_time(plan: GlobalPlan) -> RowPlaces:
         assert may_go_on.wait(RELEASE_S)
         return find_places(plan)
 

@@ -20,7 +20,7 @@ from holdfast.contracts.account.timeline import goodput_of
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.agent.watch.silence import FAINT_SIGNS_S, RankStatus, Sample, signs_of_life
-from holdfast.workers.agent.watch.stacks import StackTaker, Target
+from holdfast.workers.agent.watch.stacks import StackTaker, StackTarget
 from holdfast.workers.runs import operator
 
 PROGRAM = Path(__file__).with_name("hang_program.py")
@@ -127,7 +127,7 @@ def test_waits_with_a_deadline_are_no_sign_of_life_and_computing_is(tmp_path: Pa
         for program in programs:
             assert program.stdout is not None
             program.stdout.readline()
-        targets = [Target(rank=n, pid=one.pid) for n, one in enumerate(programs)]
+        targets = [StackTarget(rank=n, pid=one.pid) for n, one in enumerate(programs)]
         taker, samples = StackTaker(), []
         for number in (1, 2):
             time.sleep(APART_S if number == 2 else 1.0)

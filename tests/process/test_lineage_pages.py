@@ -23,7 +23,7 @@ from holdfast.lineage.ingest.reindex import reindex
 from holdfast.lineage.ingest.run_ingest import forget_run, ingest_run
 from holdfast.lineage.queries import pages
 from holdfast.lineage.queries.comparison import compare, list_files
-from holdfast.lineage.queries.cursors import PAGE_MAX, Page
+from holdfast.lineage.queries.cursors import PAGE_MAX, RowPage
 from holdfast.lineage.queries.totals import list_nodes, metric_series, node_faults
 
 
@@ -55,7 +55,7 @@ def root(database: Database) -> Path:
     return Path(pages.list_runs(database).items[0]["root"])
 
 
-def walk(ask: Callable[[str | None], Page[Any]], pages_max: int = 100) -> list[Any]:
+def walk(ask: Callable[[str | None], RowPage[Any]], pages_max: int = 100) -> list[Any]:
     """All items of all pages."""
     items, after = [], None
     for _ in range(pages_max):

@@ -22,7 +22,7 @@ from holdfast.trainer.mirror import __main__ as mirror
 from holdfast.trainer.mirror import store as mirror_store
 from holdfast.trainer.mirror.fetch import fetch, newest_remote, read_remote
 from holdfast.trainer.mirror.open_store import open_store
-from holdfast.trainer.mirror.store import Store
+from holdfast.trainer.mirror.store import MirrorStore
 from holdfast.trainer.mirror.upload import Retries, commit, missing_files, read_upload, send_files
 
 QUICK = Retries(pauses_s=[0.05] * 5)
@@ -46,7 +46,7 @@ def location(request: pytest.FixtureRequest, s3: ObjectStore, proxy: Proxy, tmp_
     return f"{request.param}://{tmp_path}/mirror/r.{UID}"
 
 
-def send(store: Store, directory: Path, retries: Retries = ONCE) -> int:
+def send(store: MirrorStore, directory: Path, retries: Retries = ONCE) -> int:
     upload = read_upload(directory, None)
     assert upload is not None
     sent = send_files(store, upload, retries=retries)

@@ -20,13 +20,13 @@ from holdfast.contracts.node import channel, handshake
 from holdfast.contracts.node.channel import (
     ChannelHost,
     ChannelMember,
-    Connection,
     DismissedError,
+    NodeConnection,
     Peer,
     Switchboard,
 )
 from holdfast.contracts.node.clocks import Timeout
-from holdfast.contracts.node.handshake import Line, Proof, listen
+from holdfast.contracts.node.handshake import LineSocket, Proof, listen
 from holdfast.contracts.node.rank_status import Proposal
 from holdfast.workers.agent.member import run_member
 from holdfast.workers.agent.node import NodeReport
@@ -224,7 +224,7 @@ def test_a_member_joins_although_node_0_first_closes_its_connection(tmp_path: Pa
     admitted: list[dict[str, Any]] = []
     refusals = [ConnectionError("too many callers")]
 
-    def admit(connection: Connection, hello: dict[str, Any]) -> None:
+    def admit(connection: NodeConnection, hello: dict[str, Any]) -> None:
         if refusals:
             raise refusals.pop()
         admitted.append(hello)
@@ -248,7 +248,7 @@ def test_a_node_that_calls_before_the_host_is_complete_waits_for_it(tmp_path: Pa
     token = secrets.token_bytes(32)
     switchboard = Switchboard(listener, 4, token, lambda *_: admitted.set(), lambda _, __: None)
     with socket.create_connection(listener.getsockname()[:2], timeout=JOIN_S) as caller:
-        line, proof = Line(caller), Proof(token, is_host=False)
+        line, proof = LineSocket(caller), Proof(token, is_host=False)
         line.send(proof.opening)
         assert line.receive(Timeout(0.2)) is None
         switchboard.start()

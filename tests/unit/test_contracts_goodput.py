@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from holdfast.contracts.account import goodput
 from holdfast.contracts.account.goodput import PARTS
 from holdfast.contracts.account.prices import Prices
-from holdfast.contracts.account.timeline import KINDS, Mark, launches_of
-from holdfast.contracts.records.tally import Launch, Span
+from holdfast.contracts.account.timeline import KINDS, TimelineMark, launches_of
+from holdfast.contracts.records.tally import LaunchSpan, Span
 
 
 def account(spans: list[Span], **fields: Any) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def span(**fields: Any) -> Span:
 
 
 def test_the_goodput_of_one_attempt_without_faults() -> None:
-    launch = Launch(
+    launch = LaunchSpan(
         started_at=12,
         loads_from=18,
         trained_from=20,
@@ -66,14 +66,14 @@ def test_the_cost_of_preemptions() -> None:
         started_at=0,
         ended_at=110,
         is_preempted=True,
-        launches=(Launch(trained_from=10, trained_until=100, resumed_step=0, last_step=90),),
+        launches=(LaunchSpan(trained_from=10, trained_until=100, resumed_step=0, last_step=90),),
     )
     second = span(
         gpus=2,
         submitted_at=110,
         started_at=115,
         ended_at=200,
-        launches=(Launch(loads_from=120, trained_from=130, resumed_step=80, last_step=150),),
+        launches=(LaunchSpan(loads_from=120, trained_from=130, resumed_step=80, last_step=150),),
     )
     prices = Prices(gpu_hour=1.0, on_demand_per_gpu_hour=3.0)
     found = account([first, second], created_at=0, until=200, prices=prices)
@@ -100,8 +100,8 @@ def test_each_attempt_costs_what_its_place_costs() -> None:
 
 def test_a_hang_does_not_count_as_training() -> None:
     launches = (
-        Launch(started_at=5, trained_from=10, hangs_from=50, trained_until=80, ended_at=82),
-        Launch(started_at=85, trained_from=90, ended_at=100),
+        LaunchSpan(started_at=5, trained_from=10, hangs_from=50, trained_until=80, ended_at=82),
+        LaunchSpan(started_at=85, trained_from=90, ended_at=100),
     )
     found = account([span(started_at=0, ended_at=100, launches=launches)], created_at=0, until=100)
     assert found["training_s"] == 40 + 10
@@ -110,8 +110,8 @@ def test_a_hang_does_not_count_as_training() -> None:
     assert found["starting_s"] == 10 + 8
 
 
-def marks(*lines: tuple[str, float, dict[str, Any]]) -> dict[int, tuple[Launch, ...]]:
-    return launches_of(Mark(1, kind, time, data) for kind, time, data in lines)
+def marks(*lines: tuple[str, float, dict[str, Any]]) -> dict[int, tuple[LaunchSpan, ...]]:
+    return launches_of(TimelineMark(1, kind, time, data) for kind, time, data in lines)
 
 
 def test_launches_are_read_from_journal_lines() -> None:
@@ -128,11 +128,11 @@ def test_launches_are_read_from_journal_lines() -> None:
         ("staged", 62, {"launch": 2, "blocked_s": 0.5, "reason": "final"}),
         ("launch_ended", 64, {"launch": 2, "last_step": 40, "trained_until": 63.0}),
     )[1]
-    assert first == Launch(
+    assert first == LaunchSpan(
         started_at=1, loads_from=3, trained_from=5, held=((8.5, 9),), hangs_from=28,
         trained_until=41, ended_at=44, resumed_step=0, last_step=20,
     )  # fmt: skip
-    assert second == Launch(
+    assert second == LaunchSpan(
         started_at=45, trained_from=50, trained_until=61.5, ended_at=64,
         resumed_step=18, last_step=40,
     )  # fmt: skip
@@ -194,12 +194,12 @@ def test_repeated_steps_and_their_time_count_as_lost() -> None:
         started_at=0,
         ended_at=100,
         last_step=100,
-        launches=(Launch(trained_from=0, ended_at=100, resumed_step=0),),
+        launches=(LaunchSpan(trained_from=0, ended_at=100, resumed_step=0),),
     )
     second = span(
         submitted_at=110,
         started_at=120,
-        launches=(Launch(trained_from=125, resumed_step=70),),
+        launches=(LaunchSpan(trained_from=125, resumed_step=70),),
     )
     found = account([first, second], created_at=0, until=225)
     assert found["steps_lost"] == 30
@@ -213,7 +213,7 @@ def test_repeated_steps_and_their_time_count_as_lost() -> None:
 
 def steps_lost(*legs: tuple[int | None, int | None]) -> int:
     """The steps lost by one attempt whose launches resumed and reached these steps."""
-    launches = tuple(Launch(trained_from=0, resumed_step=r, last_step=last) for r, last in legs)
+    launches = tuple(LaunchSpan(trained_from=0, resumed_step=r, last_step=last) for r, last in legs)
     found = account([span(started_at=0, launches=launches)], created_at=0, until=1)
     return int(found["steps_lost"])
 
@@ -260,7 +260,7 @@ def test_uncommitted_steps_are_lost_once_the_attempt_has_ended(
 
 
 def test_a_program_that_reports_no_step_has_no_training_time() -> None:
-    launch = Launch(started_at=2, ended_at=24)
+    launch = LaunchSpan(started_at=2, ended_at=24)
     found = account([span(started_at=1, ended_at=25, launches=(launch,))], created_at=0, until=25)
     assert (found["training_s"], found["ettr"]) == (0, 0)
     assert found["starting_s"] == pytest.approx(23)
@@ -278,7 +278,7 @@ def test_a_run_without_a_started_attempt_has_no_goodput() -> None:
 times = st.none() | st.floats(min_value=-1e3, max_value=1e6)
 steps = st.none() | st.integers(min_value=0, max_value=1000)
 launches = st.builds(
-    Launch,
+    LaunchSpan,
     started_at=times,
     loads_from=times,
     trained_from=times,
@@ -327,11 +327,11 @@ def test_the_parts_add_up_for_any_timestamps(attempts: list[Span], until: float)
 
 
 def test_segments_show_lost_time_at_the_end_of_the_launch_that_trained_it() -> None:
-    first = Launch(
+    first = LaunchSpan(
         started_at=5, trained_from=10, trained_until=110, ended_at=112, resumed_step=0, last_step=50
     )
     held = ((30.0, 34.0), (60.0, 60.5))
-    again = Launch(
+    again = LaunchSpan(
         started_at=113, loads_from=114, trained_from=116, resumed_step=40, held=held, last_step=90
     )
     only = span(submitted_at=0, started_at=2, ended_at=216, launches=(first, again))

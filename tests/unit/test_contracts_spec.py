@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from holdfast.contracts.disk.digests import canonical_json, command_digest, document_digest
 from holdfast.contracts.spec.checkpoint import Checkpointing
-from holdfast.contracts.spec.node_share import Share, share_of
+from holdfast.contracts.spec.node_share import NodeShare, share_of
 from holdfast.contracts.spec.resources import Resources
 from holdfast.contracts.spec.run_spec import Launch, RunSpec
 
@@ -57,7 +57,7 @@ def test_gpus_are_split_into_whole_nodes(
     gpus: int, per_node: int, expected: tuple[int, int]
 ) -> None:
     nodes, each = expected
-    assert share_of(gpus, per_node) == Share(nodes, each, each)
+    assert share_of(gpus, per_node) == NodeShare(nodes, each, each)
 
 
 @given(gpus=st.integers(1, 4096), per_node=st.integers(1, 16))

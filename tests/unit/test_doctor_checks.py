@@ -19,7 +19,7 @@ from tests.docs.blocks import ROOT
 from tests.storage import small_storage
 
 from holdfast.cli import doctor
-from holdfast.cli.doctor import Finding, run_checks
+from holdfast.cli.doctor import CheckResult, run_checks
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 AWAY = "http://127.0.0.1:9/api"
@@ -117,7 +117,7 @@ def test_memory_files_that_are_forbidden_or_small(monkeypatch: pytest.MonkeyPatc
     def forbidden(*_: Any) -> int:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
-    def found_with(target: Any, name: str, value: Any) -> Finding:
+    def found_with(target: Any, name: str, value: Any) -> CheckResult:
         with monkeypatch.context() as patch:
             patch.setattr(target, name, value)
             return doctor.check_memory_files()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.runs import build_sample_runs
 
-from holdfast.flows.drills.place import Place
+from holdfast.flows.drills.place import LaunchPlace
 from holdfast_bench.drills.recorded_run import RecordedRun
 from holdfast_bench.drills.steps import Records, Step
 
@@ -18,7 +18,7 @@ def test_records_are_read_incrementally_and_torn_lines_are_not_steps(tmp_path: P
     path.write_text(json.dumps(line) + "\n" + json.dumps({**line, "step": 2})[:20])
     records = Records(tmp_path)
     (one,) = records.read_new()
-    assert (one.place, one.rank, one.step) == (Place(2, 3), 1, 1)
+    assert (one.place, one.rank, one.step) == (LaunchPlace(2, 3), 1, 1)
     with open(path, "a") as stream:
         stream.write(json.dumps({**line, "step": 2})[20:] + "\n")
     assert [step.step for step in records.read_new()] == [2]
@@ -45,5 +45,5 @@ def test_the_resumed_step_is_known_together_with_the_step(
     target = RecordedRun(paths=scripted_run.paths, records=Late(tmp_path))
     target.look()
     assert target.newest is not None
-    assert target.newest.place == Place(3, 2)
+    assert target.newest.place == LaunchPlace(3, 2)
     assert target.resumed_step(target.newest.place) == 150

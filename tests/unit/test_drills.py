@@ -21,13 +21,13 @@ from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter
 from holdfast.contracts.errors import ServiceError, SpecError
 from holdfast.contracts.records.attempt import Claim, Submission, write_document
 from holdfast.contracts.records.history import load_events, load_history
-from holdfast.contracts.records.tally import Launch, Span
+from holdfast.contracts.records.tally import LaunchSpan, Span
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows.drills import faults as live_faults
 from holdfast.flows.drills import invariants
 from holdfast.flows.drills.invariants import Broken
 from holdfast.flows.drills.kinds import KINDS, Recovery, draw_faults, select_kinds
-from holdfast.flows.drills.place import Place
+from holdfast.flows.drills.place import LaunchPlace
 from holdfast.flows.drills.results import DrillResult, FaultResult
 from holdfast.flows.drills.target_run import TargetRun
 from holdfast.workers.nodes.processes import name_process
@@ -236,14 +236,16 @@ def _processes_of_a_session(leader_ends: bool) -> Iterator[tuple[int, int]]:
             os.killpg(leader.pid, signal.SIGKILL)
 
 
-STEP = Step(place=Place(1, 1), rank=0, step=5, time=0.0, loss=0.5, ids="a" * 32, weights="b" * 32)
+STEP = Step(
+    place=LaunchPlace(1, 1), rank=0, step=5, time=0.0, loss=0.5, ids="a" * 32, weights="b" * 32
+)
 
 
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
         ({}, None),
-        ({"place": Place(2, 1), "time": 9.0}, None),
+        ({"place": LaunchPlace(2, 1), "time": 9.0}, None),
         ({"step": 6}, None),
         ({"ids": "c" * 32}, "samples differ from"),
         ({"loss": 0.6}, "loss 0.6, expected 0.5"),
@@ -259,12 +261,12 @@ def test_a_step_is_compared_with_that_of_the_uninterrupted_run(
 
 def test_gaps_in_the_steps_of_a_launch_are_reported() -> None:
     later = replace(STEP, step=6)
-    assert gaps([STEP, later, replace(STEP, place=Place(1, 2))]) == []
+    assert gaps([STEP, later, replace(STEP, place=LaunchPlace(1, 2))]) == []
     assert gaps([STEP, replace(STEP, step=7)]) == ["a0001.l01 rank 0: step 7 after 5"]
     assert gaps([later, later]) == ["a0001.l01 rank 0: step 6 after 6"]
 
 
-def changed(kind: EventKind, place: Place, skip: list[list[int]]) -> Event:
+def changed(kind: EventKind, place: LaunchPlace, skip: list[list[int]]) -> Event:
     """The event of a rank about a loss that was not finite."""
     data = {"attempt": place.attempt, "launch": place.launch, "skip": skip}
     return Event(writer="rank0", opening=1, sequence=0, time=0.0, kind=kind, data=data)
@@ -286,7 +288,7 @@ def compare_steps(steps: Sequence[Step], events: Sequence[Event]) -> tuple[list[
     return found, comparison.uncompared
 
 
-def steps_of(place: Place, first: int, last: int, weights: str) -> list[Step]:
+def steps_of(place: LaunchPlace, first: int, last: int, weights: str) -> list[Step]:
     return [
         replace(STEP, place=place, step=step, weights=weights * 32)
         for step in range(first, last + 1)
@@ -294,29 +296,29 @@ def steps_of(place: Place, first: int, last: int, weights: str) -> list[Step]:
 
 
 def test_steps_after_a_rollback_match_a_run_with_the_same_skip_window() -> None:
-    event = changed(EventKind.ROLLED_BACK, Place(1, 1), [[8, 10]])
-    before = steps_of(Place(1, 1), 1, 12, "b")
-    right = [*steps_of(Place(1, 2), 5, 7, "b"), *steps_of(Place(1, 2), 8, 15, "w")]
+    event = changed(EventKind.ROLLED_BACK, LaunchPlace(1, 1), [[8, 10]])
+    before = steps_of(LaunchPlace(1, 1), 1, 12, "b")
+    right = [*steps_of(LaunchPlace(1, 2), 5, 7, "b"), *steps_of(LaunchPlace(1, 2), 8, 15, "w")]
     assert compare_steps([*before, *right], [event]) == ([], 0)
-    found, _ = compare_steps([*before, *steps_of(Place(1, 2), 5, 8, "b")], [event])
+    found, _ = compare_steps([*before, *steps_of(LaunchPlace(1, 2), 5, 8, "b")], [event])
     assert found == ["a0001.l02 rank 0 step 8: weights differ from the uninterrupted run's"]
 
 
 def test_a_skip_applies_in_its_own_launch() -> None:
-    event = changed(EventKind.NUMERICS, Place(1, 1), [[8, 10]])
-    right = [*steps_of(Place(1, 1), 1, 7, "b"), *steps_of(Place(1, 1), 8, 12, "w")]
+    event = changed(EventKind.NUMERICS, LaunchPlace(1, 1), [[8, 10]])
+    right = [*steps_of(LaunchPlace(1, 1), 1, 7, "b"), *steps_of(LaunchPlace(1, 1), 8, 12, "w")]
     assert compare_steps(right, [event]) == ([], 0)
 
 
 def test_steps_discarded_by_a_second_rollback_are_not_compared() -> None:
     events = [
-        changed(EventKind.ROLLED_BACK, Place(1, 1), [[8, 10]]),
-        changed(EventKind.ROLLED_BACK, Place(1, 2), [[20, 10]]),
+        changed(EventKind.ROLLED_BACK, LaunchPlace(1, 1), [[8, 10]]),
+        changed(EventKind.ROLLED_BACK, LaunchPlace(1, 2), [[20, 10]]),
     ]
     steps = [
-        *steps_of(Place(1, 1), 1, 12, "b"),
-        *steps_of(Place(1, 2), 8, 22, "w"),
-        *steps_of(Place(1, 3), 18, 25, "w"),
+        *steps_of(LaunchPlace(1, 1), 1, 12, "b"),
+        *steps_of(LaunchPlace(1, 2), 8, 22, "w"),
+        *steps_of(LaunchPlace(1, 3), 18, 25, "w"),
     ]
     # Steps 20 to 22 were done with the first window alone.
     assert compare_steps(steps, events) == ([], 3)
@@ -359,7 +361,9 @@ def trained(*faults: tuple[str, Recovery]) -> Trained:
         submitted_at=0.0,
         started_at=0.0,
         ended_at=100.0,
-        launches=(Launch(started_at=0.0, trained_from=50.0, trained_until=100.0, last_step=1000),),
+        launches=(
+            LaunchSpan(started_at=0.0, trained_from=50.0, trained_until=100.0, last_step=1000),
+        ),
     )
     return Trained(goodput=account([span], created_at=0.0, until=100.0), steps=1000, faults=faults)
 

@@ -27,12 +27,12 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from holdfast.contracts.errors import CheckpointError
 from holdfast.trainer.state import plain
-from holdfast.trainer.state.fit import Fit
+from holdfast.trainer.state.fit import ResumeFit
 from holdfast.trainer.state.fsdp1 import OPTIONS
-from holdfast.trainer.state.run_state import Progress
+from holdfast.trainer.state.run_state import TrainingProgress
 from holdfast.trainer.state.train_state import TrainState
 
-PROGRESS = Progress(step=1, seed=0)
+PROGRESS = TrainingProgress(step=1, seed=0)
 Saved = tuple[dict[str, Any], dict[str, Any]]
 
 
@@ -306,7 +306,7 @@ def test_per_rank_objects_are_refused_at_another_world_size() -> None:
         load(make(model, per_rank={"counter": Counter()}, world_size=4)[0], saved)
     counter = Counter(7)
     state, _ = make(
-        model, per_rank={"counter": counter}, world_size=4, fit=Fit(exclude=["extra.counter"])
+        model, per_rank={"counter": counter}, world_size=4, fit=ResumeFit(exclude=["extra.counter"])
     )
     restored = load(state, saved)
     assert counter.value == 7
@@ -323,7 +323,7 @@ def test_per_rank_objects_fix_the_number_of_ranks_unless_they_are_left_out() -> 
         document = save(make(model, **objects)[0])[1]
         assert "extra.counter (" in document["fixed"]
         assert "exclude" in document["fixed"]
-        left_out = make(model, **objects, fit=Fit(exclude=["extra.counter"]))[0]
+        left_out = make(model, **objects, fit=ResumeFit(exclude=["extra.counter"]))[0]
         assert "fixed" not in save(left_out)[1]
     counter = Counter()
     counter.is_of_one_size = True
@@ -363,7 +363,7 @@ def test_the_error_names_the_extra_that_refused_its_state() -> None:
 def test_excluded_parts_keep_their_initial_state() -> None:
     saved = save(make(nn.Linear(2, 2), extra={"count": Counter(3)})[0])
     counter = Counter(9)
-    fit = Fit(exclude=["extra", "optimizer"])
+    fit = ResumeFit(exclude=["extra", "optimizer"])
     state, optimizer = make(nn.Linear(2, 2), extra={"count": counter}, fit=fit)
     optimizer.param_groups[0]["lr"] = 0.7
     restored = load(state, saved)
@@ -374,7 +374,7 @@ def test_excluded_parts_keep_their_initial_state() -> None:
 
 def test_a_part_excluded_from_one_load_is_saved_and_loaded_afterwards() -> None:
     saved = save(make(nn.Linear(2, 2), extra={"count": Counter(3)})[0])
-    fit = Fit.of(strict=True, rename={"model.old": "model.new"}, exclude="extra.count")
+    fit = ResumeFit.of(strict=True, rename={"model.old": "model.new"}, exclude="extra.count")
     counter = Counter(9)
     state, _ = make(nn.Linear(2, 2), extra={"count": counter}, fit=fit)
     assert state.fit_for(saved[1]) == fit
@@ -383,7 +383,7 @@ def test_a_part_excluded_from_one_load_is_saved_and_loaded_afterwards() -> None:
     saved = save(state)
     counter.value = 1
     # The identical command after a preemption.
-    assert state.fit_for(saved[1]) == Fit(if_needed=("extra.count",))
+    assert state.fit_for(saved[1]) == ResumeFit(if_needed=("extra.count",))
     load(state, saved)
     assert counter.value == 9
 

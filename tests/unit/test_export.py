@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 
 from holdfast.trainer.export.__main__ import main
-from holdfast.trainer.export.whole import Entry, batches
+from holdfast.trainer.export.whole import ExportEntry, batches
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +180,8 @@ def test_an_existing_output_file_is_not_overwritten(
 
 
 def test_a_batch_is_as_large_as_allowed_and_never_empty() -> None:
-    entries = [Entry(str(size), str(size), (), torch.uint8, (), size) for size in (5, 3, 9, 1)]
+    entries = [
+        ExportEntry(str(size), str(size), (), torch.uint8, (), size) for size in (5, 3, 9, 1)
+    ]
     found = [[one.bytes for one in batch] for batch in batches(entries, 8)]
     assert found == [[5, 3], [9], [1]]

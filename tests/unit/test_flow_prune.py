@@ -16,7 +16,7 @@ from holdfast.flows.supervisor.supervise import Supervisor
 from holdfast.lineage.index import Index
 from holdfast.workers.checkpoints import deletion
 from holdfast.workers.checkpoints.manifests import committed_checkpoints
-from holdfast.workers.checkpoints.retention import Verdict
+from holdfast.workers.checkpoints.retention import KeepVerdict
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -36,7 +36,7 @@ def test_a_commit_during_a_prune_is_considered_by_the_next_prune(
     )
     real, applied = deletion.apply, []
 
-    def apply(paths: RunPaths, **options: Any) -> list[Verdict]:
+    def apply(paths: RunPaths, **options: Any) -> list[KeepVerdict]:
         deleted = real(paths, **options)
         applied.append([one.name for one in deleted])
         if len(applied) == 1:

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.workers import health_nvrx
-from holdfast.workers.health_nvrx import Answer, decode_answer, encode_request
+from holdfast.workers.health_nvrx import ServiceAnswer, decode_answer, encode_request
 
 SERVICE, METHOD = "nvhcd.HealthCheckService", "RunHealthCheck"
 SLOW_S = 2.0
@@ -129,7 +129,7 @@ def test_a_missing_extra_is_named(
 @given(st.binary(max_size=200))
 def test_any_bytes_are_an_answer_or_refused(message: bytes) -> None:
     with contextlib.suppress(ValueError):
-        assert isinstance(decode_answer(message), Answer)
+        assert isinstance(decode_answer(message), ServiceAnswer)
 
 
 def test_long_texts_are_encoded_and_decoded() -> None:

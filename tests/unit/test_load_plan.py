@@ -11,8 +11,8 @@ from holdfast.trainer.loading.plan import (
     NOBODY,
     PIECE_BYTES,
     Chunk,
+    CopySeries,
     FileUnits,
-    Series,
     Unit,
     assign,
     clip,
@@ -46,7 +46,7 @@ def take(array: np.ndarray, chunk: Chunk) -> np.ndarray:
     return np.array(array[where], order="C")
 
 
-def move(series: list[Series], source: bytes, target: np.ndarray) -> int:
+def move(series: list[CopySeries], source: bytes, target: np.ndarray) -> int:
     """Copy the ranges of a plan one at a time; return the number of bytes."""
     moved = 0
     for one in series:
@@ -90,21 +90,21 @@ def test_the_bytes_read_equal_array_slicing(
 
 
 def test_clipping_a_series_to_a_range() -> None:
-    comb = Series(source=100, target=0, length=10, count=3, source_stride=50, target_stride=10)
+    comb = CopySeries(source=100, target=0, length=10, count=3, source_stride=50, target_stride=10)
     assert clip(comb, 0, 100) == clip(comb, 110, 150) == clip(comb, 210, 999) == []
     assert clip(comb, 105, 205) == [
-        Series(105, 5, 5),
-        Series(150, 10, 10, 1, 50, 10),
-        Series(200, 20, 5),
+        CopySeries(105, 5, 5),
+        CopySeries(150, 10, 10, 1, 50, 10),
+        CopySeries(200, 20, 5),
     ]
 
 
 def test_columns_of_a_matrix_are_one_series_for_any_number_of_rows() -> None:
     rows = Chunk((0, 0), (5000, 64))
     (series,) = series_between(rows, Chunk((0, 16), (5000, 16)), 4)
-    assert series == Series(64, 0, 64, 5000, 256, 64)
+    assert series == CopySeries(64, 0, 64, 5000, 256, 64)
     (series,) = series_between(rows, Chunk((1000, 0), (9, 64)), 4)
-    assert series == Series(1000 * 256, 0, 9 * 256)
+    assert series == CopySeries(1000 * 256, 0, 9 * 256)
     # A cut in the middle dimension gives two outer loops, of which at most one is enumerated.
     blocks = series_between(Chunk((0, 0, 0), (4, 8, 8)), Chunk((0, 2, 2), (4, 4, 4)), 1)
     assert [one.count for one in blocks] == [4] * 4

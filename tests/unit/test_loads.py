@@ -34,7 +34,7 @@ from holdfast.trainer.loading.reader import load_state
 from holdfast.trainer.pacing.cadence import Cadence, Interval
 from holdfast.trainer.planning.signature import Signature
 from holdfast.trainer.state import plain
-from holdfast.trainer.state.fit import FIT, Fit
+from holdfast.trainer.state.fit import FIT, ResumeFit
 from holdfast.trainer.state.train_state import TrainState
 
 # What stood in the way of a load before, and is loaded as in plain torch.
@@ -151,10 +151,10 @@ def test_an_excluded_part_that_fits_is_left_out_once(tmp_path: Path) -> None:
 
 
 def test_each_rename_and_each_exclusion_applies_to_checkpoints_saved_without_it() -> None:
-    fit = Fit.of(strict=True, rename={"model.a": "model.b"}, exclude=["optimizer"])
+    fit = ResumeFit.of(strict=True, rename={"model.a": "model.b"}, exclude=["optimizer"])
     saved = {FIT: fit.describe()}
     assert fit.still_to_do({}) == fit
-    more = Fit.of(
+    more = ResumeFit.of(
         strict=False,
         rename={"model.a": "model.b", "model.c": "model.d"},
         exclude=["rng", "optimizer"],

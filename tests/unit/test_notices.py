@@ -25,7 +25,7 @@ from holdfast.contracts.spec.sections import Supervision
 from holdfast.workers.agent.notices import aws, metadata
 from holdfast.workers.agent.notices.aws import Aws, read_action, read_rebalance
 from holdfast.workers.agent.notices.azure import read_events
-from holdfast.workers.agent.notices.metadata import Answer, Metadata
+from holdfast.workers.agent.notices.metadata import Metadata, MetadataAnswer
 from holdfast.workers.agent.notices.notice import Notice, deadline_of
 from holdfast.workers.agent.notices.watch import NoticeWatch, build_clouds
 
@@ -33,8 +33,8 @@ WAIT_S = 40.0
 NOW = 1_505_722_800.0  # 2017-09-18 08:20:00 UTC
 
 
-def answer_of(text: str) -> Answer:
-    return Answer(200, text.encode(), {})
+def answer_of(text: str) -> MetadataAnswer:
+    return MetadataAnswer(200, text.encode(), {})
 
 
 def wait_for(look: Callable[[], Any], what: str) -> Any:
@@ -126,7 +126,7 @@ def test_invalid_answers_raise_notice_errors(text: str) -> None:
     ],
 )
 def test_azure_events_become_notices_of_this_machine(event: Any, count: int) -> None:
-    answer = Answer(200, json_reply({"DocumentLaunch": 1, "Events": [event]})[2], {})
+    answer = MetadataAnswer(200, json_reply({"DocumentLaunch": 1, "Events": [event]})[2], {})
     found = read_events(answer, machine="vm", now=NOW)
     assert len(found) == count
     assert all(notice.deadline == NOW + 30 for notice in found)

@@ -12,7 +12,7 @@ import torch
 from holdfast.contracts.disk.paths import CheckpointName
 from holdfast.contracts.spec.sections import Numerics
 from holdfast.trainer.data.order import SkipWindow
-from holdfast.trainer.numerics.answer import Answer, Known, answer
+from holdfast.trainer.numerics.answer import Known, LossDecision, answer
 from holdfast.trainer.numerics.detector import Anomaly, Detector, spike_limit
 from holdfast.trainer.numerics.guard import are_finite
 
@@ -206,7 +206,7 @@ def test_the_response_to_a_bad_loss(
     assert "step 100" in given.reason or "step 4" in given.reason
 
 
-def summary(given: Answer) -> tuple[Any, ...]:
+def summary(given: LossDecision) -> tuple[Any, ...]:
     return (
         given.action,
         given.to.step if given.to else None,

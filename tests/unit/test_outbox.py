@@ -18,8 +18,8 @@ from holdfast.flows.supervisor.outbox import (
     BACK_OFF_S_MAX,
     RESEND_AFTER_S,
     SAVE_S,
-    Line,
     Outbox,
+    OutboxLine,
     RefusedLineError,
 )
 
@@ -34,8 +34,8 @@ class PlayedService:
     advice = ""
 
     def __init__(self) -> None:
-        self.accepted: list[Line] = []
-        self.kept: list[Line] = []
+        self.accepted: list[OutboxLine] = []
+        self.kept: list[OutboxLine] = []
         self.sendings: list[int] = []
         self.is_down = False
         self.refused: int | None = None
@@ -43,7 +43,7 @@ class PlayedService:
     def wants(self, event: Event) -> bool:
         return event.kind is not EventKind.NOTE
 
-    def send(self, lines: Sequence[Line]) -> None:
+    def send(self, lines: Sequence[OutboxLine]) -> None:
         if self.is_down:
             raise ServiceError("down")
         if any(line.event.data.get("step") == self.refused for line in lines):
@@ -51,7 +51,7 @@ class PlayedService:
         self.sendings.append(len(lines))
         self.accepted += lines
 
-    def stored(self, lines: Sequence[Line]) -> set[UUID]:
+    def stored(self, lines: Sequence[OutboxLine]) -> set[UUID]:
         if self.is_down:
             raise ServiceError("down")
         return {line.id for line in lines} & {line.id for line in self.kept}
@@ -206,7 +206,7 @@ def test_damaged_file_costs_no_line(folder: RunFolder) -> None:
 
 def test_end_of_the_run_waits_for_the_service(folder: RunFolder) -> None:
     class Quick(PlayedService):
-        def send(self, lines: Sequence[Line]) -> None:
+        def send(self, lines: Sequence[OutboxLine]) -> None:
             super().send(lines)
             self.store()
 

@@ -26,10 +26,10 @@ from holdfast.flows.forks import fork_run
 from holdfast.workers.agent.launch.command import build_command
 from holdfast.workers.agent.outcome import judge_own_completion
 from holdfast.workers.agent.watch.kernel_view import ignores
-from holdfast.workers.agent.watch.program_watch import Progress, Tail
+from holdfast.workers.agent.watch.program_watch import OutputProgress, Tail
 from holdfast.workers.checkpoints import own_checkpoints, retention
-from holdfast.workers.checkpoints.exports import Form, export
-from holdfast.workers.checkpoints.own_checkpoints import OwnCheckpoint, Pattern
+from holdfast.workers.checkpoints.exports import ExportFormat, export
+from holdfast.workers.checkpoints.own_checkpoints import CheckpointPattern, OwnCheckpoint
 from holdfast.workers.runs import operator
 from holdfast.workers.runs.request import build_request
 
@@ -140,7 +140,7 @@ def _wait_for(look: Any) -> None:
 
 def test_progress_is_the_newest_step_of_the_output() -> None:
     now = [0.0]
-    progress = Progress(PROGRESS, lambda: now[0])
+    progress = OutputProgress(PROGRESS, lambda: now[0])
     for seconds, line in ((1, "step 10"), (5, "step 1,2"), (6, "no number"), (9, "step 8")):
         now[0] = seconds
         progress.take(line)
@@ -149,7 +149,7 @@ def test_progress_is_the_newest_step_of_the_output() -> None:
 
 @pytest.mark.parametrize("line", ["step ,", "step " + "9" * 400, "x" * 5000 + "step 7", "step ٣"])
 def test_text_that_is_no_step_is_ignored(line: str) -> None:
-    progress = Progress(r"step (?P<step>\S+)")
+    progress = OutputProgress(r"step (?P<step>\S+)")
     progress.take(line)
     assert progress.step == NOWHERE
 
@@ -196,15 +196,15 @@ def _write(folder: Path, **files: str) -> Path:
 def test_the_pattern_finds_directories_and_files_by_step(tmp_path: Path) -> None:
     for name in ("checkpoint-50", "checkpoint-7", "checkpoint-x", "other-9", "checkpoint-1.tmp"):
         _write(tmp_path / "out" / name, state="x")
-    found = Pattern(Program(checkpoints=CHECKPOINTS), str(tmp_path)).find()
+    found = CheckpointPattern(Program(checkpoints=CHECKPOINTS), str(tmp_path)).find()
     assert [(one.step, one.path.name) for one in found] == [
         (7, "checkpoint-7"),
         (50, "checkpoint-50"),
     ]
     _write(tmp_path, **{"m-5.pt": "abc"})
-    (one,) = Pattern(Program(checkpoints="m-{step}.pt"), str(tmp_path)).find()
+    (one,) = CheckpointPattern(Program(checkpoints="m-{step}.pt"), str(tmp_path)).find()
     assert (one.step, one.folder, [each.path for each in one.files]) == (5, tmp_path, ["m-5.pt"])
-    assert Pattern(Program(checkpoints="none/m-{step}"), str(tmp_path)).find() == []
+    assert CheckpointPattern(Program(checkpoints="none/m-{step}"), str(tmp_path)).find() == []
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "inner_link", "folder_link"])
@@ -299,7 +299,7 @@ def test_a_recorded_checkpoint_verifies_where_the_program_wrote_it(
     found = _found(folder)
     manifest = _record(run, found)
     directory = run.paths.checkpoint(manifest.name)
-    pattern = Pattern(Program(checkpoints="checkpoint-{step}"), str(tmp_path))
+    pattern = CheckpointPattern(Program(checkpoints="checkpoint-{step}"), str(tmp_path))
     assert own_checkpoints.recorded(run.paths, pattern) == {folder: manifest}
     assert found.is_recorded_by(manifest)
     assert [path.name for path in directory.iterdir()] == ["manifest.json"]
@@ -315,7 +315,7 @@ def test_a_recorded_checkpoint_verifies_where_the_program_wrote_it(
 def test_a_single_file_is_a_checkpoint_too(run: RunFolder, tmp_path: Path) -> None:
     _write(tmp_path, **{"m-5.pt": "abc"})
     manifest = _record(run, _found(tmp_path / "m-5.pt", 5))
-    pattern = Pattern(Program(checkpoints="m-{step}.pt"), str(tmp_path))
+    pattern = CheckpointPattern(Program(checkpoints="m-{step}.pt"), str(tmp_path))
     assert list(own_checkpoints.recorded(run.paths, pattern)) == [tmp_path / "m-5.pt"]
     assert find_damage(run.paths.checkpoint(manifest.name), manifest) == []
 
@@ -380,7 +380,7 @@ def test_nothing_of_holdfast_deletes_exports_forks_or_pins_such_a_checkpoint(
     name = manifests[0].name
     directory = run.paths.checkpoint(name)
     with pytest.raises(CheckpointError, match=r"cannot export it; its files are in .*c-50"):
-        export(directory, Form.TORCH, tmp_path / "x.pt", writer="cli")
+        export(directory, ExportFormat.TORCH, tmp_path / "x.pt", writer="cli")
     with pytest.raises(CheckpointError, match="cannot start another run from it"):
         fork_run(run.paths, name, name="other", overrides=(), by="tester")
     with pytest.raises(CheckpointError, match="cannot keep it from being deleted"):
@@ -454,5 +454,5 @@ def test_a_file_that_another_user_puts_in_place_of_one_is_not_read(tmp_path: Pat
         own_checkpoints.seal(found, lambda: True)
     _write(tmp_path, **{"m-5.pt": "abc"})
     os.chown(tmp_path / "m-5.pt", STRANGER, STRANGER)
-    (one,) = Pattern(Program(checkpoints="m-{step}.pt"), str(tmp_path)).find()
+    (one,) = CheckpointPattern(Program(checkpoints="m-{step}.pt"), str(tmp_path)).find()
     assert one.problem == f"belongs to another user (uid {STRANGER})"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.contracts.disk.direct import ALIGNMENT, DIRECT_BYTES_MIN, Output
+from holdfast.contracts.disk.direct import ALIGNMENT, DIRECT_BYTES_MIN, DirectFile
 from holdfast.trainer.loading.past_cache import (
     fill_aligned,
     go_past_cache,
@@ -105,7 +105,7 @@ def test_an_output_writes_all_bytes_to_the_file(tmp_path: Path, first: int) -> N
     content = memory[first : first + SIZE]
     opened = os.open(tmp_path / "written", os.O_WRONLY | os.O_CREAT)
     try:
-        output = Output(opened, SIZE)
+        output = DirectFile(opened, SIZE)
         for start in range(0, SIZE, DIRECT_BYTES_MIN):
             output.write(content[start : start + DIRECT_BYTES_MIN])
         assert not is_direct(opened)
@@ -128,7 +128,7 @@ def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     opened = os.open(tmp_path / "written", os.O_WRONLY | os.O_CREAT)
     try:
         monkeypatch.setattr(os, "write", short)
-        Output(opened, SIZE).write(content)
+        DirectFile(opened, SIZE).write(content)
     finally:
         monkeypatch.undo()
         os.close(opened)

@@ -38,8 +38,8 @@ from holdfast.trainer.format.columns import (
     PART,
     WHOLE,
     Block,
+    BlockPattern,
     Item,
-    Pattern,
     Row,
     make_block,
     pack,
@@ -62,7 +62,7 @@ class Rank:
     """The rows of one rank, as the rank describes them."""
 
     blocks: dict[bytes, Block]
-    patterns: dict[bytes, Pattern]
+    patterns: dict[bytes, BlockPattern]
     tables: dict[bytes, bytes]
     rows: tuple[list[Row], ...]
 

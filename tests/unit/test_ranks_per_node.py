@@ -13,7 +13,7 @@ from tests.histories import attempt_of, history_of, record_of, spec_of
 
 from holdfast.contracts.account.timeline import spans_of
 from holdfast.contracts.records.attempt import Request
-from holdfast.contracts.spec.node_share import Share, share_of
+from holdfast.contracts.spec.node_share import NodeShare, share_of
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.agent.health.checks import READY, HealthChecks
@@ -202,4 +202,4 @@ def test_gpu_hours_count_the_gpus_that_an_attempt_held(
 def test_a_whole_spec_survives_its_record() -> None:
     spec = spec_of(resources=CPU)
     assert RunSpec.read(spec.model_dump(mode="json")) == spec
-    assert spec.share(8) == Share(2, 0, 4)
+    assert spec.share(8) == NodeShare(2, 0, 4)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from holdfast.contracts.disk import direct
-from holdfast.contracts.disk.direct import Output
+from holdfast.contracts.disk.direct import DirectFile
 from holdfast.contracts.node import rank_status
 from holdfast.contracts.node.rank_status import Proposal, RankStatusTable, fence
 from holdfast.trainer.mirror.directory import _write_all
@@ -125,7 +125,7 @@ def test_a_file_system_that_writes_nothing_is_an_error(
     """`os.write` may return 0. Without an error, the loop around it would not end."""
     handle = os.open(tmp_path / "file", os.O_WRONLY | os.O_CREAT)
     monkeypatch.setattr(direct, "begin_direct", lambda _: is_direct)
-    output = Output(handle, direct.DIRECT_BYTES_MIN)
+    output = DirectFile(handle, direct.DIRECT_BYTES_MIN)
     monkeypatch.setattr(os, "write", lambda *_: 0)
     acts: list[Callable[[], None]] = [
         lambda: output.write(memoryview(bytes(8192))),

@@ -26,7 +26,7 @@ from holdfast.lineage.index import Index
 from holdfast.lineage.ingest.run_ingest import ingest_run
 from holdfast.lineage.queries.pages import list_events
 from holdfast.workers.checkpoints import deletion
-from holdfast.workers.checkpoints.retention import Verdict
+from holdfast.workers.checkpoints.retention import KeepVerdict
 
 LOG = logging.getLogger("holdfast.test")
 
@@ -147,7 +147,7 @@ def test_pruning_looks_at_new_commits_and_now_and_then(
     assert [path.name[5:13] for path in folder.paths.list_checkpoints()] == ["00000002", "00000003"]
     asked: list[RunPaths] = []
 
-    def apply(paths: RunPaths, **_: object) -> list[Verdict]:
+    def apply(paths: RunPaths, **_: object) -> list[KeepVerdict]:
         asked.append(paths)
         return []
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from holdfast.contracts.errors import CheckpointError
 from holdfast.trainer.state import plain, rng
-from holdfast.trainer.state.run_state import Progress
+from holdfast.trainer.state.run_state import TrainingProgress
 from holdfast.trainer.state.train_state import TrainState
 
 
@@ -194,7 +194,7 @@ def test_the_whole_train_state_is_restored() -> None:
     state, model, scheduler = make_state(0, 1, {"ema": ema})
     for _ in range(3):
         train(model, scheduler)
-    tensors, document = state.capture(Progress(step=3, seed=0, best={"value": 1.5}))
+    tensors, document = state.capture(TrainingProgress(step=3, seed=0, best={"value": 1.5}))
     tensors = {k: dict(v) for k, v in tensors.items()}
     document = json.loads(json.dumps(document))
     expected = torch.randn(2)
@@ -220,7 +220,7 @@ def test_the_whole_train_state_is_restored() -> None:
 
 def test_new_ranks_are_reseeded_and_fewer_ranks_read_every_random_state() -> None:
     state, _, _ = make_state(0, 2, {})
-    tensors, document = state.capture(Progress(step=0, seed=0))
+    tensors, document = state.capture(TrainingProgress(step=0, seed=0))
     wider, _, _ = make_state(2, 4, {})
     target = wider.template(document)
     assert "rng" not in target
@@ -232,7 +232,7 @@ def test_new_ranks_are_reseeded_and_fewer_ranks_read_every_random_state() -> Non
 
 def test_added_and_removed_extras_are_named() -> None:
     state, _, _ = make_state(0, 1, {"gone": Holder({"x": torch.ones(2)})})
-    tensors, document = state.capture(Progress(step=0, seed=0))
+    tensors, document = state.capture(TrainingProgress(step=0, seed=0))
     again, _, _ = make_state(0, 1, {"new": Holder({})})
     target = again.template(document)
     assert set(target["extra"]) == {"gone.x"}

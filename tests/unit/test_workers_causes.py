@@ -15,8 +15,8 @@ from holdfast.workers.agent.node import CrashReport, NodeReport
 from holdfast.workers.agent.stops.signals import judge
 from holdfast.workers.decisions.causes import (
     STATE_OF_CAUSE,
-    FailedSave,
     RankFailure,
+    SaveFailure,
     classify,
     classify_crash,
     hung_ending,
@@ -559,7 +559,7 @@ def test_a_failed_save_explains_a_crash_only_if_nothing_was_trained_after_it(
     report = NodeReport(
         exit_code=1, phases=(phase,), registered=1, alive=0, completed=completed, resumed=0
     )
-    crash = CrashReport(failures=failures, failed_saves=[FailedSave(step=60, error="[Errno 28]")])
+    crash = CrashReport(failures=failures, failed_saves=[SaveFailure(step=60, error="[Errno 28]")])
     crash = CrashReport.of_all([CrashReport(), CrashReport.from_json(crash.to_json())])
     ended = Ended(ending="crashed", exit_code=1, reports=(report,), crash_report=crash)
     assert (unsaved in ended.unsaved) if unsaved else ended.unsaved == ""

@@ -24,7 +24,7 @@ from holdfast.workers.agent.context import AgentContext, load_context
 from holdfast.workers.agent.watch import stacks
 from holdfast.workers.agent.watch.flight_recorder import recorder_environment, take_flight_record
 from holdfast.workers.agent.watch.heartbeat import Heartbeat, earlier_times
-from holdfast.workers.agent.watch.kernel_view import Below, look_below, waits_for_others
+from holdfast.workers.agent.watch.kernel_view import ProcessTree, look_below, waits_for_others
 from holdfast.workers.agent.watch.rank_watch import RankWatch
 from holdfast.workers.nodes.calibration import PhaseTimes
 from holdfast.workers.nodes.gpus import GpuBeat, GpuWatch, watch_gpus
@@ -263,7 +263,7 @@ def test_child_processes_that_wait_for_storage_or_compute_are_detected() -> None
     finally:
         os.killpg(rank.pid, signal.SIGKILL)
         rank.communicate()
-    assert look_below(rank.pid) == Below(on_storage=False, cpu_s=0.0, io_bytes=0)
+    assert look_below(rank.pid) == ProcessTree(on_storage=False, cpu_s=0.0, io_bytes=0)
 
 
 OFFERS = """
@@ -295,7 +295,7 @@ def test_stacks_come_from_faulthandler_when_tracing_is_refused(
         assert rank.stdout.readline() == b"there\n"
         offer = status_table.record(0).stacks_offer
         assert offer[0] == trainer_stacks.STACKS_SIGNAL
-        target = stacks.Target(rank=0, pid=rank.pid, offer=offer)
+        target = stacks.StackTarget(rank=0, pid=rank.pid, offer=offer)
         spied, _ = stacks.take_stack(target)
         assert (spied.source, spied.place.split()[0]) == ("py-spy", "stuck")
         monkeypatch.setattr(stacks, "_beside_python", lambda: str(tmp_path))
@@ -303,7 +303,7 @@ def test_stacks_come_from_faulthandler_when_tracing_is_refused(
         assert (reported.source, reported.place.split()[0]) == ("faulthandler", "stuck")
         assert "in stuck" in text
         assert stacks.take_stack(target)[0].digest == reported.digest
-        none, _ = stacks.take_stack(stacks.Target(rank=0, pid=rank.pid))
+        none, _ = stacks.take_stack(stacks.StackTarget(rank=0, pid=rank.pid))
         assert "Permission Denied" in none.problem
         assert "has no faulthandler" in none.problem
         assert rank.poll() is None

@@ -26,7 +26,7 @@ IMPORT_S_MAX: Final = 6 * 3600.0
 MODULE: Final = "holdfast.trainer.importing"
 
 
-class Form(StrEnum):
+class WeightsFormat(StrEnum):
     """The format of the weights to import."""
 
     AUTO = "auto"
@@ -42,7 +42,7 @@ def import_run(
     *,
     root: Path,
     by: str,
-    form: Form = Form.AUTO,
+    form: WeightsFormat = WeightsFormat.AUTO,
     rename: Sequence[str] = (),
     exclude: Sequence[str] = (),
     python: str = "",

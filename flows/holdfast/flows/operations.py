@@ -321,7 +321,7 @@ def prune(
 def export(
     run: str,
     output: str,
-    to: exports.Form = exports.Form.SAFETENSORS,
+    to: exports.ExportFormat = exports.ExportFormat.SAFETENSORS,
     checkpoint: str = LATEST,
     root: str | None = None,
 ) -> dict[str, Any]:
@@ -338,7 +338,7 @@ def export(
     paths = find_run(home_of(root), run)
     name = choose_checkpoint(paths, checkpoint)
     directory = verification.directory_to_verify(paths, name)
-    return exports.export(directory, exports.Form(to), Path(output), writer=JOURNAL)
+    return exports.export(directory, exports.ExportFormat(to), Path(output), writer=JOURNAL)
 
 
 @flow(name="drill", persist_result=False)

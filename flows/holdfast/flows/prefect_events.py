@@ -23,7 +23,7 @@ from holdfast.contracts.records.history_cache import load_tallied
 from holdfast.contracts.states import Cause
 from holdfast.flows.deployments import open_client
 from holdfast.flows.supervisor.deliveries import FINISH_S_MAX, Deliveries
-from holdfast.flows.supervisor.outbox import Line, RefusedLineError
+from holdfast.flows.supervisor.outbox import OutboxLine, RefusedLineError
 from holdfast.flows.supervisor.redactor import Redactor
 from holdfast.workers.runs.run_folders import require_own
 
@@ -137,12 +137,12 @@ class PrefectEvents:
         """Return whether Prefect gets lines such as this one."""
         return bool(event_name(event))
 
-    def send(self, lines: Sequence[Line]) -> None:
+    def send(self, lines: Sequence[OutboxLine]) -> None:
         """Send lines. Raises `ServiceError`, and `RefusedLineError` for an invalid one."""
         with open_client() as client, _refusals():
             client.request("POST", "/events", json=[self._event(line) for line in lines])
 
-    def stored(self, lines: Sequence[Line]) -> set[UUID]:
+    def stored(self, lines: Sequence[OutboxLine]) -> set[UUID]:
         """Return which lines the server has stored. Raises `ServiceError`."""
         times = [line.at for line in lines]
         # By default, the server leaves out events that are later than its own clock.
@@ -153,7 +153,7 @@ class PrefectEvents:
             found = client.request("POST", "/events/filter", json=body).json()
         return {UUID(one["id"]) for one in found["events"]}
 
-    def _event(self, line: Line) -> dict[str, Any]:
+    def _event(self, line: OutboxLine) -> dict[str, Any]:
         """Return the JSON of an event."""
         event = line.event
         facts = self._redactor.facts(event.data)

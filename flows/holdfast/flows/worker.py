@@ -51,7 +51,7 @@ from holdfast.flows.supervisor.flow_lock import FlowLock
 from holdfast.flows.supervisor.redactor import Log
 from holdfast.workers.schedulers.flow_places import (
     FlowPlace,
-    Places,
+    FlowPlaces,
     end,
     is_running,
     start_process,
@@ -183,7 +183,7 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._places = Places(holdfast_home() / "flows")
+        self._places = FlowPlaces(holdfast_home() / "flows")
         # How many tasks attend to a flow run: two while it is resumed.
         self._attended: Counter[str] = Counter()
         self._claimed: set[str] = set()

@@ -10,7 +10,7 @@ from fastapi import APIRouter, FastAPI
 from fastapi.middleware.gzip import GZipMiddleware
 
 from holdfast.api import problems
-from holdfast.api.negotiation import Below, Conditional, Negotiation
+from holdfast.api.negotiation import BelowProxy, Conditional, Negotiation
 from holdfast.api.query_names import KNOWN_QUERY
 from holdfast.api.routes import actions, checkpoints, live, overview, page, runs, session
 from holdfast.api.schemas import Problem
@@ -48,7 +48,7 @@ def create_app(services: Services, prefix: str = "") -> FastAPI:
     app.include_router(api)
     app.include_router(live.router)
     app.include_router(page.router)
-    app.add_middleware(Below, prefix=prefix)
+    app.add_middleware(BelowProxy, prefix=prefix)
     app.add_middleware(Conditional)
     # Starlette does not compress the event stream: compression would delay its events.
     app.add_middleware(GZipMiddleware, minimum_size=COMPRESSED_BYTES_MIN, compresslevel=LEVEL)

@@ -38,7 +38,7 @@ class Message:
     run: str | None = None
 
 
-class Batch:
+class MessageBatch:
     """Messages that are sent together."""
 
     def __init__(self, boot: str, messages: Sequence[Message]) -> None:
@@ -80,7 +80,7 @@ class Hub:
         self._gathered: list[Message] = []
         self._number = 0
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._readers: set[asyncio.Queue[Batch | None]] = set()
+        self._readers: set[asyncio.Queue[MessageBatch | None]] = set()
 
     @property
     def readers(self) -> int:
@@ -123,13 +123,13 @@ class Hub:
             raise Refusal(
                 503, f"{READERS_MAX} event streams are open already; close some, or poll instead"
             )
-        queue: asyncio.Queue[Batch | None] = asyncio.Queue(WAITING_MAX)
+        queue: asyncio.Queue[MessageBatch | None] = asyncio.Queue(WAITING_MAX)
         # Delivery runs in this thread too, so no batch can arrive between these two lines.
         missed = self._missed(after)
         self._readers.add(queue)
         last = missed[-1].number
         try:
-            if text := Batch(self._boot, missed).text(run, -1):
+            if text := MessageBatch(self._boot, missed).text(run, -1):
                 yield text
             quiet_since = time.monotonic()
             while True:
@@ -167,16 +167,16 @@ class Hub:
             gathered, self._gathered = self._gathered, []
         if not gathered:
             return
-        batch = Batch(self._boot, gathered)
+        batch = MessageBatch(self._boot, gathered)
         for queue in self._readers:
             self._put(queue, batch)
 
-    def _put(self, queue: asyncio.Queue[Batch | None], batch: Batch | None) -> None:
+    def _put(self, queue: asyncio.Queue[MessageBatch | None], batch: MessageBatch | None) -> None:
         """Queue a batch. If the queue is full, drop its content and send `reset` instead."""
         if queue.full():
             while not queue.empty():
                 queue.get_nowait()
             if batch is not None:
                 reason = '{"reason": "the client read too slowly; reload all data"}'
-                batch = Batch(self._boot, [Message(batch.last, RESET, reason)])
+                batch = MessageBatch(self._boot, [Message(batch.last, RESET, reason)])
         queue.put_nowait(batch)

@@ -39,7 +39,7 @@ class Negotiation:
             await self._app(inner, receive, send)
 
 
-class Below:
+class BelowProxy:
     """ASGI middleware: the server's path below a proxy, which may remove it from requests."""
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:

@@ -368,7 +368,7 @@ class AskFork(Body):
 class AskExport(Body):
     """The export format. `include` selects keys by prefix; `dtype` converts floating-point data."""
 
-    to: Annotated[exports.Form, Field(strict=False)]
+    to: Annotated[exports.ExportFormat, Field(strict=False)]
     include: Annotated[
         list[Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.]{0,199}$")]],
         Field(max_length=50),

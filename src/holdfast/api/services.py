@@ -15,7 +15,7 @@ from holdfast.api.measures import Measures
 from holdfast.api.security import AccessPolicy
 from holdfast.api.session_audit import SessionAudit
 from holdfast.api.sessions import LoginThrottle, Sessions
-from holdfast.api.store import Store
+from holdfast.api.store import IndexStore
 from holdfast.api.tokens import TokenStore
 from holdfast.api.watch import Watch
 from holdfast.contracts.disk.paths import RunPaths
@@ -33,7 +33,7 @@ Fork = Callable[[RunPaths, str, str, Sequence[str], str], Mapping[str, Any]]
 class Services:
     """The parts of one server."""
 
-    store: Store
+    store: IndexStore
     watch: Watch
     hub: Hub
     access_policy: AccessPolicy

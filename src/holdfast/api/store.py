@@ -33,7 +33,7 @@ from holdfast.lineage.queries import (
 from holdfast.lineage.queries import totals as nodes
 from holdfast.lineage.queries import totals as series
 from holdfast.lineage.queries.cursors import PAGE_MAX
-from holdfast.lineage.queries.cursors import Page as IndexPage
+from holdfast.lineage.queries.cursors import RowPage as IndexPage
 from holdfast.lineage.queries.openlineage import export_run
 from holdfast.lineage.queries.pages import (
     CheckpointFilter,
@@ -67,11 +67,11 @@ class SavedRow(NamedTuple):
 
 
 def in_one_read(
-    method: Callable[Concatenate[Store, P], T],
-) -> Callable[Concatenate[Store, P], T]:
+    method: Callable[Concatenate[IndexStore, P], T],
+) -> Callable[Concatenate[IndexStore, P], T]:
     """Decorate a method so that all its queries run in one transaction and see one state."""
 
-    def read(self: Store, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def read(self: IndexStore, /, *args: P.args, **kwargs: P.kwargs) -> T:
         with self.index.open().consistent_read():
             return method(self, *args, **kwargs)
 
@@ -79,7 +79,7 @@ def in_one_read(
     return read
 
 
-class Store:
+class IndexStore:
     """Thread-safe queries to the index. The database may be unavailable for a while."""
 
     def __init__(self, index: Index) -> None:

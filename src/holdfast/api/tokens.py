@@ -62,7 +62,7 @@ class Token(BaseModel):
         return self.expires_at is not None and time.time() >= self.expires_at
 
 
-class TokenFile(BaseModel):
+class TokensDocument(BaseModel):
     """The content of the token file."""
 
     tokens: list[Token] = []
@@ -82,7 +82,7 @@ class TokenStore:
             facts = self.path.stat()
             stamp = (facts.st_ino, facts.st_size, facts.st_mtime_ns)
             if stamp != self._read[0]:
-                found = TokenFile.model_validate_json(self.path.read_bytes())
+                found = TokensDocument.model_validate_json(self.path.read_bytes())
                 self._read = (stamp, found.tokens)
         except FileNotFoundError:
             return []
@@ -150,7 +150,7 @@ class TokenStore:
         return token if hmac.compare_digest(given, token.digest) else None
 
     def _write(self, tokens: list[Token]) -> None:
-        content = to_json(TokenFile(tokens=tokens).model_dump(mode="json"))
+        content = to_json(TokensDocument(tokens=tokens).model_dump(mode="json"))
         write_bytes(self.path, content, mode=0o600)
 
     @contextlib.contextmanager

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from holdfast.api.hub import Hub
 from holdfast.api.problems import LOG
-from holdfast.api.store import Store
+from holdfast.api.store import IndexStore
 from holdfast.contracts.disk.journal import Event, read_journal
 from holdfast.contracts.disk.paths import RunPaths, has_spec, real_folder
 from holdfast.contracts.disk.visits import Visit, visit
@@ -45,7 +45,7 @@ Stamp = tuple[tuple[str, int, int], ...]
 
 
 @dataclass(frozen=True)
-class Pace:
+class LivePace:
     """A live run's progress in its newest heartbeat; `step_s` is the median step duration."""
 
     step: int | None
@@ -67,10 +67,10 @@ class _Seen:
 class Watch:
     """Watches every run under `roots`, and the live runs of other roots in the index."""
 
-    def __init__(self, store: Store, hub: Hub, roots: tuple[Path, ...]) -> None:
+    def __init__(self, store: IndexStore, hub: Hub, roots: tuple[Path, ...]) -> None:
         self._store, self._hub, self._roots = store, hub, roots
         self._runs: dict[Path, _Seen] = {}
-        self._paces: dict[str, Pace] = {}
+        self._paces: dict[str, LivePace] = {}
         self._quiet: list[Path] = []
         self._asked_elsewhere = -ELSEWHERE_S
         self._stop = threading.Event()
@@ -111,7 +111,7 @@ class Watch:
         """Return the seconds since the watch was created."""
         return time.monotonic() - self._began
 
-    def pace(self, uid: str) -> Pace | None:
+    def pace(self, uid: str) -> LivePace | None:
         """Return a live run's progress, or None if it is not live or has no heartbeat yet."""
         return self._paces.get(uid)
 
@@ -308,10 +308,10 @@ def _new_beat(seen: _Seen, attempt: int) -> NodeBeat | None:
     return beats[0]
 
 
-def pace_of(beat: NodeBeat) -> Pace:
+def pace_of(beat: NodeBeat) -> LivePace:
     """Return the newest step of a node's ranks and the median step duration of the first one."""
     first = beat.ranks[0] if beat.ranks else None
-    return Pace(
+    return LivePace(
         step=max((rank.step for rank in beat.ranks if rank.step >= 0), default=None),
         step_s=(first.step_p50_s or first.step_time_s or None) if first else None,
     )

@@ -49,7 +49,7 @@ FIND_PACKAGES: Final = (
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """One result: the check's name, its level, the details, and the next step."""
 
     name: str
@@ -58,9 +58,9 @@ class Finding:
     next_step: str = ""
 
 
-def run_checks(root: Path) -> list[Finding]:
+def run_checks(root: Path) -> list[CheckResult]:
     """Run every check, in the order in which a run needs them."""
-    checks: tuple[Callable[[], Finding], ...] = (
+    checks: tuple[Callable[[], CheckResult], ...] = (
         check_python,
         check_torch,
         lambda: check_root(root),
@@ -74,15 +74,15 @@ def run_checks(root: Path) -> list[Finding]:
     return [check() for check in checks]
 
 
-def check_python() -> Finding:
+def check_python() -> CheckResult:
     """Check the version of this interpreter."""
     found = f"{platform.python_version()} at {sys.executable}"
     if sys.version_info[:2] < PYTHON_MIN:
-        return Finding("python", "fail", found, "install Python 3.11 or newer")
-    return Finding("python", "ok", found)
+        return CheckResult("python", "fail", found, "install Python 3.11 or newer")
+    return CheckResult("python", "ok", found)
 
 
-def check_torch() -> Finding:
+def check_torch() -> CheckResult:
     """Check that this interpreter, the default for jobs, has the packages that training needs."""
     try:
         done = subprocess.run(
@@ -93,32 +93,32 @@ def check_torch() -> Finding:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Finding("job environment", "fail", str(error), "repair this Python interpreter")
+        return CheckResult("job environment", "fail", str(error), "repair this Python interpreter")
     found = done.stdout.strip() or done.stderr.strip()[-200:]
     if done.returncode or found.startswith("missing"):
         step = "pip install 'holdfast[trainer]' here, or set another launch.python in the spec"
-        return Finding("job environment", "warn", found, step)
-    return Finding("job environment", "ok", found)
+        return CheckResult("job environment", "warn", found, step)
+    return CheckResult("job environment", "ok", found)
 
 
-def check_root(root: Path) -> Finding:
+def check_root(root: Path) -> CheckResult:
     """Check what the root's file system can do, and that it is not in memory."""
     try:
         make_directory(root)
         problems = find_problems(root)
     except OSError as error:
         step = "give a writable directory with --root or HOLDFAST_ROOT"
-        return Finding("root", "fail", f"{root}: {error.strerror or error}", step)
+        return CheckResult("root", "fail", f"{root}: {error.strerror or error}", step)
     if problems:
-        return Finding("root", "fail", f"{describe(root)}: {problems[0].text}", ADVICE)
+        return CheckResult("root", "fail", f"{describe(root)}: {problems[0].text}", ADVICE)
     kind = filesystem_of(root).kind
     if kind in NODE_LOCAL:
         step = "set HOLDFAST_ROOT to durable storage that all nodes share"
-        return Finding("root", "warn", f"{root} is in memory ({kind})", step)
-    return Finding("root", "ok", describe(root))
+        return CheckResult("root", "warn", f"{root} is in memory ({kind})", step)
+    return CheckResult("root", "ok", describe(root))
 
 
-def check_space(root: Path) -> Finding:
+def check_space(root: Path) -> CheckResult:
     """Check the free space under the root."""
     there = root
     while not there.exists():
@@ -127,41 +127,45 @@ def check_space(root: Path) -> Finding:
     found = f"{bytes_text(free)} free"
     if free < FREE_BYTES_MIN:
         step = "`holdfast prune` old checkpoints, or set HOLDFAST_ROOT to a larger disk"
-        return Finding("disk space", "warn", found, step)
-    return Finding("disk space", "ok", found)
+        return CheckResult("disk space", "warn", found, step)
+    return CheckResult("disk space", "ok", found)
 
 
-def check_database() -> Finding:
+def check_database() -> CheckResult:
     """Check that the index can be opened and has this version's schema."""
     from holdfast.lineage.database.transactions import open_database
 
     try:
         with open_database() as database:
-            return Finding("database", "ok", database.name)
+            return CheckResult("database", "ok", database.name)
     except HoldfastError as error:
-        return Finding("database", "fail", str(error), "fix this problem; runs are safe on disk")
+        return CheckResult(
+            "database", "fail", str(error), "fix this problem; runs are safe on disk"
+        )
 
 
-def check_service() -> Finding:
+def check_service() -> CheckResult:
     """Check Prefect's API, the deployment and its workers, if an API is configured."""
     from holdfast.flows.start import has_service
 
     if not has_service():
         found = "no PREFECT_API_URL: `holdfast submit` starts the supervisor on this machine"
-        return Finding("prefect", "ok", found)
+        return CheckResult("prefect", "ok", found)
     from holdfast.flows import deployments
 
     try:
         report = deployments.check_service()
     except HoldfastError as error:
-        return Finding("prefect", "fail", str(error), "start the server, then `holdfast deploy`")
+        return CheckResult(
+            "prefect", "fail", str(error), "start the server, then `holdfast deploy`"
+        )
     found = f"{report.url}, pool {report.pool}, {report.workers} worker(s)"
     if not report.workers:
-        return Finding("prefect", "warn", found, f"prefect worker start --pool {report.pool}")
-    return Finding("prefect", "ok", found)
+        return CheckResult("prefect", "warn", found, f"prefect worker start --pool {report.pool}")
+    return CheckResult("prefect", "ok", found)
 
 
-def check_supervisors(root: Path) -> Finding:
+def check_supervisors(root: Path) -> CheckResult:
     """Check that this user's live runs under the root have a supervisor, within a time limit."""
     ends_at = time.monotonic() + COMMAND_S_MAX
     found = list_runs(root)
@@ -169,15 +173,17 @@ def check_supervisors(root: Path) -> Finding:
     for number, paths in enumerate(found):
         if time.monotonic() > ends_at:
             detail = f"checked only {number} of {len(found)} runs within {COMMAND_S_MAX:.0f} s"
-            return Finding("supervisors", "warn", f"{detail}{_named(lost)}", command(root, "--all"))
+            return CheckResult(
+                "supervisors", "warn", f"{detail}{_named(lost)}", command(root, "--all")
+            )
         # A run that cannot be read is listed by `holdfast runs` with the reason.
         lost += [one.paths.name for one in visit([paths], _has_lost_supervisor) if one.result]
     if lost:
         runs = "run" if len(lost) == 1 else "runs"
         detail = f"this host sees no supervisor of {len(lost)} live {runs}"
         step = command(root, *(lost if len(lost) == 1 else ["--all"]))
-        return Finding("supervisors", "warn", f"{detail}{_named(lost)}", step)
-    return Finding("supervisors", "ok", "all your live runs have one")
+        return CheckResult("supervisors", "warn", f"{detail}{_named(lost)}", step)
+    return CheckResult("supervisors", "ok", "all your live runs have one")
 
 
 def _has_lost_supervisor(paths: RunPaths) -> bool:
@@ -191,15 +197,15 @@ def _named(runs: list[str]) -> str:
     return f": {', '.join(runs[:NAMES_MAX])}{more}"
 
 
-def check_slurm() -> Finding:
+def check_slurm() -> CheckResult:
     """Check Slurm's commands and that Slurm responds. Without any command, Slurm is optional."""
     there = [name for name in SLURM if shutil.which(name)]
     if not there:
-        return Finding("slurm", "ok", "not installed: only the local executor is available")
+        return CheckResult("slurm", "ok", "not installed: only the local executor is available")
     absent = [name for name in SLURM if name not in there]
     if absent:
         step = "install Slurm's client programs, or use a login node"
-        return Finding("slurm", "fail", f"{', '.join(absent)} missing", step)
+        return CheckResult("slurm", "fail", f"{', '.join(absent)} missing", step)
     from holdfast.workers.schedulers import slurm_client
 
     try:
@@ -207,31 +213,31 @@ def check_slurm() -> Finding:
         version = slurm_client.version()
     except HoldfastError as error:
         step = "check that slurmctld responds (`scontrol ping`); until then, only local runs work"
-        return Finding("slurm", "warn", str(error), step)
+        return CheckResult("slurm", "warn", str(error), step)
     found = f"Slurm {version or 'of an unknown version'}, partitions {', '.join(names) or 'none'}"
     if slurm_client.is_tested(version):
-        return Finding("slurm", "ok", found)
+        return CheckResult("slurm", "ok", found)
     step = (
         f"Holdfast was tested with Slurm {', '.join(slurm_client.TESTED)}; before you rely on it, "
         "rehearse a preemption and a lost node on this cluster"
     )
-    return Finding("slurm", "warn", found, step)
+    return CheckResult("slurm", "warn", found, step)
 
 
-def check_memory_files() -> Finding:
+def check_memory_files() -> CheckResult:
     """Check memory files, which hold staged checkpoints, and /dev/shm for data loaders."""
     try:
         os.close(os.memfd_create("holdfast-doctor"))
     except OSError as error:
         step = "use Linux 3.17 or newer, outside of sandboxes that forbid memfd_create"
-        return Finding("memory files", "fail", str(error), step)
+        return CheckResult("memory files", "fail", str(error), step)
     shared = Path("/dev/shm")
     free = shutil.disk_usage(shared).free if shared.is_dir() else 0
     found = f"memfd works, {bytes_text(free)} free in /dev/shm"
     if free < SHARED_BYTES_MIN:
         step = "give containers a larger --shm-size: DataLoader workers need it"
-        return Finding("memory files", "warn", found, step)
-    return Finding("memory files", "ok", found)
+        return CheckResult("memory files", "warn", found, step)
+    return CheckResult("memory files", "ok", found)
 
 
 # `holdfast doctor fit RUN --gpus N`: check whether a run's checkpoint fits N GPUs.
@@ -354,7 +360,7 @@ def _check_machine(root: str | None, as_json: bool) -> bool:
     return ok
 
 
-def _render(findings: list[Finding]) -> None:
+def _render(findings: list[CheckResult]) -> None:
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
         say(f"{finding.level:4}  {finding.name.ljust(width)}  {finding.detail}")

@@ -11,7 +11,7 @@ from holdfast.cli.checkpoints import CheckpointArgument, directory_of
 from holdfast.cli.shared.output import AsJson, RootOption, answer, bytes_text, say
 from holdfast.contracts.plain_text import counted
 from holdfast.workers.checkpoints import exports
-from holdfast.workers.checkpoints.exports import Dtype, Form
+from holdfast.workers.checkpoints.exports import Dtype, ExportFormat
 
 
 def register(app: typer.Typer) -> None:
@@ -22,7 +22,7 @@ def register(app: typer.Typer) -> None:
 def export(
     checkpoint: CheckpointArgument,
     to: Annotated[
-        Form,
+        ExportFormat,
         typer.Option(
             "--to", help="The format. torch and safetensors write a file, others a folder."
         ),

@@ -11,7 +11,7 @@ from holdfast.cli.shared.index import choose_root, user_name
 from holdfast.cli.shared.output import AsJson, RootOption, answer, bytes_text, say, warn
 from holdfast.contracts.plain_text import counted
 from holdfast.flows import imports
-from holdfast.flows.imports import Form
+from holdfast.flows.imports import WeightsFormat
 
 
 def register(app: typer.Typer) -> None:
@@ -24,7 +24,9 @@ def import_(
         Path, typer.Argument(help="The folder or file with the weights.", metavar="SOURCE")
     ],
     name: Annotated[str, typer.Option("--name", help="The name of the run to create.")],
-    form: Annotated[Form, typer.Option("--form", help="The format of the weights.")] = Form.AUTO,
+    form: Annotated[
+        WeightsFormat, typer.Option("--form", help="The format of the weights.")
+    ] = WeightsFormat.AUTO,
     rename: Annotated[
         list[str] | None,
         typer.Option(

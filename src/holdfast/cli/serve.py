@@ -225,12 +225,12 @@ def _check_certificate(certificate: Path | None, key: Path | None) -> None:
 def _services(roots: tuple[Path, ...], access_policy: AccessPolicy) -> Services:
     from holdfast.api.hub import Hub
     from holdfast.api.services import Services
-    from holdfast.api.store import Store
+    from holdfast.api.store import IndexStore
     from holdfast.api.tokens import TokenStore
     from holdfast.api.watch import Watch
     from holdfast.lineage.index import Index
 
-    store, hub = Store(Index()), Hub()
+    store, hub = IndexStore(Index()), Hub()
     # Report an unusable database before the server accepts requests.
     store.ping()
     return Services(

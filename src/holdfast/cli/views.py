@@ -175,7 +175,7 @@ def _is_number(value: Any) -> bool:
 UNREADABLE = "unreadable"
 
 
-class CheckpointState(StrEnum):
+class StateFilter(StrEnum):
     """The state of a checkpoint in the index."""
 
     COMMITTED = "committed"
@@ -183,7 +183,7 @@ class CheckpointState(StrEnum):
     DELETED = "deleted"
 
 
-class Form(StrEnum):
+class LineageFormat(StrEnum):
     """The output format of `lineage`."""
 
     JSON = "json"
@@ -341,7 +341,7 @@ def checkpoints(
         Mode | None, typer.Option("--mode", help="For --best: which values are better.")
     ] = None,
     states: Annotated[
-        list[CheckpointState] | None,
+        list[StateFilter] | None,
         typer.Option("--state", help="List checkpoints in this state only. Repeatable."),
     ] = None,
     pinned: Annotated[bool, typer.Option("--pinned", help="List pinned checkpoints only.")] = False,
@@ -384,7 +384,7 @@ def _with_mirror(row: Mapping[str, Any]) -> dict[str, Any]:
 def lineage(
     run: RunArgument,
     form: Annotated[
-        Form | None,
+        LineageFormat | None,
         typer.Option("--format", help="The output format. Default: a tree."),
     ] = None,
     root: RootOption = None,
@@ -394,23 +394,23 @@ def lineage(
     from holdfast.lineage.queries import run_queries
 
     of = partial(refreshed_directory, run, root)
-    if form is Form.OPENLINEAGE:
+    if form is LineageFormat.OPENLINEAGE:
         from holdfast.lineage.queries.openlineage import export_run
 
         answer(read_index(lambda index: export_run(index, of(index))), True, echo)
         return
-    if as_json and form in {Form.MERMAID, Form.DOT}:
+    if as_json and form in {LineageFormat.MERMAID, LineageFormat.DOT}:
         raise typer.BadParameter(
             f"--json and --format {form}: only one of them can be printed; leave one of them out"
         )
     graph = read_index(lambda index: run_queries.lineage_graph(index, of(index)))
-    if form is None or form is Form.JSON:
-        answer(graph, as_json or form is Form.JSON, render_lineage)
+    if form is None or form is LineageFormat.JSON:
+        answer(graph, as_json or form is LineageFormat.JSON, render_lineage)
         return
     from holdfast.lineage.queries.formats import dot, mermaid
 
     graph = plain_values(graph)
-    echo(mermaid(graph) if form is Form.MERMAID else dot(graph), nl=False)
+    echo(mermaid(graph) if form is LineageFormat.MERMAID else dot(graph), nl=False)
 
 
 def refreshed_directory(run: str, root: str | None, database: Any) -> str:

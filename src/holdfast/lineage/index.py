@@ -9,7 +9,7 @@ from pathlib import Path
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import DamagedIndexError, LineageError
 from holdfast.lineage.database.transactions import Database, open_database, replace_damaged
-from holdfast.lineage.ingest.following import Progress
+from holdfast.lineage.ingest.following import IndexProgress
 from holdfast.lineage.ingest.run_ingest import ingest_run
 
 
@@ -25,7 +25,7 @@ class Index:
         self._lock = threading.RLock()
         self._database: Database | None = None
         self._file: tuple[int, int] | None = None
-        self._progress: dict[Path, Progress] = {}
+        self._progress: dict[Path, IndexProgress] = {}
         self.files = 0
 
     def open(self) -> Database:
@@ -48,7 +48,7 @@ class Index:
         What was seen of a live run is remembered, so that the next update costs as much as what is
         new. A damaged file is replaced at once. After another failure, the connection is closed.
         """
-        progress = self._progress.setdefault(paths.directory, Progress())
+        progress = self._progress.setdefault(paths.directory, IndexProgress())
         try:
             with progress.lock:
                 try:

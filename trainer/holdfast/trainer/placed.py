@@ -49,7 +49,7 @@ class PlacedName:
 
 
 @dataclass(frozen=True)
-class Place:
+class SavePlace:
     """Where one save goes: the program's `directory`, by way of the folder named by `token`.
 
     `save_id` is what stock DCP calls so.

@@ -30,7 +30,7 @@ VARINT_BITS_MAX: Final = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class ServiceAnswer:
     """What the service answered. `output` is JSON if the service is as expected."""
 
     success: bool = False
@@ -92,11 +92,11 @@ def encode_request(words: Sequence[str]) -> bytes:
     return bytes(message)
 
 
-def decode_answer(message: bytes) -> Answer:
+def decode_answer(message: bytes) -> ServiceAnswer:
     """Return the answer in `message`. Raises `ValueError` for other bytes."""
     found: dict[int, Any] = dict(_fields(message))
     number = found.get(EXIT_CODE, 0)
-    return Answer(
+    return ServiceAnswer(
         success=found.get(SUCCESS, 0) == 1,
         # Negative numbers are sent as if they had 64 bits.
         exit_code=number - (1 << 64) if isinstance(number, int) and number >> 63 else number,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from holdfast.contracts.disk.journal import Event, EventKind
-from holdfast.flows.drills.place import Place, place_of
+from holdfast.flows.drills.place import LaunchPlace, place_of
 from holdfast_bench.drills.steps import Reference, Step, difference, gaps
 
 Window = tuple[int, int]
@@ -25,7 +25,7 @@ class Change:
     Launches newer than `place` skip the data; if `is_there`, `place` itself does so too.
     """
 
-    place: Place
+    place: LaunchPlace
     is_there: bool
     window: Window
 

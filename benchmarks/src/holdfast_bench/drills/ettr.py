@@ -16,7 +16,7 @@ from holdfast.contracts.account.timeline import spans_of
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.errors import ServiceError
 from holdfast.contracts.records.history import RunHistory
-from holdfast.contracts.records.tally import Launch
+from holdfast.contracts.records.tally import LaunchSpan
 from holdfast.flows.drills.kinds import FREE_S, HELD_S, KINDS, SUSPENDED_S, Loss, Recovery
 from holdfast.workers.agent.watch.hangs import STRAGGLER_WINDOW_S, TIMES_MIN
 from holdfast_bench.drills.prediction import Costs, Fault, Stall, predict_ettr
@@ -230,14 +230,14 @@ def _fault(kind: str, recovery: Recovery, calibration: Calibration) -> list[Faul
     ]
 
 
-def _start_s(launch: Launch) -> float:
+def _start_s(launch: LaunchSpan) -> float:
     """Return the seconds from a launch of torchrun until its ranks load."""
     if launch.started_at is None or launch.trained_from is None:
         return 0.0
     return launch.trained_from - launch.started_at - _load_s(launch)
 
 
-def _load_s(launch: Launch) -> float:
+def _load_s(launch: LaunchSpan) -> float:
     if launch.loads_from is None or launch.trained_from is None:
         return 0.0
     return launch.trained_from - launch.loads_from

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from holdfast.flows.drills.place import Place
-from holdfast.flows.drills.target_run import Mark, TargetRun
+from holdfast.flows.drills.place import LaunchPlace
+from holdfast.flows.drills.target_run import ProgressMark, TargetRun
 from holdfast_bench.drills.steps import Records, Step
 
 
@@ -28,11 +28,11 @@ class RecordedRun(TargetRun):
             raise Cut
         super().look()
 
-    def newest_step_of(self, place: Place) -> int:
+    def newest_step_of(self, place: LaunchPlace) -> int:
         """Return the last step that any rank of the launch finished; -1 if there is none."""
         return max((s.step for s in self.steps if s.place == place), default=-1)
 
-    def _read_steps(self) -> list[Mark]:
+    def _read_steps(self) -> list[ProgressMark]:
         new = self.records.read_new()
         self.steps += new
-        return [Mark(place=s.place, step=s.step, time=s.time) for s in new]
+        return [ProgressMark(place=s.place, step=s.step, time=s.time) for s in new]

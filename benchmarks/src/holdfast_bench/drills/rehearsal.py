@@ -18,7 +18,7 @@ from holdfast.flows.drills.invariants import Broken
 from holdfast.flows.drills.kinds import Kind, Loss
 from holdfast.flows.drills.results import DrillResult
 from holdfast.flows.drills.runner import Rehearsal, Tell
-from holdfast.flows.drills.target_run import Mark
+from holdfast.flows.drills.target_run import ProgressMark
 from holdfast.workers.runs import operator
 from holdfast_bench.drills.comparison import Comparison
 from holdfast_bench.drills.context import TestbedContext
@@ -81,7 +81,7 @@ class TestbedRehearsal(Rehearsal):
         self.result.uncompared += self._comparison.uncompared
         return not new
 
-    def _steady(self) -> Mark | None:
+    def _steady(self) -> ProgressMark | None:
         return self._run.steady()
 
     def _inject(self, kind: Kind) -> str:
@@ -93,7 +93,7 @@ class TestbedRehearsal(Rehearsal):
         return bool(self._run.events_of(EventKind.COMMITTED, since))
 
     def _judge_recovery(
-        self, kind: Kind, mark: Mark, after: Mark, fault_at: float
+        self, kind: Kind, mark: ProgressMark, after: ProgressMark, fault_at: float
     ) -> Iterator[Broken]:
         """Also check the number of lost steps."""
         yield from super()._judge_recovery(kind, mark, after, fault_at)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.flows.drills.place import Place
+from holdfast.flows.drills.place import LaunchPlace
 
 LOSS_TOLERANCE: Final = 1e-4
 _RECORD: Final = re.compile(r"a([0-9]+)\.l([0-9]+)\.rank([0-9]+)\.jsonl")
@@ -23,7 +23,7 @@ _RECORD: Final = re.compile(r"a([0-9]+)\.l([0-9]+)\.rank([0-9]+)\.jsonl")
 class Step:
     """One rank's step. `time` is Unix seconds; `ids` and `weights` are digests."""
 
-    place: Place
+    place: LaunchPlace
     rank: int
     step: int
     time: float
@@ -58,10 +58,10 @@ class Records:
             if match is None:
                 continue
             attempt, launch, rank = map(int, match.groups())
-            found += self._read(path, Place(attempt, launch), rank)
+            found += self._read(path, LaunchPlace(attempt, launch), rank)
         return found
 
-    def _read(self, path: Path, place: Place, rank: int) -> list[Step]:
+    def _read(self, path: Path, place: LaunchPlace, rank: int) -> list[Step]:
         with open(path, "rb") as stream:
             stream.seek(self._offsets.get(path, 0))
             content = stream.read()
@@ -99,7 +99,7 @@ def difference(step: Step, reference: Reference) -> str | None:
 
 def gaps(steps: list[Step]) -> list[str]:
     """Return the gaps in a rank's steps within one launch. `steps` are in file order."""
-    last: dict[tuple[Place, int], int] = {}
+    last: dict[tuple[LaunchPlace, int], int] = {}
     found = []
     for one in steps:
         key = (one.place, one.rank)

@@ -8,7 +8,7 @@ from holdfast.contracts.disk.journal import Event
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class LaunchPlace:
     """One launch of one attempt."""
 
     attempt: int
@@ -18,6 +18,6 @@ class Place:
         return f"a{self.attempt:04d}.l{self.launch:02d}"
 
 
-def place_of(event: Event) -> Place:
+def place_of(event: Event) -> LaunchPlace:
     """Return the launch of a journal line, with zeros for missing values."""
-    return Place(int(event.data.get("attempt", 0)), int(event.data.get("launch", 0)))
+    return LaunchPlace(int(event.data.get("attempt", 0)), int(event.data.get("launch", 0)))

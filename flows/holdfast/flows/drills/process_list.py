@@ -12,7 +12,7 @@ import psutil
 
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.environment import ATTEMPT, LAUNCH, RUN_DIRECTORY
-from holdfast.flows.drills.place import Place
+from holdfast.flows.drills.place import LaunchPlace
 
 # The flusher of a killed agent first commits the sealed steps.
 ORPHAN_S: Final = 20.0
@@ -26,7 +26,7 @@ class Marked:
 
     process: psutil.Process
     text: str
-    place: Place | None
+    place: LaunchPlace | None
 
 
 def marked_processes(paths: RunPaths) -> list[Marked]:
@@ -49,14 +49,16 @@ def marked_processes(paths: RunPaths) -> list[Marked]:
         )
         if is_rank or is_ours:
             numbers = variables.get(ATTEMPT), variables.get(LAUNCH)
-            place = Place(int(numbers[0] or 0), int(numbers[1] or 0)) if is_rank else None
+            place = LaunchPlace(int(numbers[0] or 0), int(numbers[1] or 0)) if is_rank else None
             program, *arguments = argv or ["?"]
             text = " ".join([Path(program).name, *arguments]).replace(folder, paths.name)
             found.append(Marked(process, f"{process.pid} ({text[:120]})", place))
     return found
 
 
-def orphans(paths: RunPaths, owners: Iterable[psutil.Process], current: Place | None) -> list[str]:
+def orphans(
+    paths: RunPaths, owners: Iterable[psutil.Process], current: LaunchPlace | None
+) -> list[str]:
     """Return the run's processes that still exist after `ORPHAN_S` seconds and have no owner.
 
     The `owners` and their descendants are not orphans, unless they belong to an older launch than
@@ -71,7 +73,9 @@ def orphans(paths: RunPaths, owners: Iterable[psutil.Process], current: Place | 
         time.sleep(POLL_S)
 
 
-def _strays(paths: RunPaths, owners: list[psutil.Process], current: Place | None) -> list[str]:
+def _strays(
+    paths: RunPaths, owners: list[psutil.Process], current: LaunchPlace | None
+) -> list[str]:
     owned: set[int] = set()
     for owner in owners:
         try:
@@ -86,7 +90,7 @@ def _strays(paths: RunPaths, owners: list[psutil.Process], current: Place | None
     ]
 
 
-def _is_older(place: Place | None, current: Place | None) -> bool:
+def _is_older(place: LaunchPlace | None, current: LaunchPlace | None) -> bool:
     return place is not None and current is not None and place < current
 
 

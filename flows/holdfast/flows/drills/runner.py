@@ -22,7 +22,7 @@ from holdfast.flows.drills.faults import FAULTS
 from holdfast.flows.drills.invariants import Broken
 from holdfast.flows.drills.kinds import Kind, Recovery, draw_faults
 from holdfast.flows.drills.results import DrillResult, FaultResult
-from holdfast.flows.drills.target_run import Mark, TargetRun
+from holdfast.flows.drills.target_run import ProgressMark, TargetRun
 from holdfast.lineage.database.engine import database_url
 
 MOMENT_S_MAX: Final = 1.0
@@ -68,14 +68,14 @@ class Rehearsal:
         self.result.broken += new
         return self._record(kind, detail, mark, after, new, time.monotonic() - began)
 
-    def _steady(self) -> Mark | None:
+    def _steady(self) -> ProgressMark | None:
         return self._target.steady(commits=False)
 
     def _inject(self, kind: Kind) -> str:
         """Inject the fault and describe what was done."""
         return FAULTS[kind.name](self.context)
 
-    def _wait_for_recovery(self, kind: Kind, mark: Mark, fault_at: float) -> Mark:
+    def _wait_for_recovery(self, kind: Kind, mark: ProgressMark, fault_at: float) -> ProgressMark:
         """Wait until the run trains again, in the same launch or in a newer one."""
         target = self._target
         if (self.context.recovery or kind.recovery) is not Recovery.UNDISTURBED:
@@ -85,7 +85,7 @@ class Rehearsal:
         target.look()
         reached = max(target.newest_step_of(mark.place), mark.step) + STEPS_AFTER
 
-        def goes_on() -> Mark | None:
+        def goes_on() -> ProgressMark | None:
             newest = target.newest
             is_further = newest is not None and (newest.place > mark.place or newest.step > reached)
             return newest if is_further and self._has_saved(fault_at) else None
@@ -97,7 +97,7 @@ class Rehearsal:
         return True
 
     def _judge_recovery(
-        self, kind: Kind, mark: Mark, after: Mark, fault_at: float
+        self, kind: Kind, mark: ProgressMark, after: ProgressMark, fault_at: float
     ) -> Iterator[Broken]:
         """Check that the recovery and its cause match the kind of fault."""
         recovery = self.context.recovery or kind.recovery
@@ -116,7 +116,7 @@ class Rehearsal:
             text = f"{kind.name}: cause {', '.join(wrong)}, expected {expected}"
             yield Broken(invariants.ENDINGS_EXPLAINED, text)
 
-    def _steps_lost(self, mark: Mark, after: Mark) -> int | None:
+    def _steps_lost(self, mark: ProgressMark, after: ProgressMark) -> int | None:
         """Return the number of steps before the fault that had to be repeated."""
         if after.place == mark.place:
             return None
@@ -127,8 +127,8 @@ class Rehearsal:
         self,
         kind: Kind,
         detail: str,
-        mark: Mark | None,
-        after: Mark | None,
+        mark: ProgressMark | None,
+        after: ProgressMark | None,
         broken: Sequence[Broken],
         took_s: float,
     ) -> FaultResult:
@@ -247,7 +247,7 @@ def _earliest_s(times: Iterable[float], since: float) -> float | None:
     return None if first is None else round(first - since, 3)
 
 
-def _recovery_between(mark: Mark, after: Mark) -> Recovery:
+def _recovery_between(mark: ProgressMark, after: ProgressMark) -> Recovery:
     if after.place == mark.place:
         return Recovery.UNDISTURBED
     same = after.place.attempt == mark.place.attempt

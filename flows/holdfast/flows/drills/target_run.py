@@ -20,7 +20,7 @@ from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.errors import ServiceError
 from holdfast.contracts.node.flusher_process import MODULE
 from holdfast.contracts.records.attempt import Submission, read_claim, read_document
-from holdfast.flows.drills.place import Place, place_of
+from holdfast.flows.drills.place import LaunchPlace, place_of
 from holdfast.workers.nodes.heartbeats import read_heartbeats
 from holdfast.workers.nodes.processes import ProcessName, find_process
 
@@ -33,10 +33,10 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mark:
+class ProgressMark:
     """A run's progress at one time (Unix seconds): its newest step and the launch that did it."""
 
-    place: Place
+    place: LaunchPlace
     step: int
     time: float
 
@@ -48,8 +48,8 @@ class TargetRun:
     paths: RunPaths
     events: list[Event] = field(default_factory=list)
     _offsets: dict[Path, int] = field(default_factory=dict)
-    _newest: Mark | None = None
-    _firsts: dict[Place, Mark] = field(default_factory=dict)
+    _newest: ProgressMark | None = None
+    _firsts: dict[LaunchPlace, ProgressMark] = field(default_factory=dict)
 
     def look(self) -> None:
         """Read what is new in the journals and about the steps."""
@@ -71,13 +71,13 @@ class TargetRun:
             new += found
         self.events += sorted(new, key=lambda e: (e.time, e.writer, e.opening, e.sequence))
 
-    def _read_steps(self) -> list[Mark]:
+    def _read_steps(self) -> list[ProgressMark]:
         attempts = self.paths.list_attempts()
         marks = []
         for beat in read_heartbeats(attempts[-1]) if attempts else []:
-            place = Place(beat.attempt, beat.launch)
+            place = LaunchPlace(beat.attempt, beat.launch)
             marks += [
-                Mark(place=place, step=rank.step, time=beat.time)
+                ProgressMark(place=place, step=rank.step, time=beat.time)
                 for rank in beat.ranks
                 if rank.phase == "train" and rank.step > self.resumed_step(place)
             ]
@@ -86,15 +86,15 @@ class TargetRun:
     # --- progress -------------------------------------------------------------------------
 
     @property
-    def newest(self) -> Mark | None:
+    def newest(self) -> ProgressMark | None:
         """The newest step of the newest launch that has done a step."""
         return self._newest
 
-    def first_of(self, place: Place) -> Mark | None:
+    def first_of(self, place: LaunchPlace) -> ProgressMark | None:
         """The first step of a launch."""
         return self._firsts.get(place)
 
-    def newest_step_of(self, place: Place) -> int:
+    def newest_step_of(self, place: LaunchPlace) -> int:
         """Return the last step that any rank of the launch finished; -1 if there is none."""
         return self._newest.step if self._newest and self._newest.place == place else -1
 
@@ -112,7 +112,7 @@ class TargetRun:
         """Return the journal lines of one kind from `since` (Unix seconds) on."""
         return [e for e in self.events if e.kind is kind and e.time >= since]
 
-    def resumed_step(self, place: Place) -> int:
+    def resumed_step(self, place: LaunchPlace) -> int:
         """Return the step from which a launch resumed, or 0 if that is not recorded."""
         steps = (
             int(e.data["step"])
@@ -121,7 +121,7 @@ class TargetRun:
         )
         return next(steps, 0)
 
-    def started_place(self) -> Place | None:
+    def started_place(self) -> LaunchPlace | None:
         """Return the newest launch that was started."""
         started = self.events_of(EventKind.LAUNCH_STARTED)
         return max((place_of(e) for e in started), default=None)
@@ -142,7 +142,9 @@ class TargetRun:
             time.sleep(POLL_S)
         raise ServiceError(f"{self.paths.name}: {what} did not happen within {wait_s:.0f} s")
 
-    def steady(self, *, after: Place | None = None, commits: bool = True) -> Mark | None:
+    def steady(
+        self, *, after: LaunchPlace | None = None, commits: bool = True
+    ) -> ProgressMark | None:
         """Return the newest step if the newest launch trains and its attempt has committed a step.
 
         With `after`, the launch must be newer than that one. Without `commits`, no committed step

@@ -34,7 +34,7 @@ from holdfast.workers.runs import operator
 ASK_S_MAX: Final = 8.0
 
 
-class Supervision(Protocol):
+class CancelledRun(Protocol):
     """The properties of a supervisor that the signal handling uses."""
 
     @property
@@ -45,7 +45,7 @@ class Supervision(Protocol):
 
 
 @contextmanager
-def cancel_on_signal(paths: RunPaths, supervision: Supervision, log: Log) -> Iterator[None]:
+def cancel_on_signal(paths: RunPaths, supervision: CancelledRun, log: Log) -> Iterator[None]:
     """Turn SIGTERM into a request to cancel the run, if Prefect's API confirms a cancellation."""
     try:
         yield

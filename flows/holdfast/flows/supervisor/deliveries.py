@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from uuid import UUID
 
 from holdfast.contracts.disk.journal import Event, EventKind
-from holdfast.contracts.disk.journal_follow import Place, follow
+from holdfast.contracts.disk.journal_follow import JournalPlace, follow
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.errors import SecretError, ServiceError
 from holdfast.contracts.records.alerts import text_of
@@ -18,7 +18,7 @@ from holdfast.contracts.records.history_cache import AGAIN_S
 from holdfast.contracts.spec.secrets import SecretReference, describe, place_of_target, resolve
 from holdfast.contracts.spec.sections import Topic
 from holdfast.contracts.states import Cause, RunState
-from holdfast.flows.supervisor.outbox import Line, Outbox, RefusedLineError, Service
+from holdfast.flows.supervisor.outbox import Outbox, OutboxLine, RefusedLineError, Service
 from holdfast.flows.supervisor.redactor import Log, Redactor
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Notifier:
         """Return whether the spec asks for a notification of this line, and it is not too old."""
         return topic_of(event) in self._on and time.time() - event.time < AGE_S_MAX
 
-    def send(self, lines: Sequence[Line]) -> None:
+    def send(self, lines: Sequence[OutboxLine]) -> None:
         """Send a message. Raises `ServiceError`, and `RefusedLineError` once it is too old."""
         for line in lines:
             if time.time() - line.event.time >= AGE_S_MAX:
@@ -110,7 +110,7 @@ class Notifier:
                     "command `apprise -vv`"
                 )
 
-    def stored(self, lines: Sequence[Line]) -> set[UUID]:
+    def stored(self, lines: Sequence[OutboxLine]) -> set[UUID]:
         """Return no line: a former supervisor may have sent any of them."""
         return set()
 
@@ -220,7 +220,7 @@ class _Look:
 
     def __init__(self, deliveries: Deliveries) -> None:
         self._deliveries = deliveries
-        self._places: dict[Path, Place | None] = {}
+        self._places: dict[Path, JournalPlace | None] = {}
         self._turn = 0
         self._whole_at = 0.0
 

@@ -50,7 +50,7 @@ class RefusedLineError(ServiceError):
 
 
 @dataclass(frozen=True)
-class Line:
+class OutboxLine:
     """A journal line to deliver. `at` is its time, later than that of each line before it."""
 
     id: UUID
@@ -76,11 +76,11 @@ class Service(Protocol):
         """Return whether the service gets lines such as this one."""
         ...
 
-    def send(self, lines: Sequence[Line]) -> None:
+    def send(self, lines: Sequence[OutboxLine]) -> None:
         """Send lines. Raises `RefusedLineError` if the service will never accept one of them."""
         ...
 
-    def stored(self, lines: Sequence[Line]) -> set[UUID]:
+    def stored(self, lines: Sequence[OutboxLine]) -> set[UUID]:
         """Return which of the lines the service has stored."""
         ...
 
@@ -97,7 +97,7 @@ class Delivered(Document):
 class _Entry:
     """A line on its way. `ask_at` and `resend_at` are times of the monotonic clock."""
 
-    line: Line
+    line: OutboxLine
     stream: str
     is_stored: bool = False
     is_sent: bool = False
@@ -239,7 +239,7 @@ class Outbox:
             # Hosts' clocks differ, and lines can come late. The service orders by time.
             self._newest = max(event.time, self._newest + 1e-6)
             self._taken[stream] = event.opening, event.sequence
-            entry = _Entry(Line(id_, event, self._newest), stream)
+            entry = _Entry(OutboxLine(id_, event, self._newest), stream)
             if is_inherited:
                 entry.is_sent, entry.ask_at = True, now + ASK_AFTER_S
                 entry.resend_at = now + RESEND_INHERITED_S

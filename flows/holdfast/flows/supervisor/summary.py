@@ -21,7 +21,7 @@ PROGRESS_S: Final = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class ProgressLine:
     """One line of text, and a `key` that changes with everything but the step."""
 
     text: str
@@ -36,12 +36,12 @@ def recorded_progress(history: RunHistory) -> tuple[object, ...]:
     return last.number, last.state, _committed_step(history)
 
 
-def describe_progress(history: RunHistory) -> Progress:
+def describe_progress(history: RunHistory) -> ProgressLine:
     """Return the run's progress. Reads the heartbeats of a live attempt."""
     name, last, key = history.paths.name, history.last_attempt, recorded_progress(history)
     if last is None or last.state.is_terminal:
         ending = f" after attempt {last.number} ({_ending(last)})" if last else ""
-        return Progress(text=f"{name}: {history.state}{ending}", key=key)
+        return ProgressLine(text=f"{name}: {history.state}{ending}", key=key)
     beats = read_heartbeats(history.paths.attempt(last.number))
     step, phase, committed = newest_step(beats), _common_phase(beats), _committed_step(history)
     parts = [f"{name}: attempt {last.number} {last.state}"]
@@ -54,7 +54,7 @@ def describe_progress(history: RunHistory) -> Progress:
         parts.append(phase)
     if committed is not None:
         parts.append(f"committed {committed}")
-    return Progress(text=", ".join(parts), key=(*key, phase))
+    return ProgressLine(text=", ".join(parts), key=(*key, phase))
 
 
 class ProgressLog:

@@ -82,7 +82,7 @@ GPU_HOURS_SHARE: Final = 0.9
 
 
 @dataclass(frozen=True)
-class Finding:
+class PassedLimit:
     """One limit, by its key in `alerts`. `text` is for people."""
 
     limit: str
@@ -118,7 +118,7 @@ class LimitWatch:
             self._log.warning("%s", finding.text)
 
 
-def new_findings(history: RunHistory, now: float) -> list[Finding]:
+def new_findings(history: RunHistory, now: float) -> list[PassedLimit]:
     """Return the limits whose state differs from what the journal says."""
     said = {
         event.data["limit"]: event.data["passed"]
@@ -128,7 +128,7 @@ def new_findings(history: RunHistory, now: float) -> list[Finding]:
     return [one for one in findings(history, now) if one.passed != said.get(one.limit, False)]
 
 
-def findings(history: RunHistory, now: float) -> list[Finding]:
+def findings(history: RunHistory, now: float) -> list[PassedLimit]:
     """Return a finding for each limit of the spec that can be judged at `now` (Unix seconds)."""
     given, found = history.spec.alerts, []
     if given.ettr_min is not None or given.gpu_hours_max is not None:
@@ -136,18 +136,18 @@ def findings(history: RunHistory, now: float) -> list[Finding]:
         if given.ettr_min is not None and goodput.total_s >= ETTR_AFTER_S:
             text = f"productive share of the time (ETTR): {goodput.ettr:.1%}"
             passed = goodput.ettr < given.ettr_min
-            found.append(Finding("ettr_min", passed, goodput.ettr, text))
+            found.append(PassedLimit("ettr_min", passed, goodput.ettr, text))
         if given.gpu_hours_max is not None:
             hours = goodput.gpu_hours
             text = f"GPU hours: {hours:,.1f} of {given.gpu_hours_max:,.1f}"
             passed = hours >= GPU_HOURS_SHARE * given.gpu_hours_max
-            found.append(Finding("gpu_hours_max", passed, hours, text))
+            found.append(PassedLimit("gpu_hours_max", passed, hours, text))
     age_s = _checkpoint_age_s(history, now)
     if given.checkpoint_age_max_min is not None and age_s is not None:
         minutes = age_s / 60.0
         text = f"training since the newest checkpoint: {minutes:.1f} min"
         passed = minutes > given.checkpoint_age_max_min
-        found.append(Finding("checkpoint_age_max_min", passed, minutes, text))
+        found.append(PassedLimit("checkpoint_age_max_min", passed, minutes, text))
     return found
 
 

@@ -25,14 +25,14 @@ from holdfast.api.schemas import (
 from holdfast.api.services import services_of
 from holdfast.api.steering import read_supervision, requests_in
 from holdfast.api.vitals import read_nodes
-from holdfast.api.watch import Pace, Watch
+from holdfast.api.watch import LivePace, Watch
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.rank_logs import choose_attempt
 from holdfast.contracts.errors import QueryError
 from holdfast.contracts.plain_text import plain_line
 from holdfast.contracts.records.alerts import failed_saves, noticed
 from holdfast.contracts.records.saving import saves_by_holdfast, trained_in_view
-from holdfast.contracts.records.topology import Saved
+from holdfast.contracts.records.topology import SavedTopology
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.spec.steps_total import steps_total
 from holdfast.contracts.states import RunState
@@ -286,7 +286,7 @@ def _unreadable(watch: Watch, search: str | None) -> list[UnreadableRun]:
     ][:PAGE_MAX]
 
 
-def _line(row: views.RunRow, pace: Pace | None) -> RunLine:
+def _line(row: views.RunRow, pace: LivePace | None) -> RunLine:
     return RunLine(
         **row, live_step=pace.step if pace else None, step_s=pace.step_s if pace else None
     )
@@ -301,7 +301,7 @@ def _gpu_range(spec: dict[str, Any]) -> dict[str, int | None]:
     return {"gpus_min": parsed.gpus_min, "gpus_max": parsed.gpus_max}
 
 
-def _fitting(spec: dict[str, Any], newest: Saved | None) -> list[int] | None:
+def _fitting(spec: dict[str, Any], newest: SavedTopology | None) -> list[int] | None:
     """Return the allowed GPU counts that the newest checkpoint fits; None if it fits all."""
     with contextlib.suppress(ValueError):
         parsed = RunSpec.read(spec)

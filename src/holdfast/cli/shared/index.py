@@ -43,7 +43,7 @@ from holdfast.contracts.spec.secrets import known_secrets
 
 # Importing SQLAlchemy and submitit takes most of a second, so only commands that use them do it.
 if TYPE_CHECKING:
-    from holdfast.lineage.database.limits import Limits
+    from holdfast.lineage.database.limits import DatabaseLimits
     from holdfast.lineage.database.transactions import Database
 
 T = TypeVar("T")
@@ -300,7 +300,7 @@ def read_index(work: Callable[[Database], T]) -> T:
         return work(database)
 
 
-def open_index(limits: Limits | None = None) -> Database:
+def open_index(limits: DatabaseLimits | None = None) -> Database:
     """Open the index. Raises `LineageError`, with the next step, if it cannot be used."""
     from holdfast.lineage.database.transactions import open_database
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from holdfast.contracts.account.prices import Held, Prices, costs_of
-from holdfast.contracts.records.tally import Launch, Span
+from holdfast.contracts.records.tally import LaunchSpan, Span
 
 SECONDS_PER_HOUR: Final = 3600.0
 PARTS: Final = (
@@ -275,7 +275,7 @@ class KnownSpans:
         return again, list(self._legs)
 
 
-def _launches(span: Span, *, has_times: bool) -> tuple[Launch, ...]:
+def _launches(span: Span, *, has_times: bool) -> tuple[LaunchSpan, ...]:
     """Return the attempt's launches, each with the time at which training started.
 
     With `has_times`, some launch of the run recorded that time. Otherwise a launch with steps
@@ -284,7 +284,7 @@ def _launches(span: Span, *, has_times: bool) -> tuple[Launch, ...]:
     """
     begins = span.started_at
     if not span.launches and span.last_step is not None:
-        return (Launch(trained_from=begins, resumed_step=span.resumed_step),)
+        return (LaunchSpan(trained_from=begins, resumed_step=span.resumed_step),)
     if has_times:
         return span.launches
     return tuple(
@@ -317,7 +317,7 @@ def _walk(kept: _Account, span: Span, number: int) -> list[_Leg]:
 
 
 def _walk_launch(
-    kept: _Account, launch: Launch, span: int, limit: float, asked: float | None
+    kept: _Account, launch: LaunchSpan, span: int, limit: float, asked: float | None
 ) -> tuple[list[tuple[float, float]], float]:
     """Move the cursor through one launch. Return its periods of training and their seconds."""
     kept.go_to(launch.started_at, "starting", limit)

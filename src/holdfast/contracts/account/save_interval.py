@@ -31,7 +31,7 @@ class Failures:
 
 
 @dataclass(frozen=True)
-class Choice:
+class IntervalChoice:
     """An interval and the figures that led to it. All values but `failures` are seconds."""
 
     interval_s: float
@@ -41,7 +41,7 @@ class Choice:
     flush_s: float
     bound: str
 
-    def differs_from(self, other: Choice | None) -> bool:
+    def differs_from(self, other: IntervalChoice | None) -> bool:
         """Return True if the change is large enough to report."""
         if other is None:
             return True
@@ -63,7 +63,7 @@ def mean_failure_s(seen: Failures, nodes: int) -> float:
     return max(PRIOR_NODE_S / nodes, seen.trained_s)
 
 
-def choose_interval(seen: Failures, nodes: int, *, cost_s: float, flush_s: float) -> Choice:
+def choose_interval(seen: Failures, nodes: int, *, cost_s: float, flush_s: float) -> IntervalChoice:
     """Return the interval for a save that costs `cost_s` and is durable after `flush_s`."""
     mean_s = mean_failure_s(seen, nodes)
     bounds = [
@@ -76,4 +76,4 @@ def choose_interval(seen: Failures, nodes: int, *, cost_s: float, flush_s: float
     longest_s = max(INTERVAL_MAX_S, flush_s, cost_s / OVERHEAD_MAX)
     if interval_s > longest_s:
         interval_s, bound = longest_s, "the maximum interval"
-    return Choice(interval_s, mean_s, seen.count, cost_s, flush_s, bound)
+    return IntervalChoice(interval_s, mean_s, seen.count, cost_s, flush_s, bound)

@@ -1,6 +1,6 @@
 """Conversion of journal lines to the launches that `goodput` accounts for. Pure functions.
 
-The SQL index and the disk both provide the lines as `Mark`s, so both give the same account.
+The SQL index and the disk both provide the lines as `TimelineMark`s, so both give the same account.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from holdfast.contracts.account.goodput import Goodput, KnownSpans, account
 from holdfast.contracts.account.prices import prices_of
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.records.history import AttemptView, RunHistory
-from holdfast.contracts.records.tally import FINAL, Blocked, Launch, Span
+from holdfast.contracts.records.tally import FINAL, Blocked, LaunchSpan, Span
 from holdfast.contracts.states import Cause
 
 KINDS: Final = (
@@ -32,7 +32,7 @@ RECORDED: Final = ("started_at", "trained_from", "ended_at", "resumed_step", "la
 
 
 @dataclass(frozen=True)
-class Mark:
+class TimelineMark:
     """A journal line about an attempt. `time` is Unix seconds."""
 
     attempt: int
@@ -42,10 +42,10 @@ class Mark:
 
 
 def launches_of(
-    marks: Iterable[Mark],
+    marks: Iterable[TimelineMark],
     records: Iterable[tuple[int, int, Mapping[str, Any]]] = (),
     blocked: Mapping[tuple[int, int], Blocked] | None = None,
-) -> dict[int, tuple[Launch, ...]]:
+) -> dict[int, tuple[LaunchSpan, ...]]:
     """Return the launches of each attempt, in order. Invalid marks are ignored.
 
     `marks` are in order of time. `records` are (attempt, launch, facts) of the launches in an
@@ -53,7 +53,7 @@ def launches_of(
     saves that are not among the marks, by attempt and launch.
     """
     blocked = blocked or {}
-    found: defaultdict[int, dict[int, Launch]] = defaultdict(dict)
+    found: defaultdict[int, dict[int, LaunchSpan]] = defaultdict(dict)
     held: defaultdict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
     for mark in marks:
         own = found[mark.attempt]
@@ -63,7 +63,7 @@ def launches_of(
             number = max(own, default=None)
         if number is None:
             continue
-        launch = own.get(number, Launch())
+        launch = own.get(number, LaunchSpan())
         if _is_hold(mark):
             # Collected in a list: a long run has tens of thousands of them, and updating a launch
             # copies it.
@@ -72,9 +72,9 @@ def launches_of(
         else:
             own[number] = _update(launch, mark)
     for attempt, number in blocked:
-        found[attempt].setdefault(number, Launch())
+        found[attempt].setdefault(number, LaunchSpan())
     for attempt, number, facts in records:
-        found[attempt][number] = _complete(found[attempt].get(number, Launch()), facts)
+        found[attempt][number] = _complete(found[attempt].get(number, LaunchSpan()), facts)
     return {
         attempt: tuple(
             replace(
@@ -88,7 +88,7 @@ def launches_of(
     }
 
 
-def _complete(launch: Launch, facts: Mapping[str, Any]) -> Launch:
+def _complete(launch: LaunchSpan, facts: Mapping[str, Any]) -> LaunchSpan:
     """Return the launch with the recorded facts that no line contained."""
     missing: dict[str, Any] = {
         key: facts.get(key) for key in RECORDED if getattr(launch, key) is None
@@ -126,9 +126,9 @@ def spans_of(history: RunHistory, known: KnownAccount | None = None) -> list[Spa
 
 def _launches_in(
     history: RunHistory, views: Sequence[AttemptView]
-) -> dict[int, tuple[Launch, ...]]:
+) -> dict[int, tuple[LaunchSpan, ...]]:
     marks = (
-        Mark(view.number, str(event.kind), event.time, event.data)
+        TimelineMark(view.number, str(event.kind), event.time, event.data)
         for view in views
         for event in history.lines.by_attempt.get(view.number, ())
         if str(event.kind) in KINDS and _whole(event.data.get("attempt")) is not None
@@ -145,7 +145,7 @@ def _launches_in(
     return launches_of(marks, records, blocked)
 
 
-def _span(history: RunHistory, view: AttemptView, launches: tuple[Launch, ...]) -> Span:
+def _span(history: RunHistory, view: AttemptView, launches: tuple[LaunchSpan, ...]) -> Span:
     outcome = view.outcome
     place = view.request.place if view.request else 0
     return Span(
@@ -193,7 +193,7 @@ def goodput_of(
     )
 
 
-def _update(launch: Launch, mark: Mark) -> Launch:
+def _update(launch: LaunchSpan, mark: TimelineMark) -> LaunchSpan:
     """Return the launch with the facts of one line added. Most facts keep their first value."""
     data, time = mark.data, mark.time
     if mark.kind == EventKind.LAUNCH_STARTED:
@@ -238,12 +238,12 @@ def _update(launch: Launch, mark: Mark) -> Launch:
     )
 
 
-def _is_hold(mark: Mark) -> bool:
+def _is_hold(mark: TimelineMark) -> bool:
     """Return True for a save that only blocks training, which then continues."""
     return mark.kind == EventKind.STAGED and mark.data.get("reason") != FINAL
 
 
-def _hold(mark: Mark) -> list[tuple[float, float]]:
+def _hold(mark: TimelineMark) -> list[tuple[float, float]]:
     """Return the period for which a save blocked training, if any."""
     began = mark.time - _seconds(mark.data.get("blocked_s"))
     return [(began, mark.time)] if began < mark.time else []

@@ -51,7 +51,7 @@ def write_some(handle: int, piece: memoryview) -> int:
     return count
 
 
-class Output:
+class DirectFile:
     """An open file that is written from its start, with direct writes where possible."""
 
     def __init__(self, handle: int, size: int) -> None:

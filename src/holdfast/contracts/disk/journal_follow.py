@@ -27,7 +27,7 @@ KEPT_BYTES_MAX: Final = 8 * 1024 * 1024
 class _Kept:
     """The events of a journal up to a place."""
 
-    place: Place
+    place: JournalPlace
     events: tuple[Event, ...]
 
 
@@ -87,7 +87,7 @@ SAMPLE_BYTES: Final = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class JournalPlace:
     """Where a reader stopped in a journal, and the file as it was then."""
 
     file: tuple[int, int]
@@ -99,8 +99,12 @@ class Place:
 
 
 def follow(
-    path: Path, place: Place | None, *, begin: Callable[[], None], take: Callable[[Event], None]
-) -> Place | None:
+    path: Path,
+    place: JournalPlace | None,
+    *,
+    begin: Callable[[], None],
+    take: Callable[[Event], None],
+) -> JournalPlace | None:
     """Call `take` with each line after `place`; return the new place, or None without a file.
 
     If the file must be read from its start, `begin` is called first. Only one line at a time is in
@@ -135,7 +139,7 @@ def facts_of(stream: BinaryIO) -> Facts:
     return (facts.st_dev, facts.st_ino), facts.st_size, facts.st_mtime_ns
 
 
-def start_of(stream: BinaryIO, place: Place | None) -> int:
+def start_of(stream: BinaryIO, place: JournalPlace | None) -> int:
     """Return the offset after the lines before `place`; 0 if the file is not the same one."""
     if place is None:
         return 0
@@ -144,13 +148,13 @@ def start_of(stream: BinaryIO, place: Place | None) -> int:
     return place.offset if is_longer and _sample(stream, place.offset) == place.sample else 0
 
 
-def place_at(stream: BinaryIO, offset: int, facts: Facts) -> Place:
+def place_at(stream: BinaryIO, offset: int, facts: Facts) -> JournalPlace:
     """Return the place at `offset` of a file whose facts were taken before it was read."""
     (file, size, changed_ns), sample = facts, _sample(stream, offset)
-    return Place(file=file, size=size, changed_ns=changed_ns, offset=offset, sample=sample)
+    return JournalPlace(file=file, size=size, changed_ns=changed_ns, offset=offset, sample=sample)
 
 
-def is_unchanged(path: Path, place: Place) -> bool:
+def is_unchanged(path: Path, place: JournalPlace) -> bool:
     """Return True if the file has not changed since it was read. It need not be opened then."""
     fetch_attributes(path)
     try:

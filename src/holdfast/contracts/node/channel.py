@@ -31,7 +31,7 @@ from holdfast.contracts.node.clocks import GAP_S_MAX, Timeout
 from holdfast.contracts.node.handshake import (
     MESSAGE_BYTES_MAX,
     Decoder,
-    Line,
+    LineSocket,
     Proof,
     encode,
     listen,
@@ -81,16 +81,16 @@ class Switchboard:
         listener: socket.socket,
         backlog: int,
         token: bytes,
-        admit: Callable[[Connection, dict[str, Any]], None],
+        admit: Callable[[NodeConnection, dict[str, Any]], None],
         take: Callable[[dict[str, Any], dict[str, Any]], None],
     ) -> None:
         self.token, self.admit, self.take = token, admit, take
         # Seconds for which this process could run.
         self.running_s, self._looked_at = 0.0, time.monotonic()
         # All connections, and those without a hello message; oldest first.
-        self._connections: dict[Connection, None] = {}
-        self._callers: dict[Connection, None] = {}
-        self._outbox: deque[tuple[Connection, Question]] = deque()
+        self._connections: dict[NodeConnection, None] = {}
+        self._callers: dict[NodeConnection, None] = {}
+        self._outbox: deque[tuple[NodeConnection, Question]] = deque()
         self._is_flushing = self._is_closed = False
         self._loop, self._closing = asyncio.new_event_loop(), asyncio.Event()
         self._thread = threading.Thread(
@@ -101,7 +101,7 @@ class Switchboard:
         """Begin to accept connections. `admit` and `take` may be called from now on."""
         self._thread.start()
 
-    def post(self, connection: Connection, question: Question) -> None:
+    def post(self, connection: NodeConnection, question: Question) -> None:
         """Send a question, from any thread."""
         self._outbox.append((connection, question))
         if self._is_closed:
@@ -123,7 +123,7 @@ class Switchboard:
         self._thread.join(2 * LINGER_S)
         self._refuse_all()
 
-    def opened(self, connection: Connection) -> None:
+    def opened(self, connection: NodeConnection) -> None:
         """Register a caller. With `HANDSHAKES_MAX` callers, close the oldest connection.
 
         A node finishes its handshake in milliseconds, so the oldest caller is not one of ours.
@@ -133,7 +133,7 @@ class Switchboard:
             next(iter(self._callers)).end("too many callers")
         self._callers[connection] = None
 
-    def ended(self, connection: Connection, *, is_closed: bool = False) -> None:
+    def ended(self, connection: NodeConnection, *, is_closed: bool = False) -> None:
         """Forget a caller that has joined or will not join, or a connection that is closed."""
         self._callers.pop(connection, None)
         if is_closed:
@@ -149,7 +149,7 @@ class Switchboard:
 
     async def _serve(self, listener: socket.socket, backlog: int) -> None:
         server = await self._loop.create_server(
-            lambda: Connection(self), sock=listener, backlog=backlog
+            lambda: NodeConnection(self), sock=listener, backlog=backlog
         )
         while not self._closing.is_set():
             with contextlib.suppress(TimeoutError):
@@ -184,7 +184,7 @@ class Switchboard:
                 question.future.set_exception(connection.lost())
 
 
-class Connection(asyncio.Protocol):
+class NodeConnection(asyncio.Protocol):
     """One caller, and a node of the attempt from its `hello` message on.
 
     `waiting_s` is how many seconds the oldest question has been waiting for its answer; 0 without
@@ -320,7 +320,7 @@ class Peer:
     """Node 0's view of another node, for any thread. Also a `NodePort` of the stop agreement."""
 
     def __init__(
-        self, connection: Connection, hello: dict[str, Any], switchboard: Switchboard
+        self, connection: NodeConnection, hello: dict[str, Any], switchboard: Switchboard
     ) -> None:
         self.hello = hello
         self._connection, self._switchboard = connection, switchboard
@@ -425,7 +425,7 @@ class ChannelHost:
         """Close all connections and stop listening. The other nodes see the end."""
         self._switchboard.close()
 
-    def _admit(self, connection: Connection, hello: dict[str, Any]) -> None:
+    def _admit(self, connection: NodeConnection, hello: dict[str, Any]) -> None:
         """Accept a node. Refuse it while another agent for the same node is connected."""
         node = int(hello["node"])
         before = self.peers.get(node)
@@ -493,7 +493,7 @@ class ChannelMember:
             raise ConnectionError(f"node 0 is gone: {error}") from error
 
 
-def _join(path: Path, hello: dict[str, Any], timeout_s: float) -> tuple[Line, str]:
+def _join(path: Path, hello: dict[str, Any], timeout_s: float) -> tuple[LineSocket, str]:
     """Return a connection on which node 0 has admitted this node, and node 0's address."""
     timeout = Timeout(timeout_s)
     problem = f"{path} does not exist"
@@ -520,8 +520,8 @@ def _join(path: Path, hello: dict[str, Any], timeout_s: float) -> tuple[Line, st
     )
 
 
-def _call_up(address: str, port: int, token: bytes, hello: dict[str, Any]) -> Line:
-    line = Line(socket.create_connection((address, port), timeout=DIAL_TIMEOUT_S))
+def _call_up(address: str, port: int, token: bytes, hello: dict[str, Any]) -> LineSocket:
+    line = LineSocket(socket.create_connection((address, port), timeout=DIAL_TIMEOUT_S))
     proof, timeout = Proof(token, is_host=False), Timeout(HANDSHAKE_TIMEOUT_S)
     try:
         line.send(proof.opening, timeout)
@@ -539,7 +539,7 @@ def _call_up(address: str, port: int, token: bytes, hello: dict[str, Any]) -> Li
     return line
 
 
-def _take(line: Line, timeout: Timeout) -> dict[str, Any]:
+def _take(line: LineSocket, timeout: Timeout) -> dict[str, Any]:
     """Return the next message of a handshake. Raises `TimeoutError` if it is late."""
     message = line.receive(timeout)
     if message is None:

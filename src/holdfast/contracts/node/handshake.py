@@ -91,7 +91,7 @@ class Decoder:
         return message
 
 
-class Line:
+class LineSocket:
     """A connected socket, owned by this object.
 
     One thread may receive while others send in turn.

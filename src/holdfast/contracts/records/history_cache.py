@@ -21,7 +21,7 @@ from typing import Final
 from weakref import WeakValueDictionary
 
 from holdfast.contracts.disk.journal import Event
-from holdfast.contracts.disk.journal_follow import Place, follow
+from holdfast.contracts.disk.journal_follow import JournalPlace, follow
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths, has_spec
 from holdfast.contracts.errors import reading_run
 from holdfast.contracts.records.attempt import Request, RunRecord
@@ -196,7 +196,7 @@ class _Newest:
 class _Known:
     """A journal up to a place, and its newest time."""
 
-    place: Place
+    place: JournalPlace
     at: float
 
 

@@ -49,7 +49,7 @@ class Blocked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch:
+class LaunchSpan:
     """One launch of torchrun. Times are Unix seconds; None means unknown.
 
     Ranks restore their state from `loads_from` to `trained_from`. They train until `hangs_from` or
@@ -88,7 +88,7 @@ class Span:
     ended_at: float | None = None
     resumed_step: int | None = None
     last_step: int | None = None
-    launches: tuple[Launch, ...] = ()
+    launches: tuple[LaunchSpan, ...] = ()
 
 
 # Lines of these kinds, and of kinds that only a newer version knows, are counted and not kept.

@@ -29,7 +29,7 @@ LIMITS: Final = (FIXED, GLOBAL_BATCHES)
 COUNTS_SHOWN: Final = 8
 
 
-class Saved(Protocol):
+class SavedTopology(Protocol):
     """What a manifest, or a row of the index, says about the ranks that saved a checkpoint."""
 
     @property
@@ -64,7 +64,7 @@ class Degrees:
         return self.data * self.replicas
 
 
-def degrees_of(manifest: Saved) -> Degrees:
+def degrees_of(manifest: SavedTopology) -> Degrees:
     """Return how the checkpoint's state was split when it was saved."""
     mesh = _mesh_of(manifest)
     pipeline = int(manifest.topology.get("pipeline") or mesh.get(PIPELINE) or 1)
@@ -83,7 +83,7 @@ def degrees_of(manifest: Saved) -> Degrees:
     )
 
 
-def rescale(now: Degrees, manifest: Saved, ranks: int) -> Degrees | None:
+def rescale(now: Degrees, manifest: SavedTopology, ranks: int) -> Degrees | None:
     """Return the degrees on `ranks` ranks, or None if the fixed degrees do not divide `ranks`.
 
     None too if only the saved number of ranks can load the state, and if the data-parallel ranks
@@ -98,7 +98,7 @@ def rescale(now: Degrees, manifest: Saved, ranks: int) -> Degrees | None:
     return None if then is None or _unshared(manifest, then) else then
 
 
-def _resized(now: Degrees, manifest: Saved, ranks: int) -> Degrees | None:
+def _resized(now: Degrees, manifest: SavedTopology, ranks: int) -> Degrees | None:
     mesh = _mesh_of(manifest)
     shards = any(name in DATA and name not in REPLICATING for name in mesh)
     copies = any(name in REPLICATING for name in mesh) or not shards
@@ -114,7 +114,7 @@ def _resized(now: Degrees, manifest: Saved, ranks: int) -> Degrees | None:
     )
 
 
-def problem_with_mesh(manifest: Saved, ranks: int) -> str | None:
+def problem_with_mesh(manifest: SavedTopology, ranks: int) -> str | None:
     """Return why `ranks` do not fit the checkpoint's mesh, with counts that fit, or None."""
     if ranks != manifest.world_size and (reason := manifest.topology.get(FIXED)):
         fits = counted(manifest.world_size, "rank")
@@ -140,7 +140,9 @@ def problem_with_mesh(manifest: Saved, ranks: int) -> str | None:
     )
 
 
-def fitting_counts(manifest: Saved, now: Degrees, around: int | None = None) -> tuple[int, ...]:
+def fitting_counts(
+    manifest: SavedTopology, now: Degrees, around: int | None = None
+) -> tuple[int, ...]:
     """Return rank counts that keep the fixed dimensions, nearest to `around` (the saved count)."""
     middle = around or manifest.world_size
     candidates = [n for n in range(1, 4 * max(middle, now.ranks) + 1) if rescale(now, manifest, n)]
@@ -148,18 +150,18 @@ def fitting_counts(manifest: Saved, now: Degrees, around: int | None = None) -> 
     return tuple(sorted(nearest))
 
 
-def has_mesh(manifest: Saved) -> bool:
+def has_mesh(manifest: SavedTopology) -> bool:
     """Return False if the manifest has no mesh, as that of an imported checkpoint may."""
     return "mesh" in manifest.topology
 
 
-def _mesh_of(manifest: Saved) -> Mapping[str, int]:
+def _mesh_of(manifest: SavedTopology) -> Mapping[str, int]:
     """Return dimension names and sizes; empty if nothing was sharded or it was not recorded."""
     mesh: Mapping[str, int] = manifest.topology.get("mesh") or {}
     return mesh
 
 
-def _unshared(manifest: Saved, then: Degrees) -> list[int]:
+def _unshared(manifest: SavedTopology, then: Degrees) -> list[int]:
     """Return the global batches that the data-parallel ranks cannot share evenly."""
     sizes = manifest.topology.get(GLOBAL_BATCHES)
     numbers = sizes if isinstance(sizes, list | tuple) else ()

@@ -20,7 +20,7 @@ _GPUS: Final = re.compile(
 _IN_BRACKETS: Final = re.compile(r"\([^)]*\)")
 
 
-class Share(NamedTuple):
+class NodeShare(NamedTuple):
     """A number of nodes, and the GPUs and ranks of each."""
 
     nodes: int
@@ -28,7 +28,7 @@ class Share(NamedTuple):
     ranks: int
 
 
-def share_of(size: int, gpus_per_node: int, nproc_per_node: int | None = None) -> Share:
+def share_of(size: int, gpus_per_node: int, nproc_per_node: int | None = None) -> NodeShare:
     """Return the nodes for `size` GPUs, or for `size` ranks if nodes have no GPUs.
 
     `nproc_per_node` are the ranks of a whole node, None for one per GPU. A part of a node has the
@@ -50,7 +50,7 @@ def share_of(size: int, gpus_per_node: int, nproc_per_node: int | None = None) -
             f"resources.nproc_per_node = {nproc_per_node} ranks, and its part of the ranks is no "
             f"whole number: expected a count whose {nproc_per_node}/{per_node} is whole"
         )
-    return Share(nodes, here if gpus_per_node else 0, ranks)
+    return NodeShare(nodes, here if gpus_per_node else 0, ranks)
 
 
 def problem_with_sizes(

@@ -19,7 +19,7 @@ from holdfast.contracts.environment import KEYS_OF_VARIABLES, S3_ENDPOINT
 from holdfast.contracts.plain_text import counted
 from holdfast.contracts.spec.checkpoint import Checkpointing
 from holdfast.contracts.spec.effects import problems_of_effects
-from holdfast.contracts.spec.node_share import Share, share_of
+from holdfast.contracts.spec.node_share import NodeShare, share_of
 from holdfast.contracts.spec.part import SpecPart, is_recorded
 from holdfast.contracts.spec.resources import Resources
 from holdfast.contracts.spec.secrets import EnvironmentValue, SecretReference
@@ -357,7 +357,7 @@ class RunSpec(SpecPart):
         largest = max((self.gpus, *self.elastic.choices, *self.elastic.on_preemption))
         return self.elastic.max_gpus or largest
 
-    def share(self, gpus: int) -> Share:
+    def share(self, gpus: int) -> NodeShare:
         """Return the nodes of an attempt of size `gpus`, and the GPUs and ranks of each.
 
         Raises `ValueError` when it does not fill whole nodes or has no whole number of ranks.

@@ -18,7 +18,7 @@ from holdfast.contracts.disk.filesystems import filesystem_of
 from holdfast.contracts.disk.paths import absolute_path, holdfast_home
 from holdfast.contracts.errors import DamagedIndexError, LineageError
 from holdfast.lineage.database.heal import says_damage
-from holdfast.lineage.database.limits import ORDINARY, POOL_S, Limits
+from holdfast.lineage.database.limits import ORDINARY, POOL_S, DatabaseLimits
 
 URL_VARIABLE: Final = "HOLDFAST_DATABASE_URL"
 WAL_TRIES_MAX: Final = 100
@@ -92,7 +92,7 @@ def _create_private(path: Path) -> None:
 
 
 def make_engine(
-    url: URL, limits: Limits = ORDINARY, *, foreign_keys: bool = True, **options: Any
+    url: URL, limits: DatabaseLimits = ORDINARY, *, foreign_keys: bool = True, **options: Any
 ) -> Engine:
     """Create an engine whose uses of the database are bounded by `limits`."""
     if "poolclass" not in options:

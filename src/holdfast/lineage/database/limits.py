@@ -10,7 +10,7 @@ POOL_S: Final = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class DatabaseLimits:
     """Limits in seconds; 0 means never.
 
     `silent_s` bounds the wait for PostgreSQL. With `is_patient`, the client asks the server over
@@ -26,9 +26,9 @@ class Limits:
 
 
 # For queries: the server ends a statement first, so a longer silence means that it hangs.
-ORDINARY: Final = Limits(silent_s=10.0, statement_s=9, lock_s=8, is_patient=False)
+ORDINARY: Final = DatabaseLimits(silent_s=10.0, statement_s=9, lock_s=8, is_patient=False)
 # For the rows of one run, which can be a million.
-WRITES: Final = Limits(silent_s=4.0, statement_s=600, lock_s=8, is_patient=True)
+WRITES: Final = DatabaseLimits(silent_s=4.0, statement_s=600, lock_s=8, is_patient=True)
 # For `reindex`, which takes minutes anyway.
 REINDEX: Final = replace(WRITES, lock_s=120)
 # For changes of the schema: they rewrite tables, and wait for everyone who uses these.

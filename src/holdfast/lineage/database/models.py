@@ -176,7 +176,7 @@ class Attempt(Base):
     environment_digest: Mapped[str | None]
 
 
-class AttemptNode(Base):
+class AttemptNodeRow(Base):
     """A node of an attempt; `fault` is the failure's cause if it is attributed to this node."""
 
     __tablename__ = "attempt_nodes"
@@ -194,7 +194,7 @@ class AttemptNode(Base):
     ended_at: Mapped[float | None]
 
 
-class Launch(Base):
+class LaunchRow(Base):
     """One launch of torchrun inside an attempt."""
 
     __tablename__ = "launches"
@@ -331,7 +331,7 @@ class Journal(Base):
     lines: Mapped[int]
 
 
-class Event(Base):
+class EventRow(Base):
     """One journal line. Its kind is unconstrained: a newer version may have written it."""
 
     __tablename__ = "events"
@@ -395,6 +395,6 @@ class Compatibility(Base):
 
 
 TABLES: Final = (
-    *(Run, Attempt, Launch, AttemptNode, Checkpoint, CheckpointFile, CheckpointEdge),
-    *(Journal, Event, MetricFile, Metric),
+    *(Run, Attempt, LaunchRow, AttemptNodeRow, Checkpoint, CheckpointFile, CheckpointEdge),
+    *(Journal, EventRow, MetricFile, Metric),
 )

@@ -15,12 +15,12 @@ from typing import Any, Final
 import psycopg
 from sqlalchemy import URL, Engine, create_engine, event
 
-from holdfast.lineage.database.limits import ORDINARY, WRITES, Limits
+from holdfast.lineage.database.limits import ORDINARY, WRITES, DatabaseLimits
 
 # Per address of the host: `localhost` has two.
 CONNECT_S: Final = 4
 # For a pooled connection, which is checked before its next use.
-PING: Final = Limits(silent_s=3.0, statement_s=0, lock_s=0, is_patient=False)
+PING: Final = DatabaseLimits(silent_s=3.0, statement_s=0, lock_s=0, is_patient=False)
 # After the server did not answer, connections are refused for this long.
 PAUSE_S: Final = 10.0
 # A failed attempt to connect that took longer counts as no answer.
@@ -71,10 +71,10 @@ class _Server:
 _SERVERS: Final[dict[str, _Server]] = {}
 
 
-class Connection(psycopg.Connection[Any]):
+class BoundedConnection(psycopg.Connection[Any]):
     """A connection whose waits for the server are bounded by `limits`."""
 
-    limits: Limits = PING
+    limits: DatabaseLimits = PING
     server: _Server | None = None
 
     def wait(self, gen: Generator[Any, Any, Any], *args: Any, **named: Any) -> Any:
@@ -114,25 +114,25 @@ class Connection(psycopg.Connection[Any]):
         arguments: dict[str, Any] = {**self.info.get_parameters(), **_SETTINGS}
         arguments["password"] = self.info.password
         try:
-            with contextlib.closing(Connection.connect(**arguments)) as other:
+            with contextlib.closing(BoundedConnection.connect(**arguments)) as other:
                 found = other.execute(query, [pid]).fetchone()
         except psycopg.Error:
             return False
         return found is not None and bool(found[0])
 
 
-def make_engine(url: URL, limits: Limits, **options: Any) -> Engine:
+def make_engine(url: URL, limits: DatabaseLimits, **options: Any) -> Engine:
     """Create an engine whose connections have `limits`."""
     settings = {name: value for name, value in _SETTINGS.items() if name not in url.query}
     engine = create_engine(url, connect_args=settings, pool_pre_ping=True, **options)
     server = _SERVERS.setdefault(url.render_as_string(hide_password=True), _Server())
 
     @event.listens_for(engine, "do_connect")
-    def connect(_dialect: object, _record: object, args: Any, named: Any) -> Connection:
+    def connect(_dialect: object, _record: object, args: Any, named: Any) -> BoundedConnection:
         server.check()
         began = time.monotonic()
         try:
-            made: Connection = Connection.connect(*args, **named)
+            made: BoundedConnection = BoundedConnection.connect(*args, **named)
             _set(made, limits)
         except psycopg.OperationalError as error:
             if (took_s := time.monotonic() - began) < SLOW_S:
@@ -145,12 +145,12 @@ def make_engine(url: URL, limits: Limits, **options: Any) -> Engine:
         return made
 
     @event.listens_for(engine, "checkin")
-    def returned(connection: Connection | None, _record: object) -> None:
+    def returned(connection: BoundedConnection | None, _record: object) -> None:
         if connection is not None:
             connection.limits = PING
 
     @event.listens_for(engine, "checkout")
-    def taken(connection: Connection, _record: object, _proxy: object) -> None:
+    def taken(connection: BoundedConnection, _record: object, _proxy: object) -> None:
         connection.limits = limits
 
     return engine
@@ -158,13 +158,13 @@ def make_engine(url: URL, limits: Limits, **options: Any) -> Engine:
 
 def allow_long_statements(connection: Any) -> None:
     """Give the transaction that has just begun the limits of writes, if it has shorter ones."""
-    driver: Connection = connection.connection.driver_connection
+    driver: BoundedConnection = connection.connection.driver_connection
     if driver.limits is ORDINARY:
         driver.limits = WRITES
         connection.exec_driver_sql(f"SET LOCAL statement_timeout = '{WRITES.statement_s}s'")
 
 
-def _set(connection: Connection, limits: Limits) -> None:
+def _set(connection: BoundedConnection, limits: DatabaseLimits) -> None:
     # A `SET` inside a transaction would be undone by its rollback.
     connection.autocommit = True
     connection.execute(

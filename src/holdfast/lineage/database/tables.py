@@ -23,12 +23,12 @@ Row = dict[str, Any]
 
 RUNS: Final[Any] = models.Run.__table__
 ATTEMPTS: Final[Any] = models.Attempt.__table__
-LAUNCHES: Final[Any] = models.Launch.__table__
+LAUNCHES: Final[Any] = models.LaunchRow.__table__
 CHECKPOINTS: Final[Any] = models.Checkpoint.__table__
 EDGES: Final[Any] = models.CheckpointEdge.__table__
 JOURNALS: Final[Any] = models.Journal.__table__
-EVENTS: Final[Any] = models.Event.__table__
-NODES: Final[Any] = models.AttemptNode.__table__
+EVENTS: Final[Any] = models.EventRow.__table__
+NODES: Final[Any] = models.AttemptNodeRow.__table__
 FILES: Final[Any] = models.CheckpointFile.__table__
 METRIC_FILES: Final[Any] = models.MetricFile.__table__
 METRICS: Final[Any] = models.Metric.__table__

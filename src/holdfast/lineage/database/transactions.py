@@ -19,7 +19,7 @@ from holdfast.lineage.database.engine import (
     translate_errors,
 )
 from holdfast.lineage.database.heal import quarantine, was_database
-from holdfast.lineage.database.limits import ORDINARY, Limits
+from holdfast.lineage.database.limits import ORDINARY, DatabaseLimits
 from holdfast.lineage.database.schema import problem_of, revision_of
 
 
@@ -109,7 +109,7 @@ class Database:
         self.close()
 
 
-def open_database(url: str | None = None, limits: Limits = ORDINARY) -> Database:
+def open_database(url: str | None = None, limits: DatabaseLimits = ORDINARY) -> Database:
     """Open the database at `url`, by default at `engine.database_url()`, for ingest and queries.
 
     `limits` bound each use of it.

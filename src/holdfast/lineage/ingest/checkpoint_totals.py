@@ -26,7 +26,7 @@ _RUN: Final = -1
 
 
 @dataclass
-class Totals:
+class CheckpointTotals:
     """The totals of some checkpoints.
 
     `newest` has the largest values: the step and the time on the branch that the run can resume
@@ -40,7 +40,7 @@ class Totals:
     is_stale: bool = False
 
     @classmethod
-    def of(cls, rows: Iterable[Mapping[str, Any]]) -> Totals:
+    def of(cls, rows: Iterable[Mapping[str, Any]]) -> CheckpointTotals:
         found = cls()
         for row in rows:
             found.add(row)
@@ -70,8 +70,8 @@ class Totals:
         for name, state in STORAGE.items():
             self.count[state], self.size[state] = run[name], run[f"{name}_bytes"]
 
-    def copy(self) -> Totals:
-        return Totals(Counter(self.count), Counter(self.size), dict(self.newest))
+    def copy(self) -> CheckpointTotals:
+        return CheckpointTotals(Counter(self.count), Counter(self.size), dict(self.newest))
 
     @property
     def branch_step(self) -> int | None:

@@ -31,7 +31,7 @@ from holdfast.contracts.spec.secrets import known_secrets
 from holdfast.lineage.database.states import CheckpointState
 from holdfast.lineage.database.tables import RUNS, lock_run
 from holdfast.lineage.database.transactions import Database
-from holdfast.lineage.ingest.checkpoint_totals import STORAGE, Totals
+from holdfast.lineage.ingest.checkpoint_totals import STORAGE, CheckpointTotals
 from holdfast.lineage.ingest.disk import (
     Row,
     Survey,
@@ -101,7 +101,7 @@ class State:
     number: int
     parts: dict[int, int]
     lines: dict[int, dict[str, int]]
-    totals: Totals
+    totals: CheckpointTotals
     stamps: dict[str, str]
     looked_at: float
     past: frozenset[int] = frozenset()
@@ -111,7 +111,9 @@ class State:
     journaled: tuple[Lines, Journaled] | None = None
 
     @classmethod
-    def of(cls, seen: Survey, fingerprint: str, lines: Mapping[str, int], totals: Totals) -> Self:
+    def of(
+        cls, seen: Survey, fingerprint: str, lines: Mapping[str, int], totals: CheckpointTotals
+    ) -> Self:
         """Return the state after a look at all files."""
         by_attempt: dict[int, dict[str, int]] = {}
         for name, count in lines.items():
@@ -149,7 +151,7 @@ class State:
         return found
 
 
-class Progress:
+class IndexProgress:
     """How far this process has updated the rows of one run. Hold the lock while using it."""
 
     def __init__(self) -> None:
@@ -162,7 +164,7 @@ class Progress:
         self.uid, self.state = uid, state
 
 
-def update(database: Database, paths: RunPaths, record: RunRecord, progress: Progress) -> bool:
+def update(database: Database, paths: RunPaths, record: RunRecord, progress: IndexProgress) -> bool:
     """Update the run's rows by what usually changes. Return False if a full look is needed."""
     state = progress.state
     if state is None or progress.uid != record.uid:
@@ -363,7 +365,7 @@ def _changes(
 
 
 def _groups(
-    builder: Builder, state: State, news: _News, changes: Sequence[Change], totals: Totals
+    builder: Builder, state: State, news: _News, changes: Sequence[Change], totals: CheckpointTotals
 ) -> dict[int, AttemptRows]:
     """Return the rows of the attempts that may have changed, and of the run itself as 0."""
     touched = {row["attempt"] for _, old, new, _ in changes for row in (old, new) if row}

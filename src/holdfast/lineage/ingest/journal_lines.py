@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import Final
 
 from holdfast.contracts.disk.journal import Event, each_line, open_journal
-from holdfast.contracts.disk.journal_follow import Place, facts_of, is_unchanged, place_at, start_of
+from holdfast.contracts.disk.journal_follow import (
+    JournalPlace,
+    facts_of,
+    is_unchanged,
+    place_at,
+    start_of,
+)
 from holdfast.contracts.disk.paths import RunPaths
 
 # A line takes a few kilobytes in memory.
@@ -43,16 +49,16 @@ class LinePlaces:
     """Where the first lines of journals end, and how many these are. Thread-safe."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[Path, tuple[tuple[int, Place], ...]] = OrderedDict()
+        self._known: OrderedDict[Path, tuple[tuple[int, JournalPlace], ...]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, path: Path, most: int) -> tuple[int, Place | None]:
+    def get(self, path: Path, most: int) -> tuple[int, JournalPlace | None]:
         """Return a number of lines, at most `most`, and where they end; else 0 and None."""
         with self._lock:
             known = self._known.get(path, ())
         return max((one for one in known if one[0] <= most), key=_lines, default=(0, None))
 
-    def put(self, path: Path, lines: int, place: Place) -> None:
+    def put(self, path: Path, lines: int, place: JournalPlace) -> None:
         """Remember where the first `lines` lines of a journal end, and the place before."""
         with self._lock:
             # The index may not get the lines that were read last.
@@ -108,7 +114,7 @@ def _read(path: Path, before: NewLines, most: int) -> NewLines:
     return replace(before, lines=lines, events=tuple(events), is_whole=is_whole)
 
 
-def _lines(known: tuple[int, Place | None]) -> int:
+def _lines(known: tuple[int, JournalPlace | None]) -> int:
     return known[0]
 
 

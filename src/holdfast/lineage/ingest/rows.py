@@ -24,7 +24,7 @@ from holdfast.contracts.records.known_damage import DAMAGE_EVENTS, damaged_check
 from holdfast.contracts.states import Cause, RunState
 from holdfast.lineage.database.permissions import permissions_of
 from holdfast.lineage.database.states import INTEGER_MAX, CheckpointState, EdgeKind
-from holdfast.lineage.ingest.checkpoint_totals import Totals
+from holdfast.lineage.ingest.checkpoint_totals import CheckpointTotals
 from holdfast.lineage.ingest.disk import FoundCheckpoint, Row, empty_facts
 from holdfast.lineage.ingest.origins import Origins, bare
 
@@ -242,7 +242,10 @@ def whole(value: object) -> int | None:
 
 
 def run_row(
-    history: RunHistory, totals: Totals, fingerprint: str, known: KnownAccount | None = None
+    history: RunHistory,
+    totals: CheckpointTotals,
+    fingerprint: str,
+    known: KnownAccount | None = None,
 ) -> Row:
     """Return the row of the run. `known` is from earlier calls for the run."""
     record, state, attempts = history.record, history.state, history.attempts
@@ -303,14 +306,14 @@ def _reason(history: RunHistory, state: RunState) -> str | None:
     return None
 
 
-def _step(state: RunState, last: AttemptView | None, totals: Totals) -> int | None:
+def _step(state: RunState, last: AttemptView | None, totals: CheckpointTotals) -> int | None:
     """Return the newest committed step on the run's branch; a completed run has its last step."""
     finished = last.last_step if state is RunState.COMPLETED and last else None
     steps = [step for step in (totals.branch_step, finished) if step is not None]
     return max(steps, default=None)
 
 
-def newest_time(history: RunHistory, totals: Totals) -> float:
+def newest_time(history: RunHistory, totals: CheckpointTotals) -> float:
     """Return the newest time in the folder, in Unix seconds. Implausible times are ignored."""
     times = [history.tally.newest_at or None, totals.newest_at]
     for view in history.attempts:

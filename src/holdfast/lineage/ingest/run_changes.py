@@ -9,7 +9,7 @@ from holdfast.contracts.disk.digests import document_digest
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.records.history import AttemptView, Lines, RunHistory
-from holdfast.lineage.ingest.checkpoint_totals import Totals
+from holdfast.lineage.ingest.checkpoint_totals import CheckpointTotals
 from holdfast.lineage.ingest.clean import clean, redacted
 from holdfast.lineage.ingest.disk import Row, read_checkpoint, survey_checkpoint
 from holdfast.lineage.ingest.journal_lines import NewLines
@@ -68,7 +68,7 @@ class Builder:
         row = checkpoint_row(self.history, found, self.journaled, deletion, self.origins)
         return name, old, clean(redacted(row, self.secrets)), found
 
-    def attempt(self, view: AttemptView, totals: Totals) -> AttemptRows:
+    def attempt(self, view: AttemptView, totals: CheckpointTotals) -> AttemptRows:
         """Return the rows of an attempt."""
         committed_step = totals.committed_step(view.number)
         rows = attempt_rows(self.history, view, committed_step, self.origins)

@@ -35,7 +35,7 @@ from holdfast.contracts.records.history_cache import HistoryReader, load_tallied
 from holdfast.contracts.spec.secrets import known_secrets
 from holdfast.lineage.database.tables import RUNS, lock_run
 from holdfast.lineage.database.transactions import Database
-from holdfast.lineage.ingest.checkpoint_totals import Totals
+from holdfast.lineage.ingest.checkpoint_totals import CheckpointTotals
 from holdfast.lineage.ingest.disk import (
     INGEST_VERSION,
     Row,
@@ -45,7 +45,7 @@ from holdfast.lineage.ingest.disk import (
     survey,
     version_of,
 )
-from holdfast.lineage.ingest.following import OvertakenError, Progress, State, update
+from holdfast.lineage.ingest.following import IndexProgress, OvertakenError, State, update
 from holdfast.lineage.ingest.journal_lines import NewLines, read_new_lines
 from holdfast.lineage.ingest.metrics import follow_metrics, write_metrics
 from holdfast.lineage.ingest.rows import run_row
@@ -108,7 +108,11 @@ CHECKPOINTS_MAX: Final = 500
 
 
 def ingest_run(
-    database: Database, paths: RunPaths, *, fresh: bool = False, progress: Progress | None = None
+    database: Database,
+    paths: RunPaths,
+    *,
+    fresh: bool = False,
+    progress: IndexProgress | None = None,
 ) -> None:
     """Update the rows of the run at `paths` from its folder. Cheap if nothing has changed.
 
@@ -216,7 +220,7 @@ class _Look:
         uid, mine = self._uid, RUNS.c
         if self._fresh:
             connection.execute(delete(RUNS).where(mine.uid == uid))
-        row = run_row(history, Totals(), f"{INGEST_VERSION}:")
+        row = run_row(history, CheckpointTotals(), f"{INGEST_VERSION}:")
         # Delete the rows of an earlier run in this folder. A root of another cluster can have the
         # same path, so compare `root_id` too.
         connection.execute(

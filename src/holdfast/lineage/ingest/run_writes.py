@@ -23,7 +23,7 @@ from holdfast.lineage.database.tables import (
     RUNS,
     upsert,
 )
-from holdfast.lineage.ingest.checkpoint_totals import COLUMNS, Totals
+from holdfast.lineage.ingest.checkpoint_totals import COLUMNS, CheckpointTotals
 from holdfast.lineage.ingest.clean import clean, redacted
 from holdfast.lineage.ingest.disk import FoundCheckpoint, Row
 from holdfast.lineage.ingest.journal_lines import NewLines
@@ -56,11 +56,11 @@ def stamps_in(connection: Connection, uid: str) -> Iterator[tuple[str, str]]:
     yield from _streamed(connection, query)
 
 
-def totals_in(connection: Connection, uid: str) -> Totals:
+def totals_in(connection: Connection, uid: str) -> CheckpointTotals:
     """Return the totals of all checkpoints."""
     columns = [CHECKPOINTS.c[name] for name in COLUMNS]
     query = select(*columns).where(CHECKPOINTS.c.run_uid == uid)
-    return Totals.of(row._mapping for row in _streamed(connection, query))
+    return CheckpointTotals.of(row._mapping for row in _streamed(connection, query))
 
 
 def checkpoints_in(connection: Connection, uid: str, names: Sequence[str]) -> dict[str, Row]:

@@ -31,7 +31,7 @@ _FACTS: Final = [RUNS.c[name] for name in ("run", *PERMISSIONS)]
 
 
 @dataclass(frozen=True)
-class Stretch:
+class AncestryStretch:
     """A chain of checkpoints of one run, newest first; `rows` have the columns `_COLUMNS`."""
 
     uid: str
@@ -96,13 +96,13 @@ def ancestry(database: Database, identity: str) -> list[reports.Ancestor]:
     return [one for stretch in line for one in stretch.ancestors()]
 
 
-def descent(connection: Connection, uid: str, name: str) -> list[Stretch]:
+def descent(connection: Connection, uid: str, name: str) -> list[AncestryStretch]:
     """Return the chains of a checkpoint and its ancestors, newest first; empty if it is unknown.
 
     They end before a run that this account may not read. The loop ends, because each visited
     checkpoint is removed from the rows in memory and the database rejects cycles.
     """
-    stretches: list[Stretch] = []
+    stretches: list[AncestryStretch] = []
     read: dict[str, dict[str, Any]] = {}
     while True:
         if uid not in read:
@@ -113,7 +113,7 @@ def descent(connection: Connection, uid: str, name: str) -> list[Stretch]:
         (run,) = rows_of(connection, select(*_FACTS).where(RUNS.c.uid == uid))
         if not may_read(run):
             return stretches
-        stretches.append(Stretch(uid, run["run"], run["directory"], rows))
+        stretches.append(AncestryStretch(uid, run["run"], run["directory"], rows))
         _, uid, name, *_ = rows[-1]
 
 

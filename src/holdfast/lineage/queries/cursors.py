@@ -26,19 +26,19 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Page(Generic[T]):
+class RowPage(Generic[T]):
     """One page of rows; `next` is the cursor of the next page, None on the last one."""
 
     items: list[T]
     next: str | None
 
-    def map(self, change: Callable[[T], Any]) -> Page[Any]:
+    def map(self, change: Callable[[T], Any]) -> RowPage[Any]:
         """Return a page with `change` applied to each item."""
-        return Page([change(item) for item in self.items], self.next)
+        return RowPage([change(item) for item in self.items], self.next)
 
 
 @dataclass(frozen=True)
-class Order:
+class RowOrder:
     """A sort order: its name, which cursors contain, and columns that together are unique."""
 
     name: str
@@ -47,8 +47,12 @@ class Order:
 
 
 def fetch_page(
-    connection: Connection, query: Select[Any], order: Order, after: str | None, limit: int | None
-) -> Page[Row]:
+    connection: Connection,
+    query: Select[Any],
+    order: RowOrder,
+    after: str | None,
+    limit: int | None,
+) -> RowPage[Row]:
     """Return the next `limit` rows of `query` by `order`, after the cursor `after`.
 
     If `limit` is None, return all of them. The query must select the columns of the order. Raises
@@ -65,16 +69,16 @@ def fetch_page(
     # One row more shows whether there is another page.
     found = rows_of(connection, query.order_by(*wanted).limit(limit and limit + 1))
     items = found[:limit]
-    return Page(items, write_cursor(order, items[-1]) if len(found) > len(items) else None)
+    return RowPage(items, write_cursor(order, items[-1]) if len(found) > len(items) else None)
 
 
-def write_cursor(order: Order, row: Row) -> str:
+def write_cursor(order: RowOrder, row: Row) -> str:
     """Return the cursor of the page that begins after `row`, as an opaque text."""
     content = json.dumps([order.name, *(row[column.name] for column in order.columns)])
     return base64.urlsafe_b64encode(content.encode()).decode().rstrip("=")
 
 
-def read_cursor(order: Order, cursor: str) -> list[str | int | float]:
+def read_cursor(order: RowOrder, cursor: str) -> list[str | int | float]:
     """Return the sort key in a cursor. Raises `QueryError` if it is not one of this order."""
     try:
         if len(cursor) > CURSOR_CHARACTERS_MAX:

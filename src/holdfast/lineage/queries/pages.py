@@ -1,9 +1,9 @@
 """Lists from the index: runs, checkpoints, events and storage.
 
 Every list takes a filter (`where`), the cursor of the previous page (`after`) and a `limit`, and
-returns a `Page`. A limit of None means all rows on one page. All functions raise `QueryError` for
-an invalid cursor or limit, `NotFoundError` for an unknown run, and `LineageError` if the database
-cannot be used.
+returns a `RowPage`. A limit of None means all rows on one page. All functions raise `QueryError`
+for an invalid cursor or limit, `NotFoundError` for an unknown run, and `LineageError` if the
+database cannot be used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from holdfast.lineage.database.tables import (
 from holdfast.lineage.database.transactions import Database
 from holdfast.lineage.ingest.reasons import NOTHING_KEEPS, explain
 from holdfast.lineage.queries import views
-from holdfast.lineage.queries.cursors import PAGE_DEFAULT, Order, Page, fetch_page
+from holdfast.lineage.queries.cursors import PAGE_DEFAULT, RowOrder, RowPage, fetch_page
 from holdfast.lineage.queries.find import Row, is_under, rows_of, run_row
 
 # Why the checkpoints of a run are kept or would be deleted, according to the index.
@@ -154,23 +154,23 @@ def _newest(table: Any, name: str, *order: str) -> Any:
 
 # The default direction of each sort: names and states ascending, all others descending. The
 # sorts in `INDEXED` use a database index; the others read the whole table of runs.
-RUN_ORDERS: dict[RunSort, Order] = {
+RUN_ORDERS: dict[RunSort, RowOrder] = {
     # Live runs come before ended ones.
-    "live": Order("live", (_is_live(), RUNS.c.created_at, RUNS.c.uid), descending=True),
-    "created": Order("created", (RUNS.c.created_at, RUNS.c.uid), descending=True),
-    "updated": Order("updated", (RUNS.c.updated_at, RUNS.c.uid), descending=True),
-    "name": Order("name", (RUNS.c.name, RUNS.c.uid)),
-    "state": Order("state", (RUNS.c.state, RUNS.c.uid)),
-    "step": Order("step", _figure(RUNS.c.step), descending=True),
-    "attempts": Order("attempts", (RUNS.c.attempts, RUNS.c.uid), descending=True),
-    "gpus": Order("gpus", _figure(RUNS.c.world_size), descending=True),
-    "checkpoint": Order("checkpoint", _figure(RUNS.c.committed_at), descending=True),
-    "goodput": Order("goodput", _figure(_goodput("ettr")), descending=True),
-    "cost": Order("cost", _figure(_goodput("cost")), descending=True),
-    "kept": Order("kept", (RUNS.c.kept, RUNS.c.uid), descending=True),
-    "kept_bytes": Order("kept_bytes", (RUNS.c.kept_bytes, RUNS.c.uid), descending=True),
-    "damaged": Order("damaged", (RUNS.c.damaged, RUNS.c.uid), descending=True),
-    "deleted": Order("deleted", (RUNS.c.deleted, RUNS.c.uid), descending=True),
+    "live": RowOrder("live", (_is_live(), RUNS.c.created_at, RUNS.c.uid), descending=True),
+    "created": RowOrder("created", (RUNS.c.created_at, RUNS.c.uid), descending=True),
+    "updated": RowOrder("updated", (RUNS.c.updated_at, RUNS.c.uid), descending=True),
+    "name": RowOrder("name", (RUNS.c.name, RUNS.c.uid)),
+    "state": RowOrder("state", (RUNS.c.state, RUNS.c.uid)),
+    "step": RowOrder("step", _figure(RUNS.c.step), descending=True),
+    "attempts": RowOrder("attempts", (RUNS.c.attempts, RUNS.c.uid), descending=True),
+    "gpus": RowOrder("gpus", _figure(RUNS.c.world_size), descending=True),
+    "checkpoint": RowOrder("checkpoint", _figure(RUNS.c.committed_at), descending=True),
+    "goodput": RowOrder("goodput", _figure(_goodput("ettr")), descending=True),
+    "cost": RowOrder("cost", _figure(_goodput("cost")), descending=True),
+    "kept": RowOrder("kept", (RUNS.c.kept, RUNS.c.uid), descending=True),
+    "kept_bytes": RowOrder("kept_bytes", (RUNS.c.kept_bytes, RUNS.c.uid), descending=True),
+    "damaged": RowOrder("damaged", (RUNS.c.damaged, RUNS.c.uid), descending=True),
+    "deleted": RowOrder("deleted", (RUNS.c.deleted, RUNS.c.uid), descending=True),
 }
 INDEXED: tuple[RunSort, ...] = ("created", "updated", "name")
 _NEWEST = (
@@ -222,7 +222,7 @@ def list_runs(
     order: SortOrder | None = None,
     after: str | None = None,
     limit: int | None = PAGE_DEFAULT,
-) -> Page[views.RunRow]:
+) -> RowPage[views.RunRow]:
     """Return one page of runs, by default newest first.
 
     Without `order`, the sort has its default direction in `RUN_ORDERS`.
@@ -240,7 +240,7 @@ def list_checkpoints(
     newest_first: bool = True,
     after: str | None = None,
     limit: int | None = PAGE_DEFAULT,
-) -> Page[views.CheckpointView]:
+) -> RowPage[views.CheckpointView]:
     """Return one page of a run's checkpoints, deleted ones included, each with its reason."""
     with database.reading() as connection:
         row = run_row(connection, run)
@@ -260,7 +260,7 @@ def list_events(
     newest_first: bool = True,
     after: str | None = None,
     limit: int = PAGE_DEFAULT,
-) -> Page[views.EventView]:
+) -> RowPage[views.EventView]:
     """Return one page of a run's journal lines, sorted by time, then by journal and number."""
     with database.reading() as connection:
         row = run_row(connection, run)
@@ -278,12 +278,12 @@ def list_storage(
     order: SortOrder | None = None,
     after: str | None = None,
     limit: int = PAGE_DEFAULT,
-) -> Page[views.StorageRow]:
+) -> RowPage[views.StorageRow]:
     """Return one page of runs with their storage, and what the next prune would delete."""
     with database.reading() as connection:
         page = _page_of_runs(connection, where, sort, order, after, limit)
         rows = [_storage(connection, run) for run in page.items]
-    return Page(rows, page.next)
+    return RowPage(rows, page.next)
 
 
 def _page_of_runs(
@@ -294,7 +294,7 @@ def _page_of_runs(
     after: str | None,
     limit: int | None,
     added: Sequence[Any] = (),
-) -> Page[Row]:
+) -> RowPage[Row]:
     """Return one page of the rows of runs, with the columns `added`."""
     usual = RUN_ORDERS[sort]
     descending = usual.descending if order is None else order == "desc"
@@ -304,9 +304,9 @@ def _page_of_runs(
     return fetch_page(connection, query, chosen, after, limit)
 
 
-def _by(name: str, columns: tuple[Any, ...], descending: bool) -> Order:
+def _by(name: str, columns: tuple[Any, ...], descending: bool) -> RowOrder:
     """Return an order whose cursors fit its direction only."""
-    return Order(f"{name} {'desc' if descending else 'asc'}", columns, descending)
+    return RowOrder(f"{name} {'desc' if descending else 'asc'}", columns, descending)
 
 
 def wanted_runs(connection: Connection, query: Select[Any], where: RunFilter) -> Select[Any]:

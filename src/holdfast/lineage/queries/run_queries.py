@@ -16,7 +16,7 @@ from sqlalchemy import Connection, Engine, Select, func, or_, select
 from holdfast.contracts.account.goodput import account, segments
 from holdfast.contracts.account.prices import prices_of
 from holdfast.contracts.account.stretches import stretches_of
-from holdfast.contracts.account.timeline import KINDS, Mark, launches_of
+from holdfast.contracts.account.timeline import KINDS, TimelineMark, launches_of
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import CheckpointName
 from holdfast.contracts.records.tally import Span
@@ -247,7 +247,7 @@ def _spans(
         .where(columns.kind.in_(KINDS), columns.attempt.is_not(None))
         .order_by(columns.time, columns.journal, columns.opening, columns.sequence)
     )
-    marks = [Mark(*row) for row in connection.execute(query)]
+    marks = [TimelineMark(*row) for row in connection.execute(query)]
     records = [(one["attempt"], one["number"], one) for own in launches.values() for one in own]
     launch_spans = launches_of(marks, records)
     times = ("submitted_at", "started_at", "stop_requested_at", "ended_at")

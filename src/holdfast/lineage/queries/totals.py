@@ -15,7 +15,7 @@ from holdfast.lineage.database.permissions import readable
 from holdfast.lineage.database.tables import METRICS, NODES, RUNS
 from holdfast.lineage.database.transactions import Database
 from holdfast.lineage.queries import reports, views
-from holdfast.lineage.queries.cursors import PAGE_DEFAULT, Order, Page, fetch_page
+from holdfast.lineage.queries.cursors import PAGE_DEFAULT, RowOrder, RowPage, fetch_page
 from holdfast.lineage.queries.find import Row, rows_of, run_row
 from holdfast.lineage.queries.pages import RunFilter, wanted_runs
 
@@ -105,7 +105,7 @@ FAULTS_SHOWN_MAX = 20
 
 def list_nodes(
     database: Database, *, after: str | None = None, limit: int = PAGE_DEFAULT
-) -> Page[reports.NodeRow]:
+) -> RowPage[reports.NodeRow]:
     """Return one page of the hosts that attempts ran on, by name, with their faults by cause.
 
     Raises `QueryError` for an invalid cursor or limit.
@@ -114,7 +114,7 @@ def list_nodes(
     hosts = select(columns.host).group_by(columns.host)
     with database.reading() as connection:
         hosts = readable(connection, hosts, columns.run_uid)
-        page = fetch_page(connection, hosts, Order("host", (columns.host,)), after, limit)
+        page = fetch_page(connection, hosts, RowOrder("host", (columns.host,)), after, limit)
         hosts_shown = [row["host"] for row in page.items]
         found = (columns.host, columns.fault, func.count().label("count"))
         newest = (func.max(columns[name]).label(name) for name in ("started_at", "ended_at"))

@@ -21,7 +21,7 @@ from holdfast.trainer.data.order import DataOrder, local_batch
 DRAWN_AT_ONCE: Final = 256
 
 
-class Place(Protocol):
+class DataPlace(Protocol):
     """The position of training, read whenever an iteration begins."""
 
     @property
@@ -72,12 +72,12 @@ class ElasticSampler(Sampler[list[int]]):
         *,
         rank: int,
         world_size: int,
-        first_step: int | Place,
+        first_step: int | DataPlace,
         last_step: int,
     ) -> None:
         """Steps count from 1, and both ends are included. Raises `SpecError` on a bad split.
 
-        `first_step` may be a `Place`, which is read when an iteration begins.
+        `first_step` may be a `DataPlace`, which is read when an iteration begins.
         """
         if not isinstance(order, DataOrder):
             raise TypeError(f"order={order!r}: expected a DataOrder")
@@ -128,7 +128,7 @@ class ElasticDistributedSampler(Sampler[int]):
     Batches of `local_batch` ids, or of one of its divisors, match the session's steps.
     """
 
-    def __init__(self, order: DataOrder, *, rank: int, world_size: int, place: Place) -> None:
+    def __init__(self, order: DataOrder, *, rank: int, world_size: int, place: DataPlace) -> None:
         """`place` provides the current step. Raises `SpecError` on a bad split."""
         self.local_batch = local_batch(order.global_batch, world_size)
         self.order = order

@@ -32,7 +32,7 @@ from holdfast.trainer.dcp.channel import choose_group
 from holdfast.trainer.dcp.delegation import directory_of_load, extensions_of, target_of, warn
 from holdfast.trainer.dcp.errors import DcpLoadError, describe, portable
 from holdfast.trainer.dcp.record import RECORD
-from holdfast.trainer.dcp.state import Form, State, form_of, loadable
+from holdfast.trainer.dcp.state import SaveForm, State, form_of, loadable
 from holdfast.trainer.format.metadata import Opened, open_checkpoint
 from holdfast.trainer.loading.reader import load_state
 from holdfast.trainer.loading.stock import HoldfastReader, check_share, needs_stock
@@ -171,7 +171,7 @@ def _fitting(
     # A program may ask its planner what was loaded. This also allocates tensors on `meta`.
     planner = planner or DefaultLoadPlanner()
     planner.set_up_planner(state, opened.metadata, is_coordinator)
-    if form_of(state) is not Form.ENGINE:
+    if form_of(state) is not SaveForm.ENGINE:
         return None
     saved = opened.metadata.state_dict_metadata
     flat, paths = flatten_state_dict(state)

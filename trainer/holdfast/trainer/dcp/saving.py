@@ -36,14 +36,14 @@ from holdfast.trainer.dcp.errors import DcpSaveError, describe, portable
 from holdfast.trainer.dcp.pending import CommitFuture
 from holdfast.trainer.dcp.record import REASON, RECORD
 from holdfast.trainer.dcp.state import (
-    Form,
+    SaveForm,
     State,
     call_stateful,
     find_unreadable,
     form_of,
     stageable,
 )
-from holdfast.trainer.placed import Place, clear, new_token
+from holdfast.trainer.placed import SavePlace, clear, new_token
 from holdfast.trainer.ranks.collective import attempt
 
 KEYS_WARNED_MAX: Final = 8
@@ -186,7 +186,7 @@ class _Own:
     """
 
     state: State
-    form: Form
+    form: SaveForm
     save_id: str | None = None
     staged: State | None = None
     changes: str | None = None
@@ -201,7 +201,7 @@ class _Message:
 
     problem: WRAPPED_EXCEPTION | None
     directory: Path
-    form: Form
+    form: SaveForm
     is_changed: bool
     target: Path
     step: int
@@ -233,7 +233,7 @@ def _begin(
     message = _Message(
         problem=portable(error),
         directory=given,
-        form=own.form if own else Form.ENGINE,
+        form=own.form if own else SaveForm.ENGINE,
         is_changed=own is not None and own.changes is not None,
         target=target.directory,
         step=step,
@@ -244,7 +244,7 @@ def _begin(
     _raise_failures(error, {rank: one.problem for rank, one in enumerate(messages)})
     _check_same_directory(messages)
     form = max(one.form for one in messages)
-    if form is Form.STOCK:
+    if form is SaveForm.STOCK:
         if channel.is_root:
             # It will not match the files that stock DCP writes.
             (target.directory / MANIFEST).unlink(missing_ok=True)
@@ -263,13 +263,13 @@ def _prepare(
     if channel.is_root:
         clear(directory, besides=pending.tokens_in(directory))
     state = call_stateful(state_dict)
-    form = max(form_of(state), Form.ENGINE if _is_default(planner) else Form.PLANNER)
+    form = max(form_of(state), SaveForm.ENGINE if _is_default(planner) else SaveForm.PLANNER)
     if not pending.wait_for_slot(flush_timeout_s()):
         raise SaveError(
             f"{directory}: the two saves before this one are still being written after "
             f"{flush_timeout_s():.0f} s; the storage may be hanging"
         )
-    if form is not Form.ENGINE:
+    if form is not SaveForm.ENGINE:
         return _Own(state, form, target.save_id)
     staged = stageable(state)
     with pending.engine() as engine:
@@ -312,7 +312,7 @@ def _stage(
                 reason=REASON,
                 parent=first.parent,
                 timeout_s=flush_timeout_s(),
-                place=Place(directory, first.token, own.save_id or first.token),
+                place=SavePlace(directory, first.token, own.save_id or first.token),
             )
 
         future = channel.pending.add(stage, directory, first.token)
@@ -332,9 +332,9 @@ def _is_default(planner: SavePlanner | None) -> bool:
     return is_balanced and planner.flatten_state_dict and planner.flatten_sharded_tensors
 
 
-def _planner_for(form: Form, planner: SavePlanner | None) -> SavePlanner | None:
+def _planner_for(form: SaveForm, planner: SavePlanner | None) -> SavePlanner | None:
     """Return the planner that plans this save, None for the plan that the engine keeps."""
-    if form is Form.ENGINE:
+    if form is SaveForm.ENGINE:
         return None
     if planner is None:
         return _PerSavePlanner()

@@ -23,7 +23,7 @@ State = dict[str, Any]
 _HAS_MARKED_SHARDS: Final = hasattr(torch.distributed.checkpoint, "CheckpointableTensor")
 
 
-class Form(IntEnum):
+class SaveForm(IntEnum):
     """How a state can be saved. The largest value over all ranks counts.
 
     ENGINE: from a plan that is kept. PLANNER: planned by stock DCP's planner at every save. STOCK:
@@ -43,20 +43,24 @@ def call_stateful(state_dict: Mapping[str, Any]) -> State:
     }
 
 
-def form_of(value: Any) -> Form:
+def form_of(value: Any) -> SaveForm:
     """Return how a state, or a part of it, can be saved."""
     if isinstance(value, Mapping):
-        return max(map(form_of, value.values()), default=Form.ENGINE)
+        return max(map(form_of, value.values()), default=SaveForm.ENGINE)
     if isinstance(value, list):
-        return max(map(form_of, value), default=Form.ENGINE) if is_nested(value) else Form.ENGINE
+        return (
+            max(map(form_of, value), default=SaveForm.ENGINE)
+            if is_nested(value)
+            else SaveForm.ENGINE
+        )
     if isinstance(value, ShardedTensor):
-        return Form.PLANNER if len(value.local_shards()) > 1 else Form.ENGINE
+        return SaveForm.PLANNER if len(value.local_shards()) > 1 else SaveForm.ENGINE
     if _HAS_MARKED_SHARDS and is_marked_shard(value):
-        return Form.PLANNER
+        return SaveForm.PLANNER
     if isinstance(value, torch.Tensor):
         part = value._local_tensor if isinstance(value, DTensor) else value
-        return Form.STOCK if problem_with_form(part) else Form.ENGINE
-    return Form.ENGINE
+        return SaveForm.STOCK if problem_with_form(part) else SaveForm.ENGINE
+    return SaveForm.ENGINE
 
 
 def is_nested(entries: list[Any]) -> bool:

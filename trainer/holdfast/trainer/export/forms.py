@@ -35,7 +35,13 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 from holdfast.contracts.disk.damage import find_damage
 from holdfast.contracts.disk.durable import fsync_directory, make_directory
 from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError
-from holdfast.trainer.export.whole import Entry, Source, batches, require_tensors, weights_of
+from holdfast.trainer.export.whole import (
+    ExportEntry,
+    ExportSource,
+    batches,
+    require_tensors,
+    weights_of,
+)
 from holdfast.trainer.format.metadata import METADATA, paths_of
 from holdfast.trainer.planning.compare_keys import is_of_one_rank
 from holdfast.trainer.sources.tensors import rights_of
@@ -174,7 +180,7 @@ VALUES: Final = "__values_0.distcp"
 HF_INDEX: Final = "model.safetensors.index.json"
 
 
-def write_torch(source: Source, place: Path, _: int) -> None:
+def write_torch(source: ExportSource, place: Path, _: int) -> None:
     """Write one file for `torch.load(path, weights_only=True)`, with parts for `load_state_dict`.
 
     The complete state is in memory at once.
@@ -194,12 +200,12 @@ def write_torch(source: Source, place: Path, _: int) -> None:
     _sync(place)
 
 
-def write_safetensors(source: Source, place: Path, _: int) -> None:
+def write_safetensors(source: ExportSource, place: Path, _: int) -> None:
     """Write the tensors to one safetensors file. All are in memory at once."""
     _write_tensors(source, weights_of(source), place)
 
 
-def write_hf(source: Source, place: Path, shard_bytes: int) -> None:
+def write_hf(source: ExportSource, place: Path, shard_bytes: int) -> None:
     """Write a folder for `from_pretrained`: safetensors of at most `shard_bytes`, and their index.
 
     One shard is in memory at a time. The user adds the configuration and the tokenizer.
@@ -220,7 +226,7 @@ def write_hf(source: Source, place: Path, shard_bytes: int) -> None:
     fsync_directory(place)
 
 
-def write_dcp(source: Source, place: Path, _: int) -> None:
+def write_dcp(source: ExportSource, place: Path, _: int) -> None:
     """Write a stock DCP folder, without Holdfast's own files.
 
     The plain values of schedulers and extras, which Holdfast saves as JSON, become entries. If
@@ -243,7 +249,7 @@ def write_dcp(source: Source, place: Path, _: int) -> None:
     fsync_directory(place)
 
 
-FORMS: Final[dict[str, Callable[[Source, Path, int], None]]] = {
+FORMS: Final[dict[str, Callable[[ExportSource, Path, int], None]]] = {
     "torch": write_torch,
     "safetensors": write_safetensors,
     "hf": write_hf,
@@ -298,7 +304,7 @@ def _refuse_existing(output: Path) -> None:
         )
 
 
-def _nested(source: Source, more: Mapping[OBJ_PATH, Any]) -> dict[str, Any]:
+def _nested(source: ExportSource, more: Mapping[OBJ_PATH, Any]) -> dict[str, Any]:
     state: dict[str, Any] = {}
     values = source.read(source.entries)
     for entry in source.entries:
@@ -329,7 +335,7 @@ def _add_values(metadata: Metadata, values: Mapping[OBJ_PATH, Any], place: Path)
     fsync_directory(place)
 
 
-def _write_tensors(source: Source, entries: list[Entry], place: Path) -> None:
+def _write_tensors(source: ExportSource, entries: list[ExportEntry], place: Path) -> None:
     # safetensors is an optional dependency of training.
     try:
         from safetensors.torch import save_file
@@ -342,7 +348,7 @@ def _write_tensors(source: Source, entries: list[Entry], place: Path) -> None:
     _sync(place)
 
 
-def _is_whole(source: Source) -> bool:
+def _is_whole(source: ExportSource) -> bool:
     """Return True if the files are exactly what is wanted: one stage, all keys, same names."""
     metadata = source.opened.metadata
     saved = metadata.state_dict_metadata
@@ -361,7 +367,7 @@ def _type_saved(entry: STORAGE_TYPES) -> torch.dtype | None:
     return entry.properties.dtype if isinstance(entry, TensorStorageMetadata) else None
 
 
-def _copy_files(source: Source, place: Path) -> None:
+def _copy_files(source: ExportSource, place: Path) -> None:
     """Copy data files and `.metadata`, after a check that they are as committed."""
     manifest = source.opened.manifest
     storage = source.opened.metadata.storage_data or {}

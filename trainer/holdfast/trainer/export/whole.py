@@ -22,7 +22,7 @@ from holdfast.trainer.sources.dcp import weights_at
 
 
 @dataclass(frozen=True)
-class Entry:
+class ExportEntry:
     """One entry to write: its saved key, its name in the export, its size.
 
     `bytes` is the size in the wanted type, or 0 for a number, whose `dtype` is None. `path` is its
@@ -43,14 +43,14 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Source:
+class ExportSource:
     """A checkpoint and the entries to write.
 
     `documents` are those of objects, by name. `prefix` begins the names of parameters.
     """
 
     opened: Opened
-    entries: tuple[Entry, ...]
+    entries: tuple[ExportEntry, ...]
     documents: Mapping[str, Any] = field(default_factory=dict)
     prefix: str = ""
 
@@ -59,7 +59,7 @@ class Source:
         """The directory of the checkpoint's files."""
         return self.opened.directory
 
-    def read(self, entries: Sequence[Entry]) -> dict[str, Any]:
+    def read(self, entries: Sequence[ExportEntry]) -> dict[str, Any]:
         """Return whole tensors or numbers by name. Every byte is checked against the manifest.
 
         Raises `DamagedCheckpointError` if bytes differ.
@@ -82,7 +82,7 @@ def open_source(
     rename: Mapping[str, str],
     dtype: torch.dtype | None,
     weights_only: bool = False,
-) -> Source:
+) -> ExportSource:
     """Open the Holdfast or stock DCP checkpoint in `directory` for an export.
 
     `include` has keys or key prefixes. Without any, everything is taken, or with `weights_only` the
@@ -120,7 +120,7 @@ def open_source(
             wanted, shape = _type_of(value, dtype), tuple(value.size)
         path = paths.get(key) if names[key] == key else None
         entries.append(
-            Entry(
+            ExportEntry(
                 key=key,
                 name=names[key],
                 path=path or split_name(names[key]),
@@ -129,12 +129,12 @@ def open_source(
                 bytes=math.prod(shape) * wanted.itemsize if wanted is not None else 0,
             )
         )
-    return Source(opened, tuple(entries), documents, f"{at}." if at else "")
+    return ExportSource(opened, tuple(entries), documents, f"{at}." if at else "")
 
 
-def batches(entries: Sequence[Entry], bytes_max: int) -> Iterator[list[Entry]]:
+def batches(entries: Sequence[ExportEntry], bytes_max: int) -> Iterator[list[ExportEntry]]:
     """Yield entries in order, in batches of at most `bytes_max` but at least one entry."""
-    batch: list[Entry] = []
+    batch: list[ExportEntry] = []
     for entry in entries:
         if batch and sum(one.bytes for one in batch) + entry.bytes > bytes_max:
             yield batch
@@ -144,7 +144,7 @@ def batches(entries: Sequence[Entry], bytes_max: int) -> Iterator[list[Entry]]:
         yield batch
 
 
-def weights_of(source: Source) -> list[Entry]:
+def weights_of(source: ExportSource) -> list[ExportEntry]:
     """Return the tensors to write. Raises `KeyMismatchError` if the selection has numbers.
 
     The prefix of a parameter's name, such as `model.`, is removed.
@@ -169,7 +169,7 @@ def weights_of(source: Source) -> list[Entry]:
     return named
 
 
-def require_tensors(source: Source) -> None:
+def require_tensors(source: ExportSource) -> None:
     """Raise `CheckpointError` if only plain values of objects would be written."""
     if not source.entries:
         raise CheckpointError(

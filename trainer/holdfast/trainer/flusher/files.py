@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.disk.digests import FileChecksum
-from holdfast.contracts.disk.direct import Output
+from holdfast.contracts.disk.direct import DirectFile
 from holdfast.contracts.disk.durable import STORAGE_FULL, fsync_directory, make_directory
 from holdfast.contracts.disk.manifest import FileEntry
 from holdfast.contracts.disk.paths import MANIFEST, RunPaths
@@ -38,7 +38,7 @@ WRITERS_MAX: Final = 4
 
 
 @dataclass(frozen=True)
-class Image:
+class SlotImage:
     """One rank's sealed slot: its table, and the memory that the table's offsets refer to."""
 
     table: SlotTable
@@ -56,7 +56,7 @@ class Committed:
 
 
 def commit_step(
-    images: Sequence[Image], *, resumed: bool, peers: PeerState, space_guard: SpaceGuard
+    images: Sequence[SlotImage], *, resumed: bool, peers: PeerState, space_guard: SpaceGuard
 ) -> Committed:
     """Write one step of this node and wait until it is committed.
 
@@ -105,7 +105,7 @@ def _report_failure(directory: Path, table: SlotTable, error: Exception, peers: 
 
 
 def _write_with_retry(
-    images: Sequence[Image], resumed: bool, written: list[Path], space_guard: SpaceGuard
+    images: Sequence[SlotImage], resumed: bool, written: list[Path], space_guard: SpaceGuard
 ) -> list[FileEntry]:
     """Write all files. If space runs out, try once more after the supervisor has freed some."""
     table = images[0].table
@@ -154,7 +154,7 @@ def _remove_temporaries(directory: Path) -> None:
             path.unlink()
 
 
-def _discard(directory: Path, images: Sequence[Image], written: Sequence[Path]) -> None:
+def _discard(directory: Path, images: Sequence[SlotImage], written: Sequence[Path]) -> None:
     """Remove the files of a failed step, because the next step needs the space."""
     with contextlib.suppress(OSError):
         if (directory / MANIFEST).exists():
@@ -171,7 +171,7 @@ def _discard(directory: Path, images: Sequence[Image], written: Sequence[Path]) 
 
 
 def _refuse_or_accept_existing(
-    run: RunPaths, directory: Path, images: Sequence[Image], resumed: bool
+    run: RunPaths, directory: Path, images: Sequence[SlotImage], resumed: bool
 ) -> Committed | None:
     """Return the commit that an earlier flusher finished, or None if the step is not committed."""
     manifest = find_commit(directory)
@@ -189,7 +189,7 @@ def _refuse_or_accept_existing(
 
 
 def _write_files(
-    directory: Path, images: Sequence[Image], resumed: bool, written: list[Path]
+    directory: Path, images: Sequence[SlotImage], resumed: bool, written: list[Path]
 ) -> list[FileEntry]:
     """Write every file of every image, at most `WRITERS_MAX` at once, and fsync the folders.
 
@@ -200,7 +200,7 @@ def _write_files(
     for parent in parents:
         make_directory(parent)
 
-    def write(item: tuple[Image, FilePlace]) -> FileEntry:
+    def write(item: tuple[SlotImage, FilePlace]) -> FileEntry:
         image, file = item
         path = directory / file.path
         with image.data[file.offset : file.offset + file.bytes] as content:
@@ -226,7 +226,7 @@ def write_file(path: Path, content: memoryview, *, replace: bool) -> FileChecksu
     temporary = path.with_name(f"{path.name}.tmp")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     try:
-        output = Output(handle, len(content))
+        output = DirectFile(handle, len(content))
         for start in range(0, len(content), WRITE_BYTES_MAX):
             piece = content[start : start + WRITE_BYTES_MAX]
             checksum.update(piece)
@@ -243,13 +243,13 @@ def write_file(path: Path, content: memoryview, *, replace: bool) -> FileChecksu
     return checksum
 
 
-def _folders(directory: Path, images: Sequence[Image]) -> set[Path]:
+def _folders(directory: Path, images: Sequence[SlotImage]) -> set[Path]:
     """Return the folders of these images' files, including the checkpoint's own."""
     paths = (directory / file.path for image in images for file in image.table.files)
     return {directory, *(path.parent for path in paths)}
 
 
-def _make_part(images: Sequence[Image], entries: Sequence[FileEntry]) -> dict[str, Any]:
+def _make_part(images: Sequence[SlotImage], entries: Sequence[FileEntry]) -> dict[str, Any]:
     """Return this node's part of the manifest. `manifest` comes from rank 0's table."""
     tables = [image.table for image in images]
     return {

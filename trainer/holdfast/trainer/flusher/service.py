@@ -27,7 +27,7 @@ from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.node import wire
 from holdfast.trainer.flusher import program_files
 from holdfast.trainer.flusher.commit import PeerState, report_incomplete
-from holdfast.trainer.flusher.files import Committed, Image, commit_step
+from holdfast.trainer.flusher.files import Committed, SlotImage, commit_step
 from holdfast.trainer.flusher.held_slot import HeldSlot
 from holdfast.trainer.flusher.hints import Hints, log
 from holdfast.trainer.flusher.plan import Departures, FlushPlan, SlotKey, StepGroup, plan
@@ -109,7 +109,7 @@ class Writer:
     def _write_step(self, group: StepGroup, given_up: str | None) -> Finished:
         slots = [self._held[key] for key in group.slots]
         try:
-            images = [Image(SlotTable.parse(held.slot.table), held.slot.data) for held in slots]
+            images = [SlotImage(SlotTable.parse(held.slot.table), held.slot.data) for held in slots]
             given_up = given_up or next((i.table.error for i in images if i.table.error), None)
             if given_up is not None:
                 report_incomplete(images[0].table, given_up)

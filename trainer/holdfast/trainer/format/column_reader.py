@@ -41,7 +41,7 @@ from holdfast.trainer.format.opcodes import (
     TUPLE,
     FittedTemplate,
     Memo,
-    Template,
+    RecordTemplate,
     text,
 )
 from holdfast.trainer.format.plain_pickle import TEXT_BYTES_MAX
@@ -87,7 +87,7 @@ class _Reader:
         pattern = key + before + dtype + between + shape + after
         self._tensor = re.compile(pattern, re.DOTALL)
         self._number = re.compile(key + re.escape(number_entry(self._memo)), re.DOTALL)
-        self._templates: dict[tuple[bool, int], Template] = {}
+        self._templates: dict[tuple[bool, int], RecordTemplate] = {}
         # By number of dimensions: the offsets and sizes of all boxes, in order of keys.
         self._offsets: dict[int, list[Int64s]] = {}
         self._sizes: dict[int, list[Int64s]] = {}
@@ -244,7 +244,7 @@ class _Reader:
         A tensor without dimensions has one chunk of no numbers.
         """
         known = self._templates.get((is_chunk, dims))
-        template: Template = known or self._fitted(dims, is_chunk=is_chunk)
+        template: RecordTemplate = known or self._fitted(dims, is_chunk=is_chunk)
         columns, count = template.read(self._data, self._at)
         if known and not count:
             # Its numbers may have other widths than before.
@@ -256,7 +256,7 @@ class _Reader:
         self._at += count * template.record_bytes
         return columns if columns else [np.zeros(count, np.int64)]
 
-    def _fitted(self, dims: int, *, is_chunk: bool) -> Template:
+    def _fitted(self, dims: int, *, is_chunk: bool) -> RecordTemplate:
         """Return the form of a box, with the widths of the numbers that come next."""
         template, largest = FittedTemplate(self._data, self._at), [0] * max(dims, 0)
         if is_chunk:

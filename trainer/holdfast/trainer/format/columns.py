@@ -62,7 +62,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Pattern:
+class BlockPattern:
     """What blocks can share: all of their rows except the places of the boxes.
 
     `kind` is one of KINDS. `table` is the digest of the items' table, and `item` is each row's
@@ -109,7 +109,7 @@ class Described(NamedTuple):
     """A block, its pattern, and the encoded table of the pattern's items."""
 
     block: Block
-    pattern: Pattern
+    pattern: BlockPattern
     table: bytes
 
 
@@ -152,7 +152,7 @@ def make_block(kind: int, items: Sequence[Item], rows: Iterable[Row]) -> Describ
     dims = max((len(sizes) for sizes, _ in forms), default=0)
     sizes = [[*sizes, *[1] * (dims - len(sizes))] for sizes, _ in forms]
     item, place, form_of = np.array(columns, dtype=np.int64).reshape(-1, 3).T
-    pattern = Pattern(
+    pattern = BlockPattern(
         kind=kind,
         table=_digest(content),
         item=item.astype(np.int32),
@@ -216,7 +216,7 @@ class Rows:
 class ShardTable:
     """Blocks of one pattern. `place` and `coverage_hash` have the shape (blocks, rows)."""
 
-    pattern: Pattern
+    pattern: BlockPattern
     digests: tuple[bytes, ...]
     place: Int64s
     coverage_hash: UInt64s
@@ -233,7 +233,7 @@ def pack(blocks: Mapping[bytes, Block]) -> Rows:
     )
 
 
-def join(parts: Sequence[Rows], patterns: Mapping[bytes, Pattern]) -> list[ShardTable]:
+def join(parts: Sequence[Rows], patterns: Mapping[bytes, BlockPattern]) -> list[ShardTable]:
     """Return all blocks of all parts by pattern, in the order of first appearance."""
     lines: dict[bytes, list[tuple[bytes, Int64s, UInt64s]]] = {}
     for part in parts:

@@ -54,7 +54,7 @@ class Memo:
         return [self.get(name), EMPTY_TUPLE, NEWOBJ, *([EMPTY_DICT] if state else [])]
 
 
-class Template:
+class RecordTemplate:
     """A record of opcodes with slots for numbers, which are set for many records at once."""
 
     def __init__(self) -> None:
@@ -155,7 +155,7 @@ class Template:
         self.add(bytes(np.dtype(form).itemsize))
 
 
-class FittedTemplate(Template):
+class FittedTemplate(RecordTemplate):
     """A record whose numbers have the widths that they have in `content`, at `start`."""
 
     def __init__(self, content: bytes, start: int) -> None:

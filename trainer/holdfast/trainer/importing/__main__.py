@@ -28,14 +28,14 @@ from holdfast.trainer.flusher.commit import commit_alone
 from holdfast.trainer.format.metadata import METADATA
 from holdfast.trainer.importing.write import Digests, encode_metadata, plan_images, write_images
 from holdfast.trainer.sources.find import AUTO, FORMS, open_source
-from holdfast.trainer.sources.tensors import Source, select
+from holdfast.trainer.sources.tensors import WeightsSource, select
 from holdfast.trainer.staging.step_facts import versions
 from holdfast.trainer.state.imported import document_of
 
 REASON: Final = "import"
 
 
-def import_into(run: RunPaths, uid: str, source: Source) -> dict[str, Any]:
+def import_into(run: RunPaths, uid: str, source: WeightsSource) -> dict[str, Any]:
     """Commit the weights of `source` as the checkpoint `IMPORTED` of a run; return the facts.
 
     The checkpoint must not exist yet. Raises `CheckpointError` and `OSError` as the parts do. No
@@ -70,7 +70,7 @@ def import_into(run: RunPaths, uid: str, source: Source) -> dict[str, Any]:
     return {**origin, "checkpoint": manifest.name, "left_out": list(source.left_out)}
 
 
-def digest_of_tensors(source: Source, digests: Digests) -> str:
+def digest_of_tensors(source: WeightsSource, digests: Digests) -> str:
     """Return the SHA-256 of all names, types, shapes and bytes, whatever files they come from."""
     return document_digest(
         sorted(

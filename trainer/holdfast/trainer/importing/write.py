@@ -30,15 +30,22 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from holdfast.contracts.disk.digests import FileChecksum, RunningDigest, new_checksum
-from holdfast.contracts.disk.direct import Output
+from holdfast.contracts.disk.direct import DirectFile
 from holdfast.contracts.disk.manifest import FileEntry
 from holdfast.contracts.disk.reading import read_again
 from holdfast.contracts.errors import CheckpointError
 from holdfast.trainer.format.metadata_dump import dump_metadata
 from holdfast.trainer.loading.past_cache import huge_memory
 from holdfast.trainer.planning.global_plan import offsets_of
-from holdfast.trainer.planning.layout import Template, make_template
-from holdfast.trainer.sources.tensors import MODEL, Files, Part, Segment, Source, in_file_order
+from holdfast.trainer.planning.layout import TensorTemplate, make_template
+from holdfast.trainer.sources.tensors import (
+    MODEL,
+    ByteSegment,
+    SourceFiles,
+    SourcePart,
+    WeightsSource,
+    in_file_order,
+)
 
 # Plans the DCP files of an import: which bytes lie where, and the `.metadata` that says so.
 
@@ -51,23 +58,23 @@ FILE_NAME: Final = "__0_{number}.distcp"
 
 
 @dataclass(frozen=True)
-class Entry:
+class PartEntry:
     """One part in a file: its zip begins at `start` and has the form of `template`."""
 
-    part: Part
+    part: SourcePart
     start: int
-    template: Template
+    template: TensorTemplate
 
 
 @dataclass(frozen=True)
-class Image:
+class FileImage:
     """One file to write: its name, its entries in order, and its length in bytes."""
 
     name: str
-    entries: tuple[Entry, ...]
+    entries: tuple[PartEntry, ...]
     length: int
 
-    def pieces(self) -> Iterator[tuple[int, bytes | Part]]:
+    def pieces(self) -> Iterator[tuple[int, bytes | SourcePart]]:
         """Yield (position, content) in order: headers and footers as bytes, and the tensors."""
         for entry in self.entries:
             data_at, is_open = entry.template.data_at, True
@@ -81,11 +88,11 @@ class Image:
                 yield entry.start + entry.template.length, entry.part
 
 
-def plan_images(parts: Sequence[Part]) -> list[Image]:
+def plan_images(parts: Sequence[SourcePart]) -> list[FileImage]:
     """Return the files for these parts. A part is never split."""
     total = sum(part.bytes for part in parts)
     wanted = min(FILE_BYTES_MAX, max(FILE_BYTES_MIN, total // FILES_WANTED))
-    groups: list[list[Part]] = [[]]
+    groups: list[list[SourcePart]] = [[]]
     size = 0
     for part in in_file_order(parts):
         if groups[-1] and size + part.bytes > wanted:
@@ -96,10 +103,10 @@ def plan_images(parts: Sequence[Part]) -> list[Image]:
     return [_image(FILE_NAME.format(number=n), group) for n, group in enumerate(groups)]
 
 
-def encode_metadata(images: Sequence[Image]) -> bytes:
+def encode_metadata(images: Sequence[FileImage]) -> bytes:
     """Return `.metadata`, DCP's pickle, for the parts under the keys `model.<name>`."""
     chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
-    first: dict[str, Part] = {}
+    first: dict[str, SourcePart] = {}
     storage = {}
     for image in images:
         for entry in image.entries:
@@ -127,8 +134,8 @@ def encode_metadata(images: Sequence[Image]) -> bytes:
     )
 
 
-def _image(name: str, parts: Sequence[Part]) -> Image:
-    templates: dict[tuple[tuple[int, ...], torch.dtype], Template] = {}
+def _image(name: str, parts: Sequence[SourcePart]) -> FileImage:
+    templates: dict[tuple[tuple[int, ...], torch.dtype], TensorTemplate] = {}
     for part in parts:
         form = part.sizes, part.dtype
         if form not in templates:
@@ -136,8 +143,8 @@ def _image(name: str, parts: Sequence[Part]) -> Image:
     found = [templates[part.sizes, part.dtype] for part in parts]
     lengths = np.array([template.length for template in found], dtype=np.int64)
     starts = offsets_of(lengths).tolist()
-    entries = [Entry(*one) for one in zip(parts, starts, found, strict=True)]
-    return Image(name, tuple(entries), starts[-1] + found[-1].length)
+    entries = [PartEntry(*one) for one in zip(parts, starts, found, strict=True)]
+    return FileImage(name, tuple(entries), starts[-1] + found[-1].length)
 
 
 PIECE_BYTES: Final = 8 << 20
@@ -150,7 +157,7 @@ Digests = dict[tuple[str, tuple[int, ...]], str]
 
 
 def write_images(
-    images: list[Image], source: Source, directory: Path
+    images: list[FileImage], source: WeightsSource, directory: Path
 ) -> tuple[list[FileEntry], Digests]:
     """Write all files into `directory`, durably. Return their entries and the parts' digests.
 
@@ -164,9 +171,9 @@ def write_images(
     return entries, {key: digest for _, digests in written for key, digest in digests.items()}
 
 
-def check_unchanged(source: Source) -> None:
+def check_unchanged(source: WeightsSource) -> None:
     """Raise `CheckpointError` if a file of the source has changed since it was opened."""
-    files = Files(source.base, is_snapshot=source.is_snapshot)
+    files = SourceFiles(source.base, is_snapshot=source.is_snapshot)
     for path, state in source.files.items():
         os.close(files.open(path))
         if files.states[path] != state:
@@ -176,7 +183,7 @@ def check_unchanged(source: Source) -> None:
             )
 
 
-def _write(image: Image, source: Source, directory: Path) -> tuple[FileEntry, Digests]:
+def _write(image: FileImage, source: WeightsSource, directory: Path) -> tuple[FileEntry, Digests]:
     """Write one file and return its entry, and the digests of its tensors."""
     place = directory / image.name
     handle = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, source.rights)
@@ -204,7 +211,7 @@ class _Stream:
     """A file that is written from its start, through one piece of memory."""
 
     def __init__(self, handle: int, size: int) -> None:
-        self._output, self._size = Output(handle, size), size
+        self._output, self._size = DirectFile(handle, size), size
         self._memory = huge_memory(PIECE_BYTES)
         self._at = self._filled = 0
         self.checksum = FileChecksum(size)
@@ -264,7 +271,7 @@ class Fill(Protocol):
 class _Run:
     """Consecutive bytes of a file."""
 
-    def __init__(self, handle: int, segment: Segment, place: Path) -> None:
+    def __init__(self, handle: int, segment: ByteSegment, place: Path) -> None:
         self.bytes = segment.bytes
         self._handle, self._segment, self._place = handle, segment, place
 
@@ -286,7 +293,7 @@ class _Gather:
     The file is mapped, so only the pages that are used are in memory.
     """
 
-    def __init__(self, handle: int, part: Part) -> None:
+    def __init__(self, handle: int, part: SourcePart) -> None:
         (segment,) = part.segments
         item = part.dtype.itemsize
         self.bytes, self._item = part.bytes, item
@@ -317,8 +324,8 @@ def _elements(view: npt.NDArray[np.uint8], first: int, last: int) -> memoryview:
 class _Reader:
     """The open files of a source."""
 
-    def __init__(self, source: Source) -> None:
-        self._files = Files(source.base, is_snapshot=source.is_snapshot)
+    def __init__(self, source: WeightsSource) -> None:
+        self._files = SourceFiles(source.base, is_snapshot=source.is_snapshot)
         self._handles: dict[str, int] = {}
 
     def __enter__(self) -> _Reader:
@@ -328,7 +335,7 @@ class _Reader:
         for handle in self._handles.values():
             os.close(handle)
 
-    def fills(self, part: Part) -> Iterator[Fill]:
+    def fills(self, part: SourcePart) -> Iterator[Fill]:
         """Yield what reads the bytes of a part, in order."""
         if part.strides is not None:
             yield _Gather(self._handle(part.segments[0].path), part)

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from holdfast.contracts.disk.manifest import FileEntry, Manifest
-from holdfast.trainer.loading.plan import PIECE_BYTES, Counts, FileUnits, Series, Unit, cut
-from holdfast.trainer.loading.targets import Target, Wants
+from holdfast.trainer.loading.plan import PIECE_BYTES, CopySeries, Counts, FileUnits, Unit, cut
+from holdfast.trainer.loading.targets import MemoryTarget, Wants
 
-Placed = list[tuple[Series, Target]]
+Placed = list[tuple[CopySeries, MemoryTarget]]
 
 
 class Catalogue:

@@ -105,7 +105,7 @@ def own_window() -> Iterator[Address]:
         os.close(handle)
 
 
-class Node:
+class ReadingNode:
     """The ranks that read together. This rank is number `rank` of `size`.
 
     They communicate over `tree`, which connects only them. Half of a window has `slots` pieces.
@@ -123,7 +123,7 @@ class Node:
 
     @classmethod
     @contextlib.contextmanager
-    def joined(cls, tree: RankTree, addresses: Sequence[Address]) -> Iterator[Node]:
+    def joined(cls, tree: RankTree, addresses: Sequence[Address]) -> Iterator[ReadingNode]:
         """Return the ranks of `tree` on this rank's host. All its ranks call this together."""
         own = addresses[tree.index].home
         here = [rank for rank, one in enumerate(addresses) if one.home == own]

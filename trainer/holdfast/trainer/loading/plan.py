@@ -1,9 +1,9 @@
 """Which bytes of which file go where: the arithmetic of loading, without files and torch.
 
 A saved chunk and a wanted chunk of one tensor overlap in a box. In the file, the box is one or
-more stretches of bytes at regular distances, and likewise in the destination: a `Series`. Files are
-read in units, which are the blocks of their checksums. A series is clipped to each unit that it
-touches. If several ranks of a node want a unit, one of them reads it.
+more stretches of bytes at regular distances, and likewise in the destination: a `CopySeries`. Files
+are read in units, which are the blocks of their checksums. A series is clipped to each unit that
+it touches. If several ranks of a node want a unit, one of them reads it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
+class CopySeries:
     """`count` stretches of `length` bytes, from file offset `source` to memory offset `target`.
 
     Consecutive stretches are `source_stride` bytes apart in the file, `target_stride` in memory.
@@ -56,9 +56,9 @@ class Series:
         """The first byte of the file after the last stretch."""
         return self.source + (self.count - 1) * self.source_stride + self.length
 
-    def moved(self, by: int) -> Series:
+    def moved(self, by: int) -> CopySeries:
         """Return this series moved by `by` bytes in the file."""
-        return Series(
+        return CopySeries(
             self.source + by,
             self.target,
             self.length,
@@ -111,7 +111,7 @@ def overlap(saved: Chunk, wanted: Chunk) -> Chunk | None:
     return None if any(size <= 0 for size in sizes) else Chunk(low, sizes)
 
 
-def series_between(saved: Chunk, wanted: Chunk, item_bytes: int) -> list[Series]:
+def series_between(saved: Chunk, wanted: Chunk, item_bytes: int) -> list[CopySeries]:
     """Return the moves from `saved` in the file, from byte 0, into the memory of `wanted`.
 
     Both are contiguous with `item_bytes` per element. Empty if they do not overlap.
@@ -136,10 +136,10 @@ def series_between(saved: Chunk, wanted: Chunk, item_bytes: int) -> list[Series]
         ]
     )
     if not loops:
-        return [Series(source, target, length)]
+        return [CopySeries(source, target, length)]
     *outer, (count, source_stride, target_stride) = loops
     return [
-        Series(
+        CopySeries(
             source + sum(i * s for i, (_, s, _) in zip(at, outer, strict=True)),
             target + sum(i * t for i, (_, _, t) in zip(at, outer, strict=True)),
             length,
@@ -151,7 +151,7 @@ def series_between(saved: Chunk, wanted: Chunk, item_bytes: int) -> list[Series]
     ]
 
 
-def clip(series: Series, start: int, end: int) -> list[Series]:
+def clip(series: CopySeries, start: int, end: int) -> list[CopySeries]:
     """Return the parts of `series` whose file bytes are in [start, end), cut at any byte."""
     if series.source >= start and series.end <= end:
         return [series]
@@ -167,11 +167,11 @@ def clip(series: Series, start: int, end: int) -> list[Series]:
     whole = []
     if first < last:
         at, to = series.source + first * stride, series.target + first * series.target_stride
-        whole = [Series(at, to, series.length, last - first, stride, series.target_stride)]
+        whole = [CopySeries(at, to, series.length, last - first, stride, series.target_stride)]
     return [part for part in (*head, *whole, *tail) if part.length > 0]
 
 
-def cut(series: Series, file: FileUnits) -> Iterator[tuple[int, list[Series]]]:
+def cut(series: CopySeries, file: FileUnits) -> Iterator[tuple[int, list[CopySeries]]]:
     """Yield (unit number, parts in it) for each unit of `file` that `series` touches."""
     size = file.unit_bytes
     for index in range(series.source // size, (series.end - 1) // size + 1):
@@ -225,8 +225,8 @@ def _merge(loops: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     return merged
 
 
-def _cut_one(series: Series, index: int, start: int, end: int) -> Series:
+def _cut_one(series: CopySeries, index: int, start: int, end: int) -> CopySeries:
     """Return the part of one stretch in [start, end). Its length is negative if there is none."""
     at = series.source + index * series.source_stride
     low, high = max(at, start), min(at + series.length, end)
-    return Series(low, series.target + index * series.target_stride + low - at, high - low)
+    return CopySeries(low, series.target + index * series.target_stride + low - at, high - low)

@@ -26,13 +26,13 @@ from holdfast.contracts.disk.manifest import FileEntry
 from holdfast.contracts.disk.reading import open_regular, read_again
 from holdfast.contracts.errors import CheckpointError, ForeignFileError
 from holdfast.trainer.loading.catalogue import Catalogue, Placed
-from holdfast.trainer.loading.node import HALVES, Node
+from holdfast.trainer.loading.node import HALVES, ReadingNode
 from holdfast.trainer.loading.past_cache import fill, fill_aligned, go_past_cache, huge_memory
 from holdfast.trainer.loading.plan import (
     NOBODY,
     PIECE_BYTES,
+    CopySeries,
     Counts,
-    Series,
     Unit,
     assign,
     clip,
@@ -46,7 +46,7 @@ _OUR_DEFECT: Final = "The plan is wrong, which is a defect of Holdfast: please r
 
 
 @dataclass
-class Tally:
+class ReadTally:
     """A rank's counts and problems. `bytes_unique` is the node's, set on its first rank only."""
 
     bytes_read: int
@@ -72,8 +72,8 @@ def read_wants(
     catalogue: Catalogue,
     mine: Mapping[int, Placed],
     distinct: Mapping[str, int],
-    node: Node,
-) -> Tally:
+    node: ReadingNode,
+) -> ReadTally:
     """Read `mine` into its targets. All ranks of `node` call this together.
 
     Whole blocks are read and compared with their digests, if there are any. The `problems` of the
@@ -97,11 +97,15 @@ def read_wants(
         _read_all(reader, pool, node, owner, mine)
     boxes = {name: size for _, each, _ in gathered for name, size in each.items()}
     unique = sum(boxes.values()) if node.rank == 0 else 0
-    return Tally(reader.bytes_read, unique, sorted(reader.problems), reader.error)
+    return ReadTally(reader.bytes_read, unique, sorted(reader.problems), reader.error)
 
 
 def _read_all(
-    reader: _Reader, pool: ThreadPoolExecutor, node: Node, owner: Counts, mine: Mapping[int, Placed]
+    reader: _Reader,
+    pool: ThreadPoolExecutor,
+    node: ReadingNode,
+    owner: Counts,
+    mine: Mapping[int, Placed],
 ) -> None:
     """Read the units of this rank alone, and at the same time the shared units in rounds.
 
@@ -173,7 +177,7 @@ class _Reader:
                     copy_out(here, self._scratch(), start)
             self._compare(number, running)
 
-    def read_shared(self, turns: Sequence[Turn], node: Node) -> None:
+    def read_shared(self, turns: Sequence[Turn], node: ReadingNode) -> None:
         """Read consecutive pieces of one shared unit into this rank's window."""
         number = turns[0].unit
         unit = self.catalogue.unit(number)
@@ -189,7 +193,7 @@ class _Reader:
             if turns[-1].start + turns[-1].size == unit.start + unit.size:
                 self._compare(number, running)
 
-    def take_shared(self, turn: Turn, parts: Placed, node: Node) -> None:
+    def take_shared(self, turn: Turn, parts: Placed, node: ReadingNode) -> None:
         """Copy this rank's parts of a piece from the window of its reader."""
         with self._noting(self.catalogue.unit(turn.unit).path):
             here = _clip_all(parts, turn.start, turn.size)
@@ -331,7 +335,7 @@ def copy_out(parts: Placed, piece: memoryview, start: int) -> None:
         target.took(series.bytes)
 
 
-def _require_inside(series: Series, memory_bytes: int) -> None:
+def _require_inside(series: CopySeries, memory_bytes: int) -> None:
     """Raise `CheckpointError` if `series` would be written outside a memory of that size.
 
     A copy with strides does not check this: it would overwrite other memory of the process.

@@ -32,7 +32,14 @@ from holdfast.trainer.format.metadata import (
 from holdfast.trainer.format.plain_load import load_plain
 from holdfast.trainer.loading.agreement import agree, portable, raise_first
 from holdfast.trainer.loading.catalogue import Catalogue, Placed, sort_by_unit
-from holdfast.trainer.loading.node import Address, Node, find_home, mapped, own_window, published
+from holdfast.trainer.loading.node import (
+    Address,
+    ReadingNode,
+    find_home,
+    mapped,
+    own_window,
+    published,
+)
 from holdfast.trainer.loading.read import read_wants
 from holdfast.trainer.loading.stock import check_share, load_as_stock, needs_stock
 from holdfast.trainer.loading.targets import Piece, Wants, collect, collect_wholes, place_whole
@@ -210,7 +217,7 @@ def load_state(
             load_as_stock(ready.only_taken(), state, group, None)
             bytes_read = bytes_unique = 0
         else:
-            node = held.enter_context(Node.joined(tree, [one.address for one in messages]))
+            node = held.enter_context(ReadingNode.joined(tree, [one.address for one in messages]))
             # Threads copy into the tensors. A kernel that the program queued before must not write
             # to them afterwards, on whichever stream it is.
             devices.synchronize(ready.wants.devices)
@@ -299,7 +306,7 @@ def _keys(entries: Mapping[str, T], *, alone: bool) -> dict[str, T]:
 
 
 def _load_ranges(
-    ready: _Prepared, state: dict[str, Any], node: Node, tree: RankTree
+    ready: _Prepared, state: dict[str, Any], node: ReadingNode, tree: RankTree
 ) -> tuple[int, int]:
     """Load every wanted byte. Return (bytes read, bytes wanted), summed over all ranks."""
     read, unique, odd = _read_turn(ready, ready.wants, ready.by_unit, state, node, tree)
@@ -316,7 +323,7 @@ def _read_turn(
     wants: Wants,
     by_unit: Mapping[int, Placed],
     state: dict[str, Any],
-    node: Node,
+    node: ReadingNode,
     tree: RankTree,
 ) -> tuple[int, int, list[Piece] | None]:
     """Return (bytes read, bytes wanted) of all ranks, and this rank's pieces in another form.

@@ -34,14 +34,14 @@ from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError
 from holdfast.trainer.format.metadata_check import tile
 from holdfast.trainer.format.plain_load import load_plain
 from holdfast.trainer.format.saved_boxes import NO_FILE, BoxTable, SavedBoxes, find_odd_stride
-from holdfast.trainer.loading.plan import Chunk, Series, overlap, series_between
+from holdfast.trainer.loading.plan import Chunk, CopySeries, overlap, series_between
 from holdfast.trainer.planning.layout import is_wrapper, make_template
 from holdfast.trainer.process import devices
 
 Bytes = npt.NDArray[np.uint8]
 
 
-class Target:
+class MemoryTarget:
     """Memory that bytes are read into, in any order and from several threads.
 
     The memory is allocated just before the first bytes. After the last bytes, `finish` gets the
@@ -83,22 +83,22 @@ class Want:
     """Bytes of the file `path`, and their destination."""
 
     path: str
-    series: Series
-    target: Target
+    series: CopySeries
+    target: MemoryTarget
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """This rank's part of a tensor: the box `wanted` in `local`, saved as `dtype`."""
 
     key: str
     wanted: Chunk
     local: torch.Tensor
     dtype: torch.dtype
-    target: Target
+    target: MemoryTarget
 
 
-class Place(NamedTuple):
+class EntryPlace(NamedTuple):
     """Where an entry lies: the file, and bytes in it."""
 
     relative_path: str
@@ -108,12 +108,12 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of one saved chunk that overlaps a `Part`, in `box`. `info` is its file entry."""
+    """Where one saved chunk overlaps a `TensorPart`, as `box`. `info` is its file entry."""
 
-    part: Part
+    part: TensorPart
     saved: Chunk
     box: Chunk
-    info: Place
+    info: EntryPlace
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Header:
     """The header of a tensor's zip as it was read, and the accepted headers."""
 
     piece: Piece
-    content: Target
+    content: MemoryTarget
     expected: tuple[bytes, ...]
 
     @property
@@ -138,12 +138,12 @@ class Wants:
 
     items: list[Want] = field(default_factory=list)
     headers: list[Header] = field(default_factory=list)
-    wholes: list[tuple[Piece, Target]] = field(default_factory=list)
-    numbers: dict[str, Target] = field(default_factory=dict)
+    wholes: list[tuple[Piece, MemoryTarget]] = field(default_factory=list)
+    numbers: dict[str, MemoryTarget] = field(default_factory=dict)
     distinct: dict[str, int] = field(default_factory=dict)
     devices: set[torch.device] = field(default_factory=set)
 
-    def add(self, path: str, series: Series, target: Target) -> None:
+    def add(self, path: str, series: CopySeries, target: MemoryTarget) -> None:
         """Add the wanted `series` of the file."""
         target.expect(series.bytes)
         self.items.append(Want(path, series, target))
@@ -179,7 +179,7 @@ def collect_wholes(pieces: list[Piece]) -> Wants:
     return wants
 
 
-def place_whole(piece: Piece, content: Target) -> None:
+def place_whole(piece: Piece, content: MemoryTarget) -> None:
     """Open an entry that was read completely, and copy the wanted part into the tensor."""
     saved = load_plain(content.memory.tobytes())
     if isinstance(saved, torch.Tensor) and is_wrapper(saved):
@@ -241,7 +241,7 @@ def _chunks_here(key: str, value: torch.Tensor) -> list[ChunkStorageMetadata]:
 
 def _make_part(
     key: str, value: torch.Tensor, chunk: ChunkStorageMetadata, dtype: torch.dtype
-) -> Part:
+) -> TensorPart:
     """Return a part with memory to load into: the tensor's own memory if possible."""
     local = find_tensor_shard(value, MetadataIndex(key, chunk.offsets)).detach()
     if local.is_meta:
@@ -267,7 +267,7 @@ def _make_part(
         and not local.is_neg()
     )
     if plain and local.dtype == dtype:
-        return Part(key, _chunk(chunk), local, dtype, Target(lambda: _bytes_of(local)))
+        return TensorPart(key, _chunk(chunk), local, dtype, MemoryTarget(lambda: _bytes_of(local)))
 
     def make() -> Bytes:
         if devices.is_streamed(local.device):
@@ -278,7 +278,7 @@ def _make_part(
         with torch.no_grad():
             local.copy_(torch.from_numpy(memory).view(dtype).view(local.shape))
 
-    return Part(key, _chunk(chunk), local, dtype, Target(make, finish))
+    return TensorPart(key, _chunk(chunk), local, dtype, MemoryTarget(make, finish))
 
 
 def _want_piece(wants: Wants, piece: Piece, *, is_raw: bool) -> None:
@@ -298,16 +298,16 @@ def _want_piece(wants: Wants, piece: Piece, *, is_raw: bool) -> None:
         wants.wholes.append((piece, _want_whole(wants, piece.info)))
         return
     path, at = piece.info.relative_path, piece.info.offset
-    head = Target(lambda: np.empty(data_at, np.uint8))
-    wants.add(path, Series(at, 0, data_at), head)
+    head = MemoryTarget(lambda: np.empty(data_at, np.uint8))
+    wants.add(path, CopySeries(at, 0, data_at), head)
     wants.headers.append(Header(piece, head, heads))
     for series in series_between(piece.saved, part.wanted, item_bytes):
         wants.add(path, series.moved(at + data_at), part.target)
 
 
-def _want_whole(wants: Wants, info: Place) -> Target:
-    content = Target(lambda: np.empty(info.length, np.uint8))
-    wants.add(info.relative_path, Series(info.offset, 0, info.length), content)
+def _want_whole(wants: Wants, info: EntryPlace) -> MemoryTarget:
+    content = MemoryTarget(lambda: np.empty(info.length, np.uint8))
+    wants.add(info.relative_path, CopySeries(info.offset, 0, info.length), content)
     return content
 
 
@@ -331,7 +331,7 @@ def _overlapping(saved: SavedBoxes, wanted: Chunk) -> list[int]:
     return rows
 
 
-def _place(key: str, table: BoxTable, row: int) -> Place:
+def _place(key: str, table: BoxTable, row: int) -> EntryPlace:
     """Return where a box lies. Raises `DamagedCheckpointError` if it is unknown."""
     boxes = table.by_key[key]
     if (file := int(boxes.file[row])) == NO_FILE:
@@ -339,7 +339,7 @@ def _place(key: str, table: BoxTable, row: int) -> Place:
             f"{key}: .metadata does not name the file that contains it; load another checkpoint",
             damaged=[f".metadata: {key}: no location"],
         )
-    return Place(table.files[file], int(boxes.offset[row]), int(boxes.length[row]))
+    return EntryPlace(table.files[file], int(boxes.offset[row]), int(boxes.length[row]))
 
 
 def _bytes_of(tensor: torch.Tensor) -> Bytes:

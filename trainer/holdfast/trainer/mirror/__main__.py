@@ -19,7 +19,7 @@ from holdfast.contracts.errors import (
 )
 from holdfast.trainer.mirror.fetch import Remote, fetch, list_remote, read_remote
 from holdfast.trainer.mirror.open_store import open_store
-from holdfast.trainer.mirror.store import EntryCheck, Store
+from holdfast.trainer.mirror.store import EntryCheck, MirrorStore
 from holdfast.trainer.mirror.upload import Retries, commit, missing_files, read_upload, send_files
 
 # List, verify, delete, fetch and push the checkpoints of a run's mirror, from outside a job:
@@ -35,7 +35,7 @@ from holdfast.trainer.mirror.upload import Retries, commit, missing_files, read_
 # need fsspec, and s3fs for S3, but not torch.
 
 
-def list_committed(store: Store) -> dict[str, Any]:
+def list_committed(store: MirrorStore) -> dict[str, Any]:
     """Return every checkpoint in the mirror, oldest first, and whether it is committed there."""
     retries, found = Retries(), []
     for name in list_remote(store, retries=retries):
@@ -44,7 +44,7 @@ def list_committed(store: Store) -> dict[str, Any]:
     return {"checkpoints": found}
 
 
-def delete(store: Store, names: list[str]) -> dict[str, Any]:
+def delete(store: MirrorStore, names: list[str]) -> dict[str, Any]:
     """Remove checkpoints, manifest first, so that a crash in between leaves no checkpoint.
 
     The manifest stays as a tombstone. You may repeat the call or name absent checkpoints.
@@ -62,7 +62,7 @@ def delete(store: Store, names: list[str]) -> dict[str, Any]:
     return {"deleted": names, "bytes": freed}
 
 
-def verify(store: Store, name: str) -> dict[str, Any]:
+def verify(store: MirrorStore, name: str) -> dict[str, Any]:
     """Read every byte of a checkpoint in the mirror and compare it with the manifest."""
     retries, damaged = Retries(), []
     remote = _remote(store, name)
@@ -81,7 +81,7 @@ def verify(store: Store, name: str) -> dict[str, Any]:
     return {"ok": not damaged, "checkpoint": remote.manifest.id, "files": files, "damaged": damaged}
 
 
-def push(store: Store, directory: Path) -> dict[str, Any]:
+def push(store: MirrorStore, directory: Path) -> dict[str, Any]:
     """Copy a committed checkpoint to the mirror, and continue an earlier unfinished copy."""
     upload, retries = read_upload(directory, None), Retries()
     if upload is None:
@@ -95,14 +95,14 @@ def push(store: Store, directory: Path) -> dict[str, Any]:
     return {"pushed": upload.name, "bytes": sent}
 
 
-def _read(store: Store, key: str, entry: FileEntry) -> None:
+def _read(store: MirrorStore, key: str, entry: FileEntry) -> None:
     check = EntryCheck(entry)
     for piece in store.pieces(key, entry.bytes):
         check.update(piece)
     check.finish()
 
 
-def _remote(store: Store, name: str) -> Remote:
+def _remote(store: MirrorStore, name: str) -> Remote:
     remote = read_remote(store, _parse(name), None, retries=Retries())
     if remote is None:
         raise NotFoundError(f"{name} is not committed in this mirror; `list` shows what is")

@@ -27,7 +27,7 @@ from holdfast.contracts.disk.manifest import FileEntry, Manifest
 from holdfast.contracts.disk.mirrors import MirrorRecord, checkpoint_key, write_record
 from holdfast.contracts.disk.paths import FETCHING, MANIFEST, CheckpointName
 from holdfast.contracts.errors import DamagedCheckpointError
-from holdfast.trainer.mirror.store import EntryCheck, Store
+from holdfast.trainer.mirror.store import EntryCheck, MirrorStore
 from holdfast.trainer.mirror.upload import Retries
 
 FILES_AT_ONCE: Final = 4
@@ -46,14 +46,14 @@ class Remote:
         return CheckpointName(facts.step, facts.attempt, facts.launch)
 
 
-def list_remote(store: Store, *, retries: Retries) -> list[CheckpointName]:
+def list_remote(store: MirrorStore, *, retries: Retries) -> list[CheckpointName]:
     """Return the checkpoints with files in the mirror, committed or not, oldest first."""
     found = retries.do(store.folders, "checkpoints")
     return sorted(n for n in map(CheckpointName.parse, found) if n is not None)
 
 
 def read_remote(
-    store: Store, name: CheckpointName, run_uid: str | None, *, retries: Retries
+    store: MirrorStore, name: CheckpointName, run_uid: str | None, *, retries: Retries
 ) -> Remote | None:
     """Return the checkpoint `name` of the mirror, or None if it was never committed there.
 
@@ -75,7 +75,7 @@ def read_remote(
 
 
 def newest_remote(
-    store: Store,
+    store: MirrorStore,
     run_uid: str,
     *,
     newer_than: CheckpointName | None,
@@ -100,7 +100,9 @@ def newest_remote(
     return None, skipped
 
 
-def fetch(store: Store, remote: Remote, directory: Path, *, url: str, retries: Retries) -> int:
+def fetch(
+    store: MirrorStore, remote: Remote, directory: Path, *, url: str, retries: Retries
+) -> int:
     """Fetch a checkpoint into `directory` and return the bytes that were read from the mirror.
 
     Complete files stay as they are. Raises `MirrorError` or `DamagedCheckpointError` if the mirror
@@ -123,7 +125,7 @@ def begin_fetch(remote: Remote, directory: Path) -> None:
 
 
 def fetch_files(
-    store: Store,
+    store: MirrorStore,
     remote: Remote,
     files: Sequence[FileEntry],
     directory: Path,
@@ -161,7 +163,7 @@ def _parents(directory: Path, files: Iterable[FileEntry]) -> set[Path]:
 
 
 def _bring(
-    store: Store,
+    store: MirrorStore,
     remote: Remote,
     entry: FileEntry,
     directory: Path,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-from holdfast.trainer.mirror.store import Store
+from holdfast.trainer.mirror.store import MirrorStore
 
 
-def open_store(url: str) -> Store:
+def open_store(url: str) -> MirrorStore:
     """Open the store at `url` by its scheme: a directory, S3, or another fsspec file system.
 
     Libraries are imported here, at first use. Raises `MirrorError` if one is missing.

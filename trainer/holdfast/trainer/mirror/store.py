@@ -22,7 +22,7 @@ PARTS_AT_ONCE: Final = 4
 CALL_TIMEOUT_S: Final = 120.0
 
 
-class Store(Protocol):
+class MirrorStore(Protocol):
     """One location in a mirror. Every call is bounded in time and raises `MirrorError`."""
 
     def put_file(self, key: str, path: Path, entry: FileEntry) -> None:

@@ -18,7 +18,7 @@ from holdfast.contracts.disk.manifest import FileEntry, Manifest
 from holdfast.contracts.disk.mirrors import checkpoint_folder, checkpoint_key, tombstone_key
 from holdfast.contracts.disk.paths import MANIFEST
 from holdfast.contracts.errors import MirrorError
-from holdfast.trainer.mirror.store import Store
+from holdfast.trainer.mirror.store import MirrorStore
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -66,7 +66,7 @@ def read_upload(
     return Upload(files=place, manifest=manifest, content=content, own=frozenset(ours))
 
 
-def send_files(store: Store, upload: Upload, *, retries: Retries) -> int:
+def send_files(store: MirrorStore, upload: Upload, *, retries: Retries) -> int:
     """Send those files of this node that the mirror lacks, and return their bytes.
 
     Raises `MirrorError` if the mirror refuses or does not answer, `DamagedCheckpointError` if a
@@ -84,7 +84,7 @@ def send_files(store: Store, upload: Upload, *, retries: Retries) -> int:
     return sent
 
 
-def missing_files(store: Store, upload: Upload, *, retries: Retries) -> list[str]:
+def missing_files(store: MirrorStore, upload: Upload, *, retries: Retries) -> list[str]:
     """Return the checkpoint's files, of all nodes, that the mirror lacks at their full size."""
     there = retries.do(store.sizes, checkpoint_folder(upload.name))
     return [
@@ -94,7 +94,7 @@ def missing_files(store: Store, upload: Upload, *, retries: Retries) -> list[str
     ]
 
 
-def commit(store: Store, upload: Upload, *, retries: Retries) -> None:
+def commit(store: MirrorStore, upload: Upload, *, retries: Retries) -> None:
     """Create the manifest in the mirror, which commits the copy.
 
     Raises `MirrorError` if the mirror has another checkpoint of that name, or deleted this one.
@@ -111,7 +111,7 @@ def commit(store: Store, upload: Upload, *, retries: Retries) -> None:
         )
 
 
-def _refuse_deleted(store: Store, upload: Upload, retries: Retries) -> None:
+def _refuse_deleted(store: MirrorStore, upload: Upload, retries: Retries) -> None:
     if retries.do(store.read, tombstone_key(upload.name)) is not None:
         raise MirrorError(f"{upload.name} was deleted from the mirror and is not uploaded again")
 

@@ -27,7 +27,7 @@ from holdfast.contracts.disk.paths import MANIFEST, CheckpointName, RunPaths
 from holdfast.contracts.errors import HoldfastError, MirrorError
 from holdfast.contracts.plain_text import counted
 from holdfast.trainer.mirror.open_store import open_store
-from holdfast.trainer.mirror.store import Store
+from holdfast.trainer.mirror.store import MirrorStore
 from holdfast.trainer.mirror.upload import (
     Retries,
     Upload,
@@ -89,7 +89,7 @@ class MirrorWorker:
         self._old: deque[Task] = deque()
         self._waiting: list[Task] = []
         self._current: Task | None = None
-        self._store: tuple[str, Store] | None = None
+        self._store: tuple[str, MirrorStore] | None = None
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._serve, name="mirror", daemon=True)
 
@@ -248,7 +248,7 @@ class MirrorWorker:
     def _location(self, upload: Upload) -> str:
         return self._tiers.location(upload.manifest.run, upload.manifest.run_uid)
 
-    def _store_of(self, upload: Upload) -> Store:
+    def _store_of(self, upload: Upload) -> MirrorStore:
         """Return the run's store in the mirror. The first call opens it and imports libraries."""
         url = self._location(upload)
         if self._store is None or self._store[0] != url:

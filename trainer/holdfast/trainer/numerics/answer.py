@@ -37,7 +37,7 @@ class Known:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class LossDecision:
     """The decision. `excluded` are the checkpoints from which no resume may continue.
 
     `to` is the newest other checkpoint, or None for the beginning. `skip` is the data to skip.
@@ -55,7 +55,7 @@ def policy_for(anomaly: Anomaly, numerics: Numerics) -> NumericsAction:
     return numerics.on_nan if anomaly.problem == "nan" else numerics.on_spike
 
 
-def answer(anomaly: Anomaly, numerics: Numerics, known: Known) -> Answer:
+def answer(anomaly: Anomaly, numerics: Numerics, known: Known) -> LossDecision:
     """Decide to warn, to stop, to skip data or to roll back.
 
     A change that would only repeat the last one becomes a stop. A skip with weights that are not
@@ -63,7 +63,7 @@ def answer(anomaly: Anomaly, numerics: Numerics, known: Known) -> Answer:
     """
     policy = policy_for(anomaly, numerics)
     if policy == "warn":
-        return Answer(action="warn", reason=f"{anomaly}; training continues")
+        return LossDecision(action="warn", reason=f"{anomaly}; training continues")
     if policy == "stop":
         return _stop(f"{anomaly}; the policy is to stop", anomaly, known)
     if policy == "skip" and known.is_finite:
@@ -75,7 +75,7 @@ def answer(anomaly: Anomaly, numerics: Numerics, known: Known) -> Answer:
     began = to.step if to is not None else 0
     first = max(began + 1, anomaly.step - numerics.skip_steps // 2)
     window = SkipWindow(first, numerics.skip_steps)
-    return Answer(
+    return LossDecision(
         action="rollback",
         reason=f"{anomaly}; roll back to {to or 'the beginning'}, and skip the data of "
         f"{counted(numerics.skip_steps, 'step')} from step {first} on",
@@ -85,15 +85,17 @@ def answer(anomaly: Anomaly, numerics: Numerics, known: Known) -> Answer:
     )
 
 
-def _skip(anomaly: Anomaly, numerics: Numerics, known: Known) -> Answer:
+def _skip(anomaly: Anomaly, numerics: Numerics, known: Known) -> LossDecision:
     if anomaly.step in known.skipped:
         # The step was trained again after a crash. The window recorded then is still in effect.
-        return Answer(action="warn", reason=f"{anomaly}, as it was before; training continues")
+        return LossDecision(
+            action="warn", reason=f"{anomaly}, as it was before; training continues"
+        )
     changes = len(known.rolled_back) + len(known.skipped)
     if changes >= numerics.changes_max:
         return _stop(f"{anomaly}; no skip: {_too_many(changes, numerics)}", anomaly, known)
     first = max(known.reached, anomaly.step) + 1
-    return Answer(
+    return LossDecision(
         action="skip",
         reason=f"{anomaly}; skip the data of {numerics.skip_steps} steps from step {first} on",
         skip=(SkipWindow(first, numerics.skip_steps),),
@@ -104,9 +106,9 @@ def _too_many(changes: int, numerics: Numerics) -> str:
     return f"there were {changes} rollbacks and skips, and the limit is {numerics.changes_max}"
 
 
-def _stop(reason: str, anomaly: Anomaly, known: Known) -> Answer:
+def _stop(reason: str, anomaly: Anomaly, known: Known) -> LossDecision:
     to, excluded = _split(known, anomaly.good_step - 1)
-    return Answer(action="stop", reason=reason, to=to, excluded=excluded)
+    return LossDecision(action="stop", reason=reason, to=to, excluded=excluded)
 
 
 def _why_futile(anomaly: Anomaly, numerics: Numerics, known: Known) -> str:

@@ -29,13 +29,13 @@ from holdfast.contracts.records.history import excluded_checkpoints, load_events
 from holdfast.contracts.spec.sections import Numerics
 from holdfast.trainer.data.position import Position
 from holdfast.trainer.metrics import number_of
-from holdfast.trainer.numerics.answer import Answer, Known, answer, policy_for
+from holdfast.trainer.numerics.answer import Known, LossDecision, answer, policy_for
 from holdfast.trainer.numerics.detector import Anomaly, Detector
 from holdfast.trainer.process import devices
 from holdfast.trainer.ranks.collective import ControlGroup
 from holdfast.trainer.ranks.rank_context import RankContext
 from holdfast.trainer.saving.saver import Saver
-from holdfast.trainer.state.run_state import RunState
+from holdfast.trainer.state.run_state import ProgramState
 
 # The maximum number of copies in flight. A program further ahead of its GPU waits for the oldest.
 COPIES_MAX: Final = 64
@@ -57,7 +57,7 @@ class LossGuard:
         record: RankRecord,
         position: Position,
         saver: Saver,
-        state: RunState,
+        state: ProgramState,
     ) -> None:
         self._context, self._ranks, self._record = context, ranks, record
         self._position, self._saver, self._state = position, saver, state
@@ -162,7 +162,7 @@ class LossGuard:
             return True
         return are_finite(self._state.weights())
 
-    def _answer(self, anomaly: Anomaly, rank: int, reached: int, is_finite: bool) -> Answer:
+    def _answer(self, anomaly: Anomaly, rank: int, reached: int, is_finite: bool) -> LossDecision:
         """Decide on rank 0. The decision is durable before any rank acts on it."""
         events = load_events(self._context.run)
         known = replace(self._known(events), reached=reached, is_finite=is_finite)

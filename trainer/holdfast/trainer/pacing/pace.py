@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from holdfast.contracts.account.save_interval import Choice, Failures, choose_interval
+from holdfast.contracts.account.save_interval import Failures, IntervalChoice, choose_interval
 from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.records.history import load_events
 from holdfast.contracts.states import Cause
@@ -122,7 +122,7 @@ class Pace:
         self._context, self._saver, self._recorder = context, saver, recorder
         self._saves = 0
         self._slowed_s = 0.0
-        self._reported: Choice | None = None
+        self._reported: IntervalChoice | None = None
         self._failures = Failures(0, 0.0)
         if self._chooses:
             current = (context.identity.attempt, context.identity.launch)

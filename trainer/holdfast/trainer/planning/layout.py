@@ -103,7 +103,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Template:
+class TensorTemplate:
     """The zip of a tensor of one shape and type, without the tensor's bytes."""
 
     pieces: tuple[tuple[int, bytes], ...]
@@ -118,7 +118,7 @@ class TensorEntry:
     key: str
     shape: torch.Size
     dtype: torch.dtype
-    template: Template
+    template: TensorTemplate
 
     @property
     def length(self) -> int:
@@ -272,7 +272,7 @@ def encode_number(value: Any, length: int | None = None, key: str = "") -> bytes
     return content[:-2] + struct.pack("<H", padding) + bytes(padding)
 
 
-def make_template(shape: torch.Size, dtype: torch.dtype, *, crc: bool = False) -> Template:
+def make_template(shape: torch.Size, dtype: torch.dtype, *, crc: bool = False) -> TensorTemplate:
     """Return the zip of a tensor, without memory for it.
 
     With `crc` its small parts have their CRC32, as stock DCP writes them.
@@ -286,7 +286,7 @@ def make_template(shape: torch.Size, dtype: torch.dtype, *, crc: bool = False) -
     finally:
         torch.serialization.set_crc32_options(checksums)
     pieces = tuple((at, bytes(piece)) for at, piece in recorder.pieces)
-    return Template(pieces, recorder.data_at, recorder.tell())
+    return TensorTemplate(pieces, recorder.data_at, recorder.tell())
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ from holdfast.trainer.format.opcodes import (
     TUPLE1,
     Memo,
     Octets,
-    Template,
+    RecordTemplate,
     fetch,
     text,
 )
@@ -74,7 +74,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Places:
+class RowPlaces:
     """All written rows. `order` lists them by key and place; each item's begin at `first`.
 
     The other columns are by row, except `form_bytes`, which is by form.
@@ -113,7 +113,7 @@ def count_rows(plan: GlobalPlan) -> Int64s:
     return counts
 
 
-def find_places(plan: GlobalPlan) -> Places:
+def find_places(plan: GlobalPlan) -> RowPlaces:
     """Sort the written rows and compute their offsets."""
     lines = [len(shard_table.digests) for shard_table in plan.shard_tables]
     forms = np.cumsum(
@@ -129,7 +129,7 @@ def find_places(plan: GlobalPlan) -> Places:
     writer = end_to_end([writer.ravel() for writer in plan.writers], np.int32)
     written = np.flatnonzero(writer >= 0)
     counts = count_rows(plan)
-    return Places(
+    return RowPlaces(
         order=written[group(keys[written], place[written], plan.items).order],
         first=np.cumsum(counts) - counts,
         key=keys,
@@ -234,7 +234,7 @@ class MetadataPickle:
         if at != self.bytes:
             raise RuntimeError(f"`.metadata` has {at} bytes, but {self.bytes} were planned")
 
-    def _pieces(self, places: Places) -> Iterator[Piece]:
+    def _pieces(self, places: RowPlaces) -> Iterator[Piece]:
         yield self._head
         yield from self._pieces_of_entries(places)
         yield self._middle
@@ -250,7 +250,7 @@ class MetadataPickle:
         for kind in np.unique(kinds).tolist():
             yield kind, np.flatnonzero(kinds == kind)
 
-    def _pieces_of_entries(self, places: Places) -> Iterator[Piece]:
+    def _pieces_of_entries(self, places: RowPlaces) -> Iterator[Piece]:
         """Yield each key of `state_dict_metadata`: its head, its chunks, its end."""
         entries, current = self._entries, -1
         for window in places.windows():
@@ -288,8 +288,8 @@ class _Records:
 
     shapes: Int64s
     form_sizes: Int64s
-    chunk: Template
-    place: Template
+    chunk: RecordTemplate
+    place: RecordTemplate
     is_number: bool
 
     @property
@@ -329,7 +329,7 @@ def _records(plan: GlobalPlan, memo: Memo, kind: int) -> _Records:
         if item.dtype is not None and len(item.shape) == dims:
             shapes[number] = np.maximum(item.shape, 1)
     largest = shapes.max(axis=0, initial=1).tolist()
-    chunk, place = Template(), Template()
+    chunk, place = RecordTemplate(), RecordTemplate()
     if kind != NUMBER:
         add_chunk(chunk, memo, largest)
     nth = sum(writer.size for writer in plan.writers)
@@ -342,7 +342,7 @@ def _records(plan: GlobalPlan, memo: Memo, kind: int) -> _Records:
     return _Records(shapes, form_sizes, chunk, place, kind == NUMBER)
 
 
-def add_chunk(record: Template, memo: Memo, largest: Sequence[int]) -> None:
+def add_chunk(record: RecordTemplate, memo: Memo, largest: Sequence[int]) -> None:
     """Add one box in the list `chunks`. `largest` is the maximum per dimension."""
     record.add(*memo.new("ChunkStorageMetadata"), MARK, memo.get("offsets"))
     _add_size(record, memo, largest)
@@ -352,7 +352,7 @@ def add_chunk(record: Template, memo: Memo, largest: Sequence[int]) -> None:
 
 
 def add_place(
-    record: Template,
+    record: RecordTemplate,
     memo: Memo,
     largest: Sequence[int] | None,
     nth: int,
@@ -379,7 +379,7 @@ def add_place(
     record.add(SETITEMS, BUILD, SETITEM)
 
 
-def _add_size(record: Template, memo: Memo, largest: Sequence[int]) -> None:
+def _add_size(record: RecordTemplate, memo: Memo, largest: Sequence[int]) -> None:
     """Add a `torch.Size` of each record's numbers. `largest` is the maximum per dimension."""
     record.add(memo.get("Size"), MARK)
     for extent in largest:

@@ -19,8 +19,8 @@ from holdfast.trainer.format.columns import (
     PART,
     WHOLE,
     Block,
+    BlockPattern,
     Item,
-    Pattern,
     Row,
     make_block,
 )
@@ -29,8 +29,8 @@ from holdfast.trainer.format.saved_boxes import find_odd_stride
 from holdfast.trainer.planning.compare_keys import is_of_one_rank
 from holdfast.trainer.planning.layout import (
     NumberEntry,
-    Template,
     TensorEntry,
+    TensorTemplate,
     encode_number,
     has_form,
     inner_names,
@@ -54,7 +54,7 @@ class RankRows:
     """
 
     blocks: Mapping[bytes, Block]
-    patterns: Mapping[bytes, Pattern]
+    patterns: Mapping[bytes, BlockPattern]
     tables: Mapping[bytes, bytes]
     entries: tuple[tuple[TensorEntry | NumberEntry, ...], ...]
     signature: Signature
@@ -126,7 +126,7 @@ class _Reader:
     """Reads values one by one, and caches what many of them share."""
 
     def __init__(self) -> None:
-        self._templates: dict[tuple[torch.Size, torch.dtype], Template] = {}
+        self._templates: dict[tuple[torch.Size, torch.dtype], TensorTemplate] = {}
         self._boxes: dict[Any, Box] = {}
         self._lengths: dict[str, int] = {}
 
@@ -155,7 +155,7 @@ class _Reader:
             self._lengths[text] = len(encode_number(value)) + room
         return self._lengths[text]
 
-    def _template(self, shape: torch.Size, dtype: torch.dtype) -> Template:
+    def _template(self, shape: torch.Size, dtype: torch.dtype) -> TensorTemplate:
         if (shape, dtype) not in self._templates:
             self._templates[shape, dtype] = make_template(shape, dtype)
         return self._templates[shape, dtype]

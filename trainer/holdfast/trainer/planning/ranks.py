@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar, cast
 import psutil
 
 from holdfast.contracts.errors import SaveError
-from holdfast.trainer.format.columns import KINDS, Block, Pattern, Rows, join, pack
+from holdfast.trainer.format.columns import KINDS, Block, BlockPattern, Rows, join, pack
 from holdfast.trainer.planning.global_plan import GlobalPlan, Kept, plan_all
 from holdfast.trainer.planning.layout import Layout, add_metadata, add_train_state, plan_layout
 from holdfast.trainer.planning.metadata_pickle import MetadataPickle
@@ -101,7 +101,7 @@ class Contents:
     """The blocks, patterns and tables that one node was asked to send."""
 
     rows: Rows
-    patterns: Mapping[bytes, Pattern]
+    patterns: Mapping[bytes, BlockPattern]
     tables: Mapping[bytes, bytes]
 
 
@@ -198,7 +198,7 @@ def _ask(own: RankRows, tree: HierarchicalGroup, rank: int) -> tuple[Reply | Non
         reply, problem = tree.scatter_node([])
         return reply, problem
     blocks: dict[bytes, Block] = {}
-    patterns: dict[bytes, Pattern] = {}
+    patterns: dict[bytes, BlockPattern] = {}
     tables: dict[bytes, bytes] = {}
     for its_blocks, its_patterns, its_tables in mates:
         blocks |= its_blocks

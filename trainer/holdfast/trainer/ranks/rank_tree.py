@@ -50,7 +50,7 @@ class _Kind(IntEnum):
     LEFT = 2
 
 
-class Link:
+class NeighbourLink:
     """A connected neighbour. `messages` are those that have arrived, oldest first.
 
     With `has_left`, it has closed its end in an orderly way.
@@ -230,7 +230,7 @@ class RankTree:
         self._ranks, self._token = ranks, token
         first = index * FAN_OUT + 1
         self._children = list(range(first, min(first + FAN_OUT, self.size)))
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, NeighbourLink] = {}
         self._problem = ""
         self._splits = 0
         self._look: Callable[[float], object] | None = None
@@ -452,7 +452,7 @@ class RankTree:
                     f"port {port} of {', '.join(addresses)}; expected an open connection between "
                     f"the nodes of the job. If they have several networks, set {INTERFACES}"
                 )
-            self._links[self._parent] = Link(found, TIMEOUT_S)
+            self._links[self._parent] = NeighbourLink(found, TIMEOUT_S)
         missing = set(self._children)
         while missing and listener is not None:
             if time.monotonic() > give_up:
@@ -462,7 +462,7 @@ class RankTree:
             with contextlib.suppress(OSError):
                 child, connected = greet(listener, self._token, title, self.index, missing)
                 missing.discard(child)
-                self._links[child] = Link(connected, TIMEOUT_S)
+                self._links[child] = NeighbourLink(connected, TIMEOUT_S)
 
 
 def encode_address(listener: socket.socket) -> str:

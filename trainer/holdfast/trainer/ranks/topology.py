@@ -21,7 +21,7 @@ SAME_SAMPLES: Final = frozenset({PIPELINE, "tp", "cp", "sp"})
 
 
 @dataclass(frozen=True)
-class Place:
+class MeshPlace:
     """A rank's place in the mesh.
 
     The data is split into `data_parts` parts. This rank has the part with number `data_part`.
@@ -32,13 +32,13 @@ class Place:
     data_parts: int
 
 
-def find_place(identity: Identity, ranks: ControlGroup, mesh: DeviceMesh | None) -> Place:
+def find_place(identity: Identity, ranks: ControlGroup, mesh: DeviceMesh | None) -> MeshPlace:
     """Return the place of this rank. Every rank calls this with the same mesh, or with None.
 
     Raises `PreflightError` if the mesh does not cover all ranks or has no dimension names.
     """
     if mesh is None:
-        return Place(identity, identity.rank, identity.world_size)
+        return MeshPlace(identity, identity.rank, identity.world_size)
     names, sizes, coordinate = mesh.mesh_dim_names, tuple(mesh.shape), mesh.get_coordinate()
     if names is None or coordinate is None or mesh.size() != identity.world_size:
         raise PreflightError(
@@ -52,13 +52,13 @@ def find_place(identity: Identity, ranks: ControlGroup, mesh: DeviceMesh | None)
             part, parts = part * size + at, parts * size
     identity = replace(identity, mesh=tuple(zip(names, sizes, strict=True)))
     if PIPELINE not in names:
-        return Place(identity, part, parts)
+        return MeshPlace(identity, part, parts)
     return _join_stage(identity, ranks, coordinate[names.index(PIPELINE)], part, parts)
 
 
 def _join_stage(
     identity: Identity, ranks: ControlGroup, stage: int, part: int, parts: int
-) -> Place:
+) -> MeshPlace:
     """Return the place within a stage. The ranks of each stage get their own group."""
     stages = ranks.gather(lambda: stage)
     members = [rank for rank, other in enumerate(stages) if other == stage]
@@ -70,7 +70,7 @@ def _join_stage(
         stage_rank=members.index(identity.rank),
         stage_size=len(members),
     )
-    return Place(identity, part, parts)
+    return MeshPlace(identity, part, parts)
 
 
 def describe_mesh(flat: Mapping[str, Any]) -> dict[str, int]:

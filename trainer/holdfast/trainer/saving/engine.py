@@ -20,7 +20,7 @@ from holdfast.contracts.disk.mirrors import Tiers
 from holdfast.contracts.disk.paths import CheckpointName, RunPaths
 from holdfast.contracts.environment import FLUSH_TIMEOUT_DEFAULT_S as SAVE_TIMEOUT_S
 from holdfast.contracts.errors import SaveError
-from holdfast.trainer.placed import Place, PlacedName
+from holdfast.trainer.placed import PlacedName, SavePlace
 from holdfast.trainer.planning.custom import plan_custom
 from holdfast.trainer.planning.layout import Layout, local_part
 from holdfast.trainer.planning.ranks import all_or_none, check_memory, plan_together
@@ -137,7 +137,7 @@ class CheckpointEngine:
         parent: str | None,
         metrics: Mapping[str, float] | None = None,
         timeout_s: float = SAVE_TIMEOUT_S,
-        place: Place | None = None,
+        place: SavePlace | None = None,
     ) -> str:
         """Stage `state` as the checkpoint of `step` and return its directory name.
 
@@ -331,7 +331,7 @@ class CheckpointEngine:
         parent: str | None,
         metrics: Mapping[str, float] | None,
         train_state: Mapping[str, Any] | None,
-        place: Place | None = None,
+        place: SavePlace | None = None,
     ) -> StepFacts:
         own = CheckpointName(step, self._identity.attempt, self._identity.launch)
         return StepFacts(

@@ -20,7 +20,7 @@ from holdfast.contracts.environment import FLUSH_TIMEOUT_DEFAULT_S as SAVE_TIMEO
 from holdfast.contracts.errors import DamagedCheckpointError, PreflightError, SaveError
 from holdfast.contracts.node.rank_status import Phase
 from holdfast.trainer.arguments import check_best, check_kinds, check_seed
-from holdfast.trainer.placed import Place
+from holdfast.trainer.placed import SavePlace
 from holdfast.trainer.planning.layout import FILE_ALIGNMENT, Layout, add_train_state
 from holdfast.trainer.planning.ranks import all_or_none, check_memory
 from holdfast.trainer.planning.signature import Signature
@@ -78,7 +78,7 @@ class FileEngine(CheckpointEngine):
         parent: str | None,
         metrics: Mapping[str, float] | None = None,
         timeout_s: float = SAVE_TIMEOUT_S,
-        place: Place | None = None,
+        place: SavePlace | None = None,
     ) -> str:
         """Stage the files of `state` as the checkpoint of `step`: see `CheckpointEngine.save`."""
         facts: dict[str, Any] = {"step": step, "reason": reason, "parent": parent}

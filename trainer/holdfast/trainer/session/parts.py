@@ -33,7 +33,13 @@ from holdfast.trainer.session.settings import Settings
 from holdfast.trainer.session.stop_coordinator import StopCoordinator
 from holdfast.trainer.state.made_with import changes
 from holdfast.trainer.state.optimizer_steps import OptimizerSteps
-from holdfast.trainer.state.run_state import LOSSES, MADE_WITH, STEPS_IN_EPOCH, Progress, RunState
+from holdfast.trainer.state.run_state import (
+    LOSSES,
+    MADE_WITH,
+    STEPS_IN_EPOCH,
+    ProgramState,
+    TrainingProgress,
+)
 from holdfast.trainer.trackers.sink import TrackerSink
 
 S = TypeVar("S", bound="SessionParts")
@@ -60,7 +66,7 @@ class SessionParts:
     seed: int
     best: dict[str, Any]
     resumed_from: str | None
-    _state: RunState
+    _state: ProgramState
     _stop_coordinator: StopCoordinator | None = None
     _sinks: list[TrackerSink]
     _is_closed = False
@@ -95,7 +101,9 @@ class SessionParts:
             child_signals.survive_in_session()
         self._record.beat(Phase.LOAD)
 
-    def _restore(self, state: RunState, open_saver: Callable[..., Saver], load: Load) -> Resumed:
+    def _restore(
+        self, state: ProgramState, open_saver: Callable[..., Saver], load: Load
+    ) -> Resumed:
         """Restore the newest checkpoint that verifies. Return the resumed position."""
         self._state = state
         self._recorder = open_recorder(self._context)
@@ -181,7 +189,7 @@ class SessionParts:
         return self._loop.enter()
 
     def _capture(self) -> Captured:
-        progress = Progress(
+        progress = TrainingProgress(
             step=self._loop.completed,
             seed=self.seed,
             epoch=self._position.epoch,

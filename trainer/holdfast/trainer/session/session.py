@@ -46,7 +46,7 @@ from holdfast.trainer.saving.saver import Saver
 from holdfast.trainer.session import alone
 from holdfast.trainer.session.parts import SessionParts, while_open
 from holdfast.trainer.session.settings import Settings
-from holdfast.trainer.state.fit import Fit
+from holdfast.trainer.state.fit import ResumeFit
 from holdfast.trainer.state.local_buffers import warn_of_local_buffers
 from holdfast.trainer.state.made_with import describe_made
 from holdfast.trainer.state.objects import Stateful
@@ -135,7 +135,7 @@ class Session(SessionParts):
         check_named(extra, "extra")
         check_named(per_rank, "per_rank")
         check_kinds(mesh=mesh, planner=planner, directory=directory)
-        fit = Fit.of(strict=strict, rename=rename, exclude=exclude)
+        fit = ResumeFit.of(strict=strict, rename=rename, exclude=exclude)
         settings = Settings.of(interval, snapshots)
         self.seed, self._best_of = check_seed(seed), (best[0], best[1]) if best else None
         optimizers, schedulers = listed(optimizer), listed(scheduler)
@@ -155,7 +155,7 @@ class Session(SessionParts):
         schedulers: Sequence[Stateful],
         extra: Mapping[str, Any] | None,
         per_rank: Mapping[str, Any] | None,
-        fit: Fit,
+        fit: ResumeFit,
     ) -> TrainState:
         return TrainState(
             model,

@@ -16,11 +16,16 @@ from holdfast.trainer.format.saved_boxes import NO_FILE
 from holdfast.trainer.loading.stock import needs_stock
 from holdfast.trainer.loading.targets import form_of
 from holdfast.trainer.planning.compare_keys import is_of_one_rank, shorten
-from holdfast.trainer.sources.tensors import Files, Part, Segment, contiguous_strides
+from holdfast.trainer.sources.tensors import (
+    ByteSegment,
+    SourceFiles,
+    SourcePart,
+    contiguous_strides,
+)
 from holdfast.trainer.sources.torch_file import WEIGHTS, Stored, open_torch
 
 
-def read_dcp(files: Files) -> tuple[list[Part], list[str]]:
+def read_dcp(files: SourceFiles) -> tuple[list[SourcePart], list[str]]:
     """Return the weights in the DCP directory at the base of `files`, and what else it has.
 
     A checkpoint with a manifest is verified first. Raises `CheckpointError` if the directory is no
@@ -119,8 +124,8 @@ def _tensors(
 
 
 def _parts(
-    opened: Opened, key: str, name: str, files: Files, handles: Mapping[str, int]
-) -> Iterable[Part]:
+    opened: Opened, key: str, name: str, files: SourceFiles, handles: Mapping[str, int]
+) -> Iterable[SourcePart]:
     """Yield the saved chunks of one tensor, in order."""
     entry = opened.metadata.state_dict_metadata[key]
     assert isinstance(entry, TensorStorageMetadata)
@@ -138,9 +143,9 @@ def _parts(
     for (offsets, sizes), file, at, length in rows:
         path = opened.boxes.files[file]
         stored = _stored(handles[path], at, length, dtype, tuple(sizes), f"{files.base}: {key}")
-        segment = Segment(path, stored.offset, stored.extent)
+        segment = ByteSegment(path, stored.offset, stored.extent)
         strides = None if stored.is_contiguous else stored.strides
-        yield Part(name, dtype, shape, tuple(offsets), tuple(sizes), (segment,), strides)
+        yield SourcePart(name, dtype, shape, tuple(offsets), tuple(sizes), (segment,), strides)
 
 
 def _stored(

@@ -21,7 +21,7 @@ import torch
 from holdfast.contracts.disk.reading import read_bounded
 from holdfast.contracts.errors import CheckpointError, ForeignFileError
 from holdfast.trainer.planning.compare_keys import shorten
-from holdfast.trainer.sources.tensors import Files, Part, Segment, check_shape
+from holdfast.trainer.sources.tensors import ByteSegment, SourceFiles, SourcePart, check_shape
 from holdfast.trainer.sources.torch_file import Stored, open_torch, part_of
 
 LATEST: Final = "latest"
@@ -42,7 +42,7 @@ class _Vector:
 
     pieces: tuple[tuple[str, Stored], ...]
 
-    def stretch(self, begin: int, count: int, where: str) -> Iterator[Segment]:
+    def stretch(self, begin: int, count: int, where: str) -> Iterator[ByteSegment]:
         """Yield the bytes of `count` elements from element `begin`."""
         at = 0
         for path, piece in self.pieces:
@@ -50,7 +50,7 @@ class _Vector:
             low, high = max(begin, at), min(begin + count, at + size)
             if low < high:
                 item = piece.dtype.itemsize
-                yield Segment(path, piece.offset + (low - at) * item, (high - low) * item)
+                yield ByteSegment(path, piece.offset + (low - at) * item, (high - low) * item)
             at += size
         if begin + count > at:
             raise CheckpointError(
@@ -67,7 +67,9 @@ def is_zero_folder(directory: Path, names: Sequence[str]) -> bool:
     return LATEST in names and bool(tags)
 
 
-def read_zero(files: Files, directory: Path, names: Sequence[str]) -> tuple[list[Part], list[str]]:
+def read_zero(
+    files: SourceFiles, directory: Path, names: Sequence[str]
+) -> tuple[list[SourcePart], list[str]]:
     """Return the fp32 weights and the buffers of a DeepSpeed folder, and what else it has.
 
     Without a step's folder, the one that `latest` names is read. Raises `CheckpointError` if files
@@ -137,7 +139,7 @@ def _numbered(pattern: re.Pattern[str], names: Sequence[str], directory: Path) -
     return [found[number] for number in sorted(found)]
 
 
-def _open(files: Files, place: Path) -> tuple[str, dict[str, Any]]:
+def _open(files: SourceFiles, place: Path) -> tuple[str, dict[str, Any]]:
     path = os.path.relpath(place, files.base)
     handle = files.open(path)
     try:
@@ -181,7 +183,7 @@ def _from_whole(
     groups: Sequence[Mapping[str, tuple[int, ...]]],
     padding: Any,
     where: str,
-) -> Iterator[Part]:
+) -> Iterator[SourcePart]:
     """Yield the parameters of ZeRO 1 and 2: stretches of all ranks' partitions, one after another.
 
     `padding` has the elements that follow each parameter of each group, or is None.
@@ -193,7 +195,7 @@ def _from_whole(
         begin = 0
         for (name, shape), after in zip(shapes.items(), skipped, strict=True):
             segments = list(vector.stretch(begin, prod(shape), f"{where}: {name}"))
-            yield Part.whole(name, vector.pieces[0][1].dtype, shape, segments)
+            yield SourcePart.whole(name, vector.pieces[0][1].dtype, shape, segments)
             begin += prod(shape) + int(after)
 
 
@@ -201,14 +203,14 @@ def _from_cut(
     ranks: Sequence[Sequence[_Vector]],
     groups: Sequence[Mapping[str, tuple[int, ...]]],
     where: str,
-) -> Iterator[Part]:
+) -> Iterator[SourcePart]:
     """Yield the parameters of ZeRO 3: each is cut into equal parts, the last one padded."""
     vectors = [_Vector(tuple(piece for each in rank for piece in each.pieces)) for rank in ranks]
     begin = 0
     for shapes in groups:
         for name, shape in shapes.items():
             part = -(-prod(shape) // len(ranks))
-            yield Part.whole(
+            yield SourcePart.whole(
                 name,
                 vectors[0].pieces[0][1].dtype,
                 shape,
@@ -219,16 +221,16 @@ def _from_cut(
 
 def _cut(
     vectors: Sequence[_Vector], begin: int, part: int, count: int, where: str
-) -> list[Segment]:
+) -> list[ByteSegment]:
     """Return the bytes of `count` elements, of which each vector has `part` from `begin` on."""
-    segments: list[Segment] = []
+    segments: list[ByteSegment] = []
     for number, vector in enumerate(vectors):
         here = min(part, max(0, count - number * part))
         segments += vector.stretch(begin, here, where)
     return segments
 
 
-def _frozen(models: Sequence[tuple[str, Mapping[str, Any]]], where: str) -> Iterator[Part]:
+def _frozen(models: Sequence[tuple[str, Mapping[str, Any]]], where: str) -> Iterator[SourcePart]:
     """Yield the parameters that were not trained: each rank's file has a part, or all of one."""
     shapes = models[0][1].get("frozen_param_shapes")
     for name, given in (shapes or {}).items():
@@ -243,7 +245,7 @@ def _frozen(models: Sequence[tuple[str, Mapping[str, Any]]], where: str) -> Iter
             raise CheckpointError(f"{where}: {name}: a part of it is missing; {_ADVICE}")
         vectors = [_Vector(((path, _flat(one)),)) for path, one in pieces]
         part = -(-prod(shape) // len(models))
-        yield Part.whole(
+        yield SourcePart.whole(
             name, whole.dtype, shape, _cut(vectors, 0, part, prod(shape), f"{where}: {name}")
         )
 
@@ -252,7 +254,7 @@ def _flat(stored: Any) -> Stored:
     return Stored(stored.dtype, (prod(stored.sizes),), (1,), stored.offset)
 
 
-def _buffers(model: Mapping[str, Any], where: str) -> Iterator[Part]:
+def _buffers(model: Mapping[str, Any], where: str) -> Iterator[SourcePart]:
     module, names = model.get("module"), model.get("buffer_names")
     if isinstance(module, dict) and isinstance(names, list):
         wanted = set(map(str, names))
@@ -261,7 +263,9 @@ def _buffers(model: Mapping[str, Any], where: str) -> Iterator[Part]:
                 yield part_of(name, value, where, where)
 
 
-def _rest(parts: Sequence[Part], model: Mapping[str, Any], where: str) -> Iterator[Part]:
+def _rest(
+    parts: Sequence[SourcePart], model: Mapping[str, Any], where: str
+) -> Iterator[SourcePart]:
     """Yield what only the module has. In ZeRO 1 and 2, that is complete parameters, not trained."""
     module, known = model.get("module"), {part.name for part in parts}
     for name, value in module.items() if isinstance(module, dict) else ():
@@ -269,12 +273,12 @@ def _rest(parts: Sequence[Part], model: Mapping[str, Any], where: str) -> Iterat
             yield part_of(name, value, where, where)
 
 
-def _with_shared(parts: list[Part], model: Mapping[str, Any]) -> list[Part]:
+def _with_shared(parts: list[SourcePart], model: Mapping[str, Any]) -> list[SourcePart]:
     """Add the tied names of parameters, which share the bytes of another name."""
     shared = model.get("shared_params")
     by_name = {part.name: part for part in parts}
     for name, other in shared.items() if isinstance(shared, dict) else ():
         if other in by_name and name not in by_name:
             found = by_name[other]
-            parts.append(Part.whole(str(name), found.dtype, found.shape, found.segments))
+            parts.append(SourcePart.whole(str(name), found.dtype, found.shape, found.segments))
     return parts

@@ -14,7 +14,13 @@ from holdfast.trainer.planning.compare_keys import shorten
 from holdfast.trainer.sources.dcp import read_dcp
 from holdfast.trainer.sources.deepspeed_zero import is_zero_folder, read_zero
 from holdfast.trainer.sources.safetensors_file import read_safetensors
-from holdfast.trainer.sources.tensors import Files, Part, Source, check_all, twice
+from holdfast.trainer.sources.tensors import (
+    SourceFiles,
+    SourcePart,
+    WeightsSource,
+    check_all,
+    twice,
+)
 from holdfast.trainer.sources.torch_file import read_torch
 
 AUTO: Final = "auto"
@@ -33,7 +39,7 @@ _SUFFIXES: Final[Mapping[str, tuple[str, ...]]] = {
 INDEX_BYTES_MAX: Final = 64 << 20
 
 
-def open_source(place: Path, form: str = AUTO, *, reads_dcp: bool = True) -> Source:
+def open_source(place: Path, form: str = AUTO, *, reads_dcp: bool = True) -> WeightsSource:
     """Return the weights in `place`, a directory or a file, without reading their bytes.
 
     `form` is one of `FORMS`. With `auto`, the first of safetensors, DCP, DeepSpeed and torch files
@@ -52,17 +58,17 @@ def open_source(place: Path, form: str = AUTO, *, reads_dcp: bool = True) -> Sou
             f"{shorten(sorted(names)) or 'no files'}"
         )
     if found == DCP:
-        files = Files(directory)
+        files = SourceFiles(directory)
         parts, left_out = read_dcp(files) if reads_dcp else ([], [])
     elif found == DEEPSPEED:
-        files = Files(directory)
+        files = SourceFiles(directory)
         parts, left_out = read_zero(files, directory, names)
     else:
-        files = Files.of(directory)
+        files = SourceFiles.of(directory)
         parts, left_out = _read_files(files, directory, found, names, is_file=place.is_file())
     _check_twice(parts, place)
     check_all(parts, files, place)
-    return Source(
+    return WeightsSource(
         *(place, files.base, found, tuple(parts), files.states, tuple(left_out)),
         is_snapshot=files.is_snapshot,
     )
@@ -105,12 +111,12 @@ def _expected(form: str) -> str:
 
 
 def _read_files(
-    files: Files, directory: Path, form: str, names: Sequence[str], *, is_file: bool
-) -> tuple[list[Part], list[str]]:
+    files: SourceFiles, directory: Path, form: str, names: Sequence[str], *, is_file: bool
+) -> tuple[list[SourcePart], list[str]]:
     """Return the tensors of all files of a form, and what else the files have."""
     index = None if is_file else _index_of(files, directory, form, names)
     chosen = sorted(set(index.values())) if index is not None else _choose(directory, form, names)
-    parts: list[Part] = []
+    parts: list[SourcePart] = []
     left_out: list[str] = []
     for name in chosen:
         if name not in names:
@@ -132,7 +138,7 @@ def _read_files(
     return parts, left_out
 
 
-def _reader(form: str) -> Callable[[Files, str], tuple[list[Part], list[str]]]:
+def _reader(form: str) -> Callable[[SourceFiles, str], tuple[list[SourcePart], list[str]]]:
     if form == TORCH:
         return read_torch
     return lambda files, path: (read_safetensors(files, path), [])
@@ -151,7 +157,7 @@ def _choose(directory: Path, form: str, names: Sequence[str]) -> list[str]:
 
 
 def _index_of(
-    files: Files, directory: Path, form: str, names: Sequence[str]
+    files: SourceFiles, directory: Path, form: str, names: Sequence[str]
 ) -> dict[str, str] | None:
     """Return the file of each tensor by the folder's index, or None without an index."""
     if _INDEX[form] not in names:
@@ -179,7 +185,7 @@ def _is_file_name(name: Any) -> bool:
     return is_plain and "/" not in name and "\0" not in name
 
 
-def _check_twice(parts: Sequence[Part], place: Path) -> None:
+def _check_twice(parts: Sequence[SourcePart], place: Path) -> None:
     """Raise `CheckpointError` if two tensors have one name."""
     again = twice([part.name for part in parts if not any(part.offsets)])
     if again:

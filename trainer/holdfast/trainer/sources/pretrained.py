@@ -31,7 +31,13 @@ from holdfast.trainer.planning.compare_keys import Selection, shorten
 from holdfast.trainer.ranks.collective import ControlGroup
 from holdfast.trainer.sources.dcp import weights_in
 from holdfast.trainer.sources.find import DCP, DEEPSPEED, open_source
-from holdfast.trainer.sources.tensors import MODEL, Part, Source, model_names, model_rules
+from holdfast.trainer.sources.tensors import (
+    MODEL,
+    SourcePart,
+    WeightsSource,
+    model_names,
+    model_rules,
+)
 from holdfast.trainer.state.train_state import TrainState
 
 # A source of weights in the form that the checkpoint reader loads from.
@@ -43,14 +49,14 @@ RUNS_MAX: Final = 1 << 20
 _Box = tuple[tuple[int, ...], tuple[int, ...], str, int]
 
 
-def opened_from(source: Source) -> Opened:
+def opened_from(source: WeightsSource) -> Opened:
     """Return the parts of a source as an opened checkpoint with the keys `model.<name>`.
 
     Raises `CheckpointError` for a tensor whose elements are scattered over the file.
     """
     numbers: dict[str, int] = {}
     boxes: dict[str, list[_Box]] = defaultdict(list)
-    first: dict[str, Part] = {}
+    first: dict[str, SourcePart] = {}
     for part in source.parts:
         key = f"{MODEL}{part.name}"
         first.setdefault(key, part)
@@ -74,7 +80,7 @@ def opened_from(source: Source) -> Opened:
     return Opened(source.base, None, metadata, table, is_lean=True)
 
 
-def _table(found: Sequence[_Box], part: Part, numbers: dict[str, int]) -> SavedBoxes:
+def _table(found: Sequence[_Box], part: SourcePart, numbers: dict[str, int]) -> SavedBoxes:
     """Return the boxes of one tensor as columns. New files get the next number."""
     dims, count = len(part.shape), len(found)
     offsets, sizes = (
@@ -90,7 +96,7 @@ def _table(found: Sequence[_Box], part: Part, numbers: dict[str, int]) -> SavedB
     )
 
 
-def _boxes_of(part: Part, source: Source) -> Iterator[_Box]:
+def _boxes_of(part: SourcePart, source: WeightsSource) -> Iterator[_Box]:
     """Yield boxes whose elements are consecutive in the file, in row-major order."""
     (segment,) = part.segments
     if part.strides is None:

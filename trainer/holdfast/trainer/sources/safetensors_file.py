@@ -17,7 +17,13 @@ from typing import Any, Final
 import torch
 
 from holdfast.contracts.errors import CheckpointError
-from holdfast.trainer.sources.tensors import Files, Part, Segment, check_empty, check_shape
+from holdfast.trainer.sources.tensors import (
+    ByteSegment,
+    SourceFiles,
+    SourcePart,
+    check_empty,
+    check_shape,
+)
 
 # The limit of the safetensors library itself.
 HEADER_BYTES_MAX: Final = 100_000_000
@@ -45,7 +51,7 @@ _FACTS: Final = frozenset({"dtype", "shape", "data_offsets"})
 METADATA: Final = "__metadata__"
 
 
-def read_safetensors(files: Files, path: str) -> list[Part]:
+def read_safetensors(files: SourceFiles, path: str) -> list[SourcePart]:
     """Return the tensors of the safetensors file `path`, in the order of their bytes.
 
     Only the header is read. Raises `CheckpointError` if the file cannot be read, is cut short or
@@ -72,7 +78,7 @@ def read_safetensors(files: Files, path: str) -> list[Part]:
 
 def parse_header(
     content: bytes, *, path: str, data_at: int, data_bytes: int, where: str
-) -> list[Part]:
+) -> list[SourcePart]:
     """Return the tensors of a header. `data_at` and `data_bytes` are where the bytes lie.
 
     Raises `CheckpointError` for anything that the format does not allow.
@@ -99,7 +105,7 @@ def parse_header(
     return entries
 
 
-def _entry(name: str, facts: Any, *, path: str, data_at: int, where: str) -> Part:
+def _entry(name: str, facts: Any, *, path: str, data_at: int, where: str) -> SourcePart:
     """Return one tensor of the header."""
     if not isinstance(facts, dict) or facts.keys() != _FACTS:
         raise CheckpointError(
@@ -123,10 +129,10 @@ def _entry(name: str, facts: Any, *, path: str, data_at: int, where: str) -> Par
             f"{where}: {name}: its data_offsets hold {end - begin} bytes, but a tensor of "
             f"{facts['dtype']} and the shape {list(shape)} has {wanted}; write the file again"
         )
-    return Part.whole(name, dtype, shape, [Segment(path, data_at + begin, wanted)])
+    return SourcePart.whole(name, dtype, shape, [ByteSegment(path, data_at + begin, wanted)])
 
 
-def _check_places(entries: Sequence[Part], data_at: int, data_bytes: int, where: str) -> None:
+def _check_places(entries: Sequence[SourcePart], data_at: int, data_bytes: int, where: str) -> None:
     """Raise `CheckpointError` unless the tensors follow each other and fill the file."""
     at = data_at
     for part in entries:

@@ -30,7 +30,7 @@ _BYTES_MAX: Final = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class ByteSegment:
     """`bytes` bytes of the file `path` from `offset`. The path is relative to the source's base."""
 
     path: str
@@ -39,7 +39,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SourcePart:
     """A box of a tensor: all of it, or what one rank saved.
 
     `shape` is the whole tensor's, `offsets` and `sizes` are the box's. The bytes of `segments`, one
@@ -52,7 +52,7 @@ class Part:
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    segments: tuple[Segment, ...]
+    segments: tuple[ByteSegment, ...]
     strides: tuple[int, ...] | None = None
 
     @classmethod
@@ -61,9 +61,9 @@ class Part:
         name: str,
         dtype: torch.dtype,
         shape: Sequence[int],
-        segments: Sequence[Segment],
+        segments: Sequence[ByteSegment],
         strides: tuple[int, ...] | None = None,
-    ) -> Part:
+    ) -> SourcePart:
         """Return the part that is a complete tensor."""
         sizes = tuple(shape)
         return cls(name, dtype, sizes, (0,) * len(sizes), sizes, tuple(segments), strides)
@@ -75,7 +75,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class FileState:
+class SourceStamp:
     """The size and the time of change of a file, to notice that it changes while it is read.
 
     `rights` are the permissions that a copy of it may have.
@@ -86,23 +86,23 @@ class FileState:
     rights: int = 0o666
 
     @classmethod
-    def of(cls, found: os.stat_result) -> FileState:
+    def of(cls, found: os.stat_result) -> SourceStamp:
         return cls(found.st_size, found.st_mtime_ns, rights_of(found))
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightsSource:
     """Weights to import. `base` is the folder that all paths of segments start at.
 
     `files` are the files that were opened, with their states. `left_out` are lines for people on
-    what else the source has. `is_snapshot` as in `Files`.
+    what else the source has. `is_snapshot` as in `SourceFiles`.
     """
 
     place: Path
     base: Path
     form: str
-    parts: tuple[Part, ...]
-    files: Mapping[str, FileState]
+    parts: tuple[SourcePart, ...]
+    files: Mapping[str, SourceStamp]
     left_out: tuple[str, ...] = ()
     is_snapshot: bool = False
 
@@ -117,7 +117,7 @@ class Source:
         return reduce(and_, (state.rights for state in self.files.values()), 0o666)
 
 
-class Files:
+class SourceFiles:
     """Opens the regular files of a source, and remembers their states.
 
     Paths are relative to `base`, which no link may leave. In a snapshot of the Hugging Face hub's
@@ -126,10 +126,10 @@ class Files:
 
     def __init__(self, base: Path, *, is_snapshot: bool = False) -> None:
         self.base, self.is_snapshot = base, is_snapshot
-        self.states: dict[str, FileState] = {}
+        self.states: dict[str, SourceStamp] = {}
 
     @classmethod
-    def of(cls, directory: Path) -> Files:
+    def of(cls, directory: Path) -> SourceFiles:
         """Return the files of a folder, which may be a snapshot in a cache."""
         repository = directory.parent.parent
         blobs = repository / BLOBS
@@ -153,7 +153,7 @@ class Files:
                 f"{place}: {reason}; expected a file of weights that can be read"
             ) from error
         found = os.fstat(handle)
-        self.states[path] = FileState.of(found)
+        self.states[path] = SourceStamp.of(found)
         return handle
 
     def read(self, path: str, bytes_max: int) -> bytes:
@@ -212,12 +212,12 @@ def check_shape(name: str, shape: object, dtype: torch.dtype, where: str) -> tup
 
 
 def select(
-    parts: Sequence[Part],
+    parts: Sequence[SourcePart],
     *,
     rename: Mapping[str, str],
     exclude: Collection[str],
     where: Path,
-) -> list[Part]:
+) -> list[SourcePart]:
     """Return the parts that are wanted, under the names of the model's parameters.
 
     `rename` maps names in the source to parameter names, exactly or by prefix with `old.*` to
@@ -256,7 +256,7 @@ def model_names(names: Collection[str]) -> tuple[str, ...]:
     return tuple(f"{MODEL}{name}" for name in given)
 
 
-def check_all(parts: Sequence[Part], files: Files, where: Path) -> None:
+def check_all(parts: Sequence[SourcePart], files: SourceFiles, where: Path) -> None:
     """Raise `CheckpointError` for tensors that no program saves.
 
     Those are names that are not printable or lead to another folder, bytes outside their file,
@@ -310,11 +310,11 @@ def is_contiguous(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     return 0 in sizes or all(given == own for size, given, own in pairs if size > 1)
 
 
-def in_file_order(parts: Sequence[Part]) -> list[Part]:
+def in_file_order(parts: Sequence[SourcePart]) -> list[SourcePart]:
     """Return the parts in the order of their bytes, so that each file is read from its start."""
 
-    def position(part: Part) -> tuple[str, int, str]:
-        first = part.segments[0] if part.segments else Segment("", 0, 0)
+    def position(part: SourcePart) -> tuple[str, int, str]:
+        first = part.segments[0] if part.segments else ByteSegment("", 0, 0)
         return first.path, first.offset, part.name
 
     return sorted(parts, key=position)

@@ -24,9 +24,9 @@ from holdfast.contracts.errors import CheckpointError
 from holdfast.trainer.format.plain_load import finder, plain_makers
 from holdfast.trainer.format.plain_pickle import Maker, RefusedPickle, read_pickle
 from holdfast.trainer.sources.tensors import (
-    Files,
-    Part,
-    Segment,
+    ByteSegment,
+    SourceFiles,
+    SourcePart,
     check_shape,
     is_contiguous,
 )
@@ -110,7 +110,7 @@ class _Window(io.RawIOBase):
         return content
 
 
-def read_torch(files: Files, path: str) -> tuple[list[Part], list[str]]:
+def read_torch(files: SourceFiles, path: str) -> tuple[list[SourcePart], list[str]]:
     """Return the weights in the `torch.save` file `path`, and the names of what else it has.
 
     The file holds a state dict, or a dict with one under `model` or `state_dict`. Raises
@@ -218,7 +218,7 @@ def _has_tensors(value: dict[Any, Any]) -> bool:
     return False
 
 
-def part_of(name: Any, value: Any, path: str, where: str) -> Part:
+def part_of(name: Any, value: Any, path: str, where: str) -> SourcePart:
     """Return the part of one entry of a state dict. Raises `CheckpointError` for other values."""
     if not isinstance(name, str):
         raise CheckpointError(f"{where}: the key {name!r} is no text; expected a parameter's name")
@@ -234,8 +234,8 @@ def part_of(name: Any, value: Any, path: str, where: str) -> Part:
         raise CheckpointError(
             f"{where}: {name}: it is an expanded tensor; save it with .contiguous()"
         )
-    return Part.whole(
-        name, value.dtype, shape, [Segment(path, value.offset, value.extent)], strides
+    return SourcePart.whole(
+        name, value.dtype, shape, [ByteSegment(path, value.offset, value.extent)], strides
     )
 
 

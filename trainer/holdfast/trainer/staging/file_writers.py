@@ -13,7 +13,7 @@ from typing import IO, Any, Protocol, cast
 import torch
 
 
-class Output(Protocol):
+class SlotFile(Protocol):
     """The part of a binary file that `torch.save` and other writers need."""
 
     def write(self, content: bytes | memoryview, /) -> int: ...
@@ -21,7 +21,7 @@ class Output(Protocol):
     def flush(self) -> None: ...
 
 
-Writer = Callable[[Output], object]
+Writer = Callable[[SlotFile], object]
 """Writes the content of one file. It may be called again, and then writes the same content."""
 
 
@@ -36,9 +36,9 @@ def torch_writer(value: Any, *, as_zip: bool = True) -> Writer:
     The zip has no CRC32, because the manifest has a checksum of the file.
     """
 
-    def write(output: Output) -> None:
+    def write(output: SlotFile) -> None:
         with _without_crc():
-            # It needs only the methods of `Output`.
+            # It needs only the methods of `SlotFile`.
             file = cast(IO[bytes], output)
             torch.save(value, file, _use_new_zipfile_serialization=as_zip)
 

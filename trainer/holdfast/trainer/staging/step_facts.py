@@ -15,7 +15,7 @@ from holdfast.contracts.disk.paths import CheckpointName, RunPaths
 from holdfast.contracts.records.topology import GLOBAL_BATCHES, LIMITS
 from holdfast.contracts.version import holdfast_version
 from holdfast.trainer.format.metadata_dump import encode_storage_meta
-from holdfast.trainer.placed import Place, PlacedName
+from holdfast.trainer.placed import PlacedName, SavePlace
 from holdfast.trainer.planning.layout import Layout, files_of
 from holdfast.trainer.planning.train_state_file import encode_train_state
 from holdfast.trainer.ranks.identity import Identity
@@ -34,7 +34,7 @@ class StepFacts:
     parent: str | None
     metrics: Mapping[str, float]
     train_state: Mapping[str, Any] | None
-    place: Place | None = None
+    place: SavePlace | None = None
 
     @property
     def storage_meta(self) -> bytes:

@@ -19,7 +19,7 @@ from holdfast.contracts.records.topology import FIXED
 from holdfast.trainer.ranks.collective import ControlGroup
 from holdfast.trainer.staging.file_writers import Writer, torch_writer
 from holdfast.trainer.state import rng
-from holdfast.trainer.state.run_state import FRAMEWORK, PROGRAM, Progress, Restored, State
+from holdfast.trainer.state.run_state import FRAMEWORK, PROGRAM, Restored, State, TrainingProgress
 
 # The format of `train_state.json` beside a framework's own files.
 FILES_FORMAT: Final = "files"
@@ -87,7 +87,7 @@ class FileState:
         """True in a new run: the size of the files is known after the first step."""
         return not self._is_resumed
 
-    def capture(self, progress: Progress) -> tuple[State, dict[str, Any]]:
+    def capture(self, progress: TrainingProgress) -> tuple[State, dict[str, Any]]:
         """Return the writers of this rank's files, and the document, which rank 0 saves.
 
         All ranks call this together. Raises `SpecError` if the framework made other steps than the

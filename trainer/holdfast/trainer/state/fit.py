@@ -21,7 +21,7 @@ PARTS: Final = ("model", "optimizer", "scheduler", "rng", "extra")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fit:
+class ResumeFit:
     """The arguments of `Selection` for a whole resume: renamed names and excluded parts.
 
     Parts are `model`, `optimizer`, `scheduler`, `rng`, `extra.<name>`, or deeper ones such as
@@ -36,7 +36,7 @@ class Fit:
     @classmethod
     def of(
         cls, *, strict: bool, rename: Mapping[str, str] | None, exclude: str | Collection[str]
-    ) -> Fit:
+    ) -> ResumeFit:
         """Return the fit for a user's arguments. `exclude` may be a single name.
 
         Raises `TypeError`, and `SpecError` for an excluded name that begins like no part.
@@ -56,7 +56,7 @@ class Fit:
         """Return the record that a checkpoint keeps of this fit."""
         return {"rename": dict(self.rename), "exclude": list(self.exclude)}
 
-    def still_to_do(self, document: Mapping[str, Any]) -> Fit:
+    def still_to_do(self, document: Mapping[str, Any]) -> ResumeFit:
         """Return what of this fit the checkpoint of `document` was not yet saved with."""
         recorded = document.get(FIT) or {}
         renamed, excluded = recorded.get("rename", {}), recorded.get("exclude", ())
@@ -67,7 +67,7 @@ class Fit:
             if_needed=tuple(name for name in self.exclude if name in excluded),
         )
 
-    def without(self, more: Collection[str]) -> Fit:
+    def without(self, more: Collection[str]) -> ResumeFit:
         """Return this fit with more excluded parts."""
         if not more:
             return self

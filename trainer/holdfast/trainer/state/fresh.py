@@ -22,11 +22,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.tensor import DTensor
 
 from holdfast.trainer.planning.compare_keys import Selection, compare, shorten
-from holdfast.trainer.state.fit import Fit
+from holdfast.trainer.state.fit import ResumeFit
 from holdfast.trainer.state.forms import ADDED, DOTTED, OTHER, Forms
 from holdfast.trainer.state.optimizers import OptimizerState
 from holdfast.trainer.state.own_loading import MODEL, OwnLoading, find_refused
-from holdfast.trainer.state.saved import GROUPS, Saved
+from holdfast.trainer.state.saved import GROUPS, SavedOptimizer
 
 OPTIMIZER: Final = "optimizer"
 
@@ -55,7 +55,7 @@ class Fresh:
         )
 
     def find_problems(
-        self, flat: Mapping[str, Any], fit: Fit, own: OwnLoading, forms: Forms
+        self, flat: Mapping[str, Any], fit: ResumeFit, own: OwnLoading, forms: Forms
     ) -> list[str]:
         """Return why a new launch could not load a checkpoint of `flat`, by keys."""
         entries = {key: _entry_of(value) for key, value in flat.items()}
@@ -94,7 +94,7 @@ class Fresh:
         }
         found = {k.removeprefix(prefix): v for k, v in wanted.items() if k.startswith(prefix)}
         names = {name for each in self.optimizers for name in each.fresh_names}
-        saved = Saved.of(ours, plain, names)
+        saved = SavedOptimizer.of(ours, plain, names)
         for each in self.optimizers:
             each.wanted_afresh(found, saved)
         return wanted | {f"{prefix}{key}": value for key, value in found.items()}
@@ -128,7 +128,7 @@ class Fresh:
             )
         return problems
 
-    def find_parted(self, state: Mapping[str, Mapping[str, Any]], fit: Fit) -> list[str]:
+    def find_parted(self, state: Mapping[str, Mapping[str, Any]], fit: ResumeFit) -> list[str]:
         """Return lines about tensors of `state` that no longer share memory with each other.
 
         A load would put two values into one place. No key, shape or type changes with that, so

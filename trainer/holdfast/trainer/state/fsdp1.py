@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from holdfast.trainer.process import devices
 from holdfast.trainer.state.forms import blank
-from holdfast.trainer.state.saved import STATE, Saved
+from holdfast.trainer.state.saved import STATE, SavedOptimizer
 
 OPTIONS: Final = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -38,7 +38,7 @@ def gather(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     return found
 
 
-def wanted(found: dict[str, Any], saved: Saved, model: nn.Module) -> None:
+def wanted(found: dict[str, Any], saved: SavedOptimizer, model: nn.Module) -> None:
     """Add blank tensors, sharded like their parameters, for state that only `saved` has."""
     for name, parameter in get_model_state_dict(model).items():
         for path, entry in saved.state[name].entries.items() if name in saved.state else ():

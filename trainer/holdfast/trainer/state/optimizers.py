@@ -36,7 +36,7 @@ from holdfast.trainer.state.forms import (
     view_of,
 )
 from holdfast.trainer.state.names import copy_unless_same
-from holdfast.trainer.state.saved import GROUPS, STATE, Part, Saved
+from holdfast.trainer.state.saved import GROUPS, STATE, SavedOptimizer, SavedPart
 
 # The state keys that torch's own optimizers have for a stepped parameter, by their options.
 #
@@ -186,7 +186,7 @@ class OptimizerState:
                 self._fresh_of[names[id(parameter)]] = bare, kept
             self._fresh.append(kept)
 
-    def wanted_afresh(self, found: dict[str, Any], saved: Saved) -> None:
+    def wanted_afresh(self, found: dict[str, Any], saved: SavedOptimizer) -> None:
         """Add what `wanted` would in a new launch, with tensors without memory."""
         self.wanted(found, saved, self._fresh_names, self._fresh)
 
@@ -238,7 +238,7 @@ class OptimizerState:
     def wanted(
         self,
         found: dict[str, Any],
-        saved: Saved,
+        saved: SavedOptimizer,
         names: Names,
         groups: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
@@ -263,7 +263,7 @@ class OptimizerState:
                 beside = torch.empty(0, device=devices.CPU)
                 self._want_one(found, f"{STATE}.{other}", saved.state[other], beside, {})
 
-    def put_back(self, loaded: Mapping[str, Any], saved: Saved, names: Names) -> None:
+    def put_back(self, loaded: Mapping[str, Any], saved: SavedOptimizer, names: Names) -> None:
         """Put the loaded values that `wanted` named into the optimizer."""
         state, groups = self._now()
         for number, group in enumerate(groups):
@@ -370,7 +370,7 @@ class OptimizerState:
         self,
         found: dict[str, Any],
         prefix: str,
-        part: Part,
+        part: SavedPart,
         parameter: torch.Tensor,
         group: Mapping[str, Any],
     ) -> None:
@@ -494,14 +494,18 @@ def _put(live: dict[Any, Any], made: Mapping[Any, Any]) -> bool:
 
 
 def _made(
-    loaded: Mapping[str, Any], prefix: str, now: Mapping[Any, Any], saved: Saved, part: Part | None
+    loaded: Mapping[str, Any],
+    prefix: str,
+    now: Mapping[Any, Any],
+    saved: SavedOptimizer,
+    part: SavedPart | None,
 ) -> dict[str, Any]:
     """Return the loaded values under `prefix`, and those of `now`, rebuilt with their forms."""
     noted: Forms = {}
     flat: dict[str, Any] = {}
     for key, value in now.items():
         spread(value, str(key), flat, noted)
-    part = part or Part()
+    part = part or SavedPart()
     flat |= dict.fromkeys(part.entries)
     leaves = {path: loaded[f"{prefix}.{path}"] for path in flat if f"{prefix}.{path}" in loaded}
     return assemble(leaves, part.forms if saved.knows_forms else noted)

@@ -29,7 +29,7 @@ SEEDS: Final = 1 << 62
 State = TypeVar("State")
 
 
-class Noted(NamedTuple):
+class NotedGenerators(NamedTuple):
     """The states of the generators that a dataset may use in this process, as they give them.
 
     A loader notes them for each batch, so that must cost less than a draw.
@@ -40,9 +40,9 @@ class Noted(NamedTuple):
     torch: torch.Tensor
 
 
-def note() -> Noted:
+def note() -> NotedGenerators:
     """Return the current states of Python's, NumPy's and torch's generators on the CPU."""
-    return Noted(_read_python(), _read_numpy(), torch.default_generator.get_state())
+    return NotedGenerators(_read_python(), _read_numpy(), torch.default_generator.get_state())
 
 
 class _Reader(Generic[State]):
@@ -100,7 +100,7 @@ _read_python: Final = _Reader(random.getstate, _python_memory)
 _read_numpy: Final = _Reader(_numpy_state_now, _numpy_memory)
 
 
-def as_tensors(noted: Noted) -> dict[str, torch.Tensor]:
+def as_tensors(noted: NotedGenerators) -> dict[str, torch.Tensor]:
     """Return noted states in the form of `capture`, without those of devices."""
     return {
         PYTHON: _python_state(noted.python),

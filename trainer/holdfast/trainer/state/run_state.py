@@ -21,7 +21,7 @@ State = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class TrainingProgress:
     """Training progress: the plain data of a checkpoint that belongs to the session itself.
 
     `in_epoch` is True if a loop over epochs has begun `epoch` and has not completed its end.
@@ -48,7 +48,7 @@ class Restored:
     reseeded: bool = False
 
 
-class RunState(Protocol):
+class ProgramState(Protocol):
     """The state of one program on one rank."""
 
     @property
@@ -56,7 +56,7 @@ class RunState(Protocol):
         """True while the program's first step will create state, so that no save can be planned."""
         ...
 
-    def capture(self, progress: Progress) -> tuple[State, dict[str, Any]]:
+    def capture(self, progress: TrainingProgress) -> tuple[State, dict[str, Any]]:
         """Return this rank's current state, and the document, which rank 0 saves."""
         ...
 

@@ -16,7 +16,7 @@ GROUPS: Final = "param_groups"
 
 
 @dataclass
-class Part:
+class SavedPart:
     """The entries and forms of one parameter, or of another name, in a checkpoint, by path.
 
     `was` is the parameter's type in the checkpoint.
@@ -28,7 +28,7 @@ class Part:
 
 
 @dataclass
-class Saved:
+class SavedOptimizer:
     """A checkpoint's optimizer state, by the names that the program knows.
 
     `others` are state entries of no parameter, mapped to the number of their optimizer.
@@ -37,14 +37,14 @@ class Saved:
 
     knows_forms: bool = False
     empty_groups: Mapping[str, Any] = field(default_factory=dict)
-    state: dict[str, Part] = field(default_factory=dict)
-    options: dict[str, Part] = field(default_factory=dict)
+    state: dict[str, SavedPart] = field(default_factory=dict)
+    options: dict[str, SavedPart] = field(default_factory=dict)
     others: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls, entries: Mapping[str, STORAGE_TYPES], forms: Forms | None, known: Collection[str]
-    ) -> Saved:
+    ) -> SavedOptimizer:
         """Build it from entries and forms by key (`state.…`, `param_groups.…`) of `known` names."""
         saved = cls(knows_forms=forms is not None)
         forms = forms or {}
@@ -63,7 +63,7 @@ class Saved:
                 part.forms[path] = form
         return saved
 
-    def _place(self, key: str, known: Collection[str]) -> tuple[Part, str] | None:
+    def _place(self, key: str, known: Collection[str]) -> tuple[SavedPart, str] | None:
         """Return the part that `key` belongs to, and the path in that part."""
         kind, _, rest = key.partition(".")
         parts = {STATE: self.state, GROUPS: self.options}.get(kind)
@@ -72,7 +72,7 @@ class Saved:
         name, path = rest, ""
         while name:
             if name in known or (kind == STATE and name in self.others):
-                return parts.setdefault(name, Part()), path
+                return parts.setdefault(name, SavedPart()), path
             name, _, last = name.rpartition(".")
             path = f"{last}.{path}" if path else last
         return None

@@ -26,7 +26,7 @@ from holdfast.trainer.planning.compare_keys import Selection
 from holdfast.trainer.planning.signature import flatten
 from holdfast.trainer.ranks.collective import ControlGroup
 from holdfast.trainer.state import fsdp1, own_loading, rng
-from holdfast.trainer.state.fit import FIT, Fit
+from holdfast.trainer.state.fit import FIT, ResumeFit
 from holdfast.trainer.state.forms import Forms
 from holdfast.trainer.state.fresh import Fresh, describe
 from holdfast.trainer.state.imported import FORMAT, find_ties, is_imported, names_in
@@ -49,8 +49,8 @@ from holdfast.trainer.state.optimizers import (
     unwrap,
 )
 from holdfast.trainer.state.own_loading import OwnLoading
-from holdfast.trainer.state.run_state import PROGRAM, Progress, Restored, State
-from holdfast.trainer.state.saved import Saved
+from holdfast.trainer.state.run_state import PROGRAM, Restored, State, TrainingProgress
+from holdfast.trainer.state.saved import SavedOptimizer
 from holdfast.trainer.state.stepping import StepWatch, group_sizes
 
 # Keys of a train state besides those of the model and the optimizers.
@@ -112,7 +112,7 @@ class TrainState:
         rank: int,
         world_size: int,
         per_rank: Mapping[str, Any] | None = None,
-        fit: Fit | None = None,
+        fit: ResumeFit | None = None,
     ) -> None:
         """`models` are the parts of one model, under their names in the whole model.
 
@@ -126,14 +126,14 @@ class TrainState:
             schedulers, extra or {}, per_rank or {}, rank=rank, world_size=world_size
         )
         self._rank, self._world_size = rank, world_size
-        self._fit = fit or Fit()
+        self._fit = fit or ResumeFit()
         self._views = Views()
-        self._saved = Saved()
+        self._saved = SavedOptimizer()
         self._ties: dict[str, str] = {}
         self._forms: Forms | None = None
         # The forms of extra states in the checkpoint that is loaded, by `model.<name>`.
         self._saved_forms: Forms = {}
-        # Parts that are left out because they do not fit, see `Fit.if_needed`.
+        # Parts that are left out because they do not fit, see `ResumeFit.if_needed`.
         self._left_out: list[str] = []
         self._fresh: Fresh | None = None
         self._watch: StepWatch | None = None
@@ -146,7 +146,7 @@ class TrainState:
         if rank == 0:
             warn_of_lost_states(self._models)
 
-    def fit_for(self, document: Mapping[str, Any]) -> Fit:
+    def fit_for(self, document: Mapping[str, Any]) -> ResumeFit:
         """Return how to load the checkpoint of `document`."""
         left = self._objects.left_behind(document["objects"], self._fit.exclude)
         if is_imported(document):
@@ -222,7 +222,7 @@ class TrainState:
         if self._watch is not None:
             self._watch.close()
 
-    def capture(self, progress: Progress) -> tuple[State, dict[str, Any]]:
+    def capture(self, progress: TrainingProgress) -> tuple[State, dict[str, Any]]:
         """Return this rank's current state for DCP, and the document, which rank 0 saves.
 
         The tensors share memory with the live ones. Raises `CheckpointError` if an extra contains
@@ -360,7 +360,7 @@ class TrainState:
         `pick` selects parts of the checkpoint. `document` is the checkpoint's own, or empty.
         """
         state = self._tensors()
-        self._saved, self._ties, self._saved_forms = Saved(), {}, {}
+        self._saved, self._ties, self._saved_forms = SavedOptimizer(), {}, {}
         pick, document = pick or Selection(), document or {}
         if metadata is not None and OwnLoading.of(self._models):
             self._want_model(state[MODEL], metadata(), pick, document.get(FORMS) or {})
@@ -489,11 +489,11 @@ class TrainState:
             forms = {key.removeprefix(prefix): form for key, form in renamed.items()}
         if self._is_fsdp1:
             known = get_model_state_dict(self._models[0]).keys()
-            self._saved = Saved.of(ours, forms, known)
+            self._saved = SavedOptimizer.of(ours, forms, known)
             fsdp1.wanted(found, self._saved, self._models[0])
             return
         named = find_all(self._models).parameters
-        self._saved = Saved.of(ours, forms, set(named.values()))
+        self._saved = SavedOptimizer.of(ours, forms, set(named.values()))
         for key, entry in entries.items():
             part = self._saved.state.get(pick.renamed(key).removeprefix(f"{MODEL}."))
             if part is not None and isinstance(entry, TensorStorageMetadata):

@@ -13,7 +13,7 @@ from holdfast.workers.agent.health.checks import HealthFinding
 from holdfast.workers.agent.notices.notice import Notice
 from holdfast.workers.agent.watch.silence import RankStatus
 from holdfast.workers.agent.watch.stacks import StackSample
-from holdfast.workers.decisions.causes import Ending, FailedSave, RankFailure, classify_crash
+from holdfast.workers.decisions.causes import Ending, RankFailure, SaveFailure, classify_crash
 from holdfast.workers.nodes.root_probe import RootProblem
 
 
@@ -84,7 +84,7 @@ class CrashReport:
     failures: list[RankFailure] = field(default_factory=list)
     oom_kills: int = 0
     launch_log: str = ""
-    failed_saves: list[FailedSave] = field(default_factory=list)
+    failed_saves: list[SaveFailure] = field(default_factory=list)
     unwritten: str = ""
 
     def classify(
@@ -116,11 +116,11 @@ class CrashReport:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> CrashReport:
         failures = [RankFailure(**failure) for failure in data["failures"]]
-        failed_saves = [FailedSave(**save) for save in data.get("failed_saves", ())]
+        failed_saves = [SaveFailure(**save) for save in data.get("failed_saves", ())]
         return cls(**{**data, "failures": failures, "failed_saves": failed_saves})
 
 
-class Node(NodePort, Protocol):
+class LedNode(NodePort, Protocol):
     """One node of the attempt, as node 0's agent leads it.
 
     Node 0 itself answers at once. Another node answers with a future, which may raise

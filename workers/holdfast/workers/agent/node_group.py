@@ -19,7 +19,7 @@ from holdfast.contracts.node.channel import CALL_TIMEOUT_S, ChannelHost, Peer
 from holdfast.contracts.node.rank_status import Proposal
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.launch.torchrun import KILL_WAIT_S
-from holdfast.workers.agent.node import CrashReport, Node, NodeReport
+from holdfast.workers.agent.node import CrashReport, LedNode, NodeReport
 from holdfast.workers.agent.notices.notice import Notice
 from holdfast.workers.agent.runtime import NodeRuntime
 from holdfast.workers.agent.stops.listener import StopListener
@@ -183,7 +183,7 @@ class NodeGroup:
         self._next_node, self._due_nodes, self._polled_at = 0, 0.0, 0.0
 
     @property
-    def nodes(self) -> list[Node]:
+    def nodes(self) -> list[LedNode]:
         """The nodes that are not lost, this one first."""
         return [self._here, *self._present()]
 
@@ -236,13 +236,13 @@ class NodeGroup:
                 return self.reports[node.name].host_address or socket.gethostname()
         return socket.gethostname()
 
-    def ask_all(self, act: Callable[[Node], T | Future[T]]) -> list[tuple[Node, T]]:
+    def ask_all(self, act: Callable[[LedNode], T | Future[T]]) -> list[tuple[LedNode, T]]:
         """Run `act` for all nodes at once and wait; return the answers of those not lost."""
         give_up_at = self._give_up_at()
-        others: list[tuple[Node, Future[T]]] = [(n, begin(act, n)) for n in self._present()]
+        others: list[tuple[LedNode, Future[T]]] = [(n, begin(act, n)) for n in self._present()]
         # This node comes last, because it answers within the call.
         asked = [(self._here, begin(act, self._here)), *others]
-        answers: list[tuple[Node, T]] = []
+        answers: list[tuple[LedNode, T]] = []
         for node, future in asked:
             with self._losing(node):
                 answers.append((node, await_result(future, give_up_at)))
@@ -348,7 +348,7 @@ class NodeGroup:
         return give_up_at
 
     @contextlib.contextmanager
-    def _losing(self, node: Node) -> Iterator[None]:
+    def _losing(self, node: LedNode) -> Iterator[None]:
         """Mark a node that does not answer as lost, and journal that once."""
         try:
             yield

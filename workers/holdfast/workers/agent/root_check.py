@@ -15,7 +15,7 @@ from holdfast.contracts.disk.paths import real_folder
 from holdfast.contracts.errors import MissingNodesError
 from holdfast.contracts.states import Cause
 from holdfast.workers.agent.context import AgentContext
-from holdfast.workers.agent.node import Node
+from holdfast.workers.agent.node import LedNode
 from holdfast.workers.agent.node_group import NodeGroup
 from holdfast.workers.decisions.causes import (
     EVIDENCE_MAX,
@@ -113,7 +113,7 @@ class RootCheck:
         return [RootProblem(one.lacks, f"{here}: {one.text}") for one in judge_races(winners)]
 
 
-def _race(node: Node, racers: Collection[str], shared: str, number: int) -> bool | Future[bool]:
+def _race(node: LedNode, racers: Collection[str], shared: str, number: int) -> bool | Future[bool]:
     return node.name in racers and node.race(shared, number)
 
 

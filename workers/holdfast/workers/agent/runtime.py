@@ -19,7 +19,7 @@ from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.guard import adopt_orphans, is_running, kill_all_below
 from holdfast.workers.agent.health.checks import HealthChecks
 from holdfast.workers.agent.launch.command import Handles
-from holdfast.workers.agent.launch.flusher_supervisor import FlusherSupervisor
+from holdfast.workers.agent.launch.flusher_supervisor import AgentFlusherSupervisor
 from holdfast.workers.agent.launch.torchrun import Torchrun
 from holdfast.workers.agent.launch.warm_standby import WarmStandby, has_memory_for
 from holdfast.workers.agent.node import CrashReport, NodeReport
@@ -27,8 +27,8 @@ from holdfast.workers.agent.notices.watch import NoticeWatch
 from holdfast.workers.agent.watch.heartbeat import Heartbeat, earlier_times, oom_kills
 from holdfast.workers.agent.watch.program_watch import ProgramWatch
 from holdfast.workers.agent.watch.rank_watch import RankWatch
-from holdfast.workers.agent.watch.stacks import StackTaker, Target
-from holdfast.workers.decisions.causes import FailedSave, RankFailure
+from holdfast.workers.agent.watch.stacks import StackTaker, StackTarget
+from holdfast.workers.decisions.causes import RankFailure, SaveFailure
 from holdfast.workers.nodes.heartbeats import RankBeat
 from holdfast.workers.nodes.root_probe import RootProblem, check_folder, race
 
@@ -44,7 +44,7 @@ class NodeRuntime(StatusPort):
             context.request.ranks_per_node
         )
         super().__init__(self.status_table)
-        self.flusher_supervisor = FlusherSupervisor(context)
+        self.flusher_supervisor = AgentFlusherSupervisor(context)
         first_rank = context.node * context.request.ranks_per_node
         self._watch = RankWatch(self.status_table, first_rank, earlier_times(context))
         self._torchrun: Torchrun | None = None
@@ -214,7 +214,7 @@ class NodeRuntime(StatusPort):
         records = zip(self._watch.statuses(), self.status_table.records(), strict=True)
         silent = self._torchrun.rank_pids() if self._torchrun else {}
         targets = [
-            Target(rank=status.rank, pid=pid, offer=record.stacks_offer)
+            StackTarget(rank=status.rank, pid=pid, offer=record.stacks_offer)
             for local, (status, record) in enumerate(records)
             if (pid := status.pid or silent.get(local, 0))
         ]
@@ -291,10 +291,10 @@ class NodeRuntime(StatusPort):
             unwritten="" if failures else self._torchrun.unwritten_error(),
         )
 
-    def _failed_saves(self) -> list[FailedSave]:
+    def _failed_saves(self) -> list[SaveFailure]:
         """Return the failed saves of the launch. The flusher reports them without any storage."""
         return [
-            FailedSave(step=int(message["step"]), error=str(message["error"]))
+            SaveFailure(step=int(message["step"]), error=str(message["error"]))
             for message in self.flusher_supervisor.flushed.failed
             if (name := CheckpointName.parse(str(message["checkpoint"])))
             and name.launch == self.heartbeat.launch

@@ -51,7 +51,7 @@ from holdfast.contracts.spec.checkpoint import Keep
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.workers.checkpoints import retention
 from holdfast.workers.checkpoints.manifests import committed_checkpoints
-from holdfast.workers.checkpoints.retention import Verdict
+from holdfast.workers.checkpoints.retention import KeepVerdict
 from holdfast.workers.checkpoints.trainer_call import NEUTRAL_FOLDER
 
 # Delete the copies of a run's deleted checkpoints from its mirror.
@@ -209,7 +209,7 @@ def prune(
     }
 
 
-def _facts(verdict: Verdict, reason: str) -> dict[str, Any]:
+def _facts(verdict: KeepVerdict, reason: str) -> dict[str, Any]:
     return {
         "checkpoint": verdict.name,
         "step": verdict.step,
@@ -230,7 +230,7 @@ def apply(
     copies: bool = True,
     history: RunHistory | None = None,
     keep: Keep | None = None,
-) -> list[Verdict]:
+) -> list[KeepVerdict]:
     """Delete the checkpoints that nothing keeps; return their verdicts.
 
     `keep` replaces the rules of the run's spec. `history` is what the caller has just read of the

@@ -22,7 +22,7 @@ from holdfast.workers.checkpoints.trainer_call import ask_trainer, interpreter_o
 EXPORT_S_MAX: Final = 6 * 3600.0
 
 
-class Form(StrEnum):
+class ExportFormat(StrEnum):
     """The format of an export."""
 
     TORCH = "torch"
@@ -42,16 +42,16 @@ class Dtype(StrEnum):
 
 # The file name suffix of each format.
 SUFFIXES: Final = {
-    Form.TORCH: ".pt",
-    Form.SAFETENSORS: ".safetensors",
-    Form.HF: ".hf",
-    Form.DCP: ".dcp",
+    ExportFormat.TORCH: ".pt",
+    ExportFormat.SAFETENSORS: ".safetensors",
+    ExportFormat.HF: ".hf",
+    ExportFormat.DCP: ".dcp",
 }
 
 
 def export(
     directory: Path,
-    form: Form,
+    form: ExportFormat,
     output: Path,
     *,
     writer: str,

@@ -72,7 +72,7 @@ class OwnCheckpoint:
         )
 
 
-class Pattern:
+class CheckpointPattern:
     """`program.checkpoints` of a spec, for one working directory.
 
     With `is_overwritten`, it is one path, whose name has no step. `owners` are the users whose
@@ -244,7 +244,7 @@ def _seal_file(found: OwnCheckpoint, one: FileStamp, goes_on: Callable[[], bool]
     return FileEntry.of(one.path, one.bytes, checksum)
 
 
-def recorded(paths: RunPaths, pattern: Pattern) -> dict[Path, Manifest]:
+def recorded(paths: RunPaths, pattern: CheckpointPattern) -> dict[Path, Manifest]:
     """Return the newest manifest in the run of each checkpoint that the pattern describes."""
     found: dict[Path, Manifest] = {}
     for directory in paths.list_checkpoints():
@@ -255,7 +255,7 @@ def recorded(paths: RunPaths, pattern: Pattern) -> dict[Path, Manifest]:
     return found
 
 
-def path_of(manifest: Manifest, pattern: Pattern) -> Path | None:
+def path_of(manifest: Manifest, pattern: CheckpointPattern) -> Path | None:
     """Return the path of the program's checkpoint that a manifest is about."""
     if manifest.source is None:
         return None

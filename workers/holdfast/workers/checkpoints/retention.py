@@ -47,7 +47,7 @@ class Facts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class KeepVerdict:
     """Whether one checkpoint is kept, and why. `step` and `bytes` are the manifest's."""
 
     name: str
@@ -59,7 +59,7 @@ class Verdict:
 
 def plan_prune(
     manifests: Sequence[Manifest], *, keep: Keep, facts: Facts, now: float
-) -> list[Verdict]:
+) -> list[KeepVerdict]:
     """Return a verdict on each checkpoint, oldest step first; `now` is Unix seconds.
 
     A checkpoint that a rollback excluded does not count for the rules. Neither does a damaged one,
@@ -76,7 +76,7 @@ def plan_prune(
             reasons = ["all"]
         why = ", ".join(reasons) or _why_deleted(one, keep, facts)
         verdicts.append(
-            Verdict(
+            KeepVerdict(
                 name=one.name, step=one.step, bytes=one.bytes, is_kept=bool(reasons), reason=why
             )
         )
@@ -168,7 +168,7 @@ def _mirrored(history: RunHistory, manifests: Sequence[Manifest]) -> frozenset[s
 
 def plan_run(
     paths: RunPaths, history: RunHistory | None = None, keep: Keep | None = None
-) -> list[Verdict]:
+) -> list[KeepVerdict]:
     """Return `plan_prune` of a run on disk by its keep rules, including unreadable manifests.
 
     `keep` replaces the rules of the run's spec. `history` is what the caller has just read of the
@@ -185,7 +185,7 @@ def plan_run(
     return [*verdicts, *unreadable]
 
 
-def _read_manifests(paths: RunPaths) -> tuple[list[Manifest], list[Verdict]]:
+def _read_manifests(paths: RunPaths) -> tuple[list[Manifest], list[KeepVerdict]]:
     """Return every valid manifest, and a verdict on each invalid one, which is kept."""
     manifests, unreadable = [], []
     for directory in paths.list_checkpoints():
@@ -195,7 +195,7 @@ def _read_manifests(paths: RunPaths) -> tuple[list[Manifest], list[Verdict]]:
             why = f"damaged, kept for inspection: {'; '.join(error.damaged) or MANIFEST}"
             step = int(directory.name[len("step-") :].partition(".")[0])
             unreadable.append(
-                Verdict(name=directory.name, step=step, bytes=0, is_kept=True, reason=why)
+                KeepVerdict(name=directory.name, step=step, bytes=0, is_kept=True, reason=why)
             )
             continue
         if manifest is not None:

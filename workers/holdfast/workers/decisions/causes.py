@@ -117,7 +117,7 @@ class RankFailure:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FailedSave:
+class SaveFailure:
     """A save of a launch that failed, as the flusher recorded it."""
 
     step: int

@@ -119,7 +119,7 @@ class Rule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class EvidenceMatch:
     """A rule that matched, and the line it matched."""
 
     rule: Rule
@@ -251,7 +251,7 @@ KILLED_WORKER: Final = re.compile(
 )
 
 
-def find_cause(text: str) -> Finding | None:
+def find_cause(text: str) -> EvidenceMatch | None:
     """Return what a traceback or standard error reveals, or None for the program's own error.
 
     A secondary error counts only if no other exception in the chain says more. A process that
@@ -265,18 +265,18 @@ def find_cause(text: str) -> Finding | None:
         secondary_error = secondary_error or found
     if secondary_error is not None and _FROM_HELPER.search(text):
         quote = f"{secondary_error.quote} (a process that this one had started has ended)"
-        return Finding(rule=HELPER_LOST, quote=quote)
+        return EvidenceMatch(rule=HELPER_LOST, quote=quote)
     return secondary_error
 
 
-def _first_match(message: str) -> Finding | None:
+def _first_match(message: str) -> EvidenceMatch | None:
     if _OF_MISTAKES.match(message):
         return None
     for rule in RULES:
         if rule.unless is not None and rule.unless.match(message):
             continue
         if match := rule.pattern.search(message):
-            return Finding(rule=rule, quote=_line_at(message, match.start()))
+            return EvidenceMatch(rule=rule, quote=_line_at(message, match.start()))
     return None
 
 
@@ -285,7 +285,7 @@ def is_of_command(text: str) -> bool:
     return any(_OF_COMMAND.search(message) for message in messages(text)[:1])
 
 
-def find_before_traceback(text: str) -> Finding | None:
+def find_before_traceback(text: str) -> EvidenceMatch | None:
     """Return what the text before the last traceback reveals, or None."""
     whole = last_traceback(text)
     return find_cause(text.removesuffix(whole)) if whole else None

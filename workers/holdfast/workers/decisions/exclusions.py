@@ -66,7 +66,7 @@ class Exclusion:
         return f"{self.host} ({_WORDS[self.certainty]})"
 
 
-class Choice(NamedTuple):
+class SizeChoice(NamedTuple):
     """The GPUs of the next attempt and why, the hosts that it excludes, and the text on them.
 
     `waits_for` is what must happen before it is submitted, or ''.
@@ -209,7 +209,7 @@ def choose_nodes(
     choose: Callable[[tuple[str, ...]], tuple[int, str]],
     *,
     now: float,
-) -> Choice:
+) -> SizeChoice:
     """Return the size of the next attempt at `place` and the hosts that it excludes.
 
     `choose` returns the size, and why, without some hosts. An exclusion is dropped if the other
@@ -249,7 +249,7 @@ def choose_nodes(
         notes.append("waits for nodes that are down")
     hidden = [one for one in relaxed if rooms.hides_loss(place, one, now)]
     waits_for = f"waits until Slurm reports {_listing(hidden)} as down" if hidden else ""
-    return Choice(gpus, why, exclude, "".join(f"; {note}" for note in notes), waits_for)
+    return SizeChoice(gpus, why, exclude, "".join(f"; {note}" for note in notes), waits_for)
 
 
 def exclude_for(

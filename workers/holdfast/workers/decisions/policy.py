@@ -25,8 +25,8 @@ from holdfast.workers.decisions.evidence import failed_host, names_hardware, sam
 from holdfast.workers.decisions.exclusions import (
     FROM_OUTSIDE,
     Capacity,
-    Choice,
     Rooms,
+    SizeChoice,
     choose_nodes,
     is_refused_exclusion,
 )
@@ -168,7 +168,7 @@ def _decide_by_request(
     return _relaunch(found, place, reason)
 
 
-def _relaunch(found: Choice, place: int, reason: str, delay_s: float = 0.0) -> Decision:
+def _relaunch(found: SizeChoice, place: int, reason: str, delay_s: float = 0.0) -> Decision:
     if found.waits_for:
         return Decision(action="wait", reason=f"{reason}{found.text}; {found.waits_for}")
     return Decision(

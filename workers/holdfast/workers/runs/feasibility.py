@@ -16,7 +16,7 @@ from holdfast.contracts.errors import HoldfastError, NotFoundError
 from holdfast.contracts.plain_text import counted
 from holdfast.contracts.records.checkpoint_choice import newest_of_branch
 from holdfast.contracts.records.history import RunHistory
-from holdfast.contracts.records.topology import Saved, has_mesh, problem_with_mesh
+from holdfast.contracts.records.topology import SavedTopology, has_mesh, problem_with_mesh
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Feasibility:
     `ranks` returns the world size at a GPU count, see `RunSpec.ranks`.
     """
 
-    newest: Saved | None
+    newest: SavedTopology | None
     ranks: Callable[[int], int]
 
     @classmethod

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from holdfast.contracts.disk.digests import command_digest
 from holdfast.contracts.records.attempt import Provenance, Request, RunRecord
-from holdfast.contracts.spec.node_share import NO_GRES, Share
+from holdfast.contracts.spec.node_share import NO_GRES, NodeShare
 from holdfast.contracts.spec.part import RECORDED
 from holdfast.contracts.spec.resources import Resources
 from holdfast.contracts.spec.run_spec import RunSpec
@@ -102,7 +102,7 @@ def working_directory_of(record: RunRecord, spec: RunSpec) -> str:
     return spec.launch.working_directory
 
 
-def _local_parameters(share: Share) -> dict[str, Any]:
+def _local_parameters(share: NodeShare) -> dict[str, Any]:
     """Return submitit's parameters for the local executor; the agent enforces the time limit."""
     return {
         "timeout_min": LOCAL_TIMEOUT_MIN,
@@ -112,7 +112,7 @@ def _local_parameters(share: Share) -> dict[str, Any]:
 
 
 def _slurm_parameters(
-    spec: RunSpec, name: str, share: Share, exclude: Sequence[str]
+    spec: RunSpec, name: str, share: NodeShare, exclude: Sequence[str]
 ) -> dict[str, Any]:
     """Return submitit's parameters for Slurm: one task per node, which is the agent.
 

@@ -25,7 +25,7 @@ from holdfast.contracts.errors import SpecError
 from holdfast.contracts.plain_text import counted
 from holdfast.contracts.records.attempt import RunRecord
 from holdfast.contracts.records.history import AttemptView, RunHistory
-from holdfast.contracts.records.tally import Launch, Span
+from holdfast.contracts.records.tally import LaunchSpan, Span
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.decisions.attempt_costs import Costs, Saves
@@ -152,7 +152,7 @@ class _Run:
         self.trained_s += trained_s
         self.committed = max(resumed, committed)
         has_trained = stops_at > trained_from
-        launch = Launch(
+        launch = LaunchSpan(
             started_at=began,
             loads_from=loads_from if has_trained and resumed else None,
             trained_from=trained_from if has_trained else None,
@@ -336,10 +336,10 @@ class _Run:
         )
 
     def _end_attempt(
-        self, cause: Cause | None, ended_at: float, place: int, launches: tuple[Launch, ...]
+        self, cause: Cause | None, ended_at: float, place: int, launches: tuple[LaunchSpan, ...]
     ) -> None:
         view = self.views[-1]
-        launch = launches[-1] if launches else Launch()
+        launch = launches[-1] if launches else LaunchSpan()
         self.views[-1] = replace(
             view,
             state=AttemptState.COMPLETED if cause is None else STATE_OF_CAUSE[cause],

@@ -53,7 +53,7 @@ class FlowPlace(BaseModel):
         return ProcessName(self.pid, self.start_s, self.boot_id)
 
 
-class Places:
+class FlowPlaces:
     """The records of the flows that workers of this host started, in `folder`."""
 
     def __init__(self, folder: Path) -> None:

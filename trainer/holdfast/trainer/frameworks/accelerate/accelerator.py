@@ -27,7 +27,7 @@ from holdfast.trainer.frameworks.accelerate.loaders import (
     skip_first_batches,
 )
 from holdfast.trainer.frameworks.program_loop.methods import LoopMethods
-from holdfast.trainer.frameworks.program_loop.progress import Progress
+from holdfast.trainer.frameworks.program_loop.progress import LoopProgress
 from holdfast.trainer.frameworks.program_loop.training import (
     LoopTraining,
     Parts,
@@ -42,7 +42,7 @@ from holdfast.trainer.loading.checkpoint import load_checkpoint
 # What a checkpoint keeps of Accelerate's own state, beside the place in the loaders.
 
 
-class AccelerateProgress(Progress):
+class AccelerateProgress(LoopProgress):
     """It is the object `accelerate` of the session's extras."""
 
     def __init__(self, accelerator: Any) -> None:

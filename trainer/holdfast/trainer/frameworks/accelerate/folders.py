@@ -29,7 +29,7 @@ STOCK: Final = "random_states_*.pkl"
 
 
 @dataclass(frozen=True)
-class Link:
+class FolderLink:
     """The content of a folder's link: a checkpoint's id, and where it was when it was written."""
 
     checkpoint: str
@@ -124,7 +124,7 @@ def delete_oldest(parent: Path, limit: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def read_link(folder: Path) -> Link | None:
+def read_link(folder: Path) -> FolderLink | None:
     """Return the link in `folder`, or None without one. Raises `CheckpointError` if unreadable."""
     path = folder / LINK
     try:
@@ -133,7 +133,7 @@ def read_link(folder: Path) -> Link | None:
             raise CheckpointError(
                 f"{path} has format {content['format']!r}; this version of Holdfast reads {FORMAT}"
             )
-        return Link(content["checkpoint"], Path(content["directory"]))
+        return FolderLink(content["checkpoint"], Path(content["directory"]))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -142,7 +142,7 @@ def read_link(folder: Path) -> Link | None:
         ) from error
 
 
-def find_linked(link: Link, folder: Path) -> Path:
+def find_linked(link: FolderLink, folder: Path) -> Path:
     """Return the directory of a linked checkpoint. Raises `CheckpointError` if it is not there."""
     try:
         directory = find_directory(link.directory)

@@ -12,7 +12,7 @@ from accelerate.data_loader import skip_first_batches as skip_in_accelerate
 
 from holdfast.contracts.errors import SpecError
 from holdfast.trainer.frameworks.program_loop.loader import (
-    Resumed,
+    ResumedEpoch,
     WrappedLoader,
     problem_of,
     wrap_sampler,
@@ -21,7 +21,7 @@ from holdfast.trainer.frameworks.program_loop.order import (
     DATA,
     Batches,
     Generators,
-    Order,
+    LoaderOrder,
     Start,
     own_generator,
     set_generator,
@@ -46,7 +46,7 @@ class DealtBatches(Batches):
     def __init__(self, inner: Any, *, notes_fetches: bool) -> None:
         super().__init__(inner)
         self._notes_fetches = notes_fetches
-        self.fetch: rng.Noted | None = None
+        self.fetch: rng.NotedGenerators | None = None
         self._data_fetch: Mapping[str, Any] = {}
 
     @property
@@ -155,9 +155,9 @@ class Loader(WrappedLoader):
         if saved["generator"] is not None:
             set_generator(sampler, saved["generator"].clone())
         self.passes = int(saved["passes"])
-        order = self.batches.order = Order(saved["order"], saved["own"])
+        order = self.batches.order = LoaderOrder(saved["order"], saved["own"])
         if self.passes or saved["done"]:
-            self.resumed = Resumed(passes=self.passes, done=int(saved["done"]), order=order)
+            self.resumed = ResumedEpoch(passes=self.passes, done=int(saved["done"]), order=order)
 
     def restore_rank(self, saved: Mapping[str, Any]) -> None:
         """Restore the generators with which the next batch was fetched, and those of ends."""
@@ -188,7 +188,7 @@ class Loader(WrappedLoader):
         base.next_iter_state = None
         self.before_pass()
         done = 0 if state["_iterator_finished"] else int(state["_num_yielded"]) * self.unit
-        self.resumed = Resumed(done=done)
+        self.resumed = ResumedEpoch(done=done)
 
     def before_pass(self) -> None:
         """Drop the iterator that a stateful loader made when it was constructed.

@@ -26,7 +26,7 @@ from lightning.pytorch.strategies import (
 
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.node.reporting import report
-from holdfast.trainer.frameworks.lightning.fit import Fit
+from holdfast.trainer.frameworks.lightning.fit import TrainerFit
 
 # The events of each step, none of which Holdfast uses. For each callback with a method for an
 # event, Lightning enters a context of its profiler.
@@ -102,7 +102,7 @@ class Holdfast(Callback):
             "rename": rename,
             "exclude": parts,
         }
-        self._fit: Fit | None = None
+        self._fit: TrainerFit | None = None
         for event in EVENTS_OF_STEP:
             # Lightning leaves out what it cannot call. A subclass keeps its own methods.
             if getattr(type(self), event) is getattr(Callback, event):
@@ -125,7 +125,7 @@ class Holdfast(Callback):
         # Other callbacks find their states restored when fit starts.
         others = [each for each in trainer.callbacks if each is not self]
         trainer.callbacks = [self, *others]
-        self._fit = Fit(trainer, self._options)
+        self._fit = TrainerFit(trainer, self._options)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Restore the newest checkpoint. The model is wrapped, and the optimizers exist."""

@@ -39,7 +39,7 @@ from holdfast.contracts.errors import CheckpointError, SpecError
 from holdfast.contracts.records.topology import FIXED
 from holdfast.trainer.frameworks.data_generators import DataGenerators
 from holdfast.trainer.frameworks.lightning.global_batch import (
-    Share,
+    SampleShare,
     batch_size,
     continue_share,
     has_order,
@@ -114,7 +114,7 @@ class DrawLog:
         self._at += 1
 
 
-class Noted:
+class NotedSampler:
     """A batch sampler whose draws are noted: when an iteration begins, and at its first batch."""
 
     def __init__(self, batches: Any, log: DrawLog) -> None:
@@ -286,8 +286,8 @@ class TrainingData:
         if not self._reads_again:
             return
         for loader in filter(has_order, self._loaders):
-            if not isinstance(loader.batch_sampler, Noted):
-                noted = Noted(loader.batch_sampler, self._log)
+            if not isinstance(loader.batch_sampler, NotedSampler):
+                noted = NotedSampler(loader.batch_sampler, self._log)
                 # A DataLoader refuses assignments to its parts.
                 object.__setattr__(loader, "batch_sampler", noted)
         if type(combined) is CombinedLoader and all(map(_is_stream_here, self._loaders)):
@@ -332,7 +332,7 @@ class TrainingData:
         number, self._created = self._created, self._created + 1
         self._given[number:] = [batch_size(loader)]
         if number < len(saved):
-            former = Share(**saved[number])
+            former = SampleShare(**saved[number])
             continue_share(loader, former, rank=trainer.global_rank, ranks=trainer.world_size)
         return loader
 
@@ -342,10 +342,12 @@ class TrainingData:
             return {FIXED: "each rank's loader has a state of its own share of the data"}
         return limits_of(self._shares())
 
-    def _shares(self) -> list[Share]:
+    def _shares(self) -> list[SampleShare]:
         ranks = self._trainer.world_size
         given = [*self._given, *(None for _ in self._loaders)]
-        return [Share.of(*each) for each in zip(self._loaders, repeat(ranks), given, strict=False)]
+        return [
+            SampleShare.of(*each) for each in zip(self._loaders, repeat(ranks), given, strict=False)
+        ]
 
 
 def _is_stream_here(loader: Any) -> bool:

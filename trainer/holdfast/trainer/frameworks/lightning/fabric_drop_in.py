@@ -23,20 +23,24 @@ from holdfast.trainer.frameworks.lightning.fabric_elastic import (
 )
 from holdfast.trainer.frameworks.lightning.fabric_schedulers import created_count, schedulers_of
 from holdfast.trainer.frameworks.lightning.global_batch import (
-    Share,
+    SampleShare,
     batch_size,
     continue_share,
     limits_of,
 )
-from holdfast.trainer.frameworks.program_loop.loader import Resumed, WrappedLoader, wrap_sampler
+from holdfast.trainer.frameworks.program_loop.loader import (
+    ResumedEpoch,
+    WrappedLoader,
+    wrap_sampler,
+)
 from holdfast.trainer.frameworks.program_loop.methods import LoopMethods
 from holdfast.trainer.frameworks.program_loop.order import (
     Batches,
-    Order,
+    LoaderOrder,
     own_generator,
     set_generator,
 )
-from holdfast.trainer.frameworks.program_loop.progress import Progress
+from holdfast.trainer.frameworks.program_loop.progress import LoopProgress
 from holdfast.trainer.frameworks.program_loop.training import LoopTraining, Parts, Words
 from holdfast.trainer.frameworks.session import FrameworkSession
 from holdfast.trainer.state.objects import RankLimited
@@ -87,7 +91,7 @@ class FabricLoader(WrappedLoader):
         self.require_samples(saved["samples"])
         self.passes = int(saved["passes"])
         if self.passes or saved["done"]:
-            self.resumed = Resumed(passes=self.passes, done=int(saved["done"]))
+            self.resumed = ResumedEpoch(passes=self.passes, done=int(saved["done"]))
 
     def before_pass(self) -> None:
         """Fabric keeps no iterator between passes."""
@@ -113,12 +117,12 @@ class FabricLoader(WrappedLoader):
             return
         if "generator" in saved:
             set_generator(self.batches.sampler_of_ids, saved["generator"].clone())
-        self.batches.order = Order(saved["order"], saved.get("own"))
+        self.batches.order = LoaderOrder(saved["order"], saved.get("own"))
         if self.resumed is not None:
             self.resumed.order = self.batches.order
 
 
-class FabricProgress(Progress, RankLimited):
+class FabricProgress(LoopProgress, RankLimited):
     """The place in the loaders. Those that are trained on keep their global batch and order."""
 
     def __init__(self, fabric: Any) -> None:
@@ -127,7 +131,7 @@ class FabricProgress(Progress, RankLimited):
         # By the numbers of the loaders: the batch size as the program gave it, and how each loader
         # that was trained on gives the ranks their samples. Some loaders are made in each epoch.
         self._given: dict[int, int | None] = {}
-        self._shares: dict[int, Share] = {}
+        self._shares: dict[int, SampleShare] = {}
 
     def add(self, loader: WrappedLoader) -> None:
         """Add a loader that Fabric set up. Raises `CheckpointError` if it cannot be continued."""
@@ -143,7 +147,9 @@ class FabricProgress(Progress, RankLimited):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the place. Raises `CheckpointError` if other ranks cannot continue there."""
-        self._shares = {int(number): Share(**each) for number, each in state["shares"].items()}
+        self._shares = {
+            int(number): SampleShare(**each) for number, each in state["shares"].items()
+        }
         for loader in self.loaders:
             self._continue(loader)
         super().load_state_dict(state)
@@ -167,7 +173,9 @@ class FabricProgress(Progress, RankLimited):
         for loader in self.loaders:
             if loader.has_trained:
                 inner, ranks = loader.inner._dataloader, self._fabric.world_size
-                self._shares[loader.number] = Share.of(inner, ranks, self._given[loader.number])
+                self._shares[loader.number] = SampleShare.of(
+                    inner, ranks, self._given[loader.number]
+                )
 
 
 class FabricTraining(LoopTraining):

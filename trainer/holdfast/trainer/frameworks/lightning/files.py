@@ -40,7 +40,7 @@ from holdfast.trainer.staging.file_writers import torch_writer
 WRITTEN: Final = "lightning-files.jsonl"
 
 
-class Files:
+class StrategyFiles:
     """The files that the strategy of one trainer writes and deletes."""
 
     def __init__(self, trainer: Any) -> None:

@@ -23,9 +23,9 @@ from holdfast.contracts.errors import CheckpointError, SpecError
 from holdfast.contracts.records.attempt import RunRecord, read_document
 from holdfast.contracts.records.history import excluded_checkpoints, load_events
 from holdfast.trainer.frameworks.lightning.data import TrainingData
-from holdfast.trainer.frameworks.lightning.files import Files
+from holdfast.trainer.frameworks.lightning.files import StrategyFiles
 from holdfast.trainer.frameworks.lightning.metrics import EpochMetrics
-from holdfast.trainer.frameworks.lightning.state import Place, RankState, SharedState
+from holdfast.trainer.frameworks.lightning.state import LoopPlace, RankState, SharedState
 from holdfast.trainer.frameworks.session import FrameworkSession
 from holdfast.trainer.process.program import program_stem
 from holdfast.trainer.ranks.rank_context import choose_directory
@@ -33,8 +33,8 @@ from holdfast.trainer.state import rng
 
 # Lightning's loops and its checkpoint connector, with the places that a resume needs.
 #
-# `Fit` gives the trainer's own objects these classes, so they keep all that Lightning has put
-# into them. The batch loop of Lightning 2.6, and where its boundary is:
+# `TrainerFit` gives the trainer's own objects these classes, so they keep all that Lightning has
+# put into them. The batch loop of Lightning 2.6, and where its boundary is:
 #
 #     advance           fetch, forward, backward, optimizer step, on_train_batch_end
 #                       ── boundary: the step is complete, all ranks may stop here ──
@@ -48,7 +48,7 @@ from holdfast.trainer.state import rng
 class EpochLoop(_TrainingEpochLoop):
     """The loop over the batches of one epoch."""
 
-    holdfast: Fit
+    holdfast: TrainerFit
 
     @property
     def done(self) -> bool:
@@ -82,17 +82,17 @@ class EpochLoop(_TrainingEpochLoop):
     def on_advance_end(self, data_fetcher: Any) -> None:
         """End the step if the optimizer has stepped, and run what follows it."""
         place = self.holdfast.pass_resumed_place()
-        if place is Place.AFTER_EVALUATION:
+        if place is LoopPlace.AFTER_EVALUATION:
             return
         step = self.global_step
-        has_stepped = place is Place.AFTER_STEP or step != self.holdfast.reached
+        has_stepped = place is LoopPlace.AFTER_STEP or step != self.holdfast.reached
         # An evaluation between two steps, while gradients accumulate, is no place for a save.
         has_end = has_stepped and self.has_end(data_fetcher)
         if has_stepped and place is None:
             self.holdfast.end_step(step, has_end=has_end)
         super().on_advance_end(data_fetcher)
         if has_end and not super().done:
-            self.holdfast.finish_end(Place.AFTER_EVALUATION)
+            self.holdfast.finish_end(LoopPlace.AFTER_EVALUATION)
 
     def has_end(self, data_fetcher: Any) -> bool:
         """Return True if an evaluation or the end of the epoch follows, the same on all ranks."""
@@ -106,7 +106,7 @@ class EpochLoop(_TrainingEpochLoop):
 class FitLoop(_FitLoop):
     """The loop over epochs."""
 
-    holdfast: Fit
+    holdfast: TrainerFit
 
     @property
     def done(self) -> bool:
@@ -136,7 +136,7 @@ class FitLoop(_FitLoop):
         if self.holdfast.resumes_inside:
             # Lightning steps no plateau scheduler at the end of an epoch that was restarted.
             self._restarting = False
-        elif self.holdfast.resumed_place is Place.BETWEEN_EPOCHS:
+        elif self.holdfast.resumed_place is LoopPlace.BETWEEN_EPOCHS:
             # A new epoch begins as in an uninterrupted run: with a new iterator, and counters at 0.
             self.holdfast.pass_resumed_place()
             self._resuming_from_checkpoint = False
@@ -151,7 +151,7 @@ class FitLoop(_FitLoop):
     def on_advance_end(self) -> None:
         """End an epoch."""
         super().on_advance_end()
-        self.holdfast.finish_end(Place.BETWEEN_EPOCHS)
+        self.holdfast.finish_end(LoopPlace.BETWEEN_EPOCHS)
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         """Leave the loaders out of a checkpoint of Holdfast, which has those of all ranks."""
@@ -166,7 +166,7 @@ class FitLoop(_FitLoop):
 class CheckpointConnector(_CheckpointConnector):
     """The connector that loads `ckpt_path`."""
 
-    holdfast: Fit
+    holdfast: TrainerFit
 
     def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
         """Load `checkpoint_path`, unless the run has a newer checkpoint of Holdfast."""
@@ -184,7 +184,7 @@ class Stopped(_TunerExitException):
     """
 
 
-class Fit:
+class TrainerFit:
     """The `fit` of one trainer. Its loops, callbacks and files are under the session's control."""
 
     def __init__(self, trainer: Any, options: Mapping[str, Any]) -> None:
@@ -193,8 +193,8 @@ class Fit:
         self._options = dict(options)
         self.session: FrameworkSession | None = None
         # Where the loops stand when a checkpoint is made, and where a resume continues.
-        self.place = Place.AFTER_STEP
-        self.resumed_place: Place | None = None
+        self.place = LoopPlace.AFTER_STEP
+        self.resumed_place: LoopPlace | None = None
         self.reached = 0
         self.is_capturing = self.has_stopped = False
         self._has_entered = False
@@ -204,7 +204,7 @@ class Fit:
         self._evaluation = contextlib.ExitStack()
         self._take_over()
         self.data, self.metrics = TrainingData(trainer), EpochMetrics(trainer)
-        self.files = Files(trainer)
+        self.files = StrategyFiles(trainer)
         self._pass_metrics_on()
 
     def _take_over(self) -> None:
@@ -281,7 +281,7 @@ class Fit:
             trainer._checkpoint_connector._loaded_checkpoint = {}
         self.session = session
 
-    def resume_at(self, place: Place, trainer_state: Mapping[str, Any]) -> None:
+    def resume_at(self, place: LoopPlace, trainer_state: Mapping[str, Any]) -> None:
         """Continue the loops at `place`. Their counters are restored already."""
         self.place = self.resumed_place = place
         self._trainer_state = trainer_state
@@ -292,9 +292,9 @@ class Fit:
     @property
     def resumes_inside(self) -> bool:
         """True until the first thing has run that follows the restored step in its epoch."""
-        return self.resumed_place in (Place.AFTER_STEP, Place.AFTER_EVALUATION)
+        return self.resumed_place in (LoopPlace.AFTER_STEP, LoopPlace.AFTER_EVALUATION)
 
-    def pass_resumed_place(self) -> Place | None:
+    def pass_resumed_place(self) -> LoopPlace | None:
         """Return where the resume continues, once."""
         place, self.resumed_place = self.resumed_place, None
         return place
@@ -328,7 +328,7 @@ class Fit:
             # Numbers that were drawn while loaders were created again.
             rng.restore(self._generators)
         loop = self.trainer.fit_loop
-        has_end = self.place is Place.AFTER_STEP and self.resumes_inside
+        has_end = self.place is LoopPlace.AFTER_STEP and self.resumes_inside
         has_end = has_end and loop.epoch_loop.has_end(loop._data_fetcher)
         if session.begin(self._steps_in_all(session.step), has_end=has_end):
             self._stop()
@@ -337,7 +337,7 @@ class Fit:
 
     def end_step(self, global_step: int, *, has_end: bool) -> None:
         """End one optimizer step. Raises `Stopped` if all ranks have agreed to stop."""
-        self.place, self.reached = Place.AFTER_STEP, global_step
+        self.place, self.reached = LoopPlace.AFTER_STEP, global_step
         session = self._opened
         if session.boundary(has_end=has_end):
             self._stop()
@@ -345,7 +345,7 @@ class Fit:
             self._removed_at = session.committed_step
             self.files.remove(session.committed_step)
 
-    def finish_end(self, place: Place) -> None:
+    def finish_end(self, place: LoopPlace) -> None:
         """End the evaluation, or the end of the epoch, that follows a step."""
         self.place = place
         self._opened.finish_end()

@@ -30,7 +30,7 @@ ADVICE: Final = 'use strategy="ddp" and a loader over a dataset with an index'
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class SampleShare:
     """How a loader gives the ranks their samples.
 
     `order` is the class of the sampler, None if there is none. Each of `parts` data-parallel ranks
@@ -46,7 +46,7 @@ class Share:
     shuffle: bool = False
 
     @classmethod
-    def of(cls, loader: Any, ranks: int, given: int | None) -> Share:
+    def of(cls, loader: Any, ranks: int, given: int | None) -> SampleShare:
         """Return how `loader` does it now. Without `DistributedSampler`, each rank is a part."""
         found = cls(parts=ranks, order=order_of(loader), size=batch_size(loader), given=given)
         sampler = sampler_of(loader)
@@ -67,7 +67,7 @@ class Share:
         return (self.size or 0) * self.parts
 
 
-def continue_share(loader: Any, saved: Share, *, rank: int, ranks: int) -> None:
+def continue_share(loader: Any, saved: SampleShare, *, rank: int, ranks: int) -> None:
     """Let `loader` continue the order and the global batch that another launch saved.
 
     A program that gives a loader another size than before has the last word. Raises
@@ -75,7 +75,7 @@ def continue_share(loader: Any, saved: Share, *, rank: int, ranks: int) -> None:
     """
     if saved.order == DISTRIBUTED:
         _distribute(loader, saved, rank, ranks)
-    now = Share.of(loader, ranks, batch_size(loader))
+    now = SampleShare.of(loader, ranks, batch_size(loader))
     if saved.parts != now.parts and not (saved.is_elastic and now.order == DISTRIBUTED):
         raise CheckpointError(
             f"the order of the samples came from {saved.order} on {saved.parts} ranks, and comes "
@@ -100,7 +100,7 @@ def continue_share(loader: Any, saved: Share, *, rank: int, ranks: int) -> None:
             )
 
 
-def limits_of(shares: Sequence[Share]) -> dict[str, Any]:
+def limits_of(shares: Sequence[SampleShare]) -> dict[str, Any]:
     """Return which numbers of ranks can continue, by the keys of `contracts.topology.LIMITS`."""
     orders = {each.order or "a loader without a sampler" for each in shares if not each.is_elastic}
     if orders:
@@ -138,7 +138,7 @@ def batch_size(loader: Any) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def _distribute(loader: Any, saved: Share, rank: int, ranks: int) -> None:
+def _distribute(loader: Any, saved: SampleShare, rank: int, ranks: int) -> None:
     """Give `loader` the sampler that it had on several ranks, also on one rank."""
     if has_order(loader) and type(sampler_of(loader)) in {RandomSampler, SequentialSampler}:
         sampler: Any = DistributedSampler(

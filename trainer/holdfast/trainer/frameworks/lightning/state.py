@@ -20,7 +20,7 @@ from holdfast.contracts.errors import CheckpointError
 from holdfast.trainer.state.objects import RankLimited
 
 if TYPE_CHECKING:
-    from holdfast.trainer.frameworks.lightning.fit import Fit
+    from holdfast.trainer.frameworks.lightning.fit import TrainerFit
 
 FORMAT: Final = 1
 # Tensors of at most this many elements become plain numbers. A new best score or a new metric then
@@ -38,7 +38,7 @@ OF_MODEL_CHECKPOINT: Final = (
 )
 
 
-class Place(StrEnum):
+class LoopPlace(StrEnum):
     """Where in Lightning's loops a checkpoint was made, and so what a resume runs first.
 
     AFTER_STEP: the evaluation that follows the step, if it is due, and the end of the epoch.
@@ -53,7 +53,7 @@ class Place(StrEnum):
 class SharedState(RankLimited):
     """The state of a trainer that is the same on all ranks."""
 
-    def __init__(self, fit: Fit) -> None:
+    def __init__(self, fit: TrainerFit) -> None:
         self._fit = fit
         # Whether a checkpoint had this state.
         self.is_restored = False
@@ -109,7 +109,7 @@ class SharedState(RankLimited):
                 setattr(each, name, value)
         fit.metrics.load_shared(unpack(state["metrics"]))
         fit.data.load_shared(state["data"])
-        fit.resume_at(Place(state["place"]), state["trainer"])
+        fit.resume_at(LoopPlace(state["place"]), state["trainer"])
         self.is_restored = True
 
     def rank_limits(self) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class SharedState(RankLimited):
 class RankState:
     """The state of a trainer that differs between ranks."""
 
-    def __init__(self, fit: Fit) -> None:
+    def __init__(self, fit: TrainerFit) -> None:
         self._fit = fit
 
     def state_dict(self) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     return value
 
 
-def _loops_of(fit: Fit) -> dict[str, Any]:
+def _loops_of(fit: TrainerFit) -> dict[str, Any]:
     fit.is_capturing = True
     try:
         state: dict[str, Any] = fit.trainer.fit_loop.state_dict()

@@ -15,7 +15,7 @@ from holdfast.trainer.frameworks.program_loop.order import (
     DATA_OF_LOADERS,
     Batches,
     Generators,
-    Order,
+    LoaderOrder,
     Start,
 )
 from holdfast.trainer.state import rng
@@ -33,7 +33,7 @@ B = TypeVar("B", bound=Batches)
 
 
 @dataclass
-class Resumed:
+class ResumedEpoch:
     """What is left of the restored epoch: `passes` were complete, and `done` batches of the next.
 
     `done` counts batches dealt out to the ranks. `order` is None if the pass began by the program's
@@ -42,7 +42,7 @@ class Resumed:
 
     passes: int = 0
     done: int = 0
-    order: Order | None = None
+    order: LoaderOrder | None = None
     fetch: Generators | None = None
 
 
@@ -59,7 +59,7 @@ class WrappedLoader(ABC):
     number: int
     batches: Batches | None
     problem: str | None
-    resumed: Resumed | None
+    resumed: ResumedEpoch | None
     passes: int
     ends: list[Generators]
     has_begun: bool
@@ -161,7 +161,7 @@ class WrappedLoader(ABC):
         self.batches.start = start
         self.before_pass()
 
-    def start_of(self, resumed: Resumed, now: Generators | None = None) -> Start:
+    def start_of(self, resumed: ResumedEpoch, now: Generators | None = None) -> Start:
         """Return where the restored pass continues at this number of ranks.
 
         `now` are the generators with which training continues. By default, those of this moment.

@@ -27,14 +27,14 @@ DATA_OF_LOADERS: Final = "data_of_loaders"
 
 
 @dataclass(frozen=True)
-class Order:
+class LoaderOrder:
     """The generators when a pass began: those of the process, and the sampler's own or None."""
 
     process: Generators
     own: torch.Tensor | None
 
     @classmethod
-    def now(cls, sampler: Any) -> Order:
+    def now(cls, sampler: Any) -> LoaderOrder:
         """Return the order that `sampler` would give if a pass began now."""
         generator = own_generator(sampler)
         return cls(rng.capture(), None if generator is None else generator.get_state())
@@ -71,7 +71,7 @@ class Start:
 
     skip: int = 0
     is_dealt: bool = False
-    order: Order | None = None
+    order: LoaderOrder | None = None
     fetch: Generators | None = None
     now: Generators = field(default_factory=dict)
 
@@ -94,7 +94,7 @@ class Batches(BatchSampler):
     def find_sampler(self) -> None:
         """Find the wrapped sampler. Call it after another one took its place."""
         self.sampler_of_ids = innermost(self._inner)
-        self.order = Order.now(self.sampler_of_ids)
+        self.order = LoaderOrder.now(self.sampler_of_ids)
 
     def __iter__(self) -> Iterator[Any]:
         start, self.start = self.start, Start()
@@ -140,7 +140,7 @@ class Batches(BatchSampler):
         """Yield the batches from `start` on. Put back its order before the first is drawn."""
         # Some samplers draw as soon as they are iterated, so the order is noted before.
         if start.order is None:
-            self.order = Order.now(self.sampler_of_ids)
+            self.order = LoaderOrder.now(self.sampler_of_ids)
             return self.skipped(start)
         self.order = start.order
         with start.order.put_back(self.sampler_of_ids):

@@ -34,7 +34,7 @@ class Pass:
     is_of_epoch: bool = False
 
 
-class Progress:
+class LoopProgress:
     """What a checkpoint keeps of the loaders and counters, the same on all ranks.
 
     `prepare` is the call that prepares loaders, for messages.
@@ -43,7 +43,7 @@ class Progress:
     def __init__(self, device: torch.device, *, prepare: str) -> None:
         self._prepare = prepare
         self.loaders: list[WrappedLoader] = []
-        self.totals = Totals(device)
+        self.totals = EpochTotals(device)
         self.was_restored = False
         self._trained = 0
         self._active: list[Pass] = []
@@ -267,7 +267,7 @@ class Progress:
         one.counted = one.done
 
 
-class Totals:
+class EpochTotals:
     """The sums over the batches of an epoch that the program keeps, in the order of its calls."""
 
     def __init__(self, device: torch.device) -> None:
@@ -301,7 +301,7 @@ class RankProgress:
 
     is_of_one_size = True
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: LoopProgress) -> None:
         self._progress = progress
 
     def state_dict(self) -> dict[str, Any]:

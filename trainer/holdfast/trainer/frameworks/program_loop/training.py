@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.contracts.errors import CheckpointError, SpecError
-from holdfast.trainer.frameworks.program_loop.loader import Resumed, WrappedLoader
+from holdfast.trainer.frameworks.program_loop.loader import ResumedEpoch, WrappedLoader
 from holdfast.trainer.frameworks.program_loop.order import Generators, Start
-from holdfast.trainer.frameworks.program_loop.progress import Progress, RankProgress
+from holdfast.trainer.frameworks.program_loop.progress import LoopProgress, RankProgress
 from holdfast.trainer.frameworks.session import FrameworkSession
 from holdfast.trainer.state.local_buffers import warn_of_lost_states
 
@@ -50,7 +50,7 @@ class LoopTraining(ABC):
     rank_name: ClassVar[str]
     _has_trained: ClassVar[bool] = False
 
-    def __init__(self, progress: Progress, options: Mapping[str, Any]) -> None:
+    def __init__(self, progress: LoopProgress, options: Mapping[str, Any]) -> None:
         """`options` are further arguments of the `Session`."""
         self.progress, self._options = progress, dict(options)
         self.session: FrameworkSession | None = None
@@ -254,7 +254,7 @@ class LoopTraining(ABC):
         if self._resumed_generators is None:
             self._resumed_generators = self.progress.generators()
 
-    def _place(self, loader: WrappedLoader, skip: int, resumed: Resumed | None) -> int:
+    def _place(self, loader: WrappedLoader, skip: int, resumed: ResumedEpoch | None) -> int:
         """Let the next pass begin at its place. Return the dealt batches before it."""
         if resumed is not None and resumed.done:
             loader.start_at(loader.start_of(resumed, self._resumed_generators))

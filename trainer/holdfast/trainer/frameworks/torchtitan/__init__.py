@@ -7,7 +7,7 @@ Names are imported on first use, after a check of the installed version.
 
 | module | purpose |
 |---|---|
-| `manager.py` | what users put into `Trainer.Config.checkpoint`, its keys, and the state that it saves |
+| `manager.py` | the value of `Trainer.Config.checkpoint`, its keys, and what it saves |
 | `loader.py` | a data loader in Holdfast's order, for every data-parallel degree |
 """
 

@@ -1,7 +1,7 @@
 """What a checkpoint keeps of a trainer besides model, optimizer, scheduler and random states.
 
-`Progress` is the same on all ranks. `RankShare` differs between them and is restored only at the
-same number of ranks.
+`TrainerProgress` is the same on all ranks. `RankShare` differs between them and is restored only at
+the same number of ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NOTHING: Final = Todo()
 
 
 @dataclasses.dataclass
-class Place:
+class EpochPlace:
     """A position in the epochs: `steps` optimizer steps of `epoch` are complete.
 
     `is_ended` is True when the end of the epoch is complete, too.
@@ -63,7 +63,7 @@ class Told:
     learning_rate: float | None = None
 
 
-class Progress(RankLimited):
+class TrainerProgress(RankLimited):
     """A trainer's progress as an object with a state, for `Session(extra=…)`.
 
     `loaded` is the restored state, or None.
@@ -71,7 +71,7 @@ class Progress(RankLimited):
 
     def __init__(self, trainer: Any) -> None:
         self.trainer, self.kept = trainer, KeptAttributes(trainer)
-        self.place, self.todo, self.told = Place(), NOTHING, Told()
+        self.place, self.todo, self.told = EpochPlace(), NOTHING, Told()
         self.first_step = 0
         self.loaded: dict[str, Any] | None = None
         self._history = _HistoryText()
@@ -144,7 +144,7 @@ class Progress(RankLimited):
             if of_its_class := saved.get(type(each).__name__):
                 for attribute, value in of_its_class.pop(0).items():
                     setattr(each, attribute, value)
-        self.place, self.todo = Place(*loaded["place"]), Todo(*loaded["todo"])
+        self.place, self.todo = EpochPlace(*loaded["place"]), Todo(*loaded["todo"])
         self.told = Told(loaded["grad_norm"], loaded["learning_rate"])
         self.first_step, self._earlier_s = loaded["first_step"], loaded["seconds"]
         self._compare_dataset(loaded.get("dataset"))
@@ -167,13 +167,13 @@ class Progress(RankLimited):
             return True
         return loaded is not None and loaded["stops"][0] and loaded["max_steps"] == state.max_steps
 
-    def resumed_place(self, steps_per_epoch: int) -> Place:
+    def resumed_place(self, steps_per_epoch: int) -> EpochPlace:
         """Return where the epochs continue, after the end of an epoch in the next one."""
         place, loaded = self.place, self.loaded
         is_cut = loaded is not None and loaded["stops"][1]
         if place.is_ended and (is_cut or place.steps >= steps_per_epoch):
-            return Place(place.epoch + 1)
-        return Place(place.epoch, place.steps)
+            return EpochPlace(place.epoch + 1)
+        return EpochPlace(place.epoch, place.steps)
 
     def _fingerprint(self) -> str | None:
         """Return what the datasets library computes from how a dataset was made, or None."""
@@ -197,7 +197,7 @@ class Progress(RankLimited):
 class RankShare:
     """One rank's sums since the last log, and its random states in the epoch."""
 
-    def __init__(self, progress: Progress, fetches: FetchStates) -> None:
+    def __init__(self, progress: TrainerProgress, fetches: FetchStates) -> None:
         self._progress, self._fetches = progress, fetches
         self._trainer, self._kept = progress.trainer, progress.kept
         self.loaded: dict[str, Any] | None = None

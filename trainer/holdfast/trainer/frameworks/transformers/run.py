@@ -35,16 +35,16 @@ from holdfast.trainer.frameworks.transformers.fetching import (
 from holdfast.trainer.frameworks.transformers.kept import changing_modules, check_names
 from holdfast.trainer.frameworks.transformers.progress import (
     NOTHING,
-    Place,
-    Progress,
+    EpochPlace,
     RankShare,
     Todo,
+    TrainerProgress,
 )
 from holdfast.trainer.process.program import program_stem
 from holdfast.trainer.ranks.collective import attempt
 from holdfast.trainer.ranks.rank_context import choose_directory
 from holdfast.trainer.sources.safetensors_file import LENGTH_BYTES, METADATA, TYPES
-from holdfast.trainer.staging.file_writers import Output, Writer
+from holdfast.trainer.staging.file_writers import SlotFile, Writer
 from holdfast.trainer.state import rng
 
 # The model's files in `checkpoint-N`, written in the background.
@@ -101,7 +101,7 @@ def safetensors_writer(tensors: Mapping[str, torch.Tensor], metadata: Mapping[st
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % LENGTH_BYTES)
 
-    def write(output: Output) -> None:
+    def write(output: SlotFile) -> None:
         output.write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
         for _, tensor in ordered:
             output.write(_content(tensor))
@@ -314,7 +314,7 @@ class TrainerRun:
         self.loader: Any = None
         self.prepared: Any = None
         self.fetches = FetchStates()
-        self.progress = Progress(trainer)
+        self.progress = TrainerProgress(trainer)
         self._share = RankShare(self.progress, self.fetches)
         self._has_trained = False
         # The checkpoint of Transformers to begin with, and what to pass on as resumed from.
@@ -423,7 +423,7 @@ class TrainerRun:
 
     def begin_at(self, path: str, epoch: int, steps: int) -> None:
         """Note that the trainer has loaded `path`, a directory of its own."""
-        self.resumed, self.progress.place = path, Place(epoch, steps)
+        self.resumed, self.progress.place = path, EpochPlace(epoch, steps)
         self.progress.first_step = self._trainer.state.global_step
 
     def place(self, epochs: int) -> tuple[int, int]:
@@ -458,11 +458,11 @@ class TrainerRun:
         changed = {"train_dataloader": self._watched[1]}
         self.fetches.begin_epoch()
         if self.resumed is None:
-            self.progress.place = Place(given["epoch"])
+            self.progress.place = EpochPlace(given["epoch"])
             return changed
         skipped = given["steps_trained_in_current_epoch"]
         steps = skipped // self._trainer.args.gradient_accumulation_steps
-        self.progress.place = Place(given["epoch"], steps)
+        self.progress.place = EpochPlace(given["epoch"], steps)
         if self.resumed == RESUMED:
             self._share.resume_fetches(given["epoch"], skipped)
         self.restore_generators()

@@ -12,7 +12,7 @@ from holdfast.contracts.disk.durable import make_directory
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.health.checks import ALLREDUCE, Meeting
-from holdfast.workers.agent.node import Node
+from holdfast.workers.agent.node import LedNode
 from holdfast.workers.agent.node_group import NodeGroup
 from holdfast.workers.agent.stops.listener import StopListener
 from holdfast.workers.decisions.causes import Ending, UnhealthyNode, unhealthy_ending
@@ -230,8 +230,8 @@ class HealthWatch:
 
     def _asking(
         self, checks: Sequence[str], meetings: Mapping[str, Meeting | None]
-    ) -> Callable[[Node], object | Future[object]]:
-        def ask(node: Node) -> object | Future[object]:
+    ) -> Callable[[LedNode], object | Future[object]]:
+        def ask(node: LedNode) -> object | Future[object]:
             if node.name not in meetings:
                 return None
             meeting = meetings[node.name]

@@ -43,7 +43,7 @@ class Flushed:
     failed: list[dict[str, Any]] = field(default_factory=list)
 
 
-class FlusherSupervisor:
+class AgentFlusherSupervisor:
     """Keeps one node's flusher alive; safe for its reader thread and the agent's loop."""
 
     def __init__(self, context: AgentContext) -> None:

@@ -23,7 +23,7 @@ from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.guard import descendants
 from holdfast.workers.agent.launch.command import Handles, log_directory
 from holdfast.workers.agent.launch.torchrun import Torchrun
-from holdfast.workers.agent.node import Node, NodeReport
+from holdfast.workers.agent.node import LedNode, NodeReport
 
 # Node 0's plan of warm standbys: when all nodes start one, and whether a launch uses them.
 
@@ -38,7 +38,9 @@ class StandbyPlan:
         self._number, self._port = 0, 0
         self._since, self._is_decided = 0.0, False
 
-    def take_port(self, number: int, nodes: Sequence[Node], reports: Collection[NodeReport]) -> int:
+    def take_port(
+        self, number: int, nodes: Sequence[LedNode], reports: Collection[NodeReport]
+    ) -> int:
         """Return the port for launch `number`: the standbys' if every node has one, else a new one.
 
         A node whose standby has another port ends that standby and starts torchrun normally.
@@ -51,7 +53,9 @@ class StandbyPlan:
         self._since, self._is_decided = 0.0, False
         return port
 
-    def look(self, nodes: Sequence[Node], reports: Collection[NodeReport], restarts: int) -> None:
+    def look(
+        self, nodes: Sequence[LedNode], reports: Collection[NodeReport], restarts: int
+    ) -> None:
         """Start a warm standby on every node after `standby_after_s` of training.
 
         Loading takes CPU time from training, so short trial runs should not pay for it.

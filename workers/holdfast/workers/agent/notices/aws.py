@@ -6,7 +6,7 @@ import time
 from typing import Final
 
 from holdfast.contracts.errors import NoticeError
-from holdfast.workers.agent.notices.metadata import Answer, Metadata, expect
+from holdfast.workers.agent.notices.metadata import Metadata, MetadataAnswer, expect
 from holdfast.workers.agent.notices.notice import Notice, Poll, deadline_of
 
 TOKEN: Final = "/latest/api/token"
@@ -55,7 +55,7 @@ class Aws:
             found.append(read_rebalance(answer))
         return found
 
-    def _get(self, path: str) -> Answer:
+    def _get(self, path: str) -> MetadataAnswer:
         """Return the answer, which is 404 for no notice; replace a refused token once."""
         if time.monotonic() > self._token_until:
             self._renew()
@@ -74,7 +74,7 @@ class Aws:
         self._token, self._token_until = token, time.monotonic() + TTL_S / 2
 
 
-def read_action(answer: Answer, now: float) -> Notice:
+def read_action(answer: MetadataAnswer, now: float) -> Notice:
     """Parse `{"action": "terminate", "time": "2017-09-18T08:22:00Z"}`. Raises `NoticeError`."""
     document = answer.json()
     action = document.get("action")
@@ -85,7 +85,7 @@ def read_action(answer: Answer, now: float) -> Notice:
     return Notice(cloud="aws", wants="stop", deadline=deadline, detail=detail)
 
 
-def read_rebalance(answer: Answer) -> Notice:
+def read_rebalance(answer: MetadataAnswer) -> Notice:
     """Parse `{"noticeTime": "2020-10-27T08:22:00Z"}`. Raises `NoticeError`."""
     notice_time = answer.json().get("noticeTime")
     if not isinstance(notice_time, str):

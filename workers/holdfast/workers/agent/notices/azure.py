@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from holdfast.contracts.errors import NoticeError
-from holdfast.workers.agent.notices.metadata import Answer, Metadata, expect
+from holdfast.workers.agent.notices.metadata import Metadata, MetadataAnswer, expect
 from holdfast.workers.agent.notices.notice import Notice, Poll, deadline_of
 
 EVENTS: Final = "/metadata/scheduledevents?api-version=2020-07-01"
@@ -64,7 +64,7 @@ class Azure:
         return answer.text
 
 
-def read_events(answer: Answer, *, machine: str, now: float) -> list[Notice]:
+def read_events(answer: MetadataAnswer, *, machine: str, now: float) -> list[Notice]:
     """Return the notices in a document of scheduled events. Raises `NoticeError`.
 
     The document covers a whole scale set, so only events that name `machine` count.

@@ -26,7 +26,7 @@ EXCERPT_MAX: Final = 200
 
 
 @dataclass(frozen=True)
-class Answer:
+class MetadataAnswer:
     """An answer; `headers` are by lower-case name."""
 
     status: int
@@ -71,7 +71,7 @@ class Metadata:
         *,
         body: bytes | None = None,
         timeout_s: float | None = None,
-    ) -> Answer:
+    ) -> MetadataAnswer:
         """Send one request and return its answer within `timeout_s` (default: `REQUEST_TIMEOUT_S`).
 
         Raises `NoticeError`.
@@ -100,7 +100,7 @@ class Metadata:
         if len(content) > ANSWER_BYTES_MAX:
             raise NoticeError(f"{method} {path}: the answer has more than {ANSWER_BYTES_MAX} bytes")
         named = {name.lower(): value for name, value in response.getheaders()}
-        return Answer(response.status, content, named)
+        return MetadataAnswer(response.status, content, named)
 
     def close(self) -> None:
         """Abort all open requests; later requests fail."""
@@ -126,7 +126,7 @@ class Metadata:
                 self._open.discard(connected)
 
 
-def expect(answer: Answer, *statuses: int) -> Answer:
+def expect(answer: MetadataAnswer, *statuses: int) -> MetadataAnswer:
     """Return the answer if its status is one of `statuses`; otherwise raise `NoticeError`."""
     if answer.status not in statuses:
         wanted = " or ".join(map(str, statuses))

@@ -11,7 +11,7 @@ from holdfast.contracts.errors import AgreementError
 from holdfast.contracts.node import clocks
 from holdfast.contracts.node.agreement import ROUNDS_MAX, agree_on_step
 from holdfast.contracts.node.rank_status import AT_START, NOWHERE, Proposal
-from holdfast.workers.agent.node import Node, NodeReport
+from holdfast.workers.agent.node import LedNode, NodeReport
 from holdfast.workers.agent.node_group import AGREE_WAIT_S, ANSWER_S_MIN, NodeGroup
 
 # An early meeting of the ranks, agreed on like a stop, after which training continues.
@@ -49,7 +49,7 @@ class EarlySave:
             self._step = None
         return self._step is not None
 
-    def pursue(self, nodes: Sequence[Node], reports: Collection[NodeReport], serial: int) -> int:
+    def pursue(self, nodes: Sequence[LedNode], reports: Collection[NodeReport], serial: int) -> int:
         """Agree on the step of a requested save; return the first unused serial."""
         is_training = len(reports) == len(nodes) and all(r.entered > NOWHERE for r in reports)
         asked = max((report.asked for report in reports), default=0)

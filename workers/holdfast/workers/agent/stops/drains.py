@@ -8,7 +8,7 @@ from functools import partial
 from typing import Final
 
 from holdfast.contracts.node import clocks
-from holdfast.workers.agent.node import Node
+from holdfast.workers.agent.node import LedNode
 from holdfast.workers.agent.node_group import NodeGroup
 
 SLICE_S: Final = 2.0
@@ -33,6 +33,6 @@ def drain_all(group: NodeGroup, until: Callable[[], float], *, mirror: bool) -> 
 
 
 def _drain(
-    node: Node, done: frozenset[str], slice_s: float, lost: list[int], mirror: bool
+    node: LedNode, done: frozenset[str], slice_s: float, lost: list[int], mirror: bool
 ) -> bool | Future[bool]:
     return node.name in done or node.drain(slice_s, lost, mirror=mirror)

@@ -27,7 +27,7 @@ def waits_for_others(pid: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Below:
+class ProcessTree:
     """A process and those below it.
 
     `computed_s` are the CPU seconds of its main thread. `on_storage` is True if a thread of them
@@ -41,7 +41,7 @@ class Below:
     computed_s: float = 0.0
 
 
-def look_below(pid: int) -> Below:
+def look_below(pid: int) -> ProcessTree:
     """Return what a process and those below it are doing.
 
     The CPU time of processes that have ended and were waited for is included.
@@ -49,7 +49,7 @@ def look_below(pid: int) -> Below:
     below = descendants(pid)
     own = Path(f"/proc/{pid}")
     ticks = sum(_ticks(own)[2:4]) + sum(sum(_ticks(Path(f"/proc/{n}"))) for n in below)
-    return Below(
+    return ProcessTree(
         computed_s=sum(_ticks(own / "task" / str(pid))[:2]) / _TICKS_PER_S,
         on_storage=any(_waits_for_storage(number) for number in (pid, *below)),
         cpu_s=ticks / _TICKS_PER_S,

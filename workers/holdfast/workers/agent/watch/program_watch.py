@@ -35,7 +35,7 @@ from holdfast.contracts.records.history import load_events
 from holdfast.contracts.spec.sections import STEP_GROUP
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.checkpoints import own_checkpoints
-from holdfast.workers.checkpoints.own_checkpoints import FileStamp, OwnCheckpoint, Pattern
+from holdfast.workers.checkpoints.own_checkpoints import CheckpointPattern, FileStamp, OwnCheckpoint
 from holdfast.workers.nodes.heartbeats import RankBeat
 
 # Progress of a program, read from its output by the pattern of its spec.
@@ -51,7 +51,7 @@ _ENDS: Final = re.compile(rb"[\r\n]")
 _GROUPED: Final = str.maketrans("", "", ",_ ")
 
 
-class Progress:
+class OutputProgress:
     """The steps in the lines of a program's output."""
 
     def __init__(self, pattern: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -122,7 +122,7 @@ class OutputWatch:
     def __init__(self, pattern: str, below: Path) -> None:
         """`below` is the folder that links of logs must not leave."""
         self._pattern, self._below = pattern, below
-        self.progress = Progress(pattern)
+        self.progress = OutputProgress(pattern)
         self._tails: list[Tail] = []
         self._has_ended, self._is_done = threading.Event(), threading.Event()
         self._over = threading.Event()
@@ -134,7 +134,7 @@ class OutputWatch:
         """Start a new launch, whose output is in `logs`."""
         self._has_ended.clear()
         self._is_done.clear()
-        self.progress = Progress(self._pattern)
+        self.progress = OutputProgress(self._pattern)
         self._tails = [Tail(path, self._below) for path in logs]
 
     def end(self) -> None:
@@ -194,7 +194,7 @@ class ProgramWatch:
         self._context, self._request = context, context.request
         self._program = context.request.program
         # Where root is mapped to another user, the run's folder shows to which.
-        self._pattern = Pattern(
+        self._pattern = CheckpointPattern(
             self._program,
             context.request.working_directory,
             owners={context.run.directory.stat().st_uid},

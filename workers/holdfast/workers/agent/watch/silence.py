@@ -41,7 +41,7 @@ STEPS_ENOUGH: Final = 5
 
 
 @dataclass(frozen=True)
-class Limits:
+class PhaseLimits:
     """How long a phase may be silent before a rank in it may be ended.
 
     The limit is `default_s` while the phase's times are unknown. After that it is `END_MULTIPLE`
@@ -53,16 +53,16 @@ class Limits:
 
 
 # Training times are known best. Other phases also depend on caches, data and storage.
-LIMITS: Final[dict[str, Limits]] = {
-    "start": Limits(600.0, 1800.0),
-    "rendezvous": Limits(600.0, 1800.0),
-    "load": Limits(600.0, 1800.0),
-    "compile": Limits(600.0, 1800.0),
-    "train": Limits(30.0, 600.0),
-    "eval": Limits(120.0, 1800.0),
-    "save": Limits(300.0, 1800.0),
-    "stop": Limits(120.0, 600.0),
-    "done": Limits(600.0, 3600.0),
+LIMITS: Final[dict[str, PhaseLimits]] = {
+    "start": PhaseLimits(600.0, 1800.0),
+    "rendezvous": PhaseLimits(600.0, 1800.0),
+    "load": PhaseLimits(600.0, 1800.0),
+    "compile": PhaseLimits(600.0, 1800.0),
+    "train": PhaseLimits(30.0, 600.0),
+    "eval": PhaseLimits(120.0, 1800.0),
+    "save": PhaseLimits(300.0, 1800.0),
+    "stop": PhaseLimits(120.0, 600.0),
+    "done": PhaseLimits(600.0, 3600.0),
 }
 # In these phases a rank works alone for long, and computing is a sign of life.
 _ALONE: Final = frozenset({"start", "load", "compile", "eval", "save", "done"})

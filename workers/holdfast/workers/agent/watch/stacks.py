@@ -39,7 +39,7 @@ PROBLEM_CHARACTERS_MAX: Final = 300
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class StackTarget:
     """A rank to examine; `offer` is the (signal, descriptor) of its own faulthandler."""
 
     rank: int
@@ -80,7 +80,7 @@ class StackTaker:
             return None
         return self._taking.result()
 
-    def take(self, targets: list[Target], folder: Path, dump: int, number: int) -> None:
+    def take(self, targets: list[StackTarget], folder: Path, dump: int, number: int) -> None:
         """Start to take a sample of `targets`; do nothing if it was already requested."""
         if self._asked == (dump, number):
             return
@@ -92,7 +92,7 @@ class StackTaker:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _take_all(targets: list[Target], folder: Path, dump: int, number: int) -> StackSample:
+def _take_all(targets: list[StackTarget], folder: Path, dump: int, number: int) -> StackSample:
     with contextlib.suppress(OSError):
         make_directory(folder)
     with ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="stack") as pool:
@@ -102,7 +102,7 @@ def _take_all(targets: list[Target], folder: Path, dump: int, number: int) -> St
         )
 
 
-def _take(target: Target, folder: Path, number: int) -> RankStack:
+def _take(target: StackTarget, folder: Path, number: int) -> RankStack:
     """Return one rank's stacks; with a suspicion's first sample, also take its flight record."""
     stack, text = take_stack(target)
     below = look_below(target.pid)
@@ -123,7 +123,7 @@ def _take(target: Target, folder: Path, number: int) -> RankStack:
     return stack
 
 
-def take_stack(target: Target) -> tuple[RankStack, str]:
+def take_stack(target: StackTarget) -> tuple[RankStack, str]:
     """Return the summary and text of a process's stacks; without stacks the summary says why."""
     problems = []
     for way in (_by_py_spy, _by_faulthandler):
@@ -134,7 +134,7 @@ def take_stack(target: Target) -> tuple[RankStack, str]:
     return RankStack(rank=target.rank, problem="; ".join(problems)), ""
 
 
-def _by_py_spy(target: Target) -> tuple[RankStack, str]:
+def _by_py_spy(target: StackTarget) -> tuple[RankStack, str]:
     """Return py-spy's stacks. Raises `OSError` or `ValueError` with its message on failure."""
     program = shutil.which("py-spy", path=_beside_python())
     if program is None:
@@ -155,7 +155,7 @@ def _by_py_spy(target: Target) -> tuple[RankStack, str]:
     raise ValueError(f"py-spy: {problem or f'no stacks within {PY_SPY_S:.0f} s'}")
 
 
-def _by_faulthandler(target: Target) -> tuple[RankStack, str]:
+def _by_faulthandler(target: StackTarget) -> tuple[RankStack, str]:
     """Return what the rank's own handler writes on its signal. Raises `OSError`, `ValueError`.
 
     Only a rank that offered this is signalled, because the signal would kill any other.
