@@ -87,7 +87,10 @@ def check_torch() -> Finding:
         return Finding("job environment", "fail", str(error), "repair this Python interpreter")
     found = done.stdout.strip() or done.stderr.strip()[-200:]
     if done.returncode or found.startswith("missing"):
-        step = "pip install 'holdfast[trainer]' here, or set another launch.python in the spec"
+        step = (
+            "install Holdfast with the extra `trainer` here, or set another launch.python in the "
+            "spec"
+        )
         return Finding("job environment", "warn", found, step)
     return Finding("job environment", "ok", found)
 
