@@ -40,7 +40,7 @@ def steps_of(name: str) -> list[dict[str, Any]]:
 
 
 def test_the_metadata_is_complete() -> None:
-    assert {"description", "readme", "license", "license-files", "keywords"} <= PROJECT.keys()
+    assert {"description", "license", "license-files", "keywords"} <= PROJECT.keys()
     given = PROJECT["classifiers"]
     assert given == sorted(given)
     assert set(given) <= classifiers
@@ -87,12 +87,12 @@ def test_the_tests_run_the_commands_of_the_readme_and_keep_what_failed() -> None
         last = job["steps"][-1]
         assert "actions/upload-artifact" in last["uses"]
         assert last["if"] == "failure()"
+    # `make` is among the packages that apt installs, too, before `python3`.
     targets = set(re.findall(r"make ((?:[a-z-]+ )*[a-z-]+)", commands))
     names = {target for words in targets for target in words.split()} - {"python"}
     makefile = (CHECKOUT / "Makefile").read_text()
     missing = [name for name in names if not re.search(rf"^{name}:", makefile, re.MULTILINE)]
     assert names >= {"check", "test-unit", "test"}
-    # `make` is among the packages that apt installs, before `python3`.
     assert missing == []
 
 

@@ -14,8 +14,10 @@ import subprocess
 import sys
 import time
 import urllib.request
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Final
 
@@ -36,6 +38,7 @@ NOT_SOURCE: Final = shutil.ignore_patterns(
     ".*", "build", "dist", "*.egg-info", "__pycache__", "runs", "node_modules", "tests", "docs"
 )
 START_S: Final = 60
+REPOSITORY: Final = "https://host.example/team/holdfast"
 # A program of a shell, which needs neither torch nor torchrun.
 TINY: Final = """\
 name = "tiny"
@@ -78,7 +81,7 @@ def built(tools: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = tmp_path_factory.mktemp("built")
     shutil.copytree(CHECKOUT, work / "source", symlinks=True, ignore=NOT_SOURCE)
     builder = (tools / "python", "-m", "build", "--no-isolation", "-o", work / "dist")
-    run_command(*builder, work / "source", cwd=work)
+    run_command(*builder, work / "source", cwd=work, HOLDFAST_REPOSITORY_URL=REPOSITORY)
     return work / "dist"
 
 
@@ -96,6 +99,20 @@ def test_an_index_accepts_both_files(tools: Path, built: Path, wheel: Path) -> N
     assert said.count("PASSED") == 2
     check = (tools / "check-wheel-contents", "--config", CHECKOUT / "pyproject.toml")
     assert run_command(*check, wheel, cwd=built).endswith(": OK\n")
+
+
+def test_the_links_of_a_release_lead_to_files_of_its_version(wheel: Path) -> None:
+    (information,) = [one for one in zipfile.Path(wheel).iterdir() if one.name.endswith("-info")]
+    description = metadata.PathDistribution(information).metadata
+    links = re.findall(r"\]\(([^)\s]+)\)", str(description.get_payload()))
+    files = f"{REPOSITORY}/blob/v{holdfast_version()}/"
+    own = [link.removeprefix(files).partition("#")[0] for link in links if link.startswith(files)]
+    assert len(own) > 20
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []
+    urls = dict(line.split(", ") for line in description.get_all("Project-URL") or ())
+    assert urls.pop("Repository") == REPOSITORY
+    own += [url.removeprefix(files) for url in urls.values()]
+    assert [name for name in own if not (CHECKOUT / name).exists()] == []
 
 
 def test_the_wheel_has_only_the_exception_that_pyproject_allows(tools: Path, wheel: Path) -> None:
