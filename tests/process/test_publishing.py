@@ -104,7 +104,8 @@ def test_an_index_accepts_both_files(tools: Path, built: Path, wheel: Path) -> N
 def test_the_links_of_a_release_lead_to_files_of_its_version(wheel: Path) -> None:
     (information,) = [one for one in zipfile.Path(wheel).iterdir() if one.name.endswith("-info")]
     description = metadata.PathDistribution(information).metadata
-    links = re.findall(r"\]\(([^)\s]+)\)", str(description.get_payload()))
+    # The body of the message is under this name too.
+    links = re.findall(r"\]\(([^)\s]+)\)", str(description.json["description"]))
     files = f"{REPOSITORY}/blob/v{holdfast_version()}/"
     own = [link.removeprefix(files).partition("#")[0] for link in links if link.startswith(files)]
     assert len(own) > 20
@@ -201,7 +202,7 @@ def test_the_hooks_of_pre_commit_find_and_fix_what_ruff_finds(tmp_path: Path) ->
     (place / "bad.py").write_text("import os\nx = {  'a':1 }\n")
     run_command("git", "init", "-q", cwd=place)
     run_command("git", "add", "bad.py", "pyproject.toml", ".pre-commit-config.yaml", cwd=place)
-    hooks = [programs / "pre-commit", "run", "--all-files", "--color", "never"]
+    hooks: list[str | Path] = [programs / "pre-commit", "run", "--all-files", "--color", "never"]
     environment = os.environ | {"PRE_COMMIT_HOME": str(tmp_path / "cache")}
     done = subprocess.run(
         hooks, cwd=place, env=environment, capture_output=True, text=True, timeout=200
