@@ -1,12 +1,18 @@
-"""A hook of Hatch's builds: it refuses incomplete ones, and adds the migrations to a wheel."""
+"""Hooks of Hatch: builds are complete and have the migrations, and links of the README work.
+
+The README links to files of the repository. On the page of an index, such links lead nowhere. So a
+release names the repository in HOLDFAST_REPOSITORY_URL.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any, Final
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 # Without one of these folders, the package could be built and would lack a part.
 FOLDERS: Final = (
@@ -24,6 +30,26 @@ PAGE: Final = "src/holdfast/api/static/index.html"
 VARIABLE: Final = "HOLDFAST_WHEEL_WITHOUT_PAGE"
 # In a checkout and in an editable install, `alembic` itself is used.
 MIGRATIONS: Final = {"alembic": "holdfast/lineage/migrations"}
+README: Final = "README.md"
+REPOSITORY: Final = "HOLDFAST_REPOSITORY_URL"
+RELATIVE_LINK: Final = re.compile(r"\]\((?!https?:|mailto:|#)([^)\s]+)\)")
+
+
+class Links(MetadataHookInterface):
+    """The description and the URLs of the package."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        """Set the README, with absolute links and with URLs if the repository is named."""
+        text = (Path(self.root) / README).read_text(encoding="utf-8")
+        if repository := os.environ.get(REPOSITORY, "").rstrip("/"):
+            files = f"{repository}/blob/v{metadata['version']}"
+            text = RELATIVE_LINK.sub(rf"]({files}/\1)", text)
+            metadata["urls"] = {
+                "Repository": repository,
+                "Documentation": f"{files}/docs/README.md",
+                "Changelog": f"{files}/CHANGELOG.md",
+            }
+        metadata["readme"] = {"content-type": "text/markdown", "text": text}
 
 
 class CompleteBuild(BuildHookInterface):

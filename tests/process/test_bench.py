@@ -142,4 +142,4 @@ def test_missing_torch_is_reported_with_the_install_command(tmp_path: Path) -> N
         timeout=LIMIT_S,
     )
     assert done.returncode == 2
-    assert "pip install 'holdfast[trainer]'" in done.stderr
+    assert "Install Holdfast with the extra `trainer`" in done.stderr

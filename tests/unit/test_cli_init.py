@@ -41,7 +41,7 @@ def test_partitions_are_described_by_their_nodes() -> None:
 def test_files_of_a_new_project_are_valid_and_never_overwritten(call: Call, tmp_path: Path) -> None:
     place = tmp_path / "my first: run.v2"
     done = call("init", str(place), "--executor", "local", "--json")
-    assert done.json["files"] == ["run.toml", "train.py", "prefect.yaml"]
+    assert done.json["files"] == ["run.toml", "run.schema.json", "train.py", "prefect.yaml"]
     spec = RunSpec.model_validate(tomllib.loads((place / "run.toml").read_text()))
     assert (spec.name, spec.command) == ("my-first-run-v2", ("train.py",))
     compile((place / "train.py").read_text(), "train.py", "exec")
@@ -50,7 +50,7 @@ def test_files_of_a_new_project_are_valid_and_never_overwritten(call: Call, tmp_
     (place / "run.toml").write_text("mine")
     again = call("init", str(place), "--executor", "local")
     assert again.status != 0
-    assert "run.toml and train.py and prefect.yaml exist already" in again.err
+    assert "run.toml and run.schema.json and train.py and prefect.yaml exist already" in again.err
     assert (place / "run.toml").read_text() == "mine"
 
 

@@ -123,7 +123,7 @@ def test_a_missing_extra_is_named(
     monkeypatch.setattr(builtins, "__import__", refuse)
     assert health_nvrx.main([str(tmp_path / "nvhcd.sock")]) == 1
     said = capsys.readouterr().out
-    assert "grpcio is not installed (No module named 'grpc'). Install holdfast[nvrx]" in said
+    assert "grpcio is not installed (No module named 'grpc'). Install Holdfast with" in said
 
 
 @given(st.binary(max_size=200))

@@ -191,7 +191,7 @@ def test_a_mirror_on_s3_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> No
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "s3fs", None)
         with pytest.raises(
-            MirrorError, match=r"s3fs is not installed \(.*\). Install holdfast\[s3\]"
+            MirrorError, match=r"s3fs is not installed \(.*\). Install Holdfast with the extra `s3`"
         ):
             open_store("s3://bucket/run")
     monkeypatch.setenv(environment.S3_ENDPOINT, "http://127.0.0.1:9")

@@ -81,7 +81,7 @@ def python_that_fails(tmp_path: Path, line: str) -> list[str]:
             "^argument --dtype: invalid choice$",
         ),
         ("holdfast: it is damaged", CheckpointError, "it is damaged"),
-        ("No module named holdfast", PreflightError, r"install `holdfast\[trainer\]` there"),
+        ("No module named holdfast", PreflightError, "Holdfast with the extra `trainer` there"),
         ("ModuleNotFoundError: No module named 'torch'", PreflightError, "install"),
     ],
 )

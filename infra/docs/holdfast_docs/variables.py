@@ -150,6 +150,11 @@ VARIABLES: Final = (
         "with the value 1, a wheel is built without the web UI",
     ),
     Variable(
+        "HOLDFAST_REPOSITORY_URL",
+        Setter.BUILD,
+        "address of the repository, to which the package's description and its URLs then link",
+    ),
+    Variable(
         "HOLDFAST_SERVER",
         Setter.BUILD,
         "address of the server that Vite's development server of the web UI uses",

@@ -15,7 +15,11 @@ from typer.core import TyperCommand, TyperGroup
 COMMANDS: Final = {
     "init": (
         "init",
-        "Write a spec, a program and a prefect.yaml to start from. No file is overwritten.",
+        "Write a spec, its schema, a program and a prefect.yaml. No file is overwritten.",
+    ),
+    "schema": (
+        "schema",
+        "Print the JSON Schema of a run spec, with which an editor completes and checks its keys.",
     ),
     "simulate": (
         "simulate",

@@ -96,7 +96,10 @@ def check_torch() -> CheckResult:
         return CheckResult("job environment", "fail", str(error), "repair this Python interpreter")
     found = done.stdout.strip() or done.stderr.strip()[-200:]
     if done.returncode or found.startswith("missing"):
-        step = "pip install 'holdfast[trainer]' here, or set another launch.python in the spec"
+        step = (
+            "install Holdfast with the extra `trainer` here, or set another launch.python in the "
+            "spec"
+        )
         return CheckResult("job environment", "warn", found, step)
     return CheckResult("job environment", "ok", found)
 

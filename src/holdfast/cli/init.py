@@ -15,14 +15,18 @@ from holdfast.cli.shared.output import AsJson, answer, say
 from holdfast.contracts.disk.durable import create_bytes
 from holdfast.contracts.disk.paths import SPEC_NAME, default_root
 from holdfast.contracts.errors import NotFoundError, OutputExistsError, SchedulerError, SpecError
+from holdfast.contracts.spec.schema import run_spec_schema
 
 SPEC: Final = "run.toml"
+# Relative to the spec, so that it is true wherever the folder is copied to.
+SCHEMA: Final = "run.schema.json"
 PROGRAM: Final = "train.py"
 DEPLOYMENTS: Final = "prefect.yaml"
 TIME_LIMIT_MIN: Final = 1440
 _UNUSUAL: Final = re.compile(r"[^A-Za-z0-9_-]+")
 
 SPEC_TEXT: Final = """\
+#:schema ./{schema}
 # The spec of a run. `holdfast submit {spec}` starts it. The documentation lists all keys.
 name = "{name}"
 command = ["{program}"]             # the program and its arguments, for torchrun
@@ -127,13 +131,17 @@ def init(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a spec, a program and a prefect.yaml to start from. No file is overwritten."""
+    """Write a spec, its schema, a program and a prefect.yaml. No file is overwritten.
+
+    An editor with support for TOML completes and checks the keys of the spec by the schema.
+    """
     place = folder.expanduser().absolute()
     chosen = _UNUSUAL.sub("-", place.name).strip("-_") if name is None else name
     if not SPEC_NAME.fullmatch(chosen):
         raise SpecError(f"--name {chosen!r}: expected letters, digits, '-' and '_'")
     files = {
         SPEC: _spec_text(chosen, executor, partition),
+        SCHEMA: f"{json.dumps(run_spec_schema(), indent=1)}\n",
         PROGRAM: PROGRAM_TEXT,
         DEPLOYMENTS: DEPLOYMENTS_TEXT.format(
             name=chosen, spec=json.dumps(str(place / SPEC)), root=json.dumps(str(default_root()))
@@ -169,7 +177,9 @@ def _spec_text(name: str, executor: str | None, partition: str | None) -> str:
     else:
         resources, gpus = _slurm_text(partition)
     least = max(1, (gpus or 2) // 2)
-    return SPEC_TEXT.format(name=name, program=PROGRAM, spec=SPEC, resources=resources, least=least)
+    return SPEC_TEXT.format(
+        name=name, program=PROGRAM, spec=SPEC, schema=SCHEMA, resources=resources, least=least
+    )
 
 
 def _slurm_text(partition: str | None) -> tuple[str, int]:

@@ -59,7 +59,7 @@ def require(extra: str) -> str:
 def _check(wanted: Supported, extra: str) -> str:
     """Return the installed version of a package of the extra. Raises `PreflightError`."""
     advice = (
-        f"Install holdfast[{extra}] in the job's environment: it needs "
+        f"Install Holdfast with the extra `{extra}` in the job's environment: it needs "
         f"{wanted.package}{wanted.range}"
     )
     try:

@@ -65,7 +65,10 @@ def main(arguments: list[str]) -> int:
     try:
         import grpc  # Optional: only this check needs it.
     except ImportError as error:
-        print(f"grpcio is not installed ({error}). Install holdfast[nvrx] in this environment")
+        print(
+            f"grpcio is not installed ({error}). Install Holdfast with the extra `nvrx` in this "
+            "environment"
+        )
         return 1
     path = Path(given.socket.removeprefix(SCHEME)).absolute()
     request = encode_request(given.words or ARGUMENTS)

@@ -152,8 +152,8 @@ def installed_version(framework: str) -> str:
         return version(package)
     except PackageNotFoundError as error:
         raise PreflightError(
-            f"{package} is not installed in this environment. Run "
-            f"pip install 'holdfast[{package}]', or name other ones with --framework"
+            f"{package} is not installed in this environment. Install Holdfast with the extra "
+            f"`{package}`, or name other ones with --framework"
         ) from error
 
 

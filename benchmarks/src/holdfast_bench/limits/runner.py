@@ -245,8 +245,8 @@ def check(plan: Plan) -> None:
     """Raise `PreflightError` if this machine or environment cannot run `plan`."""
     if find_spec("torch") is None:
         raise PreflightError(
-            "torch is not installed in this environment, but the benchmark needs it. Run "
-            "pip install 'holdfast[trainer]'"
+            "torch is not installed in this environment, but the benchmark needs it. "
+            "Install Holdfast with the extra `trainer`"
         )
     if plan.pairs < 1 or plan.ranks < 2 or plan.state_bytes < MEGABYTE:
         raise PreflightError(

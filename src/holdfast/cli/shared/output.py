@@ -33,7 +33,7 @@ def check_plot(path: Path) -> None:
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
-        raise SpecError("--plot needs matplotlib; run `pip install 'holdfast[plot]'`") from error
+        raise SpecError("--plot needs matplotlib; run `pip install matplotlib`") from error
     known = sorted(FigureCanvasBase.get_supported_filetypes())
     if path.suffix.lower().removeprefix(".") not in known:
         raise SpecError(

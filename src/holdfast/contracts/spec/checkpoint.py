@@ -12,9 +12,9 @@ from holdfast.contracts.disk.bounds import INTEGER_MAX, SECONDS_MAX
 from holdfast.contracts.disk.mirrors import problem_with_mirror
 from holdfast.contracts.spec.part import SpecPart
 
-_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|m|h|d)")
+DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|m|h|d)")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kMGTP]?)(i?)B")
+SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kMGTP]?)(i?)B")
 _POWERS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 
 
@@ -190,14 +190,14 @@ class Checkpointing(SpecPart):
 
 def _seconds(text: str) -> float | None:
     """Return a duration such as `10m` in seconds; None if invalid or longer than 30 years."""
-    match = _DURATION.fullmatch(text)
+    match = DURATION.fullmatch(text)
     seconds = float(match[1]) * _SECONDS[match[2]] if match else inf
     return seconds if seconds <= SECONDS_MAX else None
 
 
 def _size_bytes(text: str) -> int | None:
     """Return a size in bytes; None if invalid. `GB` is a power of 1000, `GiB` of 1024."""
-    match = _SIZE.fullmatch(text)
+    match = SIZE.fullmatch(text)
     if match is None:
         return None
     size = float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2]]

@@ -75,7 +75,7 @@ def problem_with_torchrun(option: str) -> str:
 
 
 _OWN = "HOLDFAST_"
-_ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class Launch(SpecPart):
@@ -286,7 +286,7 @@ class RunSpec(SpecPart):
     def _environment_names_are_names(
         cls, value: dict[str, str | SecretReference], info: ValidationInfo
     ) -> dict[str, str | SecretReference]:
-        wrong = [name for name in value if not _ENVIRONMENT_NAME.fullmatch(name)]
+        wrong = [name for name in value if not ENVIRONMENT_NAME.fullmatch(name)]
         if wrong:
             raise ValueError(f"{wrong}: expected names such as OMP_NUM_THREADS")
         own = [name for name in value if name.startswith(_OWN) and name != S3_ENDPOINT]

@@ -110,7 +110,7 @@ def make_engine(
     except (NoSuchModuleError, ModuleNotFoundError) as error:
         raise LineageError(
             f"{url.drivername}: the database driver is not installed ({error}); "
-            "install holdfast[server], which includes it"
+            "install Holdfast with the extra `server`, which includes it"
         ) from error
 
 

@@ -341,8 +341,8 @@ def _write_tensors(source: ExportSource, entries: list[ExportEntry], place: Path
         from safetensors.torch import save_file
     except ImportError as error:
         raise CheckpointError(
-            "safetensors is not installed in the job's environment; install "
-            "`holdfast[trainer]` there, or write --to torch"
+            "safetensors is not installed in the job's environment; install Holdfast with the "
+            "extra `trainer` there, or write --to torch"
         ) from error
     save_file(source.read(entries), place, metadata={"format": "pt"})
     _sync(place)

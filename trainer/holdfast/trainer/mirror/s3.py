@@ -262,7 +262,8 @@ def _connect(url: str) -> Any:
         import s3fs
     except ImportError as error:
         raise MirrorError(
-            f"{url}: s3fs is not installed ({error}). Install holdfast[s3] in this environment"
+            f"{url}: s3fs is not installed ({error}). Install Holdfast with the extra `s3` in "
+            "this environment"
         ) from error
     if problem := environment.problem_with_address(environment.S3_ENDPOINT, os.environ):
         raise MirrorError(problem)

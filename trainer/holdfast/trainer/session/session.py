@@ -16,7 +16,6 @@ agent, under plain torchrun and in a single process.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from holdfast.contracts.deprecated import warn_deprecated
 from holdfast.trainer.arguments import (
     check_best,
     check_kinds,
@@ -400,10 +400,8 @@ class Session(SessionParts):
 
         Deprecated: the workers of loaders survive the signals that end a job without it.
         """
-        warnings.warn(
-            "Session.worker_init does nothing any more: leave worker_init_fn out",
-            DeprecationWarning,
-            stacklevel=2,
+        warn_deprecated(
+            "Session.worker_init", "it does nothing, so leave worker_init_fn out", removed_in="0.3"
         )
 
     # --- metrics --------------------------------------------------------------------------

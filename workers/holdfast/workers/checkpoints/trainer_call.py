@@ -90,8 +90,8 @@ def _problem(name: str, status: int, output: str, errors: str) -> HoldfastError:
         )
     if last.startswith(_LACKS):
         return PreflightError(
-            f"{name} cannot read checkpoints: {last}; install `holdfast[trainer]` there, or use a "
-            "machine that has the job's environment"
+            f"{name} cannot read checkpoints: {last}; install Holdfast with the extra `trainer` "
+            "there, or use a machine that has the job's environment"
         )
     if status == 0:
         return CheckpointError(

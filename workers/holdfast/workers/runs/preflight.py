@@ -191,13 +191,13 @@ def _module_problems(python: str, modules: list[str], directory: Path) -> list[s
         return [
             (
                 f"launch.python {python}: it cannot import the program or holdfast ({last}); "
-                "install `holdfast[trainer]` there, or give another interpreter"
+                "install Holdfast with the extra `trainer` there, or give another interpreter"
             )
         ]
     missing = done.stdout.split()
     return [
-        f"launch.python {python}: module {name} is missing; install `holdfast[trainer]` and the "
-        "program's own requirements there, or give another interpreter"
+        f"launch.python {python}: module {name} is missing; install Holdfast with the extra "
+        "`trainer`, and the program's own requirements, there, or give another interpreter"
         for name in missing
     ]
 
