@@ -15,7 +15,7 @@ from tests.flusher_supervisor import FakeRank, SlotHolder, wait_until
 from holdfast.contracts.disk.damage import find_damage
 from holdfast.contracts.disk.manifest import read_manifest
 from holdfast.contracts.disk.paths import CheckpointName, RunPaths
-from holdfast.trainer.loading.restore import choose
+from holdfast.trainer.loading.resume import choose
 from holdfast.trainer.slots.slots import Slot, SlotState
 
 # The files are small, so a save that takes longer hangs, even on a busy machine.

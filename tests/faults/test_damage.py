@@ -23,7 +23,7 @@ from holdfast.contracts.disk.manifest import (
     encode_manifest,
 )
 from holdfast.contracts.disk.paths import MANIFEST, CheckpointName, RunPaths
-from holdfast.trainer.loading.restore import choose, inspect
+from holdfast.trainer.loading.resume import choose, inspect
 
 SIZES = {".metadata": 700, "__0_0.distcp": BLOCK_BYTES + 5000, "__1_0.distcp": 900, "pp0/a": 900}
 GOOD, BAD = 10, 20

@@ -15,8 +15,8 @@ from holdfast.contracts.errors import PreflightError, SpecError
 from holdfast.contracts.records.history import load_events
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import RunState
-from holdfast.flows import secrets
 from holdfast.flows.parameters import load_spec
+from holdfast.flows.supervisor import secrets
 from holdfast.flows.supervisor.submission import submit_next
 from holdfast.flows.supervisor.supervise import Supervisor
 from holdfast.lineage.index import Index

@@ -24,8 +24,8 @@ from holdfast.lineage.database.transactions import open_database
 from holdfast.lineage.queries.run_queries import find_checkpoint
 from holdfast.trainer.loading.checkpoint import find_directory
 from holdfast.workers.checkpoints import deletion
-from holdfast.workers.checkpoints.manifests import committed_checkpoints
 from holdfast.workers.runs import preflight, run_folders
+from holdfast.workers.runs.manifests import committed_checkpoints
 
 NOBODY = 65_534
 

@@ -22,7 +22,7 @@ from served_mounts import served
 
 from holdfast.flows.drills.kinds import select_kinds
 from holdfast.flows.drills.results import DrillResult
-from holdfast.workers.checkpoints.manifests import committed_checkpoints
+from holdfast.workers.runs.manifests import committed_checkpoints
 from holdfast_bench.drills import faults
 from holdfast_bench.drills.campaign import Plan, drill_throw_away
 from holdfast_bench.drills.context import TestbedContext

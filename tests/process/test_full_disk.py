@@ -23,9 +23,9 @@ from holdfast.workers.agent.context import load_context
 from holdfast.workers.agent.launch.torchrun import unwritten_in
 from holdfast.workers.agent.outcome import failed_outcome
 from holdfast.workers.checkpoints import deletion
-from holdfast.workers.checkpoints.manifests import committed_checkpoints
 from holdfast.workers.decisions.policy import decide
 from holdfast.workers.runs import operator, run_folders
+from holdfast.workers.runs.manifests import committed_checkpoints
 
 MB = 1 << 20
 DISK_MB = 24

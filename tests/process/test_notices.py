@@ -12,7 +12,7 @@ from tests.process.local_runs import LocalRun, wait_until
 
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.workers.checkpoints.manifests import committed_checkpoints
+from holdfast.workers.runs.manifests import committed_checkpoints
 
 LEAD_S = 60.0
 

@@ -23,9 +23,9 @@ from holdfast.lineage.database.transactions import open_database
 from holdfast.lineage.ingest.run_ingest import ingest_run
 from holdfast.lineage.queries.pages import list_checkpoints
 from holdfast.workers.checkpoints import retention, verification
-from holdfast.workers.checkpoints.manifests import committed_checkpoints
 from holdfast.workers.decisions.policy import decide
 from holdfast.workers.runs import operator
+from holdfast.workers.runs.manifests import committed_checkpoints
 
 PROGRAM = Path(__file__).with_name("opaque_program.py")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "opaque"

@@ -187,7 +187,7 @@ def _record(run: SecretRun) -> None:
     script = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from holdfast.flows import secrets\n"
+        "from holdfast.flows.supervisor import secrets\n"
         "from holdfast.flows.parameters import load_spec\n"
         "from holdfast.workers.runs.run_folders import attach_or_create\n"
         "spec = load_spec(Path(sys.argv[1]))\n"

@@ -33,8 +33,8 @@ from holdfast.lineage.database.transactions import open_database
 from holdfast.lineage.ingest.reindex import reindex
 from holdfast.lineage.ingest.run_ingest import ingest_run
 from holdfast.workers import schedulers
-from holdfast.workers.checkpoints.manifests import committed_checkpoints
 from holdfast.workers.nodes.root_probe import find_problems
+from holdfast.workers.runs.manifests import committed_checkpoints
 from holdfast.workers.schedulers.base import JobStatus
 from holdfast.workers.schedulers.slurm import SlurmExecutor
 

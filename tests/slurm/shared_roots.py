@@ -17,8 +17,8 @@ from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows.supervisor.supervise import Supervisor
 from holdfast.lineage.index import Index
-from holdfast.workers.checkpoints.manifests import committed_checkpoints
 from holdfast.workers.runs import operator
+from holdfast.workers.runs.manifests import committed_checkpoints
 
 STEPS: Final = 300
 # Less than half a minute, so nothing has waited for a cache that is a minute out of date.

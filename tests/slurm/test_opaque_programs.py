@@ -13,7 +13,7 @@ from tests.process import opaque_program
 from tests.process.local_runs import LocalRun, processes_of, send, wait_until
 
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.workers.checkpoints.manifests import committed_checkpoints
+from holdfast.workers.runs.manifests import committed_checkpoints
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 

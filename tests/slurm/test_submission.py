@@ -32,10 +32,10 @@ from holdfast.flows.parameters import load_spec
 from holdfast.flows.supervisor.submission import submit_next
 from holdfast.flows.supervisor.supervise import Supervisor
 from holdfast.lineage.index import Index
-from holdfast.workers.checkpoints.manifests import committed_checkpoints
 from holdfast.workers.decisions.grace import warnings_of
 from holdfast.workers.decisions.policy import decide
 from holdfast.workers.runs import operator, preflight
+from holdfast.workers.runs.manifests import committed_checkpoints
 from holdfast.workers.schedulers import executor_for, slurm_client
 from holdfast.workers.schedulers.slurm_client import SLURM_STATES
 

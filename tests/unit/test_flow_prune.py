@@ -15,8 +15,8 @@ from holdfast.flows.supervisor.submission import submit_next
 from holdfast.flows.supervisor.supervise import Supervisor
 from holdfast.lineage.index import Index
 from holdfast.workers.checkpoints import deletion
-from holdfast.workers.checkpoints.manifests import committed_checkpoints
 from holdfast.workers.checkpoints.retention import KeepVerdict
+from holdfast.workers.runs.manifests import committed_checkpoints
 
 pytestmark = pytest.mark.usefixtures("home")
 

@@ -23,9 +23,9 @@ from holdfast.contracts.spec.keep_rules import kept_by_rules
 from holdfast.flows.parameters import load_spec
 from holdfast.trainer import load_checkpoint, load_pretrained
 from holdfast.trainer.session.settings import Settings
-from holdfast.workers.checkpoints.manifests import committed_checkpoints
 from holdfast.workers.checkpoints.retention import Facts, plan_prune
 from holdfast.workers.decisions.sizes import allowed_sizes, choose_gpus
+from holdfast.workers.runs.manifests import committed_checkpoints
 
 # A value of each keep rule.
 RULES: Final[dict[str, Any]] = {

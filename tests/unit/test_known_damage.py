@@ -17,7 +17,7 @@ from holdfast.contracts.records.checkpoint_choice import newest_of_branch
 from holdfast.contracts.records.history_cache import load_tallied
 from holdfast.contracts.records.known_damage import damaged_checkpoints
 from holdfast.trainer.loading.checkpoint import load_checkpoint
-from holdfast.trainer.loading.restore import choose
+from holdfast.trainer.loading.resume import choose
 from holdfast.workers.checkpoints.retention import plan_run
 
 __all__ = ["ended_run"]

@@ -219,7 +219,7 @@ def test_each_part_has_one_import_name() -> None:
             "holdfast.trainer.flusher.service",
             {"torch", "numpy", "prefect", "sqlalchemy", "submitit"},
         ),
-        ("holdfast.trainer.loading.restore", {"torch", "prefect", "sqlalchemy", "submitit"}),
+        ("holdfast.trainer.loading.resume", {"torch", "prefect", "sqlalchemy", "submitit"}),
         ("holdfast.workers.agent", {"torch", "prefect", "sqlalchemy"}),
         ("holdfast.workers.runs.reconcile", {"torch", "prefect", "sqlalchemy", "submitit"}),
         ("holdfast.cli.views", {"torch", "prefect", "sqlalchemy", "submitit", "rich"}),

@@ -20,7 +20,7 @@ from holdfast.contracts.node.rank_status import NOWHERE
 from holdfast.contracts.records.history import load_events
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.watch.program_watch import ProgramWatch
-from holdfast.workers.checkpoints.manifests import committed_checkpoints
+from holdfast.workers.runs.manifests import committed_checkpoints
 from holdfast.workers.runs.request import build_request
 from holdfast.workers.runs.run_folders import read_record
 

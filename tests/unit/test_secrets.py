@@ -17,9 +17,9 @@ from holdfast.contracts.errors import ForeignFileError, PreflightError, SecretEr
 from holdfast.contracts.redaction import places_of_secrets, redact, secrets_of
 from holdfast.contracts.spec import secrets
 from holdfast.contracts.spec.run_spec import RunSpec
-from holdfast.flows import secrets as submitted
 from holdfast.flows.parameters import load_spec
 from holdfast.flows.start import flow_parameters
+from holdfast.flows.supervisor import secrets as submitted
 from holdfast.workers.runs.provenance import take_provenance
 from holdfast.workers.runs.reconcile import reconcile
 from holdfast.workers.runs.request import build_request

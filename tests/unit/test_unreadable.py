@@ -20,7 +20,7 @@ from holdfast.contracts.disk import damage
 from holdfast.contracts.disk.damage import word_for
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import CheckpointError, PreflightError, SpecError
-from holdfast.trainer.loading.restore import inspect
+from holdfast.trainer.loading.resume import inspect
 from holdfast.trainer.state import plain
 from holdfast.workers.checkpoints.trainer_call import ask_trainer
 

@@ -29,9 +29,9 @@ from holdfast.contracts.records.history import load_history, pinned_checkpoints
 from holdfast.contracts.spec.checkpoint import Keep
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.checkpoints import deletion, retention
-from holdfast.workers.checkpoints.manifests import committed_checkpoints
 from holdfast.workers.checkpoints.retention import Facts
 from holdfast.workers.runs import operator
+from holdfast.workers.runs.manifests import committed_checkpoints
 
 STEPS = (10, 20, 30, 40)
 

@@ -15,8 +15,8 @@ from holdfast.contracts.records.history_cache import load_tallied
 from holdfast.contracts.records.known_damage import refuse_damaged
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.flows.parameters import load_spec
-from holdfast.flows.secrets import require
 from holdfast.flows.start import has_service
+from holdfast.flows.supervisor.secrets import require
 from holdfast.lineage.database.transactions import open_database
 from holdfast.workers.runs.feasibility import Feasibility
 from holdfast.workers.runs.preflight import check

@@ -26,12 +26,11 @@ from holdfast.contracts.records.history_cache import load_tallied
 from holdfast.contracts.records.supervision import is_supervised
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import RunState
-from holdfast.flows import secrets
 from holdfast.flows.givers import cancelled_by, giver
 from holdfast.flows.parameters import load_spec
-from holdfast.flows.secrets import require
 from holdfast.flows.spec_form import SpecParameter, SpecTable
 from holdfast.flows.start import start_if_alone
+from holdfast.flows.supervisor import secrets
 from holdfast.flows.supervisor.cancellation import (
     cancel_run_of_flow,
     find_cancelling,
@@ -39,6 +38,7 @@ from holdfast.flows.supervisor.cancellation import (
     last_supervisor,
 )
 from holdfast.flows.supervisor.redactor import Log, Redactor
+from holdfast.flows.supervisor.secrets import require
 from holdfast.flows.supervisor.submission import JOURNAL
 from holdfast.flows.supervisor.summary import end_reason, summarize
 from holdfast.flows.train import home_of, supervise_here, train

@@ -17,7 +17,7 @@ from holdfast.contracts.records.attempt import RunRecord, read_document
 from holdfast.contracts.records.history import load_history
 from holdfast.contracts.records.supervision import is_supervised
 from holdfast.contracts.spec.run_spec import RunSpec
-from holdfast.flows import secrets
+from holdfast.flows.supervisor import secrets
 from holdfast.flows.supervisor.flow_lock import hand_over
 from holdfast.flows.supervisor.submission import JOURNAL
 from holdfast.workers.runs.operator import has_agent

@@ -28,7 +28,6 @@ from holdfast.flows.deployments import api_url
 from holdfast.flows.flow_run_link import FlowRunLink, take_up_requests
 from holdfast.flows.givers import giver
 from holdfast.flows.prefect_events import PREFECT, PrefectEvents
-from holdfast.flows.secrets import require
 from holdfast.flows.spec_form import SpecParameter
 from holdfast.flows.supervisor.cancellation import (
     cancel_on_signal,
@@ -37,6 +36,7 @@ from holdfast.flows.supervisor.cancellation import (
 )
 from holdfast.flows.supervisor.carry import given_spec, is_under_way, take_up
 from holdfast.flows.supervisor.redactor import Log, Redactor
+from holdfast.flows.supervisor.secrets import require
 from holdfast.flows.supervisor.submission import submit_next
 from holdfast.flows.supervisor.summary import end_reason, summarize, table_of_attempts
 from holdfast.flows.supervisor.supervise import Supervisor

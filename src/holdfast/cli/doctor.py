@@ -263,7 +263,7 @@ def examine(run: str, gpus: int, checkpoint: str | None, root: str | None) -> di
     `NotFoundError` if the run has no committed checkpoint, `CheckpointError` if the checkpoint is
     invalid, and `PreflightError` if the job's environment cannot be called.
     """
-    from holdfast.flows import secrets
+    from holdfast.flows.supervisor import secrets
     from holdfast.workers.checkpoints.verification import directory_to_verify
     from holdfast.workers.decisions.sizes import problem_with
     from holdfast.workers.schedulers.slurm_defaults import warnings_of_defaults

@@ -127,7 +127,7 @@ def _ask_run(
 
     look_at(paths)
     if action in GOES_ON:
-        from holdfast.flows.secrets import require_again
+        from holdfast.flows.supervisor.secrets import require_again
 
         # Checked before the request is recorded: the run would otherwise wait forever.
         require_again(paths)

@@ -164,7 +164,7 @@ def start_run(paths: RunPaths, goes_on: bool = True) -> Mapping[str, Any]:
 
 def check_secrets(paths: RunPaths) -> None:
     """Raise `PreflightError` if a secret that the run needs has no value."""
-    from holdfast.flows.secrets import require_again
+    from holdfast.flows.supervisor.secrets import require_again
 
     require_again(paths)
 

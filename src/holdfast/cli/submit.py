@@ -73,8 +73,8 @@ def submit(
     as_json: AsJson = False,
 ) -> None:
     """Submit a run, or attach to the live one that has the same name and spec."""
-    from holdfast.flows import secrets
     from holdfast.flows.parameters import load_spec
+    from holdfast.flows.supervisor import secrets
     from holdfast.workers.runs.code_snapshot import snapshot_warnings
 
     _check_options(context, dry_run, skip_preflight, no_preflight)
@@ -133,7 +133,7 @@ def fork(
 ) -> None:
     """Start a new run, under another name, from a committed checkpoint."""
     from holdfast.flows.forks import fork_run, plan_fork
-    from holdfast.flows.secrets import plain_secret_warnings
+    from holdfast.flows.supervisor.secrets import plain_secret_warnings
     from holdfast.workers.decisions.grace import warnings_of
     from holdfast.workers.runs.code_snapshot import snapshot_warnings
     from holdfast.workers.runs.feasibility import Feasibility
@@ -228,7 +228,7 @@ def first_request(spec: RunSpec, root: Path) -> Request:
 
 def _warn_before(spec: RunSpec) -> None:
     """Warn of secrets without a value and of what a code snapshot would leave out."""
-    from holdfast.flows.secrets import examine
+    from holdfast.flows.supervisor.secrets import examine
     from holdfast.workers.runs.code_snapshot import snapshot_warnings
 
     for text in (*examine(spec), *snapshot_warnings(spec)):

@@ -38,7 +38,7 @@ from holdfast.contracts.records.history import RunHistory
 from holdfast.contracts.records.history_cache import HistoryReader, load_tallied
 from holdfast.contracts.records.orders import open_orders
 from holdfast.contracts.states import AttemptState, Cause, RunState
-from holdfast.flows import secrets
+from holdfast.flows.supervisor import secrets
 from holdfast.flows.supervisor.deliveries import Deliveries
 from holdfast.flows.supervisor.flow_lock import FlowLock
 from holdfast.flows.supervisor.outbox import Service

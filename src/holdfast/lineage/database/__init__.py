@@ -1,1 +1,4 @@
-"""The database: connections, tables, schema changes, and the index that replaces a damaged file."""
+"""The database: connections, tables, changes of the schema, and who may see which rows.
+
+Only this package, `ingest` and `queries` import SQLAlchemy.
+"""

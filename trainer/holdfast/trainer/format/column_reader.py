@@ -25,6 +25,15 @@ from torch.distributed.checkpoint.metadata import (
 
 from holdfast.trainer.format import metadata_dump
 from holdfast.trainer.format.columns import Int32s, Int64s, end_to_end
+from holdfast.trainer.format.metadata_records import (
+    ATTRIBUTES,
+    CLASSES,
+    NUMBER,
+    add_chunk,
+    add_place,
+    number_entry,
+    tensor_entry,
+)
 from holdfast.trainer.format.opcodes import (
     BUILD,
     EMPTY_DICT,
@@ -46,15 +55,6 @@ from holdfast.trainer.format.opcodes import (
 )
 from holdfast.trainer.format.plain_pickle import TEXT_BYTES_MAX
 from holdfast.trainer.format.saved_boxes import BoxTable, SavedBoxes
-from holdfast.trainer.planning.metadata_pickle import (
-    ATTRIBUTES,
-    CLASSES,
-    NUMBER,
-    add_chunk,
-    add_place,
-    number_entry,
-    tensor_entry,
-)
 
 _WINDOW: Final = 16 * TEXT_BYTES_MAX
 _MARGIN: Final = 2 * TEXT_BYTES_MAX

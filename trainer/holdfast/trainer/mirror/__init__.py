@@ -1,1 +1,4 @@
-"""`python -m holdfast.trainer.mirror`: copies of checkpoints in a directory or an object store."""
+"""Copies of checkpoints in a directory or an object store, made while training continues.
+
+A module belongs here if it knows a store or moves files to and from it. Tensors are unknown here.
+"""

@@ -18,8 +18,8 @@ from holdfast.workers.agent.claim import quarantine_stale_outcome
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.lead import Lead
 from holdfast.workers.agent.stops.sources import StopRequest
-from holdfast.workers.checkpoints.manifests import newest_committed
 from holdfast.workers.decisions.causes import STATE_OF_CAUSE, Ending, RankFailure
+from holdfast.workers.runs.manifests import newest_committed
 from holdfast.workers.runs.run_folders import with_reserve
 
 # Judge whether a program that ended with exit status 0 is complete.

@@ -50,9 +50,9 @@ from holdfast.contracts.records.history_cache import load_tallied
 from holdfast.contracts.spec.checkpoint import Keep
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.workers.checkpoints import retention
-from holdfast.workers.checkpoints.manifests import committed_checkpoints
 from holdfast.workers.checkpoints.retention import KeepVerdict
 from holdfast.workers.checkpoints.trainer_call import NEUTRAL_FOLDER
+from holdfast.workers.runs.manifests import committed_checkpoints
 
 # Delete the copies of a run's deleted checkpoints from its mirror.
 #

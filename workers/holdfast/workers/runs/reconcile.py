@@ -45,11 +45,11 @@ from holdfast.contracts.records.history import AttemptView, RunHistory
 from holdfast.contracts.records.history_cache import load_tallied
 from holdfast.contracts.spec.secrets import forget_record
 from holdfast.contracts.states import ATTEMPT_MOVES, AttemptState
-from holdfast.workers.checkpoints.manifests import newest_committed
 from holdfast.workers.decisions.causes import classify, is_certain
 from holdfast.workers.nodes.heartbeats import newest_step, read_heartbeats
 from holdfast.workers.nodes.processes import boot_id
 from holdfast.workers.runs.attempts import cancel_leftovers
+from holdfast.workers.runs.manifests import newest_committed
 from holdfast.workers.schedulers import JobStatus, executor_for
 
 # How long an outcome waits for the scheduler's final state.

@@ -24,7 +24,7 @@ from holdfast.contracts.errors import RunConflictError
 from holdfast.contracts.records.attempt import RunRecord
 from holdfast.contracts.records.history import load_history, pinned_checkpoints
 from holdfast.contracts.records.orders import open_orders
-from holdfast.workers.checkpoints.manifests import committed_checkpoints
+from holdfast.workers.runs.manifests import committed_checkpoints
 from holdfast.workers.runs.run_folders import read_record, require_own
 
 # No run's name begins with a dot.

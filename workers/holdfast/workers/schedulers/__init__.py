@@ -1,4 +1,8 @@
-"""Executors, which run jobs: one interface, and one module for each kind."""
+"""Executors, which run jobs: one interface, and one module for each kind.
+
+A module belongs here if it asks or commands a scheduler: Slurm, or this machine. It knows jobs and
+nodes, and nothing of checkpoints or causes.
+"""
 
 from __future__ import annotations
 

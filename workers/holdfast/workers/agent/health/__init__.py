@@ -1,1 +1,4 @@
-"""Checks of a node before and between launches, and node 0's judgement of their results."""
+"""Checks of a node before and between launches, and node 0's judgement of their results.
+
+A module belongs here if it decides whether a node can train, before any rank runs on it.
+"""
