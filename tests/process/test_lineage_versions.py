@@ -24,7 +24,7 @@ from holdfast.lineage.schema import schema_problem
 from holdfast.lineage.schema_changes import upgrade
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.more)])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """The URL of a new database with an up-to-date schema."""
     if request.param == "sqlite":
@@ -123,6 +123,7 @@ NEWER = (
 )
 
 
+@pytest.mark.parametrize("url", ["sqlite", "postgresql"], indirect=True)
 def test_older_version_works_with_a_compatible_newer_schema(url: str, tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "runs", "gpt", "a" * 32)
     for number in range(80):
