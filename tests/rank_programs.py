@@ -1,37 +1,32 @@
-"""Starts programs of `tests` that fork their ranks, and kills all their processes at the end."""
+"""Runs programs of `tests` that fork their ranks, and kills all their processes at the end."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Final
 
+from tests.support.forked import Forked
+
 ROOT: Final = Path(__file__).parents[1]
+KILL_WAIT_S: Final = 30.0
 
 
-def start_program(name: str, *arguments: object) -> subprocess.Popen[str]:
-    """Start `python -m tests.NAME ARGUMENTS` in a new session."""
+def start_program(name: str, *arguments: object) -> Forked:
+    """Start `python -m tests.NAME ARGUMENTS` by a fork, in a new session."""
     search = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return subprocess.Popen(
-        [sys.executable, "-m", f"tests.{name}", *map(str, arguments)],
+    return Forked(
+        [sys.executable, "-m", f"tests.{name}", *arguments],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
     )
 
 
-def kill_program(process: subprocess.Popen[str]) -> None:
+def kill_program(process: Forked) -> None:
     """Kill the program and its ranks; no effect if they have ended."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    process.kill()
+    process.wait(KILL_WAIT_S)
 
 
 def run_program(name: str, *arguments: object, timeout_s: float) -> str:

@@ -39,7 +39,8 @@ SPLIT: Final[Line] = {"data": {"split_batches": True, "use_seedable_sampler": Tr
 
 
 class Runs:
-    """Runs of `accelerate_program` in one folder, launched together in one process."""
+    """Runs of `accelerate_program` in one folder. One process runs what was added since the last
+    `launch`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -119,69 +120,104 @@ def linked(folder: Path) -> Path:
     return Path(json.loads((folder / "holdfast.json").read_text())["directory"])
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """The runs of this module."""
-    made = Runs(tmp_path_factory.mktemp("accelerate"))
-    made.add("whole", 2, **NOISY)
+def add_interrupted(made: Runs) -> None:
     made.add("cut", 2, 2, 2, **NOISY, kill_at=4, stop_at=7)
-    made.add("stateful", 2, **STATEFUL)
-    made.add("stateful_cut", 2, 2, 2, **STATEFUL, kill_at=9, stop_at=12)
     made.add("split", 2, **SPLIT)
     made.add("split_resized", 2, 1, **SPLIT, stop_at=5)
+
+
+def add_others(made: Runs) -> None:
+    made.add("whole", 2, **NOISY)
+    made.add("stateful", 2, **STATEFUL)
+    made.add("stateful_cut", 2, 2, 2, **STATEFUL, kill_at=9, stop_at=12)
     made.add("sharded_resized", 2, 1, **SPLIT, fsdp=True, stop_at=5)
     made.add("resized", 2, 1, stop_at=3)
+    made.add("local_sgd", 2, local_sgd=True)
+    made.add("power_sgd", 2, epochs=1, power_sgd=True)
+    made.add_example("example", 2)
+    made.add_example("example_cut", 2, stops=True)
+    made.add_example("example_cut", 2)
+
+
+def add_folders(made: Runs) -> None:
     project = {
         "project_dir": str(made.folder / "project"),
         "automatic_checkpoint_naming": True,
         "total_limit": 2,
     }
     made.add("named", 2, 2, save_every=3, interval=4, kill_at=11, project=project)
-    made.add("local_sgd", 2, local_sgd=True)
-    made.add("power_sgd", 2, epochs=1, power_sgd=True)
     made.add("source", 1, save_every=4)
     source = made.folder / "source" / "out" / "step_12"
     made.add("continued", 1, load=str(source), start=[0, 12])
-    made.add_example("example", 2)
-    made.add_example("example_cut", 2, stops=True)
-    made.add_example("example_cut", 2)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Runs that were killed, stopped and resized, and that have folders of Accelerate."""
+    made = Runs(tmp_path_factory.mktemp("accelerate"))
+    add_interrupted(made)
+    add_folders(made)
     made.launch()
     return made
+
+
+@pytest.fixture(scope="module")
+def all_runs(runs: Runs) -> Runs:
+    """More runs beside them."""
+    add_others(runs)
+    runs.launch()
+    return runs
 
 
 @pytest.mark.more
 @pytest.mark.parametrize(("whole", "cut"), [("whole", "cut"), ("stateful", "stateful_cut")])
 def test_a_killed_and_stopped_run_equals_an_uninterrupted_one(
-    runs: Runs, whole: str, cut: str
+    all_runs: Runs, whole: str, cut: str
 ) -> None:
-    killed, stopped, ended = runs.statuses[cut]
+    killed, stopped, ended = all_runs.statuses[cut]
     assert KILLED in killed
     assert stopped == ended == [0, 0]
     for rank in range(2):
-        assert runs.lines(cut, rank) == runs.lines(whole, rank)
-    assert len({manifest.step for manifest in checkpoints(runs.paths(cut))}) > 1
+        assert all_runs.lines(cut, rank) == all_runs.lines(whole, rank)
+    assert len({manifest.step for manifest in checkpoints(all_runs.paths(cut))}) > 1
 
 
 @pytest.mark.more
-def test_the_scale_of_a_grad_scaler_continues(runs: Runs) -> None:
-    scales = [line["scale"] for line in runs.lines("cut").values() if "scale" in line]
-    assert scales == [line["scale"] for line in runs.lines("whole").values() if "scale" in line]
+def test_the_scale_of_a_grad_scaler_continues(all_runs: Runs) -> None:
+    scales = [line["scale"] for line in all_runs.lines("cut").values() if "scale" in line]
+    assert scales == [line["scale"] for line in all_runs.lines("whole").values() if "scale" in line]
     assert scales[-1] > scales[0] == 4.0
 
 
 def test_each_sample_is_trained_on_once_per_epoch(runs: Runs) -> None:
-    for name in ("cut", "stateful_cut"):
-        for epoch in range(EPOCHS):
-            parts = [ids(runs.lines(name, rank), epoch) for rank in range(2)]
-            batches = [batch for part in parts for batch in part.values()]
-            trained = [sample for batch in batches for sample in batch]
-            # 15 batches for 2 ranks: Accelerate fills up the last one with the first samples.
-            assert sorted(set(trained)) == list(range(SAMPLES))
-            assert len(trained) == SAMPLES + 4
+    check_samples(runs, "cut")
 
 
-@pytest.mark.parametrize("name", ["split_resized", "sharded_resized"])
-def test_split_batches_give_one_rank_the_samples_of_two(runs: Runs, name: str) -> None:
+@pytest.mark.more
+def test_each_sample_of_a_stateful_loader_is_trained_on_once_per_epoch(all_runs: Runs) -> None:
+    check_samples(all_runs, "stateful_cut")
+
+
+def check_samples(runs: Runs, name: str) -> None:
+    for epoch in range(EPOCHS):
+        parts = [ids(runs.lines(name, rank), epoch) for rank in range(2)]
+        batches = [batch for part in parts for batch in part.values()]
+        trained = [sample for batch in batches for sample in batch]
+        # 15 batches for 2 ranks: Accelerate fills up the last one with the first samples.
+        assert sorted(set(trained)) == list(range(SAMPLES))
+        assert len(trained) == SAMPLES + 4
+
+
+def test_split_batches_give_one_rank_the_samples_of_two(runs: Runs) -> None:
+    check_resized(runs, "split_resized")
+
+
+@pytest.mark.more
+def test_split_batches_of_a_sharded_run_give_one_rank_the_samples_of_two(all_runs: Runs) -> None:
+    check_resized(all_runs, "sharded_resized")
+
+
+def check_resized(runs: Runs, name: str) -> None:
     assert runs.statuses[name] == [[0, 0], [0]]
     whole = [runs.lines("split", rank) for rank in range(2)]
     resized = [runs.lines(name, rank) for rank in range(2)]
@@ -193,9 +229,10 @@ def test_split_batches_give_one_rank_the_samples_of_two(runs: Runs, name: str) -
         assert resized[0][key]["lr"] == whole[0][key]["lr"]
 
 
-def test_one_rank_trains_on_the_rest_of_the_epoch(runs: Runs) -> None:
-    first, second = (ids(runs.lines("resized", rank), 0) for rank in range(2))
-    ranks = {key: line["ranks"] for key, line in runs.lines("resized").items()}
+@pytest.mark.more
+def test_one_rank_trains_on_the_rest_of_the_epoch(all_runs: Runs) -> None:
+    first, second = (ids(all_runs.lines("resized", rank), 0) for rank in range(2))
+    ranks = {key: line["ranks"] for key, line in all_runs.lines("resized").items()}
     trained = [sample for batch in first.values() for sample in batch]
     trained += [sample for key, batch in second.items() if key in ranks for sample in batch]
     assert sorted(trained) == list(range(SAMPLES))
@@ -212,14 +249,16 @@ def test_numbered_folders_go_on_after_a_kill_and_link_to_committed_checkpoints(r
     assert {str(event.data["path"]) for event in exported} > set(map(str, folders))
 
 
-def test_steps_without_synchronized_gradients_end_the_program(runs: Runs) -> None:
-    assert 0 not in runs.statuses["local_sgd"][0]
-    assert not checkpoints(runs.paths("local_sgd"))
+@pytest.mark.more
+def test_steps_without_synchronized_gradients_end_the_program(all_runs: Runs) -> None:
+    assert 0 not in all_runs.statuses["local_sgd"][0]
+    assert not checkpoints(all_runs.paths("local_sgd"))
 
 
-def test_a_hook_whose_state_is_lost_is_reported_once(runs: Runs) -> None:
-    assert runs.statuses["power_sgd"] == [[0, 0]]
-    assert runs.said.count("the PowerSGDState of DDP's communication hook") == 1
+@pytest.mark.more
+def test_a_hook_whose_state_is_lost_is_reported_once(all_runs: Runs) -> None:
+    assert all_runs.statuses["power_sgd"] == [[0, 0]]
+    assert all_runs.said.count("the PowerSGDState of DDP's communication hook") == 1
 
 
 def test_a_run_that_starts_from_a_folder_continues_at_its_place(runs: Runs) -> None:
@@ -244,10 +283,11 @@ def accuracies(run: RunPaths) -> dict[int, float]:
     return {line["step"]: line["accuracy"] for line in found if "accuracy" in line}
 
 
-def test_the_example_that_was_stopped_has_the_accuracies_of_a_whole_run(runs: Runs) -> None:
-    folders = (runs.folder / name for name in ("example", "example_cut"))
+@pytest.mark.more
+def test_the_example_that_was_stopped_has_the_accuracies_of_a_whole_run(all_runs: Runs) -> None:
+    folders = (all_runs.folder / name for name in ("example", "example_cut"))
     whole, cut = (RunPaths(next(folder.iterdir())) for folder in folders)
-    assert runs.statuses["example_cut"] == [[0, 0], [0, 0]]
+    assert all_runs.statuses["example_cut"] == [[0, 0], [0, 0]]
     resumed, _ = read_journal(cut.attempt(0).rank_journal)
     steps = [event.data["step"] for event in resumed if event.kind is EventKind.RESUMED]
     assert steps[0] == 0 < steps[1]
@@ -286,6 +326,7 @@ def test_a_sharded_run_that_was_killed_and_stopped_equals_an_uninterrupted_one(
         assert made.lines("cut", rank) == made.lines("whole", rank)
 
 
+@pytest.mark.more
 def test_a_killed_and_preempted_job_finishes_on_one_rank(
     preempted: LocalRun, runs: Runs, tmp_path: Path
 ) -> None:

@@ -24,6 +24,8 @@ from holdfast.workers.runs.reconcile import reconcile
 from holdfast.workers.schedulers import executor_for
 
 PROGRAM: Final = Path(__file__).with_name("agent_program.py")
+# With it in PYTHONPATH, torchrun forks its ranks.
+RANK_FORKS: Final = Path(__file__).parents[1] / "support" / "rank_forks"
 T = TypeVar("T")
 WAIT_S: Final = 180.0
 POLL_S: Final = 0.1
@@ -48,18 +50,23 @@ class LocalRun:
         config: dict[str, Any] | None = None,
         own: dict[str, Any] | None = None,
         spec: RunSpec | None = None,
+        forks: bool = True,
         **settings: Any,
     ) -> None:
         """`own` is the spec's table `program`. Without torchrun, this Python runs the program.
 
-        With `spec`, the other settings do not count.
+        With `spec`, the other settings do not count. With `forks`, torchrun forks its ranks, which
+        saves each of them the import of torch.
         """
         defaults = {"steps": 40, "sleep_s": 0.02}
+        search = (str(RANK_FORKS), os.environ.get("PYTHONPATH"))
+        environment = {"PYTHONPATH": os.pathsep.join(filter(None, search))} if forks else {}
         python = (sys.executable,) if (own or {}).get("launcher") == "none" else ()
         self.spec = spec or RunSpec(
             name="tried",
             command=(*python, program.name, json.dumps({**defaults, **settings})),
             launch={"working_directory": str(program.parent), **(launch or {})},
+            environment=environment,
             resources=resources or {"gpus_per_node": gpus},
             elastic=elastic or {"min_gpus": 1},
             supervision={

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 from tests.process import buffers_program
 from tests.process.buffers_program import RANKS
+from tests.support import forked
 
 PROGRAM = buffers_program.__name__
 WAIT_S = 150.0
@@ -21,9 +21,7 @@ pytestmark = pytest.mark.timeout(200)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("buffers")
-    done = subprocess.run(
-        [sys.executable, "-m", PROGRAM, str(made)], capture_output=True, text=True, timeout=WAIT_S
-    )
+    done = forked.run([sys.executable, "-m", PROGRAM, made], timeout=WAIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return made
 

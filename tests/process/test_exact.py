@@ -12,7 +12,6 @@ import json
 import os
 import random
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ import pytest
 import torch
 from tests.process import exact_program
 from tests.process.exact_program import GLOBAL_BATCH, OVERFLOW_STEP, SAMPLES, SWA_START
+from tests.support import forked
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
@@ -84,11 +84,9 @@ def launch(directory: Path, kill_at: int = 0) -> str:
     command += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     env = {k: v for k, v in os.environ.items() if not k.startswith("HOLDFAST_")}
     env |= {"HOLDFAST_CHECKPOINT_INTERVAL": str(INTERVAL), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(PROGRAM), settings],
+    done = forked.run(
+        [*command, PROGRAM, settings],
         env=env | {"EXACT_KILL_AT": str(kill_at)},
-        capture_output=True,
-        text=True,
         timeout=WAIT_S,
     )
     assert (done.returncode == 0) == (kill_at == 0), done.stdout + done.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 from tests.process import flat_program
 from tests.process.flat_program import CASES, LAUNCHES, PARTS, WHOLE
+from tests.support import forked
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -25,10 +25,8 @@ pytestmark = [pytest.mark.timeout(200), pytest.mark.parametrize("case", CASES)]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("flat")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", flat_program.__name__, str(made)],
-        capture_output=True,
-        text=True,
+    done = forked.run(
+        [sys.executable, "-W", "ignore", "-m", flat_program.__name__, made],
         timeout=WAIT_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr

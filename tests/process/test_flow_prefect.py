@@ -117,6 +117,7 @@ def test_job_of_a_cancelled_flow_still_saves_and_ends_in_the_index(
     assert [(e.data["action"], e.data["by"]) for e in asked] == [("cancel", by)]
 
 
+@pytest.mark.more
 def test_cli_cancel_ends_the_flow_as_cancelled(runs: FlowRuns) -> None:
     paths = runs.deploy_run(runs.write_spec("called-off", {"steps": 500, "sleep_s": 0.1}))
     wait_for("step 1", lambda: step_of(paths) >= 1)

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tests.flusher_supervisor import SlotHolder
 from tests.layouts_program import MESHES
+from tests.support import forked
 
 ROOT = Path(__file__).parents[2]
 PROGRAM_S = 300.0
@@ -66,14 +67,11 @@ def save_and_load(cases: list[dict[str, Any]]) -> subprocess.CompletedProcess[st
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "cases.json").write_text(json.dumps(cases))
             command = [sys.executable, "-m", "tests.layouts_program", f"{folder}/cases.json"]
-            return subprocess.run(
+            return forked.run(
                 [*command, folder, flusher_supervisor.name],
                 cwd=ROOT,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
-                capture_output=True,
-                text=True,
                 timeout=PROGRAM_S,
-                check=False,
             )
     finally:
         flusher_supervisor.close()

@@ -55,7 +55,7 @@ with open_database(url) as database:
 """
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.more)])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """The URL of a new database with an up-to-date schema."""
     if request.param == "sqlite":
@@ -141,6 +141,7 @@ def test_folder_is_read_again_if_another_process_wrote_meanwhile(
     assert len(shown["attempts"]) == 1
 
 
+@pytest.mark.parametrize("url", ["sqlite", "postgresql"], indirect=True)
 def test_reindex_equals_live_ingest(database: Database, tmp_path: Path) -> None:
     root = tmp_path / "runs"
     for folder in build_sample_runs(root):
@@ -371,6 +372,7 @@ def test_runs_and_checkpoints_gone_from_disk_leave_the_index(
         ingest_run(database, folder.paths)
 
 
+@pytest.mark.parametrize("url", ["sqlite", "postgresql"], indirect=True)
 def test_invalid_text_and_numbers_are_stored_safely(database: Database, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, "odd", "8" * 32)
     folder.tell("flow", EventKind.NOTE, text="nul \0 half \udc80")

@@ -25,7 +25,7 @@ from holdfast.lineage.ingest.run_ingest import ingest_run
 from holdfast.lineage.queries import pages, run_queries
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.more)])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """The URL of a new database with an up-to-date schema."""
     if request.param == "sqlite":
@@ -124,6 +124,7 @@ NEWER = (
 )
 
 
+@pytest.mark.parametrize("url", ["sqlite", "postgresql"], indirect=True)
 def test_older_version_works_with_a_compatible_newer_schema(url: str, tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "runs", "gpt", "a" * 32)
     for number in range(80):

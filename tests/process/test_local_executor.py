@@ -77,6 +77,7 @@ def test_job_outlives_the_process_group_that_submitted_it(run: LocalRun) -> None
     assert view.state is AttemptState.COMPLETED
 
 
+@pytest.mark.more
 def test_two_ranks_train_on_a_node_without_gpus(tmp_path: Path) -> None:
     resources = {"gpus_per_node": 0, "nproc_per_node": 2}
     run = LocalRun(tmp_path, resources=resources, steps=5)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support import forked
 
 from holdfast.contracts.disk.damage import find_damage
 from holdfast.contracts.disk.journal import EventKind
@@ -28,13 +28,10 @@ def train(run: Path, steps: int, tiers: dict[str, str], *, is_ok: bool = True, *
     """Launch the small program once up to `steps`; returns its output."""
     settings = {"steps": steps, "directory": str(run), **more}
     env = {k: v for k, v in os.environ.items() if not k.startswith("HOLDFAST_")}
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), json.dumps(settings)],
+    done = forked.run(
+        [sys.executable, PROGRAM, json.dumps(settings)],
         env={**env, "HOLDFAST_CHECKPOINT_INTERVAL": "2", "OMP_NUM_THREADS": "1", **tiers},
-        capture_output=True,
-        text=True,
         timeout=WAIT_S,
-        check=False,
     )
     assert (done.returncode == 0) is is_ok, done.stdout + done.stderr
     return done.stdout + done.stderr

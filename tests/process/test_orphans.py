@@ -26,7 +26,7 @@ def test_orphans_of_ranks_are_killed_before_a_restart_and_at_the_end(
     """First a rank is killed while all helpers live; later the ranks exit but their helpers not."""
     folder = tmp_path / "noted"
     folder.mkdir()
-    run = LocalRun(tmp_path / "root", gpus=RANKS, program=PROGRAM, folder=str(folder))
+    run = LocalRun(tmp_path / "root", gpus=RANKS, program=PROGRAM, forks=False, folder=str(folder))
     run.submit()
     try:
         wait_until(lambda: survivors(folder, 1) == names_of(1), "ranks with all their helpers")

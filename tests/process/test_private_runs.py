@@ -106,7 +106,7 @@ PUBLIC: Final = "['gpt', 'gpt-b']"
 ALL: Final = "['gpt', 'gpt-b', 'hidden']"
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.more)])
 def shared(request: pytest.FixtureRequest) -> Iterator[Shared]:
     place = Path(tempfile.mkdtemp())
     place.chmod(0o777)
@@ -232,6 +232,7 @@ def test_reindex_keeps_the_rows_of_folders_that_it_may_not_enter(shared: Shared)
     assert shared.names(ANN) == ALL
 
 
+@pytest.mark.parametrize("shared", ["sqlite", "postgresql"], indirect=True)
 def test_lineage_shows_no_private_run(shared: Shared) -> None:
     """Neither the fork of a public run nor the public fork of a private run shows it."""
     parent = f"hidden:{CHECKPOINT}"
@@ -332,6 +333,7 @@ def needed(path: str) -> dict[str, str]:
     return {"a": own, "b": other} if path.endswith("/compare") else {}
 
 
+@pytest.mark.parametrize("shared", ["sqlite", "postgresql"], indirect=True)
 def test_statements_of_an_ordinary_account_use_an_index(
     shared: Shared, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,7 +108,9 @@ def test_parts_of_a_tree_are_trees_and_descriptors_are_bounded(tmp_path: Path) -
         pass
 
 
-@pytest.mark.parametrize("lost", [0, 3, FAN_OUT + 4])
+@pytest.mark.parametrize(
+    "lost", [*(pytest.param(rank, marks=pytest.mark.more) for rank in (0, 3)), FAN_OUT + 4]
+)
 def test_rank_that_dies_ends_the_wait_of_all_and_is_named(tmp_path: Path, lost: int) -> None:
     def act(tree: RankTree) -> None:
         tree.gather_all(None)

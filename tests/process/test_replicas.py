@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from tests.process import replicas_program
 from tests.process.replicas_program import CASES, RANKS
+from tests.support import forked
 
 WAIT_S = 120.0
 
@@ -19,10 +19,8 @@ pytestmark = pytest.mark.timeout(150)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("replicas")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", replicas_program.__name__, str(made)],
-        capture_output=True,
-        text=True,
+    done = forked.run(
+        [sys.executable, "-W", "ignore", "-m", replicas_program.__name__, made],
         timeout=WAIT_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from tests.support.forked import Forked
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from holdfast.contracts.disk.damage import find_damage
@@ -27,7 +29,10 @@ WAIT_S = 150.0
 
 
 class Launch:
-    """One launch of the program; the context manager ends all its processes."""
+    """One launch of the program; the context manager ends all its processes.
+
+    With `is_new`, torchrun and its ranks are new processes of Python.
+    """
 
     def __init__(
         self,
@@ -36,6 +41,7 @@ class Launch:
         ranks: int,
         interval: str = "5",
         snapshots: str = "off",
+        is_new: bool = False,
         **more: Any,
     ) -> None:
         self.run = RunPaths(directory)
@@ -50,10 +56,9 @@ class Launch:
         ours = {"HOLDFAST_CHECKPOINT_INTERVAL": interval, "OMP_NUM_THREADS": "1"}
         ours["HOLDFAST_CHECKPOINT_SNAPSHOTS"] = snapshots
         env = {k: v for k, v in os.environ.items() if not k.startswith("HOLDFAST_")}
+        begin = partial(subprocess.Popen, start_new_session=True) if is_new else Forked
         with open(self._output, "wb") as stream:
-            self.process = subprocess.Popen(
-                command, stdout=stream, stderr=stream, env=env | ours, start_new_session=True
-            )
+            self.process = begin(command, stdout=stream, stderr=stream, env=env | ours)
 
     def __enter__(self) -> Launch:
         return self
@@ -132,7 +137,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
 def single(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
     """An uninterrupted run of one rank without dropout."""
     directory = tmp_path_factory.mktemp("single") / "run"
-    with Launch(directory, ranks=1) as launch:
+    with Launch(directory, ranks=1, is_new=True) as launch:
         assert launch.wait() == 0, launch.output
     return launch.run
 

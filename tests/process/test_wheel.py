@@ -131,6 +131,7 @@ def test_wheel_contains_all_sources_and_data_files(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+@pytest.mark.more
 def test_bench_wheel_contains_only_the_benchmarks(bench_wheel: Path) -> None:
     names = set(zipfile.ZipFile(bench_wheel).namelist())
     source = CHECKOUT / "benchmarks" / "src"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
 from tests.process import wrapped_program
 from tests.process.wrapped_program import RANKS
+from tests.support import forked
 
 WAIT_S = 100.0
 INNER = "it is a Quantised with inner tensors codes, scale"
@@ -20,12 +20,7 @@ pytestmark = pytest.mark.timeout(150)
 def errors(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """The errors of each rank, by case."""
     folder = tmp_path_factory.mktemp("wrapped")
-    done = subprocess.run(
-        [sys.executable, "-m", wrapped_program.__name__, str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-    )
+    done = forked.run([sys.executable, "-m", wrapped_program.__name__, folder], timeout=WAIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads((folder / f"errors-{rank}.json").read_text()) for rank in range(RANKS)]
 

@@ -1,7 +1,7 @@
 """Training in a session equals training without one, bit for bit, with every optimizer.
 
-One session has all optimizers, each with its own net, so that each one is tested from its
-first step and over a resume without a process for each of them.
+One session has all optimizers of a group, each with its own net, so that each one is tested from
+its first step and over a resume without a process for each of them.
 """
 
 from __future__ import annotations
@@ -33,19 +33,30 @@ CASES = [*torch_cases(), *THIRD_PARTY]
 # Plain torch does not run these on a CPU, so there is nothing to compare with.
 REFUSED = {case.name for case in CASES if not is_runnable(case)}
 RUNNABLE = [case for case in CASES if case.name not in REFUSED]
+# The classes with their default options, and those with other options.
+PLAIN = {case.name for case in RUNNABLE if case.name.endswith("_")} | {
+    case.name for case in THIRD_PARTY
+}
+GROUPS = {
+    "plain": [case for case in RUNNABLE if case.name in PLAIN],
+    "changed": [case for case in RUNNABLE if case.name not in PLAIN],
+}
+MARKS: dict[str, Any] = {"plain": (), "changed": pytest.mark.more}
 
 pytestmark = pytest.mark.timeout(180)
 Trace = dict[str, list[torch.Tensor]]
 
 
 class Program:
-    """All nets and their optimizers; `seed` draws their first weights and random numbers."""
+    """All nets of a group and their optimizers. `seed` draws their first weights and random
+    numbers."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, group: str) -> None:
+        cases = GROUPS[group]
         torch.manual_seed(seed)
-        self.nets = nn.ModuleDict({case.name: Net(case) for case in RUNNABLE})
-        self.optimizers = {case.name: case.make(self.nets[case.name]) for case in RUNNABLE}
-        self.trace: Trace = {case.name: [] for case in RUNNABLE}
+        self.nets = nn.ModuleDict({case.name: Net(case) for case in cases})
+        self.optimizers = {case.name: case.make(self.nets[case.name]) for case in cases}
+        self.trace: Trace = {case.name: [] for case in cases}
 
     def train(self, steps: Iterable[int]) -> None:
         for step in steps:
@@ -56,9 +67,9 @@ class Program:
                 self.trace[name].append(torch.cat([*weights, torch.rand(1)]))
 
 
-def train_in_session(directory: Path, seed: int, last: int) -> Program:
+def train_in_session(directory: Path, seed: int, last: int, group: str) -> Program:
     """One launch, which starts or resumes the run and stops after the step `last`."""
-    program = Program(seed)
+    program = Program(seed, group)
     with Session(
         program.nets, list(program.optimizers.values()), directory=directory, interval=1000
     ) as session:
@@ -67,18 +78,23 @@ def train_in_session(directory: Path, seed: int, last: int) -> Program:
 
 
 @pytest.fixture(scope="module")
-def plain() -> Program:
-    program = Program(0)
+def group(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def plain(group: str) -> Program:
+    program = Program(0, group)
     program.train(range(1, STEPS + 1))
     return program
 
 
 @pytest.fixture(scope="module")
-def launches(tmp_path_factory: pytest.TempPathFactory) -> list[Program]:
+def launches(tmp_path_factory: pytest.TempPathFactory, group: str) -> list[Program]:
     """Three launches of one run, each with different initial weights, which a resume replaces."""
     directory = tmp_path_factory.mktemp("exact") / "run"
     stops = [*STOPS, STEPS]
-    return [train_in_session(directory, number, last) for number, last in enumerate(stops)]
+    return [train_in_session(directory, number, last, group) for number, last in enumerate(stops)]
 
 
 def test_every_torch_optimizer_is_covered_with_every_option() -> None:
@@ -89,7 +105,15 @@ def test_every_torch_optimizer_is_covered_with_every_option() -> None:
     assert [name for name in REFUSED if not any(each in name for each in needs)] == []
 
 
-@pytest.mark.parametrize("case", RUNNABLE, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("group", "case"),
+    [
+        pytest.param(group, case, marks=MARKS[group], id=case.name)
+        for group, cases in GROUPS.items()
+        for case in cases
+    ],
+    indirect=["group"],
+)
 def test_training_equals_plain_torch_from_the_first_step_and_over_resumes(
     case: Case, plain: Program, launches: list[Program]
 ) -> None:
