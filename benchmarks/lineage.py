@@ -34,7 +34,7 @@ from benchmarks.lineage_api import took_ms
 from benchmarks.lineage_fill import CHAIN, RUNS_WITH_METRICS, T0, checkpoint_name, fill, run_uid
 from benchmarks.lineage_folders import make_folders
 from benchmarks.lineage_report import Took, computed_s, render
-from tests.postgres import postgres_server
+from tests.support.postgres import postgres_server
 
 from holdfast.cli.shared.collector import return_free_memory
 from holdfast.contracts.disk.paths import RunPaths, list_runs

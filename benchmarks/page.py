@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from playwright.sync_api import Browser, Page
-from tests.runs import RunFolder
+from tests.support.runs import RunFolder
 from tests.web import testbed
 from tests.web.sample_runs import lay_out
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
-from tests.runs import RunFolder
+from tests.support.runs import RunFolder
 
 COMMIT_S: Final = 10.0
 LIVE_COMMIT_S: Final = 1.0

@@ -17,7 +17,7 @@ os.environ.setdefault("HOLDFAST_NOTICES_URL", "http://127.0.0.1:9")
 # Appended, so that no folder of ours can shadow an installed package.
 sys.path.append(str(Path(__file__).parents[1]))
 
-from tests.postgres import PostgresServer, postgres_server
+from tests.support.postgres import PostgresServer, postgres_server
 
 # A killed process leaves its temporary files behind, such as a folder of torchrun. They are all in
 # one folder, which is removed at the end. pytest's own folders stay where they are.

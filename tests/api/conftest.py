@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from tests.runs import RunFolder, build_sample_runs
+from tests.support.runs import RunFolder, build_sample_runs
 
 from holdfast.api.app import create_app
 from holdfast.api.connections import CONNECTIONS_MAX, limited_protocol

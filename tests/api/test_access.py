@@ -12,7 +12,7 @@ import httpx
 import pytest
 from tests.api.conftest import Served, serving, wait_for
 from tests.process.test_lineage_ingest import dump
-from tests.runs import RunFolder
+from tests.support.runs import RunFolder
 from typer.testing import CliRunner
 
 from holdfast.api.security import AccessPolicy

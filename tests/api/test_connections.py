@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 from tests.api.conftest import Served, serving, wait_for
-from tests.runs import RunFolder
+from tests.support.runs import RunFolder
 
 from holdfast.api.connections import limited_protocol, raise_open_files
 

@@ -15,7 +15,7 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import response_schema_conformance
 from tests.api.conftest import Served, serving
-from tests.runs import RunFolder
+from tests.support.runs import RunFolder
 
 CHECKOUT: Final = Path(__file__).resolve().parents[2]
 LIMIT_S: Final = 120

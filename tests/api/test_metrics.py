@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.api.conftest import Served, serving, wait_for
-from tests.runs import RunFolder
+from tests.support.runs import RunFolder
 
 from holdfast.api.hub import Hub
 from holdfast.api.store import IndexStore

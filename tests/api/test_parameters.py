@@ -22,7 +22,7 @@ import torch
 from fastapi.routing import APIRoute
 from safetensors.torch import load_file
 from tests.api.conftest import Served, serving, wait_for
-from tests.runs import T0, RunFolder, build_sample_runs, file_checksum
+from tests.support.runs import T0, RunFolder, build_sample_runs, file_checksum
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 
 from holdfast.api.app import create_app

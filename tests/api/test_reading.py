@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.api.conftest import WAIT_S, Served, wait_for
-from tests.runs import T0, RunFolder
+from tests.support.runs import T0, RunFolder
 
 from holdfast.api.routes import live
 from holdfast.contracts.disk.durable import make_directory

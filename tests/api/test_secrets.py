@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.api.conftest import Served, wait_for
-from tests.runs import RunFolder
+from tests.support.runs import RunFolder
 
 from holdfast.contracts.disk.journal import EventKind
 

@@ -15,9 +15,9 @@ import httpx
 import pytest
 import trustme
 from tests.api.conftest import WAIT_S, wait_for
-from tests.postgres import PostgresServer, postgres_server
 from tests.process.local_command import Local
-from tests.runs import RunFolder, build_sample_runs
+from tests.support.postgres import PostgresServer, postgres_server
+from tests.support.runs import RunFolder, build_sample_runs
 
 from holdfast.lineage.database.schema_changes import upgrade
 

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.api.conftest import Served, wait_for
-from tests.runs import T0, RunFolder
+from tests.support.runs import T0, RunFolder
 
 from holdfast.api.routes.checkpoints import FORK_KEYS
 from holdfast.contracts.spec.part import SpecPart

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.checkpoint_program import make_identity
 from tests.dcp.planners import DdpLoadBalancing, Doubled, Fp16, RenameOnSave, SaveExtraData
 from tests.dcp.testbed import Testbed, assert_same, flat_state, zeros
+from tests.support.checkpoint_program import make_identity
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tests.checkpoint_program import make_identity
 from tests.dcp import own_planners, state_dicts, stock_reads, stock_writes
 from tests.dcp.testbed import Testbed
+from tests.support.checkpoint_program import make_identity
 
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.trainer.saving.engine import CheckpointEngine

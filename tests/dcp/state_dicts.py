@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tests.checkpoint_program import make_state, train
 from tests.dcp.testbed import Testbed, assert_same, whole
+from tests.support.checkpoint_program import make_state, train
 from torch import nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver

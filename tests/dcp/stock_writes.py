@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.checkpoint_program import make_state
 from tests.dcp.planners import DdpLoadBalancing, Doubled, Fp16, RenameOnSave, SaveExtraData
 from tests.dcp.testbed import Testbed, assert_same, flat_state, plain_state, whole, zeros
+from tests.support.checkpoint_program import make_state
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.spec_keys import spec_keys
+from tests.support.spec_keys import spec_keys
 
 import build_site
 from holdfast.contracts.spec import secrets

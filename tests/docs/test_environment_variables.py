@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from tests.histories import spec_of
-from tests.runs import RunFolder
+from tests.support.histories import spec_of
+from tests.support.runs import RunFolder
 
 from holdfast.cli.shared.index import choose_root
 from holdfast.contracts import environment

@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from tests.spec_keys import spec_keys
+from tests.support.spec_keys import spec_keys
 
 from holdfast.api import prometheus
 from holdfast.api.app import create_app

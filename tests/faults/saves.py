@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.faults.shim import Shim
-from tests.flusher_supervisor import FakeRank, SlotHolder, wait_until
+from tests.support.flusher_supervisor import FakeRank, SlotHolder, wait_until
 
 from holdfast.contracts.disk.damage import find_damage
 from holdfast.contracts.disk.manifest import read_manifest

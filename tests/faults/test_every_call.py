@@ -26,7 +26,7 @@ from tests.faults.saves import (
     wait_until_written,
 )
 from tests.faults.shim import Action, Point, points_of, unknown_calls
-from tests.flusher_supervisor import wait_until
+from tests.support.flusher_supervisor import wait_until
 
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.trainer.flusher.files import WRITE_BYTES_MAX

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.faults.saves import has_manifest, name_of
 from tests.faults.test_lost_node import part_of
-from tests.slot_tables import make_table
+from tests.support.slot_tables import make_table
 
 from holdfast.contracts.disk import filesystems
 from holdfast.contracts.disk.durable import make_directory, to_json, write_bytes

@@ -18,7 +18,7 @@ from tests.faults.saves import (
     wait_until_written,
 )
 from tests.faults.shim import Action, Point
-from tests.flusher_supervisor import wait_until
+from tests.support.flusher_supervisor import wait_until
 
 from holdfast.contracts.disk.durable import make_directory, to_json, write_bytes
 from holdfast.contracts.disk.manifest import Manifest

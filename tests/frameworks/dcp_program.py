@@ -21,8 +21,8 @@ import psutil
 import torch
 import torch.distributed as dist
 from tests.dcp.testbed import assert_same, whole
-from tests.forked_ranks import _fork, run_ranks
 from tests.frameworks.dcp_states import State, is_same, stock
+from tests.support.forked_ranks import _fork, run_ranks
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.checkpoint.api import CheckpointException

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch.distributed as dist
-from tests.rank_programs import run_program
+from tests.support.rank_programs import run_program
 
 LAUNCH_S: Final = 90.0
 LAUNCHES_MAX: Final = 3

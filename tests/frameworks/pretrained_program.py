@@ -17,7 +17,7 @@ from typing import Final
 import pytest
 import torch
 import torch.distributed as dist
-from tests.forked_ranks import run_ranks
+from tests.support.forked_ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.frameworks.dcp_states import is_same
-from tests.rank_programs import run_program
+from tests.support.rank_programs import run_program
 
 from holdfast.contracts.disk.manifest import read_manifest
 from holdfast.trainer import dcp

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.frameworks.dcp_states import make_state
-from tests.runs import RunFolder
+from tests.support.runs import RunFolder
 
 from holdfast.contracts.disk.damage import find_damage
 from holdfast.contracts.disk.journal import EventKind, read_journal

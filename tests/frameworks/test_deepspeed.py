@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import pytest
 from tests.process.local_runs import LocalRun, send
-from tests.rank_programs import run_program
+from tests.support.rank_programs import run_program
 
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.manifest import read_manifest

@@ -14,7 +14,7 @@ import torch
 from lightning.fabric.strategies import FSDPStrategy
 from tests.frameworks import fabric_program
 from tests.frameworks.lightning_cases import count_equal, everywhere
-from tests.rank_programs import run_program
+from tests.support.rank_programs import run_program
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, SequentialLR
 
 from holdfast.contracts.disk.manifest import read_manifest

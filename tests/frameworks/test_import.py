@@ -14,11 +14,11 @@ from typing import Any, Final
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.forked_ranks import run_ranks
 from tests.frameworks import imported_program, pretrained_program
 from tests.frameworks.pretrained_program import LAYOUTS, READ_ONCE, SOURCES, make_model
 from tests.process.local_command import Local
-from tests.rank_programs import run_program
+from tests.support.forked_ranks import run_ranks
+from tests.support.rank_programs import run_program
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 

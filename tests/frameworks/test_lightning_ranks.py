@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from tests.rank_programs import run_program
+from tests.support.rank_programs import run_program
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 from holdfast.contracts.errors import CheckpointError

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import pytest
 from tests.process.local_runs import LocalRun, send
-from tests.rank_programs import ROOT, run_program
+from tests.support.rank_programs import ROOT, run_program
 
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.states import AttemptState

@@ -14,8 +14,8 @@ from typing import Any, Final
 import pytest
 import torch
 from tests.frameworks.transformers_program import Sentences, Settings, collate, make_trainer, train
-from tests.loop_cases import Case
-from tests.rank_programs import ROOT
+from tests.support.loop_cases import Case
+from tests.support.rank_programs import ROOT
 from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.frameworks.test_transformers_trainer import make, trainer_of  # noqa: F401
-from tests.loop_cases import Case
+from tests.support.loop_cases import Case
 from transformers import Trainer as Bare
 from transformers import TrainerCallback
 

@@ -2,7 +2,7 @@
 
     python -m tests.frameworks.transformers_cases SHAPE RANKS INTERVAL SNAPSHOTS STRIDE FOLDER
 
-See `tests.loop_cases`. Here the full run is one of the trainer without Holdfast.
+See `tests.support.loop_cases`. Here the full run is one of the trainer without Holdfast.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
-from tests import loop_cases
 from tests.frameworks.transformers_program import train
-from tests.loop_cases import Case
+from tests.support import loop_cases
+from tests.support.loop_cases import Case
 
 from holdfast.trainer.frameworks.transformers import Trainer
 

@@ -22,7 +22,7 @@ import torch
 import transformers
 from accelerate import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from tests.loop_cases import Case
+from tests.support.loop_cases import Case
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 from transformers import (

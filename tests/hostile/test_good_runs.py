@@ -31,8 +31,8 @@ from tests.hostile.testbed import (
     run_commands,
     timed,
 )
-from tests.other_users import as_user, held_by
-from tests.runs import RunFolder
+from tests.support.other_users import as_user, held_by
+from tests.support.runs import RunFolder
 
 from holdfast.contracts.disk.durable import make_directory
 from holdfast.contracts.disk.journal import EventKind

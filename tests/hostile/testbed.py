@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.hostile.folders import CANARY, HOSTILE, Kinds, Victim, make_hostile, plain_run
-from tests.other_users import become
+from tests.support.other_users import become
 from typer.testing import CliRunner
 
 from holdfast.contracts.disk.paths import RunPaths

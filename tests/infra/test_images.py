@@ -14,8 +14,8 @@ import pytest
 import yaml
 from tests.infra.debian_tree import CHECKOUT
 from tests.infra.images import Container, Images, network
-from tests.postgres import PostgresServer, postgres_server
 from tests.prefect.test_team import redis
+from tests.support.postgres import PostgresServer, postgres_server
 
 IMAGES: Final = CHECKOUT / "infra" / "images"
 COMPOSE: Final = CHECKOUT / "infra" / "compose"

@@ -17,7 +17,7 @@ import pytest
 import uv_install
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from tests.environments import wanted
+from tests.support.environments import wanted
 
 CHECKOUT: Final = Path(__file__).resolve().parents[2]
 DEMO_LOCK: Final = "infra/setup/demo.lock"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from examples.demo_service import PrefectService
-from tests.flow_runs import FlowRuns, deployed_service
+from tests.support.flow_runs import FlowRuns, deployed_service
 
 
 @pytest.fixture(scope="module")

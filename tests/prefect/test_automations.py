@@ -19,7 +19,7 @@ import psutil
 import pytest
 import yaml
 from examples.demo_service import PrefectService
-from tests.flow_runs import (
+from tests.support.flow_runs import (
     FlowRuns,
     service_environment,
     state_of,
@@ -28,7 +28,7 @@ from tests.flow_runs import (
     wait_for,
     wait_for_end,
 )
-from tests.receivers import Webhook
+from tests.support.receivers import Webhook
 
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.records.history import load_events

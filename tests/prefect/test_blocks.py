@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from examples.demo_service import PrefectService
-from tests.flow_runs import FlowRuns, wait_for_end
+from tests.support.flow_runs import FlowRuns, wait_for_end
 
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.records.attempt import RunRecord, read_document

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from examples.demo_service import PrefectService
-from tests.flow_runs import (
+from tests.support.flow_runs import (
     FlowRuns,
     claim_of,
     state_of,

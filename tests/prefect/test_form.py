@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from examples.demo_service import PrefectService
 from playwright.sync_api import Page, sync_playwright
-from tests.flow_runs import FlowRuns
+from tests.support.flow_runs import FlowRuns
 
 LOAD_MS = 60_000
 

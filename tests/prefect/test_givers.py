@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from examples.demo_service import PrefectService
-from tests.flow_runs import FlowRuns, wait_for
-from tests.runs import T0, RunFolder
+from tests.support.flow_runs import FlowRuns, wait_for
+from tests.support.runs import T0, RunFolder
 
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import RunPaths

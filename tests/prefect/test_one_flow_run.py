@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from examples.demo_service import POOL, PrefectService
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from tests.flow_runs import FlowRuns, service_environment
+from tests.support.flow_runs import FlowRuns, service_environment
 
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.records.history import load_history

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import pytest
 from examples.demo_service import PrefectService
-from tests.flow_runs import service_environment
+from tests.support.flow_runs import service_environment
 
 ROUND_S: Final = "2"
 WAIT_S: Final = 60.0

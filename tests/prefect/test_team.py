@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 from examples.demo_service import PrefectService, end_session, free_port
-from tests.flow_runs import FlowRuns, service_environment, step_of, wait_for, wait_for_end
-from tests.postgres import postgres_server
 from tests.prefect.test_automations import emit
+from tests.support.flow_runs import FlowRuns, service_environment, step_of, wait_for, wait_for_end
+from tests.support.postgres import postgres_server
 
 COMPOSE = Path(__file__).parents[2] / "infra" / "compose" / "compose.yaml"
 START_S = 120.0

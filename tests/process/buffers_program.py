@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.forked_ranks import run_ranks
+from tests.support.forked_ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

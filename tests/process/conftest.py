@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from examples.demo_service import PrefectService
-from tests.flow_runs import deployed_service
-from tests.object_store import ObjectStore, Proxy, object_store
+from tests.support.flow_runs import deployed_service
+from tests.support.object_store import ObjectStore, Proxy, object_store
 
 from holdfast.lineage.index import Index
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.forked_ranks import run_ranks
+from tests.support.forked_ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 

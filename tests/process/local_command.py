@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import psutil
-from tests.flow_runs import SUPERVISION
+from tests.support.flow_runs import SUPERVISION
 
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import list_runs

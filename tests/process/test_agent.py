@@ -10,8 +10,8 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.agent_ranks import ranks_of, waiting_ranks
 from tests.process.local_runs import LocalRun, processes_of, send, wait_until
+from tests.support.agent_ranks import ranks_of, waiting_ranks
 
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.errors import SpecError

@@ -7,7 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from tests.agent_ranks import (
+from tests.process.local_runs import LocalRun, wait_until
+from tests.support.agent_ranks import (
     committed,
     filling_of,
     flusher_of,
@@ -18,7 +19,6 @@ from tests.agent_ranks import (
     steps_in,
     wait_for_commit,
 )
-from tests.process.local_runs import LocalRun, wait_until
 
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.states import AttemptState

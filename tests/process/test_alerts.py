@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.receivers import MailServer, Webhook, receiving
+from tests.support.receivers import MailServer, Webhook, receiving
 
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.errors import PreflightError, SpecError

@@ -23,7 +23,7 @@ sys.path.append(str(Path(__file__).parents[2] / "infra" / "filesystems"))
 from caching_mount import mounted, set_fault
 from tests.faults.saves import name_of
 from tests.faults.test_lost_node import part_of
-from tests.slot_tables import make_table
+from tests.support.slot_tables import make_table
 
 from holdfast.contracts.disk.durable import make_directory
 from holdfast.contracts.disk.filesystems import filesystem_of, is_listed, is_there
@@ -184,7 +184,7 @@ def test_two_hosts_agree_on_a_snapshot_at_once(hosts: Hosts) -> None:
 
 
 def test_preflight_finds_a_root_without_hard_links(hosts: Hosts, tmp_path: Path) -> None:
-    from tests.histories import spec_of
+    from tests.support.histories import spec_of
 
     assert filesystem_of(hosts.first).may_be_shared
     spec = spec_of(launch={"working_directory": str(tmp_path)})

@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.clocks import Clock, build_library
 from tests.process.local_runs import LocalRun, processes_of, wait_until
+from tests.support.clocks import Clock, build_library
 
 from holdfast.contracts.disk.journal import EventKind, read_journal
 from holdfast.contracts.disk.paths import AttemptPaths

@@ -19,9 +19,9 @@ import httpx
 import pytest
 from sqlalchemy import text
 from tests.api.conftest import serving, wait_for
-from tests.postgres import PostgresServer, postgres_server
-from tests.runs import RunFolder, build_sample_runs
-from tests.stalling_proxy import StallingProxy, stalling_proxy
+from tests.support.postgres import PostgresServer, postgres_server
+from tests.support.runs import RunFolder, build_sample_runs
+from tests.support.stalling_proxy import StallingProxy, stalling_proxy
 
 from holdfast.contracts.errors import LineageError
 from holdfast.lineage.database.limits import WRITES

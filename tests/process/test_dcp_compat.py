@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.dcp.program import names
 from tests.dcp.testbed import assert_same, zeros
-from tests.flusher_supervisor import SlotHolder
+from tests.support.flusher_supervisor import SlotHolder
 
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.trainer.loading.reader import load_state

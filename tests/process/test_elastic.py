@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.elastic_layouts import layouts_of
-from tests.flusher_supervisor import SlotHolder
-from tests.rank_programs import run_program
+from tests.support.elastic_layouts import layouts_of
+from tests.support.flusher_supervisor import SlotHolder
+from tests.support.rank_programs import run_program
 
 from holdfast.contracts.disk.damage import find_damage
 from holdfast.contracts.disk.manifest import read_manifest
@@ -29,7 +29,7 @@ def run_phase(world_size: int, folder: Path, stride: int, timeout_s: float) -> i
     flusher_supervisor = SlotHolder(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
     try:
         arguments = (world_size, folder, flusher_supervisor.name, stride)
-        said = run_program("elastic_program", *arguments, timeout_s=timeout_s)
+        said = run_program("support.elastic_program", *arguments, timeout_s=timeout_s)
     finally:
         flusher_supervisor.close()
     (loads,) = re.findall(rf"(\d+) loads at {world_size} ranks", said)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.flusher_supervisor import SlotHolder, wait_until
-from tests.rank_programs import kill_program, run_program, start_program
+from tests.support.flusher_supervisor import SlotHolder, wait_until
+from tests.support.rank_programs import kill_program, run_program, start_program
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -51,7 +51,7 @@ def run_ranks(
     checkpoint: Path = Path(),
 ) -> None:
     where = (folder, flusher_supervisor.name, checkpoint)
-    run_program("checkpoint_program", scenario, world_size, *where, timeout_s=RANKS_S)
+    run_program("support.checkpoint_program", scenario, world_size, *where, timeout_s=RANKS_S)
 
 
 def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -146,7 +146,9 @@ def test_engine_reads_a_stock_dcp_checkpoint(folder: Path, flusher_supervisor: S
 def test_step_sealed_by_ranks_that_were_then_killed_is_committed(
     tmp_path: Path, flusher_supervisor: SlotHolder
 ) -> None:
-    ranks = start_program("checkpoint_program", "hold", 2, tmp_path, flusher_supervisor.name, "")
+    ranks = start_program(
+        "support.checkpoint_program", "hold", 2, tmp_path, flusher_supervisor.name, ""
+    )
     try:
         wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, "both ranks", RANKS_S)
         flusher_supervisor.signal(signal.SIGSTOP)

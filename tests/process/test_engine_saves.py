@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.flusher_supervisor import SlotHolder, wait_until
-from tests.pipeline_program import HalfPlanner
+from tests.support.flusher_supervisor import SlotHolder, wait_until
+from tests.support.pipeline_program import HalfPlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.flusher_supervisor import SlotHolder
+from tests.support.flusher_supervisor import SlotHolder
 
 PROGRAM = Path(__file__).with_name("forms_program.py")
 RANKS = 2

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from examples.demo_service import PrefectService
-from tests.flow_runs import (
+from tests.support.flow_runs import (
     FlowRuns,
     claim_of,
     state_of,

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.flusher_supervisor import FakeRank, SlotHolder, wait_for, wait_until
-from tests.slot_tables import make_table
-from tests.storage import small_storage
+from tests.support.flusher_supervisor import FakeRank, SlotHolder, wait_for, wait_until
+from tests.support.slot_tables import make_table
+from tests.support.storage import small_storage
 
 from holdfast.contracts.disk.damage import find_damage
 from holdfast.contracts.disk.manifest import read_manifest

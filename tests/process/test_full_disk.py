@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.histories import spec_of
 from tests.process.local_runs import LocalRun, wait_until
-from tests.runs import RunFolder
-from tests.storage import small_storage
+from tests.support.histories import spec_of
+from tests.support.runs import RunFolder
+from tests.support.storage import small_storage
 
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.errors import HoldfastError, SpecError

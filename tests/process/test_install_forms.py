@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from tests.environments import make_with, run_command
+from tests.support.environments import make_with, run_command
 
 CHECKOUT: Final = Path(__file__).resolve().parents[2]
 PORTIONS: Final = ("src", "trainer", "workers", "flows")

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from tests.flusher_supervisor import SlotHolder
-from tests.layouts_program import MESHES
 from tests.support import forked
+from tests.support.flusher_supervisor import SlotHolder
+from tests.support.layouts_program import MESHES
 
 ROOT = Path(__file__).parents[2]
 PROGRAM_S = 300.0
@@ -66,7 +66,12 @@ def save_and_load(cases: list[dict[str, Any]]) -> subprocess.CompletedProcess[st
     try:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "cases.json").write_text(json.dumps(cases))
-            command = [sys.executable, "-m", "tests.layouts_program", f"{folder}/cases.json"]
+            command = [
+                sys.executable,
+                "-m",
+                "tests.support.layouts_program",
+                f"{folder}/cases.json",
+            ]
             return forked.run(
                 [*command, folder, flusher_supervisor.name],
                 cwd=ROOT,

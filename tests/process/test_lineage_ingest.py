@@ -17,8 +17,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import text
-from tests.postgres import PostgresServer
-from tests.runs import RunFolder, build_sample_runs
+from tests.support.postgres import PostgresServer
+from tests.support.runs import RunFolder, build_sample_runs
 
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.paths import MANIFEST, ROOT_ID, RunPaths, list_runs

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import text
-from tests.postgres import PostgresServer
 from tests.process.test_lineage_ingest import dump
-from tests.runs import build_sample_runs
+from tests.support.postgres import PostgresServer
+from tests.support.runs import build_sample_runs
 
 from holdfast.contracts.errors import LineageError
 from holdfast.lineage.database.schema import head_revision

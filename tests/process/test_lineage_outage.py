@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from tests.postgres import postgres_server
 from tests.process.test_lineage_ingest import clear, dump
-from tests.runs import build_sample_runs
+from tests.support.postgres import postgres_server
+from tests.support.runs import build_sample_runs
 
 from holdfast.lineage.database.schema_changes import upgrade
 from holdfast.lineage.database.transactions import open_database

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.postgres import PostgresServer
-from tests.runs import T0, RunFolder, build_sample_runs
+from tests.support.postgres import PostgresServer
+from tests.support.runs import T0, RunFolder, build_sample_runs
 
 from holdfast.contracts.errors import NotFoundError, QueryError
 from holdfast.contracts.states import RunState

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from sqlalchemy import event
-from tests.postgres import PostgresServer
-from tests.runs import T0, RunFolder, build_sample_runs
+from tests.support.postgres import PostgresServer
+from tests.support.runs import T0, RunFolder, build_sample_runs
 
 from holdfast.contracts.states import RunState
 from holdfast.lineage.database import models

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import text
-from tests.postgres import PostgresServer
 from tests.process.test_lineage_ingest import dump
-from tests.runs import RunFolder
+from tests.support.postgres import PostgresServer
+from tests.support.runs import RunFolder
 
 from holdfast.contracts.disk.journal import EventKind, read_journal
 from holdfast.contracts.disk.roots import ensure_root_id, read_root_id

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.flusher_supervisor import SlotHolder
-from tests.rank_programs import run_program
+from tests.support.flusher_supervisor import SlotHolder
+from tests.support.rank_programs import run_program
 
 from holdfast.contracts.disk.digests import BLOCK_BYTES
 
@@ -45,7 +45,7 @@ def checkpoint(folder: Path) -> Path:
 def run_ranks(act: str, world_size: int, folder: Path, flusher: str) -> list[dict[str, float]]:
     """Rank 0's report of each load; every rank must succeed."""
     where = (folder, flusher, checkpoint(folder))
-    said = run_program("load_program", act, world_size, *where, timeout_s=RANKS_S)
+    said = run_program("support.load_program", act, world_size, *where, timeout_s=RANKS_S)
     return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
 
 
@@ -60,5 +60,5 @@ def test_every_byte_is_read_once_at_any_world_size(folder: Path, world_size: int
 
 @pytest.mark.more
 def test_load_works_when_only_some_ranks_created_extra_groups(tmp_path: Path) -> None:
-    said = run_program("node_groups_program", tmp_path, timeout_s=60.0)
+    said = run_program("support.node_groups_program", tmp_path, timeout_s=60.0)
     assert said.count("restored 1, all ranks of its node share") == 4

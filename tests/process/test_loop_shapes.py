@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.loop_shapes import SHAPES
-from tests.rank_programs import run_program
+from tests.support.loop_shapes import SHAPES
+from tests.support.rank_programs import run_program
 
 CASE_S = 10.0
 CASES_MAX = 200
@@ -17,9 +17,9 @@ CASES_MAX = 200
 def interrupt(
     shape: str, folder: Path, *, ranks: int, interval: str, snapshots: str, stride: int
 ) -> dict[str, Any]:
-    """The result of `tests.loop_cases`: the number of cases and those with differences."""
+    """The result of `tests.support.loop_cases`: the number of cases and those with differences."""
     arguments = (shape, ranks, interval, snapshots, stride, folder / "cases")
-    said = run_program("loop_cases", *arguments, timeout_s=60 + CASE_S * CASES_MAX / stride)
+    said = run_program("support.loop_cases", *arguments, timeout_s=60 + CASE_S * CASES_MAX / stride)
     found: dict[str, Any] = json.loads(said.splitlines()[-1])
     return found
 

@@ -10,8 +10,17 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
-from tests.mirrors import PART_BYTES, SIZES, UID, WAIT_S, fork_server, make_checkpoint, push, start
-from tests.object_store import BUCKET, ObjectStore, Proxy, ProxyFault
+from tests.support.mirrors import (
+    PART_BYTES,
+    SIZES,
+    UID,
+    WAIT_S,
+    fork_server,
+    make_checkpoint,
+    push,
+    start,
+)
+from tests.support.object_store import BUCKET, ObjectStore, Proxy, ProxyFault
 
 from holdfast.contracts.disk.damage import find_damage
 from holdfast.contracts.disk.manifest import read_manifest

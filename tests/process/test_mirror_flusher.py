@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.flusher_supervisor import FakeRank, SlotHolder, wait_for, wait_until
-from tests.object_store import ACCESS_KEY, BUCKET, ObjectStore, Proxy, ProxyFault
 from tests.process.local_runs import LocalRun
+from tests.support.flusher_supervisor import FakeRank, SlotHolder, wait_for, wait_until
+from tests.support.object_store import ACCESS_KEY, BUCKET, ObjectStore, Proxy, ProxyFault
 
 from holdfast.contracts.disk.damage import find_damage
 from holdfast.contracts.disk.journal import EventKind

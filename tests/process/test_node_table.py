@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.forked_ranks import run_ranks
+from tests.support.forked_ranks import run_ranks
 from tests.unit.test_column_reader import assert_same, content
 
 from holdfast.contracts.disk.digests import FileChecksum

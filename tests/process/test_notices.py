@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.metadata_server import AwsService, serving
 from tests.process.local_runs import LocalRun, wait_until
+from tests.support.metadata_server import AwsService, serving
 
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.states import AttemptState, Cause

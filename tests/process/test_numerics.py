@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.agent_ranks import committed
 from tests.process.local_runs import LocalRun
+from tests.support.agent_ranks import committed
 
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import CheckpointName

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.flusher_supervisor import SlotHolder
-from tests.rank_programs import run_program
+from tests.support.flusher_supervisor import SlotHolder
+from tests.support.rank_programs import run_program
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
 
 from holdfast.contracts.disk.damage import find_damage
@@ -27,7 +27,11 @@ def test_each_pipeline_stage_has_a_stock_dcp_folder_under_one_manifest(tmp_path:
     flusher_supervisor = SlotHolder(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
     try:
         run_program(
-            "pipeline_program", WORLD_SIZE, tmp_path, flusher_supervisor.name, timeout_s=RANKS_S
+            "support.pipeline_program",
+            WORLD_SIZE,
+            tmp_path,
+            flusher_supervisor.name,
+            timeout_s=RANKS_S,
         )
     finally:
         flusher_supervisor.close()

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from examples.demo_service import PrefectService
-from tests.flow_runs import (
+from tests.support.flow_runs import (
     FlowRuns,
     events_of,
     expected_events,

@@ -14,10 +14,10 @@ from typing import Final
 import pytest
 from sqlalchemy import text
 from tests.api.conftest import serving
-from tests.other_users import STRANGER, as_user
-from tests.postgres import PostgresServer
 from tests.process.test_lineage_plans import collect, full_scans, questions
-from tests.runs import T0, RunFolder, build_sample_runs
+from tests.support.other_users import STRANGER, as_user
+from tests.support.postgres import PostgresServer
+from tests.support.runs import T0, RunFolder, build_sample_runs
 from typer.testing import CliRunner
 
 from holdfast.cli.main import app

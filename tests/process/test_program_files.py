@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.flusher_supervisor import FakeRank, SlotHolder, wait_for, wait_until
+from tests.support.flusher_supervisor import FakeRank, SlotHolder, wait_for, wait_until
 
 from holdfast.contracts.disk.manifest import read_manifest
 from holdfast.contracts.errors import SaveError

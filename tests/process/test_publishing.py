@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from tests.environments import LOCK, run_command
+from tests.support.environments import LOCK, run_command
 
 sys.path.append(str(Path(__file__).parents[2] / "infra" / "setup"))
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.flow_runs import SUPERVISION
 from tests.process.local_command import PROGRAM, Local
+from tests.support.flow_runs import SUPERVISION
 
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.workers.runs import run_folders

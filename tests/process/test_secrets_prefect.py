@@ -10,7 +10,7 @@ from typing import Final
 
 import pytest
 from examples.demo_service import PrefectService
-from tests.flow_runs import FlowRuns, supervisions, wait_for, wait_for_end
+from tests.support.flow_runs import FlowRuns, supervisions, wait_for, wait_for_end
 
 from holdfast.contracts.disk.paths import RunPaths
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 import pytest
 import torch
-from tests.rank_programs import ROOT
+from tests.support.rank_programs import ROOT
 from torch import nn
 
 from holdfast.contracts import environment

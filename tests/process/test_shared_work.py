@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.forked_ranks import run_ranks
-from tests.mirrors import make_checkpoint
 from tests.process.test_rank_tree import ranks as connected
+from tests.support.forked_ranks import run_ranks
+from tests.support.mirrors import make_checkpoint
 
 from holdfast.contracts.disk.damage import find_damage, find_problems
 from holdfast.contracts.disk.manifest import read_manifest

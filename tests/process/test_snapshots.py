@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.flusher_supervisor import FakeRank, SlotHolder, wait_for, wait_until
+from tests.support.flusher_supervisor import FakeRank, SlotHolder, wait_for, wait_until
 
 from holdfast.contracts.disk.damage import find_damage
 from holdfast.contracts.disk.manifest import read_manifest

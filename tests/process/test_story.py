@@ -18,7 +18,7 @@ from typing import Any, Final
 import pytest
 import torch
 from examples.demo_service import PrefectService
-from tests.flow_runs import SUPERVISION, FlowRuns, claim_of, state_of, step_of, wait_for
+from tests.support.flow_runs import SUPERVISION, FlowRuns, claim_of, state_of, step_of, wait_for
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from holdfast.contracts.disk.paths import RunPaths

@@ -14,7 +14,7 @@ import pytest
 from tests.process.local_runs import wait_until
 from tests.process.test_session import ends_of
 from tests.process.test_session_agent import WAIT_S, end, start_nodes
-from tests.storage import small_storage
+from tests.support.storage import small_storage
 
 from holdfast.contracts.disk.damage import find_damage
 from holdfast.contracts.disk.journal import Event, EventKind

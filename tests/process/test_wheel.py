@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.environments import install, link, pip, run_command
+from tests.support.environments import install, link, pip, run_command
 
 from holdfast.cli.shared.exit_status import REFUSED
 

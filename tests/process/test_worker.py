@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from examples.demo_service import POOL, PrefectService
-from tests.flow_runs import (
+from tests.support.flow_runs import (
     FlowRuns,
     service_environment,
     step_of,

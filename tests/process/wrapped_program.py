@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.forked_ranks import run_ranks
+from tests.support.forked_ranks import run_ranks
 from tests.unit.test_refused_tensors import Quantised, quantised
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -14,8 +14,8 @@ sys.path.append(str(Path(__file__).parents[2] / "infra" / "slurm"))
 from examples.demo_service import PrefectService
 from slurm_cluster import SlurmCluster, check_prerequisites
 from slurm_config import ClusterSpec
-from tests.flow_runs import service_environment
 from tests.process.local_runs import LocalRun, processes_of, wait_until
+from tests.support.flow_runs import service_environment
 
 Make = Callable[..., LocalRun]
 TWO_NODES = {"executor": "slurm", "nodes": 2, "gpus_per_node": 2, "partition": "spot"}

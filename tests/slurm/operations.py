@@ -19,7 +19,7 @@ from typing import Any, Final
 from examples.demo_service import POOL, PrefectService
 from safetensors.numpy import load_file
 from slurm_cluster import SlurmCluster
-from tests.flow_runs import FlowRuns, state_of, step_of, supervisions, wait_for
+from tests.support.flow_runs import FlowRuns, state_of, step_of, supervisions, wait_for
 
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.records.history import load_history

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from slurm_cluster import SlurmCluster
-from tests.agent_ranks import (
+from tests.process.local_runs import LocalRun, processes_of, wait_until
+from tests.support.agent_ranks import (
     filling_of,
     hold_in_copy,
     ranks_of,
@@ -18,7 +19,6 @@ from tests.agent_ranks import (
     steps_in,
     wait_for_commit,
 )
-from tests.process.local_runs import LocalRun, processes_of, wait_until
 
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.states import AttemptState

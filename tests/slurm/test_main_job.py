@@ -18,7 +18,7 @@ import psutil
 import pytest
 from examples.demo_service import PrefectService
 from slurm_cluster import SlurmCluster
-from tests.flow_runs import (
+from tests.support.flow_runs import (
     FlowRuns,
     step_of,
     submissions,

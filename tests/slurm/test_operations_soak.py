@@ -15,7 +15,15 @@ from typing import Any, Final
 import pytest
 from examples.demo_service import PrefectService
 from slurm_cluster import SlurmCluster
-from tests.flow_runs import (
+from tests.slurm.operations import (
+    EFFECT_S,
+    GPUS_PER_RUN,
+    Operations,
+    Quota,
+    Surroundings,
+    exported_weights,
+)
+from tests.support.flow_runs import (
     PROGRAM,
     FlowRuns,
     events_of,
@@ -25,14 +33,6 @@ from tests.flow_runs import (
     submissions,
     supervisions,
     wait_for,
-)
-from tests.slurm.operations import (
-    EFFECT_S,
-    GPUS_PER_RUN,
-    Operations,
-    Quota,
-    Surroundings,
-    exported_weights,
 )
 
 from holdfast.contracts.disk.paths import RunPaths

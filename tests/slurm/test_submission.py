@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 import pytest
 from slurm_cluster import SlurmCluster
-from tests.agent_ranks import ranks_of, waiting_ranks
-from tests.metadata_server import AzureService, serving
 from tests.process.local_runs import LocalRun, wait_until
+from tests.support.agent_ranks import ranks_of, waiting_ranks
+from tests.support.metadata_server import AzureService, serving
 from typer.testing import CliRunner
 
 from holdfast.cli.main import app

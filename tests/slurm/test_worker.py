@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from examples.demo_service import POOL, PrefectService
 from slurm_cluster import SlurmCluster
-from tests.flow_runs import (
+from tests.support.flow_runs import (
     FlowRuns,
     service_environment,
     step_of,

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.cli_calls import Call, CliResult
+from tests.support.cli_calls import Call, CliResult
 
 from holdfast.cli.main import main
 

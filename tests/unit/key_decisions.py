@@ -12,8 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
-from tests.histories import NOW, attempt_of, history_of, spec_of
-from tests.runs import T0, RunFolder
+from tests.support.histories import NOW, attempt_of, history_of, spec_of
+from tests.support.runs import T0, RunFolder
 from tests.unit.test_contracts_keep_rules import BRANCH
 from tests.unit.test_contracts_keep_rules import NOW as BRANCH_NOW
 from tests.unit.test_key_pairs import RULES

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from tests.cli_calls import Call
-from tests.other_users import STRANGER, as_user
+from tests.support.cli_calls import Call
+from tests.support.other_users import STRANGER, as_user
 
 from holdfast.api.tokens import Role, TokenStore
 from holdfast.cli.shared import exit_status

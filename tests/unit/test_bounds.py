@@ -14,7 +14,7 @@ import annotated_types
 import pytest
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
-from tests.runs import RunFolder
+from tests.support.runs import RunFolder
 
 from holdfast.contracts.disk.bounds import TIME_MAX
 from holdfast.contracts.disk.journal import problem_with_facts

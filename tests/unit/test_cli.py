@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cli_calls import Call
-from tests.runs import RunFolder, file_checksum
+from tests.support.cli_calls import Call
+from tests.support.runs import RunFolder, file_checksum
 
 from holdfast.cli.logs import sorted_logs
 from holdfast.contracts.account.goodput import PARTS

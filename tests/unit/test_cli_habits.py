@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.cli_calls import Call
+from tests.support.cli_calls import Call
 from tests.unit.test_cli import ended_run
 
 from holdfast.cli.shared.arguments import complete_run, parse_moment

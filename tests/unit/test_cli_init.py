@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.cli_calls import Call
+from tests.support.cli_calls import Call
 
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.workers.schedulers.slurm_defaults import choose_partition, read_partitions

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.cli_calls import CliResult
-from tests.runs import T0, RunFolder, build_sample_runs
+from tests.support.cli_calls import CliResult
+from tests.support.runs import T0, RunFolder, build_sample_runs
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 from typer.core import TyperOption
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.runs import RunFolder
+from tests.support.runs import RunFolder
 
 from holdfast.cli.main import main
 from holdfast.cli.shared.index import locate_run

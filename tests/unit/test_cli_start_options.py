@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import pytest
 import torch
-from tests.rank_programs import ROOT
+from tests.support.rank_programs import ROOT
 from tests.unit.test_cli_options import COMMANDS as READING
 from tests.unit.test_cli_options import OLDEST, World, options_of, world
 from tests.unit.test_simulation import SPEC

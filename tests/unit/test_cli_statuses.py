@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.cli_calls import Call
-from tests.storage import small_storage
+from tests.support.cli_calls import Call
+from tests.support.storage import small_storage
 from tests.unit.test_cli import ended_run, write_spec
 
 from holdfast.contracts.disk.paths import RunPaths

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.cli_calls import Call
+from tests.support.cli_calls import Call
 from tests.unit.test_cli import ended_run, write_spec
 
 from holdfast.cli.shared.output import print_table

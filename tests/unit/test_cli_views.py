@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.cli_calls import Call
-from tests.runs import RunFolder
+from tests.support.cli_calls import Call
+from tests.support.runs import RunFolder
 
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import RunPaths

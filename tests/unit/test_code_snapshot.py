@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from tests.histories import spec_of
+from tests.support.histories import spec_of
 
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import PreflightError, RunConflictError

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from tests.runs import file_checksum
+from tests.support.runs import file_checksum
 
 from holdfast.contracts.disk.damage import find_damage
 from holdfast.contracts.disk.digests import (

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.fake_devices import (
+from tests.support.fake_devices import (
     CONSTRUCTORS,
     STATE_BYTES,
     DeviceTensor,

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from tests.docs.blocks import ROOT
-from tests.storage import small_storage
+from tests.support.storage import small_storage
 
 from holdfast.cli import doctor
 from holdfast.cli.doctor import CheckResult, run_checks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.runs import build_sample_runs
+from tests.support.runs import build_sample_runs
 
 from holdfast.flows.drills.place import LaunchPlace
 from holdfast_bench.drills.recorded_run import RecordedRun

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.runs import DIGEST, RunFolder, build_sample_runs
+from tests.support.runs import DIGEST, RunFolder, build_sample_runs
 
 from holdfast.contracts.account.goodput import account
 from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.runs import file_checksum
+from tests.support.runs import file_checksum
 
 from holdfast.contracts.disk.durable import to_json
 from holdfast.contracts.disk.journal import EventKind, JournalWriter

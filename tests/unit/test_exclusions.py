@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.histories import NOW, attempt_of, history_of, spec_of
+from tests.support.histories import NOW, attempt_of, history_of, spec_of
 
 from holdfast.cli.show import newest_reason
 from holdfast.contracts.disk.journal import FALLBACKS, GROWER, PENDING_TIMEOUT

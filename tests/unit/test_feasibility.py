@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.histories import NOW, attempt_of, history_of, spec_of
-from tests.runs import T0, RunFolder
+from tests.support.histories import NOW, attempt_of, history_of, spec_of
+from tests.support.runs import T0, RunFolder
 
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.manifest import Manifest

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.other_users import STRANGER, as_user, held_by
-from tests.runs import RunFolder
+from tests.support.other_users import STRANGER, as_user, held_by
+from tests.support.runs import RunFolder
 
 from holdfast.contracts.disk.file_locks import locked, open_lock, wait_for_lock
 from holdfast.contracts.disk.journal import EventKind, JournalWriter, journal_lock

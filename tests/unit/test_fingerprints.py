@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.histories import NOW, attempt_of, history_of, spec_of
+from tests.support.histories import NOW, attempt_of, history_of, spec_of
 
 from holdfast.contracts.records.history import AttemptView
 from holdfast.contracts.states import Cause

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from tests.runs import RunFolder
+from tests.support.runs import RunFolder
 
 from holdfast.contracts.errors import SpecError
 from holdfast.flows.supervisor.submission import submit_next

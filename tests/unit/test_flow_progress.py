@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 import pytest
-from tests.runs import RunFolder
+from tests.support.runs import RunFolder
 
 from holdfast.contracts.disk.paths import AttemptPaths
 from holdfast.contracts.records.history import load_history

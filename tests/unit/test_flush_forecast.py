@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.histories import record_of, spec_of
+from tests.support.histories import record_of, spec_of
 
 from holdfast.contracts.disk.durable import make_directory
 from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter

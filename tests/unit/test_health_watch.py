@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from tests.runs import RunFolder
+from tests.support.runs import RunFolder
 from tests.unit.test_workers_lead import FakeNode, played
 
 from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter, read_journal

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.histories import record_of, spec_of
+from tests.support.histories import record_of, spec_of
 
 from holdfast.contracts.errors import InterfaceError
 from holdfast.contracts.node.channel import ChannelHost, ChannelMember

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.runs import RunFolder
+from tests.support.runs import RunFolder
 
 from holdfast.contracts.disk import journal, journal_follow
 from holdfast.contracts.disk.journal import EventKind, JournalWriter, read_journal

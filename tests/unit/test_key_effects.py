@@ -14,8 +14,8 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
-from tests.histories import NOW, record_of
-from tests.runs import RunFolder
+from tests.support.histories import NOW, record_of
+from tests.support.runs import RunFolder
 from tests.unit.key_decisions import BASE, DECISIONS
 from tests.unit.test_spec_effects import ON_SLURM, OPAQUE, merged, with_key
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from tests.runs import RunFolder
+from tests.support.runs import RunFolder
 from tests.unit.test_contracts_keep_rules import BRANCH, NOW
 from tests.unit.test_spec_effects import merged, problems_of
 from torch import nn

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.cli_calls import Call
+from tests.support.cli_calls import Call
 from tests.unit.test_cli import ended_run, write_spec
 from torch import nn
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import grimp
 import pytest
 import typer
-from tests.runs import build_sample_runs
+from tests.support.runs import build_sample_runs
 
 from holdfast.cli.commands import COMMANDS
 from holdfast.cli.main import all_commands

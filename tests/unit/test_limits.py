@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
-from tests.runs import T0, RunFolder
+from tests.support.runs import T0, RunFolder
 
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.records.alerts import noticed

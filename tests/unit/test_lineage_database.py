@@ -15,7 +15,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine, inspect, text
-from tests.postgres import PostgresServer
+from tests.support.postgres import PostgresServer
 
 from holdfast.contracts.disk import filesystems
 from holdfast.contracts.errors import LineageError

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.process.test_lineage_ingest import dump
-from tests.runs import T0, RunFolder
+from tests.support.runs import T0, RunFolder
 
 from holdfast.contracts.disk.durable import make_directory
 from holdfast.contracts.disk.journal import EventKind, JournalWriter

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.runs import RunFolder, build_sample_runs
+from tests.support.runs import RunFolder, build_sample_runs
 
 from holdfast.contracts.errors import LineageError
 from holdfast.lineage.database.engine import URL_VARIABLE

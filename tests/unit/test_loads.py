@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.load_cases import (
+from tests.support.load_cases import (
     EXCLUDED,
     REFUSED,
     SAME,
@@ -22,7 +22,7 @@ from tests.load_cases import (
     run_processes,
     run_session,
 )
-from tests.load_programs import Program, Twice
+from tests.support.load_programs import Program, Twice
 from tests.unit.test_refused_tensors import Hidden, hidden
 from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.forked_ranks import run_ranks
+from tests.support.forked_ranks import run_ranks
 
 from holdfast.contracts.errors import HoldfastError, SessionError
 from holdfast.contracts.node.rank_status import SAID_MAX, RankStatusTable

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from tests.histories import spec_of
+from tests.support.histories import spec_of
 
 from holdfast.contracts.errors import PreflightError, SpecError
 from holdfast.contracts.plain_text import counted

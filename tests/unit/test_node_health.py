@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
-from tests.histories import NOW, attempt_of, history_of, spec_of
-from tests.runs import RunFolder
+from tests.support.histories import NOW, attempt_of, history_of, spec_of
+from tests.support.runs import RunFolder
 
 from holdfast.contracts.disk.paths import AttemptPaths
 from holdfast.contracts.records.history import AttemptView

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.runs import RunFolder
+from tests.support.runs import RunFolder
 
 from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter, read_journal
 from holdfast.contracts.records.alerts import noticed

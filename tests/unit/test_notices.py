@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from tests.metadata_server import (
+from tests.support.metadata_server import (
     AwsService,
     AzureService,
     GcpService,

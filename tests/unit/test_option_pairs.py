@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from tests.cli_calls import Call
-from tests.runs import T0, RunFolder, build_sample_runs
+from tests.support.cli_calls import Call
+from tests.support.runs import T0, RunFolder, build_sample_runs
 from typer.core import TyperOption
 
 from holdfast.cli.main import all_commands

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cli_calls import Call
-from tests.histories import NOW, attempt_of, history_of, spec_of
+from tests.support.cli_calls import Call
+from tests.support.histories import NOW, attempt_of, history_of, spec_of
 
 from holdfast.contracts.disk.journal import GROWER, EventKind, JournalWriter
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths

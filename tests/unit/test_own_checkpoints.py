@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from tests.histories import record_of, spec_of
-from tests.other_users import STRANGER
-from tests.runs import RunFolder
+from tests.support.histories import record_of, spec_of
+from tests.support.other_users import STRANGER
+from tests.support.runs import RunFolder
 
 from holdfast.contracts.disk.damage import find_damage
 from holdfast.contracts.disk.manifest import Manifest, files_folder, record_source, retire_source

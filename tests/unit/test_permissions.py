@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.runs import RunFolder
+from tests.support.runs import RunFolder
 
 from holdfast.contracts.disk.durable import create_bytes, write_bytes
 from holdfast.contracts.disk.journal import EventKind

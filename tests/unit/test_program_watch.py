@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.other_users import STRANGER
-from tests.runs import RunFolder
+from tests.support.other_users import STRANGER
+from tests.support.runs import RunFolder
 
 from holdfast.contracts.disk.durable import make_directory
 from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter

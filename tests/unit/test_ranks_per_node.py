@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.histories import attempt_of, history_of, record_of, spec_of
+from tests.support.histories import attempt_of, history_of, record_of, spec_of
 
 from holdfast.contracts.account.timeline import spans_of
 from holdfast.contracts.records.attempt import Request

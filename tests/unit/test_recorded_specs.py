@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cli_calls import CliResult
-from tests.histories import record_of, spec_of
+from tests.support.cli_calls import CliResult
+from tests.support.histories import record_of, spec_of
 from tests.unit.test_workers_runs import Scheduler, resume, submit
 from typer.testing import CliRunner
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from tests.runs import RunFolder
+from tests.support.runs import RunFolder
 from tests.unit.test_workers_lead import FakeNode, MemberAgent, played
 
 from holdfast.contracts.disk.journal import EventKind, JournalWriter, read_journal

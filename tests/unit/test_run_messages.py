@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cli_calls import Call
-from tests.histories import spec_of
+from tests.support.cli_calls import Call
+from tests.support.histories import spec_of
 from tests.unit.test_cli import add_checkpoint, ended_run
 from tests.unit.test_orders import Cluster
 from tests.unit.test_workers_runs import submit

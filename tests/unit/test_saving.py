@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.runs import T0, RunFolder
+from tests.support.runs import T0, RunFolder
 
 from holdfast.cli.main import main
 from holdfast.contracts.disk.journal import EventKind

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import pytest
 from pydantic import ValidationError
-from tests.runs import RunFolder
+from tests.support.runs import RunFolder
 
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import RunPaths

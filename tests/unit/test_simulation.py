@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cli_calls import Call
+from tests.support.cli_calls import Call
 
 from holdfast.contracts.account.goodput import PARTS
 from holdfast.contracts.errors import SpecError

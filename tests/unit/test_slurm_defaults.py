@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.histories import spec_of
+from tests.support.histories import spec_of
 
 from holdfast.workers.schedulers import slurm_client
 from holdfast.workers.schedulers.slurm_defaults import default_warnings, warnings_of_defaults

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from tests.histories import NOW, attempt_of, history_of, record_of, spec_of
+from tests.support.histories import NOW, attempt_of, history_of, record_of, spec_of
 
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.other_users import STRANGER
+from tests.support.other_users import STRANGER
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 
 from holdfast.contracts.disk.paths import IMPORTED, RunPaths

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cli_calls import Call
-from tests.histories import spec_of
-from tests.spec_keys import spec_keys
+from tests.support.cli_calls import Call
+from tests.support.histories import spec_of
+from tests.support.spec_keys import spec_keys
 
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.spec.effects import ACTS

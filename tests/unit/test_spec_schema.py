@@ -13,9 +13,9 @@ from typing import Any, Final
 import pytest
 from jsonschema import Draft7Validator
 from pydantic import ValidationError
-from tests.cli_calls import Call
 from tests.docs.blocks import ROOT, Block, unmarked
-from tests.spec_keys import spec_keys
+from tests.support.cli_calls import Call
+from tests.support.spec_keys import spec_keys
 
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.spec.schema import PATTERNS, run_spec_schema

@@ -10,7 +10,7 @@ from types import UnionType
 from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
 import pytest
-from tests.cli_calls import Call
+from tests.support.cli_calls import Call
 
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.spec.part import SpecPart, part_of

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from tests.histories import record_of, spec_of
+from tests.support.histories import record_of, spec_of
 from tests.unit.test_workers_slurm_questions import (
     NODES,
     PARTITIONS,

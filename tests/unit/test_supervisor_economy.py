@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.runs import T0, RunFolder
+from tests.support.runs import T0, RunFolder
 
 from holdfast.contracts.disk import journal
 from holdfast.contracts.disk.journal import EventKind

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.cli_calls import Call
-from tests.histories import spec_of
+from tests.support.cli_calls import Call
+from tests.support.histories import spec_of
 from tests.unit.test_cli import ended_run
 
 from holdfast.contracts.disk.journal import EventKind, JournalWriter

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.runs import T0, RunFolder
+from tests.support.runs import T0, RunFolder
 
 from holdfast.contracts.account.timeline import goodput_of, safe_step_of
 from holdfast.contracts.disk import journal

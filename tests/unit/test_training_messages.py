@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.cli_calls import Call
+from tests.support.cli_calls import Call
 from tests.unit.test_engine_resume import write_record
 from torch import nn
 

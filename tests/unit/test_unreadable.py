@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.cli_calls import Call
-from tests.runs import RunFolder
+from tests.support.cli_calls import Call
+from tests.support.runs import RunFolder
 from tests.unit.test_cli import ended_run
 
 from holdfast.contracts.disk import damage

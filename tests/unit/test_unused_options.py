@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.cli_calls import Call
-from tests.runs import RunFolder
+from tests.support.cli_calls import Call
+from tests.support.runs import RunFolder
 
 SPEC = 'name = "kelp"\ncommand = ["train.py"]\nconfig.steps = 50\n'
 

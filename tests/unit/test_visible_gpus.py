@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.histories import record_of, spec_of
+from tests.support.histories import record_of, spec_of
 
 from holdfast.contracts.errors import PreflightError, SpecError
 from holdfast.contracts.records.attempt import Request

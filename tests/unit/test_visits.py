@@ -11,8 +11,8 @@ from uuid import UUID, uuid4
 import pytest
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Cancelling
-from tests.other_users import STRANGER
-from tests.runs import RunFolder
+from tests.support.other_users import STRANGER
+from tests.support.runs import RunFolder
 
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import RunPaths, list_runs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.histories import NOW, attempt_of, history_of, spec_of
+from tests.support.histories import NOW, attempt_of, history_of, spec_of
 
 from holdfast.contracts.disk.journal import GROWER
 from holdfast.contracts.records.history import AttemptView, RunHistory

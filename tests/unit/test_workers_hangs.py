@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.runs import RunFolder
+from tests.support.runs import RunFolder
 
 from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter, read_journal
 from holdfast.contracts.records.attempt import Request, read_document

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.runs import RunFolder
+from tests.support.runs import RunFolder
 
 from holdfast.contracts.disk.journal import EventKind, read_journal
 from holdfast.contracts.disk.paths import AttemptPaths

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.histories import NOW, attempt_of, history_of, spec_of
+from tests.support.histories import NOW, attempt_of, history_of, spec_of
 
 from holdfast.contracts.disk.journal import PENDING_TIMEOUT
 from holdfast.contracts.states import AttemptState, Cause

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from tests.histories import NOW, attempt_of, history_of, record_of, spec_of
+from tests.support.histories import NOW, attempt_of, history_of, record_of, spec_of
 
 from holdfast.contracts.disk.journal import FALLBACKS, Event, EventKind
 from holdfast.contracts.records.history import AttemptView

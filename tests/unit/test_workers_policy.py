@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from tests.histories import NOW, attempt_of, growing, history_of, spec_of
+from tests.support.histories import NOW, attempt_of, growing, history_of, spec_of
 
 from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.records.attempt import LaunchRecord, SubmissionTry

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.histories import record_of, spec_of
+from tests.support.histories import record_of, spec_of
 
 from holdfast.contracts.disk.digests import command_digest
 from holdfast.contracts.records.attempt import Request

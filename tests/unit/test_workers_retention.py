@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.runs import T0, RunFolder
-from tests.storage import small_storage
+from tests.support.runs import T0, RunFolder
+from tests.support.storage import small_storage
 
 from holdfast.contracts.disk.damage import find_damage
 from holdfast.contracts.disk.durable import make_directory

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.histories import spec_of
+from tests.support.histories import spec_of
 
 from holdfast.contracts.disk.filesystems import FileSystem
 from holdfast.contracts.disk.journal import EventKind, JournalWriter

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.histories import record_of, spec_of
+from tests.support.histories import record_of, spec_of
 
 from holdfast.contracts.disk.paths import AttemptPaths
 from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError

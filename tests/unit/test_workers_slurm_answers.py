@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.runs import T0, RunFolder
+from tests.support.runs import T0, RunFolder
 
 from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
 from holdfast.contracts.records.attempt import Outcome, write_document

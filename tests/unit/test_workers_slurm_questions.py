@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from tests.histories import spec_of
+from tests.support.histories import spec_of
 
 from holdfast.contracts.errors import PreflightError
 from holdfast.contracts.spec.resources import Resources

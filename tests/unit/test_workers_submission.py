@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.histories import spec_of
+from tests.support.histories import spec_of
 
 from holdfast.contracts.disk import filesystems, reading
 from holdfast.contracts.disk.filesystems import CACHE_MARGIN_S, CACHE_S, FileSystem

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.cli_calls import Call
-from tests.histories import record_of, spec_of
+from tests.support.cli_calls import Call
+from tests.support.histories import record_of, spec_of
 
 from holdfast import trainer
 from holdfast.contracts.disk.journal import EventKind, JournalWriter

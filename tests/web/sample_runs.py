@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
-from tests.runs import RunFolder
+from tests.support.runs import RunFolder
 
 from holdfast.contracts.disk.durable import make_directory
 from holdfast.contracts.disk.journal import EventKind, JournalWriter

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 import pytest
 from playwright.sync_api import Browser, Page, ViewportSize, expect
-from tests.runs import RunFolder
+from tests.support.runs import RunFolder
 from tests.web import testbed
 from tests.web.sample_runs import LIVE
 from tests.web.testbed import CHECKOUT, Site

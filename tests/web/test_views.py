@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
-from tests.runs import RunFolder
+from tests.support.runs import RunFolder
 from tests.web import testbed
 from tests.web.sample_runs import HOUR, LIVE, NEWEST, beat, clock
 from tests.web.testbed import Site

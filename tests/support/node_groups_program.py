@@ -1,6 +1,6 @@
 """Four ranks on two simulated nodes load a checkpoint beside process groups of the program.
 
-python -m tests.node_groups_program FOLDER
+python -m tests.support.node_groups_program FOLDER
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tests.forked_ranks import run_ranks
+from tests.support.forked_ranks import run_ranks
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from holdfast.trainer.loading import node

@@ -27,7 +27,7 @@ from holdfast.workers.schedulers import executor_for
 from holdfast.workers.schedulers.flow_places import FlowPlaces
 
 DEPLOYMENT: Final = "train/holdfast"
-PROGRAM: Final = Path(__file__).parent / "process" / "agent_program.py"
+PROGRAM: Final = Path(__file__).parents[1] / "process" / "agent_program.py"
 # Fast polling, and no warm standby, whose start takes seconds of two processors.
 SUPERVISION: Final = {"poll_s": 0.5, "heartbeat_s": 0.3, "standby_after_s": "off"}
 WAIT_S: Final = 240.0

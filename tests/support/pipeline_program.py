@@ -1,6 +1,6 @@
 """Two pipeline stages of sharded ranks, saved together; checks what all ranks must agree on.
 
-    python -m tests.pipeline_program WORLD_SIZE FOLDER FLUSHER
+    python -m tests.support.pipeline_program WORLD_SIZE FOLDER FLUSHER
 
 The first rank of each stage writes its stage's whole state to `FOLDER/stage<i>.pt`.
 """
@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.checkpoint_program import OPTIONS, make_identity, train
-from tests.forked_ranks import run_ranks
+from tests.support.checkpoint_program import OPTIONS, make_identity, train
+from tests.support.forked_ranks import run_ranks
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict

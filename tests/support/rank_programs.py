@@ -9,7 +9,7 @@ from typing import Final
 
 from tests.support.forked import Forked
 
-ROOT: Final = Path(__file__).parents[1]
+ROOT: Final = Path(__file__).parents[2]
 KILL_WAIT_S: Final = 30.0
 
 

@@ -1,6 +1,6 @@
 """A small sharded program for tests of the checkpoint engine, with several scenarios.
 
-    python -m tests.checkpoint_program SCENARIO WORLD_SIZE FOLDER FLUSHER CHECKPOINT
+    python -m tests.support.checkpoint_program SCENARIO WORLD_SIZE FOLDER FLUSHER CHECKPOINT
 
 Rank 0 gathers the final state of a scenario and writes it to `FOLDER/<scenario>.pt`.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.forked_ranks import run_ranks
+from tests.support.forked_ranks import run_ranks
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,

@@ -12,7 +12,7 @@ from typing import Final
 
 from packaging.requirements import Requirement
 
-LOCK: Final = Path(__file__).resolve().parents[1] / "requirements.lock"
+LOCK: Final = Path(__file__).resolve().parents[2] / "requirements.lock"
 # pip may take long on a slow connection.
 INSTALL_S: Final = 400
 COMMAND_S: Final = 400

@@ -1,6 +1,6 @@
 """Ranks that save known tensors and load them at other world sizes; each load reports its reads.
 
-    python -m tests.load_program save|load WORLD_SIZE FOLDER FLUSHER CHECKPOINT
+    python -m tests.support.load_program save|load WORLD_SIZE FOLDER FLUSHER CHECKPOINT
 
 Values depend only on the key, so that every load can be checked without the saved state.
 """
@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.checkpoint_program import make_identity
-from tests.forked_ranks import run_ranks
+from tests.support.checkpoint_program import make_identity
+from tests.support.forked_ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 

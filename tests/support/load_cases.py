@@ -1,7 +1,7 @@
 """Runs the programs of `load_programs`, interrupted and not, and compares them bit by bit.
 
-`run_fast` writes checkpoints with stock DCP and needs no flusher. `run_session` uses a Session, and
-`python -m tests.load_cases SEED DIRECTORY STEPS` is one launch of it in a process of its own.
+`run_fast` writes checkpoints with stock DCP and needs no flusher. `run_session` uses a Session.
+`python -m tests.support.load_cases SEED DIRECTORY STEPS` is one launch of it in a separate process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.load_programs import Parts, Program, first_difference, print_of
+from tests.support.load_programs import Parts, Program, first_difference, print_of
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 
 from holdfast.contracts.disk.paths import TRAIN_STATE
@@ -300,10 +300,10 @@ def run_processes(program: Program, directory: Path) -> str:
         whole.ids = []
         wanted = print_of(whole)
     for until in (program.saves[0], program.steps):
-        command = [sys.executable, "-m", "tests.load_cases", str(program.seed)]
+        command = [sys.executable, "-m", "tests.support.load_cases", str(program.seed)]
         ended = subprocess.run(
             [*command, str(directory), str(until)],
-            cwd=Path(__file__).parents[1],
+            cwd=Path(__file__).parents[2],
             capture_output=True,
             text=True,
             timeout=PROCESS_S,

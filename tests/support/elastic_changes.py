@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.elastic_layouts import LAYOUTS, Net
+from tests.support.elastic_layouts import LAYOUTS, Net
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

@@ -1,6 +1,6 @@
 """Interrupts the programs of `loop_shapes` at chosen points and compares them with full runs.
 
-    python -m tests.loop_cases SHAPE RANKS INTERVAL SNAPSHOTS STRIDE FOLDER
+    python -m tests.support.loop_cases SHAPE RANKS INTERVAL SNAPSHOTS STRIDE FOLDER
 
 An uninterrupted run first lists the points that it passes. Then, for every STRIDE-th of them and
 for both signals, a run is interrupted there and restarted by the same command. The last notes of
@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from tests.loop_shapes import SHAPES, Probe
+from tests.support.loop_shapes import SHAPES, Probe
 
 from holdfast.contracts.environment import CHECKPOINT_INTERVAL, CHECKPOINT_SNAPSHOTS
 from holdfast.trainer import Session

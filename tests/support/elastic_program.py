@@ -1,6 +1,6 @@
 """Ranks that load every earlier checkpoint into every layout, then save each layout.
 
-    python -m tests.elastic_program RANKS FOLDER FLUSHER STRIDE
+    python -m tests.support.elastic_program RANKS FOLDER FLUSHER STRIDE
 
 `FOLDER/n<ranks>` is a run with a checkpoint, and a launch, for each layout at that number of
 ranks. The gathered state is saved beside it, and every load must be bit-identical to it. A layout
@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.checkpoint_program import make_identity
-from tests.elastic_changes import check_changes
-from tests.elastic_layouts import LAYOUTS, layouts_of
-from tests.forked_ranks import run_ranks
+from tests.support.checkpoint_program import make_identity
+from tests.support.elastic_changes import check_changes
+from tests.support.elastic_layouts import LAYOUTS, layouts_of
+from tests.support.forked_ranks import run_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW

@@ -1,6 +1,6 @@
 """Saves and loads states of generated layouts on forked ranks, with Holdfast and stock DCP.
 
-    python -m tests.layouts_program CASES FOLDER FLUSHER
+    python -m tests.support.layouts_program CASES FOLDER FLUSHER
 
 CASES is a JSON file: a list of states, each {key: {shape, dtype, saved, loaded}}, where `saved` and
 `loaded` are layouts: {kind, mesh, placements}. Every state goes through both writers and both
@@ -20,8 +20,8 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from tests.checkpoint_program import make_identity
-from tests.forked_ranks import run_ranks
+from tests.support.checkpoint_program import make_identity
+from tests.support.forked_ranks import run_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
