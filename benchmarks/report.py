@@ -113,8 +113,8 @@ def conditions(found: dict[str, Any], measured_on: str) -> str:
 
 def table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     """Return a Markdown table."""
-    lines = [headings, tuple("---" for _ in headings), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    head, *body = (f"| {' | '.join(line)} |" for line in (headings, *rows))
+    return "\n".join([head, "|---" * len(headings) + "|", *body])
 
 
 if __name__ == "__main__":
