@@ -3,7 +3,7 @@
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-demo setup-cluster page screenshots demo \
 	test test-unit test-more test-all test-slurm test-versions test-gpu \
-	bench bench-gpu bench-frameworks check lock clean slurm-up slurm-down docs docs-serve
+	bench bench-gpu bench-frameworks check lock clean slurm-up slurm-down docs docs-serve reference
 
 PYTHON := .venv/bin/python
 PYTEST := .venv/bin/pytest
@@ -65,10 +65,13 @@ bench: setup  ## Saves and loads against this machine's limits and stock DCP; AR
 bench-frameworks: setup  ## Saves and steps of each framework's adapter beside the bare framework
 	$(PYTHON) -m holdfast_bench.frameworks $(ARGS)
 
-docs: setup  ## The documentation site, into build/docs; a broken link or any warning fails
+docs: reference  ## The documentation site, into build/docs; a broken link or any warning fails
 	$(PYTHON) infra/docs/build_site.py $(ARGS)
 
-docs-serve: setup  ## Build the documentation site and serve it on localhost; ARGS=8080 is a port
+reference: setup  ## The reference pages that the code generates, into docs/generated
+	$(PYTHON) infra/docs/write_reference.py
+
+docs-serve: reference  ## Build the documentation site and serve it on localhost; ARGS=8080 is a port
 	$(PYTHON) infra/docs/build_site.py
 	$(PYTHON) -m http.server --bind 127.0.0.1 --directory build/docs $(or $(ARGS),8000)
 

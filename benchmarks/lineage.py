@@ -4,7 +4,7 @@ Run `python benchmarks/lineage.py [--database sqlite|postgresql] [--page FILE]`.
 of a large site inside the database, times the queries of the web pages, and then ingests run
 folders that it writes to disk. PostgreSQL is a temporary server of this program, with its usual
 durability. The program prints JSON at the end, and each stage's JSON to standard error. `--page`
-also writes the result as a page.
+also writes the result into its section of `docs/measurements.md`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ sys.path.append(str(Path(__file__).parents[1]))
 from benchmarks.lineage_api import took_ms
 from benchmarks.lineage_fill import CHAIN, RUNS_WITH_METRICS, T0, checkpoint_name, fill, run_uid
 from benchmarks.lineage_folders import make_folders
-from benchmarks.lineage_report import Took, computed_s, render
-from tests.support.postgres import postgres_server
+from benchmarks.lineage_report import Took, computed_s, write_section
+from tests.postgres import postgres_server
 
 from holdfast.cli.shared.collector import return_free_memory
 from holdfast.contracts.disk.paths import RunPaths, list_runs
@@ -83,7 +83,7 @@ def main() -> None:
                 result[kind] = measure(url, chosen.runs, chosen.checkpoints, chosen.folders)
     print(json.dumps(result, indent=1))
     if chosen.page:
-        chosen.page.write_text(render(result))
+        write_section(chosen.page, result)
 
 
 @contextlib.contextmanager

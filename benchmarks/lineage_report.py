@@ -1,9 +1,10 @@
-"""Writes the index benchmark's page: each figure, its limit, and whether it is kept."""
+"""Writes the index benchmark's section of a page: each figure, its limit, and what missed it."""
 
 from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import psutil
@@ -20,28 +21,28 @@ BUSY: Final = (
     " times those of an idle machine. The CPU times are more reliable."
 )
 METHOD: Final = """\
-## How it is measured
-
+- Each time is a median, with the 95th percentile in brackets. *API* is a request to the server's
+  routes in this process, with the creation and compression of its JSON, without a network. A run's
+  page requests the run, its checkpoints, its events and its curves, timed separately and one after
+  another. *index* is a query without the API.
 - Both databases are new and on the machine's disk. PostgreSQL runs on the same machine with its
-  usual durability (`fsync` and `synchronous_commit` on, 256 MB of shared buffers). Only the rows of
-  the large site are created without waiting for the disk.
-- *API* is a request to the server's routes in this process, including the creation, compression and
-  decompression of its JSON. The network is not included. A run's page requests the run, its
-  checkpoints, its events and its curves. They are timed separately, and all four one after
-  another. Runs are drawn at random from those with curves. *index* is the same query without the
-  API.
-- *computed* is the mean CPU time of an answer, in this process and in the database server. Other
-  programs on the machine change it less than the wall-clock time. But they share cores and caches,
-  so it can be up to twice its value on an idle machine. *manifests/s of computing* is the same for
-  ingest.
-- One run has a chain of 10,000 checkpoints. Each of the others has about a hundred. Every
-  checkpoint has a file and two journal lines.
-- *ingest* reads run folders of 500 manifests each into an empty database. *again* repeats it when
-  nothing has changed. Each figure is the median of {repeats} runs.
-- *reindex* rebuilds all rows with one process, in an empty database or over the existing rows.
-  *raw read* reads the same files and does nothing else. For *cold*, the files were dropped from the
-  page cache before (`posix_fadvise`). For *warm*, they were in memory.
+  usual durability (`fsync` and `synchronous_commit` on, 256 MB of shared buffers).
+- One run has a chain of 10,000 checkpoints, each of the others about a hundred. Every checkpoint
+  has a file and two journal lines.
+- *ingest* reads run folders of 500 manifests each into an empty database. *reindex* rebuilds all
+  rows with one process, in an empty database or over the existing rows. *raw read* reads the same
+  files and does nothing else. For *cold*, the files were dropped from the page cache before. Each
+  figure is the median of {repeats} runs.
 """
+# The page has these queries only as requests of the API.
+ONLY_BY_API: Final = ("runs", "run", "ancestry")
+# Only the JSON has these figures.
+LEFT_OUT: Final = (
+    *("runs, a later page", "runs, last changed first", "manifests", "manifests/s of computing"),
+    *("raw read, warm, s", "manifests/s, one process, again"),
+)
+BEGIN: Final = "<!-- begin of the index -->"
+END: Final = "<!-- end of the index -->"
 
 
 @dataclass(frozen=True)
@@ -65,61 +66,85 @@ def computed_s() -> float:
     return sum(one.user + one.system for one in times)
 
 
+def write_section(page: Path, result: dict[str, Any]) -> None:
+    """Write the figures between the markers of `page`."""
+    before, _, rest = page.read_text().partition(BEGIN)
+    _, marker, after = rest.partition(END)
+    if not marker:
+        raise ValueError(f"{page}: expected the lines {BEGIN} and {END}")
+    page.write_text(f"{before}{BEGIN}\n\n{render(result)}\n{END}{after}")
+
+
 def render(result: dict[str, Any]) -> str:
-    """Return the figures of both databases as a page."""
-    parts = [
-        "# The index at a million checkpoints",
-        f"Measured on {result['measured_at']} by `{result['command']}`: {result['machine']}.",
-    ]
-    for kind in NAMES:
-        if kind in result:
-            parts += _database(kind, result[kind])
-    return "\n\n".join([*parts, METHOD.format(repeats=result["repeats"])])
-
-
-def _database(kind: str, figures: dict[str, Any]) -> list[str]:
-    rows, loads = figures["rows"], figures["load"]
-    size = f"{rows['checkpoints']:,} checkpoints in {rows['runs']:,} runs"
-    answers = [
-        _answer(where, name, took)
-        for where, key in (("API", "api_ms"), ("index", "pages_ms"))
-        for name, took in figures[key].items()
-    ]
-    ingest = _ingest(kind, figures["ingest"])
-    missed = [row[0] for row in (*answers, *ingest) if MISSED in row]
+    """Return the figures of both databases as a section of a page."""
+    kinds = [kind for kind in NAMES if kind in result]
+    first = result[kinds[0]]
+    rows, answers, ingest = first["rows"], _answers(result, kinds), _ingest(result, kinds)
+    missed = [f"{row[0]} ({names})" for row in (*answers, *ingest) if (names := _missed(row))]
     verdict = f"Missed: {'; '.join(missed)}." if missed else "Every limit is kept."
-    if max(loads.values()) > 1.5 * figures["cores"]:
+    busiest = max(max(result[kind]["load"].values()) for kind in kinds)
+    if busiest > 1.5 * first["cores"]:
         verdict = f"{BUSY} {verdict}"
-    beside = ", ".join(f"{load} before {stage}" for stage, load in loads.items())
-    return [
-        f"## {NAMES[kind]}",
-        f"{figures['version']}; {size}, made in {figures['fill_s']:.0f} s.",
-        f"Load average of the machine, which has {figures['cores']} cores: {beside}. {verdict}",
-        _table(("answer", "median ms", "p95 ms", "limit", "", "computed ms"), answers),
-        _table(("ingest from disk", "", "limit", ""), ingest),
+    databases = ", ".join(
+        f"{result[kind]['version']} (made in {result[kind]['fill_s']:.0f} s)" for kind in kinds
+    )
+    headings = tuple(NAMES[kind] for kind in kinds)
+    measured = (
+        f"Measured on {result['measured_at']} by `{result['command']}`: {result['machine']}. "
+        f"{rows['checkpoints']:,} checkpoints in {rows['runs']:,} runs; {databases}. The load "
+        f"average was at most {busiest} on {first['cores']} cores. {verdict}"
+    )
+    parts = [
+        measured,
+        _table(("answer", *(f"{name}, ms" for name in headings), "limit of the p95"), answers),
+        _table(("ingest from disk", *headings, "limit"), ingest),
+        METHOD.format(repeats=result["repeats"]),
     ]
+    return "\n\n".join(parts)
 
 
-def _answer(where: str, name: str, took: dict[str, float]) -> tuple[str, ...]:
-    limit = LIMITS_MS.get(name.split(",")[0]) if where == "API" else None
-    verdict = "" if limit is None else "kept" if took["p95"] <= limit else MISSED
-    shown = f"{limit:.0f}" if limit else ""
-    times = (f"{took['p50']:.1f}", f"{took['p95']:.1f}")
-    return (f"{where}: {name}", *times, shown, verdict, f"{took['cpu']:.1f}")
-
-
-def _ingest(kind: str, figures: dict[str, float]) -> list[tuple[str, ...]]:
+def _answers(result: dict[str, Any], kinds: list[str]) -> list[tuple[str, ...]]:
     rows = []
-    best = max(WAYS_IN, key=lambda name: figures[name])
-    for name, value in figures.items():
-        limit = verdict = ""
-        if kind == "postgresql" and name == best:
-            limit = f"≥ {INGEST_PER_S_MIN:,}"
-            verdict = "kept" if value >= INGEST_PER_S_MIN else MISSED
-        rows.append((name, f"{value:,}", limit, verdict))
+    for where, key in (("API", "api_ms"), ("index", "pages_ms")):
+        for name in result[kinds[0]][key]:
+            group = name.split(",")[0].split(" of ")[0]
+            if name in LEFT_OUT or (where == "index" and group in ONLY_BY_API):
+                continue
+            limit = LIMITS_MS.get(group) if where == "API" else None
+            times = [result[kind][key][name] for kind in kinds]
+            cells = [_time(took, limit) for took in times]
+            rows.append((f"{where}: {name}", *cells, f"{limit:.0f}" if limit else ""))
     return rows
 
 
+def _time(took: dict[str, float], limit: float | None) -> str:
+    mark = f", {MISSED}" if limit and took["p95"] > limit else ""
+    return f"{took['p50']:.1f} ({took['p95']:.1f}){mark}"
+
+
+def _ingest(result: dict[str, Any], kinds: list[str]) -> list[tuple[str, ...]]:
+    rows = []
+    for name in result[kinds[0]]["ingest"]:
+        if name in LEFT_OUT:
+            continue
+        values = {kind: result[kind]["ingest"][name] for kind in kinds}
+        limit = mark = ""
+        server = result.get("postgresql")
+        if server and name == max(WAYS_IN, key=lambda way: float(server["ingest"][way])):
+            limit = f"≥ {INGEST_PER_S_MIN:,} on PostgreSQL"
+            mark = "" if values["postgresql"] >= INGEST_PER_S_MIN else f", {MISSED}"
+        cells = [f"{values[k]:,}{mark if k == 'postgresql' else ''}" for k in kinds]
+        rows.append((name, *cells, limit))
+    return rows
+
+
+def _missed(row: tuple[str, ...]) -> str:
+    """The databases that missed the limit of this row."""
+    return ", ".join(
+        name for name, cell in zip(NAMES.values(), row[1:], strict=False) if MISSED in cell
+    )
+
+
 def _table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = [headings, tuple("---" for _ in headings), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    head, *body = (f"| {' | '.join(line)} |" for line in (headings, *rows))
+    return "\n".join([head, "|---" * len(headings) + "|", *body])

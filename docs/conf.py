@@ -22,8 +22,8 @@ extensions = [
     "holdfast_docs",
 ]
 root_doc = "index"
-# README.md is the index for readers of the repository.
-exclude_patterns = ["README.md"]
+# For readers of the repository: the index, and the reference that the site generates itself.
+exclude_patterns = ["README.md", "generated"]
 nitpicky = True
 # Documented elsewhere, and the build reads nothing from the network.
 nitpick_ignore_regex = [

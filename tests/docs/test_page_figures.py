@@ -126,10 +126,14 @@ PAGES: Final[dict[str, tuple[str, ...]]] = {
         f"N = `grace_s` + {request.WARNING_MARGIN_S} s",
         f"does not answer within {grace.ANSWER_TIMEOUT_S:g} s",
     ),
-    "export": (f"shards of at most {export.SHARD_BYTES / 1e9:g} GB",),
-    "import": (f"in pieces of {write.PIECE_BYTES / MIB:g} MiB",),
-    "trackers": (f"waits up to {sink.CLOSE_TIMEOUT_S:g} s",),
-    "session": (f"more than {metrics.CHECKPOINT_BYTES_MAX / 1024:g} KiB",),
+    "weights": (
+        f"shards of at most {export.SHARD_BYTES / 1e9:g} GB",
+        f"in pieces of {write.PIECE_BYTES / MIB:g} MiB",
+    ),
+    "session": (
+        f"more than {metrics.CHECKPOINT_BYTES_MAX / 1024:g} KiB",
+        f"waits up to {sink.CLOSE_TIMEOUT_S:g} s",
+    ),
     "opaque-programs": (f"after {word(policy.BREAKER_ATTEMPTS)} attempts in a row",),
     "object-stores": (
         (

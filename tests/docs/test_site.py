@@ -99,6 +99,13 @@ def links_between(folder: Path) -> Iterator[tuple[str, str, str]]:
             yield page, unquote(found if parts.path else page), unquote(parts.fragment)
 
 
+def sources() -> set[str]:
+    """The names of the pages that the site is built from."""
+    paths = (path.relative_to(CHECKOUT / "docs") for path in (CHECKOUT / "docs").rglob("*.md"))
+    names = {path.with_suffix("").as_posix() for path in paths if path.parts[0] != "generated"}
+    return names - {"README"}
+
+
 def test_every_link_has_an_existing_page_and_anchor(pages: Path) -> None:
     broken = []
     for page, found, target in links_between(pages):
@@ -122,9 +129,7 @@ def test_every_page_is_reachable_from_the_first_one(pages: Path) -> None:
     # Without the theme's own files.
     built = {one for one in built if not one.startswith("_static/")}
     assert built - UNLINKED - reached == set()
-    sources = {path.relative_to(CHECKOUT / "docs") for path in (CHECKOUT / "docs").rglob("*.md")}
-    expected = {str(path.with_suffix(".html")) for path in sources if str(path) != "README.md"}
-    assert expected <= built
+    assert {f"{name}.html" for name in sources()} <= built
 
 
 def test_pages_have_the_icon_of_the_web_ui(pages: Path) -> None:
@@ -148,9 +153,7 @@ def test_search_index_covers_every_page_and_generated_text(pages: Path) -> None:
     index = json.loads(
         (pages / "searchindex.js").read_text().removeprefix("Search.setIndex(").rstrip(");\n")
     )
-    sources = (CHECKOUT / "docs").rglob("*.md")
-    names = {path.relative_to(CHECKOUT / "docs").with_suffix("").as_posix() for path in sources}
-    assert names - {"README"} <= set(index["docnames"])
+    assert sources() <= set(index["docnames"])
     spec = index["docnames"].index("spec")
     found = index["terms"]["gpus_per_nod"]
     assert spec in (found if isinstance(found, list) else [found])

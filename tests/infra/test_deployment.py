@@ -144,7 +144,7 @@ def test_step_5_server_behind_nginx(team: Team) -> None:
 
 def test_scheduled_runs_complete_one_after_another(team: Team) -> None:
     write_program(team, "nightly", steps=40)
-    schedule = team.block("/schedules --data", "prefect-deployments")
+    schedule = team.block("/schedules --data", "prefect")
     team.as_account(schedule.replace("0 3 * * *", "* * * * *"))
 
     def completed() -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -14,7 +15,9 @@ from tests.dcp.program import GROUPS, names
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "dcp-compatibility.md"
 VERDICTS = {"through", "beside", "refused"}
-ROW = re.compile(r"\| (example )?`([\w.]+)` \| (\w+) \| (.+) \| `([^`]+)` \|")
+ROW = re.compile(r"\| (.+?) \| (\w+) \| (.+) \| `([^`]+)` \|")
+# A row has one name or several. A name after a point belongs to the class before it.
+NAME = re.compile(r"(example )?`([\w.]+)`")
 EXPORT = re.compile(r"\| `(\w+)` \| ([\d.]*) ?\| .+ \|")
 MODULES = ("", ".staging", ".stateful", ".planner", ".state_dict", ".format_utils")
 
@@ -141,7 +144,23 @@ def rows() -> list[tuple[bool, str, str, str, str]]:
     lines = [line for line in lines if not EXPORT.fullmatch(line)]
     found = [ROW.fullmatch(line) for line in lines]
     assert all(found), [line for line, row in zip(lines, found, strict=True) if row is None]
-    return [(bool(row[1]), row[2], row[3], row[4], row[5]) for row in found if row is not None]
+    return [
+        (is_example, name, row[2], row[3], row[4])
+        for row in found
+        if row is not None
+        for is_example, name in names_in(row[1])
+    ]
+
+
+def names_in(text: str) -> Iterator[tuple[bool, str]]:
+    """(whether it is an example, name) of each name in the first column of a row."""
+    owner = ""
+    for one in text.split(", "):
+        match = NAME.fullmatch(one)
+        assert match, one
+        name = f"{owner}{match[2]}" if match[2].startswith(".") else match[2]
+        owner = name.partition(".")[0]
+        yield bool(match[1]), name
 
 
 def test_every_dcp_name_has_one_row() -> None:

@@ -1,6 +1,7 @@
 """The Sphinx extension of the documentation site: generated reference pages, and links.
 
 - `<!-- generated: NAME -->` in a page of docs/ becomes the reference that `PAGES` makes for NAME.
+  The line below it links to the same text in docs/generated, for readers of the checkout.
 - Links out of docs/ lead to the page that includes the file, or to a page with the file's text.
 - The version switcher reads `versions.json` beside the folders of the versions.
 """
@@ -15,9 +16,11 @@ from sphinx.config import Config
 from sphinx.util import logging
 
 from holdfast_docs import links, sources
-from holdfast_docs.pages import PAGES
+from holdfast_docs.pages import CHECKOUT_PAGES, PAGES
 
-MARKER: Final = re.compile(r"^<!-- generated: ([a-z-]+) -->$", re.MULTILINE)
+MARKER: Final = re.compile(
+    r"^<!-- generated: ([a-z-]+) -->$(?:\n\[.*\]\(generated/[a-z]+\.md\)$)?", re.MULTILINE
+)
 logger = logging.getLogger(__name__)
 
 
@@ -59,6 +62,8 @@ def read_included(app: Sphinx, path: Any, _parent: str, content: list[str]) -> N
 
 def generate(page: str, where: str) -> str:
     """The reference `page` as Markdown; a warning, which ends a strict build, for unknown ones."""
+    if page in CHECKOUT_PAGES.keys() - PAGES.keys():
+        return ""
     if page not in PAGES:
         logger.warning(
             "no generated page %r; expected one of %s", page, ", ".join(PAGES), location=where

@@ -49,10 +49,10 @@ HEADINGS: Final = (
 )
 COLUMNS: Final = (
     "Seconds count from the fault. *Noticed* is when an agent or the supervisor detected it. "
-    "*Reported* is its first journal line, from which on `holdfast show` has it; after the death "
-    "of a rank, the agent writes the line when it has also stopped the other ranks. *First step* "
-    "is the end of the new processes' first step. All values are medians with the 95th percentile "
-    "in brackets. For steps lost, the maximum is in brackets."
+    "*Reported* is its first journal line, which `holdfast show` has; after the death of a rank, "
+    "the agent first stops the other ranks. *First step* is the end of the new processes' first "
+    "step. All values are medians with the 95th percentile, or for steps lost the maximum, in "
+    "brackets."
 )
 
 
@@ -167,14 +167,14 @@ def _ettr_lines(ettr: Ettr) -> list[str]:
     )
     text = (
         f"Measured {ettr.paced:.3f}, predicted {ettr.predicted:.3f}: the ratio is "
-        f"**{ettr.paced / ettr.predicted:.3f}**. Here every step that was not lost counts with the "
-        "duration that a step has without faults. With slow steps counted in full, as "
+        f"**{ettr.paced / ettr.predicted:.3f}**. Every step that was not lost counts with its "
+        "duration without faults. With slow steps counted in full, as "
         f"`holdfast show` does, the measured value is {ettr.measured:.3f} and the ratio is "
         f"{ettr.measured / ettr.predicted:.3f}. "
         "The prediction comes from [the formula](goodput.md#the-prediction). Its inputs are a "
-        "run without faults before the drill, the list of the drill's faults and the settings of "
-        "its runs. No input was measured under a fault. A straggler and a suspension count as "
-        "stalls; other faults that do not interrupt training do not count."
+        "run without faults, the list of the drill's faults and the settings of its runs. A "
+        "straggler and a suspension count as stalls; other faults that do not interrupt training "
+        "do not count."
     )
     return [
         "## Effective training time",
