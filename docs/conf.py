@@ -29,7 +29,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|numpy|np|collections|pathlib|typing|contextlib)\..*"),
     # Types in the signatures of classes that a session makes, not a program.
-    ("py:class", r"holdfast\.trainer\.data\.(order\.DataOrder|sampler\.Place)"),
+    ("py:class", r"holdfast\.trainer\.data\.(order\.DataOrder|sampler\.DataPlace)"),
     ("py:class", r"holdfast\.trainer\.session\.session\.T"),
 ]
 

@@ -68,7 +68,7 @@ def test_a_path_and_an_extra_are_no_index(text: str) -> None:
 
 def test_every_installation_names_where_it_comes_from() -> None:
     texts = tracked_texts()
-    assert {"README.md", "workers/holdfast/workers/preflight.py"} <= {*texts}
+    assert {"README.md", "workers/holdfast/workers/runs/preflight.py"} <= {*texts}
     found = [
         f"{name}:{text.count(chr(10), 0, match.start()) + 1}: {match[0]!r}"
         for name, text in texts.items()

@@ -35,7 +35,7 @@ PUBLISH_LOCK: Final = CHECKOUT / "infra" / "setup" / "publish.lock"
 PRE_COMMIT: Final = "pre-commit==4.7.0"
 BASE: Final = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
 NOT_SOURCE: Final = shutil.ignore_patterns(
-    ".*", "build", "dist", "*.egg-info", "__pycache__", "runs", "node_modules", "tests", "docs"
+    ".*", "build", "dist", "*.egg-info", "__pycache__", "node_modules", "tests", "docs"
 )
 START_S: Final = 60
 REPOSITORY: Final = "https://host.example/team/holdfast"

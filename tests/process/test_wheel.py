@@ -25,7 +25,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 STEPS = 6
 PARTS = {"api", "cli", "contracts", "flows", "lineage", "trainer", "workers"}
 NOT_SOURCE = shutil.ignore_patterns(
-    ".*", "build", "dist", "*.egg-info", "__pycache__", "runs", "node_modules", "tests"
+    ".*", "build", "dist", "*.egg-info", "__pycache__", "node_modules", "tests"
 )
 
 pytestmark = pytest.mark.timeout(900)
