@@ -380,9 +380,7 @@ def test_the_place_in_a_loop_that_polls_for_peers_is_no_sign_of_life() -> None:
     assert asleep.digest == looking.digest == reading.digest
     assert read_py_spy(0, 77, polling(largest, step=8))[0].digest != asleep.digest
     assert all(one.waits for one in (asleep, looking, reading))
-    assert {one.place for one in (asleep, looking)} == {
-        "Loop.boundary (trainer/session/loop.py:99)"
-    }
+    assert {one.place for one in (asleep, looking)} == {"Loop.boundary (session/loop.py:99)"}
     assert "NodeMeeting._find_ended" in text
 
 

@@ -26,7 +26,7 @@ from holdfast.flows.parameters import load_spec
 from holdfast.flows.start import flow_parameters
 from holdfast.flows.supervisor import carry
 from holdfast.trainer.config import config
-from holdfast.trainer.frameworks.torchtitan import manager as of_torchtitan
+from holdfast.trainer.frameworks.torchtitan import settings as of_torchtitan
 from holdfast.trainer.session.settings import Settings
 from holdfast.workers.agent.launch.command import build_environment
 from holdfast.workers.runs import run_folders

@@ -42,7 +42,7 @@ export interface AskCancel {
 
 /** The export format. `include` selects keys by prefix; `dtype` converts floating-point data. */
 export interface AskExport {
-  to: Form;
+  to: ExportFormat;
   include: string[];
   dtype?: "float64" | "float32" | "float16" | "bfloat16" | null;
 }
@@ -236,6 +236,9 @@ export interface EventView {
   data: Record<string, unknown>;
 }
 
+/** The format of an export. */
+export type ExportFormat = "torch" | "safetensors" | "hf" | "dcp";
+
 /** One fact of two checkpoints; `is_same` is null if it is unknown for either of them. */
 export interface Fact {
   name: string;
@@ -269,9 +272,6 @@ export interface Forked {
   url?: string | null;
   pid?: number | null;
 }
-
-/** The format of an export. */
-export type Form = "torch" | "safetensors" | "hf" | "dcp";
 
 /** The goodput of all matching runs: seconds by part, GPU hours and lost steps. `ettr` is productive time divided by total time, or null if the total is 0. */
 export interface GoodputTotals {

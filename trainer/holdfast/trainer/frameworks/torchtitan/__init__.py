@@ -7,7 +7,8 @@ Names are imported on first use, after a check of the installed version.
 
 | module | purpose |
 |---|---|
-| `manager.py` | the value of `Trainer.Config.checkpoint`, its keys, and what it saves |
+| `manager.py` | the value of `Trainer.Config.checkpoint`, and what it saves |
+| `settings.py` | which keys of its `Config` are refused, and what to do instead |
 | `loader.py` | a data loader in Holdfast's order, for every data-parallel degree |
 """
 
