@@ -1,9 +1,11 @@
-"""The folders of the package: each says what belongs there, and its names are its own."""
+"""Each folder of the package says what belongs there, and each name stands for one thing."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -45,3 +47,43 @@ def test_a_public_class_name_stands_for_one_class() -> None:
                     found[node.name].append(str(path.relative_to(CHECKOUT)))
     several = {name: places for name, places in found.items() if len(places) > 1}
     assert len(several) <= COLLISIONS_MAX, several
+
+
+# Started by name, by another process whose environment may have another version of Holdfast, or
+# recorded in Prefect and in batch scripts. During an upgrade both versions need the same name.
+STARTED = (
+    "holdfast.cli.entry",
+    "holdfast.cli.main",
+    "holdfast.flows.detached",
+    "holdfast.flows.operations",
+    "holdfast.flows.train",
+    "holdfast.flows.worker",
+    "holdfast.trainer.export",
+    "holdfast.trainer.flusher",
+    "holdfast.trainer.health_allreduce",
+    "holdfast.trainer.importing",
+    "holdfast.trainer.mirror",
+    "holdfast.trainer.rank_start",
+    "holdfast.trainer.shape",
+    "holdfast.workers.agent.guard",
+    "holdfast.workers.agent.main",
+    "holdfast.workers.agent.program_start",
+    "holdfast.workers.executors.local_launch",
+    "holdfast.workers.health",
+    "holdfast.workers.health_nvrx",
+)
+# In the product's code: "-m" and the module, or a constant with its name.
+BY_NAME = re.compile(r"(?:\"-m\", |-m |: Final = )[f\"]*(holdfast\.(?:\w+\.)*\w+)(?![\w.])")
+
+
+def test_modules_that_are_started_by_name_keep_their_names() -> None:
+    for name in STARTED:
+        assert find_spec(name) is not None, f"an older version starts {name}"
+    named = {
+        found
+        for portion in PORTIONS
+        for path in (CHECKOUT / portion / "holdfast").rglob("*.py")
+        for found in BY_NAME.findall(path.read_text())
+        if find_spec(found) is not None
+    }
+    assert named <= {*STARTED}, "a new one: add it to STARTED"

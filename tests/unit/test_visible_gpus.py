@@ -9,7 +9,7 @@ from tests.support.histories import record_of, spec_of
 
 from holdfast.contracts.errors import PreflightError, SpecError
 from holdfast.contracts.records.attempt import Request
-from holdfast.workers.agent.local_launch import _gpus_of
+from holdfast.workers.executors.local_launch import _gpus_of
 from holdfast.workers.runs import preflight
 from holdfast.workers.runs.request import build_request
 from holdfast.workers.schedulers import local

@@ -71,7 +71,7 @@ def problem_with_gpus(environment: Mapping[str, object], count: int) -> str:
 
 
 LAUNCH_TIMEOUT_S: Final = 120.0
-LAUNCHER: Final = "holdfast.workers.agent.local_launch"
+LAUNCHER: Final = "holdfast.workers.executors.local_launch"
 # submitit's process above the agent.
 CONTROLLER: Final = "submitit.local._local"
 # The kernel lists processes without delay, but a process that was just forked briefly has its

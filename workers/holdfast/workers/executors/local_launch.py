@@ -1,6 +1,6 @@
 """Start one local job in a session of its own, print its process and exit.
 
-`python -m holdfast.workers.agent.local_launch <request.json>` must run in a new session, so
+`python -m holdfast.workers.executors.local_launch <request.json>` must run in a new session, so
 that a signal to the submitter's process group does not reach the job.
 """
 
