@@ -1,4 +1,5 @@
-"""From a run's folder to the rows of the index. Nothing here answers a question.
+"""From a run's folder to the rows of the index.
 
-A module belongs here if it reads journals and manifests and builds or writes rows.
+A module belongs here if it reads journals and manifests, or builds and writes rows. It answers no
+queries.
 """

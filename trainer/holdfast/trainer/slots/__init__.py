@@ -1,4 +1,5 @@
 """Staging slots: memory that outlives a rank, and the table that says what a slot holds.
 
-The ranks write them (`staging`), the flusher reads them. Neither torch nor a plan is needed here.
+The ranks write slots (`staging`) and the flusher reads them. No module here imports torch or knows
+a save plan.
 """

@@ -1,4 +1,4 @@
 """What Holdfast knows of a node and its processes: heartbeats, GPUs, the root as it sees it.
 
-A module belongs here if it describes or measures one machine, and nothing of an attempt's course.
+A module belongs here if it describes or measures a machine rather than an attempt.
 """
