@@ -20,6 +20,7 @@ from holdfast.contracts.node.rank_status import NOWHERE
 from holdfast.contracts.records.history import load_events
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.watch.program_watch import ProgramWatch
+from holdfast.workers.checkpoints.own_checkpoints import CheckpointPattern, OwnCheckpoint
 from holdfast.workers.runs.manifests import committed_checkpoints
 from holdfast.workers.runs.request import build_request
 from holdfast.workers.runs.run_folders import read_record
@@ -127,6 +128,24 @@ def test_each_complete_checkpoint_is_recorded_with_its_parent(make: Make) -> Non
     run.end(0)
     assert run.wait_for(10, 20, 30)[2].reason == "final"
     assert run.watch.problems == ()
+
+
+def test_a_first_look_that_takes_a_while_is_over_before_the_program_starts(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise, the program's first file would be taken for one that was there before it."""
+    find = CheckpointPattern.find
+
+    def find_slowly(self: CheckpointPattern) -> list[OwnCheckpoint]:
+        time.sleep(0.1)
+        return find(self)
+
+    monkeypatch.setattr(CheckpointPattern, "find", find_slowly)
+    file = tmp_path / "ckpt.pt"
+    run = make(checkpoints=str(file))
+    run.begin()
+    file.write_text("a")
+    run.wait_for(1)
 
 
 @pytest.mark.more

@@ -163,6 +163,8 @@ class OutputWatch:
 
 
 LOOK_S: Final = 1.0
+# The start of a launch waits at most this long for the first look.
+FIRST_LOOK_S: Final = 2.0
 # Looks take at most this share of the thread's time, however slow the storage is.
 LOOK_SHARE: Final = 0.05
 PROBLEMS_NAMED_MAX: Final = 4
@@ -176,7 +178,7 @@ class _Launch:
     began_at: float
     ended: str = ""
     is_stopping: bool = False
-    has_looked: bool = False
+    has_looked: threading.Event = field(default_factory=threading.Event)
     resumed: int = NOWHERE
     committed: int = NOWHERE
     parent: str | None = None
@@ -213,11 +215,16 @@ class ProgramWatch:
     # --- Called by the agent's loop.
 
     def begin(self, launch: int) -> None:
-        """Start to watch a launch."""
+        """Start to watch a launch, whose program must start after this.
+
+        What is there before the program starts is not taken for its work. So this waits for the
+        first look, unless storage is slow.
+        """
         attempt = self._context.attempt
         self._output.begin([attempt.rank_log(0, launch, 0, name) for name in ("stdout", "stderr")])
         self._launch = _Launch(launch, time.time())
         self._wake.set()
+        self._launch.has_looked.wait(FIRST_LOOK_S)
 
     def stop(self) -> None:
         """Record that the program was told to save and exit."""
@@ -339,9 +346,9 @@ class ProgramWatch:
         began = time.monotonic()
         found = self._pattern.find()
         self._look_s = time.monotonic() - began
-        if not launch.has_looked:
+        if not launch.has_looked.is_set():
             launch.at_start = {one.path: one.files for one in found}
-            launch.has_looked = True
+            launch.has_looked.set()
         self._retire_missing(launch, found)
         for one in found:
             self._consider(launch, self._numbered(launch, one), ended)
