@@ -9,6 +9,8 @@ PYTHON := .venv/bin/python
 PYTEST := .venv/bin/pytest
 SLURM_DIRECTORY ?= $(or $(TMPDIR),/tmp)/holdfast-slurm
 ARGS ?=
+# After this many minutes, `test-more` starts no further test.
+MINUTES ?= inf
 # Most tests wait for processes: two files at a time, each file in one process for
 # its servers, in the order of tests/conftest.py.
 TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
@@ -41,7 +43,7 @@ test-unit: setup  ## Tests that start no server and no run, in two minutes; need
 	$(PYTEST) $(TWO_AT_A_TIME) tests/unit -m "not slow and not more and not root" --durations=10 $(ARGS)
 
 test-more: setup-cluster  ## The tests that `test` leaves out, without the long ones: 40 minutes
-	$(PYTEST) $(TWO_AT_A_TIME) -m "more and not slow" --durations=25 $(ARGS)
+	$(PYTEST) $(TWO_AT_A_TIME) -m "more and not slow" --minutes=$(MINUTES) --durations=25 $(ARGS)
 
 test-all: setup-cluster  ## All tests: also soaks and matrices, and at the end a drill of 200 faults
 	$(PYTEST) $(TWO_AT_A_TIME) -m "not alone" --durations=40 $(ARGS)

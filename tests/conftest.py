@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +36,25 @@ ORDER = {"slurm": 0, "process": 1, "unit": 3}
 # The duration of an example depends on how busy the machine is, so it has no deadline.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
+
+
+STARTED_AT = time.monotonic()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--minutes",
+        type=float,
+        default=float("inf"),
+        help="start no test later than this after the start; those left out count as skipped",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave a test out once the time of `--minutes` is over."""
+    if time.monotonic() - STARTED_AT > 60 * item.config.getoption("minutes"):
+        pytest.skip("the time of --minutes is over")
 
 
 def pytest_unconfigure() -> None:
