@@ -172,7 +172,7 @@ def agree_on_both(hosts: Hosts) -> tuple[dict[int, object], float]:
     def choose(run: RunPaths, node: int) -> object:
         make = partial(make_table, nodes=2, checkpoint=name_of(1))
         table = make(node=node, run_directory=str(run.directory))
-        return agree(table, [6 + node, 7 + node], abandoned=lambda: None)
+        return agree(table, [6 + node, 7 + node], abandoned=lambda: None).step
 
     return on_both(hosts, choose)
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from holdfast.contracts.node.memory import group_room
 from holdfast.trainer import Session
 from holdfast.trainer.planning import ranks
 from holdfast.trainer.planning.layout import TRAIN_STATE_BYTES_MAX
-from holdfast.trainer.planning.ranks import check_memory, group_room
+from holdfast.trainer.planning.ranks import check_memory
 from holdfast.trainer.ranks.collective import HierarchicalGroup
 from holdfast.trainer.ranks.rank_tree import RankTree
 from holdfast.trainer.slots.slots import SLOTS_PER_RANK

@@ -20,6 +20,11 @@ socket:
                    unmirrored: [checkpoints]}
         Each list has the newest entries that fit into the message. With `mirror`, the flusher also
         waits until committed steps are mirrored.
+    neighbour {launch, node, holder, folder, ports, addresses}: flusher supervisor → flusher
+        Snapshots of the launch are copied to node `holder`. `folder` is the launch's, where the
+        flushers find each other. `ports` is as in a spec, and `addresses` are this node's.
+    protected {launch, holder, step, problem}: flusher → flusher supervisor
+        The neighbour holds a copy of `step`, or none that is newer because of `problem`.
     committed {step, checkpoint, bytes, flush_s, is_salvaged}: flusher → flusher supervisor
         `is_salvaged`: a snapshot that was committed because its ranks died.
     failed {step, checkpoint, error}: flusher → flusher supervisor

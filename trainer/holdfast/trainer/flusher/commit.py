@@ -14,7 +14,7 @@ import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -56,12 +56,14 @@ class PeerState:
 
     `abandoned` returns the reason why the step was given up, or None. `lost` returns the lost
     nodes. `report` tells the agent, if any, that this node has written its part, or that it failed.
+    `writers` has for each lost node the one that writes its part from copies, if any.
     """
 
     abandoned: Callable[[], str | None]
     lost: Callable[[], Collection[int]] = no_lost_nodes
     report: Callable[[], object] = no_report
     hints: Hints = field(default_factory=Hints)
+    writers: Mapping[int, int] = field(default_factory=dict)
 
 
 def commit_alone(run: RunPaths, directory: Path, part: dict[str, Any]) -> Manifest:
@@ -77,10 +79,15 @@ def commit_together(
     Raises `SaveError` with what is missing if the step cannot be committed, and `OSError` if
     storage fails.
     """
-    make_directory(directory / PARTS)
-    write_bytes(directory / PARTS / part_name(part["node"]), to_json(part))
+    leave_part(directory, part)
     peers.report()
     return _Wait(run, directory, part, peers).for_commit()
+
+
+def leave_part(directory: Path, part: dict[str, Any]) -> None:
+    """Leave what a node wrote for the node that commits. Raises `OSError` if storage fails."""
+    make_directory(directory / PARTS)
+    write_bytes(directory / PARTS / part_name(part["node"]), to_json(part))
 
 
 def accept_commit(run: RunPaths, directory: Path, *, is_alone: bool) -> None:
@@ -288,7 +295,10 @@ class _Wait:
     def _raise_if_lost(self) -> None:
         """Raise `SaveError` if lost nodes left no part and none can appear any more."""
         late = time.monotonic() - self._lost_grace_s
-        gone = [n for n, t in self._lost_since.items() if n not in self._parts and t < late]
+        lost, writers = self._lost_since, self._peers.writers
+        gone = [n for n, t in lost.items() if n not in self._parts and t < late]
+        # Another node may still be writing the files of a lost one.
+        gone = [node for node in gone if node not in writers or writers[node] in lost]
         if gone:
             revalidate(self._directory / PARTS)
             self._gather(_list(self._directory / PARTS))

@@ -28,6 +28,7 @@ from holdfast.trainer.flusher.commit import (
     commit_together,
     committer_of,
     leave_failure,
+    leave_part,
 )
 from holdfast.trainer.flusher.space_guard import Need, SpaceGuard, with_advice
 from holdfast.trainer.placed import find_commit, is_saving_folder
@@ -94,6 +95,37 @@ def commit_step(
         _report_failure(directory, table, error, peers)
         raise
     return Committed(manifest.step, manifest.name, manifest.bytes, manifest.flush_s)
+
+
+def write_for_lost(
+    images: Sequence[SlotImage],
+    expected: Sequence[FileEntry],
+    *,
+    peers: PeerState,
+    space_guard: SpaceGuard,
+) -> None:
+    """Write a lost node's files from copies of its slots, and leave its part for the commit.
+
+    The bytes that were written must have the checksums in `expected`, which are the lost node's.
+    Raises `OSError` and `SaveError`. The other nodes are then told that the part will not come.
+    """
+    table = images[0].table
+    written: list[Path] = []
+    try:
+        # The lost node may have begun to write the same bytes.
+        entries = _write_with_retry(images, True, written, space_guard)
+        wrong = [one.path for one, right in zip(entries, expected, strict=True) if one != right]
+        if wrong:
+            raise SaveError(
+                f"{table.checkpoint}: the copy of {wrong[0]} of node {table.node}, which is lost, "
+                "was damaged while it was written. Nothing was committed"
+            )
+        leave_part(table.directory, _make_part(images, entries))
+    except (OSError, SaveError) as error:
+        _discard(table.directory, images, written)
+        leave_failure(table.directory, table.node, str(error), for_all=False)
+        raise
+    peers.report()
 
 
 def _report_failure(directory: Path, table: SlotTable, error: Exception, peers: PeerState) -> None:

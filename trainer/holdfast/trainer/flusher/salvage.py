@@ -5,6 +5,9 @@ node are gone. Several nodes agree on one step through small files in the launch
 writes a list of its steps. The lowest node that is not lost reads the lists and writes the answer.
 A node that gives up writes the answer "none". The answer is created exclusively, so all nodes have
 the same one, and a step is never committed by some nodes alone.
+
+If nodes are lost, every other node also lists the copies of their snapshots that it holds for them
+(`trainer.neighbour`). The answer then names for each lost node the one that writes its files.
 """
 
 from __future__ import annotations
@@ -13,8 +16,8 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,6 +36,7 @@ POLL_SLOW_S: Final = 0.25
 QUICK_S: Final = 1.0
 ANSWER: Final = "snapshots-answer.json"
 _LIST = re.compile(r"snapshots-node-(\d{4,})\.json")
+_COPIES = re.compile(r"copies-node-(\d{4,})\.json")
 
 
 @dataclass(frozen=True)
@@ -69,38 +73,64 @@ def newest_common(lists: Sequence[Collection[int]]) -> int | None:
     return max(common, default=None)
 
 
+@dataclass(frozen=True)
+class Agreed:
+    """What all nodes commit: `step`, None without a common one.
+
+    `writers` has for each lost node the node that writes its files from copies.
+    """
+
+    step: int | None
+    writers: Mapping[int, int] = field(default_factory=dict)
+
+
+def no_copies(owner: int) -> Collection[int]:
+    """Return no steps: a node that holds no copies for other nodes."""
+    return ()
+
+
 def agree(
     table: SlotTable,
     steps: Sequence[int],
     *,
     abandoned: Callable[[], str | None],
     lost: Callable[[], Collection[int]] = frozenset,
+    held_for: Callable[[int], Collection[int]] = no_copies,
     timeout_s: float | None = None,
-) -> int | None:
-    """Return the step that all nodes commit, None when they have none in common.
+) -> Agreed:
+    """Return the step that all nodes commit.
 
-    `table` is the table of any sealed slot. `timeout_s` defaults to `LISTS_WAIT_S` plus the delay
-    of the file system. Raises `SaveError` on all nodes if one writes no list in time, if a node
-    without a list is in `lost`, or if `abandoned` returns a reason on one of them. Raises `OSError`
+    `table` is the table of any sealed slot. `held_for` returns the steps of a lost node of which
+    this node has intact copies. `timeout_s` defaults to `LISTS_WAIT_S` plus the delay of the file
+    system. Raises `SaveError` on all nodes if one writes no list in time, if nobody can write the
+    files of a node in `lost`, or if `abandoned` returns a reason on one of them. Raises `OSError`
     if the folder is not usable.
     """
     node, nodes = table.node, table.nodes
     if nodes == 1:
-        return newest_common([steps])
+        return Agreed(newest_common([steps]))
     folder = launch_folder(table.run, table.checkpoint)
     make_directory(folder)
     write_bytes(_list_path(folder, node), to_json({"node": node, "steps": list(steps)}))
     timeout_s = LISTS_WAIT_S + delay_s(folder) if timeout_s is None else timeout_s
-    began = time.monotonic()
+    began, listed = time.monotonic(), frozenset[int]()
     lists: dict[int, list[int]] = {node: list(steps)}
     while not is_there(folder / ANSWER):
-        waited_s, gone = time.monotonic() - began, set(lost())
+        waited_s, gone = time.monotonic() - began, frozenset(lost())
+        if gone != listed:
+            listed = _list_copies(folder, node, gone, held_for)
         reader = committer_of(nodes, gone)
         silent = _silent_nodes(folder, lists, nodes) if node == reader else {reader or 0}
-        if not silent:
+        if not silent and not gone:
             _answer(folder, step=newest_common(list(lists.values())))
             continue
-        reason = abandoned() or _why_lost(folder, gone & silent)
+        reason = abandoned()
+        if reason is None and node == reader and gone and not silent - gone:
+            copies = _read_copies(folder, gone)
+            silent = set(range(nodes)) - gone - set(copies)
+            if not silent:
+                _answer(folder, **_decide(folder, lists, gone, copies))
+                continue
         if reason is None and waited_s > timeout_s:
             named = sorted(silent)
             reason = f"nodes {named} did not list their snapshots within {timeout_s:.0f} s"
@@ -108,10 +138,80 @@ def agree(
             _answer(folder, step=None, reason=reason)
             continue
         time.sleep(POLL_S if waited_s < QUICK_S else POLL_SLOW_S)
+    return _read_answer(folder)
+
+
+def newest_covered(
+    lists: Mapping[int, Collection[int]],
+    gone: Collection[int],
+    copies: Mapping[int, Mapping[int, Collection[int]]],
+) -> Agreed:
+    """Return the newest step that every node or a copy has.
+
+    `lists` has the steps of each node that listed some, `copies` for each node that is not lost the
+    steps that it holds for the nodes in `gone`. A lost node may have written its files before it
+    was lost, so its own list counts where there are no copies.
+    """
+    own = [set(steps) for node, steps in lists.items() if node not in gone]
+    common = set[int].intersection(*own) if own else set[int]()
+    for step in sorted(common, reverse=True):
+        writers: dict[int, int] = {}
+        for owner in gone:
+            holders = [node for node, held in copies.items() if step in held.get(owner, ())]
+            if holders:
+                writers[owner] = min(holders)
+        if all(owner in writers or step in lists.get(owner, ()) for owner in gone):
+            return Agreed(step, writers)
+    return Agreed(None)
+
+
+def _decide(
+    folder: Path,
+    lists: Mapping[int, Collection[int]],
+    gone: Collection[int],
+    copies: Mapping[int, Mapping[int, Collection[int]]],
+) -> dict[str, Any]:
+    """Return the answer after the loss of nodes: the step and its writers, or the reason."""
+    agreed = newest_covered(lists, gone, copies)
+    if agreed.step is not None:
+        return {"step": agreed.step, "writers": {str(n): w for n, w in agreed.writers.items()}}
+    held = {owner for held in copies.values() for owner, steps in held.items() if steps}
+    if unprotected := set(gone) - set(lists) - held:
+        return {"step": None, "reason": _why_lost(folder, unprotected, gone)}
+    if gone and held:
+        reason = f"the copies of the lost nodes {sorted(held)} match no step of all other nodes"
+        return {"step": None, "reason": reason}
+    return {"step": None}
+
+
+def _list_copies(
+    folder: Path, node: int, gone: frozenset[int], held_for: Callable[[int], Collection[int]]
+) -> frozenset[int]:
+    """List the copies that this node holds for the lost nodes, and return these."""
+    held = {str(owner): list(held_for(owner)) for owner in sorted(gone)}
+    write_bytes(_copies_path(folder, node), to_json({"node": node, "held": held}))
+    return gone
+
+
+def _read_copies(folder: Path, gone: Collection[int]) -> dict[int, dict[int, list[int]]]:
+    """Return the copies that nodes hold for all nodes in `gone`, by node and owner."""
+    found = {}
+    for name in os.listdir(folder):
+        if (match := _COPIES.fullmatch(name)) and int(match[1]) not in gone:
+            held = json.loads((folder / name).read_bytes())["held"]
+            by_owner = {int(owner): [int(step) for step in steps] for owner, steps in held.items()}
+            if by_owner.keys() >= set(gone):
+                found[int(match[1])] = by_owner
+    return found
+
+
+def _read_answer(folder: Path) -> Agreed:
+    """Return the answer of all nodes. Raises `SaveError` if it is a reason."""
     answer = json.loads((folder / ANSWER).read_bytes())
     if reason := answer.get("reason"):
         raise SaveError(f"the snapshots in memory were given up: {reason}")
-    return None if answer["step"] is None else int(answer["step"])
+    writers = {int(owner): int(writer) for owner, writer in answer.get("writers", {}).items()}
+    return Agreed(None if answer["step"] is None else int(answer["step"]), writers)
 
 
 def _silent_nodes(folder: Path, lists: dict[int, list[int]], nodes: int) -> set[int]:
@@ -123,17 +223,21 @@ def _silent_nodes(folder: Path, lists: dict[int, list[int]], nodes: int) -> set[
     return set(range(nodes)) - set(lists)
 
 
-def _why_lost(folder: Path, missing: Collection[int]) -> str | None:
-    """Return why lost nodes without a list prevent the salvage; None without such nodes."""
-    if not missing:
-        return None
+def _why_lost(folder: Path, missing: Collection[int], gone: Collection[int]) -> str:
+    """Return why lost nodes without a list and without copies prevent the salvage."""
     held = name_shards(folder, missing) or "their shards"
-    return f"nodes {sorted(missing)} are lost, together with {held}"
+    besides = sorted(set(gone) - set(missing))
+    also = f", as nodes {besides} are" if besides else ""
+    return f"nodes {sorted(missing)} are lost{also}, together with {held}"
 
 
 def _answer(folder: Path, **answer: Any) -> None:
     """Write the answer for all nodes, unless another node has written one."""
     create_bytes(folder / ANSWER, to_json(answer))
+
+
+def _copies_path(folder: Path, node: int) -> Path:
+    return folder / f"copies-node-{node:04d}.json"
 
 
 def _list_path(folder: Path, node: int) -> Path:

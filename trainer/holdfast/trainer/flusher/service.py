@@ -19,15 +19,15 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from holdfast.contracts.errors import HoldfastError
+from holdfast.contracts.errors import HoldfastError, SaveError
 from holdfast.contracts.node import wire
 from holdfast.trainer.flusher import program_files
 from holdfast.trainer.flusher.commit import PeerState, report_incomplete
-from holdfast.trainer.flusher.files import Committed, SlotImage, commit_step
+from holdfast.trainer.flusher.files import Committed, SlotImage, commit_step, write_for_lost
 from holdfast.trainer.flusher.held_slot import HeldSlot
 from holdfast.trainer.flusher.hints import Hints, log
 from holdfast.trainer.flusher.plan import Departures, FlushPlan, SlotKey, StepGroup, plan
@@ -36,6 +36,8 @@ from holdfast.trainer.flusher.salvage import Salvage, agree, find_salvage
 from holdfast.trainer.flusher.shards import ShardList, ShardLists
 from holdfast.trainer.flusher.space_guard import Need, SpaceGuard
 from holdfast.trainer.mirror.worker import MirrorWorker
+from holdfast.trainer.neighbour.exchange import Exchange
+from holdfast.trainer.neighbour.sender import Protection
 from holdfast.trainer.slots.slot_table import SlotTable
 from holdfast.trainer.slots.slots import DATA_OFFSET, Slot, SlotState
 from holdfast.trainer.staging.allocator import Allocator
@@ -44,6 +46,9 @@ from holdfast.trainer.staging.allocator import Allocator
 
 Work = tuple[StepGroup, str | None] | Salvage | ShardList | ProgramFile
 """A step and the reason to give it up, if any, or something else to write."""
+
+
+NO_WRITERS: Final[Mapping[int, int]] = {}
 
 
 @dataclass(frozen=True)
@@ -70,12 +75,14 @@ class Writer:
         wake: Callable[[], object],
         report: Callable[[], object],
         hints: Hints,
+        exchange: Exchange,
     ) -> None:
         """`held` are the flusher's slots. `wake` is called after each result.
 
-        `report` tells the agent, if any, that this node has written its part of a step.
+        `report` tells the agent, if any, that this node has written its part of a step. `exchange`
+        has the copies of snapshots.
         """
-        self._report, self._hints = report, hints
+        self._report, self._hints, self._exchange = report, hints, exchange
         self._held, self._mirror, self._space_guard = held, mirror, space_guard
         self._newest_launch, self._lost_nodes, self._wake = newest_launch, lost_nodes, wake
         self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
@@ -108,30 +115,22 @@ class Writer:
 
     def _write_step(self, group: StepGroup, given_up: str | None) -> Finished:
         slots = [self._held[key] for key in group.slots]
+        committed, error = None, ""
         try:
             images = [SlotImage(SlotTable.parse(held.slot.table), held.slot.data) for held in slots]
             given_up = given_up or next((i.table.error for i in images if i.table.error), None)
             if given_up is not None:
                 report_incomplete(images[0].table, given_up)
-                committed, error = None, given_up
+                error = given_up
             else:
                 resumed = any(held.resumed for held in slots)
-                peers = PeerState(
-                    self._abandonment_of(group), self._lost_nodes, self._report, self._hints
-                )
-                committed, error = (
-                    commit_step(
-                        images, resumed=resumed, peers=peers, space_guard=self._space_guard
-                    ),
-                    "",
-                )
-                self._mirror.take([image.table for image in images])
+                committed = self._commit(group, images, resumed=resumed)
         except (OSError, HoldfastError) as problem:
-            committed, error = None, str(problem)
+            error = str(problem)
         except Exception as problem:
             # A bug in one step must fail that step only. If the writer thread ended, every later
             # step would wait for ever.
-            committed, error = None, f"{type(problem).__name__}: {problem}"
+            error = f"{type(problem).__name__}: {problem}"
         for held in slots:
             held.resumed = False
             if committed is not None:
@@ -140,6 +139,36 @@ class Writer:
                 held.slot.fail(error)
         return Finished(group, committed, error)
 
+    def _commit(
+        self,
+        group: StepGroup,
+        images: Sequence[SlotImage],
+        *,
+        resumed: bool = False,
+        writers: Mapping[int, int] = NO_WRITERS,
+    ) -> Committed:
+        """Write and commit a step; `writers` as `salvage.Agreed` has them."""
+        peers = PeerState(
+            self._abandonment_of(group), self._lost_nodes, self._report, self._hints, writers
+        )
+        own, tables = images[0].table.node, [image.table for image in images]
+        for owner in sorted(lost for lost, writer in writers.items() if writer == own):
+            tables += self._write_for(owner, group.step, peers)
+        done = commit_step(images, resumed=resumed, peers=peers, space_guard=self._space_guard)
+        self._mirror.take(tables)
+        return done
+
+    def _write_for(self, owner: int, step: int, peers: PeerState) -> list[SlotTable]:
+        """Write a lost node's part of a step from the copies here; return its ranks' tables."""
+        copied = self._exchange.copy_of(owner, step)
+        if copied is None:
+            raise SaveError(f"the copy of node {owner}'s snapshot of step {step} is gone")
+        images = [SlotImage(t, data) for t, data in zip(copied.tables, copied.data, strict=True)]
+        expected = [entry for entries in copied.entries for entry in entries]
+        write_for_lost(images, expected, peers=peers, space_guard=self._space_guard)
+        log(f"the files of node {owner}, which is lost, were written from its copy here")
+        return list(copied.tables)
+
     def _write_salvage(self, found: Salvage) -> Finished:
         """Commit the newest snapshot that all nodes have, and release the others."""
         newest = max((self._held[key].slot.step for key in found.slots), default=0)
@@ -147,19 +176,41 @@ class Writer:
         result = Finished(nothing, None, "not every rank of every node has sealed a snapshot of it")
         try:
             table = SlotTable.parse(self._held[found.slots[0]].slot.table)
-            steps = [group.step for group in found.groups]
-            abandoned = self._abandonment_of(nothing)
-            step = agree(table, steps, abandoned=abandoned, lost=self._lost_nodes)
-            chosen = next((group for group in found.groups if group.step == step), None)
-            if chosen is not None:
-                result = self._write_step(chosen, None)
+            agreed = agree(
+                table,
+                sorted({*(g.step for g in found.groups), *self._exchange.hold(found.launch)}),
+                abandoned=self._abandonment_of(nothing),
+                lost=self._lost_nodes,
+                held_for=lambda owner: self._exchange.held_for(owner, found.launch),
+            )
+            if agreed.step is not None:
+                result = self._write_snapshot(found, agreed.step, agreed.writers)
         except (OSError, HoldfastError, ValueError, KeyError) as problem:
             result = Finished(nothing, None, f"{type(problem).__name__}: {problem}")
         for key in found.slots:
             if self._held[key].slot.state is SlotState.SNAPSHOT:
                 self._held[key].slot.state = SlotState.EMPTY
+        self._exchange.forget()
         group = dataclasses.replace(result.group, slots=found.slots)
         return dataclasses.replace(result, group=group, is_salvaged=True)
+
+    def _write_snapshot(self, found: Salvage, step: int, writers: Mapping[int, int]) -> Finished:
+        """Commit a snapshot from its slots, or from this node's own copy of it."""
+        group = next((group for group in found.groups if group.step == step), None)
+        if group is not None and not writers:
+            return self._write_step(group, None)
+        if group is not None:
+            held = [self._held[key].slot for key in group.slots]
+            images = [SlotImage(SlotTable.parse(slot.table), slot.data) for slot in held]
+        else:
+            copied = self._exchange.own_copy(step)
+            if copied is None:
+                raise SaveError(f"this node's copy of its snapshot of step {step} is gone")
+            if damaged := copied.damage():
+                raise SaveError(f"this node's copy of step {step} is damaged: {damaged[0]}")
+            images = [SlotImage(t, d) for t, d in zip(copied.tables, copied.data, strict=True)]
+            group = StepGroup(found.launch, step, copied.tables[0].checkpoint, ())
+        return Finished(group, self._commit(group, images, writers=writers), "")
 
     def _abandonment_of(self, group: StepGroup) -> Callable[[], str | None]:
         def reason() -> str | None:
@@ -251,6 +302,7 @@ class Flusher:
                 self._watch(self._supervisor_process, self._lose_supervisor)
         self._allocator = Allocator()
         self._shards = ShardLists()
+        self._exchange = Exchange(self._slots_of, report=self._report_protection, say=log)
         self._writer = Writer(
             self._held,
             mirror,
@@ -260,6 +312,7 @@ class Flusher:
             wake=lambda: self._wake_writer.send(b"\0"),
             report=lambda: self._notify_supervisor("wrote"),
             hints=hints,
+            exchange=self._exchange,
         )
 
     def run(self) -> None:
@@ -275,6 +328,7 @@ class Flusher:
             self._answer_drain()
         self._writer.put(None)
         self._allocator.stop()
+        self._exchange.close()
 
     # --- messages -------------------------------------------------------------------------
 
@@ -380,6 +434,8 @@ class Flusher:
                 self._adopt((message["launch"], message["rank"], message["slot"]), handle)
         elif message["kind"] == "room":
             self._space_guard.hear(message)
+        elif message["kind"] == "neighbour":
+            self._exchange.begin(message)
         elif message["kind"] == "drain":
             self._lost_nodes |= frozenset(map(int, message.get("lost", ())))
             self._drain_by = time.monotonic() + float(message["timeout_s"])
@@ -419,6 +475,27 @@ class Flusher:
             wire.send(self._supervisor, kind, descriptors=descriptors, **data)
         except (OSError, ValueError) as error:
             log(f"cannot send `{kind}` to the supervisor: {error}")
+
+    def _slots_of(self, launch: int) -> list[Slot]:
+        """Return the slots of a launch, for the thread that sends copies of snapshots."""
+        return [
+            held.slot
+            for key, held in list(self._held.items())
+            if key[0] == launch and not program_files.is_of_program(key)
+        ]
+
+    def _report_protection(self, found: Protection) -> None:
+        """Tell the supervisor, from the thread that sends copies, what the neighbour holds."""
+        if found.problem:
+            log(f"node {found.holder} holds no newer copy: {found.problem}")
+        problem = wire.clip(found.problem, ERROR_BYTES_MAX)
+        self._notify_supervisor(
+            "protected",
+            launch=found.launch,
+            holder=found.holder,
+            step=found.step,
+            problem=problem,
+        )
 
     def _ask_for_space(self, need: Need, problem: str) -> bool:
         """Ask the supervisor for space, from the writer thread. Packets are sent whole or not."""
@@ -549,7 +626,13 @@ class Flusher:
                 kept = key[0] >= self._newest_launch
             if not is_old or kept or key in self._busy:
                 continue
-            self._held.pop(key).free()
+            if not self._exchange.reading.acquire(blocking=False):
+                # Its bytes are being copied for the neighbour.
+                continue
+            try:
+                self._held.pop(key).free()
+            finally:
+                self._exchange.reading.release()
             for peer in self._peers:
                 peer.slots = tuple(k for k in peer.slots if k != key)
 

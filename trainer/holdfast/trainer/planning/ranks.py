@@ -8,14 +8,14 @@ waits for another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
 import psutil
 
 from holdfast.contracts.errors import SaveError
+from holdfast.contracts.node.memory import group_room
 from holdfast.trainer.format.columns import KINDS, Block, BlockPattern, Rows, join, pack
 from holdfast.trainer.planning.global_plan import GlobalPlan, Kept, plan_all
 from holdfast.trainer.planning.layout import Layout, add_metadata, add_train_state, plan_layout
@@ -24,60 +24,6 @@ from holdfast.trainer.planning.rank_rows import RankRows, describe_rank
 from holdfast.trainer.ranks.collective import HierarchicalGroup, attempt, problem_of
 from holdfast.trainer.ranks.identity import Identity, distcp_name
 from holdfast.trainer.slots.slots import SLOTS_PER_RANK
-
-# The memory that this process may still allocate within the limits of its cgroups.
-
-_OWN_GROUPS: Final = Path("/proc/self/cgroup")
-_MOUNT: Final = Path("/sys/fs/cgroup")
-# (limit, usage, the parts of the usage that are page cache) by cgroup version.
-_NAMES: Final = {
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file total_active_file"),
-    2: ("memory.max", "memory.current", "inactive_file active_file"),
-}
-
-
-def group_room(own_groups: Path = _OWN_GROUPS, mount: Path = _MOUNT) -> int | None:
-    """Return the bytes that the process may still allocate, or None without a limit.
-
-    This is the minimum over all its cgroups and their parents, of versions 1 and 2. The page cache
-    counts as free. A Slurm job or a container has a limit far below the machine's memory.
-    """
-    rooms = [
-        room
-        for version, group, top in _groups(own_groups, mount)
-        for folder in (group, *group.parents)
-        if folder.is_relative_to(top) and (room := _room_in(folder, version)) is not None
-    ]
-    return min(rooms, default=None)
-
-
-def _groups(own_groups: Path, mount: Path) -> Iterator[tuple[int, Path, Path]]:
-    """Yield (version, folder of the cgroup, folder of the top one) of each memory hierarchy."""
-    try:
-        lines = own_groups.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            yield 2, mount / path.lstrip("/"), mount
-        elif "memory" in controllers.split(","):
-            # In a container, the path may be that of the host. The top cgroup is then its own.
-            yield 1, mount / "memory" / path.lstrip("/"), mount / "memory"
-
-
-def _room_in(folder: Path, version: int) -> int | None:
-    """Return the bytes that one cgroup leaves; None if it has no limit or cannot be read."""
-    limit_name, usage_name, cache_names = _NAMES[version]
-    try:
-        limit, usage = (int((folder / name).read_text()) for name in (limit_name, usage_name))
-        rows = [line.split() for line in (folder / "memory.stat").read_text().splitlines()]
-    except (OSError, ValueError):
-        # Without a limit, the file of version 2 contains `max`.
-        return None
-    cache = sum(int(row[1]) for row in rows if row and row[0] in cache_names.split())
-    return max(0, limit - usage + cache)
-
 
 T = TypeVar("T")
 GIB: Final = 1024**3

@@ -149,6 +149,15 @@ class Slot:
         return parsed
 
     @property
+    def mark(self) -> tuple[SlotState, int, bytes]:
+        """The state, the step and the table. If it stays the same, so have the bytes of the step.
+
+        A rank changes the state before the bytes, and the table has the time of the copy.
+        """
+        state, size = self.state, self._words[_Word.TABLE_BYTES]
+        return state, self.step, bytes(self._map[HEAD_BYTES : HEAD_BYTES + size])
+
+    @property
     def error(self) -> str:
         """Why the flush failed, if the state is FAILED."""
         size = self._words[_Word.ERROR_BYTES]

@@ -1,0 +1,105 @@
+"""Copies of snapshots at a neighbour: real flushers, of which one is lost with all its memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.process.test_snapshots import committed
+from tests.support.flusher_supervisor import FakeRank, SlotHolder, wait_until
+
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.paths import CheckpointName, RunPaths
+from holdfast.trainer.slots.slots import SlotState
+
+NODES = 3
+
+
+class Nodes:
+    """The flushers of some nodes, each with one rank."""
+
+    def __init__(self, run: Path, nodes: int) -> None:
+        self.run = run
+        name = f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}"
+        self.flushers = [SlotHolder(f"{name}-{n}", node=n, nodes=nodes) for n in range(nodes)]
+        self.ranks = [
+            FakeRank(each, run, rank=n, world_size=nodes, node=n, nodes=nodes)
+            for n, each in enumerate(self.flushers)
+        ]
+        self.folder = RunPaths(run).attempt(1).launch(1)
+        self.folder.mkdir(parents=True)
+
+    def protect(self, *nodes: int) -> None:
+        """Have each node's snapshots copied to the next one; all of them if none is named."""
+        count = len(self.flushers)
+        for node in nodes or range(count):
+            facts = {"launch": 1, "node": node, "holder": (node + 1) % count}
+            self.flushers[node].send(
+                "neighbour", folder=str(self.folder), addresses=["127.0.0.1"], **facts
+            )
+
+    def snapshot(self, step: int, *, slot: int = 0) -> None:
+        for rank in self.ranks:
+            rank.snapshot(step, content_of(rank.rank, step), slot=slot)
+
+    def wait_for_copies(self, step: int) -> None:
+        for node, each in enumerate(self.flushers):
+            wait_until(
+                lambda each=each: any(m["step"] >= step for m in each.of_kind("protected")),
+                f"node {node}'s copy of step {step}: {each.of_kind('protected')}",
+            )
+
+    def lose(self, *lost: int) -> None:
+        """Lose nodes with their flushers and slots, then end the other nodes' ranks."""
+        for node in lost:
+            self.flushers[node].kill()
+            for slot in self.ranks[node].slots:
+                slot.data[:] = bytes(len(slot.data))
+        for rank in self.ranks:
+            rank.close()
+        for node, each in enumerate(self.flushers):
+            if node not in lost:
+                each.send("drain", timeout_s=30.0, lost=list(lost))
+
+    def await_drained(self, *lost: int) -> list[SlotHolder]:
+        left = [each for node, each in enumerate(self.flushers) if node not in lost]
+        for each in left:
+            wait_until(lambda each=each: each.of_kind("drained"), "the answer to drain", 40)
+        return left
+
+    def close(self) -> None:
+        for each in self.flushers:
+            each.close()
+
+
+def content_of(rank: int, step: int) -> bytes:
+    return f"rank {rank} after step {step}; ".encode() * 500
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    made = Nodes(tmp_path / "r", NODES)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("lost", range(NODES))
+def test_newest_snapshot_is_committed_from_the_copy_of_a_lost_node(nodes: Nodes, lost: int) -> None:
+    nodes.protect()
+    nodes.snapshot(7)
+    nodes.snapshot(8, slot=1)
+    nodes.wait_for_copies(8)
+    nodes.lose(lost)
+    left = nodes.await_drained(lost)
+    assert committed(nodes.run) == [8], [each.heard for each in left]
+    directory = RunPaths(nodes.run).checkpoint(str(CheckpointName(8, 1, 1)))
+    for rank in range(NODES):
+        assert (directory / f"__{rank}_0.distcp").read_bytes() == content_of(rank, 8)
+    manifest = read_manifest(directory)
+    assert manifest is not None
+    assert len(manifest.files) == NODES
+    for each in left:
+        assert [m["step"] for m in each.of_kind("committed")] == [8]
