@@ -13,7 +13,6 @@ from tests.support.flusher_supervisor import FakeRank, SlotHolder, wait_until
 
 from holdfast.contracts.disk.manifest import read_manifest
 from holdfast.contracts.disk.paths import CheckpointName, RunPaths
-from holdfast.trainer.slots.slots import SlotState
 
 NODES = 3
 

@@ -106,6 +106,8 @@ RUNS: Final = {
     "test_storage_budget_limits_the_size_of_all_checkpoints",
     "checkpoint.directory": "process/test_checkpoint_directory.py::"
     "test_run_is_preempted_and_resumes_with_its_checkpoints_elsewhere",
+    "checkpoint.neighbour": "slurm/test_neighbour.py::"
+    "test_newest_snapshot_is_committed_with_the_bits_of_an_uninterrupted_run",
     "supervision.poll_s": "process/test_flow_supervise.py::"
     "test_the_wait_between_two_looks_is_that_of_the_spec",
     "supervision.notices_url": "process/test_notices.py::"

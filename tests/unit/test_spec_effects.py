@@ -73,6 +73,7 @@ KEYS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         {"checkpoint": {"mirror": "s3://bucket/x"}},
     ),
     "checkpoint.snapshots": (100, OPAQUE, {}),
+    "checkpoint.neighbour": (True, {}, {"resources": {**ON_SLURM["resources"], "nodes": 2}}),
     "checkpoint.staging": ("memory", OPAQUE, {}),
     "supervision.notices_url": (
         "http://169.254.169.254",

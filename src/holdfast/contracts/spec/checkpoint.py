@@ -123,6 +123,13 @@ class Checkpointing(SpecPart):
         "Holdfast commits the newest one. `auto` takes as many as cost 3 % of the "
         "time, and `off` takes none",
     )
+    neighbour: bool | Literal["auto"] = Field(
+        default=False,
+        description="whether each node copies its snapshots to the memory of another node, over "
+        "the network. If a node is lost, the other one commits its part of the newest snapshot. "
+        "`auto` does so whenever an attempt has several nodes. It takes up to four "
+        "times the memory of a node's checkpoint files, besides the staging slots",
+    )
     staging: Literal["memory"] = Field(
         default="memory",
         description="where a step is staged before it is written. `memory` is the only value",

@@ -84,6 +84,15 @@ NOTICES: Final = Scope(
     lambda spec: spec.supervision.notices != "off",
     "supervision.notices is 'off'; leave one of them out",
 )
+SEVERAL_NODES: Final = Scope(
+    lambda spec: max(spec.gpus_max, *spec.elastic.choices, 0) > spec.resources.size_per_node,
+    "the run has one node, so there is no other node whose memory could hold its snapshots; set "
+    "resources.nodes = 2 or more, or leave the key out",
+)
+SNAPSHOTS: Final = Scope(
+    lambda spec: spec.checkpoint.snapshots != "off",
+    "checkpoint.snapshots is 'off', so there are no snapshots to copy; leave one of them out",
+)
 ROLLS_BACK: Final = Scope(
     lambda spec: "rollback" in _actions(spec),
     "only a rollback uses it; set supervision.numerics.on_nan or on_spike = 'rollback', or leave "
@@ -173,6 +182,7 @@ ACTS: Final[Mapping[str, tuple[Scope, ...]]] = {
     "checkpoint.mirror": (SAVES,),
     "checkpoint.local": (SAVES,),
     "checkpoint.snapshots": (SAVES,),
+    "checkpoint.neighbour": (SAVES, SEVERAL_NODES, SNAPSHOTS),
     "checkpoint.staging": (SAVES,),
     "supervision.heartbeat_s": (),
     "supervision.poll_s": (),

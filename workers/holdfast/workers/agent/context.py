@@ -23,7 +23,8 @@ LAUNCHES_MAX: Final = 1000
 class AgentContext:
     """One agent's place in the attempt. `started_at` is Unix seconds.
 
-    `hosts` are the names of all nodes in order, or empty if the scheduler does not say.
+    `hosts` are the names of all nodes in order, or empty if the scheduler does not say. `switch` is
+    the path of switches above this node, or '' if unknown.
     """
 
     request: Request
@@ -35,6 +36,7 @@ class AgentContext:
     host: str
     started_at: float
     hosts: tuple[str, ...] = ()
+    switch: str = ""
 
     @property
     def is_lead(self) -> bool:
@@ -66,7 +68,21 @@ def load_context(request_path: Path, environ: Mapping[str, str] | None = None) -
         host=(variables.get("SLURMD_NODENAME") if on_slurm else None) or socket.gethostname(),
         started_at=clocks.now(),
         hosts=expand_hosts(variables.get("SLURM_STEP_NODELIST", "")) if on_slurm else (),
+        switch=switch_of(variables) if on_slurm else "",
     )
+
+
+def switch_of(variables: Mapping[str, str]) -> str:
+    """Return the switches, or the block, of this node from Slurm's variables; '' if unknown.
+
+    Slurm sets them where its topology is configured: `s0.s3.n17` for a node of switch `s3`.
+    """
+    kinds = variables.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
+    names = variables.get("SLURM_TOPOLOGY_ADDR", "").split(".")
+    if kinds[-1] != "node" or len(kinds) < 2 or len(names) < len(kinds):
+        return ""
+    # The name of a node may have dots.
+    return ".".join(names[: len(kinds) - 1])
 
 
 def take_number(attempt: AttemptPaths) -> int:

@@ -18,6 +18,7 @@ from holdfast.contracts.states import Cause
 from holdfast.workers.agent.context import LAUNCHES_MAX, AgentContext, take_number
 from holdfast.workers.agent.health.watch import HealthWatch
 from holdfast.workers.agent.launch.warm_standby import StandbyPlan
+from holdfast.workers.agent.neighbours import Neighbours
 from holdfast.workers.agent.node import CrashReport, NodeReport
 from holdfast.workers.agent.node_group import NodeGroup
 from holdfast.workers.agent.root_check import RootCheck
@@ -154,6 +155,7 @@ class Lead:
         self._announced: StopRequest | None = None
         self._hangs = HangWatch(context.request, context.attempt, journal)
         self._agreement = StopAgreement(self.group, journal, context.attempt.number, self._note)
+        self._neighbours = Neighbours(context, self.group, self._note)
         self._standby_plan = StandbyPlan(context, self.group.address, self._note)
 
     @property
@@ -219,6 +221,7 @@ class Lead:
             world_size=self.context.request.world_size,
         )
         self.group.ask_all(lambda node: node.start(number, address, port))
+        self._neighbours.begin(number)
         self.group.forget_reports()
         ending = self._watch()
         trained_until = time.time()

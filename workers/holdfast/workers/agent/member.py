@@ -41,6 +41,7 @@ def run_member_agent(context: AgentContext, signals: SignalBox) -> str:
         "host": context.host,
         "job_id": context.job_id,
         "pid": os.getpid(),
+        "switch": context.switch,
     }
     try:
         # Join before changing anything on the node, because another agent may be in charge of it.
@@ -182,6 +183,8 @@ def _reply(runtime: NodeRuntime, reporter: Reporter, question: dict[str, Any]) -
         return {"won": runtime.race(question["shared"], question["number"])}
     elif kind == "health":
         runtime.check_health(question["checks"], question["round"], question["meeting"])
+    elif kind == "protect":
+        runtime.protect(question["launch"], question["node"], question["holder"])
     elif kind == "hint":
         runtime.flusher_supervisor.give_hint()
     elif kind == "kill":

@@ -133,6 +133,13 @@ class LedNode(NodePort, Protocol):
         """Start torchrun for a new launch."""
         ...
 
+    def protect(self, launch: int, node: int, holder: int) -> object:
+        """Have the flusher copy the launch's snapshots to the flusher of node `holder`.
+
+        `node` is the place of this node in the launch.
+        """
+        ...
+
     def prepare(self, launch: int, address: str, port: int) -> object:
         """Start a warm standby for a later launch, if there is enough memory for it."""
         ...

@@ -56,6 +56,14 @@ class RemoteNode:
     def prepare(self, launch: int, address: str, port: int) -> Future[None]:
         return self._peer.ask("prepare", _nothing, launch=launch, address=address, port=port)
 
+    def protect(self, launch: int, node: int, holder: int) -> Future[None]:
+        return self._peer.ask("protect", _nothing, launch=launch, node=node, holder=holder)
+
+    @property
+    def switch(self) -> str:
+        """The path of switches above the node, or '' if unknown."""
+        return str(self._peer.hello.get("switch", ""))
+
     def check_root(self, place: str, shared: str, token: str) -> Future[Sequence[RootProblem]]:
         return self._peer.ask(
             "root",
@@ -186,6 +194,11 @@ class NodeGroup:
     def nodes(self) -> list[LedNode]:
         """The nodes that are not lost, this one first."""
         return [self._here, *self._present()]
+
+    @property
+    def switches(self) -> list[str]:
+        """The path of switches above each node, in the order of `nodes`."""
+        return [self._context.switch, *(node.switch for node in self._present())]
 
     @property
     def is_whole(self) -> bool:

@@ -45,6 +45,7 @@ class NodeRuntime(StatusPort):
         )
         super().__init__(self.status_table)
         self.flusher_supervisor = AgentFlusherSupervisor(context)
+        self.flusher_supervisor.report_protection = self._note_protection
         first_rank = context.node * context.request.ranks_per_node
         self._watch = RankWatch(self.status_table, first_rank, earlier_times(context))
         self._torchrun: Torchrun | None = None
@@ -68,6 +69,7 @@ class NodeRuntime(StatusPort):
         self._oom_kills_before = 0
         self._salvaged_journaled = self._failed_journaled = 0
         self._is_stopping = self._is_told = False
+        self._unprotected = ""
 
     @property
     def step_s(self) -> float:
@@ -113,6 +115,9 @@ class NodeRuntime(StatusPort):
                 traceback=f"{type(error).__name__}: {error}",
                 host=context.host,
             )
+
+    def protect(self, launch: int, node: int, holder: int) -> None:
+        self.flusher_supervisor.protect(launch, node, holder)
 
     def prepare(self, launch: int, address: str, port: int) -> None:
         self._discard_standby()
@@ -248,7 +253,7 @@ class NodeRuntime(StatusPort):
             failed = flushed.failed[self._failed_journaled :]
             self._failed_journaled += len(failed)
             self._journal_flushed(EventKind.SAVE_FAILED, failed)
-        if self.context.node == 0:
+        if self.context.node == min(set(range(self.context.nodes)) - set(lost), default=0):
             # The flusher salvages when the last rank dies, without waiting for this request.
             salvaged = flushed.salvaged[self._salvaged_journaled :]
             self._salvaged_journaled += len(salvaged)
@@ -263,6 +268,31 @@ class NodeRuntime(StatusPort):
         attempt, host = self.context.attempt, self.context.host
         with JournalWriter(attempt.node_journal(self.context.node)) as journal:
             journal.append(EventKind.NOTE, attempt=attempt.number, host=host, text=text)
+
+    def _note_protection(self, message: dict[str, Any]) -> None:
+        """Journal when a neighbour begins or ceases to hold copies of this node's snapshots.
+
+        Called in the thread that reads the flusher's messages.
+        """
+        problem = str(message["problem"])
+        if bool(problem) == bool(self._unprotected):
+            return
+        self._unprotected = problem
+        attempt, host, holder = self.context.attempt, self.context.host, message["holder"]
+        text = (
+            f"unprotected: node {holder} holds no copy of this node's newest snapshots: {problem}"
+            if problem
+            else f"protected again: node {holder} holds this node's snapshot of {message['step']}"
+        )
+        with JournalWriter(attempt.node_journal(self.context.node)) as journal:
+            journal.append(
+                EventKind.NOTE,
+                attempt=attempt.number,
+                launch=message["launch"],
+                host=host,
+                text=text,
+                unprotected=problem,
+            )
 
     def _journal_flushed(
         self, kind: EventKind, messages: Sequence[dict[str, Any]], **more: Any

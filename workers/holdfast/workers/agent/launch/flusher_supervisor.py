@@ -15,11 +15,12 @@ from typing import Any, Final
 
 from holdfast.contracts import environment
 from holdfast.contracts.disk.mirrors import Tiers
-from holdfast.contracts.errors import HoldfastError
+from holdfast.contracts.errors import HoldfastError, InterfaceError
 from holdfast.contracts.node import wire
 from holdfast.contracts.node.flusher_process import KeptSlots, start_flusher
 from holdfast.contracts.spec.secrets import plain_part, references_in, resolve
 from holdfast.workers.agent.context import AgentContext
+from holdfast.workers.agent.health.interface import addresses_of
 from holdfast.workers.checkpoints.deletion import free_space
 
 STARTS_MAX: Final = 5
@@ -53,6 +54,9 @@ class AgentFlusherSupervisor:
         self.flushed = Flushed()
         # Called when this node's flusher has written its part of a step, committed it or failed.
         self.report_progress: Callable[[str], object] = lambda kind: None
+        # Called when the neighbour holds a newer copy of this node's snapshots, or cannot.
+        self.report_protection: Callable[[dict[str, Any]], object] = lambda message: None
+        self._neighbour: dict[str, Any] = {}
         self._hints = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context = context
         self._slots = KeptSlots()
@@ -92,6 +96,32 @@ class AgentFlusherSupervisor:
             self.tend()
             time.sleep(POLL_S)
         return False
+
+    def protect(self, launch: int, node: int, holder: int) -> None:
+        """Have the flusher copy the snapshots of a launch to the flusher of node `holder`.
+
+        A restarted flusher is asked again. `node` is the place of this node in the launch.
+        """
+        context = self._context
+        interface = context.request.launch.network_interface
+        addresses: list[str] = []
+        with contextlib.suppress(InterfaceError):
+            addresses = addresses_of(interface, context.host) if interface else []
+        self._neighbour = {
+            "launch": launch,
+            "node": node,
+            "holder": holder,
+            "folder": str(context.attempt.launch(launch)),
+            "ports": context.request.supervision.ports,
+            "addresses": addresses,
+        }
+        self._ask_for_copies()
+
+    def _ask_for_copies(self) -> None:
+        if self._connection is not None and self._neighbour:
+            # A flusher that has ended is started again, and asked then.
+            with contextlib.suppress(OSError):
+                wire.send(self._connection, "neighbour", **self._neighbour)
 
     def give_hint(self) -> None:
         """Have the flusher look for what other nodes have written. Never blocks."""
@@ -134,6 +164,7 @@ class AgentFlusherSupervisor:
         )
         self._connection = ours
         self._slots.give_back(ours)
+        self._ask_for_copies()
         threading.Thread(target=self._read, args=(ours,), name="flusher", daemon=True).start()
 
     def _environment(self) -> dict[str, str]:
@@ -208,6 +239,8 @@ class AgentFlusherSupervisor:
             self.flushed.salvaged.append(message)
         elif kind == "failed":
             self.flushed.failed.append(message)
+        elif kind == "protected":
+            self.report_protection(message)
         if kind in {"wrote", "committed", "failed"}:
             self.report_progress(kind)
 

@@ -1,0 +1,83 @@
+"""A lost node's part of the newest snapshot is committed from the copy at its neighbour."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from slurm_cluster import SlurmCluster
+from tests.process.local_runs import LocalRun, wait_until
+from tests.support.agent_ranks import wait_for_commit
+
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.manifest import Manifest, read_manifest
+from holdfast.contracts.states import Cause
+from holdfast.workers.nodes.heartbeats import newest_step
+
+pytestmark = [pytest.mark.more, pytest.mark.timeout(400)]
+
+NODES = 3
+STEP_S = 0.2
+
+
+def run_on_three(root: Path, *, steps: int, sleep_s: float = STEP_S) -> LocalRun:
+    return LocalRun(
+        root,
+        resources={
+            "executor": "slurm",
+            "nodes": NODES,
+            "gpus_per_node": 1,
+            "partition": "spot",
+        },
+        checkpoint={"interval": 10_000, "snapshots": 1, "neighbour": True},
+        elastic={"choices": [NODES]},
+        steps=steps,
+        sleep_s=sleep_s,
+        noise=0.1,
+    )
+
+
+def tensor_files(manifest: Manifest) -> dict[str, str]:
+    return {e.path: e.checksum for e in manifest.files if e.path.endswith(".distcp")}
+
+
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["node 0", "node 1", "node 2"])
+def test_newest_snapshot_is_committed_with_the_bits_of_an_uninterrupted_run(
+    slurm: SlurmCluster, tmp_path: Path, which: int
+) -> None:
+    run = run_on_three(tmp_path / "lost", steps=100_000)
+    attempt = run.submit()
+    try:
+        run.wait_for_step(attempt, 20)
+        hosts = {beat.node: beat.host for beat in run.beats(attempt)}
+        reached = newest_step(run.beats(attempt)) or 0
+        slurm.kill_node(hosts[which])
+        try:
+            kept = wait_for_commit(run, lambda manifest: manifest.reason == "crash")
+            wait_until(lambda: "down" in slurm.node_states()[hosts[which]], "the loss", 60)
+            view = run.wait_for_end()
+        finally:
+            slurm.start_node(hosts[which])
+    finally:
+        run.end_all()
+    assert view.cause is Cause.NODE_FAILURE, view.evidence
+    # What was on its way when the node was lost, and what trained meanwhile.
+    assert reached - 2 <= kept.step
+    told = [e.data for e in run.events(EventKind.COMMITTED) if e.data.get("reason") == "crash"]
+    assert [one["checkpoint"] for one in told] == [kept.name]
+    log = attempt.node_logs((which + 1) % NODES) / "flusher.log"
+    assert f"the files of node {which}, which is lost, were written" in log.read_text()
+
+    whole = run_on_three(tmp_path / "whole", steps=kept.step, sleep_s=0.0)
+    whole.submit()
+    try:
+        whole.wait_for_end()
+    finally:
+        whole.end_all()
+    last = read_manifest(whole.paths.list_checkpoints()[-1])
+    assert last is not None
+    assert last.step == kept.step
+    assert tensor_files(kept) == tensor_files(last)
+    assert len(tensor_files(kept)) == NODES
+    assert not [e for e in run.events(EventKind.NOTE) if re.search("unprotected", str(e.data))]

@@ -1,0 +1,338 @@
+"""Copies of snapshots at a neighbour: who it is, what is sent, and what is believed."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from tests.support.flusher_supervisor import wait_until
+from tests.support.slot_tables import make_table
+
+from holdfast.contracts.node.handshake import read_address
+from holdfast.trainer.flusher.salvage import Agreed, newest_covered
+from holdfast.trainer.neighbour import keeper as keeping
+from holdfast.trainer.neighbour import line as lines
+from holdfast.trainer.neighbour import sender as sending
+from holdfast.trainer.neighbour.exchange import Exchange
+from holdfast.trainer.neighbour.node_copy import NodeCopy, copy_slots
+from holdfast.trainer.neighbour.sender import Protection
+from holdfast.trainer.slots.slot_table import FilePlace
+from holdfast.trainer.slots.slots import Slot, SlotState
+from holdfast.workers.agent.context import switch_of
+from holdfast.workers.decisions.neighbours import choose_neighbours
+
+FILES = (FilePlace("__0_0.distcp", 0, 9 << 20), FilePlace("train_state.json", 9 << 20, 3000))
+SIZE = FILES[1].offset + FILES[1].bytes
+
+
+# --- who the neighbour is ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("switches", "expected"),
+    [
+        (["", ""], [1, 0]),
+        ([""] * 4, [1, 2, 3, 0]),
+        (["s1", "s1", "s2", "s2"], [2, 3, 0, 1]),
+        (["s1", "s2", "s1", "s2"], [1, 0, 3, 2]),
+        (["s1", "s1", "s1", "s2"], [3, 0, 1, 2]),
+    ],
+)
+def test_neighbour_is_below_another_switch_if_known(
+    switches: list[str], expected: list[int]
+) -> None:
+    assert choose_neighbours(switches) == expected
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1, 1), (5, 3, 2), (4, 4), (7, 1, 1), (1, 2, 3, 4, 5), (512, 512)]
+)
+def test_each_node_keeps_the_copies_of_one_other_node(sizes: tuple[int, ...]) -> None:
+    switches = [f"s{number}" for number, size in enumerate(sizes) for _ in range(size)]
+    switches = switches[1::2] + switches[::2]
+    chosen = choose_neighbours(switches)
+    assert sorted(chosen) == list(range(len(switches)))
+    assert all(node != holder for node, holder in enumerate(chosen))
+    same = sum(switches[node] == switches[holder] for node, holder in enumerate(chosen))
+    largest = max(Counter(switches).values())
+    assert same == max(0, 2 * largest - len(switches))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "address", "expected"),
+    [
+        ("switch.switch.node", "s0.s3.n17", "s0.s3"),
+        ("switch.node", "s3.n17.cluster.org", "s3"),
+        ("block.node", "b2.n17", "b2"),
+        ("node", "n17", ""),
+        ("", "", ""),
+        ("switch.node", "n17", ""),
+    ],
+)
+def test_switch_is_read_from_the_variables_of_slurm(
+    pattern: str, address: str, expected: str
+) -> None:
+    variables = {"SLURM_TOPOLOGY_ADDR_PATTERN": pattern, "SLURM_TOPOLOGY_ADDR": address}
+    assert switch_of(variables) == expected
+
+
+# --- which step is committed ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lists", "gone", "copies", "expected"),
+    [
+        # The newest step that the others have and that a living node holds for the lost one.
+        ({0: [7, 8], 1: [7, 8]}, [2], {0: {2: [7]}, 1: {2: []}}, Agreed(7, {2: 0})),
+        ({0: [7, 8], 1: [7, 8]}, [2], {0: {2: [8]}, 1: {2: [8]}}, Agreed(8, {2: 0})),
+        ({0: [7, 8], 1: [6, 7]}, [2], {0: {2: [8]}, 1: {2: []}}, Agreed(None)),
+        ({0: [8]}, [1, 2], {0: {1: [8], 2: []}}, Agreed(None)),
+        ({0: [8]}, [1, 2], {0: {1: [8], 2: [8]}}, Agreed(8, {1: 0, 2: 0})),
+        # A lost node that had listed its snapshots may have written its files.
+        ({0: [7, 8], 1: [8]}, [1], {0: {1: []}}, Agreed(8)),
+        ({0: [7, 8], 1: [8]}, [1], {0: {1: [8]}}, Agreed(8, {1: 0})),
+        ({}, [1], {}, Agreed(None)),
+    ],
+)
+def test_newest_step_that_nodes_or_copies_have_is_chosen(
+    lists: dict[int, list[int]],
+    gone: list[int],
+    copies: dict[int, dict[int, list[int]]],
+    expected: Agreed,
+) -> None:
+    assert newest_covered(lists, gone, copies) == expected
+
+
+# --- what is copied, sent and believed --------------------------------------------------------
+
+
+def new_slot() -> Slot:
+    return Slot(Slot.create(SIZE))
+
+
+def fill(slot: Slot, step: int, value: int | None = None) -> None:
+    """Keep a snapshot of `step` in a slot; its bytes show the step or `value`."""
+    slot.begin(step)
+    slot.data[:SIZE] = bytes([step if value is None else value]) * SIZE
+    slot.data[:8] = step.to_bytes(8, "big")
+    name = f"step-{step:08d}.a0001.l01"
+    table = make_table(node=0, nodes=2, step=step, checkpoint=name, files=FILES, staged_at=step)
+    slot.seal(table.to_document(), is_snapshot=True)
+
+
+def test_copy_of_slots_has_the_checksums_of_its_bytes() -> None:
+    slot = new_slot()
+    fill(slot, 5)
+    copied = copy_slots(1, [slot])
+    assert copied is not None
+    assert (copied.step, copied.node, copied.bytes) == (5, 0, SIZE)
+    assert copied.damage() == []
+    copied.data[0][6 << 20] ^= 1
+    assert copied.damage() == ["__0_0.distcp"]
+    copied.data[0][SIZE - 1] ^= 1
+    assert copied.damage() == ["__0_0.distcp", "train_state.json"]
+
+
+def test_snapshot_that_a_rank_overwrites_meanwhile_is_not_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slot = new_slot()
+    fill(slot, 5)
+    make = NodeCopy.__init__
+
+    def overwritten(copied: NodeCopy, launch: int, tables: Sequence[object]) -> None:
+        make(copied, launch, tables)  # type: ignore[arg-type]
+        slot.begin(7)
+
+    monkeypatch.setattr(NodeCopy, "__init__", overwritten)
+    assert copy_slots(1, [slot]) is None
+    # Overwritten as a whole before the second look.
+    fill(slot, 5)
+    monkeypatch.setattr(
+        NodeCopy,
+        "__init__",
+        lambda copied, launch, tables: (make(copied, launch, tables), fill(slot, 7))[0],
+    )
+    assert copy_slots(1, [slot]) is None
+
+
+class Two:
+    """Two nodes' exchanges: node 0 sends the snapshots in `slots`, node 1 keeps them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.slots = [new_slot(), new_slot()]
+        self.said: list[str] = []
+        self.reports: list[Protection] = []
+        self.owner = self._exchange(lambda launch: self.slots)
+        self.holder = self._exchange(lambda launch: [])
+        self.folder = folder
+        self.holder.begin(self.message(1))
+        self.owner.begin(self.message(0))
+
+    def message(self, node: int) -> dict[str, object]:
+        facts = {"launch": 1, "node": node, "holder": 1 - node}
+        return {**facts, "folder": str(self.folder), "addresses": ["127.0.0.1"]}
+
+    def _exchange(self, find: Callable[[int], Sequence[Slot]]) -> Exchange:
+        return Exchange(find, report=self.reports.append, say=self.said.append)
+
+    def wait_for(self, step: int) -> None:
+        wait_until(lambda: any(r.step >= step for r in self.reports), f"a copy of step {step}")
+
+    def close(self) -> None:
+        self.owner.close()
+        self.holder.close()
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[Two]:
+    made = Two(tmp_path)
+    yield made
+    made.close()
+
+
+def test_newest_snapshot_is_held_with_all_its_bytes(two: Two) -> None:
+    fill(two.slots[0], 5)
+    two.wait_for(5)
+    fill(two.slots[1], 6)
+    fill(two.slots[0], 7)
+    two.wait_for(7)
+    assert 7 in two.owner.hold(1)
+    two.holder.hold(1)
+    assert two.holder.held_for(0, 1)[0] == 7
+    copied = two.holder.copy_of(0, 7)
+    assert copied is not None
+    assert copied.data[0][:SIZE] == two.slots[0].data[:SIZE]
+    assert two.holder.held_for(1, 1) == []
+    assert two.holder.held_for(0, 2) == []
+    assert not [report for report in two.reports if report.problem]
+
+
+def test_only_blocks_that_changed_are_sent_again(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(two.slots[0], 5, value=1)
+    two.wait_for(5)
+    sent: list[int] = []
+    send = lines.Line.send
+
+    def counted(
+        self: lines.Line, kind: str, content: memoryview | None = None, /, **data: object
+    ) -> None:
+        if content is not None:
+            sent.append(len(content))
+        send(self, kind, content, **data)
+
+    monkeypatch.setattr(lines.Line, "send", counted)
+    fill(two.slots[1], 6, value=1)
+    two.wait_for(6)
+    # The first block has the step in its bytes; the others are as before.
+    assert sent == [4 << 20]
+    two.holder.hold(1)
+    copied = two.holder.copy_of(0, 6)
+    assert copied is not None
+    assert copied.data[0][:SIZE] == two.slots[1].data[:SIZE]
+
+
+def test_copy_that_is_damaged_in_memory_is_reported_and_passed_over(two: Two) -> None:
+    fill(two.slots[0], 5)
+    two.wait_for(5)
+    copied = two.holder.copy_of(0, 5)
+    assert copied is not None
+    copied.data[0][5 << 20] ^= 1
+    two.holder.hold(1)
+    assert two.holder.held_for(0, 1) == []
+    (said,) = two.said
+    assert said == (
+        "the copy of node 0's snapshot of step 5 is damaged in memory and is not used: __0_0.distcp"
+    )
+
+
+def test_block_that_is_damaged_on_its_way_is_not_believed(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sending, "RETRY_S", 0.1)
+    take = lines.Line.take
+
+    def damaged(self: lines.Line, target: memoryview) -> None:
+        take(self, target)
+        if len(target) > 1 << 20:
+            target[1000] ^= 1
+
+    monkeypatch.setattr(lines.Line, "take", damaged)
+    fill(two.slots[0], 5)
+    wait_until(lambda: two.reports, "a report")
+    assert two.reports[0].step == -1
+    assert two.reports[0].problem == "the copy of step 5 did not arrive intact: __0_0.distcp"
+    assert two.holder.held_for(0, 1) == []
+    monkeypatch.setattr(lines.Line, "take", take)
+    two.wait_for(5)
+
+
+def test_neighbour_without_memory_is_reported_once(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sending, "RETRY_S", 0.05)
+    monkeypatch.setattr(keeping, "free_memory", lambda: 1 << 20)
+    fill(two.slots[0], 5)
+    wait_until(lambda: two.reports, "a report")
+    time.sleep(0.5)
+    assert len(two.reports) == 1
+    problem = two.reports[0].problem
+    assert problem.startswith("the neighbour keeps no copy: 1 MiB of memory are free, but a copy")
+    monkeypatch.undo()
+    two.wait_for(5)
+
+
+def test_slow_network_drops_older_snapshots(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(two.slots[0], 1)
+    two.wait_for(1)
+    gate = threading.Event()
+    send = lines.Line.send
+
+    def slow(
+        self: lines.Line, kind: str, content: memoryview | None = None, /, **data: object
+    ) -> None:
+        if content is not None:
+            gate.wait(20)
+        send(self, kind, content, **data)
+
+    monkeypatch.setattr(lines.Line, "send", slow)
+    for step in range(2, 30):
+        fill(two.slots[step % 2], step)
+        time.sleep(0.01)
+    gate.set()
+    two.wait_for(29)
+    steps = [report.step for report in two.reports]
+    assert len(steps) <= 3, steps
+    assert len(two.owner._sender._own) <= 2
+
+
+def test_stranger_is_refused(two: Two, tmp_path: Path) -> None:
+    place = tmp_path / "neighbour-0001.json"
+    assert place.stat().st_mode & 0o077 == 0
+    addresses, port, _ = read_address(place)
+    with socket.create_connection((addresses[0], port), timeout=10) as stranger:
+        line = lines.Line(stranger, lambda: False)
+        line.send("nonce", nonce="00" * 32)
+        line.expect("nonce")
+        line.send("proof", proof="00" * 32)
+        line.expect("proof")
+        with pytest.raises(OSError, match=r"closed|reset"):
+            line.expect("welcome")
+    wait_until(lambda: two.said, "a line")
+    assert "does not know the attempt's token" in two.said[0]
+
+
+def test_mark_of_a_slot_changes_with_its_step() -> None:
+    slot = new_slot()
+    fill(slot, 5)
+    before = slot.mark
+    assert before[:2] == (SlotState.SNAPSHOT, 5)
+    fill(slot, 5, value=9)
+    assert slot.mark == before
+    fill(slot, 6)
+    assert slot.mark != before
