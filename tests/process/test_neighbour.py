@@ -40,6 +40,10 @@ class Nodes:
                 "neighbour", folder=str(self.folder), addresses=["127.0.0.1"], **facts
             )
 
+    def round(self, number: int, keep: int) -> None:
+        for each in self.flushers:
+            each.send("copy", launch=1, round=number, keep=keep)
+
     def snapshot(self, step: int, *, slot: int = 0) -> None:
         for rank in self.ranks:
             rank.snapshot(step, content_of(rank.rank, step), slot=slot)
@@ -89,6 +93,8 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 def test_newest_snapshot_is_committed_from_the_copy_of_a_lost_node(nodes: Nodes, lost: int) -> None:
     nodes.protect()
     nodes.snapshot(7)
+    nodes.wait_for_copies(7)
+    nodes.round(8, keep=7)
     nodes.snapshot(8, slot=1)
     nodes.wait_for_copies(8)
     nodes.lose(lost)
@@ -102,3 +108,61 @@ def test_newest_snapshot_is_committed_from_the_copy_of_a_lost_node(nodes: Nodes,
     assert len(manifest.files) == NODES
     for each in left:
         assert [m["step"] for m in each.of_kind("committed")] == [8]
+
+
+def test_step_that_ranks_overwrote_is_committed_from_the_copies_of_all(nodes: Nodes) -> None:
+    """The network is slower than the snapshots: no slot has the step that was copied."""
+    nodes.protect()
+    nodes.snapshot(7)
+    nodes.wait_for_copies(7)
+    for step in (8, 9, 10):
+        nodes.snapshot(step, slot=step % 2)
+    nodes.lose(1)
+    nodes.await_drained(1)
+    assert committed(nodes.run) == [7]
+    directory = RunPaths(nodes.run).checkpoint(str(CheckpointName(7, 1, 1)))
+    for rank in range(NODES):
+        assert (directory / f"__{rank}_0.distcp").read_bytes() == content_of(rank, 7)
+
+
+def test_two_lost_nodes_that_are_neighbours_leave_the_checkpoint_on_disk(nodes: Nodes) -> None:
+    nodes.protect()
+    for rank in nodes.ranks:
+        rank.describe(f"layer.{rank.rank}")
+    nodes.snapshot(7)
+    nodes.wait_for_copies(7)
+    # Node 1's copy was at node 2; that of node 2 is at node 0.
+    nodes.lose(1, 2)
+    (left,) = nodes.await_drained(1, 2)
+    assert committed(nodes.run) == []
+    (failed,) = left.of_kind("failed")
+    assert "nodes [1] are lost, as nodes [2] are, together with __1_0.distcp" in failed["error"]
+
+
+def test_two_lost_nodes_that_are_not_neighbours_are_both_written(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path / "r", 4)
+    try:
+        nodes.protect()
+        nodes.snapshot(7)
+        nodes.wait_for_copies(7)
+        nodes.lose(1, 3)
+        nodes.await_drained(1, 3)
+        assert committed(nodes.run) == [7]
+    finally:
+        nodes.close()
+
+
+def test_restarted_flusher_keeps_copies_again(nodes: Nodes) -> None:
+    nodes.protect()
+    nodes.snapshot(7)
+    nodes.wait_for_copies(7)
+    # Node 1 keeps node 0's copy. Its agent asks the next flusher again.
+    nodes.flushers[1].kill()
+    nodes.flushers[1].start()
+    nodes.protect(1)
+    nodes.round(8, keep=7)
+    nodes.snapshot(8, slot=1)
+    nodes.wait_for_copies(8)
+    nodes.lose(0)
+    nodes.await_drained(0)
+    assert committed(nodes.run) == [8]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,13 +16,13 @@ from holdfast.contracts.node.handshake import read_address
 from holdfast.trainer.flusher.salvage import Agreed, newest_covered
 from holdfast.trainer.neighbour import keeper as keeping
 from holdfast.trainer.neighbour import line as lines
-from holdfast.trainer.neighbour import sender as sending
 from holdfast.trainer.neighbour.exchange import Exchange
 from holdfast.trainer.neighbour.node_copy import NodeCopy, copy_slots
 from holdfast.trainer.neighbour.sender import Protection
 from holdfast.trainer.slots.slot_table import FilePlace
 from holdfast.trainer.slots.slots import Slot, SlotState
 from holdfast.workers.agent.context import switch_of
+from holdfast.workers.decisions.copy_rounds import FACTOR_MAX, CopyState, RoundEnd
 from holdfast.workers.decisions.neighbours import choose_neighbours
 
 FILES = (FilePlace("__0_0.distcp", 0, 9 << 20), FilePlace("train_state.json", 9 << 20, 3000))
@@ -181,6 +180,10 @@ class Two:
     def _exchange(self, find: Callable[[int], Sequence[Slot]]) -> Exchange:
         return Exchange(find, report=self.reports.append, say=self.said.append)
 
+    def round(self, number: int, keep: int) -> None:
+        """Begin another round; `keep` is the step that node 1 holds."""
+        self.owner.begin_round({"launch": 1, "round": number, "keep": keep})
+
     def wait_for(self, step: int) -> None:
         wait_until(lambda: any(r.step >= step for r in self.reports), f"a copy of step {step}")
 
@@ -199,12 +202,13 @@ def two(tmp_path: Path) -> Iterator[Two]:
 def test_newest_snapshot_is_held_with_all_its_bytes(two: Two) -> None:
     fill(two.slots[0], 5)
     two.wait_for(5)
+    two.round(7, keep=5)
     fill(two.slots[1], 6)
     fill(two.slots[0], 7)
     two.wait_for(7)
-    assert 7 in two.owner.hold(1)
+    assert two.owner.hold(1) == [7, 5]
     two.holder.hold(1)
-    assert two.holder.held_for(0, 1)[0] == 7
+    assert two.holder.held_for(0, 1) == [7, 5]
     copied = two.holder.copy_of(0, 7)
     assert copied is not None
     assert copied.data[0][:SIZE] == two.slots[0].data[:SIZE]
@@ -227,6 +231,7 @@ def test_only_blocks_that_changed_are_sent_again(two: Two, monkeypatch: pytest.M
         send(self, kind, content, **data)
 
     monkeypatch.setattr(lines.Line, "send", counted)
+    two.round(6, keep=5)
     fill(two.slots[1], 6, value=1)
     two.wait_for(6)
     # The first block has the step in its bytes; the others are as before.
@@ -254,7 +259,6 @@ def test_copy_that_is_damaged_in_memory_is_reported_and_passed_over(two: Two) ->
 def test_block_that_is_damaged_on_its_way_is_not_believed(
     two: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sending, "RETRY_S", 0.1)
     take = lines.Line.take
 
     def damaged(self: lines.Line, target: memoryview) -> None:
@@ -269,25 +273,26 @@ def test_block_that_is_damaged_on_its_way_is_not_believed(
     assert two.reports[0].problem == "the copy of step 5 did not arrive intact: __0_0.distcp"
     assert two.holder.held_for(0, 1) == []
     monkeypatch.setattr(lines.Line, "take", take)
-    two.wait_for(5)
+    two.round(6, keep=-1)
+    fill(two.slots[1], 6)
+    two.wait_for(6)
 
 
-def test_neighbour_without_memory_is_reported_once(
-    two: Two, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sending, "RETRY_S", 0.05)
+def test_neighbour_without_memory_is_reported(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeping, "free_memory", lambda: 1 << 20)
     fill(two.slots[0], 5)
     wait_until(lambda: two.reports, "a report")
-    time.sleep(0.5)
-    assert len(two.reports) == 1
     problem = two.reports[0].problem
     assert problem.startswith("the neighbour keeps no copy: 1 MiB of memory are free, but a copy")
     monkeypatch.undo()
-    two.wait_for(5)
+    two.round(6, keep=-1)
+    fill(two.slots[1], 6)
+    two.wait_for(6)
 
 
-def test_slow_network_drops_older_snapshots(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_network_drops_snapshots_and_keeps_what_has_arrived(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fill(two.slots[0], 1)
     two.wait_for(1)
     gate = threading.Event()
@@ -301,14 +306,54 @@ def test_slow_network_drops_older_snapshots(two: Two, monkeypatch: pytest.Monkey
         send(self, kind, content, **data)
 
     monkeypatch.setattr(lines.Line, "send", slow)
-    for step in range(2, 30):
+    two.round(2, keep=1)
+    fill(two.slots[0], 2)
+    wait_until(lambda: two.owner._sender.copy_of(2), "the node's own copy")
+    for step in range(3, 30):
         fill(two.slots[step % 2], step)
-        time.sleep(0.01)
+    # The ranks overwrote step 2 long ago. Until it has arrived, step 1 stays at both nodes.
+    assert two.owner._sender.copy_of(1) is not None
+    assert two.holder.copy_of(0, 1) is not None
     gate.set()
-    two.wait_for(29)
-    steps = [report.step for report in two.reports]
-    assert len(steps) <= 3, steps
-    assert len(two.owner._sender._own) <= 2
+    two.wait_for(2)
+    assert [report.step for report in two.reports] == [1, 2]
+    assert len(two.owner._sender._own) == 2
+    # The round after it comes too late for its step.
+    two.round(29, keep=2)
+    wait_until(lambda: two.reports[-1].is_missed, "a missed round")
+    two.round(31, keep=2)
+    fill(two.slots[0], 30)
+    fill(two.slots[1], 31)
+    two.wait_for(31)
+    assert two.owner.hold(1) == [31, 2]
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        ([(7, False), (7, False)], CopyState(number=7, keep=7)),
+        # One node's neighbour has no memory: the others are protected.
+        ([(7, False), (-1, False)], CopyState(number=7, keep=7)),
+        ([(-1, False), (-1, False)], CopyState(number=7, keep=5)),
+        ([(7, False), (-1, True)], CopyState(number=7, keep=5, factor=4)),
+        ([(7, False), (8, False)], CopyState(number=7, keep=5, factor=4)),
+    ],
+)
+def test_step_is_kept_once_all_nodes_copied_the_same_one(
+    ends: list[tuple[int, bool]], expected: CopyState
+) -> None:
+    before = CopyState(number=7, keep=5, factor=2)
+    assert before.after([RoundEnd(step=s, is_missed=m) for s, m in ends]) == expected
+
+
+def test_next_round_begins_at_a_step_that_no_node_has_reached() -> None:
+    state = CopyState(number=7, keep=7)
+    assert state.next(10, step_s=60.0, poll_s=0.25).number == 11
+    assert state.next(10, step_s=0.1, poll_s=0.25).number == 18
+    assert state.next(10, step_s=0.0, poll_s=0.25).number == 11
+    assert CopyState(number=40).next(10, step_s=60.0, poll_s=0.25).number == 41
+    late = CopyState(factor=FACTOR_MAX).after([RoundEnd(step=-1, is_missed=True)])
+    assert late.factor == FACTOR_MAX
 
 
 def test_stranger_is_refused(two: Two, tmp_path: Path) -> None:

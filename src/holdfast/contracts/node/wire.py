@@ -23,8 +23,12 @@ socket:
     neighbour {launch, node, holder, folder, ports, addresses}: flusher supervisor → flusher
         Snapshots of the launch are copied to node `holder`. `folder` is the launch's, where the
         flushers find each other. `ports` is as in a spec, and `addresses` are this node's.
-    protected {launch, holder, step, problem}: flusher → flusher supervisor
-        The neighbour holds a copy of `step`, or none that is newer because of `problem`.
+    copy {launch, round, keep}: flusher supervisor → flusher
+        Copy the first snapshot from step `round` on, and keep the copies of step `keep` besides.
+        The first round, 0, begins without this message.
+    protected {launch, holder, round, step, problem, is_missed}: flusher → flusher supervisor
+        The neighbour holds a copy of `step`, or -1 because of `problem`. `is_missed`: the ranks had
+        passed the round's step.
     committed {step, checkpoint, bytes, flush_s, is_salvaged}: flusher → flusher supervisor
         `is_salvaged`: a snapshot that was committed because its ranks died.
     failed {step, checkpoint, error}: flusher → flusher supervisor

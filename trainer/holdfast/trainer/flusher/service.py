@@ -436,6 +436,8 @@ class Flusher:
             self._space_guard.hear(message)
         elif message["kind"] == "neighbour":
             self._exchange.begin(message)
+        elif message["kind"] == "copy":
+            self._exchange.begin_round(message)
         elif message["kind"] == "drain":
             self._lost_nodes |= frozenset(map(int, message.get("lost", ())))
             self._drain_by = time.monotonic() + float(message["timeout_s"])
@@ -486,15 +488,17 @@ class Flusher:
 
     def _report_protection(self, found: Protection) -> None:
         """Tell the supervisor, from the thread that sends copies, what the neighbour holds."""
-        if found.problem:
+        if found.problem and not found.is_missed:
             log(f"node {found.holder} holds no newer copy: {found.problem}")
         problem = wire.clip(found.problem, ERROR_BYTES_MAX)
         self._notify_supervisor(
             "protected",
             launch=found.launch,
             holder=found.holder,
+            round=found.round,
             step=found.step,
             problem=problem,
+            is_missed=found.is_missed,
         )
 
     def _ask_for_space(self, need: Need, problem: str) -> bool:

@@ -11,7 +11,7 @@ from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.node.handshake import parse_ports
 from holdfast.trainer.neighbour.keeper import Keeper
 from holdfast.trainer.neighbour.node_copy import NodeCopy
-from holdfast.trainer.neighbour.sender import Aim, Find, Protection, Sender
+from holdfast.trainer.neighbour.sender import Aim, Find, Protection, Round, Sender
 
 
 class Exchange:
@@ -29,7 +29,7 @@ class Exchange:
         self._say = say
         self._keeper = Keeper(say)
         self._sender = Sender(find, reading=self.reading, report=report)
-        self._is_started = False
+        self._is_started, self._launch = False, 0
 
     def begin(self, message: Mapping[str, Any]) -> None:
         """Take the flusher supervisor's message `neighbour`: where a launch's copies go."""
@@ -45,10 +45,17 @@ class Exchange:
         except (OSError, HoldfastError) as error:
             self._say(f"this node keeps no copies for other nodes: {error}")
         place = address_of(folder, holder)
+        self._launch = launch
         self._sender.aim(Aim(launch=launch, node=node, holder=holder, place=place))
         if not self._is_started:
             self._is_started = True
             self._sender.start()
+
+    def begin_round(self, message: Mapping[str, Any]) -> None:
+        """Take the flusher supervisor's message `copy`: which step all nodes copy next."""
+        if int(message["launch"]) == self._launch:
+            number, keep = int(message["round"]), int(message["keep"])
+            self._sender.begin(Round(number=number, keep=keep))
 
     def hold(self, launch: int) -> list[int]:
         """Return the steps of which this node has own copies. All copies stay until `forget`."""

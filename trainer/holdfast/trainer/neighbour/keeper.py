@@ -186,7 +186,7 @@ class Keeper:
             )
         return copied
 
-    def _keep_only(self, owner: int, keep: int | None) -> NodeCopy | None:
+    def _keep_only(self, owner: int, keep: int) -> NodeCopy | None:
         """Free the owner's other steps; return the one that is kept, if it is there."""
         with self._lock:
             if self._is_frozen:

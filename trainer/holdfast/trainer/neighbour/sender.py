@@ -1,8 +1,10 @@
 """The thread that copies this node's snapshots and sends them to the neighbour.
 
-It has at most two copies: the newest one that the neighbour holds, and the one that it sends. It
-takes the next snapshot when the former one has arrived, so a slow network drops snapshots and never
-queues them.
+All nodes must copy the same step, or a lost node's copy would fit no step of the others. So node
+0's agent begins each round: all nodes copy the first snapshot from a step on that none of them has
+reached. The next round begins when all copies have arrived. A slow network therefore drops
+snapshots and never queues them. A node has two copies at most: that of the last round in which all
+copies arrived, and that of the present one.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -22,7 +24,13 @@ from holdfast.trainer.slots.slots import Slot, SlotState
 
 # A snapshot stays in its slot for at least the time of a step.
 LOOK_S: Final = 0.005
-RETRY_S: Final = 2.0
+CLOSE_S: Final = 2.0
+WAKE_S: Final = 1.0
+# How often one round tries to send its step.
+TRIES_MAX: Final = 2
+# The neighbour's flusher may start later.
+DIAL_WAIT_S: Final = 20.0
+DIAL_POLL_S: Final = 0.2
 # The share of the time in which bytes are sent, so that ranks find the network free, too.
 SENDING_SHARE: Final = 0.5
 
@@ -41,13 +49,30 @@ class Aim:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Round:
+    """One round: copy the first snapshot from `number` on, and keep the copy of step `keep`."""
+
+    number: int = 0
+    keep: int = -1
+
+
+@dataclass(frozen=True, kw_only=True)
 class Protection:
-    """What the neighbour holds: `step` of `launch`, and why it holds nothing newer, if so."""
+    """How a round ended: the neighbour holds `step`, or -1 because of `problem`.
+
+    `is_missed`: the ranks were faster than the round. The next one may begin at a later step.
+    """
 
     launch: int
     holder: int
+    round: int
     step: int = -1
     problem: str = ""
+    is_missed: bool = False
+
+
+class MissedError(Exception):
+    """The ranks were faster than the round."""
 
 
 class Sender:
@@ -60,9 +85,10 @@ class Sender:
         reading: threading.Lock,
         report: Callable[[Protection], object],
     ) -> None:
-        """`reading` is held while slots are read. `report` is called when something has changed."""
+        """`reading` is held while slots are read. `report` is called at the end of each round."""
         self._find, self._reading, self._report = find, reading, report
         self._aim: Aim | None = None
+        self._round = Round()
         self._changed = threading.Event()
         self._is_closed = self._is_held = False
         self._lock = threading.Lock()
@@ -75,8 +101,13 @@ class Sender:
 
     def aim(self, aim: Aim) -> None:
         """Send the snapshots of another launch from now on."""
-        self._aim = aim
+        self._aim, self._round = aim, Round()
         self._is_held = False
+        self._changed.set()
+
+    def begin(self, round_: Round) -> None:
+        """Copy and send another step."""
+        self._round = round_
         self._changed.set()
 
     def hold(self, launch: int) -> list[int]:
@@ -94,7 +125,7 @@ class Sender:
         """Hang up, and free the copies."""
         self._is_closed = True
         self._changed.set()
-        self._thread.join(RETRY_S)
+        self._thread.join(CLOSE_S)
         self.forget()
 
     def forget(self) -> None:
@@ -107,54 +138,74 @@ class Sender:
     def _serve(self) -> None:
         while not self._is_closed:
             aim = self._aim
-            self._changed.clear()
             if aim is not None and not self._is_held:
-                self._send_all(aim)
+                self.forget()
+                self._follow(aim)
             self._hang_up()
-            self._changed.wait(RETRY_S)
+            self._changed.wait(WAKE_S)
+            self._changed.clear()
 
-    def _send_all(self, aim: Aim) -> None:
-        """Send snapshots until there is another aim or the connection fails."""
-        self.forget()
-        held, problem = -1, ""
+    def _follow(self, aim: Aim) -> None:
+        """Do round after round until there is another aim."""
+        done: Round | None = None
 
         def is_over() -> bool:
             return self._is_closed or self._aim != aim or self._is_held
 
         while not is_over():
-            step, found = held, ""
-            try:
-                copied = self._take_next(aim, held, is_over)
-                if copied is None:
-                    return
-                step = copied.step
-                found = self._send(aim, copied, held if held >= 0 else None, is_over)
-            except STRANGE as error:
-                found = f"{type(error).__name__}: {error}"
-                self._hang_up()
-            if is_over():
-                return
-            held = held if found else step
-            self._keep_only(held)
-            if found != problem or not found:
-                self._report(
-                    Protection(launch=aim.launch, holder=aim.holder, step=held, problem=found)
-                )
-            problem = found
-            if found:
-                self._changed.wait(RETRY_S)
+            round_ = self._round
+            if round_ == done:
+                self._changed.wait(WAKE_S)
+                self._changed.clear()
+                continue
+            ended = self._run(aim, round_, is_over)
+            done = round_
+            if ended is not None:
+                self._report(ended)
 
-    def _take_next(self, aim: Aim, after: int, is_over: Callable[[], bool]) -> NodeCopy | None:
-        """Wait for a newer snapshot of all local ranks, and copy it. Returns None once over."""
+    def _run(self, aim: Aim, round_: Round, is_over: Callable[[], bool]) -> Protection | None:
+        """Do one round; return how it ended, None if it was given up."""
+
+        def is_stale() -> bool:
+            return is_over() or self._round != round_
+
+        self._keep_only(round_.keep)
+        ended = Protection(launch=aim.launch, holder=aim.holder, round=round_.number)
+        problem, copied = "", None
+        for _ in range(TRIES_MAX):
+            try:
+                if copied is None:
+                    copied = self._take(aim, round_, is_stale)
+                problem = self._send(aim, copied, round_.keep, is_stale)
+                if not problem:
+                    return replace(ended, step=copied.step)
+            except MissedError as error:
+                return replace(ended, problem=str(error), is_missed=True)
+            except STRANGE as error:
+                problem = f"{type(error).__name__}: {error}"
+                self._hang_up()
+            if is_stale():
+                return None
+        return replace(ended, problem=problem)
+
+    def _take(self, aim: Aim, round_: Round, is_over: Callable[[], bool]) -> NodeCopy:
+        """Wait for the round's snapshot, and copy it. Raises `MissedError` if it is too late."""
+        is_early, first = round_.number == 0, -1
         while not is_over():
             # Meanwhile, no slot is freed.
             with self._reading:
-                slots = newest_snapshot(self._find(aim.launch), after)
-                copied = self._copy(aim.launch, slots) if slots else None
+                kept = [s for s in self._find(aim.launch) if s.state is SlotState.SNAPSHOT]
+                is_early = is_early or any(slot.step < round_.number for slot in kept)
+                due = min((slot.step for slot in kept if slot.step >= round_.number), default=-1)
+                if due >= 0 and (not is_early or first not in {-1, due}):
+                    raise MissedError(f"the ranks were faster than the round from {round_.number}")
+                first = due
+                chosen = [slot for slot in kept if slot.step == due]
+                copied = self._copy(aim.launch, chosen) if chosen else None
             if copied is not None:
                 return copied
             time.sleep(LOOK_S)
-        return None
+        raise ConnectionAbortedError("another round begins")
 
     def _copy(self, launch: int, slots: Sequence[Slot]) -> NodeCopy | None:
         size, free = sum(len(slot.data) for slot in slots), free_memory()
@@ -172,14 +223,9 @@ class Sender:
                 self._own.append(copied)
         return copied
 
-    def _send(
-        self, aim: Aim, copied: NodeCopy, keep: int | None, is_over: Callable[[], bool]
-    ) -> str:
+    def _send(self, aim: Aim, copied: NodeCopy, keep: int, is_over: Callable[[], bool]) -> str:
         """Send a step; return why the neighbour does not hold it, or ''."""
-        if self._line is None:
-            hello = {"node": aim.node, "launch": aim.launch}
-            self._line = call(aim.place, hello, is_over)
-        line = self._line
+        line = self._line = self._line or dial(aim, is_over)
         line.send("begin", record=copied.record(), keep=keep)
         answer = line.expect("ready", "refused")
         if answer["kind"] == "refused":
@@ -202,6 +248,7 @@ class Sender:
         with self._lock:
             if self._is_held:
                 return
+            # A step that could not be sent is of no use either.
             for own in self._own:
                 if own.step != step:
                     own.close()
@@ -213,14 +260,13 @@ class Sender:
             self._line = None
 
 
-def newest_snapshot(slots: Sequence[Slot], after: int) -> list[Slot]:
-    """Return the slots of the newest step after `after` that most ranks have as a snapshot.
-
-    Whether all ranks have it is for `copy_slots` to say.
-    """
-    found: dict[int, list[Slot]] = {}
-    for slot in slots:
-        if slot.state is SlotState.SNAPSHOT and slot.step > after:
-            found.setdefault(slot.step, []).append(slot)
-    newest = max(found, key=lambda step: (len(found[step]), step), default=None)
-    return [] if newest is None else found[newest]
+def dial(aim: Aim, is_over: Callable[[], bool]) -> Line:
+    """Return a connection to the neighbour, which may start later. Raises one of `STRANGE`."""
+    give_up = time.monotonic() + DIAL_WAIT_S
+    while True:
+        try:
+            return call(aim.place, {"node": aim.node, "launch": aim.launch}, is_over)
+        except OSError:
+            if is_over() or time.monotonic() > give_up:
+                raise
+        time.sleep(DIAL_POLL_S)

@@ -155,7 +155,7 @@ class Lead:
         self._announced: StopRequest | None = None
         self._hangs = HangWatch(context.request, context.attempt, journal)
         self._agreement = StopAgreement(self.group, journal, context.attempt.number, self._note)
-        self._neighbours = Neighbours(context, self.group, self._note)
+        self._neighbours = Neighbours(context, self.group, self._note, lambda: runtime.step_s)
         self._standby_plan = StandbyPlan(context, self.group.address, self._note)
 
     @property
@@ -293,6 +293,7 @@ class Lead:
         if not self.group.is_whole or self.group.is_silent or self.program is not None:
             return
         self._agreement.pursue_save()
+        self._neighbours.look()
         reports = self.group.reports.values()
         self._standby_plan.look(self.group.nodes, reports, len(self.launches))
 

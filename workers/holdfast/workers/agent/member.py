@@ -185,6 +185,8 @@ def _reply(runtime: NodeRuntime, reporter: Reporter, question: dict[str, Any]) -
         runtime.check_health(question["checks"], question["round"], question["meeting"])
     elif kind == "protect":
         runtime.protect(question["launch"], question["node"], question["holder"])
+    elif kind == "copy":
+        runtime.copy(question["launch"], question["round"], question["keep"])
     elif kind == "hint":
         runtime.flusher_supervisor.give_hint()
     elif kind == "kill":

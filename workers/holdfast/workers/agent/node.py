@@ -18,6 +18,19 @@ from holdfast.workers.nodes.root_probe import RootProblem
 
 
 @dataclass(frozen=True, kw_only=True)
+class CopyRound:
+    """How a node's last round of copies ended: its neighbour holds `step`, or -1.
+
+    `is_missed`: the ranks had passed the round's step.
+    """
+
+    launch: int = 0
+    number: int = -1
+    step: int = -1
+    is_missed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class NodeReport:
     """A node's state at one moment. Steps are `NOWHERE` until a rank has reported one.
 
@@ -39,6 +52,7 @@ class NodeReport:
     sample: StackSample | None = None
     standby: int = 0
     host_address: str = ""
+    copied: CopyRound = CopyRound()
     health: HealthFinding | None = None
 
     @property
@@ -59,6 +73,7 @@ class NodeReport:
                 "ranks": tuple(RankStatus.from_json(rank) for rank in data["ranks"]),
                 "sample": StackSample.from_json(sample) if sample else None,
                 "health": HealthFinding(**health) if health else None,
+                "copied": CopyRound(**data.get("copied", {})),
             }
         )
 
@@ -70,6 +85,7 @@ class NodeReport:
             "ranks": [rank.to_json() for rank in self.ranks],
             "sample": self.sample.to_json() if self.sample else None,
             "health": self.health.to_json() if self.health else None,
+            "copied": asdict(self.copied),
         }
 
 
@@ -137,6 +153,13 @@ class LedNode(NodePort, Protocol):
         """Have the flusher copy the launch's snapshots to the flusher of node `holder`.
 
         `node` is the place of this node in the launch.
+        """
+        ...
+
+    def copy(self, launch: int, round_: int, keep: int) -> object:
+        """Have the flusher copy the first snapshot from step `round_` on to its neighbour.
+
+        The copies of step `keep` stay until this one has arrived, too.
         """
         ...
 

@@ -59,6 +59,9 @@ class RemoteNode:
     def protect(self, launch: int, node: int, holder: int) -> Future[None]:
         return self._peer.ask("protect", _nothing, launch=launch, node=node, holder=holder)
 
+    def copy(self, launch: int, round_: int, keep: int) -> Future[None]:
+        return self._peer.ask("copy", _nothing, launch=launch, round=round_, keep=keep)
+
     @property
     def switch(self) -> str:
         """The path of switches above the node, or '' if unknown."""

@@ -22,7 +22,7 @@ from holdfast.workers.agent.launch.command import Handles
 from holdfast.workers.agent.launch.flusher_supervisor import AgentFlusherSupervisor
 from holdfast.workers.agent.launch.torchrun import Torchrun
 from holdfast.workers.agent.launch.warm_standby import WarmStandby, has_memory_for
-from holdfast.workers.agent.node import CrashReport, NodeReport
+from holdfast.workers.agent.node import CopyRound, CrashReport, NodeReport
 from holdfast.workers.agent.notices.watch import NoticeWatch
 from holdfast.workers.agent.watch.heartbeat import Heartbeat, earlier_times, oom_kills
 from holdfast.workers.agent.watch.program_watch import ProgramWatch
@@ -69,7 +69,7 @@ class NodeRuntime(StatusPort):
         self._oom_kills_before = 0
         self._salvaged_journaled = self._failed_journaled = 0
         self._is_stopping = self._is_told = False
-        self._unprotected = ""
+        self._unprotected, self._copied = "", CopyRound()
 
     @property
     def step_s(self) -> float:
@@ -118,6 +118,9 @@ class NodeRuntime(StatusPort):
 
     def protect(self, launch: int, node: int, holder: int) -> None:
         self.flusher_supervisor.protect(launch, node, holder)
+
+    def copy(self, launch: int, round_: int, keep: int) -> None:
+        self.flusher_supervisor.copy(launch, round_, keep)
 
     def prepare(self, launch: int, address: str, port: int) -> None:
         self._discard_standby()
@@ -180,6 +183,7 @@ class NodeRuntime(StatusPort):
             ranks=tuple(self._watch.statuses()),
             sample=self._stacks.sample,
             standby=self._check_standby(),
+            copied=self._copied,
             health=self._health.finding,
         )
 
@@ -274,8 +278,14 @@ class NodeRuntime(StatusPort):
 
         Called in the thread that reads the flusher's messages.
         """
-        problem = str(message["problem"])
-        if bool(problem) == bool(self._unprotected):
+        self._copied = CopyRound(
+            launch=message["launch"],
+            number=message["round"],
+            step=message["step"],
+            is_missed=message["is_missed"],
+        )
+        problem = "" if message["is_missed"] else str(message["problem"])
+        if message["is_missed"] or bool(problem) == bool(self._unprotected):
             return
         self._unprotected = problem
         attempt, host, holder = self.context.attempt, self.context.host, message["holder"]

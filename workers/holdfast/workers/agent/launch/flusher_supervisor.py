@@ -57,6 +57,7 @@ class AgentFlusherSupervisor:
         # Called when the neighbour holds a newer copy of this node's snapshots, or cannot.
         self.report_protection: Callable[[dict[str, Any]], object] = lambda message: None
         self._neighbour: dict[str, Any] = {}
+        self._copy: dict[str, Any] = {}
         self._hints = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context = context
         self._slots = KeptSlots()
@@ -107,6 +108,7 @@ class AgentFlusherSupervisor:
         addresses: list[str] = []
         with contextlib.suppress(InterfaceError):
             addresses = addresses_of(interface, context.host) if interface else []
+        self._copy = {}
         self._neighbour = {
             "launch": launch,
             "node": node,
@@ -117,11 +119,20 @@ class AgentFlusherSupervisor:
         }
         self._ask_for_copies()
 
+    def copy(self, launch: int, round_: int, keep: int) -> None:
+        """Have the flusher copy the first snapshot from step `round_` on, see `wire`."""
+        self._copy = {"launch": launch, "round": round_, "keep": keep}
+        self._ask("copy", self._copy)
+
     def _ask_for_copies(self) -> None:
-        if self._connection is not None and self._neighbour:
+        self._ask("neighbour", self._neighbour)
+        self._ask("copy", self._copy)
+
+    def _ask(self, kind: str, message: dict[str, Any]) -> None:
+        if self._connection is not None and message:
             # A flusher that has ended is started again, and asked then.
             with contextlib.suppress(OSError):
-                wire.send(self._connection, "neighbour", **self._neighbour)
+                wire.send(self._connection, kind, **message)
 
     def give_hint(self) -> None:
         """Have the flusher look for what other nodes have written. Never blocks."""
