@@ -35,9 +35,13 @@ class Nodes:
         """Have each node's snapshots copied to the next one; all of them if none is named."""
         count = len(self.flushers)
         for node in nodes or range(count):
-            facts = {"launch": 1, "node": node, "holder": (node + 1) % count}
             self.flushers[node].send(
-                "neighbour", folder=str(self.folder), addresses=["127.0.0.1"], **facts
+                "neighbour",
+                launch=1,
+                node=node,
+                holder=(node + 1) % count,
+                folder=str(self.folder),
+                addresses=["127.0.0.1"],
             )
 
     def round(self, number: int, keep: int) -> None:
@@ -49,11 +53,11 @@ class Nodes:
             rank.snapshot(step, content_of(rank.rank, step), slot=slot)
 
     def wait_for_copies(self, step: int) -> None:
-        for node, each in enumerate(self.flushers):
-            wait_until(
-                lambda each=each: any(m["step"] >= step for m in each.of_kind("protected")),
-                f"node {node}'s copy of step {step}: {each.of_kind('protected')}",
-            )
+        def missing() -> list[int]:
+            heard = [each.of_kind("protected") for each in self.flushers]
+            return [n for n, each in enumerate(heard) if not any(m["step"] >= step for m in each)]
+
+        wait_until(lambda: not missing(), f"the copies of step {step}")
 
     def lose(self, *lost: int) -> None:
         """Lose nodes with their flushers and slots, then end the other nodes' ranks."""
@@ -69,8 +73,7 @@ class Nodes:
 
     def await_drained(self, *lost: int) -> list[SlotHolder]:
         left = [each for node, each in enumerate(self.flushers) if node not in lost]
-        for each in left:
-            wait_until(lambda each=each: each.of_kind("drained"), "the answer to drain", 40)
+        wait_until(lambda: all(each.of_kind("drained") for each in left), "the drains", 60)
         return left
 
     def close(self) -> None:

@@ -12,7 +12,9 @@ import pytest
 from tests.support.flusher_supervisor import wait_until
 from tests.support.slot_tables import make_table
 
+from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.node.handshake import read_address
+from holdfast.contracts.records.saving import unprotected_in
 from holdfast.trainer.flusher.salvage import Agreed, newest_covered
 from holdfast.trainer.neighbour import keeper as keeping
 from holdfast.trainer.neighbour import line as lines
@@ -152,11 +154,12 @@ def test_snapshot_that_a_rank_overwrites_meanwhile_is_not_copied(
     assert copy_slots(1, [slot]) is None
     # Overwritten as a whole before the second look.
     fill(slot, 5)
-    monkeypatch.setattr(
-        NodeCopy,
-        "__init__",
-        lambda copied, launch, tables: (make(copied, launch, tables), fill(slot, 7))[0],
-    )
+
+    def filled(copied: NodeCopy, launch: int, tables: Sequence[object]) -> None:
+        make(copied, launch, tables)  # type: ignore[arg-type]
+        fill(slot, 7)
+
+    monkeypatch.setattr(NodeCopy, "__init__", filled)
     assert copy_slots(1, [slot]) is None
 
 
@@ -307,7 +310,7 @@ def test_slow_network_drops_snapshots_and_keeps_what_has_arrived(
 
     monkeypatch.setattr(lines.Line, "send", slow)
     two.round(2, keep=1)
-    fill(two.slots[0], 2)
+    fill(two.slots[1], 2)
     wait_until(lambda: two.owner._sender.copy_of(2), "the node's own copy")
     for step in range(3, 30):
         fill(two.slots[step % 2], step)
@@ -319,7 +322,7 @@ def test_slow_network_drops_snapshots_and_keeps_what_has_arrived(
     assert [report.step for report in two.reports] == [1, 2]
     assert len(two.owner._sender._own) == 2
     # The round after it comes too late for its step.
-    two.round(29, keep=2)
+    two.round(28, keep=2)
     wait_until(lambda: two.reports[-1].is_missed, "a missed round")
     two.round(31, keep=2)
     fill(two.slots[0], 30)
@@ -381,3 +384,24 @@ def test_mark_of_a_slot_changes_with_its_step() -> None:
     assert slot.mark == before
     fill(slot, 6)
     assert slot.mark != before
+
+
+# --- what is reported -------------------------------------------------------------------------
+
+
+def note(launch: int, host: str, problem: str, attempt: int = 2) -> Event:
+    facts = {"attempt": attempt, "launch": launch, "host": host, "unprotected": problem}
+    return Event(writer="w", opening=1, sequence=0, time=0.0, kind=EventKind.NOTE, data=facts)
+
+
+def test_nodes_without_copies_are_named_until_they_have_some() -> None:
+    events = [
+        note(1, "n0", "no memory", attempt=1),
+        note(1, "n1", "no memory"),
+        note(1, "n2", "no memory"),
+        note(1, "n2", ""),
+    ]
+    assert unprotected_in(events, 2) == ["n1: no memory"]
+    assert unprotected_in([*events, note(2, "n3", "")], 2) == []
+    assert unprotected_in([*events, note(2, "n3", "no route")], 2) == ["n3: no route"]
+    assert unprotected_in(events, 3) == []

@@ -38,6 +38,7 @@ from holdfast.contracts.records.saving import (
     Trained,
     saves_by_holdfast,
     trained_in,
+    unprotected_in,
     why_nothing_is_saved,
 )
 from holdfast.contracts.redaction import redact
@@ -142,7 +143,12 @@ def _shown(run: str, root: str | None) -> dict[str, Any]:
                 "live_step": live_step(paths) if shown["state"] == RunState.RUNNING else None,
                 "orders": [vars(order) for order in orders_of(history)],
                 "saves_by_holdfast": saves_by_holdfast(trained),
-                "warnings": [*_warnings(shown), *_unsaved(trained), *_damaged(paths, events)],
+                "warnings": [
+                    *_warnings(shown),
+                    *_unsaved(trained),
+                    *_damaged(paths, events),
+                    *_unprotected(shown, events),
+                ],
             }
         return {**shown, **redact(found, secrets_in(paths))}
 
@@ -219,6 +225,14 @@ def _damaged(paths: RunPaths, events: Iterable[Event]) -> list[str]:
         for name, damage in damaged_checkpoints(events).items()
         if paths.checkpoint(name).is_dir()
     ]
+
+
+def _unprotected(run: Mapping[str, Any], events: Iterable[Event]) -> list[str]:
+    """Return a warning if the loss of a node would lose the snapshots of a live run."""
+    if not run["attempts"] or not RunState(run["state"]).is_live:
+        return []
+    problems = unprotected_in(events, run["attempts"][-1]["number"])
+    return [f"unprotected against the loss of a node: {problem}" for problem in problems]
 
 
 def _unsaved(trained: Sequence[Trained]) -> list[str]:

@@ -155,7 +155,7 @@ class Lead:
         self._announced: StopRequest | None = None
         self._hangs = HangWatch(context.request, context.attempt, journal)
         self._agreement = StopAgreement(self.group, journal, context.attempt.number, self._note)
-        self._neighbours = Neighbours(context, self.group, self._note, lambda: runtime.step_s)
+        self._neighbours = Neighbours(context, self.group, journal, lambda: runtime.step_s)
         self._standby_plan = StandbyPlan(context, self.group.address, self._note)
 
     @property

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.node import LedNode
 from holdfast.workers.agent.node_group import NodeGroup
@@ -23,11 +24,12 @@ class Neighbours:
         self,
         context: AgentContext,
         group: NodeGroup,
-        note: Callable[[str], object],
+        journal: JournalWriter,
         step_s: Callable[[], float],
     ) -> None:
-        """`note` journals a text. `step_s` returns the seconds of the last step."""
-        self._context, self._group, self._note, self._step_s = context, group, note, step_s
+        """`step_s` returns the seconds of the last step."""
+        self._context, self._group, self._journal = context, group, journal
+        self._step_s = step_s
         self._is_noted = False
         self._launch, self._nodes = 0, 0
         self._state = CopyState()
@@ -77,5 +79,11 @@ class Neighbours:
 
     def _note_once(self, problem: str) -> None:
         if not self._is_noted:
-            self._note(f"unprotected: {problem}")
+            self._journal.append(
+                EventKind.NOTE,
+                attempt=self._context.attempt.number,
+                launch=self._launch,
+                text=f"unprotected: {problem}",
+                unprotected=problem,
+            )
         self._is_noted = True
