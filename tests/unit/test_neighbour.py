@@ -16,7 +16,7 @@ from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.node.handshake import read_address
 from holdfast.contracts.records.saving import unprotected_in
 from holdfast.trainer.flusher.salvage import Agreed, newest_covered
-from holdfast.trainer.neighbour import keeper as keeping
+from holdfast.trainer.neighbour import receiver as receiving
 from holdfast.trainer.neighbour import line as lines
 from holdfast.trainer.neighbour.exchange import Exchange
 from holdfast.trainer.neighbour.node_copy import NodeCopy, copy_slots
@@ -282,7 +282,7 @@ def test_block_that_is_damaged_on_its_way_is_not_believed(
 
 
 def test_neighbour_without_memory_is_reported(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "free_memory", lambda: 1 << 20)
+    monkeypatch.setattr(receiving, "free_memory", lambda: 1 << 20)
     fill(two.slots[0], 5)
     wait_until(lambda: two.reports, "a report")
     problem = two.reports[0].problem

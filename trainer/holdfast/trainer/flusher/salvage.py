@@ -44,12 +44,13 @@ class Salvage:
     """The snapshots of a crashed launch on one node.
 
     `groups` are the complete snapshots, newest first. `slots` are all slots with a snapshot. They
-    are released when the step to commit has been chosen.
+    are released when the step to commit has been chosen. All are newer than `committed_step`.
     """
 
     launch: int
     groups: tuple[StepGroup, ...]
     slots: tuple[SlotKey, ...]
+    committed_step: int = -1
 
 
 def find_salvage(views: Sequence[SlotView], launch: int, committed_step: int) -> Salvage:
@@ -64,7 +65,8 @@ def find_salvage(views: Sequence[SlotView], launch: int, committed_step: int) ->
         for (step, name), found in sorted(members.items(), reverse=True)
         if {v.local_rank for v in found} == set(range(found[0].local_ranks))
     ]
-    return Salvage(launch, tuple(groups), tuple(sorted(v.key for v in snapshots)))
+    slots = tuple(sorted(v.key for v in snapshots))
+    return Salvage(launch, tuple(groups), slots, committed_step)
 
 
 def newest_common(lists: Sequence[Collection[int]]) -> int | None:

@@ -87,6 +87,8 @@ class Writer:
         self._newest_launch, self._lost_nodes, self._wake = newest_launch, lost_nodes, wake
         self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self.finished: deque[Finished] = deque()
+        # The steps whose saves this node has begun to write, by launch.
+        self._tried: dict[int, set[int]] = {}
         self._thread = threading.Thread(target=self._serve, name="writer", daemon=True)
 
     def start(self) -> None:
@@ -114,6 +116,10 @@ class Writer:
             self._wake()
 
     def _write_step(self, group: StepGroup, given_up: str | None) -> Finished:
+        # Those of earlier launches are of no use.
+        tried = self._tried.setdefault(group.launch, set())
+        tried.add(group.step)
+        self._tried = {group.launch: tried}
         slots = [self._held[key] for key in group.slots]
         committed, error = None, ""
         try:
@@ -178,7 +184,7 @@ class Writer:
             table = SlotTable.parse(self._held[found.slots[0]].slot.table)
             agreed = agree(
                 table,
-                sorted({*(g.step for g in found.groups), *self._exchange.hold(found.launch)}),
+                sorted({*(g.step for g in found.groups), *self._copied_steps(found)}),
                 abandoned=self._abandonment_of(nothing),
                 lost=self._lost_nodes,
                 held_for=lambda owner: self._exchange.held_for(owner, found.launch),
@@ -193,6 +199,16 @@ class Writer:
         self._exchange.forget()
         group = dataclasses.replace(result.group, slots=found.slots)
         return dataclasses.replace(result, group=group, is_salvaged=True)
+
+    def _copied_steps(self, found: Salvage) -> list[int]:
+        """Return the steps that this node may commit from its own copies.
+
+        A save may have had another state than a snapshot of the same step, and other nodes may have
+        written their files of it.
+        """
+        copied = self._exchange.hold(found.launch)
+        tried = self._tried.get(found.launch, set())
+        return [step for step in copied if step > found.committed_step and step not in tried]
 
     def _write_snapshot(self, found: Salvage, step: int, writers: Mapping[int, int]) -> Finished:
         """Commit a snapshot from its slots, or from this node's own copy of it."""

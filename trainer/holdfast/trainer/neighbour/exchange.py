@@ -9,7 +9,7 @@ from typing import Any
 
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.node.handshake import parse_ports
-from holdfast.trainer.neighbour.keeper import Keeper
+from holdfast.trainer.neighbour.receiver import CopyReceiver
 from holdfast.trainer.neighbour.node_copy import NodeCopy
 from holdfast.trainer.neighbour.sender import Aim, Find, Protection, Round, Sender
 
@@ -27,7 +27,7 @@ class Exchange:
         """`find` returns the slots of a launch. `report` is called from a thread."""
         self.reading = threading.Lock()
         self._say = say
-        self._keeper = Keeper(say)
+        self._receiver = CopyReceiver(say)
         self._sender = Sender(find, reading=self.reading, report=report)
         self._is_started, self._launch = False, 0
 
@@ -36,7 +36,7 @@ class Exchange:
         folder = Path(message["folder"])
         launch, node, holder = (int(message[key]) for key in ("launch", "node", "holder"))
         try:
-            self._keeper.listen(
+            self._receiver.listen(
                 address_of(folder, node),
                 launch,
                 ports=parse_ports(str(message.get("ports", "any"))),
@@ -59,28 +59,28 @@ class Exchange:
 
     def hold(self, launch: int) -> list[int]:
         """Return the steps of which this node has own copies. All copies stay until `forget`."""
-        self._keeper.freeze()
+        self._receiver.freeze()
         return self._sender.hold(launch)
 
     def held_for(self, owner: int, launch: int) -> list[int]:
         """Return the steps of another node whose copies here match that node's checksums."""
-        return self._keeper.held(owner, launch)
+        return self._receiver.held(owner, launch)
 
     def own_copy(self, step: int) -> NodeCopy | None:
         return self._sender.copy_of(step)
 
     def copy_of(self, owner: int, step: int) -> NodeCopy | None:
-        return self._keeper.copy_of(owner, step)
+        return self._receiver.copy_of(owner, step)
 
     def forget(self) -> None:
         """Free all copies, of this node and of others."""
-        self._keeper.forget()
+        self._receiver.forget()
         self._sender.forget()
 
     def close(self) -> None:
         if self._is_started:
             self._sender.close()
-        self._keeper.close()
+        self._receiver.close()
 
 
 def address_of(folder: Path, node: int) -> Path:

@@ -28,7 +28,7 @@ FILES_NAMED_MAX: Final = 4
 STRANGE: Final = (OSError, ValueError, LookupError, TypeError, MemoryError)
 
 
-class Keeper:
+class CopyReceiver:
     """The copies of other nodes' snapshots, by owner. Safe for several threads."""
 
     def __init__(self, say: Callable[[str], object]) -> None:
