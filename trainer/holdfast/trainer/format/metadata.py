@@ -114,7 +114,8 @@ def open_checkpoint(directory: Path) -> Opened:
     """Return the merged metadata of all stages of a checkpoint of Holdfast or stock DCP.
 
     If there is a manifest, it must match the bytes before they are used and must list every file
-    that they name. A run's checkpoint that its program placed elsewhere is opened there. Raises `DamagedCheckpointError` if files differ, are missing, cannot be read, are not
+    that they name. A run's checkpoint that its program placed elsewhere is opened there.
+    Raises `DamagedCheckpointError` if files differ, are missing, cannot be read, are not
     DCP's, or lie outside the directory.
     """
     try:

@@ -66,8 +66,8 @@ class BoxTable:
     """All saved boxes, by key, and the names of the files that they lie in.
 
     `extents` is how many bytes of each file `.metadata` uses, including those of keys that do not
-    exist; -1 if a place has a negative number. With `is_raw`, a place has only the elements of a box, as in
-    files of other formats, and not an entry of DCP around them.
+    exist; -1 if a place has a negative number. With `is_raw`, a place has only the elements of a
+    box, as in files of other formats, and not an entry of DCP around them.
     """
 
     files: tuple[str, ...]
