@@ -125,8 +125,8 @@ def _read_until(connection: Connection, uid: str | None, name: str | None) -> di
     if uid is None or last is None:
         return {}
     columns = CHECKPOINTS.c
-    # All checkpoints up to the step, as one range of an index. Looking up each parent takes twice as
-    # long.
+    # All checkpoints up to the step, as one range of an index. Looking up each parent takes twice
+    # the time.
     query = select(*(columns[column] for column in _COLUMNS)).where(
         columns.run_uid == uid, columns.step <= last.step
     )
