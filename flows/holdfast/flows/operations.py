@@ -80,6 +80,7 @@ def members_of(
     found = []
     for key, overrides in variants.items():
         own = load_spec(spec, [f"name={base}-{key}", *overrides])
+        # The most that the run can hold at any time: growth must not exceed the quota.
         most = max(own.gpus, *allowed_sizes(own), *own.elastic.on_preemption)
         if most > gpus:
             raise SpecError(
@@ -137,7 +138,8 @@ class Sweep:
                 continue
             unended += 1
             if state is None and held + member.gpus > self._gpus:
-                # A smaller run behind does not overtake: a large one would wait forever.
+                # A smaller run does not overtake, or a large one could wait for ever, see
+                # decision 70.
                 held = self._gpus
                 continue
             # A paused run keeps its share, because an operator may resume it at any time.
@@ -147,6 +149,8 @@ class Sweep:
         return unended
 
     def _state(self, member: Member) -> RunState | None:
+        # From the folder, whichever process has died. A slot of Prefect would be free while its job
+        # still holds the GPUs, see decision 70.
         """Return the state of the member's run, or None if it was not started."""
         name = member.spec.name
         paths = self._runs.get(name) or run_folders.own_generation(self._root, name)
