@@ -149,9 +149,9 @@ class Sweep:
         return unended
 
     def _state(self, member: Member) -> RunState | None:
+        """Return the state of the member's run, or None if it was not started."""
         # From the folder, whichever process has died. A slot of Prefect would be free while its job
         # still holds the GPUs, see decision 70.
-        """Return the state of the member's run, or None if it was not started."""
         name = member.spec.name
         paths = self._runs.get(name) or run_folders.own_generation(self._root, name)
         if paths is None or not run_folders.is_same_spec(

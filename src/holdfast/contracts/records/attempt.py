@@ -92,9 +92,9 @@ class RunRecord(Document):
     imported_from: FilePath | None = Field(default=None, description="path of imported weights")
 
     def read_spec(self) -> RunSpec:
+        """Return the recorded spec, with only the given keys as written. Raises `ValueError`."""
         # The record has every key. Without `given`, all defaults would count as written in each
         # relaunch, see decision 88.
-        """Return the recorded spec, with only the given keys as written. Raises `ValueError`."""
         spec = RunSpec.read(self.spec)
         forget_defaults(spec, self.given)
         return spec.with_origins(self.origins)

@@ -86,9 +86,9 @@ class OrderBook:
         return max((order_number(event) for event in self._events()), default=0)
 
     def require(self, seen: int | None) -> None:
+        """Raise `OrdersChangedError` if there is an order after number `seen`. None: no check."""
         # A lock during the decision would hold orders up for minutes, because the decision asks the
         # scheduler. So it is compared afterwards, see decision 85.
-        """Raise `OrdersChangedError` if there is an order after number `seen`. None: no check."""
         newest = self.newest
         if seen is not None and newest != seen:
             raise OrdersChangedError(

@@ -28,8 +28,8 @@ class Blocked:
     count: int = 1
 
     def plus(self, other: Blocked) -> Blocked:
-        # Counted once, because lines of several journals may describe the same period.
         """Return both together. Where they overlap, `other` counts only from the end of this."""
+        # Counted once, because lines of several journals may describe the same period.
         if other.began_at < self.began_at:
             return other.plus(self)
         length_s = other.ended_at - other.began_at

@@ -67,6 +67,6 @@ def _cleaned(value: Any) -> Any:
 
 
 def redacted(row: Row, secrets: Sequence[str]) -> Row:
-    # The database has other readers than the folder, such as a backup or another account's server.
     """Return a row with secrets masked: the database must not contain any."""
+    # The database has other readers than the folder, such as a backup or another account's server.
     return row | {key: redact(row[key], secrets) for key in MASKED if key in row}
