@@ -76,6 +76,7 @@ def opened_from(source: WeightsSource) -> Opened:
         storage_data={},
     )
     extents = {path: state.bytes for path, state in source.files.items() if path in numbers}
+    # These files contain the bytes alone, without the `torch.save` entries of DCP.
     table = BoxTable(tuple(numbers), by_key, extents, is_raw=True)
     return Opened(source.base, None, metadata, table, is_lean=True)
 
@@ -102,6 +103,8 @@ def _boxes_of(part: SourcePart, source: WeightsSource) -> Iterator[_Box]:
     if part.strides is None:
         yield part.offsets, part.sizes, segment.path, segment.offset
         return
+    # The longest stretch of neighbouring elements. A transposed matrix has one along its other
+    # dimension.
     run = next((d for d, step in enumerate(part.strides) if step == 1 and part.sizes[d] > 1), None)
     counts = [1 if d == run else size for d, size in enumerate(part.sizes)]
     if prod(counts) > RUNS_MAX:
