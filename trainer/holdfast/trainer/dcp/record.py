@@ -71,7 +71,7 @@ class RunCheckpoints:
 
     def __init__(self, run: RunPaths) -> None:
         self._run = run
-        # The first ones are looked at next.
+        # The first ones are checked next.
         self._known = deque(_read_all(run))
 
     def find(self, manifest: Manifest) -> Placed | None:
@@ -109,7 +109,7 @@ class RunCheckpoints:
     def retire_lost(self, newest: Placed) -> Iterator[tuple[Placed, str]]:
         """Yield each record whose files are gone or were replaced, and why, then retire it.
 
-        `newest` was just recorded. Only `LOOKS` directories are looked at, in turn. Raises
+        `newest` was just recorded. Only `LOOKS` directories are checked, in turn. Raises
         `OSError` if storage fails.
         """
         lost = [

@@ -1,7 +1,7 @@
 """Commit a written step: the nodes' part files, the manifest, then `latest`.
 
 Each node writes a part file that lists what it wrote. Node 0 writes the manifest when all parts
-are there. If node 0 is lost, the lowest remaining node does. Several nodes may try at once: the
+are there. If node 0 is lost, the lowest remaining node does. Several nodes may try it: the
 manifest is created exclusively, so one node succeeds and the others report the same commit.
 """
 

@@ -197,7 +197,7 @@ def _refuse_or_accept_existing(
 def _write_files(
     directory: Path, images: Sequence[SlotImage], resumed: bool, written: list[Path]
 ) -> list[FileEntry]:
-    """Write every file of every image, at most `WRITERS_MAX` at once, and fsync the folders.
+    """Write every file of every image, up to `WRITERS_MAX` in parallel, and fsync the folders.
 
     Each finished file is added to `written`, even if the function fails later.
     """

@@ -446,7 +446,7 @@ class Flusher:
     def _dispatch(self) -> None:
         """Hand complete steps to the writer; give up those that will never be complete."""
         found = self._plan()
-        # After the look at the steps, and queued before them. So a file that was sealed before a
+        # After the steps were read, and queued before them. So a file that was sealed before a
         # step is written before it, see decision 80.
         for file in program_files.take_sealed(self._held):
             self._writer.put(file)

@@ -55,7 +55,7 @@ class Memo:
 
 
 class RecordTemplate:
-    """A record of opcodes with slots for numbers, which are set for many records at once."""
+    """A record of opcodes with slots for numbers, which are set for many records together."""
 
     def __init__(self) -> None:
         self._content = bytearray()

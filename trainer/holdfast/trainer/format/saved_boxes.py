@@ -106,7 +106,7 @@ class BoxTable:
         for info in storage.values():
             is_sound = info.offset >= 0 and info.length >= 0
             end, before = info.offset + info.length, extents.get(info.relative_path, 0)
-            # -1 for good: a place with a negative number stays invalid, whatever the others are.
+            # -1 stays: a place with a negative number remains invalid, whatever the others are.
             extents[info.relative_path] = max(before, end) if is_sound and before >= 0 else -1
         return cls(tuple(numbers), by_key, extents)
 

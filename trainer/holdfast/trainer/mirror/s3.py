@@ -165,7 +165,7 @@ class S3Store:
         )
 
     def _put_parts(self, key: str, first: bytes, rest: Iterator[bytes]) -> None:
-        """Send parts as they are read, a few at once. The object exists only if all are correct."""
+        """Send parts as they are read, some in parallel. The object exists if all are correct."""
         # An earlier upload of this file that was killed cannot be continued.
         # Parts of a killed upload cost space until they are aborted, and no listing of objects
         # shows them.
@@ -287,7 +287,7 @@ def _connect(url: str) -> Any:
             "response_checksum_validation": "when_required",
         },
     )
-    # s3fs has retries of its own above those of botocore.
+    # s3fs has more retries above those of botocore.
     system.retries = 1
     return system
 

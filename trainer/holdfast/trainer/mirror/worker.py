@@ -213,7 +213,7 @@ class MirrorWorker:
         record = MirrorRecord(
             url=url, bytes=upload.manifest.bytes, seconds=seconds, mirrored_at=time.time()
         )
-        # The keep rules may have deleted it meanwhile. A record alone would bring the folder back.
+        # The keep rules may have deleted it meanwhile. Writing the record would restore the folder.
         if (task.directory / MANIFEST).exists():
             write_record(task.directory, record)
         facts: dict[str, Any] = {"url": url, "bytes": record.bytes, "seconds": seconds}

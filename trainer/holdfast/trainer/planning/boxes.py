@@ -2,7 +2,7 @@
 
 A box is identified by its tensor and the number of its first element. Ranks usually come in the
 order of their parts, so the places of one tensor rise from block to block. One comparison of
-neighbours shows this for all blocks and tensors at once. Only the remaining rows are sorted.
+neighbours shows this for all blocks and tensors together. Only the remaining rows are sorted.
 """
 
 from __future__ import annotations

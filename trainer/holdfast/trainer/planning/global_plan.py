@@ -1,4 +1,4 @@
-"""Plan which rank writes what, for all ranks at once: rank 0's part of planning.
+"""Plan which rank writes what, for all ranks together: rank 0's part of planning.
 
 Exactly one of several equal boxes is written. Most boxes have one holder, which writes them. A box
 with several holders goes to the one with the least to write. If its copies may differ, the lowest

@@ -347,7 +347,7 @@ def _path(key: int, item: Item) -> list[bytes]:
 
 
 def _lookup(numbers: dict[int, int]) -> Int64s:
-    """Return the same mapping as an array, to map whole columns at once."""
+    """Return the same mapping as an array, to map whole columns."""
     table = np.zeros(max(numbers, default=-1) + 1, dtype=np.int64)
     for number, value in numbers.items():
         table[number] = value

@@ -137,7 +137,7 @@ def plan_together(
 
     own = all_or_none(tree, identity.rank, describe)
     reply, problem = _ask(own, stage_tree, identity.rank)
-    # Every rank raises, because a rank that goes on alone would wait in the next collective.
+    # Every rank raises, because a rank that continues alone would wait in the next collective.
     raise_problems(tree.agree(problem if stage_tree.is_root else None))
     assert reply is not None
     entries = [own.entries[kind][row] for kind in KINDS for row in reply.kept[kind].tolist()]

@@ -6,7 +6,7 @@ All other processes have the same actions as under plain torchrun:
 
 - A rank under an agent has handlers that do nothing. They are reset when a program is executed, so
   commands that it starts have the default actions. An ignored signal would stay ignored there.
-- A child that the rank forks by itself has the default actions.
+- A child that the rank forks with `os.fork` has the default actions.
 - Processes of `multiprocessing` ignore the signals, such as the workers of a data loader. In them,
   `terminate()` of this rank becomes a kill, because nothing else would end them.
 

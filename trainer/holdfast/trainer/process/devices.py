@@ -97,7 +97,7 @@ def landing(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     try:
         return torch.empty(shape, dtype=dtype, device=CPU, pin_memory=True)
     except RuntimeError:
-        # The limit of locked memory. Other memory is slower and equally correct.
+        # The limit of locked memory. Other memory is slower but correct.
         return torch.empty(shape, dtype=dtype, device=CPU)
 
 
@@ -112,7 +112,7 @@ def release_landings() -> None:
 def page_lock(memory: torch.Tensor, device: torch.device) -> int:
     """Page-lock existing memory for copies from devices of the type of `device`.
 
-    Returns its address, or 0 if it stays as it is. Copies are then slower and equally correct. Uses
+    Returns its address, or 0 if it stays as it is. Copies are then slower but correct. Uses
     the thread's current device, see `enter`.
     """
     # torch has no such call for other devices (XPU), see the text of this module.

@@ -118,7 +118,7 @@ class FlusherSupervisor:
             self._end_former()
             self._socket.close()
             self._process, self._socket = self._start()
-            # If the new flusher dies at once, the next iteration restarts it.
+            # If the new flusher dies immediately, the next iteration restarts it.
             # The slots survived in this process's descriptors, so the new flusher can still write
             # the steps that were sealed, see decision 2.
             self._kept.give_back(self._socket)

@@ -86,9 +86,9 @@ class ControlGroup:
         return _values(self.group.gather_all((value, _text_of(error))), error)
 
     def largest(self, values: Sequence[int], at: Boundary | None = None) -> list[int]:
-        """Return the largest of each number over all ranks. Every rank passes equally many.
+        """Return the largest of each number over all ranks. Every rank passes the same count.
 
-        With `at`, raise `SessionError` if a rank of this node has gone on from there.
+        With `at`, raise `SessionError` if a rank of this node has passed it.
         """
         # A meeting stores a value and the meeting's number in one word, so it must fit beside it.
         numbers = [min(int(value), SAID_VALUE_MAX) for value in values]
@@ -100,7 +100,7 @@ class ControlGroup:
             return self.group.largest(numbers)
 
     def _require_presence(self, at: Boundary, waited_s: float) -> None:
-        """Raise `SessionError` if a rank of this node has gone on from `at` long ago.
+        """Raise `SessionError` if a rank of this node passed `at` long ago.
 
         A rank that had the answer continues too, a moment before the others have it.
         """
@@ -179,7 +179,7 @@ class HierarchicalGroup:
         self._nodes: list[int] = tree.gather_all(node)
         self._mates = [rank for rank, other in enumerate(self._nodes) if other == node]
         self._node = tree.split(node) or RankTree()
-        # Every rank must take part in a split, also one that will be in no new tree.
+        # Every rank must take part in a split, even one that will be in no new tree.
         self._first_ranks = tree.split(0 if self.is_first else None)
 
     @property

@@ -22,7 +22,7 @@ NAP_S: Final = 50e-6
 LATE_S: Final = 0.05
 LATE_NAP_S: Final = 1e-3
 TIMEOUT_S: Final = 1800.0
-# A rank that went on has not joined if its numbers are not there after this time either.
+# A rank that has passed a boundary did not join if its numbers are still missing after this time.
 ABSENT_S: Final = 1.0
 RANKS_NAMED_MAX: Final = 8
 
@@ -35,11 +35,11 @@ class Boundary:
     is_end: bool = False
 
     def has_left(self, record: RankRecord) -> bool:
-        """Return True if the rank of `record` has gone on from here."""
+        """Return True if the rank of `record` has passed this boundary."""
         return (record.ended if self.is_end else record.completed) >= self.step
 
     def error(self, came: Sequence[int], absent: Sequence[int]) -> SessionError:
-        """Return the error for ranks that have gone on without a meeting."""
+        """Return the error for ranks that continued without a meeting."""
         where = f"{'the end of the epoch after ' if self.is_end else ''}step {self.step}"
         return SessionError(
             f"{where}: {_listed(came)} came to save a checkpoint, and {_listed(absent)} went on. "
@@ -60,10 +60,10 @@ class NodeMeeting:
         self._peers: dict[int, int] = {}
 
     def largest(self, values: Sequence[int], at: Boundary | None = None) -> list[int]:
-        """Return the largest of each number over all ranks. Every rank passes equally many.
+        """Return the largest of each number over all ranks. Every rank passes the same count.
 
         `SAID_MAX` numbers are allowed. Raises `HoldfastError` if a peer has ended, or has not come
-        within `TIMEOUT_S` seconds, and `SessionError` if one has gone on from `at`.
+        within `TIMEOUT_S` seconds, and `SessionError` if one has passed `at`.
         """
         # Values carry this number, so it does not matter in which order the stores become visible
         # to other processes, see decision 43.
@@ -91,7 +91,7 @@ class NodeMeeting:
             time.sleep(LATE_NAP_S if time.monotonic() - began > LATE_S else NAP_S)
 
     def _require_presence(self, at: Boundary, count: int) -> None:
-        """Raise `SessionError` if a rank has gone on from `at` and has stored no numbers."""
+        """Raise `SessionError` if a rank has passed `at` without storing numbers."""
         gone = [record for record in self._all if at.has_left(record)]
         # A rank may have joined, had the answer and continued before this one looked.
         absent = [one.rank for one in gone if one.said(self._number, count) is None]

@@ -1,7 +1,7 @@
 """Messages between the ranks of a program over a tree of sockets. It needs no torch.
 
 A rank is connected to its parent and to at most `FAN_OUT` children, so its descriptors do not grow
-with the number of ranks. If a rank ends, those connected to it see that at once, and they pass an
+with the number of ranks. If a rank ends, its neighbours see that immediately, and they pass an
 error that names it on to all others.
 """
 
@@ -351,7 +351,7 @@ class RankTree:
             self._look = None
 
     def largest(self, values: Sequence[int]) -> list[int]:
-        """Return the largest of each number over all ranks. Every rank passes equally many."""
+        """Return the largest of each number over all ranks. Every rank passes the same count."""
         found = list(values)
         for child in self._children:
             its: list[int] = pickle.loads(self._receive(child))

@@ -136,7 +136,7 @@ def load_pretrained(
 
     Args:
         model: the model, or the parts of it that pipeline stages hold.
-        directory: a folder or a file. Its form is found by itself.
+        directory: a folder or a file. Its form is detected.
         rename: names in the source mapped to names of this model, exactly or by prefix with
             `{"old.*": "new.*"}`. A `*` alone stands for every name: `{"*": "encoder.*"}`.
         strict: if False, names that only one side has are ignored and listed in the report.

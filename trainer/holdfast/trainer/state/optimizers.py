@@ -100,7 +100,7 @@ Names = Mapping[int, str]
 def unwrap(optimizer: Any) -> Any:
     """Return the innermost optimizer of a pure wrapper such as Accelerate's, else `optimizer`."""
     inner = getattr(optimizer, "optimizer", None)
-    # Only a pure wrapper, which shares groups and state. Another one may have state of its own.
+    # Only a pure wrapper, which shares groups and state. Another one may have more state.
     while (
         isinstance(inner, Optimizer)
         and getattr(optimizer, "param_groups", None) is inner.param_groups
