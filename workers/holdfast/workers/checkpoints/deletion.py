@@ -236,7 +236,7 @@ def apply(
     `keep` replaces the rules of the run's spec. `history` is what the caller has just read of the
     run. Pins are read again before each deletion.
     With `copies`, their copies in the run's mirror are deleted too, which may take long. Several
-    processes may call this at once: each checkpoint is deleted and journaled by one of them.
+    processes may call this together: each checkpoint is deleted and journaled by one of them.
     """
     with _held(paths) as held:
         finish_deletions(held)

@@ -282,7 +282,7 @@ def classify_crash(
     if found is None and is_of_command(first.text):
         return _of_command(first, who), first
     if found is None:
-        # Only the program itself exits with a code of its own.
+        # Nothing but the program chooses other exit codes.
         message = last_message(first.text) or "it exited without an error message"
         return _ending(Cause.USER_ERROR, [f"{who}: {message}"]), first
     if oom_kills and (found.rule is HELPER_LOST or KILLED_WORKER.search(found.quote)):

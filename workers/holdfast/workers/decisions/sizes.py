@@ -83,7 +83,7 @@ def choose_gpus(
 def nearest_fitting(spec: RunSpec, wanted: int, fits: Callable[[int], bool]) -> int:
     """Return `wanted` if the checkpoint fits it, otherwise the nearest allowed count that it does.
 
-    Of two equally near counts it is the smaller one. If none fits, it is `wanted`.
+    Of two counts at the same distance it is the smaller one. If none fits, it is `wanted`.
     """
     if fits(wanted):
         return wanted

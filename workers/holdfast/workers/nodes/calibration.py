@@ -15,7 +15,7 @@ from holdfast.contracts.disk.bounds import Count, Seconds
 from holdfast.contracts.records.attempt import Document
 
 WINDOW: Final = 256
-# With this many silences of its own, an attempt no longer needs those of earlier attempts.
+# Once an attempt has this many silences, it no longer needs those of earlier attempts.
 OWN_ENOUGH: Final = 32
 
 
