@@ -73,7 +73,7 @@ def api_url() -> str | None:
 def submit_to_prefect(
     parameters: dict[str, Any], *, name: str | None = None, uid: str
 ) -> FlowRunStarted:
-    """Create a flow run that supervises the run `uid`, unless one waits or starts. Returns at once.
+    """Create a flow run that supervises the run `uid`, unless one waits or starts. Does not wait.
 
     Two commands at the same time create one flow run: both have the same idempotency key.
     Raises `ServiceError` if the API cannot be reached within `API_S_MAX` seconds, has no such

@@ -53,7 +53,7 @@ from holdfast.workers.runs.until_capacity import ready_runs, waits_for_capacity
 # Several runs under one quota of GPUs: each starts when the ones before leave it enough.
 #
 # The state is on disk: a sweep that is started again finds its runs and counts them. Each run has
-# a supervisor of its own, so the runs continue without the sweep. This module does not use
+# a separate supervisor, so the runs continue without the sweep. This module does not use
 # Prefect.
 
 POLL_S: Final = 5.0
@@ -414,7 +414,7 @@ def sweep(
 ) -> dict[str, Any]:
     """Run variants of a spec, as many at a time as a quota of GPUs allows.
 
-    Each run has a flow run of its own. A sweep that is started again continues its runs.
+    Each run has a separate flow run. A sweep that is started again continues its runs.
 
     Args:
         spec: What all runs have in common: a run spec, or the absolute path of one.

@@ -129,7 +129,7 @@ def describe_errors(
     lines = []
     for where, found in groups.items():
         if found[0]["type"] == "too_short" and any(one.startswith(f"{where}[") for one in groups):
-            # Entries that are wrong do not count, and have lines of their own.
+            # Entries that are wrong do not count, and have separate lines.
             continue
         own = [each for each in found if each["type"] == "value_error"]
         lines += [_own_text(where, each, model) for each in own]

@@ -328,7 +328,7 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
         if paths is None or number in self._claimed:
             return paths is not None
         lock = locks.enter_context(FlowLock(paths.worker_lock))
-        # Looked at again under the lock: another worker may have started the flow meanwhile.
+        # Checked again under the lock: another worker may have started the flow meanwhile.
         if not lock.try_take() or is_supervised(paths.flow_lock) is not False:
             return False
         self._claimed.add(number)
