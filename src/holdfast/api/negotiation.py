@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast.contracts.disk.digests import digest_of
 
-# The types of answers that get an ETag. Files have one of their own.
+# The types of answers that get an ETag here. Files have one already.
 TAGGED: Final = ("application/json", "text/html")
 # What a 304 response repeats of the 200 response.
 _KEPT_IN_304: Final = frozenset({"etag", "cache-control", "vary", "last-modified", "date"})

@@ -1,7 +1,7 @@
 """The access tokens of a server.
 
 A token is `hold_<id>_<secret>`. The file stores a salted SHA-256 digest of the secret, never the
-secret. It is replaced as a whole, so a running server sees an added or revoked token at its next
+secret. It is replaced atomically, so a running server sees an added or revoked token at its next
 request. A slow password hash is not needed, because the secret has 256 random bits. It would
 only let clients without a token load the server with wrong ones.
 """

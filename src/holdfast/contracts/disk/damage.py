@@ -1,4 +1,4 @@
-"""Comparison of a checkpoint's files with its manifest, as a whole or in shares."""
+"""Comparison of a checkpoint's files with its manifest, completely or in shares."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def fetch_attributes(file: int | Path) -> None:
     On GlusterFS, the attributes of a path may still be a second old.
     """
     if isinstance(file, int) and _is_on_gluster(file):
-        # Its client has a cache of its own below the kernel's. The answer to `fsync` renews it.
+        # Its client has a separate cache below the kernel's. The answer to `fsync` renews it.
         with contextlib.suppress(OSError):
             os.fsync(file)
     if (statx := _statx()) is None:

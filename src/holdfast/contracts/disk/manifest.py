@@ -76,7 +76,7 @@ def files_folder(directory: Path, manifest: Manifest) -> Iterator[Path]:
     """Yield the folder of the files that the manifest in `directory` lists.
 
     For a checkpoint that the program wrote, that is the folder which the manifest names. Anyone may
-    write any name into a manifest of their own, so it counts only if it belongs to the manifest's
+    write any name into their manifest, so it counts only if it belongs to the manifest's
     owner. Raises `ForeignFileError` for any other folder, and `OSError` if there is none.
     """
     if manifest.source is None:

@@ -231,7 +231,7 @@ class SubmissionTry(Document):
 class Missing(Document):
     """`missing.json`: since when a job, an ended job's outcome or its final state is missing.
 
-    `since` maps boot ids to monotonic seconds, because each host counts by a clock of its own that
+    `since` maps boot ids to monotonic seconds, because each host counts by its own clock, which
     nobody can set. `heard` is the digest of the heartbeats at that time.
     """
 
@@ -364,7 +364,7 @@ class AttemptDocuments:
 def read_documents(paths: AttemptPaths) -> AttemptDocuments:
     """Read the documents that the attempt's folder lists; no others are looked up.
 
-    So a document that another host creates is seen at once, see `filesystems.is_there`. Raises
+    So a document that another host creates is seen immediately, see `filesystems.is_there`. Raises
     `UnreadableRunError` for a damaged one.
     """
     try:

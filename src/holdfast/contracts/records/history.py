@@ -128,7 +128,7 @@ class RunHistory:
 
     With `tallied`, `events` lacks the lines that are only counted, see `contracts.tally`. What
     decides about a run must therefore use `tally` for these kinds. `past` are the attempts that
-    ended so long ago that a `HistoryReader` looks at them only now and then.
+    ended so long ago that a `HistoryReader` checks them only now and then.
     """
 
     paths: RunPaths

@@ -1,7 +1,7 @@
 """The history of one run, read again and again, as its supervisor does.
 
 A turn costs shared storage a few listings, however many attempts, nodes and lines a run has. Only
-new lines are read, and an attempt that ended a while ago is looked at only now and then, for lines
+new lines are read, and an attempt that ended a while ago is checked only now and then, for lines
 that came late. The frequent lines are added up and forgotten, see `tally`. So neither the time nor
 the memory of a turn grows with the number of saves.
 """
@@ -39,7 +39,7 @@ from holdfast.contracts.spec.run_spec import RunSpec
 # Nodes may still write lines for this long after an attempt has ended.
 SETTLED_S: Final = 120.0
 AGAIN_S: Final = 600.0
-# So many attempts that ended long ago are looked at in one turn.
+# The number of attempts that ended long ago and are checked in one turn.
 AGAIN_MAX: Final = 8
 
 # Lines of runs without a supervisor in this process. A line takes about two kilobytes.

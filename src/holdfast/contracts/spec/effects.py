@@ -115,7 +115,7 @@ PRICES: Final = Scope(
 )
 
 # Every key of a spec, with the conditions under which it acts: all of them must hold. No condition
-# means that it always acts, or that a validator of its own part refuses it.
+# means that it always acts, or that a validator of its part refuses it.
 ACTS: Final[Mapping[str, tuple[Scope, ...]]] = {
     "name": (),
     "command": (),

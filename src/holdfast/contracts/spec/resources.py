@@ -172,7 +172,7 @@ class Resources(SpecPart):
         return next((each for each in later if not self.problem_at(each)), None)
 
     def gpu_hour_at(self, place: int) -> float | None:
-        """Return the price of a GPU hour at a place; None if the place has none of its own."""
+        """Return the price of a GPU hour at a place; None if the place has no price."""
         # Attempts of one run may cost differently, so a price belongs to a place.
         return self.fallbacks[place - 1].gpu_hour if 0 < place <= len(self.fallbacks) else None
 

@@ -2,11 +2,11 @@
 
 A supervisor updates the index in each turn. The files of a run that is a year old are many: those
 of former attempts, manifests and tombstones. Nearly all changes are announced by new journal
-lines. So an update looks at the run's own files and at those of attempts that are not long ended,
-and at the checkpoints that new lines name. The fingerprint is a sum with one number for each file,
-so it can be kept up to date without a look at the others.
+lines. So an update reads the run's own files and those of attempts that are not long ended,
+and the checkpoints that new lines name. The fingerprint is a sum with one number for each file,
+so it can be kept up to date without reading the others.
 
-A look at all files, as any other process does, follows if the rows are not those that are known
+All files are read, as in any other process, if the rows are not those that are known
 here, and every `AGAIN_S` seconds. It finds changes that no line announces.
 """
 
@@ -114,7 +114,7 @@ class State:
     def of(
         cls, seen: Survey, fingerprint: str, lines: Mapping[str, int], totals: CheckpointTotals
     ) -> Self:
-        """Return the state after a look at all files."""
+        """Return the state after all files were read."""
         by_attempt: dict[int, dict[str, int]] = {}
         for name, count in lines.items():
             by_attempt.setdefault(attempt_of_journal(name), {})[name] = count

@@ -164,7 +164,7 @@ def follow_metrics(
 ) -> None:
     """Ingest the new metrics of a run that is in the index. Cheap if there are none.
 
-    With `attempts`, only their files are looked at.
+    With `attempts`, only their files are checked.
     """
     if _has_changed(database, paths, uid, attempts):
         with database.writing() as connection:
@@ -179,7 +179,7 @@ def _has_changed(
     """Return True if a metrics file was added, removed or changed its size since the last read."""
     sizes = {key: path.stat().st_size for key, path in list_metrics(paths, attempts).items()}
     if attempts is not None and not sizes:
-        # The next look at all files finds those that were removed.
+        # The next check of all files finds those that were removed.
         return False
     with database.reading() as connection:
         known = _known(connection, uid, attempts)

@@ -75,7 +75,7 @@ def is_under(root: Path) -> Any:
 def rows_of(connection: Connection, query: Select[Any]) -> list[Row]:
     """Return the rows of a query as dictionaries."""
     found = connection.execute(query)
-    # Fetch all rows at once: fetching them one by one takes a third of the time of a long page.
+    # Fetch all rows in one call: fetching them one by one takes a third of the time of a long page.
     names = tuple(found.keys())
     return [dict(zip(names, row, strict=True)) for row in found.all()]
 
