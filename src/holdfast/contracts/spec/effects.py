@@ -224,8 +224,8 @@ def problems_of_effects(spec: RunSpec) -> list[str]:
     written = written_keys(spec)
     problems = []
     for key, value in written.items():
-        # The first unmet condition is enough: what is said about the second would change once the
-        # first is mended.
+        # The first unmet condition is enough: the advice on the second would change once the first
+        # is fixed.
         unmet = next((scope for scope in ACTS.get(key, ()) if not scope.holds(spec)), None)
         if unmet is not None:
             problems.append(f"{key} {_shown(value)}: {unmet.otherwise}")

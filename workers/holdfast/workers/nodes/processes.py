@@ -61,7 +61,7 @@ def start_s(pid: int) -> float:
 
 def find_process(name: ProcessName) -> psutil.Process | None:
     """Return the process called `name` if it still runs on this boot of this machine."""
-    # Process ids and start times begin anew at each boot.
+    # Process ids and start times start over at each boot.
     if name.boot_id != boot_id():
         return None
     try:

@@ -280,7 +280,8 @@ def abandon_reservation(attempt: AttemptPaths, journal: JournalWriter) -> None:
 
     Only the process that holds the run's flow lock may call this.
     """
-    # The claim decides between this process and a job that starts late. Whoever creates it wins.
+    # The claim decides between this process and a job that starts late: the one that creates it
+    # wins.
     if read_document(Request, attempt.request) or not close_claim(attempt):
         raise RunConflictError(
             f"{attempt.directory}: has a request; call `resume_submission` instead"
