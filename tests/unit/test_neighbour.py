@@ -16,8 +16,8 @@ from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.node.handshake import read_address
 from holdfast.contracts.records.saving import unprotected_in
 from holdfast.trainer.flusher.salvage import Agreed, newest_covered
-from holdfast.trainer.neighbour import receiver as receiving
 from holdfast.trainer.neighbour import line as lines
+from holdfast.trainer.neighbour import receiver as receiving
 from holdfast.trainer.neighbour.exchange import Exchange
 from holdfast.trainer.neighbour.node_copy import NodeCopy, copy_slots
 from holdfast.trainer.neighbour.sender import Protection

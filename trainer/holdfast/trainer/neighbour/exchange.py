@@ -9,8 +9,8 @@ from typing import Any
 
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.node.handshake import parse_ports
-from holdfast.trainer.neighbour.receiver import CopyReceiver
 from holdfast.trainer.neighbour.node_copy import NodeCopy
+from holdfast.trainer.neighbour.receiver import CopyReceiver
 from holdfast.trainer.neighbour.sender import Aim, Find, Protection, Round, Sender
 
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Final
 
 from holdfast.contracts.node.memory import free_memory
-from holdfast.trainer.neighbour.receiver import RESERVE_BYTES, STRANGE, name_files
 from holdfast.trainer.neighbour.line import Line, call
 from holdfast.trainer.neighbour.node_copy import NodeCopy, copy_slots
+from holdfast.trainer.neighbour.receiver import RESERVE_BYTES, STRANGE, name_files
 from holdfast.trainer.slots.slots import Slot, SlotState
 
 # A snapshot stays in its slot for at least the time of a step.
