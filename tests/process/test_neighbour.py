@@ -169,3 +169,35 @@ def test_restarted_flusher_keeps_copies_again(nodes: Nodes) -> None:
     nodes.lose(0)
     nodes.await_drained(0)
     assert committed(nodes.run) == [8]
+
+
+def damage_memory(pid: int, content: bytes) -> int:
+    """Change a byte of every place in a process's writable memory that has `content`."""
+    changed = 0
+    with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
+        for line in maps:
+            span, permissions = line.split()[:2]
+            if not permissions.startswith("rw-p"):
+                continue
+            start, end = (int(number, 16) for number in span.split("-"))
+            memory.seek(start)
+            held, at = memory.read(end - start) or b"", -1
+            while (at := held.find(content, at + 1)) >= 0:
+                memory.seek(start + at + len(content) // 2)
+                memory.write(b"!")
+                changed += 1
+    return changed
+
+
+def test_copy_that_is_damaged_in_a_flusher_s_memory_is_passed_over(
+    nodes: Nodes,
+) -> None:
+    nodes.protect()
+    nodes.snapshot(7)
+    nodes.wait_for_copies(7)
+    # Node 2 keeps node 1's copy.
+    assert damage_memory(nodes.flushers[2].process.pid, content_of(1, 7)) >= 1
+    nodes.lose(1)
+    left = nodes.await_drained(1)
+    assert committed(nodes.run) == []
+    assert all("nodes [1] are lost" in each.of_kind("failed")[0]["error"] for each in left)

@@ -186,6 +186,9 @@ FIELDS: Final[Mapping[str, Field]] = {
     ),
     "training_s": Field(NUMBER, "seconds of training that counts"),
     "unhealthy_hosts": Field(STRINGS, "hosts whose health checks failed"),
+    "unprotected": Field(
+        STRING, "why a neighbour has no copy of the node's newest snapshots; empty once it has"
+    ),
     "via": Field(STRING, "`cli`, `api` or `flow`: the part of Holdfast that took the order"),
     "url": Field(STRING, "location in the mirror"),
     "value": Field(NUMBER, "the measured value, in the unit of the limit"),
@@ -419,7 +422,7 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
         "any process",
         (
             *(*_LAUNCH, "text", "host", "checkpoint", "step", "promised", "has_left", "is_whole"),
-            *("is_declared", "interval_s", "snapshots_every", "settings"),
+            *("is_declared", "interval_s", "snapshots_every", "settings", "unprotected"),
         ),
     ),
 }

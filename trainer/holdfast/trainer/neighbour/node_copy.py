@@ -46,7 +46,9 @@ class NodeCopy:
         """Allocate memory for the data. Raises `OSError` or `MemoryError` if there is none."""
         self.launch, self.tables = launch, tuple(tables)
         self.entries = tuple(tuple(each) for each in entries)
-        self._maps = [mmap.mmap(-1, max(extent_of(table), mmap.PAGESIZE)) for table in tables]
+        kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        sizes = [max(extent_of(table), mmap.PAGESIZE) for table in tables]
+        self._maps = [mmap.mmap(-1, size, flags=kind) for size in sizes]
         self.data = [memoryview(each) for each in self._maps]
 
     @property
