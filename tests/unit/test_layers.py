@@ -36,7 +36,7 @@ PARTS = {
     "bench": "benchmarks/src/holdfast_bench",
 }
 LIBRARIES = {
-    "holdfast_bench": {"bench", "cli"},
+    "holdfast_bench": {"bench", "cli", "flows"},
     "torch": {"trainer", "bench"},
     "fsspec": {"trainer"},
     "safetensors": {"trainer"},
