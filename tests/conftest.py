@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ from hypothesis import settings
 
 # Agents in tests must not query the metadata service of a cloud that this machine may be in.
 os.environ.setdefault("HOLDFAST_NOTICES_URL", "http://127.0.0.1:9")
+# The tests start hundreds of processes, and each would compile Holdfast again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Appended, so that no folder of ours can shadow an installed package.
 sys.path.append(str(Path(__file__).parents[1]))
 
@@ -61,6 +65,17 @@ def pytest_unconfigure() -> None:
     """Remove the temporary files that the tests left."""
     if SCRATCH is not None:
         shutil.rmtree(SCRATCH, ignore_errors=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without the garbage collector, which would inspect millions of lasting objects."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
