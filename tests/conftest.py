@@ -16,13 +16,14 @@ from hypothesis import settings
 
 # Agents in tests must not query the metadata service of a cloud that this machine may be in.
 os.environ.setdefault("HOLDFAST_NOTICES_URL", "http://127.0.0.1:9")
-# The tests start hundreds of processes, and each would compile Holdfast again.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
 # Appended, so that no folder of ours can shadow an installed package.
 sys.path.append(str(Path(__file__).parents[1]))
 
 from tests.support.postgres import PostgresServer, postgres_server
+
+# The tests start hundreds of processes, and each would compile Holdfast again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # A killed process leaves its temporary files behind, such as a folder of torchrun. They are all in
 # one folder, which is removed at the end. pytest's own folders stay where they are.
@@ -36,6 +37,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 
 # Folders with the slowest tests first; those of the last folder take seconds.
 ORDER = {"slurm": 0, "process": 1, "unit": 3}
+# With a time limit, the tests that show most in a minute come first.
+LIMITED_ORDER = {"unit": 0, "slurm": 2, "process": 3, "interleavings": 4}
 
 # The duration of an example depends on how busy the machine is, so it has no deadline.
 settings.register_profile("patient", deadline=None)
@@ -78,9 +81,14 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run quick tests last; otherwise a slow file could start when all others have finished."""
-    items.sort(key=lambda item: ORDER.get(item.path.parent.name, 2))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run quick tests last; otherwise a slow file could start when all others have finished.
+
+    With `--minutes`, run them first.
+    """
+    is_limited = config.getoption("minutes") < float("inf")
+    order, other = (LIMITED_ORDER, 1) if is_limited else (ORDER, 2)
+    items.sort(key=lambda item: order.get(item.path.parent.name, other))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
