@@ -56,7 +56,8 @@ class Local:
         )
 
     def _call_here(self, arguments: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
-        said, errors = (io.TextIOWrapper(io.BytesIO(), write_through=True) for _ in range(2))
+        written = io.BytesIO(), io.BytesIO()
+        said, errors = (io.TextIOWrapper(one, write_through=True) for one in written)
         status: object = None
         with (
             mock.patch.dict(os.environ, self.environment, clear=True),
@@ -69,7 +70,7 @@ class Local:
             except SystemExit as ended:
                 status = ended.code
         assert isinstance(status, int)
-        texts = (stream.detach().getvalue().decode() for stream in (said, errors))
+        texts = (one.getvalue().decode() for one in written)
         return subprocess.CompletedProcess(arguments, status, *texts)
 
     def json(self, *arguments: str) -> Any:
