@@ -19,14 +19,22 @@ from holdfast.trainer.format.metadata import read_metadata
 
 WAIT_S = 150.0
 
-pytestmark = [pytest.mark.timeout(200), pytest.mark.parametrize("case", CASES)]
+pytestmark = pytest.mark.timeout(200)
+MARKS: dict[str, Any] = {"flat": pytest.mark.more}
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(case, marks=MARKS.get(case, ())) for case in CASES]
+)
+def case(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(case: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("flat")
     done = forked.run(
-        [sys.executable, "-W", "ignore", "-m", flat_program.__name__, made],
+        [sys.executable, "-W", "ignore", "-m", flat_program.__name__, made, case],
         timeout=WAIT_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Bring the journal up to date with what happened. Any process may do so at any time.
+"""Bring the journal up to date with the attempts. Any process may do so at any time.
 
 For each attempt without a known ending, this reads the outcome, the claim and the scheduler. It
 journals a change of state, and the ending exactly once. So an attempt gets its final state even
