@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from holdfast.contracts.disk.paths import RunPaths
-from holdfast.trainer.format.metadata import read_metadata
+from holdfast.trainer.format.metadata import open_checkpoint
 
 WAIT_S = 150.0
 
@@ -77,7 +77,7 @@ def test_resume_on_another_number_of_ranks_has_the_same_state(
 def test_stock_dcp_loads_the_checkpoint(folder: Path, case: str) -> None:
     expected = saw(folder, case, PARTS, 1)["ended"]
     newest = RunPaths(folder / f"{case}-{PARTS}").list_checkpoints()[-1]
-    saved = read_metadata(newest).state_dict_metadata
+    saved = open_checkpoint(newest).metadata.state_dict_metadata
     assert expected.keys() == {k for k in saved if not k.startswith("rng.")}
     state = {
         key: torch.full_like(value, -1) if torch.is_tensor(value) else None
