@@ -222,7 +222,7 @@ export interface Empty {
 }
 
 /** The kinds of journal lines. `holdfast_docs.event_book` describes each and its `data`. */
-export type EventKind = "supervised" | "attempt_reserved" | "attempt_submitted" | "attempt_state" | "attempt_ended" | "decision" | "operator_request" | "order_state" | "run_ended" | "pinned" | "unpinned" | "checkpoint_deleted" | "forked" | "exported" | "imported" | "rolled_back" | "numerics" | "claimed" | "launch_started" | "launch_ended" | "signal" | "notice" | "stop_agreed" | "stop_failed" | "resumed" | "staged" | "committed" | "save_failed" | "mirrored" | "mirror_failed" | "fetched" | "verified" | "node_lost" | "tracked" | "goodput" | "hang_suspected" | "hang_cleared" | "hang_confirmed" | "straggler" | "node_silent" | "node_unhealthy" | "limit_passed" | "metric_missing" | "audit" | "note";
+export type EventKind = "supervised" | "attempt_reserved" | "attempt_submitted" | "attempt_state" | "attempt_ended" | "successor_submitted" | "successor_adopted" | "successor_withdrawn" | "decision" | "operator_request" | "order_state" | "run_ended" | "pinned" | "unpinned" | "checkpoint_deleted" | "forked" | "exported" | "imported" | "rolled_back" | "numerics" | "claimed" | "launch_started" | "launch_ended" | "signal" | "notice" | "stop_agreed" | "stop_failed" | "resumed" | "staged" | "committed" | "save_failed" | "mirrored" | "mirror_failed" | "fetched" | "verified" | "node_lost" | "tracked" | "goodput" | "hang_suspected" | "hang_cleared" | "hang_confirmed" | "straggler" | "node_silent" | "node_unhealthy" | "limit_passed" | "metric_missing" | "audit" | "note";
 
 /** One journal line. */
 export interface EventView {

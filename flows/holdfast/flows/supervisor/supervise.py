@@ -52,7 +52,7 @@ from holdfast.workers.decisions.growth import CapacityObservation, find_growth
 from holdfast.workers.decisions.places import ReturnWatch, place_of
 from holdfast.workers.decisions.policy import Decision, decide, wait_after_refusal
 from holdfast.workers.nodes.heartbeats import HeartbeatWatch, clock_problems, read_heartbeats
-from holdfast.workers.runs import operator
+from holdfast.workers.runs import operator, successors
 from holdfast.workers.runs.attempts import (
     Absences,
     abandon_reservation,
@@ -493,6 +493,8 @@ class Supervisor:
         for message in self._nodes.look(attempt, history.spec.supervision.heartbeat_s, journal):
             self.log.warning("%s", message)
         now = time.time()
+        if message := successors.tend(history, journal, now=now):
+            self.log.info("%s", message)
         if message := (
             move_on(history, now=now, writer=JOURNAL)
             or return_when_free(self._return, history, now=now, writer=JOURNAL)
@@ -574,7 +576,10 @@ class Supervisor:
         poll_s = history.spec.supervision.poll_s
         if decision.action == "stop":
             self._record_end(decision, journal)
-            return None
+        if decision.action != "relaunch" or due_s > successors.DELAY_S_MAX:
+            is_gone = successors.release(history, decision.reason, journal)
+            if decision.action == "stop":
+                return None if is_gone else poll_s
         if decision.action == "wait" or due_s > 0:
             return min(poll_s, due_s) if due_s > 0 else poll_s
         self.submit(

@@ -106,6 +106,13 @@ class Resources(SpecPart):
         "leaves a fallback. It saves, stops and continues there",
     )
 
+    standby: Literal["none", "successor"] = Field(
+        default="none",
+        description="how the next attempt avoids the end of the queue. `successor`: while an "
+        "attempt runs, Holdfast keeps a second job of the same size in the queue, which Slurm "
+        "starts when the attempt's job has ended. It becomes the next attempt, or is withdrawn",
+    )
+
     @field_validator("extra")
     @classmethod
     def _options_are_not_holdfasts(
