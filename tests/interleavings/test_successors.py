@@ -17,12 +17,13 @@ MEETS: Final = (
     *("second", "cancel", "cancel now", "stop", "pause", "resume", "relaunch", "crash"),
     *("complete", "user error", "preempt", "dies", "node lost", "silent", "empty"),
 )
-FROM: Final = ("running", "crashed", "failing", "pausing", "paused")
+FROM: Final = ("unfollowed", "running", "crashed", "failing", "pausing", "paused")
 
 
 def _places(first: str, second: str) -> Iterator[str]:
     for name in FROM:
-        if all(name in ITEMS[one].situations for one in (first, second)):
+        known = "running" if name == "unfollowed" else name
+        if all(known in ITEMS[one].situations for one in (first, second)):
             yield name
 
 

@@ -565,7 +565,9 @@ class Supervisor:
         """Apply the policy's decision to a run that has no live attempt."""
         now = time.time()
         ask = partial(_room_at, history, self.paths)
-        decision = decide(history, ask, now=now, fits=Feasibility.of(history).allows)
+        fits = Feasibility.of(history).allows
+        decision = decide(history, ask, now=now, fits=fits)
+        decision = successors.prefer(history, decision, ask, fits)
         number = history.last_asked.number if history.last_asked else 0
         due_s = _due_s(history, decision, now, self._absences.seconds(number, 0))
         if decision.action == "relaunch" and due_s <= 0:

@@ -227,7 +227,7 @@ class SubmissionTry(Document):
         return self.count - self.refusals > 1
 
 
-class Verdict(Document):
+class SuccessorVerdict(Document):
     """`verdict.json` of a successor, created exclusively: the attempt that it runs, or none.
 
     `is_gone` is set when the scheduler no longer has the job of a successor that runs none.

@@ -14,7 +14,7 @@ from typing import Final
 
 from holdfast.contracts.disk.filesystems import is_there
 from holdfast.contracts.disk.paths import RunPaths, SuccessorPaths
-from holdfast.contracts.records.attempt import Verdict, read_document, read_outcome
+from holdfast.contracts.records.attempt import SuccessorVerdict, read_document, read_outcome
 from holdfast.contracts.records.history_cache import load_tallied
 from holdfast.contracts.states import AttemptState, RunState
 from holdfast.workers.agent.main import run_agent
@@ -44,7 +44,9 @@ def wait_for_verdict(paths: SuccessorPaths, *, is_lead: bool) -> int:
     """Return the attempt that this job runs; 0 if it runs none."""
     began = looked_at = time.monotonic()
     while True:
-        verdict = read_document(Verdict, paths.verdict) if is_there(paths.verdict) else None
+        verdict = (
+            read_document(SuccessorVerdict, paths.verdict) if is_there(paths.verdict) else None
+        )
         if verdict is not None:
             return verdict.attempt
         now = time.monotonic()

@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import socket
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from holdfast.contracts.disk.durable import fsync_directory, make_directory
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths, SuccessorPaths
 from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
+from holdfast.contracts.plain_text import counted
 from holdfast.contracts.records.attempt import (
     Request,
     Submission,
     SubmissionTry,
-    Verdict,
+    SuccessorVerdict,
     create_document,
     read_document,
     write_document,
@@ -35,6 +37,7 @@ from holdfast.contracts.states import AttemptState
 from holdfast.workers.decisions.attempt_limit import may_try_again
 from holdfast.workers.decisions.exclusions import excluded_hosts
 from holdfast.workers.decisions.places import place_of
+from holdfast.workers.decisions.policy import Decision
 from holdfast.workers.runs.request import (
     as_successor,
     build_request,
@@ -42,6 +45,7 @@ from holdfast.workers.runs.request import (
     run_by,
 )
 from holdfast.workers.schedulers import JobStatus, executor_for
+from holdfast.workers.schedulers.slurm_capacity import Room
 
 # A refused successor is submitted again after this time.
 REFUSED_WAIT_S: Final = 600.0
@@ -59,7 +63,7 @@ class Successor:
     request: Request | None
     tried: SubmissionTry | None
     submission: Submission | None
-    verdict: Verdict | None
+    verdict: SuccessorVerdict | None
 
     @property
     def number(self) -> int:
@@ -94,19 +98,19 @@ def read(paths: SuccessorPaths) -> Successor:
         request=read_document(Request, paths.request),
         tried=read_document(SubmissionTry, paths.submitting),
         submission=read_document(Submission, paths.submission),
-        verdict=read_document(Verdict, paths.verdict),
+        verdict=read_document(SuccessorVerdict, paths.verdict),
     )
 
 
-def decide_on(paths: SuccessorPaths, attempt: int, reason: str = "") -> Verdict:
+def decide_on(paths: SuccessorPaths, attempt: int, reason: str = "") -> SuccessorVerdict:
     """Let a successor run `attempt`, or with 0 none; return the verdict, which may be an earlier.
 
     Of several processes that decide at the same time, one creates the verdict.
     """
-    verdict = Verdict(attempt=attempt, reason=reason, decided_at=time.time())
+    verdict = SuccessorVerdict(attempt=attempt, reason=reason, decided_at=time.time())
     if create_document(paths.verdict, verdict):
         return verdict
-    found = read_document(Verdict, paths.verdict)
+    found = read_document(SuccessorVerdict, paths.verdict)
     assert found is not None
     return found
 
@@ -336,6 +340,37 @@ def _cancel(one: Successor) -> bool:
 # Adoption as the next attempt.
 
 
+def prefer(
+    history: RunHistory,
+    decision: Decision,
+    room_at: Callable[[int], Room | None],
+    fits: Callable[[int], bool],
+) -> Decision:
+    """Return the decision with the size of the waiting successor if a new job would wait, too.
+
+    The policy takes the size that is free now. If not even that is free, a successor, which has
+    waited for longer, starts sooner. What a person or `elastic.on_preemption` asks for is kept.
+    """
+    spec = history.spec
+    if spec.resources.standby == "none" or decision.action != "relaunch":
+        return decision
+    one = newest(history.paths)
+    if one is None or not one.is_waiting or one.request is None or one.submission is None:
+        return decision
+    size = one.request.size
+    is_free_choice = history.pending_request is None and not spec.elastic.on_preemption
+    if size == decision.gpus or not is_free_choice or not fits(size):
+        return decision
+    if one.request.place != decision.place:
+        return decision
+    room = room_at(decision.place)
+    free = room.free_gpus(decision.exclude) if room is not None else None
+    if free is None or free >= decision.gpus:
+        return decision
+    text = f"{decision.reason}; {counted(size, 'GPU')} instead, for which a successor waits"
+    return replace(decision, gpus=size, reason=text)
+
+
 def with_successor(run: RunPaths, request: Request, journal: JournalWriter) -> Request:
     """Return the request of the next attempt as the waiting successor runs it, if it can.
 
@@ -393,7 +428,7 @@ def adopt(run: RunPaths, request: Request) -> Submission | None:
 
 def attempt_of(run: RunPaths, number: int) -> int | None:
     """Return the attempt that a successor runs, 0 if it runs none, None while it waits."""
-    verdict = read_document(Verdict, run.successor(number).verdict)
+    verdict = read_document(SuccessorVerdict, run.successor(number).verdict)
     return None if verdict is None else verdict.attempt
 
 
