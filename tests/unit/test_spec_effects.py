@@ -138,6 +138,10 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         ["resources.fallbacks", "supervision.attempts_max = 1"],
     ),
     (
+        {"resources": {"executor": "slurm", "standby": "expedite"}},
+        ["resources.standby", "'expedite'", "set 'successor'"],
+    ),
+    (
         {**ONCE, "resources": {"executor": "slurm", "standby": "successor"}},
         ["resources.standby 'successor'", "supervision.attempts_max = 1"],
     ),

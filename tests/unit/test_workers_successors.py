@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.support.histories import record_of, spec_of
+from tests.support.histories import attempt_of, history_of, record_of, spec_of
 from tests.support.runs import RunFolder
 
 from holdfast.contracts.disk.paths import RunPaths, SuccessorPaths, folder_of
@@ -15,6 +15,7 @@ from holdfast.contracts.errors import SubmissionRefusedError
 from holdfast.contracts.records.attempt import Request
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.agent import successor
+from holdfast.workers.decisions.policy import Decision
 from holdfast.workers.runs import successors
 from holdfast.workers.runs.request import as_successor, build_request, differences, run_by
 from holdfast.workers.schedulers.local import LocalExecutor
@@ -126,6 +127,34 @@ def test_a_job_ends_at_once_if_the_run_has_ended(
     run.finish(1, state, cause, 10, 2_000.0)
     assert successor.wait_for_verdict(waiting, is_lead=True) == 0
     assert clock == [0.0]
+
+
+class Free:
+    """The room at a place, of which only the free GPUs matter."""
+
+    def __init__(self, gpus: int | None) -> None:
+        self.gpus = gpus
+
+    def free_gpus(self, exclude: object) -> int | None:
+        return self.gpus
+
+
+@pytest.mark.parametrize(
+    ("free", "given", "chosen"),
+    [(2, {}, 8), (4, {}, 4), (None, {}, 4), (2, {"asked": {"action": "resume"}}, 4)],
+)
+def test_a_successor_counts_if_the_size_of_the_policy_is_not_free(
+    monkeypatch: pytest.MonkeyPatch, free: int | None, given: dict[str, Any], chosen: int
+) -> None:
+    spec = spec_of(resources=ON_SLURM, elastic={"choices": [4, 8]})
+    history = history_of(spec, attempt_of(spec, 1, Cause.PREEMPTION), **given)
+    one = SimpleNamespace(is_waiting=True, request=request_of(), submission="job")
+    monkeypatch.setattr(successors, "newest", lambda _: one)
+    decision = Decision(action="relaunch", reason="x", gpus=4)
+    room: Any = Free(free)
+    found = successors.prefer(history, decision, lambda _: room, lambda _: True)
+    assert found.gpus == chosen
+    assert ("for which a successor waits" in found.reason) == (chosen == 8)
 
 
 def test_the_local_executor_has_no_queue(waiting: SuccessorPaths) -> None:
