@@ -539,6 +539,7 @@ export interface RunDetail {
   gpus_max: number | null;
   gpus_fitting: number[] | null;
   saves_by_holdfast: boolean | null;
+  successor: WaitingSuccessor | null;
 }
 
 /** One row of the list of runs; a live run has its newest step and its seconds per step. */
@@ -676,4 +677,13 @@ export interface Verdict {
   step: number;
   bytes: number;
   reason: string;
+}
+
+/** The job that waits in the queue to follow the attempt `after_attempt`. `submitted_at` is Unix seconds. It and `job_id` are null while no answer of Slurm is known. */
+export interface WaitingSuccessor {
+  number: number;
+  job_id: string | null;
+  after_attempt: number;
+  gpus: number;
+  submitted_at: number | null;
 }
