@@ -52,7 +52,7 @@ from holdfast.workers.decisions.growth import CapacityObservation, find_growth
 from holdfast.workers.decisions.places import ReturnWatch, place_of
 from holdfast.workers.decisions.policy import Decision, decide, wait_after_refusal
 from holdfast.workers.nodes.heartbeats import HeartbeatWatch, clock_problems, read_heartbeats
-from holdfast.workers.runs import operator
+from holdfast.workers.runs import operator, successors
 from holdfast.workers.runs.attempts import (
     Absences,
     abandon_reservation,
@@ -494,6 +494,8 @@ class Supervisor:
         for message in self._nodes.look(attempt, history.spec.supervision.heartbeat_s, journal):
             self.log.warning("%s", message)
         now = time.time()
+        if message := successors.tend(history, journal, now=now):
+            self.log.info("%s", message)
         if message := (
             move_on(history, now=now, writer=JOURNAL)
             or return_when_free(self._return, history, now=now, writer=JOURNAL)
@@ -564,7 +566,9 @@ class Supervisor:
         """Apply the policy's decision to a run that has no live attempt."""
         now = time.time()
         ask = partial(_room_at, history, self.paths)
-        decision = decide(history, ask, now=now, fits=Feasibility.of(history).allows)
+        fits = Feasibility.of(history).allows
+        decision = decide(history, ask, now=now, fits=fits)
+        decision = successors.prefer(history, decision, ask, fits)
         number = history.last_asked.number if history.last_asked else 0
         due_s = _due_s(history, decision, now, self._absences.seconds(number, 0))
         if decision.action == "relaunch" and due_s <= 0:
@@ -575,7 +579,10 @@ class Supervisor:
         poll_s = history.spec.supervision.poll_s
         if decision.action == "stop":
             self._record_end(decision, journal)
-            return None
+        if decision.action != "relaunch" or due_s > successors.DELAY_S_MAX:
+            is_gone = successors.release(history, decision.reason, journal)
+            if decision.action == "stop":
+                return None if is_gone else poll_s
         if decision.action == "wait" or due_s > 0:
             return min(poll_s, due_s) if due_s > 0 else poll_s
         self.submit(

@@ -371,9 +371,13 @@ def _ending_data(
 
 def job_log_tail(attempt: AttemptPaths) -> str:
     """Return the end of the job's standard error, or '' if there is none."""
-    found = sorted(attempt.logs.glob("*.err"))
+    request = read_document(Request, attempt.request)
+    number = request.successor if request is not None else 0
+    # A successor's job was submitted before there was the attempt's folder.
+    logs = RunPaths(folder_of(attempt.request)).successor(number).logs if number else attempt.logs
+    found = sorted(logs.glob("*.err"))
     try:
-        return read_tail(found[-1], LOG_TAIL_BYTES, below=attempt.directory) if found else ""
+        return read_tail(found[-1], LOG_TAIL_BYTES, below=logs.parent) if found else ""
     except (OSError, ForeignFileError):
         return ""
 
