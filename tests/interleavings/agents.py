@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -17,13 +18,14 @@ from holdfast.contracts.disk.digests import FileChecksum
 from holdfast.contracts.disk.durable import make_directory, write_bytes
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.manifest import FileEntry, Manifest, encode_manifest
-from holdfast.contracts.disk.paths import MANIFEST, CheckpointName
+from holdfast.contracts.disk.paths import MANIFEST, CheckpointName, SuccessorPaths
 from holdfast.workers.agent.claim import claim
 from holdfast.workers.agent.context import AgentContext, load_context
 from holdfast.workers.agent.lead import Ended
 from holdfast.workers.agent.node import CrashReport
 from holdfast.workers.agent.outcome import build_outcome, leave_outcome
 from holdfast.workers.agent.stops.sources import StopRequest, StopWatch
+from holdfast.workers.agent.successor import wait_for_verdict
 from holdfast.workers.decisions.causes import RankFailure
 from holdfast.workers.nodes.heartbeats import HeartbeatWriter, NodeBeat, RankBeat
 
@@ -44,6 +46,8 @@ class Agent:
     signals: list[str] = field(default_factory=list)
     # Set once the claim is made; only then does the job train.
     trains: bool = False
+    # A successor whose job has started, and that no attempt has taken yet.
+    is_waiting: bool = False
 
     def run(self) -> None:
         """Claim the attempt, train until something ends that, and write the outcome."""
@@ -53,7 +57,11 @@ class Agent:
             "SLURMD_NODENAME": self.job.batch_host,
             "SLURM_STEP_NODELIST": ",".join(self.job.hosts),
         }
-        context = load_context(self.job.request, environment)
+        request = self._await_attempt(self.job.request)
+        if request is None:
+            self.cluster.end(self.job, "COMPLETED")
+            return
+        context = load_context(request, environment)
         with JournalWriter(context.attempt.node_journal(0)) as journal:
             was_training = self.trains
             if not was_training:
@@ -65,6 +73,16 @@ class Agent:
             state = self._train(context, journal, looks_first=not was_training)
         self.trains = False
         self.cluster.end(self.job, state)
+
+    def _await_attempt(self, request: Path) -> Path | None:
+        """Return the request of the attempt that the job runs; None if it runs none."""
+        if not self.job.is_successor:
+            return request
+        self.is_waiting = True
+        paths = SuccessorPaths(request.parent)
+        number = wait_for_verdict(paths, is_lead=True)
+        self.is_waiting = False
+        return paths.run.attempt(number).request if number else None
 
     def _begin(self, context: AgentContext, journal: JournalWriter) -> None:
         names = context.run.list_checkpoint_names()

@@ -12,7 +12,7 @@ from tests.interleavings.world import World
 from holdfast.contracts.disk.journal import AUTOMATIC
 from holdfast.contracts.disk.manifest import read_manifest
 from holdfast.contracts.errors import HoldfastError
-from holdfast.contracts.states import RunState
+from holdfast.contracts.states import AttemptState, RunState
 
 HOLDS: Final = frozenset({"pause", "stop", "cancel"})
 ENDS: Final = {"complete": RunState.COMPLETED, "user_error": RunState.FAILED}
@@ -61,9 +61,23 @@ def problems(world: World) -> list[str]:
         found += _continues(world, last, ended_by_program)
     elif state is not RunState.RUNNING and state not in ended_by_program | _before(world):
         found.append(f"the run could continue, and it is {state}")
+    if not state.is_live and live:
+        found.append(f"the run is {state}, and job {live[0].id} is {live[0].state}")
+    found += _of_successors(world)
     if state.is_live and not world.has_supervisor:
         found.append(f"the run is {state}, and nobody supervises it")
     return found + _of_pins(world) + _of_processes(world)
+
+
+def _of_successors(world: World) -> list[str]:
+    """One successor waits while an attempt runs, and none otherwise."""
+    waiting = [job for job in world.live_jobs if job.is_successor and not world.is_adopted(job)]
+    history = world.history()
+    last = history.last_attempt
+    runs = last is not None and last.state is AttemptState.RUNNING
+    if history.spec.resources.standby == "none" or not runs:
+        return [f"job {job.id} waits, and no attempt runs" for job in waiting]
+    return [] if len(waiting) == 1 else [f"{len(waiting)} successors wait"]
 
 
 def _before(world: World) -> set[RunState]:

@@ -20,6 +20,7 @@ SILENT: Final = "Unable to contact slurm controller (connect failure)"
 # A command that gets no answer takes this long.
 SILENT_S: Final = 5.0
 START_S: Final = 1.0
+SUCCESSOR: Final = "holdfast.workers.agent.successor"
 ENDED_KNOWN_S: Final = 300.0
 LIVE: Final = frozenset({"PENDING", "RUNNING", "COMPLETING"})
 _OPTION: Final = re.compile(r"^#SBATCH --?([a-zA-Z-]+)(?:=(.*))?$", re.MULTILINE)
@@ -43,6 +44,9 @@ class Job:
     batch_host: str = ""
     started_at: float | None = None
     ended_at: float | None = None
+    # The job after which it may start, and whether it then waits for an attempt to run.
+    after: str = ""
+    is_successor: bool = False
     # The controller forgets jobs a while after they ended, or when it loses its state.
     is_known: bool = True
 
@@ -91,6 +95,8 @@ class Cluster:
         for job in self.jobs.values():
             if job.state != "PENDING" or self.stage.now - job.submitted_at < START_S:
                 continue
+            if self._depends(job):
+                continue
             fit = [
                 node.name
                 for node in self.nodes.values()
@@ -104,6 +110,16 @@ class Cluster:
                 job.batch_host, job.started_at = job.hosts[0], self.stage.now
                 job.state = "RUNNING"
                 self.start_agent(job)
+
+    def _depends(self, job: Job) -> bool:
+        """Return True while the job may not start because of another one."""
+        other = self.jobs.get(job.after)
+        return other is not None and self._known(other) and other.is_live
+
+    def _reason(self, job: Job) -> str:
+        if job.state != "PENDING":
+            return "None"
+        return "Dependency" if self._depends(job) else "Resources"
 
     def end(self, job: Job, state: str) -> None:
         """A job has ended, and its nodes are free."""
@@ -181,6 +197,8 @@ class Cluster:
             exclude=frozenset(filter(None, given.get("exclude", "").split(","))),
             request=Path(request[1]) if request else None,
             submitted_at=self.stage.now,
+            after=given.get("dependency", "").partition(":")[2],
+            is_successor=SUCCESSOR in text,
         )
         could = [
             node
@@ -205,7 +223,7 @@ class Cluster:
             words[words.index("-o") + 1]
             .replace("%i", job.id)
             .replace("%T", job.state.split(" ")[0])
-            .replace("%r", "Resources" if job.state == "PENDING" else "None")
+            .replace("%r", self._reason(job))
             .replace("%N", ",".join(job.hosts))
             .replace("%S", _time(job.started_at, "N/A"))
             .replace("%e", _time(job.ended_at, "N/A"))
@@ -255,7 +273,19 @@ class Cluster:
             if job is None or not self._known(job):
                 return 1, "", "slurm_load_jobs error: Invalid job id specified"
             return 0, self._job_line(job), ""
+        if words[1:2] == ["update"]:
+            return self._update(words)
         return self._unknown(words)
+
+    def _update(self, words: list[str]) -> tuple[int, str, str]:
+        given = dict(word.partition("=")[::2] for word in words[2:])
+        job = self.jobs.get(given.get("JobId", ""))
+        if job is None or not self._known(job) or set(given) != {"JobId", "ExcNodeList"}:
+            return self._unknown(words)
+        if job.state != "PENDING":
+            return 1, "", "scontrol: error: Job is no longer pending execution"
+        job.exclude = frozenset(filter(None, given["ExcNodeList"].split(",")))
+        return 0, "", ""
 
     def _node_line(self, node: Node) -> str:
         used = node.gpus - self.free_on(node)
@@ -268,10 +298,11 @@ class Cluster:
     def _job_line(self, job: Job) -> str:
         return (
             f"JobId={job.id} JobName={job.name} JobState={job.state.split(' ')[0]} "
-            f"Reason={'Resources' if job.state == 'PENDING' else 'None'} "
+            f"Reason={self._reason(job)} "
             f"StartTime={_time(job.started_at, 'Unknown')} "
             f"EndTime={_time(job.ended_at, 'Unknown')} "
-            f"NodeList={','.join(job.hosts) or '(null)'} BatchHost={job.batch_host} ExitCode=0:0\n"
+            f"NodeList={','.join(job.hosts) or '(null)'} BatchHost={job.batch_host} "
+            f"ExcNodeList={','.join(sorted(job.exclude)) or '(null)'} ExitCode=0:0\n"
         )
 
     def _scancel(self, words: list[str]) -> tuple[int, str, str]:

@@ -86,6 +86,7 @@ LIVE: Final = ("queued", "running", "crashed", "pausing", "paused", "unanswered"
 ALL: Final = (*LIVE, "failing", "failed")
 HAS_AGENT: Final = ("running", "pausing")
 SAVED: Final = ("running", "crashed", "paused")
+LOOKED_AT: Final = frozenset({"running", "queued", "pausing", "paused", "unfollowed"})
 MAY_MOVE: Final = ("queued", "running", "pausing", "paused")
 
 ITEMS: Final = {
@@ -231,7 +232,7 @@ def clock_schedules(name: str) -> Iterator[Schedule]:
 def before(world: World, situation: Situation, *items: Item) -> None:
     """Let a supervisor look at the run first, if it has one that is not played itself."""
     world.leave_at(OTHERS_LEAVE_S)
-    if lets_look(*items) and situation.name in {"running", "queued", "pausing", "paused"}:
+    if lets_look(*items) and situation.name in LOOKED_AT:
         world.stage.run(world.start_supervisor())
 
 

@@ -132,6 +132,20 @@ MAKERS: Final[dict[str, Callable[[World], None]]] = {
 }
 
 
+def _unfollowed(world: World) -> None:
+    """Attempt 1 trains, and nobody has submitted its successor yet."""
+    supervisor = world.start_supervisor()
+    limit = world.stage.now + 60.0
+    while not world.cluster.jobs or supervisor.state != "asleep":
+        assert world.stage.tick(limit), world.stage.tail()
+    world.stage.end(supervisor)
+    _wait_for(world, RunState.RUNNING, 1)
+
+
+# Situations of a run whose spec has `resources.standby`.
+OF_STANDBY: Final[dict[str, Callable[[World], None]]] = {"unfollowed": _unfollowed}
+
+
 class Situations:
     """Makes each situation once, in a folder."""
 
@@ -151,7 +165,7 @@ class Situations:
         if key not in self._known:
             with world_at(self.base, START) as world:
                 world.create(flavour)
-                MAKERS[name](world)
+                {**MAKERS, **OF_STANDBY}[name](world)
                 # Slurm's answers from before are forgotten, as after a minute.
                 shutil.rmtree(world.home)
                 folder = self.folder / f"{name}-{flavour}"

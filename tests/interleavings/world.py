@@ -52,6 +52,8 @@ FLAVOURS: Final[dict[str, dict[str, Any]]] = {
     "grow": _GROWS,
     "fallback": _FALLS_BACK,
     "both": {**_GROWS, **_FALLS_BACK},
+    # A successor waits in the queue while an attempt runs. No other size may be used.
+    "standby": {"resources": {"standby": "successor"}, "elastic": {}},
     # It uses every node of its partition, and no other size.
     "whole": {"resources": {"nodes": 4}, "elastic": {}},
 }
@@ -194,6 +196,10 @@ class World:
         agent, actor = self.agents[job.id]
         if name == "SIGKILL":
             actor.is_killed, agent.trains = True, False
+        elif agent.is_waiting:
+            # It handles no signal yet.
+            actor.is_killed, agent.is_waiting = True, False
+            self.cluster.end(job, "CANCELLED by 0")
         else:
             agent.signals.append(name)
 
@@ -325,6 +331,10 @@ class World:
     @property
     def live_jobs(self) -> list[Job]:
         return [job for job in self.cluster.jobs.values() if job.is_live]
+
+    def is_adopted(self, job: Job) -> bool:
+        """Return True for a job that runs an attempt, or is to run one."""
+        return job.id in {one.job_id for one in self.history().attempts}
 
     @property
     def trainers(self) -> list[Agent]:

@@ -57,6 +57,7 @@ def test_job_completes_and_leaves_no_process(make: Make) -> None:
     wait_until(lambda: not processes_of(run.paths), "the end of every process")
 
 
+@pytest.mark.more
 def test_preempted_job_loses_no_step_and_the_next_attempt_continues(make: Make) -> None:
     run = make(steps=4000, sleep_s=0.05, grace_s=GRACE_S)
     attempt = run.submit()

@@ -38,7 +38,8 @@ def supervised(run: LocalRun) -> Iterator[None]:
         thread.start()
         try:
             yield
-            operator.request(run.paths, "stop", by="tester")
+            if run.history().state.is_live:
+                operator.request(run.paths, "stop", by="tester")
         finally:
             run.end_all()
             thread.join(90)

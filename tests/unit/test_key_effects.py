@@ -97,6 +97,8 @@ def spec_with(key: str, value: Any, condition: dict[str, Any]) -> RunSpec:
 LOCAL: Final = {"resources": {"executor": "local", "nodes": 1}}
 # Effects that need a run, and tests that observe them.
 RUNS: Final = {
+    "resources.standby": "slurm/test_successors.py::"
+    "test_a_run_with_a_successor_does_not_wait_for_the_queue",
     "name": "process/test_cli_local.py::test_run_is_submitted_awaited_and_forked",
     "program.progress": "process/test_opaque_programs.py::"
     "test_a_program_is_preempted_killed_and_finished",

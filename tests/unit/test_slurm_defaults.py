@@ -136,3 +136,23 @@ def test_slurm_is_asked_and_without_an_answer_there_is_no_warning(
 def test_settings_are_read_by_their_whole_name() -> None:
     assert settings()["PreemptType"] == "preempt/partition_prio"
     assert slurm_client.enforces_qos(lambda _: CONFIG)
+
+
+BY_AGE = {"PriorityType": "priority/multifactor", "PriorityWeightAge": "1000"}
+
+
+@pytest.mark.parametrize(
+    ("standby", "changes", "is_warned"),
+    [
+        ("successor", BY_AGE, True),
+        ("none", BY_AGE, False),
+        ("successor", {**BY_AGE, "PriorityWeightAge": "0"}, False),
+        ("successor", {**BY_AGE, "PriorityFlags": "ACCRUE_ALWAYS,MAX_TRES"}, False),
+        ("successor", {"PriorityType": "priority/basic"}, False),
+    ],
+)
+def test_a_successor_without_priority_by_age_is_warned_about(
+    standby: str, changes: dict[str, str], is_warned: bool
+) -> None:
+    found = warned({"standby": standby, "cpus_per_gpu": 8, "memory_gb_per_node": 64}, changes)
+    assert [text.partition(":")[0] for text in found] == ["resources.standby"] * is_warned

@@ -52,6 +52,7 @@ KEYS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         ON_SLURM,
         {"resources": {**ON_SLURM["resources"], "fallbacks": ELSEWHERE}},
     ),
+    "resources.standby": ("successor", {}, ON_SLURM),
     "elastic.on_preemption": ([1], ONCE, {}),
     "elastic.grow": (True, {"elastic": {"max_gpus": 2}}, {**ON_SLURM, "elastic": {"min_gpus": 1}}),
     "elastic.grow_after_s": (
@@ -136,6 +137,14 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     (
         {**ONCE, "resources": {"executor": "slurm", "fallbacks": ELSEWHERE}},
         ["resources.fallbacks", "supervision.attempts_max = 1"],
+    ),
+    (
+        {"resources": {"executor": "slurm", "standby": "expedite"}},
+        ["resources.standby", "'expedite'", "set 'successor'"],
+    ),
+    (
+        {**ONCE, "resources": {"executor": "slurm", "standby": "successor"}},
+        ["resources.standby 'successor'", "supervision.attempts_max = 1"],
     ),
     (
         {

@@ -5,6 +5,7 @@ import { plain } from "./states";
 /** All kinds of journal lines, in the order of `contracts.journal.EventKind`. */
 export const KINDS = [
   "supervised", "attempt_reserved", "attempt_submitted", "attempt_state", "attempt_ended",
+  "successor_submitted", "successor_adopted", "successor_withdrawn",
   "decision", "operator_request", "order_state", "run_ended", "pinned", "unpinned",
   "checkpoint_deleted", "forked", "exported", "imported", "rolled_back", "numerics",
   "claimed", "launch_started", "launch_ended", "signal", "notice", "stop_agreed",

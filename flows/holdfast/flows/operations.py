@@ -17,6 +17,7 @@ from prefect.client.schemas.objects import State
 from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run as current_flow_run
 
+from holdfast.contracts.bench_package import require_bench_package
 from holdfast.contracts.disk.paths import LATEST, RunPaths
 from holdfast.contracts.disk.visits import Visit, own_runs, visit
 from holdfast.contracts.errors import DamagedCheckpointError, RunFailedError, SpecError
@@ -351,6 +352,8 @@ def drill(
 ) -> dict[str, Any]:
     """Inject faults into a run that is training, and check the invariants after each.
 
+    It needs the package holdfast-bench in the worker's environment.
+
     Args:
         run: The run's folder name, or its name in the spec.
         count: The number of faults.
@@ -358,8 +361,9 @@ def drill(
         kinds: The kinds of faults. By default all that are possible on a live run.
         root: The folder that contains the runs. By default that of the worker's environment.
     """
-    from holdfast.flows.drills.kinds import select_kinds
-    from holdfast.flows.drills.runner import drill_live
+    require_bench_package("a drill")
+    from holdfast_bench.live_drills.kinds import select_kinds
+    from holdfast_bench.live_drills.runner import drill_live
 
     log = get_run_logger()
     paths = find_run(home_of(root), run)

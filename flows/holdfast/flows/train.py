@@ -38,7 +38,7 @@ from holdfast.flows.supervisor.carry import given_spec, is_under_way, take_up
 from holdfast.flows.supervisor.redactor import Log, Redactor
 from holdfast.flows.supervisor.secrets import require
 from holdfast.flows.supervisor.submission import submit_next
-from holdfast.flows.supervisor.summary import end_reason, summarize, table_of_attempts
+from holdfast.flows.supervisor.summary import end_reason, log_end, summarize
 from holdfast.flows.supervisor.supervise import Supervisor
 from holdfast.lineage.index import Index
 from holdfast.workers.runs import run_folders
@@ -174,17 +174,10 @@ def _events(paths: RunPaths, redactor: Redactor) -> PrefectEvents:
 
 def conclude(history: RunHistory, log: Log, redactor: Redactor) -> dict[str, Any] | State[Any]:
     """Log how the run ended, and return its summary, or the state Cancelled, to Prefect."""
-    log = redactor.log(log)
-    for line in table_of_attempts(history):
-        log.info("%s", line)
+    log_end(history, redactor.log(log))
     reason = redactor.text(end_reason(history))
     if history.state is RunState.COMPLETED:
         return summarize(history, reason)
     if history.state is RunState.CANCELLED:
         return Cancelled(message=f"{history.paths.name}: {reason}")
-    last = history.last_attempt
-    if last and last.traceback:
-        rank = last.outcome.failed_rank if last.outcome else None
-        which = "" if rank is None else f" ({rank})"
-        log.error("the first failing rank%s:\n%s", which, last.traceback)
     raise RunFailedError(f"{history.paths.name} {history.state}: {reason}")

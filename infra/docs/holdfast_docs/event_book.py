@@ -173,6 +173,7 @@ FIELDS: Final[Mapping[str, Field]] = {
     "stop_requested_at": Field(NUMBER, "Unix seconds at which the stop was requested"),
     "stopped_s": Field(NUMBER, "seconds without an attempt"),
     "tensors": Field(INTEGER, "number of tensors"),
+    "successor": Field(INTEGER, "number of the job that waits to become the next attempt"),
     "text": Field(STRING, "a sentence for people"),
     "to": Field(STRING, "checkpoint that training goes back to"),
     "token": Field(STRING, "name of the token"),
@@ -229,6 +230,20 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
             *("attempt", "state", "cause", "evidence", "job_id", "scheduler_state"),
             *("world_size", "lost_hosts", "noticed_at", *_OUTCOME),
         ),
+    ),
+    Kind.SUCCESSOR_SUBMITTED: EventEntry(
+        "the scheduler accepted a successor, a job that waits in the queue while an attempt runs",
+        "supervisor",
+        ("successor", "attempt", "job_id", "gpus"),
+        {"attempt": Field(INTEGER, "attempt after whose job the successor starts")},
+    ),
+    Kind.SUCCESSOR_ADOPTED: EventEntry(
+        "a successor became the next attempt", "supervisor", ("successor", "attempt", "job_id")
+    ),
+    Kind.SUCCESSOR_WITHDRAWN: EventEntry(
+        "a successor becomes no attempt, and the scheduler has no job of it any more",
+        "supervisor",
+        ("successor", "job_id", "reason"),
     ),
     Kind.DECISION: EventEntry(
         "the supervisor decided what comes next: relaunch, wait or stop",

@@ -75,6 +75,19 @@ class Noticed(BaseModel):
     dumps: list[str]
 
 
+class WaitingSuccessor(BaseModel):
+    """The job that waits in the queue to follow the attempt `after_attempt`.
+
+    `submitted_at` is Unix seconds. It and `job_id` are null while no answer of Slurm is known.
+    """
+
+    number: int
+    job_id: str | None
+    after_attempt: int
+    gpus: int
+    submitted_at: float | None
+
+
 class FailedSave(BaseModel):
     """A save that was not committed; `at` is Unix seconds."""
 
@@ -163,6 +176,7 @@ class RunDetail(views.RunView):
     gpus_max: int | None
     gpus_fitting: list[int] | None
     saves_by_holdfast: bool | None
+    successor: WaitingSuccessor | None
 
 
 class CheckpointRow(views.CheckpointView, durability.DurabilityStatus):

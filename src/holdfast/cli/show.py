@@ -126,6 +126,7 @@ def _shown(run: str, root: str | None) -> dict[str, Any]:
     """Return what `show` prints of a run."""
     from holdfast.lineage.queries import run_queries
     from holdfast.workers.nodes.heartbeats import live_step, trained_step
+    from holdfast.workers.runs.successors import waiting_facts
 
     def read(database: Database) -> dict[str, Any]:
         directory = refreshed_directory(run, root, database)
@@ -141,6 +142,7 @@ def _shown(run: str, root: str | None) -> dict[str, Any]:
                 "committed_step": history.committed_step,
                 "trained_step": trained_step(history),
                 "live_step": live_step(paths) if shown["state"] == RunState.RUNNING else None,
+                "successor": waiting_facts(paths),
                 "orders": [vars(order) for order in orders_of(history)],
                 "saves_by_holdfast": saves_by_holdfast(trained),
                 "warnings": [
@@ -261,6 +263,7 @@ def _render_run(run: Mapping[str, Any]) -> None:
             "newest attempt": newest_reason(run),
             "committed step": run["committed_step"],
             "trained step": run["trained_step"],
+            "successor": _successor_text(run["successor"]),
             "folder": run["path"],
             "created": f"{time_text(run['created_at'], zone=True)} by {run['created_by']}",
             "forked from": run["forked_from"],
@@ -290,6 +293,14 @@ def _render_run(run: Mapping[str, Any]) -> None:
     _print_failures(run)
     for warning in run["warnings"]:
         say(f"warning: {warning}")
+
+
+def _successor_text(one: Mapping[str, Any] | None) -> str | None:
+    """Return what is known about the job that waits to become the next attempt, or None."""
+    if one is None:
+        return None
+    job = f"job {one['job_id']}" if one["job_id"] else "a job without an answer of Slurm"
+    return f"{job} waits in the queue to follow attempt {one['after_attempt']}"
 
 
 def _print_orders(orders: Sequence[Mapping[str, Any]]) -> None:

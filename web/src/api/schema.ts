@@ -222,7 +222,7 @@ export interface Empty {
 }
 
 /** The kinds of journal lines. `holdfast_docs.event_book` describes each and its `data`. */
-export type EventKind = "supervised" | "attempt_reserved" | "attempt_submitted" | "attempt_state" | "attempt_ended" | "decision" | "operator_request" | "order_state" | "run_ended" | "pinned" | "unpinned" | "checkpoint_deleted" | "forked" | "exported" | "imported" | "rolled_back" | "numerics" | "claimed" | "launch_started" | "launch_ended" | "signal" | "notice" | "stop_agreed" | "stop_failed" | "resumed" | "staged" | "committed" | "save_failed" | "mirrored" | "mirror_failed" | "fetched" | "verified" | "node_lost" | "tracked" | "goodput" | "hang_suspected" | "hang_cleared" | "hang_confirmed" | "straggler" | "node_silent" | "node_unhealthy" | "limit_passed" | "metric_missing" | "audit" | "note";
+export type EventKind = "supervised" | "attempt_reserved" | "attempt_submitted" | "attempt_state" | "attempt_ended" | "successor_submitted" | "successor_adopted" | "successor_withdrawn" | "decision" | "operator_request" | "order_state" | "run_ended" | "pinned" | "unpinned" | "checkpoint_deleted" | "forked" | "exported" | "imported" | "rolled_back" | "numerics" | "claimed" | "launch_started" | "launch_ended" | "signal" | "notice" | "stop_agreed" | "stop_failed" | "resumed" | "staged" | "committed" | "save_failed" | "mirrored" | "mirror_failed" | "fetched" | "verified" | "node_lost" | "tracked" | "goodput" | "hang_suspected" | "hang_cleared" | "hang_confirmed" | "straggler" | "node_silent" | "node_unhealthy" | "limit_passed" | "metric_missing" | "audit" | "note";
 
 /** One journal line. */
 export interface EventView {
@@ -539,6 +539,7 @@ export interface RunDetail {
   gpus_max: number | null;
   gpus_fitting: number[] | null;
   saves_by_holdfast: boolean | null;
+  successor: WaitingSuccessor | null;
 }
 
 /** One row of the list of runs; a live run has its newest step and its seconds per step. */
@@ -676,4 +677,13 @@ export interface Verdict {
   step: number;
   bytes: number;
   reason: string;
+}
+
+/** The job that waits in the queue to follow the attempt `after_attempt`. `submitted_at` is Unix seconds. It and `job_id` are null while no answer of Slurm is known. */
+export interface WaitingSuccessor {
+  number: number;
+  job_id: string | null;
+  after_attempt: number;
+  gpus: number;
+  submitted_at: number | null;
 }

@@ -52,7 +52,7 @@ from holdfast.workers.decisions.growth import CapacityObservation, find_growth
 from holdfast.workers.decisions.places import ReturnWatch, place_of
 from holdfast.workers.decisions.policy import Decision, decide, wait_after_refusal
 from holdfast.workers.nodes.heartbeats import HeartbeatWatch, clock_problems, read_heartbeats
-from holdfast.workers.runs import operator
+from holdfast.workers.runs import operator, successors
 from holdfast.workers.runs.attempts import (
     Absences,
     abandon_reservation,
@@ -64,10 +64,11 @@ from holdfast.workers.runs.attempts import (
     is_unsubmitted,
     resume_submission,
 )
+from holdfast.workers.runs.endings import complete_goodput
 from holdfast.workers.runs.feasibility import Feasibility
 from holdfast.workers.runs.operator import move_on, return_when_free
 from holdfast.workers.runs.pending import allow_hosts_again, take_back_overdue
-from holdfast.workers.runs.reconcile import complete_goodput, reconcile
+from holdfast.workers.runs.reconcile import reconcile
 from holdfast.workers.runs.run_folders import keep_reserve, require_own, why_not_submitted
 from holdfast.workers.schedulers import ask_capacity, executor_for
 from holdfast.workers.schedulers.slurm_capacity import Room
@@ -493,6 +494,8 @@ class Supervisor:
         for message in self._nodes.look(attempt, history.spec.supervision.heartbeat_s, journal):
             self.log.warning("%s", message)
         now = time.time()
+        if message := successors.tend(history, journal, now=now):
+            self.log.info("%s", message)
         if message := (
             move_on(history, now=now, writer=JOURNAL)
             or return_when_free(self._return, history, now=now, writer=JOURNAL)
@@ -563,7 +566,9 @@ class Supervisor:
         """Apply the policy's decision to a run that has no live attempt."""
         now = time.time()
         ask = partial(_room_at, history, self.paths)
-        decision = decide(history, ask, now=now, fits=Feasibility.of(history).allows)
+        fits = Feasibility.of(history).allows
+        decision = decide(history, ask, now=now, fits=fits)
+        decision = successors.prefer(history, decision, ask, fits)
         number = history.last_asked.number if history.last_asked else 0
         due_s = _due_s(history, decision, now, self._absences.seconds(number, 0))
         if decision.action == "relaunch" and due_s <= 0:
@@ -574,7 +579,10 @@ class Supervisor:
         poll_s = history.spec.supervision.poll_s
         if decision.action == "stop":
             self._record_end(decision, journal)
-            return None
+        if decision.action != "relaunch" or due_s > successors.DELAY_S_MAX:
+            is_gone = successors.release(history, decision.reason, journal)
+            if decision.action == "stop":
+                return None if is_gone else poll_s
         if decision.action == "wait" or due_s > 0:
             return min(poll_s, due_s) if due_s > 0 else poll_s
         self.submit(

@@ -50,6 +50,7 @@ from holdfast.workers.checkpoints import deletion
 from holdfast.workers.decisions.sizes import allowed_sizes
 from holdfast.workers.nodes.heartbeats import live_step
 from holdfast.workers.runs.feasibility import Feasibility
+from holdfast.workers.runs.successors import waiting_facts
 
 NO_NUL: Final = r"^[^\x00]*$"
 
@@ -121,6 +122,7 @@ def show_run(request: Request, run: RunId) -> RunDetail:
         "supervision": read_supervision(paths, steering, shown["created_at"]) if is_live else None,
         "requests": requests_in(steering, shown),
         "saves_by_holdfast": saves_by_holdfast(trained_in_view(shown)),
+        "successor": waiting_facts(paths) if is_live else None,
         **_gpu_range(shown["spec"]),
         "gpus_fitting": _fitting(shown["spec"], services.store.newest_on_branch(uid)),
     }

@@ -53,7 +53,7 @@ _WHOLE: Final[Mapping[str, int]] = {
     **dict.fromkeys(("committed_step", "newest_step"), STEP_MAX),
     **dict.fromkeys(("attempt", "launch", "after_attempt", "node", "rank"), NUMBER_MAX),
     **dict.fromkeys(("count", "pid", "rounds", "exit_code", "place"), NUMBER_MAX),
-    **dict.fromkeys(("order", "overtakes"), NUMBER_MAX),
+    **dict.fromkeys(("order", "overtakes", "successor"), NUMBER_MAX),
     **dict.fromkeys(("world_size", "gpus"), RANKS_MAX),
     "bytes": BYTES_MAX,
 }
@@ -172,6 +172,9 @@ class EventKind(StrEnum):
     ATTEMPT_SUBMITTED = "attempt_submitted"
     ATTEMPT_STATE = "attempt_state"
     ATTEMPT_ENDED = "attempt_ended"
+    SUCCESSOR_SUBMITTED = "successor_submitted"
+    SUCCESSOR_ADOPTED = "successor_adopted"
+    SUCCESSOR_WITHDRAWN = "successor_withdrawn"
     DECISION = "decision"
     OPERATOR_REQUEST = "operator_request"
     ORDER_STATE = "order_state"

@@ -235,6 +235,22 @@ class AttemptPaths:
 
 
 @dataclass(frozen=True)
+class SuccessorPaths(AttemptPaths):
+    """The files of one successor, in `<root>/<run>/successors/<NNNN>`.
+
+    A successor is a job that waits in the queue to become the next attempt. Of the files of an
+    attempt it has the request, the submission and the logs.
+    """
+
+    # What became of it: the attempt that it runs, or that it runs none.
+    verdict = _Entry("verdict.json")
+
+    @property
+    def run(self) -> RunPaths:
+        return RunPaths(self.directory.parent.parent)
+
+
+@dataclass(frozen=True)
 class RunPaths:
     """The files of one run, in `<root>/<run>`."""
 
@@ -260,6 +276,8 @@ class RunPaths:
     stop_file = _Entry("stop")
     code = _Entry("code")
     attempts = _Entry("attempts")
+    # The jobs that were submitted ahead of the attempts which they may run.
+    successors = _Entry("successors")
     # Copies from the mirror of checkpoints whose directories in the run are damaged.
     fetched = _Entry("fetched")
     # Checkpoints that a framework converts to load them, while it loads them.
@@ -316,6 +334,14 @@ class RunPaths:
     def list_attempts(self) -> list[AttemptPaths]:
         """Return the reserved attempts, in order of number."""
         return [self.attempt(number) for number in self.attempt_numbers()]
+
+    def successor(self, number: int) -> SuccessorPaths:
+        return SuccessorPaths(self.successors / f"{number:04d}")
+
+    def newest_successor(self) -> SuccessorPaths | None:
+        """Return the successor that was reserved last; None if there never was one."""
+        number = max(map(int, _names(self.successors, _ATTEMPT)), default=None)
+        return None if number is None else self.successor(number)
 
     def list_checkpoint_names(self) -> list[CheckpointName]:
         """Return the names of all checkpoint directories, committed or not, oldest step first."""
@@ -417,7 +443,7 @@ def _hold(folder: Path, paths: RunPaths) -> contextlib.AbstractContextManager[Pa
 def folder_of(path: Path) -> Path:
     """Return the run's folder of a journal or document, judged by its path; else its own folder."""
     for up in (1, 2):
-        if len(path.parents) > up + 1 and path.parents[up].name == "attempts":
+        if len(path.parents) > up + 1 and path.parents[up].name in {"attempts", "successors"}:
             return path.parents[up + 1]
     is_inside = path.parent.name in {"journal", "tombstones", "metrics"}
     return path.parents[1] if is_inside else path.parent

@@ -148,6 +148,8 @@ class Request(Document):
     created_at: Moment
     # How many launches of earlier attempts hung since a person's last relaunch, see `budgets`.
     hangs_before: Annotated[int, Field(ge=0, le=NUMBER_MAX)] = 0
+    # The number of the successor that runs this attempt, or that this request is of; 0: none.
+    successor: Annotated[int, Field(ge=0, le=NUMBER_MAX)] = 0
     reason: Text = Field(description="why the attempt was made: `first`, or the decision's reason")
     provenance: Provenance = Provenance()
     sources: dict[Name, Name] | None = Field(
@@ -226,6 +228,18 @@ class SubmissionTry(Document):
         """True when the scheduler may have several jobs of the attempt."""
         # Each try without a refusal may have made a job, whose answer was lost.
         return self.count - self.refusals > 1
+
+
+class SuccessorVerdict(Document):
+    """`verdict.json` of a successor, created exclusively: the attempt that it runs, or none.
+
+    `is_gone` is set when the scheduler no longer has the job of a successor that runs none.
+    """
+
+    attempt: Number = Field(description="number of the attempt that it runs; 0: it runs none")
+    reason: Text = ""
+    decided_at: Moment
+    is_gone: bool = False
 
 
 class Missing(Document):
@@ -390,15 +404,6 @@ def read_documents(paths: AttemptPaths) -> AttemptDocuments:
         claim=None if claim is None or claim.is_closed else claim,
         outcome=outcome if outcome is not None and is_of(outcome, paths.number) else None,
     )
-
-
-def read_outcome(paths: AttemptPaths) -> Outcome | None:
-    """Return how the attempt ended; None without an outcome, or with another attempt's outcome.
-
-    Raises `UnreadableRunError` when it is damaged.
-    """
-    outcome = read_document(Outcome, paths.outcome)
-    return outcome if outcome is not None and is_of(outcome, paths.number) else None
 
 
 def read_claim(paths: AttemptPaths) -> Claim | None:

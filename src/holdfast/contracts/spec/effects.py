@@ -67,6 +67,15 @@ GROWS: Final = Scope(
     lambda spec: spec.elastic.grow,
     "elastic.grow is false; set elastic.grow = true, or leave the key out",
 )
+# `none` asks for nothing.
+STANDBY_ON_SLURM: Final = Scope(
+    lambda spec: spec.resources.standby == "none" or SLURM.holds(spec),
+    SLURM.otherwise,
+)
+STANDBY_RELAUNCHES: Final = Scope(
+    lambda spec: spec.resources.standby == "none" or spec.supervision.attempts_max > 1,
+    "supervision.attempts_max = 1 allows no second attempt; set a larger one, or leave the key out",
+)
 RELAUNCHES: Final = Scope(
     lambda spec: spec.supervision.attempts_max > 1,
     "supervision.attempts_max = 1 allows no second attempt; set a larger one, or leave the key out",
@@ -165,6 +174,7 @@ ACTS: Final[Mapping[str, tuple[Scope, ...]]] = {
     "resources.extra": (SLURM,),
     "resources.fallbacks": (SLURM, RELAUNCHES),
     "resources.return_after_min": (SLURM, FALLBACKS),
+    "resources.standby": (STANDBY_ON_SLURM, STANDBY_RELAUNCHES),
     "elastic.min_gpus": (),
     "elastic.max_gpus": (),
     "elastic.choices": (),

@@ -106,6 +106,23 @@ class Resources(SpecPart):
         "leaves a fallback. It saves, stops and continues there",
     )
 
+    standby: Literal["none", "successor"] = Field(
+        default="none",
+        description="how the next attempt avoids the end of the queue. `successor`: while an "
+        "attempt runs, Holdfast keeps a second job of the same size in the queue, which Slurm "
+        "starts when the attempt's job has ended. It becomes the next attempt, or is withdrawn",
+    )
+
+    @field_validator("standby", mode="before")
+    @classmethod
+    def _is_built(cls, value: object) -> object:
+        if isinstance(value, str) and value in {"expedite", "auto"}:
+            raise ValueError(
+                f"{value!r}: this version of Holdfast does not use Slurm's expedited requeue; set "
+                "'successor', which acts on every version of Slurm"
+            )
+        return value
+
     @field_validator("extra")
     @classmethod
     def _options_are_not_holdfasts(

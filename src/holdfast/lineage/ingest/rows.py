@@ -195,7 +195,7 @@ _Edge = tuple[EdgeKind, str, str, str, str | None, str | None, str | None]
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptRows:
-    """The rows of one attempt; see `models` for the columns. Attempt 0 has the run's own edges."""
+    """The rows of one attempt; see `tables` for the columns. Attempt 0 has the run's own edges."""
 
     attempts: list[Row] = field(default_factory=list)
     nodes: list[Row] = field(default_factory=list)

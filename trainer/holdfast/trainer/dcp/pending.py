@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from holdfast.contracts.errors import SaveError
 from holdfast.trainer.dcp.record import SaveRecord
-from holdfast.trainer.format.metadata import read_metadata
+from holdfast.trainer.format.metadata import open_checkpoint
 from holdfast.trainer.ranks.collective import attempt
 from holdfast.trainer.saving.engine import CheckpointEngine
 from holdfast.trainer.staging.in_flight import SaveResult
@@ -42,7 +42,7 @@ class CommitFuture(Future[Any]):
         """
         super().result(timeout)
         if self._metadata is None:
-            self._metadata = read_metadata(self._directory)
+            self._metadata = open_checkpoint(self._directory).metadata
         return self._metadata
 
 

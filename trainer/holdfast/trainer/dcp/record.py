@@ -34,7 +34,7 @@ from holdfast.contracts.disk.paths import MANIFEST, CheckpointName, RunPaths
 from holdfast.contracts.errors import HoldfastError
 from holdfast.trainer.metrics import Recorder
 from holdfast.trainer.process.program import program_argv, program_digest
-from holdfast.trainer.session import alone
+from holdfast.trainer.session.lifetime import is_claimed
 
 # A run's record of checkpoints that its program placed by `dcp.save`.
 #
@@ -246,7 +246,7 @@ class _RunRecord:
 
     def _begin(self, checkpoint: str | None, step: int) -> None:
         """Write once in a launch what it continues from. Beside a session, the session does."""
-        if self._has_begun or alone.is_claimed():
+        if self._has_begun or is_claimed():
             # A launch has one `resumed` line, and beside a session it belongs to the session.
             return
         self._has_begun = True
@@ -275,7 +275,7 @@ class _RunRecord:
         try:
             # A session's checkpoints have their own steps, and two checkpoints of a launch cannot
             # have the same one, see decision 71.
-            added = None if alone.is_claimed() else self._add(directory, manifest, step)
+            added = None if is_claimed() else self._add(directory, manifest, step)
             self.write(EventKind.COMMITTED, directory, step, **facts)
             if added is not None:
                 self._retire_lost(added)
@@ -301,7 +301,7 @@ class _RunRecord:
             )
 
     def write(self, kind: EventKind, directory: Path, step: int, **facts: Any) -> None:
-        checkpoint = str(directory) if alone.is_claimed() else str(self._name(step))
+        checkpoint = str(directory) if is_claimed() else str(self._name(step))
         self._recorder.event(
             kind, checkpoint=checkpoint, step=step, directory=str(directory), **facts
         )

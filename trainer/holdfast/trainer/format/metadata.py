@@ -105,30 +105,58 @@ class Opened:
     is_lean: bool = False
 
 
-def read_metadata(directory: Path) -> Metadata:
-    """Return the metadata of the checkpoint in `directory`; see `open_checkpoint`."""
-    return open_checkpoint(directory).metadata
-
-
-def open_checkpoint(directory: Path) -> Opened:
+def open_checkpoint(
+    directory: Path, manifest: Manifest | None = None, *, is_lean: bool = False
+) -> Opened:
     """Return the merged metadata of all stages of a checkpoint of Holdfast or stock DCP.
 
+    `manifest` is the one of `find_files`, if the caller has it. With `is_lean`, what Holdfast wrote
+    is read into columns, for a load that needs no objects.
+
     If there is a manifest, it must match the bytes before they are used and must list every file
-    that they name. A run's checkpoint that its program placed elsewhere is opened there.
-    Raises `DamagedCheckpointError` if files differ, are missing, cannot be read, are not
-    DCP's, or lie outside the directory.
+    that they name. Raises `DamagedCheckpointError` if files differ, are missing, cannot be read,
+    are not DCP's, or lie outside the directory.
+    """
+    if manifest is None:
+        directory, manifest = find_files(directory)
+    if is_lean and (opened := open_columns(directory, manifest)):
+        return opened
+    parts = {
+        path.removesuffix(METADATA): _read_metadata(directory, path, manifest)
+        for path in _metadata_paths(directory, manifest)
+    }
+    metadata = merge(parts)
+    try:
+        boxes = BoxTable.of(metadata)
+    except OverflowError as error:
+        raise _unreadable(directory, METADATA, error) from error
+    _check_paths(directory, boxes, manifest)
+    return Opened(directory, manifest, metadata, boxes)
+
+
+def open_columns(directory: Path, manifest: Manifest | None) -> Opened | None:
+    """Open a checkpoint with one `.metadata` of Holdfast's form. Return None for other forms."""
+    if _metadata_paths(directory, manifest) == [METADATA]:
+        with contextlib.suppress(OtherForm):
+            metadata, boxes = _read_with(directory, METADATA, manifest, read_columns)
+            _check_paths(directory, boxes, manifest)
+            return Opened(directory, manifest, metadata, boxes, is_lean=True)
+    return None
+
+
+def find_files(directory: Path) -> tuple[Path, Manifest | None]:
+    """Return where the files of the checkpoint in `directory` are, and their manifest.
+
+    They are elsewhere if the run's program placed them in a directory of its own. Raises
+    `DamagedCheckpointError` if the manifest or the other directory cannot be read.
     """
     try:
         manifest = read_again(lambda: read_manifest(directory))
     except OSError as error:
         raise _unreadable(directory, MANIFEST, error) from error
-    if manifest is not None and manifest.source is not None:
-        return _open_source(directory, manifest, Path(manifest.source))
-    return open_committed(directory, manifest)
-
-
-def _open_source(directory: Path, manifest: Manifest, source: Path) -> Opened:
-    """Open the checkpoint in `source` by the manifest that the run has of it in `directory`."""
+    if manifest is None or manifest.source is None:
+        return directory, manifest
+    source = Path(manifest.source)
     require_readable(manifest, "load it")
     try:
         with files_folder(directory, manifest):
@@ -140,38 +168,7 @@ def _open_source(directory: Path, manifest: Manifest, source: Path) -> Opened:
     except OSError as error:
         raise _unreadable(source.parent, source.name, error) from error
     # Another folder in this place would not match the manifest.
-    return open_committed(source, manifest.model_copy(update={"source": None}))
-
-
-def open_committed(directory: Path, manifest: Manifest | None) -> Opened:
-    """Do the same for a checkpoint whose manifest was already read."""
-    parts = {
-        path.removesuffix(METADATA): _read_metadata(directory, path, manifest)
-        for path in _metadata_paths(directory, manifest)
-    }
-    metadata = merge(parts)
-    try:
-        boxes = BoxTable.of(metadata)
-    except OverflowError as error:
-        raise _unreadable(directory, METADATA, error) from error
-    opened = Opened(directory, manifest, metadata, boxes)
-    _check_paths(directory, opened.boxes, manifest)
-    return opened
-
-
-def open_lean(directory: Path, manifest: Manifest | None) -> Opened:
-    """Do the same for a load that needs no objects: read what Holdfast wrote into columns."""
-    return open_columns(directory, manifest) or open_committed(directory, manifest)
-
-
-def open_columns(directory: Path, manifest: Manifest | None) -> Opened | None:
-    """Do the same for one `.metadata` of the form that Holdfast writes. None for other forms."""
-    if _metadata_paths(directory, manifest) == [METADATA]:
-        with contextlib.suppress(OtherForm):
-            metadata, boxes = _read_with(directory, METADATA, manifest, read_columns)
-            _check_paths(directory, boxes, manifest)
-            return Opened(directory, manifest, metadata, boxes, is_lean=True)
-    return None
+    return source, manifest.model_copy(update={"source": None})
 
 
 def merge(parts: Mapping[str, Metadata]) -> Metadata:

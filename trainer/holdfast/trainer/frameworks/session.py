@@ -13,7 +13,7 @@ from holdfast.contracts.disk.paths import checkpoint_id
 from holdfast.trainer.data.sampler import ElasticSampler
 from holdfast.trainer.metrics import RESERVED
 from holdfast.trainer.ranks import forks
-from holdfast.trainer.session.parts import while_open
+from holdfast.trainer.session.lifetime import while_open
 from holdfast.trainer.session.session import Session
 from holdfast.trainer.staging.file_writers import Writer
 
@@ -75,8 +75,9 @@ class FrameworkSession(Session):
         epoch of `epochs`: a due save then waits for the epoch's end.
         """
         # As `while_open`, which costs microseconds in each step.
-        if self._is_closed or self._forks != forks.count:
-            self._require_open("boundary")
+        life = self._life
+        if life.is_closed or life.forks != forks.count:
+            life.require_open("boundary", self.step)
         return self._loop.boundary(has_end=has_end, ends_epoch=ends_epoch)
 
     @while_open
@@ -174,7 +175,7 @@ class FrameworkSession(Session):
     def close(self, *, may_end_early: bool = True) -> None:
         """Waits for the files of `write_file`, then closes as `Session` does."""
         try:
-            if not (self._is_closed or self._is_in_child or self.has_failed):
+            if not (self._life.is_over or self.has_failed):
                 self._saver.files.wait()
         finally:
             super().close(may_end_early=may_end_early)

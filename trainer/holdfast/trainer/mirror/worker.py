@@ -83,8 +83,8 @@ def start_mirror(node: int, run: Path | None) -> MirrorWorker:
 class MirrorWorker:
     """Copies one node's files to the mirror. Public methods may be called from any thread."""
 
-    def __init__(self, tiers: Tiers, *, node: int, attempt: int | None = None) -> None:
-        self._tiers, self._node, self._attempt = tiers, node, attempt
+    def __init__(self, tiers: Tiers, *, node: int) -> None:
+        self._tiers, self._node = tiers, node
         self._new: deque[Task] = deque()
         self._old: deque[Task] = deque()
         self._waiting: list[Task] = []
@@ -262,7 +262,7 @@ class MirrorWorker:
 
     def _journal(self, task: Task, kind: EventKind, **facts: Any) -> None:
         name = CheckpointName.parse(task.directory.name)
-        attempt = self._attempt if self._attempt is not None else name.attempt if name else 0
+        attempt = name.attempt if name else 0
         url = facts.pop("url", self._tiers.mirror)
         # A line less in the journal is no reason to give a copy up.
         with contextlib.suppress(OSError):

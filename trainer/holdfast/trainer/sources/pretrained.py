@@ -26,7 +26,7 @@ from holdfast.trainer.format.metadata import Opened, pick_entries
 from holdfast.trainer.format.saved_boxes import BoxTable, SavedBoxes
 from holdfast.trainer.loading.agreement import agree
 from holdfast.trainer.loading.checkpoint import check_all
-from holdfast.trainer.loading.reader import LoadReport, load_state, open_any_together
+from holdfast.trainer.loading.reader import LoadReport, load_state, open_together
 from holdfast.trainer.planning.compare_keys import Selection, shorten
 from holdfast.trainer.ranks.collective import ControlGroup
 from holdfast.trainer.sources.dcp import weights_in
@@ -183,7 +183,7 @@ def _open(place: Path, ranks: ControlGroup) -> Opened:
     if form != DCP:
         assert opened is not None
         return opened
-    found = open_any_together(place, ranks.group)
+    found = open_together(place, ranks.group)
     names = {key: f"{MODEL}{name}" for key, name in weights_in(found)[0].items()}
     boxes = found.boxes.renamed(names)
     return replace(found, metadata=pick_entries(found.metadata, names), boxes=boxes)

@@ -111,6 +111,8 @@ function Head({ run }: { run: Run }) {
           ["Time left", span(timeLeft(run))],
           ["GPUs", count(last?.gpus)],
           ["Attempts", count(run.attempts.length)],
+          ["Successor", run.successor
+            ? `job ${run.successor.job_id ?? "unknown"} waits in the queue` : null],
           ["Goodput", <>{percent(goodput.ettr)} <small>of {span(goodput.total_s)}</small></>],
           ["Steps redone", count(goodput.steps_lost)],
           ["Committed step", run.saves_by_holdfast === false

@@ -38,9 +38,10 @@ from holdfast.contracts.records.attempt import (
 )
 from holdfast.contracts.records.history import RunHistory
 from holdfast.contracts.records.history_cache import load_tallied
-from holdfast.contracts.records.orders import open_orders
+from holdfast.contracts.records.orders import OrderBook, open_orders
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause
+from holdfast.workers.runs import successors
 from holdfast.workers.runs.provenance import take_provenance
 from holdfast.workers.runs.request import build_request, working_directory_of
 from holdfast.workers.schedulers import executor_for
@@ -111,6 +112,7 @@ def submit_attempt(
             cluster=executor_for(spec.resources.executor).cluster(),
             provenance=take_provenance(spec, Path(working_directory_of(record, spec))),
         )
+        request = successors.with_successor(paths, request, journal)
         # On disk before the scheduler is asked, so the job needs nothing from this process any
         # more, see decision 34.
         write_document(attempt.request, request)
@@ -122,7 +124,8 @@ def submit_attempt(
                 shutil.rmtree(attempt.directory, ignore_errors=True)
         raise
     _journal_reserved(request, journal, exclude)
-    _submit(paths, attempt, request, journal)
+    if not _start_successor(paths, attempt, request, journal):
+        _submit(paths, attempt, successors.without_successor(attempt, request), journal)
     return attempt
 
 
@@ -148,6 +151,9 @@ def resume_submission(
             f"{attempt.directory}: reserved, but its request was never written; call "
             "`abandon_reservation` to free the number"
         )
+    if _start_successor(paths, attempt, request, journal):
+        return attempt
+    request = successors.without_successor(attempt, request)
     executor = executor_for(request.executor)
     tried = read_document(SubmissionTry, attempt.submitting)
     # The claim comes first: it is certain, and the scheduler may not list the job yet.
@@ -322,7 +328,48 @@ def gpus_held_after_end(executor: Executor, run: RunPaths, history: RunHistory) 
     if last is None or last.request is None:
         return {}
     submission = read_document(Submission, run.attempt(last.number).submission)
-    return executor.held_after_end(last.request, submission) if submission else {}
+    held = executor.held_after_end(last.request, submission) if submission else {}
+    # The next attempt may have the nodes of its successor.
+    for host, gpus in successors.gpus_held(history).items():
+        held[host] = held.get(host, 0) + gpus
+    return held
+
+
+def _start_successor(
+    paths: RunPaths, attempt: AttemptPaths, request: Request, journal: JournalWriter
+) -> bool:
+    """Let the successor that the request names run the attempt; return False if it cannot.
+
+    Raises `OrdersChangedError` like `_submit`.
+    """
+    if not request.successor:
+        return False
+    if successors.attempt_of(paths, request.successor) is None:
+        asked = SubmissionTry(count=1, host=socket.gethostname(), tried_at=time.time())
+        with open_orders(paths) as book:
+            _require_no_ending(paths, attempt, book)
+            write_document(attempt.submitting, asked)
+            job = successors.adopt(paths, request)
+    else:
+        job = successors.adopt(paths, request)
+    if job is None:
+        return False
+    _record(attempt, job, journal)
+    journal.append(
+        EventKind.SUCCESSOR_ADOPTED,
+        successor=request.successor,
+        attempt=attempt.number,
+        job_id=job.job_id,
+    )
+    return True
+
+
+def _require_no_ending(paths: RunPaths, attempt: AttemptPaths, book: OrderBook) -> None:
+    if (order := book.ending(attempt.number)) is not None:
+        raise OrdersChangedError(
+            f"{order.data.get('by') or 'an operator'} asked to {order.data['action']} "
+            f"{paths.name} before attempt {attempt.number} was submitted"
+        )
 
 
 def _submit(
@@ -343,11 +390,7 @@ def _submit(
         refused_since=before.refused_since if before else None,
     )
     with open_orders(paths) as book:
-        if (order := book.ending(attempt.number)) is not None:
-            raise OrdersChangedError(
-                f"{order.data.get('by') or 'an operator'} asked to {order.data['action']} "
-                f"{paths.name} before attempt {attempt.number} was submitted"
-            )
+        _require_no_ending(paths, attempt, book)
         # Durable before the scheduler is asked. Without it, a crash during `sbatch` would look like
         # an attempt that was never submitted, and the next supervisor would submit it again.
         write_document(attempt.submitting, asked)

@@ -23,11 +23,59 @@ WARNING_EARLY_S: Final = 90
 AGENT_START_S: Final = 60
 LOCAL_TIMEOUT_MIN: Final = 10 * 365 * 24 * 60
 UNKNOWN: Final = Provenance()
+# The sbatch option by which a successor waits for the attempt's job.
+DEPENDENCY: Final = "dependency"
 
 
 def job_name(run: str, run_uid: str, attempt: int) -> str:
     """Return the scheduler's job name for an attempt, by which any process can find the job."""
     return f"holdfast-{run}-{run_uid[:8]}-a{attempt:04d}"
+
+
+def successor_name(run: str, run_uid: str, number: int) -> str:
+    """Return the scheduler's job name for a successor. An attempt that it runs has this name."""
+    return f"holdfast-{run}-{run_uid[:8]}-s{number:04d}"
+
+
+def as_successor(request: Request, number: int, after_job: str) -> Request:
+    """Return the request of successor `number`, which starts when the job `after_job` has ended."""
+    options = {**request.scheduler["additional_parameters"], DEPENDENCY: f"afterany:{after_job}"}
+    named = run_by(request, number)
+    scheduler = {**named.scheduler, "additional_parameters": options}
+    return named.model_copy(update={"scheduler": scheduler})
+
+
+def run_by(request: Request, number: int) -> Request:
+    """Return the request of an attempt that successor `number` runs, or with 0 its own job."""
+    run, uid = request.run, request.run_uid
+    name = successor_name(run, uid, number) if number else job_name(run, uid, request.attempt)
+    scheduler = {**request.scheduler, "job_name": name}
+    return request.model_copy(
+        update={"job_name": name, "successor": number, "scheduler": scheduler}
+    )
+
+
+def differences(successor: Request, request: Request) -> list[str]:
+    """Return in what a successor's job differs from the job that `request` asks for.
+
+    The nodes that it excludes can still be changed while it waits.
+    """
+    one, other = (_job_of(each) for each in (successor, request))
+    return sorted(key for key in one.keys() | other.keys() if one.get(key) != other.get(key))
+
+
+def _job_of(request: Request) -> dict[str, Any]:
+    """Return what makes a job: its command and the parameters that the scheduler gets."""
+    given = request.model_dump(mode="json")
+    scheduler = dict(given["scheduler"])
+    options = dict(scheduler.pop("additional_parameters", {}))
+    options.pop(DEPENDENCY, None)
+    for name in ("job_name", "exclude"):
+        scheduler.pop(name, None)
+    keys = ("executor", "cluster", "nodes", "gpus_per_node", "nproc_per_node", "place")
+    launch = {f"launch.{name}": given["launch"][name] for name in ("python", "wrapper")}
+    options = {f"option {name}": value for name, value in options.items()}
+    return {**scheduler, **options, **launch, **{key: given[key] for key in keys}}
 
 
 def build_request(

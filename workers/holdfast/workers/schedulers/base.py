@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from holdfast.contracts.disk.paths import AttemptPaths
-from holdfast.contracts.errors import SchedulerUnavailableError
+from holdfast.contracts.disk.paths import AttemptPaths, SuccessorPaths
+from holdfast.contracts.errors import SchedulerUnavailableError, SubmissionRefusedError
 from holdfast.contracts.records.attempt import Request, Submission
 from holdfast.contracts.spec.resources import Resources
 from holdfast.contracts.states import AttemptState
@@ -73,6 +73,13 @@ class Executor(ABC):
         Raises `SchedulerError` with the scheduler's message if it refused the job, and
         `SchedulerUnavailableError` if it is unknown whether it accepted the job.
         """
+
+    def submit_successor(self, paths: SuccessorPaths, request: Request) -> Submission:
+        """Submit a successor's agent, which waits for an attempt to run. Raises like `submit`."""
+        raise SubmissionRefusedError(
+            f"{request.job_name}: the executor {self.kind!r} has no queue, so no job waits in it",
+            may_pass=False,
+        )
 
     def cluster(self) -> str | None:
         """Return the name of the cluster that this host submits to; None if unknown or none."""

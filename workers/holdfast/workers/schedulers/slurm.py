@@ -17,7 +17,7 @@ import submitit
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from holdfast.contracts.disk.durable import make_directory
-from holdfast.contracts.disk.paths import AttemptPaths, account_name
+from holdfast.contracts.disk.paths import AttemptPaths, SuccessorPaths, account_name
 from holdfast.contracts.errors import (
     SchedulerError,
     SchedulerUnavailableError,
@@ -37,6 +37,7 @@ from holdfast.workers.schedulers.slurm_client import JobLine, bare_state, transl
 
 SBATCH_TIMEOUT_S: Final = 60
 AGENT: Final = "holdfast.workers.agent.main"
+SUCCESSOR: Final = "holdfast.workers.agent.successor"
 # How long a job may exist before Slurm lists it. A submission that timed out here may wait for
 # minutes in a loaded controller, and accounting lags behind the controller.
 ABSENCE_S: Final = 300.0
@@ -59,10 +60,11 @@ class _BoundedSlurmExecutor(submitit.SlurmExecutor):
     """
 
     request: Path
+    module: str
 
     @property
     def _submitit_command_str(self) -> str:
-        return f"{self.python} -u -m {AGENT} {shlex.quote(str(self.request))}"
+        return f"{self.python} -u -m {self.module} {shlex.quote(str(self.request))}"
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         clean = [argument for name in self._variables_to_hide() for argument in ("-u", name)]
@@ -118,11 +120,18 @@ class SlurmExecutor(Executor):
     absence_s = ABSENCE_S
 
     def submit(self, paths: AttemptPaths, request: Request) -> Submission:
+        return self._submit(paths, request, AGENT)
+
+    def submit_successor(self, paths: SuccessorPaths, request: Request) -> Submission:
+        return self._submit(paths, request, SUCCESSOR)
+
+    def _submit(self, paths: AttemptPaths, request: Request, module: str) -> Submission:
+        """Submit a job that starts `module` on each node, with the path of the request."""
         _check_parameters(request)
         make_directory(paths.logs)
         python = shlex.join([*request.launch.wrapper, request.launch.python or sys.executable])
         executor = _BoundedSlurmExecutor(folder=paths.logs, python=python)
-        executor.request = paths.request
+        executor.request, executor.module = paths.request, module
         try:
             setup = checked_lines("launch.setup", request.scheduler.get("setup") or ())
             executor.update_parameters(**{**request.scheduler, "setup": setup or None})

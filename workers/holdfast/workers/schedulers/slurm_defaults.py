@@ -103,14 +103,30 @@ def default_warnings(spec: RunSpec, settings: Fields, partitions: Sequence[Field
 
     `settings` are those of `scontrol show config`, and `partitions` those of the cluster.
     """
+    found = _warnings_of_age(spec, settings)
     if settings.get("SelectType") == "select/linear":
         # Every job has whole nodes.
-        return []
-    found: list[str] = []
+        return found
     for partition in slurm_client.chosen_partitions(spec.resources, partitions):
         if not slurm_client.takes_whole_nodes(spec.resources, partition):
             found += _warnings_of_partition(spec, settings, partition)
     return found
+
+
+def _warnings_of_age(spec: RunSpec, settings: Fields) -> list[str]:
+    """Return a warning if a successor gains no priority while it waits for the attempt's job."""
+    is_by_factors = settings.get("PriorityType") == "priority/multifactor"
+    weight = settings.get("PriorityWeightAge", "0")
+    has_age = weight not in {"", "0"}
+    accrues = "ACCRUE_ALWAYS" in settings.get("PriorityFlags", "")
+    if spec.resources.standby == "none" or not is_by_factors or not has_age or accrues:
+        return []
+    text = (
+        "resources.standby: on this cluster, a job gains no priority by age while it waits for "
+        "another job, so jobs of other users may pass the successor; ask the operators for "
+        "PriorityFlags=ACCRUE_ALWAYS"
+    )
+    return [text]
 
 
 def _warnings_of_partition(spec: RunSpec, settings: Fields, partition: Fields) -> Iterator[str]:
