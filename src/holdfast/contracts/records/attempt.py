@@ -125,6 +125,8 @@ class Request(Document):
     job_name: Name
     executor: Name
     nodes: Annotated[int, Field(ge=0, le=NODES_MAX)]
+    # Further nodes of the job that wait idle. Earlier versions have none.
+    spare_nodes: Annotated[int, Field(ge=0, le=NODES_MAX)] = 0
     gpus_per_node: Annotated[int, Field(ge=0, le=GPUS_PER_NODE_MAX)]
     # None in an old request: the cluster is unknown, and there is one rank per GPU.
     cluster: Name | None = None

@@ -68,10 +68,12 @@ def _lead(context: AgentContext, signals: SignalBox, journal: JournalWriter) -> 
     runtime = NodeRuntime(context)
     host = lead = None
     try:
-        if context.nodes > 1:
-            ports = context.request.supervision.port_range
+        if context.nodes_of_job > 1:
             host = ChannelHost(
-                context.attempt.channel, context.nodes, ports=ports, addresses=_addresses(context)
+                context.attempt.channel,
+                context.nodes_of_job,
+                ports=context.request.supervision.port_range,
+                addresses=_addresses(context),
             )
         lead = Lead(context, signals, journal, runtime, host)
         lead.group.take_beat = runtime.heartbeat.take

@@ -17,7 +17,7 @@ from holdfast.contracts.node.channel import ChannelMember, DismissedError
 from holdfast.contracts.node.clocks import Timeout
 from holdfast.contracts.records.attempt import Submission, read_claim
 from holdfast.workers.agent.claim import wait_for_claim
-from holdfast.workers.agent.context import AgentContext
+from holdfast.workers.agent.context import AgentContext, Place
 from holdfast.workers.agent.node import NodeReport
 from holdfast.workers.agent.runtime import NodeRuntime
 from holdfast.workers.agent.stops.signals import SignalBox
@@ -168,9 +168,12 @@ def _urgent(report: NodeReport) -> tuple[object, ...]:
 def _reply(runtime: NodeRuntime, reporter: Reporter, question: dict[str, Any]) -> dict[str, Any]:
     """Do what node 0 requests, and return the answer."""
     kind = question["kind"]
-    if kind in {"start", "prepare"}:
-        act = runtime.start if kind == "start" else runtime.prepare
-        act(question["launch"], question["address"], question["port"])
+    if kind == "start":
+        # A node 0 without places does not send one.
+        place = Place(**question["place"]) if question.get("place") else None
+        runtime.start(question["launch"], question["address"], question["port"], place)
+    elif kind == "prepare":
+        runtime.prepare(question["launch"], question["address"], question["port"])
     elif kind == "report":
         return reporter.answer()
     elif kind == "stacks":
