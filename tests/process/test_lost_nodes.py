@@ -98,3 +98,20 @@ def test_a_lost_spare_node_ends_nothing(tmp_path: Path) -> None:
     assert (outcome.state, len(outcome.launches)) == (AttemptState.COMPLETED, 1)
     (lost,) = events(job, EventKind.NODE_LOST)
     assert (lost.data["host"], lost.data["is_spare"]) == ("n2", True)
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+def test_another_node_leads_when_node_0_is_lost(tmp_path: Path, spares: int) -> None:
+    elastic = {"choices": [1, 2]}
+    with PlayedJob(tmp_path, nodes=2, spares=spares, elastic=elastic, **SETTINGS) as job:
+        job.run.wait_for_step(job.attempt, 30)
+        job.kill_node(0)
+        assert [job.wait(node) for node in range(1, 2 + spares)] == [0] * (1 + spares)
+    outcome = job.run.outcome(job.attempt)
+    assert (outcome.state, outcome.last_step) == (AttemptState.COMPLETED, STEPS)
+    assert (outcome.world_size, outcome.hosts[0]) == (1 + spares, "n1")
+    assert [one.ending for one in outcome.launches] == ["crashed", "completed"]
+    _, second = launches(job)
+    assert (second["way"], second["lost"]) == ("spare" if spares else "shrink", ["n0"])
+    if spares:
+        assert_equal_bits(job.run, uninterrupted(tmp_path, 2), STEPS)

@@ -162,6 +162,32 @@ def test_an_attempt_continues_on_a_spare_node_and_then_on_fewer_nodes(
     assert (third["way"], third["lost"], third["world_size"]) == ("shrink", ["n3"], 2)
 
 
+@pytest.mark.more
+@pytest.mark.timeout(400)
+def test_another_node_leads_when_the_leading_node_is_lost(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    resources = {**ALL_NODES, "nodes": 2, "spare_nodes": 1}
+    run = run_on_all(tmp_path / "root", resources=resources, elastic={"choices": [2]})
+    with supervised(run):
+        first = wait_until(run.paths.list_attempts, "an attempt")[0]
+        run.wait_for_step(first, 5)
+        leading = run.claim(first).host
+        slurm.kill_node(leading)
+        try:
+            wait_until(lambda: len(lines_of(run, EventKind.LAUNCH_STARTED)) > 1, "a launch", 90)
+            step = run.wait_for_step(first, 1)
+            wait_until(lambda: "down" in slurm.node_states()[leading], "the loss", 60)
+            # The job has lost its batch shell, and goes on.
+            run.wait_for_step(first, step + 10)
+        finally:
+            slurm.start_node(leading)
+    (view,) = run.history().attempts
+    assert view.cause is Cause.OPERATOR, view.evidence
+    second = lines_of(run, EventKind.LAUNCH_STARTED)[1]
+    assert (second["way"], second["lost"], second["world_size"]) == ("spare", [leading], 2)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_run_on_all_nodes_of_a_fallback_continues_there(

@@ -291,7 +291,11 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
         "agent",
         ("attempt", "job_id", "host", "pid"),
     ),
-    Kind.LAUNCH_STARTED: EventEntry("a launch started", "agent", (*_LAUNCH, "world_size")),
+    Kind.LAUNCH_STARTED: EventEntry(
+        "a launch started. With `way`, on other nodes than the last one: `spare` or `shrink`",
+        "agent",
+        (*_LAUNCH, "world_size", "way", "nodes", "lost", "joined"),
+    ),
     Kind.LAUNCH_ENDED: EventEntry(
         "a launch ended",
         "agent",
@@ -355,7 +359,7 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
     Kind.NODE_LOST: EventEntry(
         "a node of the attempt was lost",
         "agent, or process that reconciles",
-        ("attempt", "node", "host", "detail"),
+        ("attempt", "node", "host", "detail", "is_spare"),
     ),
     Kind.GOODPUT: EventEntry(
         "where the run's time went, up to the end of an attempt",

@@ -20,11 +20,12 @@ LAUNCHES_MAX: Final = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """The place of a node in a launch: number `node` of `nodes`."""
+class NodePlace:
+    """The place of a node in a launch: number `node` of `nodes`, under a term of the lead."""
 
     node: int
     nodes: int
+    term: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ class AgentContext:
         """The number of nodes with an agent: those of the launches, and the spare ones."""
         return self.nodes + self.request.spare_nodes
 
-    def at(self, place: Place) -> AgentContext:
+    def at(self, place: NodePlace) -> AgentContext:
         """Return the context of a launch in which this node has another place."""
         request = self.request.model_copy(update={"nodes": place.nodes})
         return replace(self, node=place.node, nodes=place.nodes, request=request)

@@ -19,7 +19,7 @@ from holdfast.contracts.states import Cause
 from holdfast.workers.agent.context import LAUNCHES_MAX, AgentContext, take_number
 from holdfast.workers.agent.health.watch import HealthWatch
 from holdfast.workers.agent.launch.warm_standby import StandbyPlan
-from holdfast.workers.agent.lost_nodes import plan_without
+from holdfast.workers.agent.losses import launches_before, lost_numbers, plan_without
 from holdfast.workers.agent.node import CrashReport, LedNode, NodeReport
 from holdfast.workers.agent.node_group import NodeGroup
 from holdfast.workers.agent.root_check import RootCheck
@@ -35,6 +35,7 @@ from holdfast.workers.agent.stops.sources import (
     drain_until,
     kill_at,
 )
+from holdfast.workers.agent.succession import renew
 from holdfast.workers.agent.watch.hangs import HangWatch
 from holdfast.workers.decisions.causes import Ending, RankFailure, hung_ending, with_numerics_stop
 from holdfast.workers.decisions.policy import BUDGETS, decide_in_place
@@ -127,6 +128,16 @@ POLL_S: Final = 0.05
 # The first failure may be secondary, so wait this long for the root cause on another node.
 NEIGHBOUR_WAIT_S: Final = 2.0
 RESTART_PAUSE_S: Final = 1.0
+# How long the node that takes over waits for the others, which first end their ranks too.
+JOIN_WAIT_S: Final = 20.0
+
+
+@dataclass(frozen=True)
+class Succeeded:
+    """The term in which a node takes over, and the host of the lost lead."""
+
+    term: int
+    host: str
 
 
 class Lead:
@@ -182,6 +193,39 @@ class Lead:
         if self.stop_request is not None or not self.health.passes("before"):
             return
         self.group.set_aside_spares()
+        self._launch_until_done()
+        self._listener.end()
+        self._await_mirror()
+
+    def take_over(self, before: Succeeded, runtime: NodeRuntime) -> None:
+        """Continue an attempt whose lead is lost, on the nodes that join this one."""
+        assert self._host is not None
+        attempt = self.context.attempt
+        number, report = runtime.heartbeat.launch, runtime.report()
+        self.launches, started_at = launches_before(attempt, number)
+        ended = Ended(
+            ending="crashed", exit_code=None, reports=(report,), crash_report=CrashReport()
+        )
+        self.last, self.nodes = ended, runtime.place.nodes
+        self._journal.append(
+            EventKind.LAUNCH_ENDED,
+            attempt=attempt.number,
+            launch=number,
+            ending="crashed",
+            exit_code=None,
+            last_step=ended.completed if ended.gained else None,
+        )
+        self.launches.append(ended.record(number, started_at))
+        left = set(range(self.context.nodes_of_job)) - lost_numbers(attempt)
+        self.group.gather_left(self._host, left - {self.context.node}, number, JOIN_WAIT_S)
+        self.group.lost.insert(0, before.host)
+        self.group.term = before.term
+        if self._may_go_on(ended) and self.health.passes("after"):
+            self._launch_until_done()
+        self._listener.end()
+        self._await_mirror()
+
+    def _launch_until_done(self) -> None:
         for _ in range(LAUNCHES_MAX):
             ended = self.last = self._run_launch(take_number(self.context.attempt))
             if ended.ending not in {"crashed", "hung"} or self.stop_request is not None:
@@ -191,8 +235,6 @@ class Lead:
             self._listener.wait(0.0 if ended.gained else RESTART_PAUSE_S)
             if self.stop_request is not None or not self.health.passes("after"):
                 break
-        self._listener.end()
-        self._await_mirror()
 
     def _gather(self) -> bool:
         """Wait for the other nodes; return False if some of them end the attempt."""
@@ -325,6 +367,9 @@ class Lead:
     def _end_launch(self, ending: str, number: int) -> Ended:
         """End every node's processes, let the flushers finish, and collect the reports."""
         group = self.group
+        if group.lost and self.stop_request is None:
+            # Before a lost node that is alive after all can take the term.
+            group.term = renew(self.context)
         group.ask_all(lambda node: node.kill())
         self._drain()
         group.ask_reports()
@@ -416,7 +461,9 @@ class Lead:
         """Decide about another launch, on all nodes or without the lost ones."""
         if not self.group.lost:
             return self._may_restart(ended)
-        plan = plan_without(self.context, self.nodes, self.group)
+        plan = plan_without(
+            self.context, nodes=self.nodes, lost=self.group.lost, spares=len(self.group.spares)
+        )
         cause = self.bad_ending(ended)[0].cause
         self.launches[-1] = self.launches[-1].model_copy(update={"cause": cause})
         self.verdict = plan.reason

@@ -18,7 +18,7 @@ from holdfast.contracts.node import clocks
 from holdfast.contracts.node.agreement import begin
 from holdfast.contracts.node.channel import CALL_TIMEOUT_S, ChannelHost, Peer
 from holdfast.contracts.node.rank_status import Proposal
-from holdfast.workers.agent.context import AgentContext, Place
+from holdfast.workers.agent.context import AgentContext, NodePlace
 from holdfast.workers.agent.launch.torchrun import KILL_WAIT_S
 from holdfast.workers.agent.node import CrashReport, LedNode, NodeReport
 from holdfast.workers.agent.notices.notice import Notice
@@ -52,7 +52,7 @@ class RemoteNode:
         return self._peer.waiting_s
 
     def start(
-        self, launch: int, address: str, port: int, place: Place | None = None
+        self, launch: int, address: str, port: int, place: NodePlace | None = None
     ) -> Future[None]:
         facts: dict[str, Any] = {"launch": launch, "address": address, "port": port}
         if place is not None:
@@ -155,6 +155,7 @@ ANSWER_S_MIN: Final = 0.5
 AGREE_WAIT_S: Final = 5.0
 LOOK_S: Final = 0.5
 SPARE_POLL_S: Final = 5.0
+JOIN_POLL_S: Final = 0.1
 
 T = TypeVar("T")
 
@@ -177,16 +178,21 @@ class NodeGroup:
         # Those that were lost in earlier launches, and those that wait to take a lost one's place.
         self.dropped: list[str] = []
         self.spares: list[RemoteNode] = []
+        # The lead's term. Nodes that take part in its launches may take the next one.
+        self.term = 1
         self.reports: dict[str, NodeReport] = {}
         # Called in the channel's thread, with another node's heartbeat, and when another node's
         # flusher has written something.
         self.take_beat: Callable[[dict[str, Any]], object] = lambda beat: None
         self.take_flush: Callable[[], object] = lambda: None
+        # Called with the number of a node that takes no part any more.
+        self.drop_beat: Callable[[int], object] = lambda number: None
         self._context, self._journal, self._listener = context, journal, listener
         self._here = here
         # In the order of their places, from place 1 on.
         self._remotes: list[RemoteNode] = []
         self._is_rearranged = False
+        self._known: dict[int, RemoteNode] = {}
         self._asked: dict[str, Future[NodeReport]] = {}
         self._asked_spares: dict[str, Future[NodeReport]] = {}
         self._spares_asked_at = 0.0
@@ -223,12 +229,12 @@ class NodeGroup:
         """The places of the lost nodes in the current launch."""
         return [place for place, one in enumerate(self._remotes, 1) if one.name in self.lost]
 
-    def place_of(self, node: LedNode) -> Place | None:
+    def place_of(self, node: LedNode) -> NodePlace | None:
         """Return a node's place in the next launch; None while no place has changed."""
         if not self._is_rearranged:
             return None
         names = [self._here.name, *(remote.name for remote in self._remotes)]
-        return Place(node=names.index(node.name), nodes=len(names))
+        return NodePlace(node=names.index(node.name), nodes=len(names), term=self.term)
 
     def set_aside_spares(self) -> None:
         """Let the nodes beyond those of the spec wait, once all have joined and are healthy."""
@@ -247,9 +253,14 @@ class NodeGroup:
             for remote in self._remotes
         ]
         present = [remote for remote in filled if remote is not None]
+        while spares and len(present) < nodes - 1:
+            present.append(spares.popleft())
         joined = [remote.name for remote in present if remote in self.spares]
         self.spares = [*present[nodes - 1 :], *spares]
         self._remotes = present[: nodes - 1]
+        for remote in self._known.values():
+            if remote.name in self.lost:
+                self.drop_beat(remote.number)
         self.dropped += self.lost
         self.lost = []
         self._is_rearranged = True
@@ -267,6 +278,31 @@ class NodeGroup:
             host.wait_for_peers(timeout_s, is_over=lambda: self._listener.stop_request is not None)
         finally:
             self._remotes = [RemoteNode(peer, self._keep) for _, peer in sorted(host.peers.items())]
+            self._known = {remote.number: remote for remote in self._remotes}
+
+    def gather_left(
+        self, host: ChannelHost, left: Collection[int], launch: int, timeout_s: float
+    ) -> None:
+        """Wait for the nodes `left` after the loss of a lead. Those that do not join are lost.
+
+        Nodes that took part in `launch` keep the order of their places. The others are spares.
+        """
+        host.subscribe(self._hear)
+        give_up = time.monotonic() + timeout_s
+        while not set(left) <= set(host.peers) and time.monotonic() < give_up:
+            self._listener.wait(JOIN_POLL_S)
+        found = [(peer.hello, RemoteNode(peer, self._keep)) for peer in host.peers.values()]
+        self._known = {remote.number: remote for _, remote in found}
+        trained = [(hello, one) for hello, one in found if hello.get("launch") == launch]
+        ordered = sorted(trained, key=lambda pair: int(pair[0]["place"]))
+        self._remotes = [one for _, one in ordered]
+        idle = [one for one in self._known.values() if one not in self._remotes]
+        self.spares = sorted(idle, key=lambda one: one.number)
+        hosts = self._context.hosts
+        for number in sorted(set(left) - set(self._known)):
+            name = hosts[number] if number < len(hosts) else f"node {number}"
+            self.lost.append(name)
+            self._journal_loss(number, name, f"it did not join within {timeout_s:.0f} s")
 
     def forget_reports(self) -> None:
         """Forget the reports of the previous launch, also those that are on their way.
@@ -435,14 +471,19 @@ class NodeGroup:
                 is_spare = len(spares) < len(self.spares)
                 self.spares = spares
                 (self.dropped if is_spare else self.lost).append(node.name)
-                self._journal.append(
-                    EventKind.NODE_LOST,
-                    attempt=self._context.attempt.number,
-                    node=getattr(node, "number", 0),
-                    host=node.name,
-                    detail=str(error),
-                    **({"is_spare": True} if is_spare else {}),
-                )
+                facts = {"is_spare": True} if is_spare else {}
+                number = getattr(node, "number", self._context.node)
+                self._journal_loss(number, node.name, str(error), **facts)
+
+    def _journal_loss(self, number: int, name: str, detail: str, **facts: bool) -> None:
+        self._journal.append(
+            EventKind.NODE_LOST,
+            attempt=self._context.attempt.number,
+            node=number,
+            host=name,
+            detail=detail,
+            **facts,
+        )
 
 
 def await_result(future: Future[T], give_up_at: Callable[[], float]) -> T:

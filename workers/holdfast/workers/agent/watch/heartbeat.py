@@ -160,6 +160,10 @@ class Heartbeat:
         """Leave a lost node out of later writes. Node 0 only."""
         self._beats.pop(node, None)
 
+    def lead(self) -> None:
+        """Write the heartbeats of all nodes from now on, instead of sending this one's."""
+        self.send, self._writer = None, HeartbeatWriter(self._context.attempt)
+
     def move(self, placed: AgentContext) -> None:
         """Report another place of this node, from the next launch on."""
         self._world_size = placed.request.world_size
