@@ -221,7 +221,8 @@ def test_completed_run_can_be_relaunched_only_if_steps_may_be_missing(
     assert (decision.action, decision.gpus) == ("relaunch", 1)
     run.submit()
     view = run.wait_for_end()
-    assert (view.state, view.first_step, view.last_step) == (AttemptState.COMPLETED, 5, 12)
+    # The loop's end has saved step 6, although the interval is 4.
+    assert (view.state, view.first_step, view.last_step) == (AttemptState.COMPLETED, 7, 12)
     assert run.history().state is RunState.COMPLETED
     with pytest.raises(SpecError, match=r"is completed.*holdfast fork"):
         operator.request(run.paths, "relaunch", by="tester")

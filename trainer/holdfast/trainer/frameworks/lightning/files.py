@@ -32,7 +32,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from holdfast.contracts.node.reporting import report
-from holdfast.trainer.frameworks.lightning.state import model_checkpoints
 from holdfast.trainer.frameworks.session import FrameworkSession
 from holdfast.trainer.staging.file_writers import torch_writer
 
@@ -209,3 +208,8 @@ def _read(path: Path) -> list[str]:
         return []
     lines = path.read_text().split("\n")[:-1]
     return [json.loads(line) for line in lines]
+
+
+def model_checkpoints(trainer: Any) -> list[Any]:
+    """Return the trainer's callbacks that are a `ModelCheckpoint`."""
+    return [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]
