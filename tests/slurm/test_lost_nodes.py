@@ -178,7 +178,7 @@ def test_another_node_leads_when_the_leading_node_is_lost(
             wait_until(lambda: len(lines_of(run, EventKind.LAUNCH_STARTED)) > 1, "a launch", 90)
             step = run.wait_for_step(first, 1)
             wait_until(lambda: "down" in slurm.node_states()[leading], "the loss", 60)
-            # The job has lost its batch shell, and goes on.
+            # The job has lost its batch shell, and continues.
             run.wait_for_step(first, step + 10)
         finally:
             slurm.start_node(leading)
