@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -148,7 +149,7 @@ def test_a_node_that_a_launch_does_not_need_takes_no_term(
         renew(nodes[0])
     if why == "heartbeats":
         writer = HeartbeatWriter(nodes[0].attempt)
-        monkeypatch.setattr(succession.time, "sleep", lambda _: writer.write([]))
+        monkeypatch.setattr(time, "sleep", lambda _: writer.write([]))
     assert next_lead(nodes[2], runtime(1, is_training=why != "spare"), 0) is None
     newest = newest_term(nodes[0].attempt)
     assert (newest.node if newest is not None else None) == (0 if why == "left out" else None)
