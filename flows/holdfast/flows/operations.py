@@ -53,7 +53,7 @@ from holdfast.workers.runs.until_capacity import ready_runs, waits_for_capacity
 # Several runs under one quota of GPUs: each starts when the ones before leave it enough.
 #
 # The state is on disk: a sweep that is started again finds its runs and counts them. Each run has
-# a supervisor of its own, so the runs continue without the sweep. This module does not use
+# a separate supervisor, so the runs continue without the sweep. This module does not use
 # Prefect.
 
 POLL_S: Final = 5.0
@@ -80,6 +80,7 @@ def members_of(
     found = []
     for key, overrides in variants.items():
         own = load_spec(spec, [f"name={base}-{key}", *overrides])
+        # The most that the run can hold at any time: growth must not exceed the quota.
         most = max(own.gpus, *allowed_sizes(own), *own.elastic.on_preemption)
         if most > gpus:
             raise SpecError(
@@ -137,7 +138,8 @@ class Sweep:
                 continue
             unended += 1
             if state is None and held + member.gpus > self._gpus:
-                # A smaller run behind does not overtake: a large one would wait forever.
+                # A smaller run does not overtake, or a large one could wait for ever, see
+                # decision 70.
                 held = self._gpus
                 continue
             # A paused run keeps its share, because an operator may resume it at any time.
@@ -148,6 +150,8 @@ class Sweep:
 
     def _state(self, member: Member) -> RunState | None:
         """Return the state of the member's run, or None if it was not started."""
+        # From the folder, whichever process has died. A slot of Prefect would be free while its job
+        # still holds the GPUs, see decision 70.
         name = member.spec.name
         paths = self._runs.get(name) or run_folders.own_generation(self._root, name)
         if paths is None or not run_folders.is_same_spec(
@@ -410,7 +414,7 @@ def sweep(
 ) -> dict[str, Any]:
     """Run variants of a spec, as many at a time as a quota of GPUs allows.
 
-    Each run has a flow run of its own. A sweep that is started again continues its runs.
+    Each run has a separate flow run. A sweep that is started again continues its runs.
 
     Args:
         spec: What all runs have in common: a run spec, or the absolute path of one.

@@ -109,6 +109,7 @@ def train(
             return supervise_here(again, index, redactor)
         if not is_under_way(home, run_spec, run):
             index.open()
+            # A run that is under way was checked before, and its program may have changed since.
             if preflight:
                 check(run_spec, home)
             known = run_folders.own_generation(home, run_spec.name) if run is None else None
@@ -150,8 +151,10 @@ def supervise_here(
         companion=link,
     )
     try:
+        # The order follows the signal: a cancellation by Prefect becomes the run's own.
         with cancel_on_signal(paths, supervisor, log):
             history = supervisor.run()
+        # After the supervisor has released its lock, see decision 69.
         if link is not None and supervisor.is_leaving:
             link.leave()
     finally:

@@ -115,7 +115,7 @@ def warn(text: str) -> None:
 
 
 def echo(text: object = "", *, nl: bool = True) -> None:
-    """Print text on standard output at once. Unlike typer's, it respects the encoding."""
+    """Print text on standard output without a buffer. Unlike typer's, it respects the encoding."""
     print(text, end="\n" if nl else "", flush=True)
 
 

@@ -157,6 +157,7 @@ def node_faults(database: Database, host: str) -> list[reports.NodeFault]:
         faults = [_node_fault(row) for row in rows_of(connection, readable(connection, query))]
         known = select(columns.host).where(columns.host == host).limit(1)
         known = readable(connection, known, columns.run_uid)
+        # The same answer for a host of other accounts' runs as for one that does not exist.
         if not faults and not rows_of(connection, known):
             raise NotFoundError(f"{host!r}: no attempt ran on a machine with this name")
     return faults

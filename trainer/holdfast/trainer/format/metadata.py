@@ -56,6 +56,8 @@ def parse_metadata(content: bytes, source: str) -> Metadata:
 
 def _parse(chunks: Iterator[bytes], source: str) -> Metadata:
     try:
+        # Never Python's unpickler: even with a list of allowed names it is not safe, see
+        # decision 28.
         parsed = read_pickle(chunks, find_maker, BUILDS, keys=KEY_TYPES)
         problem = _problem_of(parsed)
     except OSError:
@@ -112,8 +114,8 @@ def open_checkpoint(directory: Path) -> Opened:
     """Return the merged metadata of all stages of a checkpoint of Holdfast or stock DCP.
 
     If there is a manifest, it must match the bytes before they are used and must list every file
-    that they name. A run's checkpoint that its program placed in a directory of its own is opened
-    there. Raises `DamagedCheckpointError` if files differ, are missing, cannot be read, are not
+    that they name. A run's checkpoint that its program placed elsewhere is opened there.
+    Raises `DamagedCheckpointError` if files differ, are missing, cannot be read, are not
     DCP's, or lie outside the directory.
     """
     try:
@@ -178,6 +180,7 @@ def merge(parts: Mapping[str, Metadata]) -> Metadata:
     If several stages have a key, such as a tied embedding's, the first stage's entry counts.
     Without stages, the metadata stays as saved, including what a user's planner put there.
     """
+    # Without stages, nothing is copied: a custom planner may keep anything in `planner_data`.
     if parts.keys() == {""}:
         return parts[""]
     merged = Metadata(state_dict_metadata={}, planner_data={}, storage_data={})
@@ -198,6 +201,7 @@ def merge(parts: Mapping[str, Metadata]) -> Metadata:
 
 def paths_of(metadata: Metadata) -> Mapping[str, Any]:
     """Return the paths of nested keys that stock DCP's planner keeps. Empty for other planners."""
+    # A planner of the user's own may keep any object there, see decision 15.
     kept = metadata.planner_data
     return kept if isinstance(kept, Mapping) else {}
 
@@ -223,6 +227,7 @@ def read_verified(directory: Path, path: str, manifest: Manifest | None, bytes_m
     Raises `DamagedCheckpointError` if they differ, cannot be read or exceed `bytes_max`.
     """
     entry = _entry_of(path, manifest)
+    # The smaller of both: a hostile file must not fill the memory before it is compared.
     most = bytes_max if entry is None else min(bytes_max, entry.bytes)
     try:
         content = read_again(
@@ -243,7 +248,7 @@ def _read_metadata(directory: Path, path: str, manifest: Manifest | None) -> Met
 def _read_with(
     directory: Path, path: str, manifest: Manifest | None, parse: Callable[[Iterator[bytes]], T]
 ) -> T:
-    """Read and parse one `.metadata` in chunks, so that it is never in memory as a whole."""
+    """Read and parse one `.metadata` in chunks, so that the whole file is never in memory."""
     entry, problems = _entry_of(path, manifest), list[str]()
     try:
         handle = read_again(lambda: open_regular(directory / path, below=directory, follow=True))
@@ -257,8 +262,9 @@ def _read_with(
             chunks = _chunks(handle, size, entry, problems)
             try:
                 return parse(chunks)
+            # Reading on to the end completes the digests, even if the parser stopped early.
             finally:
-                # A mismatch with the manifest is reported before a parse error.
+                # A mismatch with the manifest takes precedence over a parse error.
                 if entry is not None:
                     deque(chunks, maxlen=0)
                 if problems:
@@ -277,6 +283,7 @@ def _chunks(
     """Yield the bytes of an open file. A mismatch with `entry` is added to `problems`."""
     for start, length, expected in entry.spans() if entry else [(0, size, "")]:
         running = new_checksum()
+        # In pieces, so that a sparse file fails at its first hole, see decision 28.
         for at in range(start, start + length, CHUNK_BYTES):
             count = min(CHUNK_BYTES, start + length - at)
             piece = read_again(partial(os.pread, handle, count, at))

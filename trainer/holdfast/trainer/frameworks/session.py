@@ -1,6 +1,6 @@
 """A session for a framework that runs the training loop itself.
 
-Adapters use it. `Session` is what programs with a loop of their own use.
+Adapters use it. Programs that have their own loop use `Session`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class FrameworkSession(Session):
         Args:
             parts: model, optimizers and schedulers, as for `Session`.
             start_from: the directory of a checkpoint of another run, with which this run begins
-                while it has no checkpoint of its own. The steps continue after it.
+                while it has no checkpoint. The steps continue after it.
             begins_at: the steps that were complete before this run, if the program itself loads
                 their state. It counts only while the run has no checkpoint.
             options: further arguments of `Session`.
@@ -57,7 +57,7 @@ class FrameworkSession(Session):
     def begin(self, total: int | None, *, has_end: bool = False) -> bool:
         """Begins the framework's loop, up to step `total`; `boundary` ends its steps.
 
-        Restores the random generators. Returns True when this rank must leave at once. Pass None
+        Restores the random generators. Returns True when this rank must leave now. Pass None
         if the number of steps is unknown. Pass `has_end` if a resume must first do the work that
         follows the restored step, and call `finish_end` after it.
         """
@@ -149,7 +149,7 @@ class FrameworkSession(Session):
     def write_file(self, path: Path, write: Writer) -> None:
         """Writes a file of the framework in the background, and replaces one that is there.
 
-        `write` is called at once, into memory. The node's flusher then makes the file durable,
+        `write` is called immediately, into memory. The node's flusher then makes the file durable,
         before it commits a checkpoint of a later moment, and also if this rank dies. Raises
         `SaveError` if an earlier file could not be written.
         """

@@ -29,7 +29,7 @@ Made = dict[str, Any]
 
 
 def describe_made(optimizers: Iterable[Any], schedulers: Iterable[Any]) -> Made:
-    """Return plain values of fresh optimizers and schedulers, by names for people."""
+    """Return plain values of fresh optimizers and schedulers, by readable names."""
     made: Made = {}
     for number, optimizer in enumerate(optimizers):
         groups = getattr(optimizer, "param_groups", None)
@@ -47,6 +47,7 @@ def changes(former: Mapping[str, Any], made: Mapping[str, Any]) -> list[str]:
     return [
         f"{name} {former[name]} → {value}"
         for name, value in made.items()
+        # Only values of both are compared: a new version of torch may add options.
         if name in former and former[name] != value
     ]
 

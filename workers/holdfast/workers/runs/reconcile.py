@@ -1,4 +1,4 @@
-"""Bring the journal up to date with what happened. Any process may do so at any time.
+"""Bring the journal up to date with the attempts. Any process may do so at any time.
 
 For each attempt without a known ending, this reads the outcome, the claim and the scheduler. It
 journals a change of state, and the ending exactly once. So an attempt gets its final state even
@@ -101,7 +101,7 @@ class Observation:
         return job_of(self.submission, self.claim)
 
     def _is_final(self, outcome: Outcome) -> bool:
-        """Return True if no later answer of the scheduler would change the ending.
+        """Return True if no later answer of the scheduler can change the ending.
 
         Slurm reports a job as COMPLETING until its nodes are free, and only then why it ended.
         """
@@ -181,6 +181,8 @@ def _reconcile_attempt(
     attempt = paths.attempt(view.number)
     seen = observe(attempt)
     if seen.status is not None and seen.status.is_leaderless and not _is_led(attempt, seen):
+        # Slurm would keep such a job running on the other nodes until its time limit, see
+        # decision 5.
         _end_leaderless(paths, attempt, seen, writer, load)
     if not _awaits_submission(seen) and _is_over(attempt, seen):
         return _end(paths, attempt, seen, writer, load)
@@ -218,7 +220,7 @@ def _is_new_forecast(view: AttemptView, status: JobStatus, now: float) -> bool:
 def _is_over(attempt: AttemptPaths, seen: Observation) -> bool:
     """Return True if the attempt has ended and nothing that is missing can still appear.
 
-    An outcome counts at once, unless Slurm may still report why the job ended. What is missing
+    An outcome counts immediately, unless Slurm may still report why the job ended. What is missing
     must stay missing for as long as a file system or scheduler can be late, counted from when a
     process of this host first noticed it. A job is not missing while its agents write heartbeats: a
     command that queries the wrong cluster finds no job of this one.
@@ -227,11 +229,13 @@ def _is_over(attempt: AttemptPaths, seen: Observation) -> bool:
         return True
     if not seen.misses:
         if seen.status is not None:
+            # The job was seen again, so an absence before this moment counts no more.
             attempt.missing.unlink(missing_ok=True)
         return False
     absence_s = _absence_s(attempt, seen)
     if not absence_s:
         return True
+    # Monotonic seconds of two boots cannot be compared, so each boot counts for itself.
     boot, now = boot_id(), time.monotonic()
     heard = _digest_of_beats(attempt) if seen.misses == "job" else ""
     noted = read_document(Missing, attempt.missing)
@@ -257,7 +261,7 @@ def _absence_s(attempt: AttemptPaths, seen: Observation) -> float:
     if seen.request is None:
         return delay_s(attempt.directory)
     if seen.request.executor == "local":
-        # The job ran on this host, which sees its own files at once.
+        # The job ran on this host, which sees its own files immediately.
         return 0.0
     if seen.misses == "verdict":
         return VERDICT_WAIT_S
@@ -275,10 +279,13 @@ def _end(
 ) -> bool:
     """Journal the attempt's ending once; return False if a job has just claimed the attempt."""
     with _ending_lock(attempt):
+        # Read again under the lock, because another process may have written the line meanwhile.
         own = _events_of(load(), attempt.number)
         if any(event.kind is EventKind.ATTEMPT_ENDED for event in own):
             return True
         if seen.outcome is None:
+            # The last look bypasses the client's cache, which may remember that there is no
+            # outcome, see decision 48.
             revalidate(attempt.directory)
             found = read_documents(attempt)
             seen = replace(seen, outcome=found.outcome, claim=found.claim)
@@ -326,6 +333,7 @@ def _end_leaderless(
     lost = [e for e in _events_of(history, attempt.number) if e.kind is EventKind.NODE_LOST]
     known = [event for event in lost if event.data.get("host") == lead or not lead]
     if not known:
+        # Before the cancellation, which would otherwise count as a user's, see decision 5.
         with JournalWriter(paths.journal_of(writer)) as journal:
             journal.append(
                 EventKind.NODE_LOST,

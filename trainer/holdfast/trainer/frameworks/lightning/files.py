@@ -82,7 +82,7 @@ class StrategyFiles:
         lost = self._lost | set(recorded[self._written :])
         self._lost, self._written = self._strategy.broadcast((lost, len(recorded)))
         if not (session.resumed_from or "").startswith(f"{session.run_directory.name}:"):
-            # A fork has a folder of its own. Lightning deletes nothing outside of it.
+            # A fork has another folder. Lightning deletes nothing outside of it.
             for each, folder in zip(self._without_folder, self._new_folders, strict=False):
                 each.dirpath = folder
         self._keep_scores()
