@@ -423,6 +423,15 @@ def read_documents(paths: AttemptPaths) -> AttemptDocuments:
     )
 
 
+def read_outcome(paths: AttemptPaths) -> Outcome | None:
+    """Return how the attempt ended; None without an outcome, or with another attempt's outcome.
+
+    Raises `UnreadableRunError` when it is damaged.
+    """
+    outcome = read_document(Outcome, paths.outcome)
+    return outcome if outcome is not None and is_of(outcome, paths.number) else None
+
+
 def read_claim(paths: AttemptPaths) -> Claim | None:
     """Return the claim of the job that runs the attempt; None without a claim or if it is closed.
 
