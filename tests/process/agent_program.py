@@ -47,7 +47,7 @@ def train(settings: dict[str, Any]) -> None:
         for step in session.steps(int(settings["steps"])):
             if step == settings.get("close_at") and os.environ["HOLDFAST_ATTEMPT"] == "1":
                 break
-            ids = session.batch(SAMPLES, 4)
+            ids = session.batch(SAMPLES, settings.get("batch", 4))
             if step == settings.get("fail_at"):
                 raise RuntimeError(f"a bad batch at step {step}")
             if step == settings.get("exit_at") and os.environ["HOLDFAST_ATTEMPT"] == "1":

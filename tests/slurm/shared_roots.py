@@ -37,6 +37,7 @@ class SupervisedRun:
         *,
         interval: int = 10,
         steps: int = STEPS,
+        restarts: int = 1,
     ) -> None:
         self.run = LocalRun(
             root / name,
@@ -44,7 +45,7 @@ class SupervisedRun:
             resources={**SPOT, "nodes": nodes},
             elastic={"min_gpus": 1, "max_gpus": nodes},
             checkpoint={"interval": interval},
-            supervision={"poll_s": 0.5, "restarts_in_place": 1},
+            supervision={"poll_s": 0.5, "restarts_in_place": restarts},
             steps=steps,
             sleep_s=0.1,
         )
@@ -110,7 +111,7 @@ def check_preemption(slurm: SlurmCluster, root: Path) -> None:
 
 def check_lost_node(slurm: SlurmCluster, root: Path) -> None:
     """A node of two is lost, the run continues, and an operator stops it."""
-    supervised = SupervisedRun(root, "lost", nodes=2)
+    supervised = SupervisedRun(root, "lost", nodes=2, restarts=0)
     run = supervised.run
     try:
         first = supervised.attempt(1)

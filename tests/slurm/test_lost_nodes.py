@@ -100,7 +100,9 @@ def test_an_elastic_run_on_all_nodes_continues_on_the_others(
     # Without this, the nodes are looked at once a minute.
     monkeypatch.setattr(slurm_client, "CAPACITY_AGE_S", 1.0)
     grows = {"grow": True, "grow_after_s": 2}
-    run = run_on_all(tmp_path / "root", elastic={"choices": [1, 2, 4], **grows})
+    supervision = {"poll_s": 1.0, "backoff_s": 10, "restarts_in_place": 0}
+    elastic = {"choices": [1, 2, 4], **grows}
+    run = run_on_all(tmp_path / "root", elastic=elastic, supervision=supervision)
     with supervised(run):
         try:
             down_at = lose_a_node(slurm, run, "n3")
@@ -125,6 +127,68 @@ def test_an_elastic_run_on_all_nodes_continues_on_the_others(
     assert took_s <= SUBMITTED_S_MAX, f"submitted {took_s:.1f} s after the loss was known"
 
 
+def lines_of(run: LocalRun, kind: EventKind) -> list[dict[str, Any]]:
+    return [event.data for event in run.events(kind)]
+
+
+@pytest.mark.more
+@pytest.mark.timeout(400)
+def test_an_attempt_continues_on_a_spare_node_and_then_on_fewer_nodes(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    resources = {**ALL_NODES, "nodes": 3, "spare_nodes": 1}
+    # Three ranks divide these samples, and so do two and one.
+    run = run_on_all(tmp_path / "root", resources=resources, elastic={"min_gpus": 1}, batch=6)
+    with supervised(run):
+        try:
+            first = wait_until(run.paths.list_attempts, "an attempt")[0]
+            run.wait_for_step(first, 5)
+            slurm.kill_node("n2")
+            wait_until(lambda: len(lines_of(run, EventKind.LAUNCH_STARTED)) > 1, "a launch")
+            step = run.wait_for_step(first, 1)
+            run.wait_for_step(first, step + 5)
+            slurm.kill_node("n3")
+            wait_until(lambda: len(lines_of(run, EventKind.LAUNCH_STARTED)) > 2, "a launch")
+            wait_until(lambda: "down" in slurm.node_states()["n3"], "the loss", 60)
+            step = run.wait_for_step(first, 1)
+            run.wait_for_step(first, step + 5)
+        finally:
+            slurm.start_node("n2")
+            slurm.start_node("n3")
+    (view,) = run.history().attempts
+    assert view.cause is Cause.OPERATOR, view.evidence
+    _, second, third = lines_of(run, EventKind.LAUNCH_STARTED)
+    assert (second["way"], second["lost"], second["joined"]) == ("spare", ["n2"], ["n4"])
+    assert second["world_size"] == 3
+    assert (third["way"], third["lost"], third["world_size"]) == ("shrink", ["n3"], 2)
+
+
+@pytest.mark.more
+@pytest.mark.timeout(400)
+def test_another_node_leads_when_the_leading_node_is_lost(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    resources = {**ALL_NODES, "nodes": 2, "spare_nodes": 1}
+    run = run_on_all(tmp_path / "root", resources=resources, elastic={"choices": [2]})
+    with supervised(run):
+        first = wait_until(run.paths.list_attempts, "an attempt")[0]
+        run.wait_for_step(first, 5)
+        leading = run.claim(first).host
+        slurm.kill_node(leading)
+        try:
+            wait_until(lambda: len(lines_of(run, EventKind.LAUNCH_STARTED)) > 1, "a launch", 90)
+            step = run.wait_for_step(first, 1)
+            wait_until(lambda: "down" in slurm.node_states()[leading], "the loss", 60)
+            # The job has lost its batch shell, and continues.
+            run.wait_for_step(first, step + 10)
+        finally:
+            slurm.start_node(leading)
+    (view,) = run.history().attempts
+    assert view.cause is Cause.OPERATOR, view.evidence
+    second = lines_of(run, EventKind.LAUNCH_STARTED)[1]
+    assert (second["way"], second["lost"], second["world_size"]) == ("spare", [leading], 2)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_run_on_all_nodes_of_a_fallback_continues_there(
@@ -136,6 +200,7 @@ def test_a_run_on_all_nodes_of_a_fallback_continues_there(
         tmp_path / "root",
         resources={**ALL_NODES, "fallbacks": fallbacks, "return_after_min": 0.05},
         elastic={"choices": [1, 2, 4]},
+        supervision={"poll_s": 1.0, "backoff_s": 10, "restarts_in_place": 0},
     )
     try:
         with supervised(run):

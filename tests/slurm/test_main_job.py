@@ -51,8 +51,8 @@ def spec_of(
     """A run with one rank on each of `nodes` whole nodes, in the preemptible partition."""
     resources = {"executor": "slurm", "nodes": nodes, "gpus_per_node": 1, "gres": "gpu:4"}
     resources |= {"partition": "spot", **more.pop("resources", {})}
-    grace = {"grace_s": GRACE_S}
-    return runs.write_spec(name, settings, resources=resources, supervision=grace, **more)
+    supervision = {"grace_s": GRACE_S, **more.pop("supervision", {})}
+    return runs.write_spec(name, settings, resources=resources, supervision=supervision, **more)
 
 
 def jobs_named_for(slurm: SlurmCluster, paths: RunPaths) -> list[str]:
@@ -222,6 +222,7 @@ def test_lost_node_loses_no_committed_step_and_reindex_gives_equal_results(
         "lost-node",
         nodes=2,
         settings={"steps": 400, "sleep_s": 0.2},
+        supervision={"restarts_in_place": 0},
         elastic={"min_gpus": 1, "max_gpus": 2},
     )
     paths = runs.deploy_run(spec)

@@ -142,7 +142,13 @@ def test_lost_node_is_named_and_excluded_from_the_relaunch(
     slurm: SlurmCluster, make: Make, node: int
 ) -> None:
     # Node 0 leads and runs the batch shell. If it is lost, the other node has to end the job.
-    run = make(steps=4000, sleep_s=0.05, checkpoint={"interval": 10_000, "snapshots": 1})
+    # Without restarts in place, the attempt does not continue without the node.
+    run = make(
+        steps=4000,
+        sleep_s=0.05,
+        checkpoint={"interval": 10_000, "snapshots": 1},
+        supervision={"restarts_in_place": 0},
+    )
     attempt = run.submit()
     run.wait_for_step(attempt, 3)
     lost = next(b.host for b in run.beats(attempt) if b.node == node)

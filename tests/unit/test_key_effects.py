@@ -48,6 +48,7 @@ JOBS: Final[dict[str, tuple[Any, dict[str, Any], str]]] = {
     "program.launcher": ("none", OPAQUE, "command/attempt_0/0"),
     "resources.executor": ("slurm", {}, '"ntasks_per_node": 1'),
     "resources.nodes": (3, ON_SLURM, '"--nnodes=3"'),
+    "resources.spare_nodes": (2, merged(ON_SLURM, {"resources": {"nodes": 3}}), '"nodes": 5'),
     "resources.gpus_per_node": (3, {}, '"--nproc-per-node=3"'),
     "resources.nproc_per_node": (5, {}, '"--nproc-per-node=5"'),
     "resources.cpus_per_gpu": (6, {}, '"OMP_NUM_THREADS": "6"'),

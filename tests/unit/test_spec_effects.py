@@ -37,6 +37,7 @@ KEYS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "program.signal": ("SIGTERM", {}, OPAQUE),
     "program.signal_to": ("all", {}, OPAQUE),
     "program.launcher": ("none", {}, OPAQUE),
+    "resources.spare_nodes": (1, ON_SLURM, {"resources": {**ON_SLURM["resources"], "nodes": 2}}),
     "resources.memory_gb_per_node": (8, {}, ON_SLURM),
     "resources.memory_gb_per_cpu": (2, {}, ON_SLURM),
     "resources.partition": ("gpu", {}, ON_SLURM),

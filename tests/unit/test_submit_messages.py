@@ -82,6 +82,18 @@ def test_a_cluster_without_a_default_partition_needs_one(
     preflight.check(make(partition="spot"), tmp_path / "root")
 
 
+def test_more_spare_nodes_than_the_partition_has_are_refused(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_up_slurm(tmp_path / "slurm", monkeypatch)
+    problem = refusal(make(partition="spot", nodes=3, spare_nodes=2), tmp_path / "root")
+    assert problem == (
+        "resources.spare_nodes 2: with resources.nodes 3 a job has 5 nodes, and partition spot has "
+        "4; set resources.spare_nodes to 1 or less"
+    )
+    preflight.check(make(partition="spot", nodes=3, spare_nodes=1), tmp_path / "root")
+
+
 def test_a_time_limit_above_the_partitions_is_lowered(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -519,7 +519,7 @@ def test_hangs_of_earlier_attempts_count_against_the_budget(tmp_path: Path) -> N
                 hang=("every rank is silent",),
             )
             lead.launches.append(ended.record(1, 0.0))
-            assert lead._may_restart(ended, 0) is may_restart
+            assert lead._may_restart(ended) is may_restart
             assert lead.launches[-1].cause is Cause.HANG
             lead.close()
     assert "hung 6 times, 5 allowed" in lead.verdict

@@ -101,6 +101,8 @@ FIELDS: Final[Mapping[str, Field]] = {
     "host": Field(STRING, "host name"),
     "hosts": Field(STRINGS, "hosts of the attempt, node 0 first"),
     "hung_s": Field(NUMBER, "seconds in which ranks hung"),
+    "is_spare": Field(BOOLEAN, "the node waited as a spare"),
+    "joined": Field(STRINGS, "spare nodes that now take part"),
     "launch": Field(INTEGER, "number of the launch in its attempt"),
     "launches": Field(TABLES, "the launches of the attempt"),
     "interval_s": Field(NUMBER, "chosen seconds between checkpoints"),
@@ -115,6 +117,7 @@ FIELDS: Final[Mapping[str, Field]] = {
     "load_s": Field(NUMBER, "seconds that the load took"),
     "loading_s": Field(NUMBER, "seconds in which ranks loaded a checkpoint"),
     "loss": Field(NUMBER, "the loss; as text when it is not finite"),
+    "lost": Field(STRINGS, "hosts without which the attempt continues"),
     "lost_hosts": Field(STRINGS, "hosts that were lost"),
     "lost_s": Field(NUMBER, "seconds of training that was done again"),
     "median": Field(NUMBER, "median of the losses before"),
@@ -194,6 +197,7 @@ FIELDS: Final[Mapping[str, Field]] = {
     "url": Field(STRING, "location in the mirror"),
     "value": Field(NUMBER, "the measured value, in the unit of the limit"),
     "waited_s": Field(NUMBER, "seconds until all nodes agreed"),
+    "way": Field(STRING, "how the attempt continues without lost nodes: `spare` or `shrink`"),
     "window": Field(NUMBERS, "losses that the limit is computed from, oldest first"),
     "world_size": Field(INTEGER, "number of ranks"),
 }
@@ -309,7 +313,11 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
         "agent",
         ("attempt", "job_id", "host", "pid"),
     ),
-    Kind.LAUNCH_STARTED: EventEntry("a launch started", "agent", (*_LAUNCH, "world_size")),
+    Kind.LAUNCH_STARTED: EventEntry(
+        "a launch started, after a loss of nodes with `way`, `nodes`, `lost` and `joined`",
+        "agent",
+        (*_LAUNCH, "world_size", "way", "nodes", "lost", "joined"),
+    ),
     Kind.LAUNCH_ENDED: EventEntry(
         "a launch ended",
         "agent",
@@ -373,7 +381,7 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
     Kind.NODE_LOST: EventEntry(
         "a node of the attempt was lost",
         "agent, or process that reconciles",
-        ("attempt", "node", "host", "detail"),
+        ("attempt", "node", "host", "detail", "is_spare"),
     ),
     Kind.GOODPUT: EventEntry(
         "where the run's time went, up to the end of an attempt",

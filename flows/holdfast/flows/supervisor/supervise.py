@@ -494,8 +494,6 @@ class Supervisor:
         for message in self._nodes.look(attempt, history.spec.supervision.heartbeat_s, journal):
             self.log.warning("%s", message)
         now = time.time()
-        if message := successors.tend(history, journal, now=now):
-            self.log.info("%s", message)
         if message := (
             move_on(history, now=now, writer=JOURNAL)
             or return_when_free(self._return, history, now=now, writer=JOURNAL)
@@ -506,6 +504,8 @@ class Supervisor:
         self._progress.show(history)
         self._limits.look(history, journal)
         self._grow(history)
+        if message := successors.tend(history, journal, now=now):
+            self.log.info("%s", message)
 
     def _submit_again(
         self, history: RunHistory, attempt: AttemptPaths, journal: JournalWriter

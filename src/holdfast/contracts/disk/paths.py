@@ -186,6 +186,8 @@ class AttemptPaths:
     missing = _Entry("missing.json")
     claim = _Entry("claim.json")
     channel = _Entry("channel.json")
+    # Which nodes have led the attempt after node 0, and the channels of each.
+    terms = _Entry("terms")
     stop = _Entry("stop.json")
     outcome = _Entry("outcome.json")
     # The lock for writing the attempt's single `attempt_ended` line.
@@ -224,6 +226,14 @@ class AttemptPaths:
     def mirror_journal(self, node: int) -> Path:
         """Return the journal of the copies that a node's flusher sent to the mirror."""
         return self.journal / f"mirror-{node:04d}.jsonl"
+
+    def term(self, number: int) -> Path:
+        """Return the file of a term. Its exclusive creation makes a node the attempt's lead."""
+        return self.terms / f"{number:04d}.json"
+
+    def channel_of(self, number: int) -> Path:
+        """Return the file by which nodes find the lead of a term."""
+        return self.channel if number == 1 else self.directory / f"channel-{number:04d}.json"
 
     def launch(self, number: int) -> Path:
         """Return the folder of a launch. Its exclusive creation reserves the launch number."""

@@ -74,7 +74,7 @@ def failed_saves(events: Iterable[Event]) -> list[dict[str, Any]]:
 
 
 def _restart_text(event: Event, crashed: dict[Any, dict[str, Any]]) -> str:
-    """Return the text for a restart in place, else an empty string.
+    """Return the text for another launch after a crash, else an empty string.
 
     `crashed` maps each attempt to its last crashed launch. The function updates it.
     """
@@ -88,7 +88,12 @@ def _restart_text(event: Event, crashed: dict[Any, dict[str, Any]]) -> str:
         return ""
     step = before.get("last_step")
     at = "" if step is None else f" at step {step}"
-    return f"launch {before.get('launch')} crashed{at} and was restarted in place"
+    what = "was restarted in place"
+    if facts.get("way"):
+        lost, joined = (", ".join(map(str, facts.get(key) or ())) for key in ("lost", "joined"))
+        on = f"with {joined}" if joined else f"on {facts.get('nodes')} nodes"
+        what = f"continued {on}, without {lost}"
+    return f"launch {before.get('launch')} crashed{at} and {what}"
 
 
 def _alert_text(event: Event) -> str:

@@ -4,6 +4,7 @@
 - `submitting.json` is written before each submission.
 - `submission.json` is written once the scheduler has accepted the job.
 - `claim.json` is created by the agent of node 0 before it trains.
+- `terms/NNNN.json` says which node leads after the loss of others.
 - `stop.json` is a request to end the attempt.
 - `missing.json` is written while the job or its outcome cannot be found.
 - `outcome.json` is written by the agent of node 0 when the attempt has ended.
@@ -127,6 +128,8 @@ class Request(Document):
     job_name: Name
     executor: Name
     nodes: Annotated[int, Field(ge=0, le=NODES_MAX)]
+    # Further nodes of the job that wait idle. Earlier versions have none.
+    spare_nodes: Annotated[int, Field(ge=0, le=NODES_MAX)] = 0
     gpus_per_node: Annotated[int, Field(ge=0, le=GPUS_PER_NODE_MAX)]
     # None in an old request: the cluster is unknown, and there is one rank per GPU.
     cluster: Name | None = None
@@ -269,6 +272,20 @@ class Claim(Document):
     is_closed: bool = False
 
 
+class Term(Document):
+    """`terms/NNNN.json`, created exclusively: this node leads the attempt from now on.
+
+    Node 0 leads first, without such a file. After a term with `is_end`, no node may lead.
+    """
+
+    number: Number
+    node: Number
+    host: Name
+    job_id: JobId
+    taken_at: Moment
+    is_end: bool = False
+
+
 class StopFile(Document):
     """`stop.json`: a request to end the attempt after one last checkpoint."""
 
@@ -406,6 +423,15 @@ def read_documents(paths: AttemptPaths) -> AttemptDocuments:
     )
 
 
+def read_outcome(paths: AttemptPaths) -> Outcome | None:
+    """Return how the attempt ended; None without an outcome, or with another attempt's outcome.
+
+    Raises `UnreadableRunError` when it is damaged.
+    """
+    outcome = read_document(Outcome, paths.outcome)
+    return outcome if outcome is not None and is_of(outcome, paths.number) else None
+
+
 def read_claim(paths: AttemptPaths) -> Claim | None:
     """Return the claim of the job that runs the attempt; None without a claim or if it is closed.
 
@@ -413,6 +439,15 @@ def read_claim(paths: AttemptPaths) -> Claim | None:
     """
     claim = read_document(Claim, paths.claim)
     return None if claim is None or claim.is_closed else claim
+
+
+def newest_term(attempt: AttemptPaths) -> Term | None:
+    """Return the newest term after the first; None if node 0 has led from the beginning."""
+    try:
+        numbers = sorted(int(name.split(".")[0]) for name in os.listdir(attempt.terms))
+    except FileNotFoundError:
+        return None
+    return read_document(Term, attempt.term(numbers[-1])) if numbers else None
 
 
 def close_claim(paths: AttemptPaths) -> bool:

@@ -85,6 +85,11 @@ RESTARTS: Final = Scope(
     "supervision.restarts_in_place = 0 allows no restart in place; set a larger one, or leave the "
     "key out",
 )
+SEVERAL_NODES: Final = Scope(
+    lambda spec: spec.resources.nodes > 1,
+    "resources.nodes is 1: an attempt ends with its only node, so no spare can replace it; set "
+    "resources.nodes to 2 or more, or leave the key out",
+)
 HANGS: Final = Scope(
     lambda spec: spec.supervision.hangs,
     "supervision.hangs is false, so no silent rank is examined; leave one of them out",
@@ -159,6 +164,7 @@ ACTS: Final[Mapping[str, tuple[Scope, ...]]] = {
     "program.launcher": (STARTS,),
     "resources.executor": (),
     "resources.nodes": (),
+    "resources.spare_nodes": (SLURM, SEVERAL_NODES, RESTARTS),
     "resources.gpus_per_node": (),
     "resources.nproc_per_node": (),
     "resources.cpus_per_gpu": (),

@@ -47,6 +47,12 @@ class Resources(SpecPart):
     nodes: Annotated[int, Field(ge=1, le=10_000)] = Field(
         default=1, description="number of nodes. The local executor has one"
     )
+    spare_nodes: Annotated[int, Field(ge=0, le=1000)] = Field(
+        default=0,
+        description="further nodes of each job, which wait idle and replace nodes that are lost: "
+        "the attempt continues in the same job. An attempt on one node has none. They are paid for "
+        "like the others",
+    )
     gpus_per_node: Annotated[int, Field(ge=0, le=64)] = Field(
         default=1,
         description="GPUs per node, with one rank each unless `nproc_per_node` is given. The local "
@@ -192,6 +198,10 @@ class Resources(SpecPart):
         """Return the price of a GPU hour at a place; None if the place has no price."""
         # Attempts of one run may cost differently, so a price belongs to a place.
         return self.fallbacks[place - 1].gpu_hour if 0 < place <= len(self.fallbacks) else None
+
+    def spares_beside(self, nodes: int) -> int:
+        """Return how many spare nodes the job of an attempt on `nodes` nodes has."""
+        return self.spare_nodes if nodes > 1 else 0
 
     @property
     def size_per_node(self) -> int:

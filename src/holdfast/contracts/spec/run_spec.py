@@ -385,11 +385,12 @@ class RunSpec(SpecPart):
         return size if not rest and self.can_split(size) else None
 
     def gpus_held(self, ranks: int) -> int:
-        """Return the GPUs that an attempt of world size `ranks` holds."""
-        resources = self.resources
+        """Return the GPUs that an attempt of world size `ranks` holds, with its spare nodes."""
+        resources, nodes = self.resources, -(-ranks // self._ranks_per_node)
+        idle = resources.spares_beside(nodes) * resources.gpus_on_node
         if resources.gres:
-            return -(-ranks // self._ranks_per_node) * resources.gpus_on_node
-        return ranks * resources.gpus_per_node // self._ranks_per_node
+            return nodes * resources.gpus_on_node + idle
+        return ranks * resources.gpus_per_node // self._ranks_per_node + idle
 
     @property
     def _ranks_per_node(self) -> int:

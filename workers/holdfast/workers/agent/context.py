@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +17,15 @@ from holdfast.contracts.records.attempt import Request, read_document
 from holdfast.workers.schedulers.slurm_client import expand_hosts
 
 LAUNCHES_MAX: Final = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodePlace:
+    """The place of a node in a launch: number `node` of `nodes`, under a term of the lead."""
+
+    node: int
+    nodes: int
+    term: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +51,16 @@ class AgentContext:
     def is_lead(self) -> bool:
         """True on node 0, whose agent leads the others."""
         return self.node == 0
+
+    @property
+    def nodes_of_job(self) -> int:
+        """The number of nodes with an agent: those of the launches, and the spare ones."""
+        return self.nodes + self.request.spare_nodes
+
+    def at(self, place: NodePlace) -> AgentContext:
+        """Return the context of a launch in which this node has another place."""
+        request = self.request.model_copy(update={"nodes": place.nodes})
+        return replace(self, node=place.node, nodes=place.nodes, request=request)
 
 
 def load_context(request_path: Path, environ: Mapping[str, str] | None = None) -> AgentContext:

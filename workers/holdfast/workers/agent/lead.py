@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter, read_journal
 from holdfast.contracts.errors import MissingNodesError
@@ -18,8 +19,9 @@ from holdfast.contracts.states import Cause
 from holdfast.workers.agent.context import LAUNCHES_MAX, AgentContext, take_number
 from holdfast.workers.agent.health.watch import HealthWatch
 from holdfast.workers.agent.launch.warm_standby import StandbyPlan
+from holdfast.workers.agent.losses import launches_before, lost_numbers, plan_without
 from holdfast.workers.agent.neighbours import Neighbours
-from holdfast.workers.agent.node import CrashReport, NodeReport
+from holdfast.workers.agent.node import CrashReport, LedNode, NodeReport
 from holdfast.workers.agent.node_group import NodeGroup
 from holdfast.workers.agent.root_check import RootCheck
 from holdfast.workers.agent.runtime import NodeRuntime
@@ -34,6 +36,7 @@ from holdfast.workers.agent.stops.sources import (
     drain_until,
     kill_at,
 )
+from holdfast.workers.agent.succession import renew
 from holdfast.workers.agent.watch.hangs import HangWatch
 from holdfast.workers.decisions.causes import Ending, RankFailure, hung_ending, with_numerics_stop
 from holdfast.workers.decisions.policy import BUDGETS, decide_in_place
@@ -126,6 +129,16 @@ POLL_S: Final = 0.05
 # The first failure may be secondary, so wait this long for the root cause on another node.
 NEIGHBOUR_WAIT_S: Final = 2.0
 RESTART_PAUSE_S: Final = 1.0
+# How long the node that takes over waits for the others, which first end their ranks too.
+JOIN_WAIT_S: Final = 20.0
+
+
+@dataclass(frozen=True)
+class Succeeded:
+    """The term in which a node takes over, and the host of the lost lead."""
+
+    term: int
+    host: str
 
 
 class Lead:
@@ -152,6 +165,10 @@ class Lead:
         self.root = RootCheck(context, self.group, journal)
         # Set if the program saves by itself, without a session.
         self.program = runtime.program if context.request.program.is_watched else None
+        # How many nodes train, and what the next launch changes about them.
+        self.nodes = context.nodes
+        self._change: dict[str, Any] = {}
+        self._restarts = 0
         self._announced: StopRequest | None = None
         self._hangs = HangWatch(context.request, context.attempt, journal)
         self._agreement = StopAgreement(self.group, journal, context.attempt.number, self._note)
@@ -163,6 +180,11 @@ class Lead:
         """Why the attempt should stop, or None if nothing has requested it."""
         return self._listener.stop_request
 
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of the current launch, or of the next one."""
+        return self.nodes * self.context.request.ranks_per_node
+
     def run(self) -> None:
         """Start launches until training ends, is stopped, or another launch is not worthwhile.
 
@@ -172,17 +194,49 @@ class Lead:
             return
         if self.stop_request is not None or not self.health.passes("before"):
             return
-        for restarts in range(LAUNCHES_MAX):
+        self.group.set_aside_spares()
+        self._launch_until_done()
+        self._listener.end()
+        self._await_mirror()
+
+    def take_over(self, before: Succeeded, runtime: NodeRuntime) -> None:
+        """Continue an attempt whose lead is lost, on the nodes that join this one."""
+        assert self._host is not None
+        attempt = self.context.attempt
+        number, report = runtime.heartbeat.launch, runtime.report()
+        self.launches, started_at = launches_before(attempt, number)
+        ended = Ended(
+            ending="crashed", exit_code=None, reports=(report,), crash_report=CrashReport()
+        )
+        self.last, self.nodes = ended, runtime.place.nodes
+        self._journal.append(
+            EventKind.LAUNCH_ENDED,
+            attempt=attempt.number,
+            launch=number,
+            ending="crashed",
+            exit_code=None,
+            last_step=ended.completed if ended.gained else None,
+        )
+        self.launches.append(ended.record(number, started_at))
+        left = set(range(self.context.nodes_of_job)) - lost_numbers(attempt)
+        self.group.gather_left(self._host, left - {self.context.node}, number, JOIN_WAIT_S)
+        self.group.lost.insert(0, before.host)
+        self.group.term = before.term
+        if self._may_go_on(ended) and self.health.passes("after"):
+            self._launch_until_done()
+        self._listener.end()
+        self._await_mirror()
+
+    def _launch_until_done(self) -> None:
+        for _ in range(LAUNCHES_MAX):
             ended = self.last = self._run_launch(take_number(self.context.attempt))
             if ended.ending not in {"crashed", "hung"} or self.stop_request is not None:
                 break
-            if not self._may_restart(ended, restarts):
+            if not self._may_go_on(ended):
                 break
             self._listener.wait(0.0 if ended.gained else RESTART_PAUSE_S)
             if self.stop_request is not None or not self.health.passes("after"):
                 break
-        self._listener.end()
-        self._await_mirror()
 
     def _gather(self) -> bool:
         """Wait for the other nodes; return False if some of them end the attempt."""
@@ -213,14 +267,16 @@ class Lead:
         self._agreement.begin()
         port = self._standby_plan.take_port(number, self.group.nodes, self.group.reports.values())
         address = self.group.address()
-        self._hangs.begin(number)
+        self._hangs.begin(number, self.world_size)
         self._journal.append(
             EventKind.LAUNCH_STARTED,
             attempt=self.context.attempt.number,
             launch=number,
-            world_size=self.context.request.world_size,
+            world_size=self.world_size,
+            **self._change,
         )
-        self.group.ask_all(lambda node: node.start(number, address, port))
+        self.group.ask_all(partial(self._start, number=number, address=address, port=port))
+        self._change = {}
         self._neighbours.begin(number)
         self.group.forget_reports()
         ending = self._watch()
@@ -239,6 +295,10 @@ class Lead:
         )
         self.launches.append(ended.record(number, started_at))
         return ended
+
+    def _start(self, node: LedNode, *, number: int, address: str, port: int) -> object:
+        place = self.group.place_of(node)
+        return node.start(number, address, port, *([place] if place is not None else []))
 
     def _watch(self) -> str:
         """Wait for the launch's end, at most until a stop's deadline; return the kind of ending."""
@@ -301,7 +361,7 @@ class Lead:
         """Return True if every rank of every node has stopped as agreed and exited."""
         reports = self.group.reports.values()
         ranks = sum(report.registered for report in reports)
-        is_whole = ranks == self.context.request.world_size
+        is_whole = ranks == self.world_size
         return self._agreement.is_reached and is_whole and all(r.has_left for r in reports)
 
     def _ending_of_leaving(self) -> str:
@@ -311,6 +371,9 @@ class Lead:
     def _end_launch(self, ending: str, number: int) -> Ended:
         """End every node's processes, let the flushers finish, and collect the reports."""
         group = self.group
+        if group.lost and self.stop_request is None:
+            # Before a lost node that is alive after all can take the term.
+            group.term = renew(self.context)
         group.ask_all(lambda node: node.kill())
         self._drain()
         group.ask_reports()
@@ -398,13 +461,32 @@ class Lead:
 
     # --- endings ----------------------------------------------------------------------------
 
-    def _may_restart(self, ended: Ended, restarts: int) -> bool:
-        """Decide about another launch, and journal the decision."""
+    def _may_go_on(self, ended: Ended) -> bool:
+        """Decide about another launch, on all nodes or without the lost ones."""
+        if not self.group.lost:
+            return self._may_restart(ended)
+        plan = plan_without(
+            self.context, nodes=self.nodes, lost=self.group.lost, spares=len(self.group.spares)
+        )
+        cause = self.bad_ending(ended)[0].cause
+        self.launches[-1] = self.launches[-1].model_copy(update={"cause": cause})
+        self.verdict = plan.reason
+        self._note(f"{plan.way or 'stop'} after a loss: {plan.reason}")
+        if not plan.way:
+            return False
+        lost, self.nodes = self.group.lost, plan.nodes
+        joined = self.group.rearrange(plan.nodes)
+        self._change = {"way": plan.way, "nodes": plan.nodes, "lost": lost, "joined": joined}
+        self._standby_plan.forget()
+        return True
+
+    def _may_restart(self, ended: Ended) -> bool:
+        """Decide about another launch on the same nodes, and journal the decision."""
         ending = self.bad_ending(ended)[0]
         self.launches[-1] = self.launches[-1].model_copy(update={"cause": ending.cause})
         decision = decide_in_place(
             ending,
-            restarts=restarts,
+            restarts=self._restarts,
             restarts_max=self._supervision.restarts_in_place,
             lost_nodes=self.group.lost,
             gained_steps=ended.gained,
@@ -415,6 +497,7 @@ class Lead:
         )
         self.verdict = decision.reason
         self._note(f"{decision.action} in place: {decision.reason}")
+        self._restarts += 1
         return decision.action == "restart"
 
     def bad_ending(self, ended: Ended) -> tuple[Ending, RankFailure | None]:

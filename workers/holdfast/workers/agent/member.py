@@ -8,25 +8,30 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
-from holdfast.contracts.errors import AgreementError, SchedulerError
+from holdfast.contracts.errors import AgreementError
 from holdfast.contracts.node.agreement import answer_from_status_table
 from holdfast.contracts.node.channel import ChannelMember, DismissedError
 from holdfast.contracts.node.clocks import Timeout
-from holdfast.contracts.records.attempt import Submission, read_claim
+from holdfast.contracts.records.attempt import Term, newest_term, read_claim
 from holdfast.workers.agent.claim import wait_for_claim
-from holdfast.workers.agent.context import AgentContext
+from holdfast.workers.agent.context import AgentContext, NodePlace
+from holdfast.workers.agent.leading import end_job, take_over
+from holdfast.workers.agent.losses import plan_without
 from holdfast.workers.agent.node import NodeReport
 from holdfast.workers.agent.runtime import NodeRuntime
 from holdfast.workers.agent.stops.signals import SignalBox
-from holdfast.workers.schedulers import executor_for
+from holdfast.workers.agent.succession import next_lead
 
 POLL_S: Final = 0.05
 LISTEN_S: Final = 0.2
 REPORT_S: Final = 0.25
 ORPHAN_DRAIN_S: Final = 60.0
+# The lead of a later term listens when its term is known.
+REJOIN_S: Final = 30.0
 # Node 0 asks for a report every few seconds. Only while it waits for a flush is it silent.
 SILENCE_MARGIN_S: Final = 300.0
 
@@ -36,41 +41,68 @@ def run_member_agent(context: AgentContext, signals: SignalBox) -> str:
     if not wait_for_claim(context):
         holder = read_claim(context.attempt)
         return f"node {context.node} exits: the attempt belongs to job {holder and holder.job_id}"
-    hello = {
+    try:
+        # Join before changing anything on the node, because another agent may be in charge of it.
+        member = _join(context, context.attempt.channel)
+    except AgreementError as error:
+        with JournalWriter(context.attempt.node_journal(context.node)) as journal:
+            journal.append(EventKind.NOTE, attempt=context.attempt.number, text=str(error))
+        return f"node {context.node} exits: {error}"
+    runtime = NodeRuntime(context)
+    lead = 0
+    try:
+        while True:
+            try:
+                _serve(context, runtime, member, signals)
+                return f"node {context.node} finished"
+            except DismissedError as error:
+                # The lead is alive. It ends the job itself or continues without this node.
+                runtime.note(str(error))
+                runtime.kill()
+                runtime.drain(ORPHAN_DRAIN_S)
+                return f"node {context.node} exits: {error}"
+            except ConnectionError as error:
+                member.close()
+                found, lost_host = _without_lead(context, runtime, lead, error)
+                if found is None:
+                    return f"node {context.node} exits: {error}"
+                if found.node == context.node:
+                    return take_over(context, signals, runtime, found.number, lost_host)
+                lead = found.node
+                member = _join(context, context.attempt.channel_of(found.number), runtime)
+    except AgreementError as error:
+        runtime.note(str(error))
+        return f"node {context.node} exits: {error}"
+    finally:
+        member.close()
+        runtime.close()
+
+
+def _join(
+    context: AgentContext, channel: Path, runtime: NodeRuntime | None = None
+) -> ChannelMember:
+    """Join the lead. Raises `AgreementError`. `runtime` is given when another lead was lost."""
+    hello: dict[str, Any] = {
         "node": context.node,
         "host": context.host,
         "job_id": context.job_id,
         "pid": os.getpid(),
         "switch": context.switch,
     }
-    try:
-        # Join before changing anything on the node, because another agent may be in charge of it.
-        member = ChannelMember(
-            context.attempt.channel, hello, context.request.supervision.join_timeout_s
-        )
-    except AgreementError as error:
-        with JournalWriter(context.attempt.node_journal(context.node)) as journal:
-            journal.append(EventKind.NOTE, attempt=context.attempt.number, text=str(error))
-        return f"node {context.node} exits: {error}"
-    runtime = NodeRuntime(context)
+    timeout_s = context.request.supervision.join_timeout_s
+    if runtime is not None:
+        hello |= {"place": runtime.place.node, "launch": runtime.heartbeat.launch}
+        timeout_s = min(timeout_s, REJOIN_S)
+    return ChannelMember(channel, hello, timeout_s)
+
+
+def _serve(
+    context: AgentContext, runtime: NodeRuntime, member: ChannelMember, signals: SignalBox
+) -> None:
     runtime.flusher_supervisor.report_progress = partial(_report_flush, member)
     runtime.heartbeat.send = lambda beat: member.tell(beat=beat)
     silence_s = context.request.supervision.flush_timeout_s + SILENCE_MARGIN_S
-    try:
-        run_member(runtime, member, signals, silence_s)
-    except DismissedError as error:
-        # Node 0 is alive. It ends the job itself or continues without this node.
-        runtime.note(str(error))
-        runtime.kill()
-        runtime.drain(ORPHAN_DRAIN_S)
-        return f"node {context.node} exits: {error}"
-    except ConnectionError as error:
-        _leave_without_lead(context, runtime, error)
-        return f"node {context.node} exits: {error}"
-    finally:
-        member.close()
-        runtime.close()
-    return f"node {context.node} finished"
+    run_member(runtime, member, signals, silence_s)
 
 
 def run_member(
@@ -169,9 +201,12 @@ def _urgent(report: NodeReport) -> tuple[object, ...]:
 def _reply(runtime: NodeRuntime, reporter: Reporter, question: dict[str, Any]) -> dict[str, Any]:
     """Do what node 0 requests, and return the answer."""
     kind = question["kind"]
-    if kind in {"start", "prepare"}:
-        act = runtime.start if kind == "start" else runtime.prepare
-        act(question["launch"], question["address"], question["port"])
+    if kind == "start":
+        # A node 0 without places does not send one.
+        place = NodePlace(**question["place"]) if question.get("place") else None
+        runtime.start(question["launch"], question["address"], question["port"], place)
+    elif kind == "prepare":
+        runtime.prepare(question["launch"], question["address"], question["port"])
     elif kind == "report":
         return reporter.answer()
     elif kind == "stacks":
@@ -205,32 +240,48 @@ def _reply(runtime: NodeRuntime, reporter: Reporter, question: dict[str, Any]) -
     return {}
 
 
-def _leave_without_lead(
-    context: AgentContext, runtime: NodeRuntime, error: ConnectionError
-) -> None:
-    """End what is left of the attempt after the loss of node 0, which alone starts launches.
+def _without_lead(
+    context: AgentContext, runtime: NodeRuntime, lead: int, error: ConnectionError
+) -> tuple[Term | None, str]:
+    """End what is left of a launch whose lead is lost; return the next lead's term, and its host.
 
-    A step of which node 0 had written its part is committed by the lowest remaining node. The job
-    is cancelled too: its batch shell was on node 0, and with `--no-kill` Slurm would keep the other
-    nodes until the time limit.
+    A step of which the lead had written its part is committed by the lowest remaining node. If the
+    attempt cannot continue, the job is cancelled: its batch shell was on node 0, and with
+    `--no-kill` Slurm would keep the other nodes until the time limit.
     """
-    holder = read_claim(context.attempt)
-    if not context.attempt.outcome.exists():
+    newest = newest_term(context.attempt)
+    holder = newest or read_claim(context.attempt)
+    host = holder.host if holder else ""
+    runtime.kill()
+    runtime.drain(ORPHAN_DRAIN_S, lost=(0,), mirror=True)
+    if context.attempt.outcome.exists():
+        return None, host
+    found = None
+    if _may_continue(context, runtime, host):
+        found = next_lead(context, runtime, lead)
+    if found is None or found.node == context.node:
         with JournalWriter(context.attempt.node_journal(context.node)) as journal:
             journal.append(
                 EventKind.NODE_LOST,
                 attempt=context.attempt.number,
-                node=0,
-                host=holder.host if holder else "",
+                node=lead,
+                host=host,
                 detail=str(error),
             )
-    runtime.kill()
-    runtime.drain(ORPHAN_DRAIN_S, lost=(0,), mirror=True)
-    if not context.attempt.outcome.exists():
-        job = Submission(
-            job_id=context.job_id, executor=context.request.executor, submitted_at=time.time()
-        )
-        # If the controller does not answer, the supervisor cancels the job or its time limit ends
-        # it.
-        with contextlib.suppress(SchedulerError):
-            executor_for(context.request.executor).cancel(context.request, job)
+    newest = newest_term(context.attempt)
+    is_led = newest is not None and newest.number > runtime.place.term
+    if found is None and not context.attempt.outcome.exists() and not is_led:
+        end_job(context)
+    return found, host
+
+
+def _may_continue(context: AgentContext, runtime: NodeRuntime, lost_host: str) -> bool:
+    """Return True if the attempt can continue without its lead, by the spec and its checkpoint.
+
+    Files of a program without a session are found by node 0 alone.
+    """
+    if context.request.program.is_watched:
+        return False
+    nodes = runtime.place.nodes
+    spares = context.nodes_of_job - nodes
+    return bool(plan_without(context, nodes=nodes, lost=[lost_host], spares=spares).way)

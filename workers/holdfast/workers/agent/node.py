@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from holdfast.contracts.node.agreement import NodePort
 from holdfast.contracts.node.rank_status import NOWHERE
+from holdfast.workers.agent.context import NodePlace
 from holdfast.workers.agent.health.checks import HealthFinding
 from holdfast.workers.agent.notices.notice import Notice
 from holdfast.workers.agent.watch.silence import RankStatus
@@ -145,8 +146,8 @@ class LedNode(NodePort, Protocol):
 
     name: str
 
-    def start(self, launch: int, address: str, port: int) -> object:
-        """Start torchrun for a new launch."""
+    def start(self, launch: int, address: str, port: int, place: NodePlace | None = None) -> object:
+        """Start torchrun for a new launch. `place` is given if the node's place changes."""
         ...
 
     def protect(self, launch: int, node: int, holder: int) -> object:

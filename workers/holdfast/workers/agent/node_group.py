@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import asdict
 from typing import Any, Final, TypeVar
 
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
@@ -17,7 +18,7 @@ from holdfast.contracts.node import clocks
 from holdfast.contracts.node.agreement import begin
 from holdfast.contracts.node.channel import CALL_TIMEOUT_S, ChannelHost, Peer
 from holdfast.contracts.node.rank_status import Proposal
-from holdfast.workers.agent.context import AgentContext
+from holdfast.workers.agent.context import AgentContext, NodePlace
 from holdfast.workers.agent.launch.torchrun import KILL_WAIT_S
 from holdfast.workers.agent.node import CrashReport, LedNode, NodeReport
 from holdfast.workers.agent.notices.notice import Notice
@@ -50,8 +51,13 @@ class RemoteNode:
         """How many seconds the oldest question has been waiting for its answer."""
         return self._peer.waiting_s
 
-    def start(self, launch: int, address: str, port: int) -> Future[None]:
-        return self._peer.ask("start", _nothing, launch=launch, address=address, port=port)
+    def start(
+        self, launch: int, address: str, port: int, place: NodePlace | None = None
+    ) -> Future[None]:
+        facts: dict[str, Any] = {"launch": launch, "address": address, "port": port}
+        if place is not None:
+            facts["place"] = asdict(place)
+        return self._peer.ask("start", _nothing, **facts)
 
     def prepare(self, launch: int, address: str, port: int) -> Future[None]:
         return self._peer.ask("prepare", _nothing, launch=launch, address=address, port=port)
@@ -159,6 +165,8 @@ ANSWER_S_MIN: Final = 0.5
 # Ranks wait at a step while a proposal is open. A node that is silent for this long refuses it.
 AGREE_WAIT_S: Final = 5.0
 LOOK_S: Final = 0.5
+SPARE_POLL_S: Final = 5.0
+JOIN_POLL_S: Final = 0.1
 
 T = TypeVar("T")
 
@@ -178,15 +186,27 @@ class NodeGroup:
     ) -> None:
         """`here` is this node."""
         self.lost: list[str] = []
+        # Those that were lost in earlier launches, and those that wait to take a lost one's place.
+        self.dropped: list[str] = []
+        self.spares: list[RemoteNode] = []
+        # The lead's term. Nodes that take part in its launches may take the next one.
+        self.term = 1
         self.reports: dict[str, NodeReport] = {}
         # Called in the channel's thread, with another node's heartbeat, and when another node's
         # flusher has written something.
         self.take_beat: Callable[[dict[str, Any]], object] = lambda beat: None
         self.take_flush: Callable[[], object] = lambda: None
+        # Called with the number of a node that takes no part any more.
+        self.drop_beat: Callable[[int], object] = lambda number: None
         self._context, self._journal, self._listener = context, journal, listener
         self._here = here
+        # In the order of their places, from place 1 on.
         self._remotes: list[RemoteNode] = []
+        self._is_rearranged = False
+        self._known: dict[int, RemoteNode] = {}
         self._asked: dict[str, Future[NodeReport]] = {}
+        self._asked_spares: dict[str, Future[NodeReport]] = {}
+        self._spares_asked_at = 0.0
         # Filled by the channel's thread too.
         self._noticed: deque[tuple[str, Notice]] = deque()
         self._arrived: dict[str, NodeReport] = {}
@@ -204,6 +224,13 @@ class NodeGroup:
         return [self._context.switch, *(node.switch for node in self._present())]
 
     @property
+    def hosts(self) -> tuple[str, ...]:
+        """The names of all nodes that the attempt has had: those that train now come first."""
+        idle = [spare.name for spare in self.spares]
+        names = [*(node.name for node in self.nodes), *self.lost, *self.dropped, *idle]
+        return tuple(dict.fromkeys(names))
+
+    @property
     def is_whole(self) -> bool:
         """True if every node that is not lost has reported in the current launch."""
         return len(self.reports) == len(self.nodes)
@@ -215,7 +242,46 @@ class NodeGroup:
 
     @property
     def lost_numbers(self) -> list[int]:
-        return [remote.number for remote in self._remotes if remote.name in self.lost]
+        """The places of the lost nodes in the current launch."""
+        return [place for place, one in enumerate(self._remotes, 1) if one.name in self.lost]
+
+    def place_of(self, node: LedNode) -> NodePlace | None:
+        """Return a node's place in the next launch; None while no place has changed."""
+        if not self._is_rearranged:
+            return None
+        names = [self._here.name, *(remote.name for remote in self._remotes)]
+        return NodePlace(node=names.index(node.name), nodes=len(names), term=self.term)
+
+    def set_aside_spares(self) -> None:
+        """Let the nodes beyond those of the spec wait, once all have joined and are healthy."""
+        nodes = self._context.nodes
+        self._remotes, self.spares = self._remotes[: nodes - 1], self._remotes[nodes - 1 :]
+        self.forget_reports()
+
+    def rearrange(self, nodes: int) -> list[str]:
+        """Continue on `nodes` nodes without the lost ones; return the spares that now take part.
+
+        A spare takes the place of a lost node. Nodes beyond the number wait as spares.
+        """
+        spares = deque(self.spares)
+        filled = [
+            (spares.popleft() if spares else None) if remote.name in self.lost else remote
+            for remote in self._remotes
+        ]
+        present = [remote for remote in filled if remote is not None]
+        while spares and len(present) < nodes - 1:
+            present.append(spares.popleft())
+        joined = [remote.name for remote in present if remote in self.spares]
+        self.spares = [*present[nodes - 1 :], *spares]
+        self._remotes = present[: nodes - 1]
+        for remote in self._known.values():
+            if remote.name in self.lost:
+                self.drop_beat(remote.number)
+        self.dropped += self.lost
+        self.lost = []
+        self._is_rearranged = True
+        self.forget_reports()
+        return joined
 
     def gather(self, host: ChannelHost) -> None:
         """Wait for the other nodes, unless a stop is requested meanwhile.
@@ -228,6 +294,31 @@ class NodeGroup:
             host.wait_for_peers(timeout_s, is_over=lambda: self._listener.stop_request is not None)
         finally:
             self._remotes = [RemoteNode(peer, self._keep) for _, peer in sorted(host.peers.items())]
+            self._known = {remote.number: remote for remote in self._remotes}
+
+    def gather_left(
+        self, host: ChannelHost, left: Collection[int], launch: int, timeout_s: float
+    ) -> None:
+        """Wait for the nodes `left` after the loss of a lead. Those that do not join are lost.
+
+        Nodes that took part in `launch` keep the order of their places. The others are spares.
+        """
+        host.subscribe(self._hear)
+        give_up = time.monotonic() + timeout_s
+        while not set(left) <= set(host.peers) and time.monotonic() < give_up:
+            self._listener.wait(JOIN_POLL_S)
+        found = [(peer.hello, RemoteNode(peer, self._keep)) for peer in host.peers.values()]
+        self._known = {remote.number: remote for _, remote in found}
+        trained = [(hello, one) for hello, one in found if hello.get("launch") == launch]
+        ordered = sorted(trained, key=lambda pair: int(pair[0]["place"]))
+        self._remotes = [one for _, one in ordered]
+        idle = [one for one in self._known.values() if one not in self._remotes]
+        self.spares = sorted(idle, key=lambda one: one.number)
+        hosts = self._context.hosts
+        for number in sorted(set(left) - set(self._known)):
+            name = hosts[number] if number < len(hosts) else f"node {number}"
+            self.lost.append(name)
+            self._journal_loss(number, name, f"it did not join within {timeout_s:.0f} s")
 
     def forget_reports(self) -> None:
         """Forget the reports of the previous launch, also those that are on their way.
@@ -280,6 +371,22 @@ class NodeGroup:
         self._take_reports()
         for node in self._due():
             self._asked[node.name] = node.report()
+        self._look_after_spares()
+
+    def _look_after_spares(self) -> None:
+        """Ask the spare nodes for a sign of life now and then. Those that give none are dropped."""
+        for spare in list(self.spares):
+            asked = self._asked_spares.get(spare.name)
+            if asked is not None and asked.done():
+                del self._asked_spares[spare.name]
+                with self._losing(spare):
+                    asked.result()
+        now = time.monotonic()
+        if now - self._spares_asked_at >= SPARE_POLL_S:
+            self._spares_asked_at = now
+            for spare in self.spares:
+                if spare.name not in self._asked_spares:
+                    self._asked_spares[spare.name] = spare.report()
 
     def _due(self) -> list[RemoteNode]:
         """Return the nodes to ask for a report now: a few at each turn, each every `poll_s`."""
@@ -317,7 +424,7 @@ class NodeGroup:
 
     def finish(self) -> None:
         """Tell the other nodes' agents to exit."""
-        for going in [node.finish() for node in self._present()]:
+        for going in [node.finish() for node in (*self._present(), *self.spares)]:
             with contextlib.suppress(ConnectionError):
                 await_result(going, self._give_up_at())
 
@@ -344,13 +451,19 @@ class NodeGroup:
 
     def _keep(self, name: str, report: NodeReport) -> None:
         """Keep a node's newest report until the loop takes it, and every notice in it."""
-        self._noticed.extend((name, notice) for notice in report.notices)
+        if not self._is_aside(name):
+            self._noticed.extend((name, notice) for notice in report.notices)
         self._arrived[name] = report
 
     def _take_reports(self) -> None:
         while self._arrived:
             name, report = self._arrived.popitem()
-            self.reports[name] = report
+            if not self._is_aside(name):
+                self.reports[name] = report
+
+    def _is_aside(self, name: str) -> bool:
+        """Return True for a node that takes no part in the launch."""
+        return name in self.dropped or any(spare.name == name for spare in self.spares)
 
     def _give_up_at(self) -> Callable[[], float]:
         """Return a function for the time limit of answers: the deadline of a stop, if any."""
@@ -369,15 +482,24 @@ class NodeGroup:
         try:
             yield
         except ConnectionError as error:
-            if node.name not in self.lost:
-                self.lost.append(node.name)
-                self._journal.append(
-                    EventKind.NODE_LOST,
-                    attempt=self._context.attempt.number,
-                    node=getattr(node, "number", 0),
-                    host=node.name,
-                    detail=str(error),
-                )
+            if node.name not in (*self.lost, *self.dropped):
+                spares = [spare for spare in self.spares if spare is not node]
+                is_spare = len(spares) < len(self.spares)
+                self.spares = spares
+                (self.dropped if is_spare else self.lost).append(node.name)
+                facts = {"is_spare": True} if is_spare else {}
+                number = getattr(node, "number", self._context.node)
+                self._journal_loss(number, node.name, str(error), **facts)
+
+    def _journal_loss(self, number: int, name: str, detail: str, **facts: bool) -> None:
+        self._journal.append(
+            EventKind.NODE_LOST,
+            attempt=self._context.attempt.number,
+            node=number,
+            host=name,
+            detail=detail,
+            **facts,
+        )
 
 
 def await_result(future: Future[T], give_up_at: Callable[[], float]) -> T:

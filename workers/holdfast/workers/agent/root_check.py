@@ -73,7 +73,7 @@ class RootCheck:
 
         If none of several nodes joins, node 0 or the network is at fault.
         """
-        known, members = self._context.hosts, self._context.nodes - 1
+        known, members = self._context.hosts, self._context.nodes_of_job - 1
         if len(known) != members + 1 or len(error.missing) == members > 1:
             return False
         self.hosts = tuple(known[number] for number in error.missing)

@@ -15,7 +15,7 @@ from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.node.agreement import StatusPort
 from holdfast.contracts.node.rank_status import NOWHERE, RankStatusTable
 from holdfast.contracts.spec.secrets import plain_part
-from holdfast.workers.agent.context import AgentContext
+from holdfast.workers.agent.context import AgentContext, NodePlace
 from holdfast.workers.agent.guard import adopt_orphans, is_running, kill_all_below
 from holdfast.workers.agent.health.checks import HealthChecks
 from holdfast.workers.agent.launch.command import Handles
@@ -39,6 +39,8 @@ class NodeRuntime(StatusPort):
     def __init__(self, context: AgentContext) -> None:
         adopt_orphans()
         self.context = context
+        # As the current launch sees this node. Its place changes when nodes are lost.
+        self._placed, self.place = context, NodePlace(node=context.node, nodes=context.nodes)
         self.name = context.host
         self.status_table, self._status_handle = RankStatusTable.create(
             context.request.ranks_per_node
@@ -84,7 +86,9 @@ class NodeRuntime(StatusPort):
     def race(self, shared: str, number: int) -> bool:
         return race(self.context.run.directory / shared, number)
 
-    def start(self, launch: int, address: str, port: int) -> None:
+    def start(self, launch: int, address: str, port: int, place: NodePlace | None = None) -> None:
+        if place is not None:
+            self._move(place, launch)
         self.flusher_supervisor.forget(launch - 1)
         self.flusher_supervisor.tend()
         self.status_table.reset()
@@ -100,14 +104,31 @@ class NodeRuntime(StatusPort):
         if self._torchrun is None:
             self._launch(launch, address, port)
 
+    @property
+    def is_training(self) -> bool:
+        """True if this node takes part in the newest launch that it knows, which no stop ends."""
+        return self.heartbeat.launch > 0 and not self._is_stopping
+
+    def lead(self) -> None:
+        """Write the heartbeats of all nodes from now on, in place of a lost lead."""
+        self.heartbeat.lead()
+
+    def _move(self, place: NodePlace, launch: int) -> None:
+        """Take another place from `launch` on. Files of earlier launches are written by then."""
+        self.place = place
+        self._placed = self.context.at(place)
+        self.flusher_supervisor.move(self._placed, launch)
+        self._watch.move(place.node * self._placed.request.ranks_per_node)
+        self.heartbeat.move(self._placed)
+
     def _launch(self, launch: int, address: str, port: int) -> None:
         """Start torchrun. What this node lacks for it is reported like a failure of the ranks."""
         try:
             self._torchrun = Torchrun(
-                self.context, launch, address=address, port=port, handles=self._handles()
+                self._placed, launch, address=address, port=port, handles=self._handles()
             )
         except HoldfastError as error:
-            context = self.context
+            context = self._placed
             self._refusal = RankFailure(
                 rank=context.node * context.request.ranks_per_node,
                 exit_code=1,
@@ -126,7 +147,7 @@ class NodeRuntime(StatusPort):
         self._discard_standby()
         if has_memory_for(self.context.request.ranks_per_node):
             try:
-                self._standby = WarmStandby(self.context, launch, address, port, self._handles())
+                self._standby = WarmStandby(self._placed, launch, address, port, self._handles())
             except HoldfastError as error:
                 self.note(f"no warm standby: {error}")
         else:
@@ -257,7 +278,7 @@ class NodeRuntime(StatusPort):
             failed = flushed.failed[self._failed_journaled :]
             self._failed_journaled += len(failed)
             self._journal_flushed(EventKind.SAVE_FAILED, failed)
-        if self.context.node == min(set(range(self.context.nodes)) - set(lost), default=0):
+        if all(place in lost for place in range(self._placed.node)):
             # The flusher salvages when the last rank dies, without waiting for this request.
             salvaged = flushed.salvaged[self._salvaged_journaled :]
             self._salvaged_journaled += len(salvaged)

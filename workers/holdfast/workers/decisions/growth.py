@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from holdfast.contracts.disk.journal import GROWER
-from holdfast.contracts.records.history import RunHistory
+from holdfast.contracts.disk.journal import GROWER, EventKind
+from holdfast.contracts.records.history import AttemptView, RunHistory
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.decisions.attempt_limit import may_try_again
-from holdfast.workers.decisions.sizes import allowed_sizes
+from holdfast.workers.decisions.sizes import allowed_sizes, without_spares
 from holdfast.workers.schedulers.base import AskCapacity
 
 DOUBLINGS_MAX: Final = 5
@@ -49,7 +49,8 @@ def observe_capacity(
         return None
     if last.state is not AttemptState.RUNNING:
         return None
-    larger = [size for size in allowed_sizes(spec) if last.gpus < size <= capacity]
+    most = without_spares(spec, capacity) or 0
+    larger = [size for size in allowed_sizes(spec) if _gpus_now(history, last) < size <= most]
     fitting = [size for size in larger if fits(size)]
     if not fitting:
         return None
@@ -57,6 +58,16 @@ def observe_capacity(
     keeps = before is not None and before.gpus <= fitting[-1] and before.attempt == last.number
     since = before.since if before is not None and keeps else now
     return CapacityObservation(gpus=fitting[-1], since=since, attempt=last.number)
+
+
+def _gpus_now(history: RunHistory, last: AttemptView) -> int:
+    """Return the GPUs of an attempt's newest launch, which may have fewer nodes than its first."""
+    for event in reversed(history.events):
+        if event.kind is EventKind.LAUNCH_STARTED and event.data.get("attempt") == last.number:
+            nodes = event.data.get("nodes")
+            per_node = history.spec.resources.size_per_node
+            return last.gpus if nodes is None else int(nodes) * per_node
+    return last.gpus
 
 
 def is_due(history: RunHistory, seen: CapacityObservation | None, *, now: float) -> bool:

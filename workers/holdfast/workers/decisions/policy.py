@@ -31,7 +31,13 @@ from holdfast.workers.decisions.exclusions import (
     is_refused_exclusion,
 )
 from holdfast.workers.decisions.places import place_after, place_of
-from holdfast.workers.decisions.sizes import choose_gpus, is_single, largest_within, nearest_fitting
+from holdfast.workers.decisions.sizes import (
+    choose_gpus,
+    is_single,
+    largest_within,
+    nearest_fitting,
+    without_spares,
+)
 from holdfast.workers.schedulers.base import BECAUSE_EXCLUDED
 
 Action = Literal["relaunch", "restart", "wait", "stop"]
@@ -157,12 +163,14 @@ def _decide_by_request(
     def choose(exclude: tuple[str, ...]) -> tuple[int, str]:
         if by not in AUTOMATIC and request.get("gpus"):
             return gpus, ""
-        most = rooms.largest_job(place, exclude) if not is_single(history.spec) else None
-        if by == GROWER and (free := rooms.free(place, exclude)) is not None:
-            return largest_within(history.spec, min(gpus, free), fits) or before or gpus, ""
+        spec = history.spec
+        most = None if is_single(spec) else without_spares(spec, rooms.largest_job(place, exclude))
+        free = without_spares(spec, rooms.free(place, exclude)) if by == GROWER else None
+        if free is not None:
+            return largest_within(spec, min(gpus, free), fits) or before or gpus, ""
         if most is None or gpus <= most:
             return gpus, ""
-        return largest_within(history.spec, most, fits) or gpus, ""
+        return largest_within(spec, most, fits) or gpus, ""
 
     found = choose_nodes(history, rooms, place, choose, now=now)
     reason = f"{action} at {counted(found.gpus, 'GPU')} by {by}{why}"
@@ -207,13 +215,17 @@ def _decide_after(
         if asked is not None and fits(asked):
             return asked, "as asked, and no attempt has started since"
         # A run of one size continues without an answer of the scheduler.
+        free = most = None
+        if not is_single(spec):
+            free = without_spares(spec, rooms.free(place, exclude))
+            most = without_spares(spec, rooms.largest_job(place, exclude))
         return choose_gpus(
             spec,
             current=last.gpus or spec.gpus,
             preemptions=spent_on(history, Cause.PREEMPTION),
             after_preemption=cause is Cause.PREEMPTION,
-            capacity=None if is_single(spec) else rooms.free(place, exclude),
-            most=None if is_single(spec) else rooms.largest_job(place, exclude),
+            capacity=free,
+            most=most,
             fits=fits,
         )
 

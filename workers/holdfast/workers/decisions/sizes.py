@@ -96,6 +96,14 @@ def is_single(spec: RunSpec) -> bool:
     return not (elastic.min_gpus or elastic.max_gpus or elastic.choices or elastic.on_preemption)
 
 
+def without_spares(spec: RunSpec, gpus: int | None) -> int | None:
+    """Return how many of `gpus` GPUs an attempt can train on, beside its spare nodes."""
+    per_node = spec.resources.size_per_node
+    idle = spec.resources.spare_nodes * per_node
+    # An attempt on one node has no spare nodes.
+    return None if gpus is None else max(gpus - idle, min(gpus, per_node))
+
+
 def largest_within(spec: RunSpec, most: int, fits: Callable[[int], bool]) -> int | None:
     """Return the largest allowed count of at most `most` that fits; None if there is none."""
     found = [size for size in allowed_sizes(spec) if size <= most and fits(size)]

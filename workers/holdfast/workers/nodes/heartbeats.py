@@ -104,7 +104,7 @@ def interval_s(heartbeat_s: float, nodes: int) -> float:
 
 
 class HeartbeatWriter:
-    """Writes the heartbeats of all nodes of an attempt; only node 0's agent has one."""
+    """Writes the heartbeats of all nodes of an attempt; only the lead's agent has one."""
 
     def __init__(self, paths: AttemptPaths) -> None:
         self._paths = paths
@@ -141,6 +141,8 @@ class HeartbeatWriter:
         for path in _files(self._paths):
             self._handles.append(open_beneath(path, flags, below=folder_of(self._paths.outcome)))
         self._sizes = [os.fstat(handle).st_size for handle in self._handles]
+        # Another node may have written before this one, and readers take the highest number.
+        self._sequence = max((int(one["sequence"]) for one in _read_files(self._paths)), default=0)
 
 
 def read_heartbeats(paths: AttemptPaths) -> list[NodeBeat]:

@@ -30,14 +30,17 @@ from holdfast.contracts.records.attempt import (
     Submission,
     close_claim,
     job_of,
+    newest_term,
     read_document,
     read_documents,
     write_document,
 )
 from holdfast.contracts.records.history import AttemptView, RunHistory
 from holdfast.contracts.records.history_cache import load_tallied
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import ATTEMPT_MOVES, AttemptState
 from holdfast.workers.decisions.causes import classify, is_certain
+from holdfast.workers.decisions.sizes import is_single
 from holdfast.workers.nodes.heartbeats import newest_step, read_heartbeats
 from holdfast.workers.nodes.processes import boot_id
 from holdfast.workers.runs.attempts import cancel_leftovers
@@ -48,6 +51,8 @@ from holdfast.workers.schedulers import JobStatus, executor_for
 VERDICT_WAIT_S: Final = 60.0
 # How long a job usually takes to end after its agent has written the outcome.
 JOB_ENDS_S: Final = 3.0
+# For how long after the loss of a lead another node of its job may still take over.
+SUCCESSION_S: Final = 60.0
 ENDING_LOCK_S: Final = 60.0
 # A new forecast of a pending job's start is journaled if it moves by this, and so seldom.
 FORECAST_MOVE_S: Final = 60.0
@@ -145,7 +150,7 @@ def reconcile_attempt(
     """Journal what is new about one attempt; return True if anything was."""
     attempt = paths.attempt(view.number)
     seen = observe(attempt)
-    if seen.status is not None and seen.status.is_leaderless and seen.outcome is None:
+    if seen.status is not None and seen.status.is_leaderless and not _is_led(attempt, seen):
         # Slurm would keep such a job running on the other nodes until its time limit, see
         # decision 5.
         _end_leaderless(paths, attempt, seen, writer, load)
@@ -266,6 +271,21 @@ def _end(
     return True
 
 
+def _is_led(attempt: AttemptPaths, seen: Observation) -> bool:
+    """Return True if the attempt is over, or if another node of its job leads it."""
+    if seen.outcome is not None or seen.status is None:
+        return True
+    term = newest_term(attempt)
+    return term is not None and not term.is_end and term.host in seen.status.nodes
+
+
+def _may_continue(spec: RunSpec, request: Request | None) -> bool:
+    """Return True if another node may be about to lead the attempt."""
+    if request is None or spec.supervision.restarts_in_place == 0:
+        return False
+    return request.spare_nodes > 0 or not is_single(spec)
+
+
 def _end_leaderless(
     paths: RunPaths,
     attempt: AttemptPaths,
@@ -277,7 +297,11 @@ def _end_leaderless(
 
     The loss is journaled first, so that the ending does not count as an operator's cancellation.
     """
-    known = [e for e in _events_of(load(), attempt.number) if e.kind is EventKind.NODE_LOST]
+    history, now = load(), time.time()
+    term = newest_term(attempt)
+    lead = term.host if term is not None else seen.claim.host if seen.claim else ""
+    lost = [e for e in _events_of(history, attempt.number) if e.kind is EventKind.NODE_LOST]
+    known = [event for event in lost if event.data.get("host") == lead or not lead]
     if not known:
         # Before the cancellation, which would otherwise count as a user's, see decision 5.
         with JournalWriter(paths.journal_of(writer)) as journal:
@@ -285,9 +309,12 @@ def _end_leaderless(
                 EventKind.NODE_LOST,
                 attempt=attempt.number,
                 node=0,
-                host=seen.claim.host if seen.claim else "",
+                host=lead,
                 detail=seen.status.evidence[-1] if seen.status else "",
             )
+    lost_s = now - known[-1].time if known else 0.0
+    if _may_continue(history.spec, seen.request) and 0 <= lost_s < SUCCESSION_S:
+        return
     if seen.request is not None and seen.job is not None:
         with contextlib.suppress(SchedulerError):
             executor_for(seen.request.executor).cancel(seen.request, seen.job)

@@ -250,6 +250,7 @@ def _slurm_problems(spec: RunSpec, places: Sequence[_Place]) -> list[str]:
         chosen = spec.resources.at(number)
         found = _partition_problems(chosen, partitions)
         found += _gpu_problems(chosen, nodes)
+        found += _spare_problems(chosen, nodes)
         found += _account_problems(chosen)
         which = f"fallback {number} of resources.fallbacks: " if number else ""
         problems += [f"{which}{problem}" for problem in found]
@@ -278,10 +279,9 @@ def _partition_problems(resources: Resources, partitions: list[dict[str, str]]) 
 
 
 def _gpu_problems(resources: Resources, nodes: list[dict[str, str]]) -> list[str]:
-    wanted = resources.partition.split(",") if resources.partition else []
     if not resources.gpus_on_node:
         return []
-    mine = [n for n in nodes if not wanted or set(wanted) & set(n.get("Partitions", "").split(","))]
+    mine = _nodes_of(resources, nodes)
     kind = resources.gpu_type or gpu_kind(resources.gres or "")
     most = max((gpus_of(n.get("Gres", ""), kind) for n in mine), default=0)
     where = f"partition {resources.partition}" if resources.partition else "the cluster"
@@ -295,6 +295,28 @@ def _gpu_problems(resources: Resources, nodes: list[dict[str, str]]) -> list[str
             )
         ]
     return []
+
+
+def _spare_problems(resources: Resources, nodes: list[dict[str, str]]) -> list[str]:
+    """Check that the nodes of a job and its spare nodes exist together."""
+    most, asked = len(_nodes_of(resources, nodes)), resources.nodes + resources.spare_nodes
+    if not resources.spare_nodes or asked <= most:
+        return []
+    where = f"partition {resources.partition}" if resources.partition else "the cluster"
+    return [
+        (
+            f"resources.spare_nodes {resources.spare_nodes}: with resources.nodes "
+            f"{resources.nodes} a job has {asked} nodes, and {where} has {most}; set "
+            f"resources.spare_nodes to {max(0, most - resources.nodes)} or less"
+        )
+    ]
+
+
+def _nodes_of(resources: Resources, nodes: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Return the nodes of the partitions that the job may run in, or all without a partition."""
+    wanted = resources.partition.split(",") if resources.partition else []
+    of_node = [(node, node.get("Partitions", "").split(",")) for node in nodes]
+    return [node for node, names in of_node if not wanted or set(wanted) & set(names)]
 
 
 def _account_problems(resources: Resources) -> list[str]:

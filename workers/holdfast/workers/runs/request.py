@@ -116,6 +116,7 @@ def build_request(
         "job_name": name,
         "executor": spec.resources.executor,
         "nodes": share.nodes,
+        "spare_nodes": spec.resources.spares_beside(share.nodes),
         "gpus_per_node": share.gpus,
         "nproc_per_node": share.ranks,
         "cluster": cluster,
@@ -200,7 +201,7 @@ def _slurm_parameters(
     }
     return {
         "job_name": name,
-        "nodes": share.nodes,
+        "nodes": share.nodes + resources.spares_beside(share.nodes),
         "ntasks_per_node": 1,
         "time": resources.time_limit_min,
         "signal_delay_s": warning_s,

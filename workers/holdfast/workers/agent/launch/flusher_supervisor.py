@@ -143,20 +143,35 @@ class AgentFlusherSupervisor:
         """Release the slots of a launch that is over and drained."""
         self._slots.release(launch)
 
+    def move(self, context: AgentContext, launch: int) -> None:
+        """Replace the flusher by one for another place of the node, from `launch` on.
+
+        A flusher counts lost nodes by their places, which another node may have from now on.
+        """
+        self._hang_up()
+        self._await_end()
+        self._context, self._starts = context, 0
+        self.forget(launch - 1)
+        self._start()
+
     def close(self) -> None:
         """Hang up. The flusher finishes what is sealed and exits, or is killed after a while."""
         self._closing = True
         self._hang_up()
-        if self._process is not None:
-            try:
-                self._process.wait(LEAVE_WAIT_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait(LEAVE_WAIT_S)
+        self._await_end()
         self._slots.release()
         os.close(self._address)
         hints, self._hints = self._hints, -1
         os.close(hints)
+
+    def _await_end(self) -> None:
+        if self._process is None:
+            return
+        try:
+            self._process.wait(LEAVE_WAIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(LEAVE_WAIT_S)
 
     def _start(self) -> None:
         self._hang_up()

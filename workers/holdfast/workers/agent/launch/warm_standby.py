@@ -53,6 +53,10 @@ class StandbyPlan:
         self._since, self._is_decided = 0.0, False
         return port
 
+    def forget(self) -> None:
+        """Use no standby for the next launch, in which nodes have other places."""
+        self._port = 0
+
     def look(
         self, nodes: Sequence[LedNode], reports: Collection[NodeReport], restarts: int
     ) -> None:

@@ -183,8 +183,9 @@ class HangWatch:
         self._straggler_at = 0.0
         self._looked_at = self._awake_since = time.monotonic()
 
-    def begin(self, launch: int) -> None:
-        """Start a new launch, without suspicions."""
+    def begin(self, launch: int, world_size: int | None = None) -> None:
+        """Start a new launch without suspicions, of `world_size` ranks if that has changed."""
+        self._world_size = world_size or self._world_size
         self._launch, self._open, self.evidence = launch, None, ()
         self._start_examined_s = 0.0
         self._stragglers = Stragglers()

@@ -138,7 +138,8 @@ class Heartbeat:
         # On other nodes, sends a heartbeat to node 0 once this node has joined.
         self.send: Callable[[dict[str, Any]], object] | None = None
         self._context = context
-        self._every_s = interval_s(context.request.supervision.heartbeat_s, context.nodes)
+        self._world_size = context.request.world_size
+        self._every_s = interval_s(context.request.supervision.heartbeat_s, context.nodes_of_job)
         # The newest heartbeat of each node. The channel's thread adds those of other nodes.
         self._beats: dict[int, dict[str, Any]] = {}
         self._writer = HeartbeatWriter(context.attempt) if context.is_lead else None
@@ -154,6 +155,19 @@ class Heartbeat:
     def take(self, beat: dict[str, Any]) -> None:
         """Take the heartbeat of another node, for the next write. Node 0 only."""
         self._beats[int(beat["node"])] = beat
+
+    def forget(self, node: int) -> None:
+        """Leave a lost node out of later writes. Node 0 only."""
+        self._beats.pop(node, None)
+
+    def lead(self) -> None:
+        """Write the heartbeats of all nodes from now on, instead of sending this one's."""
+        self.send, self._writer = None, HeartbeatWriter(self._context.attempt)
+
+    def move(self, placed: AgentContext) -> None:
+        """Report another place of this node, from the next launch on."""
+        self._world_size = placed.request.world_size
+        self._log_times = LogTimes(placed.attempt, placed.node)
 
     def close(self) -> None:
         """Report one last heartbeat and stop."""
@@ -196,7 +210,7 @@ class Heartbeat:
             monotonic_s=round(time.monotonic(), 3),
             every_s=self._every_s,
             boot_id=self._boot_id,
-            world_size=self._context.request.world_size,
+            world_size=self._world_size,
             ranks=self._ranks() or self._program(),
             gpus=self._gpus.beats() if self._gpus else (),
             phases=self._watch.summary(),

@@ -95,6 +95,10 @@ class RankWatch:
             self._ranks = [_Rank() for _ in self._ranks]
             self._began_at = time.monotonic()
 
+    def move(self, first_rank: int) -> None:
+        """Give local rank 0 another rank, before the next launch begins."""
+        self._first_rank = first_rank
+
     def close(self) -> None:
         """Stop watching. The status table may be closed afterwards."""
         self._over.set()

@@ -1,0 +1,155 @@
+"""Lost nodes: on how many nodes an attempt continues, and which node leads it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.support.histories import NOW, attempt_of, history_of, spec_of
+from tests.support.runs import RunFolder
+
+from holdfast.contracts.disk.journal import Event, EventKind
+from holdfast.contracts.records.attempt import newest_term
+from holdfast.contracts.records.history import RunHistory
+from holdfast.contracts.spec.run_spec import RunSpec
+from holdfast.contracts.states import AttemptState
+from holdfast.workers.agent import succession
+from holdfast.workers.agent.context import AgentContext, NodePlace, load_context
+from holdfast.workers.agent.succession import SupersededError, next_lead, renew
+from holdfast.workers.decisions.growth import observe_capacity
+from holdfast.workers.decisions.lost_nodes import plan_nodes
+from holdfast.workers.decisions.policy import fits_any
+from holdfast.workers.decisions.sizes import without_spares
+from holdfast.workers.nodes.heartbeats import HeartbeatWriter
+
+FOUR: dict[str, Any] = {"executor": "slurm", "nodes": 4, "gpus_per_node": 8}
+
+
+def spec(elastic: dict[str, Any] | None = None, **resources: Any) -> RunSpec:
+    return spec_of(resources={**FOUR, **resources}, elastic=elastic or {})
+
+
+@pytest.mark.parametrize(
+    ("elastic", "lost", "spares", "expected"),
+    [
+        # A spare node comes before any other size.
+        ({}, ["n2"], 1, ("spare", 4)),
+        ({"min_gpus": 8}, ["n2", "n3"], 2, ("spare", 4)),
+        # Spare nodes that are too few fill up a smaller size.
+        ({"min_gpus": 8}, ["n2", "n3"], 1, ("shrink", 3)),
+        ({"choices": [8, 16, 32]}, ["n2"], 0, ("shrink", 2)),
+        ({"choices": [8, 16, 32]}, ["n1", "n2", "n3"], 0, ("shrink", 1)),
+        # A run of one size, and sizes that need more than is left.
+        ({}, ["n2"], 0, ("", 0)),
+        ({"min_gpus": 32, "max_gpus": 32}, ["n2"], 0, ("", 0)),
+        ({"choices": [24, 32]}, ["n2", "n3"], 0, ("", 0)),
+        # A part of a node is no size for a launch on whole nodes.
+        ({"choices": [4, 32]}, ["n1", "n2", "n3"], 0, ("", 0)),
+    ],
+)
+def test_an_attempt_continues_on_spares_or_on_the_next_smaller_size(
+    elastic: dict[str, Any], lost: list[str], spares: int, expected: tuple[str, int]
+) -> None:
+    plan = plan_nodes(
+        spec(elastic), nodes=4, lost=lost, spares=spares, restarts_max=3, fits=fits_any
+    )
+    assert (plan.way, plan.nodes) == expected
+    assert plan.reason.startswith(f"lost nodes: {', '.join(lost)}; ")
+
+
+def test_a_size_that_the_checkpoint_does_not_fit_is_passed_over() -> None:
+    given: dict[str, Any] = {"nodes": 4, "lost": ["n2"], "spares": 0, "restarts_max": 3}
+    plan = plan_nodes(spec({"min_gpus": 8}), **given, fits=lambda gpus: gpus % 16 == 0)
+    assert (plan.way, plan.nodes) == ("shrink", 2)
+    plan = plan_nodes(spec({"min_gpus": 8}), **given, fits=lambda gpus: gpus == 32)
+    assert plan.way == ""
+
+
+def test_without_restarts_in_place_the_attempt_ends() -> None:
+    plan = plan_nodes(spec(), nodes=4, lost=["n2"], spares=1, restarts_max=0, fits=fits_any)
+    assert (plan.way, "restarts_in_place is 0" in plan.reason) == ("", True)
+
+
+def test_spare_nodes_do_not_count_as_room_for_an_attempt() -> None:
+    two = spec(spare_nodes=2)
+    assert [without_spares(two, free) for free in (None, 48, 32, 16, 8, 4)] == [
+        *(None, 32, 16),
+        # An attempt on one node has no spare nodes.
+        *(8, 8, 4),
+    ]
+    assert (two.gpus_held(32), two.gpus_held(8)) == (48, 8)
+
+
+def test_an_attempt_that_shrank_may_grow_to_its_first_size() -> None:
+    growing = spec({"min_gpus": 8, "grow": True, "grow_after_s": 10})
+    attempt = attempt_of(growing, 1, None, gpus=32, state=AttemptState.RUNNING)
+    assert observe(history_of(growing, attempt)) is None
+    shrunk = Event(
+        writer="node-0000",
+        opening=1,
+        sequence=0,
+        time=NOW,
+        kind=EventKind.LAUNCH_STARTED,
+        data={"attempt": 1, "launch": 2, "nodes": 2, "way": "shrink"},
+    )
+    history = dataclasses.replace(history_of(growing, attempt), events=(shrunk,))
+    assert observe(history) == 32
+
+
+def observe(history: RunHistory) -> int | None:
+    seen = observe_capacity(history, 32, None, now=NOW, fits=fits_any)
+    return seen.gpus if seen is not None else None
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> list[AgentContext]:
+    """The contexts of three agents of one attempt."""
+    attempt = RunFolder(tmp_path, "quick", "1" * 32).submit(1, 3, 0.0)
+    given = load_context(attempt.request)
+    supervision = given.request.supervision.model_copy(update={"heartbeat_s": 0.01})
+    request = given.request.model_copy(update={"nodes": 3, "supervision": supervision})
+    return [
+        dataclasses.replace(given, node=node, nodes=3, host=f"n{node}", request=request)
+        for node in range(3)
+    ]
+
+
+def runtime(node: int, *, term: int = 1, is_training: bool = True) -> Any:
+    return SimpleNamespace(is_training=is_training, place=NodePlace(node=node, nodes=3, term=term))
+
+
+def test_only_one_node_takes_a_term(nodes: list[AgentContext]) -> None:
+    assert renew(nodes[0]) == 2
+    found = next_lead(nodes[1], runtime(1, term=2), 0)
+    assert found is not None
+    assert (found.number, found.node, found.host) == (3, 1, "n1")
+    # Node 0 was only believed to be lost: it neither starts a launch nor writes an outcome.
+    for is_end in (False, True):
+        with pytest.raises(SupersededError, match="another node leads it, so n0 leaves"):
+            renew(nodes[0], is_end=is_end)
+    followed = next_lead(nodes[2], runtime(2, term=2), 0)
+    assert followed == found
+    assert renew(nodes[1], is_end=True) == 4
+    assert next_lead(nodes[2], runtime(2, term=3), 1) is None
+    newest = newest_term(nodes[0].attempt)
+    assert newest is not None
+    assert newest.is_end
+
+
+@pytest.mark.parametrize("why", ["spare", "left out", "heartbeats"])
+def test_a_node_that_a_launch_does_not_need_takes_no_term(
+    nodes: list[AgentContext], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(succession, "FOLLOW_WAIT_S", 4.0)
+    if why == "left out":
+        renew(nodes[0])
+    if why == "heartbeats":
+        writer = HeartbeatWriter(nodes[0].attempt)
+        monkeypatch.setattr(time, "sleep", lambda _: writer.write([]))
+    assert next_lead(nodes[2], runtime(1, is_training=why != "spare"), 0) is None
+    newest = newest_term(nodes[0].attempt)
+    assert (newest.node if newest is not None else None) == (0 if why == "left out" else None)
