@@ -6,7 +6,7 @@ import re
 from math import inf
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictInt, field_validator, model_validator
+from pydantic import Field, StrictBool, StrictInt, field_validator, model_validator
 
 from holdfast.contracts.disk.bounds import INTEGER_MAX, SECONDS_MAX
 from holdfast.contracts.disk.mirrors import problem_with_mirror
@@ -122,6 +122,12 @@ class Checkpointing(SpecPart):
         description="steps between snapshots, which are copies in memory. If the program dies, "
         "Holdfast commits the newest one. `auto` takes as many as cost 3 % of the "
         "time, and `off` takes none",
+    )
+    overlap: StrictBool = Field(
+        default=False,
+        json_schema_extra=_without_default,
+        description="whether a save returns at once, and its copy continues while the next step "
+        "computes, until an optimizer steps",
     )
     staging: Literal["memory"] = Field(
         default="memory",

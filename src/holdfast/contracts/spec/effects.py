@@ -173,6 +173,7 @@ ACTS: Final[Mapping[str, tuple[Scope, ...]]] = {
     "checkpoint.mirror": (SAVES,),
     "checkpoint.local": (SAVES,),
     "checkpoint.snapshots": (SAVES,),
+    "checkpoint.overlap": (SAVES,),
     "checkpoint.staging": (SAVES,),
     "supervision.heartbeat_s": (),
     "supervision.poll_s": (),

@@ -31,6 +31,7 @@ from holdfast.trainer.session import alone
 from holdfast.trainer.session.loop import Loop
 from holdfast.trainer.session.settings import Settings
 from holdfast.trainer.session.stop_coordinator import StopCoordinator
+from holdfast.trainer.session.updates import UpdateHook
 from holdfast.trainer.state.made_with import changes
 from holdfast.trainer.state.optimizer_steps import OptimizerSteps
 from holdfast.trainer.state.run_state import (
@@ -68,6 +69,7 @@ class SessionParts:
     resumed_from: str | None
     _state: ProgramState
     _stop_coordinator: StopCoordinator | None = None
+    _updates: UpdateHook | None = None
     _sinks: list[TrackerSink]
     _is_closed = False
     # Where a run begins that has no checkpoint, see `FrameworkSession`.
@@ -173,6 +175,9 @@ class SessionParts:
             flags=self._flags,
         )
         self._record.register(self._ranks.rank, found.step)
+        self._saver.overlaps = settings.overlaps
+        if settings.overlaps:
+            self._updates = UpdateHook(self._saver)
         self._saver.begin(awaits_state=awaits_state)
         if not self._context.has_agent and self._context.identity.local_rank == 0:
             self._stop_coordinator = StopCoordinator(self._context, self._recorder.event)
@@ -270,6 +275,10 @@ class SessionParts:
         self._state.close()
         if self._stop_coordinator is not None:
             self._stop_coordinator.close()
+        # A copy that continues is journaled when it is complete.
+        self._saver.complete_copy()
+        if self._updates is not None:
+            self._updates.close()
         self._recorder.close()
         self._saver.close(is_orderly=is_orderly)
         if self._flags is not None:
@@ -286,7 +295,7 @@ class SessionParts:
     def _abandon(self) -> None:
         """Clean up after a failed constructor as after a crash, so that another can be created."""
         self._is_closed = True
-        for name in ("_stop_coordinator", "_recorder", "_flags", "_optimizers"):
+        for name in ("_updates", "_stop_coordinator", "_recorder", "_flags", "_optimizers"):
             part = getattr(self, name, None)
             if part is not None:
                 part.close()

@@ -67,6 +67,7 @@ def _saver_of(state: TrainState, planner: SavePlanner | None) -> partial[Saver]:
         note_forms=state.note_forms,
         check=state.check,
         notice=state.notice,
+        steady=state.steady,
         planner=planner,
     )
 
@@ -97,6 +98,7 @@ class Session(SessionParts):
         exclude: str | Sequence[str] = (),
         snapshots: int | str | None = None,
         planner: SavePlanner | None = None,
+        overlap: bool | None = None,
     ) -> None:
         """Resumes from the newest checkpoint that verifies.
 
@@ -123,6 +125,7 @@ class Session(SessionParts):
                 from any checkpoint that they do not fit.
             snapshots: steps between snapshots, `"auto"` or `"off"`, with the rule of `interval`.
             planner: your own `SavePlanner`. There are no snapshots with it.
+            overlap: let copies continue until an optimizer steps, see `before_update`.
 
         Raises `PreflightError` if the process group or the flusher is missing, `CheckpointError`
         if the checkpoint does not fit the program, `DamagedCheckpointError` if no undamaged one is
@@ -136,7 +139,7 @@ class Session(SessionParts):
         check_named(per_rank, "per_rank")
         check_kinds(mesh=mesh, planner=planner, directory=directory)
         fit = ResumeFit.of(strict=strict, rename=rename, exclude=exclude)
-        settings = Settings.of(interval, snapshots)
+        settings = Settings.of(interval, snapshots, overlap)
         self.seed, self._best_of = check_seed(seed), (best[0], best[1]) if best else None
         optimizers, schedulers = listed(optimizer), listed(scheduler)
         with alone.claimed(self, self._abandon):
@@ -339,6 +342,16 @@ class Session(SessionParts):
         """Requests a checkpoint at the end of this step or epoch. Call it on every rank."""
         self._loop.require_training()
         self._loop.is_checkpoint_wanted = True
+
+    @while_open
+    def before_update(self) -> None:
+        """Waits until the state may change. Call it before an update that no optimizer makes.
+
+        With `overlap`, the copy of a save continues until an optimizer steps. Call this before your
+        program changes parameters or the state of an optimizer in another way, such as by hand or
+        by a compiled optimizer. It does nothing if no copy is under way.
+        """
+        self._saver.complete_copy()
 
     @while_open
     @contextlib.contextmanager
