@@ -36,7 +36,7 @@ screenshots: setup-cluster docs  ## Pictures of the web page and of the site, in
 demo: setup-demo  ## A run that is preempted and relaunched on fewer ranks: about a minute
 	$(PYTHON) examples/demo.py $(ARGS)
 
-test: setup-cluster  ## Each mechanism once, in 17 minutes; ARGS="-k name" narrows them
+test: setup-cluster  ## Each mechanism once, in ten minutes; ARGS="-k name" narrows them
 	$(PYTEST) $(TWO_AT_A_TIME) -m "not slow and not more" --durations=25 $(ARGS)
 
 test-unit: setup  ## Tests that start no server and no run, in two minutes; needs no root

@@ -5,8 +5,8 @@ from __future__ import annotations
 from alembic import context
 from sqlalchemy import Connection, text
 
-from holdfast.lineage.database.models import Base
 from holdfast.lineage.database.schema_changes import connect_for_migration
+from holdfast.lineage.database.tables import METADATA
 
 # An arbitrary number that is the same for all processes.
 MIGRATION_LOCK = 4_846_424_601
@@ -16,7 +16,7 @@ def migrate(connection: Connection) -> None:
     """Run the requested migrations in one transaction, one process at a time."""
     context.configure(
         connection=connection,
-        target_metadata=Base.metadata,
+        target_metadata=METADATA,
         # SQLite alters a table by copying it. Its DDL is transactional after an explicit BEGIN.
         render_as_batch=True,
         transactional_ddl=True,

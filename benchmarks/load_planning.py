@@ -33,7 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from holdfast.contracts.disk.digests import FileChecksum
 from holdfast.contracts.disk.manifest import FileEntry, Manifest
 from holdfast.contracts.disk.paths import CheckpointName
-from holdfast.trainer.format.metadata import METADATA, open_lean
+from holdfast.trainer.format.metadata import METADATA, open_checkpoint
 from holdfast.trainer.loading.node import Address
 from holdfast.trainer.loading.reader import prepare
 from holdfast.trainer.planning.compare_keys import Selection
@@ -121,7 +121,7 @@ def measure(directory: Path, manifest: Manifest, ranks: int, tensors: int) -> di
     before = peak_bytes()
     gc.disable()
     began, busy = time.perf_counter(), time.process_time()
-    opened = open_lean(directory, manifest)
+    opened = open_checkpoint(directory, manifest, is_lean=True)
     open_s, open_cpu_s = time.perf_counter() - began, time.process_time() - busy
     began, busy = time.perf_counter(), time.process_time()
     ready = prepare(opened, {"model": layers}, Selection(), NOWHERE)

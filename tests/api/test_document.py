@@ -84,6 +84,7 @@ def test_no_operation_fails_on_valid_or_invalid_input(tried: Served) -> None:
     assert call_all(tried, found[::5], examples=1) >= len(found[::5])
 
 
+@pytest.mark.more
 def test_web_page_types_match_the_openapi_document() -> None:
     script = CHECKOUT / "infra" / "setup" / "page_types.py"
     done = subprocess.run([sys.executable, str(script), "--check"], timeout=LIMIT_S)

@@ -20,7 +20,7 @@ from tests.process.local_runs import LocalRun
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import AttemptPaths
 from holdfast.workers.runs import operator
-from holdfast.workers.runs.reconcile import job_log_tail, observe
+from holdfast.workers.runs.endings import job_log_tail, observe
 
 GRACE_S: Final = 8.0
 CLUSTER: Final = CHECKOUT / "infra" / "slurm"

@@ -25,12 +25,12 @@ from holdfast.contracts.records.attempt import Submission, read_claim, read_docu
 from holdfast.contracts.records.history import RunHistory, load_history
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState, RunState
-from holdfast.flows.drills.invariants import check_submissions
 from holdfast.lineage.index import Index
 from holdfast.lineage.queries import run_queries
 from holdfast.workers.runs.run_folders import create_run
 from holdfast.workers.schedulers import executor_for
 from holdfast.workers.schedulers.local import LAUNCHER
+from holdfast_bench.live_drills.invariants import check_submissions
 
 LIFE_S = 300.0
 LIVES_MAX = 200

@@ -189,6 +189,7 @@ def test_the_scale_of_a_grad_scaler_continues(all_runs: Runs) -> None:
     assert scales[-1] > scales[0] == 4.0
 
 
+@pytest.mark.more
 def test_each_sample_is_trained_on_once_per_epoch(runs: Runs) -> None:
     check_samples(runs, "cut")
 
@@ -208,6 +209,7 @@ def check_samples(runs: Runs, name: str) -> None:
         assert len(trained) == SAMPLES + 4
 
 
+@pytest.mark.more
 def test_split_batches_give_one_rank_the_samples_of_two(runs: Runs) -> None:
     check_resized(runs, "split_resized")
 
@@ -239,6 +241,7 @@ def test_one_rank_trains_on_the_rest_of_the_epoch(all_runs: Runs) -> None:
     assert len(second) < len(first)
 
 
+@pytest.mark.more
 def test_numbered_folders_go_on_after_a_kill_and_link_to_committed_checkpoints(runs: Runs) -> None:
     folders = sorted((runs.folder / "project" / "checkpoints").iterdir())
     # 8 batches per epoch and rank, and a save after every third of 16.
@@ -261,6 +264,7 @@ def test_a_hook_whose_state_is_lost_is_reported_once(all_runs: Runs) -> None:
     assert all_runs.said.count("the PowerSGDState of DDP's communication hook") == 1
 
 
+@pytest.mark.more
 def test_a_run_that_starts_from_a_folder_continues_at_its_place(runs: Runs) -> None:
     assert runs.statuses["continued"] == [[0]]
     source, continued = runs.lines("source"), runs.lines("continued")

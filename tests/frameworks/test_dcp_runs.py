@@ -24,7 +24,7 @@ from holdfast.trainer import dcp
 from holdfast.trainer.dcp import channel
 from holdfast.trainer.dcp.errors import DcpSaveError
 from holdfast.trainer.dcp.record import RECORD
-from holdfast.trainer.session.alone import claimed, release
+from holdfast.trainer.session.lifetime import claimed, release
 from holdfast.workers.checkpoints.exports import ExportFormat, export
 
 pytestmark = pytest.mark.usefixtures("end_flusher", "ignore_stock_hints")

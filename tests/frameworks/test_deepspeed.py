@@ -141,6 +141,7 @@ def test_a_damaged_checkpoint_and_one_without_a_rank_s_file_are_passed_over(
     assert found["kept"], "a damaged checkpoint was changed"
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("change", "error"),
     [
@@ -169,6 +170,7 @@ def test_a_state_that_deepspeed_cannot_convert_stays_on_its_number_of_ranks(
     assert "RMSprop has square_avg" in refused
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("case", "error"),
     [

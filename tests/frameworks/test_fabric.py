@@ -37,6 +37,7 @@ QUICK: Final = {
 PLACES: Final = range(2, 12)
 
 
+@pytest.mark.more
 def test_interrupted_programs_equal_those_of_plain_fabric(tmp_path: Path) -> None:
     """Samples, losses, rates, random numbers, evaluations and the final weights."""
     expected = sum(map(len, QUICK.values()))

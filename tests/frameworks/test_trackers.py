@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from mlflow import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tests.support import forked
 
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import RunPaths
@@ -53,29 +52,19 @@ def database_in(folder: Path) -> str:
 def train(folder: Path, trackers: dict[str, Any], *, kill_at: int | None = None) -> int:
     """Run the program in `folder`; its exit status."""
     settings = {"trackers": trackers, "steps": STEPS, "kill_at": kill_at}
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), json.dumps(settings)],
+    done = forked.run(
+        [sys.executable, PROGRAM, json.dumps(settings)],
         cwd=folder,
         env={**os.environ, "HOLDFAST_ROOT": str(folder / "runs"), "WANDB_SILENT": "true"},
         timeout=LIMIT_S,
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert done.returncode in {0, -signal.SIGKILL}, done.stderr[-2000:]
     assert "holdfast: wandb" not in done.stderr
     return done.returncode
 
 
-@pytest.fixture(scope="module")
-def tracked(tmp_path_factory: pytest.TempPathFactory) -> Tracked:
-    """One run with all trackers. Each launch tells the journal what they call the run."""
-    folder = tmp_path_factory.mktemp("tracked")
-    trackers = {
-        "TensorBoardTracker": {},
-        "MlflowTracker": {"tracking_uri": database_in(folder), "experiment": "kelp"},
-        "WandbTracker": {"project": "kelp", "mode": "offline"},
-    }
+def crash_and_resume(folder: Path, trackers: dict[str, Any]) -> Tracked:
+    """One run with the trackers. Each launch records in the journal what they call the run."""
     assert train(folder, trackers, kill_at=KILLED_AT) == -signal.SIGKILL
     assert train(folder, trackers) == 0
     run = RunPaths(folder / "runs" / PROGRAM.stem)
@@ -90,8 +79,28 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Tracked:
     return Tracked(folder, run, dict(told), resumed[-1])
 
 
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory: pytest.TempPathFactory) -> Tracked:
+    """One run with all trackers."""
+    folder = tmp_path_factory.mktemp("tracked")
+    trackers = {
+        "TensorBoardTracker": {},
+        "MlflowTracker": {"tracking_uri": database_in(folder), "experiment": "kelp"},
+        "WandbTracker": {"project": "kelp", "mode": "offline"},
+    }
+    return crash_and_resume(folder, trackers)
+
+
+def test_tensorboard_alone_shows_each_step_once_after_a_crash(tmp_path: Path) -> None:
+    assert_tensorboard_shows_each_step(crash_and_resume(tmp_path, {"TensorBoardTracker": {}}))
+
+
 @pytest.mark.more
-def test_tensorboard_shows_each_step_once_after_a_crash(tracked: Tracked) -> None:
+def test_tensorboard_beside_other_trackers_shows_each_step_once(tracked: Tracked) -> None:
+    assert_tensorboard_shows_each_step(tracked)
+
+
+def assert_tensorboard_shows_each_step(tracked: Tracked) -> None:
     directory = tracked.ids["tensorboard"]
     assert Path(directory) == tracked.run.directory / "tensorboard"
     shown = EventAccumulator(directory)
@@ -100,7 +109,10 @@ def test_tensorboard_shows_each_step_once_after_a_crash(tracked: Tracked) -> Non
     assert points == [(step, float(step)) for step in range(1, STEPS + 1)]
 
 
+@pytest.mark.more
 def test_mlflow_run_continues_after_a_crash_and_a_fork_is_its_child(tracked: Tracked) -> None:
+    from mlflow import MlflowClient
+
     uri, found = tracked.database, tracked.ids["mlflow"]
     client = MlflowClient(tracking_uri=uri)
     points = [(one.step, one.value) for one in client.get_metric_history(found, "loss")]

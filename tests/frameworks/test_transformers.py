@@ -120,6 +120,7 @@ def test_trainers_interrupted_at_many_points_end_bit_identical(
     assert found["cases"] >= 8
 
 
+@pytest.mark.more
 def test_a_run_is_killed_preempted_and_continued_on_one_rank(run: LocalRun, tmp_path: Path) -> None:
     attempt = run.submit()
     run.wait_for_step(attempt, 6)

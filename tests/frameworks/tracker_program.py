@@ -31,7 +31,7 @@ def main() -> None:
         session.log(loss=float(step))
         if step == settings.get("kill_at"):
             # The metrics of this step are on their way, and its state is in no checkpoint.
-            while any(sink._queue.qsize() for sink in session._sinks):
+            while any(sink._queue.qsize() for sink in session._metrics.sinks):
                 pass
             os.kill(os.getpid(), signal.SIGKILL)
     session.close()

@@ -73,7 +73,7 @@ def plant(root: Path) -> None:
     RunFolder(root, "wanted", "d" * 32).paths.spec.write_text("{")
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=["exclusive", pytest.param("shared", marks=pytest.mark.more)])
 def good(testbed: Testbed, request: pytest.FixtureRequest) -> Iterator[list[RunPaths]]:
     """Good runs, all of whose files another uid tries to lock for the time of the test."""
     made = [make_good(testbed.root, f"{name}-{request.param}") for name in NAMES]

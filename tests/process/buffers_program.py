@@ -1,6 +1,6 @@
 """Batch normalisation under DDP, trained in one and in two launches, to compare the ranks' state.
 
-    python buffers_program.py FOLDER
+    python buffers_program.py FOLDER CASE
 
 Each rank writes its state of each run to `FOLDER/<case>-<run>-<rank>.pt`.
 """
@@ -39,13 +39,12 @@ class Net(nn.Module):
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
+    folder, case = Path(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
-    for case in CASES:
-        for run, stops in (("whole", (STEPS,)), ("parts", (STOP, STEPS))):
-            for number, stop in enumerate(stops):
-                act = partial(train, folder, case, run, number, stop)
-                run_ranks(RANKS, folder / f"store-{case}-{run}-{number}", act)
+    for run, stops in (("whole", (STEPS,)), ("parts", (STOP, STEPS))):
+        for number, stop in enumerate(stops):
+            act = partial(train, folder, case, run, number, stop)
+            run_ranks(RANKS, folder / f"store-{case}-{run}-{number}", act)
 
 
 def train(folder: Path, case: str, run: str, seed: int, stop: int) -> None:

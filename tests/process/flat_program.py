@@ -1,6 +1,6 @@
 """FSDP1 without a device mesh, whose state dict has ShardedTensors, in one and several launches.
 
-    python flat_program.py FOLDER
+    python flat_program.py FOLDER CASE
 
 Each rank writes the unsharded state it had when a launch began and when it ended:
 `FOLDER/<case>-<launch>-<rank>.pt`.
@@ -37,13 +37,12 @@ CASES = {"original": True, "flat": False}
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
+    folder, case = Path(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
-    for case in CASES:
-        for run, launches in LAUNCHES.items():
-            for number, (ranks, stop) in enumerate(launches):
-                act = partial(train, folder, case, run, number, stop)
-                run_ranks(ranks, folder / f"store-{case}-{run}-{number}", act)
+    for run, launches in LAUNCHES.items():
+        for number, (ranks, stop) in enumerate(launches):
+            act = partial(train, folder, case, run, number, stop)
+            run_ranks(ranks, folder / f"store-{case}-{run}-{number}", act)
 
 
 def make(case: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:

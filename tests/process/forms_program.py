@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -27,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.contracts.disk.paths import RunPaths
-from holdfast.trainer.format.metadata import read_metadata
+from holdfast.trainer.format.metadata import open_checkpoint
 from holdfast.trainer.loading.reader import load_state
 from holdfast.trainer.ranks.identity import Identity
 from holdfast.trainer.saving.engine import CheckpointEngine
@@ -165,9 +166,13 @@ def save_each(engine: CheckpointEngine, rank: int) -> tuple[dict[str, Any], dict
     return saved, document
 
 
+def metadata_of(checkpoint: Path) -> Metadata:
+    return open_checkpoint(checkpoint).metadata
+
+
 def check_names(run: RunPaths, saved: dict[str, Any]) -> None:
     """Every form was saved under the same canonical names."""
-    keys = {frozenset(read_metadata(path).state_dict_metadata) for path in run.list_checkpoints()}
+    keys = {frozenset(metadata_of(path).state_dict_metadata) for path in run.list_checkpoints()}
     assert len(keys) == 1, keys
     names = {key for key in next(iter(keys)) if not key.startswith("rng.")}
     assert names == saved["plain"].keys(), names ^ saved["plain"].keys()
@@ -187,7 +192,7 @@ def load_each_into_each(
     for path, source in zip(run.list_checkpoints(), FORMS, strict=True):
         for form in FORMS:
             state, _, _ = make(form, 1, rank)
-            target = state.template(document, partial(read_metadata, path))
+            target = state.template(document, partial(metadata_of, path))
             load_state(path, target, group=group)
             state.apply(target, document)
             now, _ = state.capture(TrainingProgress(step=1, seed=0))

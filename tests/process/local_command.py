@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -10,10 +11,12 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import psutil
 from tests.support.flow_runs import SUPERVISION
 
+from holdfast.cli.main import main
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import list_runs
 from holdfast.contracts.records.attempt import Request, Submission, read_document
@@ -22,6 +25,8 @@ from holdfast.workers.schedulers import executor_for
 
 PROGRAM: Final = Path(__file__).with_name("agent_program.py")
 CALL_S: Final = 300.0
+# A new process for each of these would take a second. They only read, and unit tests call them so.
+IN_THIS_PROCESS: Final = frozenset({"show", "checkpoints", "verify", "simulate", "logs", "lineage"})
 
 
 class Local:
@@ -39,6 +44,8 @@ class Local:
         }
 
     def call(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        if arguments[0] in IN_THIS_PROCESS:
+            return self._call_here(arguments)
         return subprocess.run(
             [sys.executable, "-m", "holdfast.cli.main", *arguments],
             env=self.environment,
@@ -47,6 +54,24 @@ class Local:
             timeout=CALL_S,
             check=False,
         )
+
+    def _call_here(self, arguments: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+        written = io.BytesIO(), io.BytesIO()
+        said, errors = (io.TextIOWrapper(one, write_through=True) for one in written)
+        status: object = None
+        with (
+            mock.patch.dict(os.environ, self.environment, clear=True),
+            mock.patch.object(sys, "argv", ["holdfast", *arguments]),
+            contextlib.redirect_stdout(said),
+            contextlib.redirect_stderr(errors),
+        ):
+            try:
+                main()
+            except SystemExit as ended:
+                status = ended.code
+        assert isinstance(status, int)
+        texts = (one.getvalue().decode() for one in written)
+        return subprocess.CompletedProcess(arguments, status, *texts)
 
     def json(self, *arguments: str) -> Any:
         done = self.call(*arguments, "--json")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import psutil
+from tests.support.forked import RANK_FORKS
 
 from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
@@ -24,8 +25,6 @@ from holdfast.workers.runs.reconcile import reconcile
 from holdfast.workers.schedulers import executor_for
 
 PROGRAM: Final = Path(__file__).with_name("agent_program.py")
-# With it in PYTHONPATH, torchrun forks its ranks.
-RANK_FORKS: Final = Path(__file__).parents[1] / "support" / "rank_forks"
 T = TypeVar("T")
 WAIT_S: Final = 180.0
 POLL_S: Final = 0.1

@@ -57,6 +57,7 @@ def test_job_completes_and_leaves_no_process(make: Make) -> None:
     wait_until(lambda: not processes_of(run.paths), "the end of every process")
 
 
+@pytest.mark.more
 def test_preempted_job_loses_no_step_and_the_next_attempt_continues(make: Make) -> None:
     run = make(steps=4000, sleep_s=0.05, grace_s=GRACE_S)
     attempt = run.submit()
@@ -221,7 +222,8 @@ def test_completed_run_can_be_relaunched_only_if_steps_may_be_missing(
     assert (decision.action, decision.gpus) == ("relaunch", 1)
     run.submit()
     view = run.wait_for_end()
-    assert (view.state, view.first_step, view.last_step) == (AttemptState.COMPLETED, 5, 12)
+    # The loop's end has saved step 6, although the interval is 4.
+    assert (view.state, view.first_step, view.last_step) == (AttemptState.COMPLETED, 7, 12)
     assert run.history().state is RunState.COMPLETED
     with pytest.raises(SpecError, match=r"is completed.*holdfast fork"):
         operator.request(run.paths, "relaunch", by="tester")

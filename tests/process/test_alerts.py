@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.forked import RANK_FORKS
 from tests.support.receivers import MailServer, Webhook, receiving
 
 from holdfast.contracts.disk.journal import EventKind
@@ -31,7 +32,13 @@ def spec_of(folder: Path, program: str, alerts: dict[str, Any]) -> RunSpec:
         "name": "kelp",
         "command": ["program.py"],
         "launch": {"working_directory": str(folder)},
-        "supervision": {"poll_s": 0.2, "heartbeat_s": 0.3, "restarts_in_place": 0},
+        "environment": {"PYTHONPATH": str(RANK_FORKS)},
+        "supervision": {
+            "poll_s": 0.2,
+            "heartbeat_s": 0.3,
+            "restarts_in_place": 0,
+            "standby_after_s": "off",
+        },
         "alerts": alerts,
     }
     return RunSpec.model_validate(spec)

@@ -20,12 +20,12 @@ sys.path.append(str(Path(__file__).parents[2] / "infra" / "filesystems"))
 from caching_mount import mounted
 from served_mounts import served
 
-from holdfast.flows.drills.kinds import select_kinds
-from holdfast.flows.drills.results import DrillResult
 from holdfast.workers.runs.manifests import committed_checkpoints
 from holdfast_bench.drills import faults
 from holdfast_bench.drills.campaign import Plan, drill_throw_away
 from holdfast_bench.drills.context import TestbedContext
+from holdfast_bench.live_drills.kinds import select_kinds
+from holdfast_bench.live_drills.results import DrillResult
 
 KINDS = ("sigterm", "kill-rank", "kill-agent", "kill-flow", "kill-flusher", "disk-full")
 # A full disk needs a small file system of its own.

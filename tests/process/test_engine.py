@@ -109,6 +109,7 @@ def test_stock_dcp_reads_our_checkpoint(
     assert converted["rng"]["rank00001"].tolist() == [1] * 9
 
 
+@pytest.mark.more
 def test_export_equals_the_checkpoint_and_damage_leaves_no_output(
     saved: Path, folder: Path
 ) -> None:

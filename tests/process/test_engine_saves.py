@@ -23,7 +23,7 @@ from holdfast.contracts.disk.damage import find_damage
 from holdfast.contracts.disk.manifest import read_manifest
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import DamagedCheckpointError, KeyMismatchError, SaveError
-from holdfast.trainer.format.metadata import read_metadata
+from holdfast.trainer.format.metadata import open_checkpoint
 from holdfast.trainer.loading.reader import load_state
 from holdfast.trainer.planning.global_plan import ALIGNMENT, GlobalPlan
 from holdfast.trainer.planning.layout import TRAIN_STATE_BYTES_MAX
@@ -44,7 +44,7 @@ FACTS: dict[str, Any] = {"reason": "interval", "parent": "r:step-00000001.a0001.
 
 def read_keys(directory: Path) -> frozenset[str]:
     """The keys of a checkpoint."""
-    return frozenset(read_metadata(directory).state_dict_metadata)
+    return frozenset(open_checkpoint(directory).metadata.state_dict_metadata)
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_files_are_stock_dcp_and_aligned_and_metadata_does_not_change(
         assert engine.wait(20)[0].committed
     first, second = (directory_of(tmp_path, step) / ".metadata" for step in (1, 2))
     assert first.read_bytes() == second.read_bytes()
-    metadata = read_metadata(directory_of(tmp_path, 2))
+    metadata = open_checkpoint(directory_of(tmp_path, 2)).metadata
     assert all(info.offset % ALIGNMENT == 0 for info in metadata.storage_data.values())
     assert "model.weight" in read_keys(directory_of(tmp_path, 2))
     image = (directory_of(tmp_path, 2) / "__0_0.distcp").read_bytes()
@@ -313,7 +313,7 @@ def test_metadata_build_failure_is_raised_and_cleared_by_prepare(
     assert all(result.committed for result in engine.wait(20))
     contents = {(directory_of(tmp_path, step) / ".metadata").read_bytes() for step in (1, 2)}
     assert len(contents) == 1
-    assert read_metadata(directory_of(tmp_path, 2)).storage_data
+    assert open_checkpoint(directory_of(tmp_path, 2)).metadata.storage_data
 
 
 def test_save_waits_for_its_metadata_before_it_is_sealed(

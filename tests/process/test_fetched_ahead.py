@@ -49,7 +49,9 @@ def test_batch_prefetched_by_the_session_is_the_same_after_a_resume(
     assert TWICE not in said
 
 
-@pytest.mark.parametrize(("by", "words"), [("draws", DRAWN), ("ids", TWICE)])
+@pytest.mark.parametrize(
+    ("by", "words"), [("draws", DRAWN), pytest.param("ids", TWICE, marks=pytest.mark.more)]
+)
 def test_prefetch_that_a_resume_cannot_reproduce_gives_a_warning(
     by: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,18 +15,26 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from holdfast.contracts.disk.paths import RunPaths
-from holdfast.trainer.format.metadata import read_metadata
+from holdfast.trainer.format.metadata import open_checkpoint
 
 WAIT_S = 150.0
 
-pytestmark = [pytest.mark.timeout(200), pytest.mark.parametrize("case", CASES)]
+pytestmark = pytest.mark.timeout(200)
+MARKS: dict[str, Any] = {"flat": pytest.mark.more}
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(case, marks=MARKS.get(case, ())) for case in CASES]
+)
+def case(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(case: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("flat")
     done = forked.run(
-        [sys.executable, "-W", "ignore", "-m", flat_program.__name__, made],
+        [sys.executable, "-W", "ignore", "-m", flat_program.__name__, made, case],
         timeout=WAIT_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -69,7 +77,7 @@ def test_resume_on_another_number_of_ranks_has_the_same_state(
 def test_stock_dcp_loads_the_checkpoint(folder: Path, case: str) -> None:
     expected = saw(folder, case, PARTS, 1)["ended"]
     newest = RunPaths(folder / f"{case}-{PARTS}").list_checkpoints()[-1]
-    saved = read_metadata(newest).state_dict_metadata
+    saved = open_checkpoint(newest).metadata.state_dict_metadata
     assert expected.keys() == {k for k in saved if not k.startswith("rng.")}
     state = {
         key: torch.full_like(value, -1) if torch.is_tensor(value) else None

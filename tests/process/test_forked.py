@@ -56,6 +56,7 @@ def test_an_endless_program_is_killed_at_its_time_limit(tmp_path: Path) -> None:
     assert not [one for one in here if str(program) in (one.info["cmdline"] or [])]
 
 
+@pytest.mark.more
 def test_torchrun_of_an_agent_forks_its_ranks(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(

@@ -44,6 +44,7 @@ def test_agent_frees_a_full_disk_reports_it_and_training_continues(tmp_path: Pat
             steps=480,
             sleep_s=0.03,
             padding=5 * FLOATS_PER_MB,
+            hurry=str(tmp_path / "hurry"),
             checkpoint={"interval": 10, "keep": {"last": 1}},
         )
         attempt = run.submit()
@@ -61,6 +62,7 @@ def test_agent_frees_a_full_disk_reports_it_and_training_continues(tmp_path: Pat
             step = max(event.data["step"] for event in run.events(EventKind.SAVE_FAILED))
             run.wait_for_step(attempt, step + 5)
             filler.unlink()
+            (tmp_path / "hurry").touch()
             view = run.wait_for_end()
             assert (view.state, view.last_step) == (AttemptState.COMPLETED, 480)
             assert committed_checkpoints(run.paths)[-1].step == 480

@@ -23,7 +23,7 @@ from holdfast.contracts.disk.manifest import Manifest, read_manifest
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import SpecError
 from holdfast.trainer import Session
-from holdfast.trainer.session import alone
+from holdfast.trainer.session import lifetime
 from holdfast.workers.agent.outcome import judge_completion
 
 SAMPLES, BATCH = 24, 4
@@ -33,7 +33,7 @@ SAMPLES, BATCH = 24, 4
 def no_session_left() -> Iterator[None]:
     """Close the session of a test that failed, so that the next one can open its own."""
     yield
-    for holder in list(alone._live.values()):
+    for holder in list(lifetime._live.values()):
         if isinstance(session := holder(), Session):
             session._release(wait=True)
 

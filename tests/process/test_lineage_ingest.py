@@ -24,7 +24,7 @@ from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.paths import MANIFEST, ROOT_ID, RunPaths, list_runs
 from holdfast.contracts.disk.roots import ensure_root_id
 from holdfast.contracts.errors import NotFoundError
-from holdfast.lineage.database import models, states
+from holdfast.lineage.database import states, tables
 from holdfast.lineage.database.schema_changes import upgrade
 from holdfast.lineage.database.transactions import Database, open_database
 from holdfast.lineage.ingest import disk, run_ingest
@@ -75,7 +75,7 @@ def database(url: str) -> Iterator[Database]:
 
 def dump(database: Database) -> Dump:
     """Every row of every table, in the order of the keys."""
-    tables: list[Any] = [model.__table__ for model in models.TABLES]
+    every = tables.TABLES
     with database.reading() as connection:
         return {
             table.name: [
@@ -84,7 +84,7 @@ def dump(database: Database) -> Dump:
                     table.select().order_by(*table.primary_key.columns)
                 ).mappings()
             ]
-            for table in tables
+            for table in every
         }
 
 

@@ -18,7 +18,8 @@ from holdfast.lineage.database.transactions import Database, open_database
 from holdfast.lineage.ingest.reindex import reindex
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+# Every test with a new SQLite index migrates it.
+@pytest.fixture(params=[pytest.param("sqlite", marks=pytest.mark.more), "postgresql"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """The URL of a new database with an up-to-date schema."""
     if request.param == "sqlite":

@@ -27,7 +27,10 @@ from holdfast.lineage.queries.cursors import PAGE_MAX, RowPage
 from holdfast.lineage.queries.totals import list_nodes, metric_series, node_faults
 
 
-@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+# The tests of the API read pages from SQLite.
+@pytest.fixture(
+    scope="module", params=[pytest.param("sqlite", marks=pytest.mark.more), "postgresql"]
+)
 def database(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Database]:

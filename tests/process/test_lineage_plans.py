@@ -13,7 +13,7 @@ from tests.support.postgres import PostgresServer
 from tests.support.runs import T0, RunFolder, build_sample_runs
 
 from holdfast.contracts.states import RunState
-from holdfast.lineage.database import models
+from holdfast.lineage.database import tables
 from holdfast.lineage.database.schema_changes import upgrade
 from holdfast.lineage.database.states import CheckpointState
 from holdfast.lineage.database.transactions import Database, open_database
@@ -24,7 +24,7 @@ from holdfast.lineage.queries.comparison import compare, list_files
 from holdfast.lineage.queries.durability import add_durability, read_durability
 from holdfast.lineage.queries.totals import list_nodes, metric_series, node_faults
 
-TABLES = {model.__tablename__ for model in models.TABLES}
+TABLES = {table.name for table in tables.TABLES}
 CHECKPOINT = "gpt:step-00000200.a0003.l01"
 OTHER = "gpt-b:step-00000150.a0001.l01"
 Statement = tuple[str, Any]

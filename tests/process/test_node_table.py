@@ -14,7 +14,7 @@ from holdfast.contracts.disk.digests import FileChecksum
 from holdfast.contracts.disk.manifest import FileEntry, Manifest
 from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.trainer.format import metadata
-from holdfast.trainer.format.metadata import METADATA, open_lean
+from holdfast.trainer.format.metadata import METADATA, open_checkpoint
 from holdfast.trainer.loading import reader
 from holdfast.trainer.loading.node import mapped, published
 from holdfast.trainer.loading.reader import open_together
@@ -89,7 +89,7 @@ def test_ranks_of_a_node_read_once(
 ) -> None:
     made = content()
     manifest = write(tmp_path, made)
-    expected = open_lean(tmp_path, manifest)
+    expected = open_checkpoint(tmp_path, manifest, is_lean=True)
     if case == "damaged":
         with open(tmp_path / METADATA, "r+b") as stream:
             stream.seek(len(made) // 2)
@@ -112,10 +112,10 @@ def test_ranks_of_a_node_read_once(
         try:
             if case == "damaged":
                 with pytest.raises(DamagedCheckpointError) as damaged:
-                    open_together(tmp_path, manifest, ranks.group)
+                    open_together(tmp_path, ranks.group, manifest)
                 assert "checksum" in damaged.value.damaged[0]
                 return
-            opened = open_together(tmp_path, manifest, ranks.group)
+            opened = open_together(tmp_path, ranks.group, manifest)
         finally:
             ranks.close()
         assert_same(opened.boxes, expected.boxes)

@@ -232,7 +232,6 @@ def test_reindex_keeps_the_rows_of_folders_that_it_may_not_enter(shared: Shared)
     assert shared.names(ANN) == ALL
 
 
-@pytest.mark.parametrize("shared", ["sqlite", "postgresql"], indirect=True)
 def test_lineage_shows_no_private_run(shared: Shared) -> None:
     """Neither the fork of a public run nor the public fork of a private run shows it."""
     parent = f"hidden:{CHECKPOINT}"

@@ -142,6 +142,7 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
     return launch.run
 
 
+@pytest.mark.more
 def test_killed_run_resumes_bit_identical(uninterrupted: RunPaths, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     with Launch(directory, ranks=2, dropout=0.2, sleep_s=0.05) as launch:

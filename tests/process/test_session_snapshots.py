@@ -21,6 +21,7 @@ from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.manifest import read_manifest
 
 
+@pytest.mark.more
 def test_killed_ranks_lose_one_step_and_resume_bit_identical(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     settings: dict[str, Any] = {"ranks": 2, "interval": "1000", "snapshots": "1", "dropout": 0.2}

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from tests.process.local_runs import PROGRAM, LocalRun, wait_until
+from tests.support.forked import RANK_FORKS
 
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import RunPaths
@@ -89,6 +90,7 @@ def write_spec(folder: Path, name: str, steps: int, sleep_s: float) -> Path:
         "command": [PROGRAM.name, json.dumps({"steps": steps, "sleep_s": sleep_s})],
         "launch": {"working_directory": str(PROGRAM.parent)},
         "resources": {"executor": "local", "gpus_per_node": 1},
+        "environment": {"PYTHONPATH": str(RANK_FORKS)},
         "checkpoint": {"interval": 10},
         "supervision": {"poll_s": 0.5, "heartbeat_s": 0.3, "standby_after_s": "off"},
     }

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from examples.demo_service import PrefectService
+from tests.support.forked import RANK_FORKS
 
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import RunPaths
@@ -73,14 +74,14 @@ class FlowRuns:
         self._hurry.touch()
 
     def write_spec(self, name: str, settings: dict[str, Any], **more: Any) -> Path:
-        """A spec of the small program on two ranks, with fast polling."""
+        """A spec of the small program on two ranks, which torchrun forks, with fast polling."""
         path = self.folder / f"{name}.yaml"
         spec = {
             "name": name,
             "command": [PROGRAM.name, json.dumps({"hurry": str(self._hurry), **settings})],
             "launch": {"working_directory": str(PROGRAM.parent)},
             "resources": {"gpus_per_node": 2},
-            "environment": {"OMP_NUM_THREADS": "1"},
+            "environment": {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(RANK_FORKS)},
             "checkpoint": {"interval": 10},
             **more,
             "supervision": {**SUPERVISION, **more.get("supervision", {})},

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import IO, Final
 
 ROOT: Final = Path(__file__).parents[2]
+# With it in PYTHONPATH, torchrun forks its ranks.
+RANK_FORKS: Final = Path(__file__).with_name("rank_forks")
 START_S: Final = 120.0
 KILL_WAIT_S: Final = 30.0
 ANSWER_BYTES: Final = 4096

@@ -23,7 +23,7 @@ from holdfast.contracts.disk.paths import TRAIN_STATE
 from holdfast.contracts.errors import CheckpointError, HoldfastError, SaveError
 from holdfast.trainer import Session
 from holdfast.trainer.data.position import Position
-from holdfast.trainer.loading.reader import open_any_together
+from holdfast.trainer.loading.reader import open_together
 from holdfast.trainer.loading.restore import load_opened
 from holdfast.trainer.planning.rank_rows import describe_rank
 from holdfast.trainer.planning.signature import Signature, flatten
@@ -107,7 +107,7 @@ class Launch:
     def load(self, place: Path) -> None:
         """Load as a Session does."""
         document = read_train_state(place, None)
-        opened = open_any_together(place, None)
+        opened = open_together(place, None)
         load_opened(self._ranks, self.state, opened, document)
         self.completed = document["step"]
         self.position = self._position(document["data"])

@@ -9,9 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from holdfast.cli.main import app
-from holdfast.cli.shared import bench_package
+from holdfast.contracts import bench_package
 from holdfast.contracts.errors import PreflightError
 from holdfast.contracts.version import holdfast_version
+from holdfast.flows import operations
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -28,7 +29,7 @@ def test_both_distributions_have_the_same_version() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [["bench", "--quick"], ["drill", "--count", "1"], ["drill", "a-run", "--report", "page.md"]],
+    [["bench", "--quick"], ["drill", "--count", "1"], ["drill", "a-run"]],
 )
 def test_commands_without_the_package_are_refused(
     command: list[str], monkeypatch: pytest.MonkeyPatch
@@ -39,3 +40,9 @@ def test_commands_without_the_package_are_refused(
     assert "needs the package holdfast-bench, which is not" in str(done.exception)
     assert "Run `pip install ./benchmarks` in a checkout" in str(done.exception)
     assert done.stdout == ""
+
+
+def test_the_flow_drill_is_refused_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_package, "NAME", "holdfast_bench_that_is_not_installed")
+    with pytest.raises(PreflightError, match="a drill needs the package holdfast-bench"):
+        operations.drill.fn(run="a-run")

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMeta
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 
 from holdfast.trainer.format.column_reader import OtherForm, read_columns
-from holdfast.trainer.format.metadata import METADATA, open_lean, parse_metadata
+from holdfast.trainer.format.metadata import METADATA, open_checkpoint, parse_metadata
 from holdfast.trainer.format.metadata_dump import encode_storage_meta
 from holdfast.trainer.format.opcodes import COMPARED_AT_ONCE
 from holdfast.trainer.format.saved_boxes import BoxTable
@@ -119,6 +119,6 @@ def test_what_stock_dcp_wrote_is_read_by_the_object_reader(tmp_path: Path) -> No
     save_with_dcp({"a": torch.arange(6.0)}, checkpoint_id=tmp_path, no_dist=True)
     with pytest.raises(OtherForm):
         read((tmp_path / METADATA).read_bytes())
-    opened = open_lean(tmp_path, None)
+    opened = open_checkpoint(tmp_path, is_lean=True)
     assert not opened.is_lean
     assert opened.boxes.by_key["a"].sizes.tolist() == [[6]]

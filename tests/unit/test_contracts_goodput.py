@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from holdfast.contracts.account import goodput
 from holdfast.contracts.account.goodput import PARTS
-from holdfast.contracts.account.prices import Prices
+from holdfast.contracts.account.prices import Prices, costs_of
 from holdfast.contracts.account.timeline import KINDS, TimelineMark, launches_of
 from holdfast.contracts.records.tally import LaunchSpan, Span
+from holdfast.lineage.queries.totals import GoodputTotals, Money
+from holdfast.lineage.queries.views import StretchView
 
 
 def account(spans: list[Span], **fields: Any) -> dict[str, Any]:
@@ -24,6 +26,15 @@ def account(spans: list[Span], **fields: Any) -> dict[str, Any]:
 def parts_of(found: dict[str, Any]) -> list[float]:
     """The durations that add up to the total."""
     return [found[f"{part}_s"] for part in PARTS]
+
+
+def test_the_index_adds_up_every_field_of_the_account() -> None:
+    account_of_nothing = account([], created_at=0, until=0).keys()
+    money = Money.__annotations__.keys()
+    assert GoodputTotals.__annotations__.keys() - {"runs", "money"} | money == account_of_nothing
+    assert {f"{part}_s" for part in PARTS} | {"total_s"} <= account_of_nothing
+    assert costs_of([], Prices()).keys() == money
+    assert money <= StretchView.__annotations__.keys()
 
 
 def span(**fields: Any) -> Span:

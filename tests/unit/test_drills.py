@@ -23,13 +23,6 @@ from holdfast.contracts.records.attempt import Claim, Submission, write_document
 from holdfast.contracts.records.history import load_events, load_history
 from holdfast.contracts.records.tally import LaunchSpan, Span
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.flows.drills import faults as live_faults
-from holdfast.flows.drills import invariants
-from holdfast.flows.drills.invariants import Broken
-from holdfast.flows.drills.kinds import KINDS, Recovery, draw_faults, select_kinds
-from holdfast.flows.drills.place import LaunchPlace
-from holdfast.flows.drills.results import DrillResult, FaultResult
-from holdfast.flows.drills.target_run import TargetRun
 from holdfast.workers.nodes.processes import name_process
 from holdfast_bench.drills import faults
 from holdfast_bench.drills.campaign import Campaign, Plan
@@ -39,6 +32,13 @@ from holdfast_bench.drills.prediction import Costs
 from holdfast_bench.drills.recorded_run import Cut, RecordedRun
 from holdfast_bench.drills.report import read_result, render_report, spread
 from holdfast_bench.drills.steps import Records, Reference, Step, difference, gaps
+from holdfast_bench.live_drills import faults as live_faults
+from holdfast_bench.live_drills import invariants
+from holdfast_bench.live_drills.invariants import Broken
+from holdfast_bench.live_drills.kinds import KINDS, Recovery, draw_faults, select_kinds
+from holdfast_bench.live_drills.place import LaunchPlace
+from holdfast_bench.live_drills.results import DrillResult, FaultResult
+from holdfast_bench.live_drills.target_run import TargetRun
 
 NEWEST = "step-00000200.a0003.l01"
 

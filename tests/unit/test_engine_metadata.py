@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from holdfast.contracts.errors import DamagedCheckpointError
-from holdfast.trainer.format.metadata import parse_metadata, read_metadata
+from holdfast.trainer.format.metadata import open_checkpoint, parse_metadata
 from holdfast.trainer.loading.reader import load_state
 
 
@@ -77,7 +77,7 @@ def test_tensor_properties_from_before_torch_2_3_are_read_like_stock_dcp() -> No
 def test_metadata_that_stock_dcp_wrote_is_read_like_stock_dcp(tmp_path: Path) -> None:
     state = {"w": torch.zeros(3, dtype=torch.float64), "n": 4, "q": torch.zeros(1).to(torch.int8)}
     save(state, checkpoint_id=tmp_path)
-    ours, stock = read_metadata(tmp_path), FileSystemReader(tmp_path).read_metadata()
+    ours, stock = open_checkpoint(tmp_path).metadata, FileSystemReader(tmp_path).read_metadata()
     assert ours.state_dict_metadata == stock.state_dict_metadata
     assert ours.storage_data == stock.storage_data
 
@@ -128,4 +128,4 @@ def test_a_byte_entry_that_is_not_a_plain_value_is_not_unpickled(tmp_path: Path)
 
 def test_a_directory_without_metadata_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DamagedCheckpointError, match="expected the directory of a DCP checkpoint"):
-        read_metadata(tmp_path)
+        open_checkpoint(tmp_path)

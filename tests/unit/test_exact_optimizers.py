@@ -7,7 +7,8 @@ its first step and over a resume without a process for each of them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,9 @@ class Program:
                 self.trace[name].append(torch.cat([*weights, torch.rand(1)]))
 
 
+Trained = Callable[[str], tuple[Program, list[Program]]]
+
+
 def train_in_session(directory: Path, seed: int, last: int, group: str) -> Program:
     """One launch, which starts or resumes the run and stops after the step `last`."""
     program = Program(seed, group)
@@ -78,23 +82,22 @@ def train_in_session(directory: Path, seed: int, last: int, group: str) -> Progr
 
 
 @pytest.fixture(scope="module")
-def group(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Trains a group at its first use: plainly, and in three launches of one run.
 
+    Each launch has different initial weights, which a resume replaces. A parametrized fixture would
+    train again for each test, because each test's group is another parameter to pytest.
+    """
 
-@pytest.fixture(scope="module")
-def plain(group: str) -> Program:
-    program = Program(0, group)
-    program.train(range(1, STEPS + 1))
-    return program
+    @cache
+    def train(group: str) -> tuple[Program, list[Program]]:
+        plain = Program(0, group)
+        plain.train(range(1, STEPS + 1))
+        directory = tmp_path_factory.mktemp("exact") / "run"
+        stops = enumerate([*STOPS, STEPS])
+        return plain, [train_in_session(directory, number, last, group) for number, last in stops]
 
-
-@pytest.fixture(scope="module")
-def launches(tmp_path_factory: pytest.TempPathFactory, group: str) -> list[Program]:
-    """Three launches of one run, each with different initial weights, which a resume replaces."""
-    directory = tmp_path_factory.mktemp("exact") / "run"
-    stops = [*STOPS, STEPS]
-    return [train_in_session(directory, number, last, group) for number, last in enumerate(stops)]
+    return train
 
 
 def test_every_torch_optimizer_is_covered_with_every_option() -> None:
@@ -112,11 +115,11 @@ def test_every_torch_optimizer_is_covered_with_every_option() -> None:
         for group, cases in GROUPS.items()
         for case in cases
     ],
-    indirect=["group"],
 )
 def test_training_equals_plain_torch_from_the_first_step_and_over_resumes(
-    case: Case, plain: Program, launches: list[Program]
+    group: str, case: Case, trained: Trained
 ) -> None:
+    plain, launches = trained(group)
     trace = [row for program in launches for row in program.trace[case.name]]
     wanted = plain.trace[case.name]
     assert len(trace) == len(wanted) == STEPS

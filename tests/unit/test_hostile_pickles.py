@@ -29,7 +29,7 @@ import torch.distributed.checkpoint.metadata as records
 from torch.distributed._shard.sharded_tensor import metadata as sharded
 
 from holdfast.contracts.errors import DamagedCheckpointError
-from holdfast.trainer.format.metadata import parse_metadata, read_metadata
+from holdfast.trainer.format.metadata import open_checkpoint, parse_metadata
 from holdfast.trainer.format.plain_load import load_plain
 from holdfast.trainer.format.plain_pickle import RefusedPickle, read_pickle
 
@@ -337,7 +337,7 @@ def test_a_huge_sparse_metadata_file_is_refused(tmp_path: Path) -> None:
     with open(tmp_path / ".metadata", "wb") as stream:
         stream.write(b"\x80\x04\x8d" + struct.pack("<Q", 7 << 30))
         stream.truncate(7 << 30)
-    assert in_child(lambda: read_metadata(tmp_path)) == "refused"
+    assert in_child(lambda: open_checkpoint(tmp_path).metadata) == "refused"
 
 
 def test_the_unpickler_of_python_lets_a_pickle_change_a_class() -> None:

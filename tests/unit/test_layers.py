@@ -36,7 +36,7 @@ PARTS = {
     "bench": "benchmarks/src/holdfast_bench",
 }
 LIBRARIES = {
-    "holdfast_bench": {"bench", "cli"},
+    "holdfast_bench": {"bench", "cli", "flows"},
     "torch": {"trainer", "bench"},
     "fsspec": {"trainer"},
     "safetensors": {"trainer"},
@@ -222,6 +222,10 @@ def test_each_part_has_one_import_name() -> None:
         ("holdfast.trainer.loading.resume", {"torch", "prefect", "sqlalchemy", "submitit"}),
         ("holdfast.workers.agent", {"torch", "prefect", "sqlalchemy"}),
         ("holdfast.workers.runs.reconcile", {"torch", "prefect", "sqlalchemy", "submitit"}),
+        (
+            "holdfast.lineage.database.tables, sqlalchemy.dialects.sqlite",
+            {"alembic", "sqlalchemy.orm", "sqlalchemy.dialects.postgresql"},
+        ),
         ("holdfast.cli.views", {"torch", "prefect", "sqlalchemy", "submitit", "rich"}),
     ],
 )
@@ -241,7 +245,10 @@ def test_modules_that_start_quickly_import_no_large_libraries(
     [
         ("--version", {"torch", "prefect", "sqlalchemy", "submitit", "pydantic", "rich"}),
         ("--help", {"torch", "prefect", "sqlalchemy", "submitit", "pydantic"}),
-        ("runs", {"torch", "prefect", "submitit", "fastapi"}),
+        (
+            "runs",
+            {"torch", "prefect", "submitit", "fastapi", "sqlalchemy.orm"},
+        ),
     ],
 )
 def test_a_command_imports_no_large_libraries_that_it_does_not_use(

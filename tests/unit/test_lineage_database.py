@@ -1,4 +1,4 @@
-"""The database: its URL, whether it may be used, and its schema against models and enums."""
+"""The database: its URL, whether it may be used, and its schema against tables and enums."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from holdfast.contracts.disk import filesystems
 from holdfast.contracts.errors import LineageError
 from holdfast.contracts.states import AttemptState, Cause, RunState
 from holdfast.lineage.database.engine import database_url
-from holdfast.lineage.database.models import Base
 from holdfast.lineage.database.schema import (
     MIGRATIONS,
     current_revision,
@@ -30,6 +29,7 @@ from holdfast.lineage.database.schema import (
 )
 from holdfast.lineage.database.schema_changes import connect_for_migration, downgrade, upgrade
 from holdfast.lineage.database.states import STORED_EDGES, CheckpointState
+from holdfast.lineage.database.tables import METADATA
 from holdfast.lineage.database.transactions import open_database
 
 PEOPLE_AT_ONCE = 6
@@ -47,12 +47,12 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 
 @pytest.mark.more
-def test_migrations_create_the_models_and_can_be_reverted(url: str) -> None:
+def test_migrations_create_the_tables_and_can_be_reverted(url: str) -> None:
     assert current_revision(url) is None
     assert upgrade(url) == head_revision() == current_revision(url)
     with connect_for_migration(url) as connection:
         context = MigrationContext.configure(connection, opts={"render_as_batch": True})
-        assert compare_metadata(context, Base.metadata) == []
+        assert compare_metadata(context, METADATA) == []
     assert downgrade(url, "base") is None
     with connect_for_migration(url) as connection:
         assert set(inspect(connection).get_table_names()) <= {"alembic_version"}

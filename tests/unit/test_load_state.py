@@ -32,7 +32,7 @@ from holdfast.contracts.errors import (
     NotFoundError,
 )
 from holdfast.trainer import load_checkpoint, load_pretrained
-from holdfast.trainer.format.metadata import read_metadata
+from holdfast.trainer.format.metadata import open_checkpoint
 from holdfast.trainer.loading.reader import load_state
 from holdfast.trainer.planning.compare_keys import Selection
 
@@ -190,7 +190,7 @@ def test_the_stages_of_a_pipeline_load_as_one_checkpoint(tmp_path: Path) -> None
 def test_metadata_with_ranges_outside_its_files_is_refused(tmp_path: Path) -> None:
     directory = saved(tmp_path)
     commit(directory)
-    metadata = read_metadata(directory)
+    metadata = open_checkpoint(directory).metadata
     index, info = next(iter(metadata.storage_data.items()))
     for change, words in (
         ({"relative_path": "other"}, "a file that the checkpoint does not have"),
@@ -208,7 +208,7 @@ def test_metadata_with_ranges_outside_its_files_is_refused(tmp_path: Path) -> No
 
 def test_chunks_that_do_not_cover_a_tensor_are_reported_as_damage(tmp_path: Path) -> None:
     directory = saved(tmp_path)
-    metadata = read_metadata(directory)
+    metadata = open_checkpoint(directory).metadata
     entry = metadata.state_dict_metadata["model.wide"]
     assert isinstance(entry, TensorStorageMetadata)
     entry.chunks = []

@@ -68,6 +68,11 @@ SECRET_TEXTS: Final = (
     f"{{'token': '{S}'}}",
     f'{{"api_key": "{S}"}}',
     f"password: {S}",
+    f"the password is {S}",
+    f"your token was '{S}'",
+    f"OPENAI_KEY={S}",
+    f"hf_token: {S}",
+    f"train.py --openai-token {S}",
     f"ValueError: bad client_secret='{S}'",
     f"-e WANDB_API_KEY={S}",
     f"DB_PASS={S}\nOTHER=1",
@@ -116,6 +121,11 @@ SHOWN_BESIDE: Final = (
     (f"curl -u me:{S} https://x", "https://x"),
 )
 PLAIN_TEXTS: Final = (
+    "METRIC_KEY=eval_accuracy",
+    "export SORT_KEY=step_10",
+    "next_token: world",
+    "the token is missing",
+    "the password is empty, the key is step_00000100",
     "train.py --tokenizer gpt2 --steps 100",
     "tokenizer: gpt2",
     "tokenizer=gpt2",
@@ -156,13 +166,13 @@ PLAIN_TEXTS: Final = (
 
 
 @pytest.mark.parametrize("name", SECRET_NAMES)
-def test_secret_names_are_recognized(name: str) -> None:
-    assert is_secret(name)
+def test_values_under_secret_names_are_recognized(name: str) -> None:
+    assert is_secret(name, S)
 
 
 @pytest.mark.parametrize("name", OTHER_NAMES)
-def test_other_names_are_not_secret(name: str) -> None:
-    assert not is_secret(name)
+def test_other_names_have_no_secret(name: str) -> None:
+    assert not is_secret(name, "gpt2-small")
 
 
 @pytest.mark.parametrize("text", SECRET_TEXTS)
@@ -177,6 +187,20 @@ def test_secrets_in_texts_are_redacted_and_masked(text: str) -> None:
 @pytest.mark.parametrize("text", PLAIN_TEXTS)
 def test_texts_without_secrets_are_unchanged(text: str) -> None:
     assert redact_text(text) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("the password is hunter2hunter2", f"the password is {HIDDEN}"),
+        (f"wandb login --relogin {'0123456789' * 4}", f"wandb login --relogin {HIDDEN}"),
+        # The names of people's passwords do not need a random value.
+        ("DB_PASS=correcthorse", f"DB_PASS={HIDDEN}"),
+        ("WANDB_API_KEY=abcdefgh", f"WANDB_API_KEY={HIDDEN}"),
+    ],
+)
+def test_secrets_without_an_assignment_or_digits_are_redacted(text: str, shown: str) -> None:
+    assert redact_text(text) == shown
 
 
 @pytest.mark.parametrize(("text", "beside"), SHOWN_BESIDE)
@@ -294,6 +318,7 @@ def test_secrets_in_every_part_of_a_spec_are_redacted() -> None:
         *("tokens=a1", "-u a:", "-u a", "--user=", "a.b-", "-----BEGIN PRIVATE KEY-----"),
         *("-----BEGIN PRIVATE KEY-----\n", "-----BEGIN PRIVATE KEY-----abc\n\n", "-----BEGIN A "),
         *("\\n", "Proc-Type:", "Bearer ", "cookie:", "eyJ", "password: ", "a_", "?token=a&"),
+        *("password is ", "key is a1", "wandb login ", "wandb login --a "),
         *("token=[", "tokens=[", "tokens={", "token={}", "tokens=['a',", "tokens=aaaaaaa"),
     ],
 )

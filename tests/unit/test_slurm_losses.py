@@ -24,7 +24,7 @@ from holdfast.flows.supervisor.supervise import Supervisor, _due_s
 from holdfast.lineage.index import Index
 from holdfast.workers.decisions.causes import classify
 from holdfast.workers.decisions.policy import Decision, wait_after_refusal
-from holdfast.workers.runs import operator, reconcile, run_folders
+from holdfast.workers.runs import endings, operator, reconcile, run_folders
 from holdfast.workers.runs.pending import allow_hosts_again, is_overdue
 from holdfast.workers.runs.request import build_request
 from holdfast.workers.runs.until_capacity import UNTIL_CAPACITY, ready_runs
@@ -372,7 +372,7 @@ def test_slurm_gets_its_time_to_report_whatever_the_nodes_clock_says(
     slurm.fall_silent()
     assert not reconcile.reconcile(paths).attempts[0].state.is_terminal
     began = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: began + reconcile.VERDICT_WAIT_S + 1)
+    monkeypatch.setattr(time, "monotonic", lambda: began + endings.VERDICT_WAIT_S + 1)
     assert reconcile.reconcile(paths).attempts[0].state is AttemptState.PREEMPTED
 
 
@@ -385,7 +385,7 @@ def test_each_host_counts_for_itself_how_long_a_job_is_missing(
     write_document(attempt.submission, job)
     now = {"boot-a": 1000.0, "boot-b": 5.0}
     here = ["boot-a"]
-    monkeypatch.setattr(reconcile, "boot_id", lambda: here[0])
+    monkeypatch.setattr(endings, "boot_id", lambda: here[0])
     monkeypatch.setattr(time, "monotonic", lambda: now[here[0]])
 
     def is_over() -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import gc
 import os
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -42,6 +44,16 @@ def walk(*suffixes: str) -> list[Path]:
             paths = (Path(directory, name) for name in names if name.endswith(suffixes))
             found += [path for path in paths if not path.is_symlink()]
     return sorted(found)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_collector() -> Iterator[None]:
+    """The collector would inspect the growing millions of nodes again and again."""
+    gc.disable()
+    yield
+    functions.cache_clear()
+    parse.cache_clear()
+    gc.enable()
 
 
 @cache

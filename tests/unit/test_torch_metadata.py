@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from holdfast.contracts.errors import DamagedCheckpointError
-from holdfast.trainer.format.metadata import parse_metadata, read_metadata
+from holdfast.trainer.format.metadata import open_checkpoint, parse_metadata
 from holdfast.trainer.format.metadata_dump import dump_metadata
 from holdfast.trainer.format.metadata_makers import BUILDS, KEY_TYPES, PROPERTIES, find_maker
 from holdfast.trainer.format.plain_pickle import RefusedPickle, read_pickle
@@ -273,6 +273,6 @@ def test_what_a_planner_of_this_torch_saves_is_read(tmp_path: Path) -> None:
     state = {"w": torch.zeros(4, 3).t(), "n": {"x": [torch.ones(1), 2]}}
     save(state, checkpoint_id=tmp_path, no_dist=True)
     stock = FileSystemReader(tmp_path).read_metadata()
-    ours = read_metadata(tmp_path)
+    ours = open_checkpoint(tmp_path).metadata
     assert ours.state_dict_metadata == stock.state_dict_metadata
     assert ours.storage_data == stock.storage_data

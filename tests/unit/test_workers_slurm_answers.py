@@ -18,7 +18,7 @@ from tests.support.runs import T0, RunFolder
 from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
 from holdfast.contracts.records.attempt import Outcome, write_document
 from holdfast.contracts.states import AttemptState
-from holdfast.workers.runs.reconcile import JOB_ENDS_S, observe
+from holdfast.workers.runs.endings import JOB_ENDS_S, observe
 from holdfast.workers.schedulers import slurm_client
 from holdfast.workers.schedulers import slurm_client as slurm_answers
 from holdfast.workers.schedulers.base import JobStatus

@@ -37,7 +37,8 @@ from holdfast.contracts.states import AttemptState, Cause, RunState
 from holdfast.workers import schedulers
 from holdfast.workers.agent.claim import claim
 from holdfast.workers.agent.context import load_context
-from holdfast.workers.runs import attempts, reconcile, run_folders
+from holdfast.workers.runs import attempts, endings, run_folders
+from holdfast.workers.runs.reconcile import reconcile
 from holdfast.workers.schedulers import Executor, JobStatus
 from holdfast.workers.schedulers.slurm import ABSENCE_S
 
@@ -114,7 +115,7 @@ class Slurm(Executor):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     one = Clock()
-    for module in (attempts, reconcile):
+    for module in (attempts, endings):
         monkeypatch.setattr(module, "time", SimpleNamespace(time=one.time, monotonic=one.monotonic))
     return one
 
@@ -152,7 +153,7 @@ class Flow:
             return attempts.end_duplicates(self.attempt, journal)
 
     def reconcile(self) -> RunHistory:
-        return reconcile.reconcile(self.paths)
+        return reconcile(self.paths)
 
     @property
     def attempt(self) -> AttemptPaths:
@@ -280,12 +281,12 @@ def test_a_job_that_claims_at_the_last_moment_keeps_the_attempt(
         slurm.states["200"] = AttemptState.RUNNING
         assert claim_as(flow.attempt, "200")
 
-    monkeypatch.setattr(reconcile, "revalidate", claimed_meanwhile)
+    monkeypatch.setattr(endings, "revalidate", claimed_meanwhile)
 
     def without_claim(attempt: AttemptPaths) -> AttemptDocuments:
         return replace(read_documents(attempt), claim=None)
 
-    monkeypatch.setattr(reconcile, "read_documents", without_claim)
+    monkeypatch.setattr(endings, "read_documents", without_claim)
     assert not flow.reconcile().attempts[0].state.is_terminal
 
 
@@ -327,7 +328,7 @@ def test_a_job_whose_agents_write_heartbeats_is_not_lost(
     clock.now += ABSENCE_S
     beat = SimpleNamespace(time=clock.now + skew_s, host="n1", ranks=())
     with monkeypatch.context() as patch:
-        patch.setattr(reconcile, "read_heartbeats", lambda _: [beat])
+        patch.setattr(endings, "read_heartbeats", lambda _: [beat])
         for _ in range(3):
             # The node's clock may be wrong by any time, but each heartbeat has another one.
             assert not flow.reconcile().attempts[0].state.is_terminal

@@ -137,6 +137,7 @@ def test_pin_and_unpin_are_confirmed_and_recorded(site: Site, browser: Browser) 
     assert events[-1].data["checkpoint"] == LAST.partition(":")[2]
 
 
+@pytest.mark.more
 def test_keyboard_shortcuts_reach_search_lists_and_views(site: Site, browser: Browser) -> None:
     with testbed.page_of(browser, site) as (page, console_errors):
         page.goto("/")
@@ -187,6 +188,26 @@ def test_view_and_stream_recover_from_a_failed_request(site: Site, browser: Brow
         page.unroute_all()
         # The request is repeated although the stream sends no event.
         expect(page.get_by_text("Prunable").first).to_be_visible()
+
+
+def test_traceback_and_timeline_fit_a_phone_screen(site: Site, browser: Browser) -> None:
+    with testbed.page_of(browser, site, width=NARROW["width"]) as (page, _):
+        page.goto("/runs/bert-classifier")
+        page.get_by_text("Traceback of rank 1").click()
+        expect(page.get_by_text("ValueError: Expected input batch_size")).to_be_visible()
+        page.goto(f"/runs/{LIVE}")
+        timeline = page.locator("svg.timeline")
+        expect(timeline).to_be_visible()
+        box = timeline.bounding_box()
+        assert box
+        assert box["x"] + box["width"] <= NARROW["width"]
+        table = page.get_by_role("region", name="Attempts")
+        expect(table.get_by_text("#1", exact=False).first).to_be_visible()
+        clipped = table.evaluate("(one) => one.scrollWidth - one.clientWidth")
+        assert clipped == 0
+        # An error of the program does not count as a fault of the node.
+        page.goto("/nodes?host=gpu-05")
+        expect(page.get_by_text("None so far.")).to_be_visible()
 
 
 def test_printed_url_logs_in_and_removes_the_token_from_the_address(

@@ -107,6 +107,7 @@ def test_lists_sort_and_sum_all_rows_not_only_loaded_ones(
         assert not console_errors
 
 
+@pytest.mark.more
 def test_live_runs_are_listed_before_newer_ended_runs(site: Site, browser: Browser) -> None:
     run = RunFolder(site.root, "just-ended", "5" * 32, created_at=time.time() + 60)
     run.submit(1, 1, time.time())
@@ -144,6 +145,7 @@ def test_heartbeats_update_steps_and_curves_and_silent_ranks_are_marked(
         expect(page.get_by_text("ms ago")).to_have_count(0)
 
 
+@pytest.mark.more
 def test_long_attempt_lists_are_collapsed(site: Site, browser: Browser) -> None:
     began = time.time() - 100 * HOUR
     run = RunFolder(site.root, "unlucky", "8" * 32, created_at=began)
@@ -168,6 +170,7 @@ def test_long_attempt_lists_are_collapsed(site: Site, browser: Browser) -> None:
         expect(page.get_by_text("#1 · 2 GPUs")).to_be_visible()
 
 
+@pytest.mark.more
 def test_fork_dialog_ends_with_a_link_to_the_new_run(site: Site, browser: Browser) -> None:
     with testbed.page_of(browser, site) as (page, _):
         page.goto(f"/checkpoints/{LIVE}:step-00005000.a0001.l01")
@@ -180,6 +183,7 @@ def test_fork_dialog_ends_with_a_link_to_the_new_run(site: Site, browser: Browse
         expect(dialog.get_by_role("link", name="my-fork")).to_be_visible()
 
 
+@pytest.mark.more
 def test_cancel_dialog_says_that_a_final_checkpoint_is_saved(site: Site, browser: Browser) -> None:
     with testbed.page_of(browser, site) as (page, _):
         page.goto(f"/runs/{LIVE}")
@@ -190,6 +194,7 @@ def test_cancel_dialog_says_that_a_final_checkpoint_is_saved(site: Site, browser
         expect(dialog).not_to_contain_text("without")
 
 
+@pytest.mark.more
 def test_notices_show_time_and_attempt_and_earlier_ones_are_collapsed(
     site: Site, browser: Browser
 ) -> None:
@@ -210,6 +215,7 @@ def test_notices_show_time_and_attempt_and_earlier_ones_are_collapsed(
         assert border_colour(earlier) != border_colour(current)
 
 
+@pytest.mark.more
 def test_axis_labels_are_not_clipped(site: Site, browser: Browser) -> None:
     began = time.time() - 3 * HOUR
     run = RunFolder(site.root, "round-number", "4" * 32, created_at=began)
@@ -230,6 +236,7 @@ def test_axis_labels_are_not_clipped(site: Site, browser: Browser) -> None:
         expect(document).to_have_attribute("data-clipped", "")
 
 
+@pytest.mark.more
 def test_run_whose_processes_were_all_killed_is_shown_as_unsupervised(
     site: Site, browser: Browser
 ) -> None:
@@ -298,26 +305,7 @@ def test_lineage_cards_open_by_key_and_show_that_the_parent_was_verified(
             expect(page.get_by_role("complementary")).to_contain_text("Step 5")
 
 
-def test_traceback_and_timeline_fit_a_phone_screen(site: Site, browser: Browser) -> None:
-    with testbed.page_of(browser, site, width=PHONE) as (page, _):
-        page.goto("/runs/bert-classifier")
-        page.get_by_text("Traceback of rank 1").click()
-        expect(page.get_by_text("ValueError: Expected input batch_size")).to_be_visible()
-        page.goto(f"/runs/{LIVE}")
-        timeline = page.locator("svg.timeline")
-        expect(timeline).to_be_visible()
-        box = timeline.bounding_box()
-        assert box
-        assert box["x"] + box["width"] <= PHONE
-        table = page.get_by_role("region", name="Attempts")
-        expect(table.get_by_text("#1", exact=False).first).to_be_visible()
-        clipped = table.evaluate("(one) => one.scrollWidth - one.clientWidth")
-        assert clipped == 0
-        # An error of the program does not count as a fault of the node.
-        page.goto("/nodes?host=gpu-05")
-        expect(page.get_by_text("None so far.")).to_be_visible()
-
-
+@pytest.mark.more
 def test_timeline_opened_before_the_first_attempt_fits_the_screen(
     site: Site, browser: Browser
 ) -> None:

@@ -55,6 +55,7 @@ def create_automations(notification: str = "") -> list[str]:
 def _write(client: SyncPrefectClient, automation: AutomationCore) -> None:
     """Create the automation, or update the one of its name. One that is off stays off."""
     for found in client.read_automations_by_name(automation.name):
+        # An operator may have switched it off on purpose.
         changed = automation.model_copy(update={"enabled": found.enabled})
         client.update_automation(found.id, changed)
         return

@@ -63,7 +63,7 @@ def register_blocks() -> None:
 
 
 def with_blocks(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the table of a spec with the values of its blocks where it has none of its own.
+    """Return the table of a spec with the values of its blocks for the keys that it lacks.
 
     Returns also the keys whose values are those of blocks. Raises `ServiceError` if Prefect has no
     such block, or cannot be used.
@@ -81,6 +81,7 @@ def with_blocks(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     for part, values in parts.items():
         own = table.get(part, {})
         if isinstance(own, Mapping):
+            # The spec's own keys win. The values of a block are only defaults.
             merged[part] = {**values, **own}
             used += [f"{part}.{key}" for key in values if key not in own]
     return merged, used

@@ -51,6 +51,7 @@ def deploy(pool: str = POOL, pool_type: str = "") -> list[str]:
             worker = BaseWorker.get_worker_class_from_type(found)
             assert worker is not None, "both types are registered where Holdfast is installed"
             template = worker.get_default_base_job_template()
+            # A pool that exists keeps its settings, which an operator may have changed.
             client.create_work_pool(
                 WorkPoolCreate(name=pool, type=found, base_job_template=template)
             )

@@ -73,9 +73,9 @@ def api_url() -> str | None:
 def submit_to_prefect(
     parameters: dict[str, Any], *, name: str | None = None, uid: str
 ) -> FlowRunStarted:
-    """Create a flow run that supervises the run `uid`, unless one waits or starts. Returns at once.
+    """Create a flow run that supervises the run `uid`, unless one waits or starts. Does not wait.
 
-    Two commands at once create one flow run: both have the same idempotency key.
+    Two commands at the same time create one flow run: both have the same idempotency key.
     Raises `ServiceError` if the API cannot be reached within `API_S_MAX` seconds, has no such
     deployment, or rejects the parameters.
     """
@@ -96,6 +96,8 @@ def submit_to_prefect(
                 parameters=parameters,
                 name=name,
                 tags=[tag],
+                # The same key on two commands gives one flow run. The newest flow run is in it, so
+                # a later call can create another one.
                 idempotency_key=f"{tag}-after-{newest.id if newest else 'none'}",
             )
             # The flow run of another command, which has the same key, may have ended meanwhile.
@@ -119,7 +121,7 @@ def _newest_flow_run(client: SyncPrefectClient, tag: str) -> FlowRun | None:
 def _will_supervise(client: SyncPrefectClient, found: FlowRun) -> bool:
     """Return whether a flow run, whose process holds no lock yet, will supervise its run.
 
-    One that waits for a worker will, also if it is late. One that a worker has taken is lost if
+    One that waits for a worker will, even if it is late. One that a worker has taken is lost if
     it does not supervise within `START_S_MAX` seconds.
     """
     state = found.state
@@ -128,8 +130,10 @@ def _will_supervise(client: SyncPrefectClient, found: FlowRun) -> bool:
     if state.is_scheduled():
         return True
     if state.is_paused() and state.state_details.pause_reschedule:
+        # Prefect starts it again, and its supervisor finds the run.
         client.resume_flow_run(found.id)
         return True
+    # By the server's clock, which has also set the state's time.
     return _server_time(client) - state.timestamp.timestamp() < START_S_MAX
 
 
@@ -213,6 +217,7 @@ def open_client() -> Iterator[SyncPrefectClient]:
             "PREFECT_API_URL=http://127.0.0.1:4200/api, or run without Prefect."
         )
     with (
+        # Without retries: a server that is down is reported in seconds. They are on again below.
         temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
         translate_errors(),
         get_client(sync_client=True, httpx_settings=_bounded()) as client,

@@ -183,6 +183,7 @@ class FlowRunLink:
         """
         before, self._history = self._history, history
         if before is not None and state_name(before) != state_name(history):
+            # The thread shows the change now, not at its next look.
             self._changed.set()
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, daemon=True)
@@ -201,6 +202,8 @@ class FlowRunLink:
 
         If the run continues meanwhile, Prefect starts another process.
         """
+        # A request may have come after the last look, and found a supervisor that was leaving, see
+        # decision 69.
         if load_tallied(self._paths).state is not RunState.PAUSED:
             with open_client() as client:
                 client.resume_flow_run(self._id)
@@ -232,6 +235,8 @@ class FlowRunLink:
             state = found.state
             if state is None or state.is_final() or state.is_cancelling():
                 return
+            # The link's own message tells this pause from a person's. Without it, the run would be
+            # paused again after it continues, see decision 69.
             if state.type is StateType.PAUSED and state.message == RUN_IS_PAUSED:
                 self._stay_paused(client)
             elif state.type is StateType.PAUSED:
@@ -272,6 +277,7 @@ class FlowRunLink:
         history = load_tallied(self._paths)
         if history.state is not RunState.PAUSED:
             return
+        # Nobody would start it again, or another flow run is the one to suspend.
         if found.deployment_id is None or last_supervisor(self._paths) != str(self._id):
             assert found.state is not None, "it was looked at before"
             self._name(client, found.state, state_name(history))
@@ -281,6 +287,8 @@ class FlowRunLink:
 
     def _request(self, action: operator.Action, history: RunHistory, found: FlowRun) -> None:
         """Ask for `action`, unless someone gave an order since `history` was read."""
+        # `seen` refuses the request if an order came since, so an old pause cannot undo a new
+        # resume.
         facts: dict[str, Any] = {"by": of_flow_run(found.name), "seen": history.newest_order}
         if action == "pause":
             facts["reason"] = self._redactor.text(message_of(found.state))
@@ -328,6 +336,7 @@ def take_up_requests(paths: RunPaths, flow_run: str, log: Log) -> None:
     run, if that has failed or was cancelled. Without an answer of Prefect, nothing is asked.
     """
     history = load_tallied(paths)
+    # Another flow run supervises the run now. This one only follows it.
     if last_supervisor(paths) != flow_run:
         return
     try:

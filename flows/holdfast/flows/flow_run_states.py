@@ -15,6 +15,7 @@ from prefect.client.schemas.objects import State, StateType
 
 def times_scheduled(states: Sequence[State[Any]]) -> int:
     """Return how often the flow run was to be started by a worker."""
+    # Prefect's own count of starts leaves out resumptions, see decision 69.
     return sum(one.is_scheduled() for one in _without_repetitions(states))
 
 
@@ -35,6 +36,7 @@ def last_begun_at(states: Sequence[State[Any]]) -> float:
 
 def _without_repetitions(states: Sequence[State[Any]]) -> list[State[Any]]:
     """Return the states in order, without a scheduled one that follows another."""
+    # By time, because the server may return them in another order.
     ordered = sorted(states, key=lambda one: one.timestamp)
     pairs = zip([None, *ordered], ordered, strict=False)
     return [

@@ -43,9 +43,11 @@ def fork_run(
         parent, directory, name=name, overrides=overrides, spec_file=spec_file, root=root
     )
     check_everything(plan.spec, plan.root)
+    # Checked before the folder exists, so that a fork that cannot start leaves nothing behind.
     require(plan.spec)
     paths = create_run(plan.spec, plan.root, created_by=by, forked=plan.origin)
     uid = load_tallied(paths).record.uid
+    # In the parent's journal, which protects its checkpoint from deletion.
     with JournalWriter(parent.journal_of(writer)) as journal:
         journal.append(EventKind.FORKED, checkpoint=directory, into_uid=uid, into_run=paths.name)
     return paths
@@ -85,6 +87,7 @@ def plan_fork(
         raise RunConflictError(
             f"a run with the name {spec.name} exists under {home}; choose another --name"
         )
+    # A spec file may name another program, and only that program knows what it can load.
     if spec_file is None:
         _require_fit(spec, manifest)
     origin = ForkPoint(

@@ -59,6 +59,8 @@ def import_run(
     environment cannot run.
     """
     place = source.expanduser().absolute()
+    # The spec must be valid, because the record is read like any other. Its command is never
+    # started.
     spec = load_spec(
         {
             "name": name,
@@ -90,6 +92,8 @@ def import_run(
         )
         _record(paths, found, by, writer)
 
+    # The run's `spec.json` comes last, so the import appears complete or not at all, see
+    # decision 78.
     paths = create_run(
         spec, root, created_by=by, imported_from=str(place), fill=lambda *own: _alone(fill, *own)
     )
@@ -111,6 +115,7 @@ def _check_rule(rule: str) -> None:
 
 def _alone(fill: Callable[[RunPaths, str], None], paths: RunPaths, uid: str) -> None:
     """Fill the run's folder under its lock. Remove the folder if that fails."""
+    # Held until the folder is a run, or another import of the name would take it for abandoned.
     with FlowLock(paths.flow_lock) as lock:
         if not lock.try_take():
             raise RunConflictError(

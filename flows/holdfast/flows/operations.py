@@ -17,6 +17,7 @@ from prefect.client.schemas.objects import State
 from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run as current_flow_run
 
+from holdfast.contracts.bench_package import require_bench_package
 from holdfast.contracts.disk.paths import LATEST, RunPaths
 from holdfast.contracts.disk.visits import Visit, own_runs, visit
 from holdfast.contracts.errors import DamagedCheckpointError, RunFailedError, SpecError
@@ -53,7 +54,7 @@ from holdfast.workers.runs.until_capacity import ready_runs, waits_for_capacity
 # Several runs under one quota of GPUs: each starts when the ones before leave it enough.
 #
 # The state is on disk: a sweep that is started again finds its runs and counts them. Each run has
-# a supervisor of its own, so the runs continue without the sweep. This module does not use
+# a separate supervisor, so the runs continue without the sweep. This module does not use
 # Prefect.
 
 POLL_S: Final = 5.0
@@ -80,6 +81,7 @@ def members_of(
     found = []
     for key, overrides in variants.items():
         own = load_spec(spec, [f"name={base}-{key}", *overrides])
+        # The most that the run can hold at any time: growth must not exceed the quota.
         most = max(own.gpus, *allowed_sizes(own), *own.elastic.on_preemption)
         if most > gpus:
             raise SpecError(
@@ -137,7 +139,8 @@ class Sweep:
                 continue
             unended += 1
             if state is None and held + member.gpus > self._gpus:
-                # A smaller run behind does not overtake: a large one would wait forever.
+                # A smaller run does not overtake, or a large one could wait for ever, see
+                # decision 70.
                 held = self._gpus
                 continue
             # A paused run keeps its share, because an operator may resume it at any time.
@@ -148,6 +151,8 @@ class Sweep:
 
     def _state(self, member: Member) -> RunState | None:
         """Return the state of the member's run, or None if it was not started."""
+        # From the folder, whichever process has died. A slot of Prefect would be free while its job
+        # still holds the GPUs, see decision 70.
         name = member.spec.name
         paths = self._runs.get(name) or run_folders.own_generation(self._root, name)
         if paths is None or not run_folders.is_same_spec(
@@ -347,6 +352,8 @@ def drill(
 ) -> dict[str, Any]:
     """Inject faults into a run that is training, and check the invariants after each.
 
+    It needs the package holdfast-bench in the worker's environment.
+
     Args:
         run: The run's folder name, or its name in the spec.
         count: The number of faults.
@@ -354,8 +361,9 @@ def drill(
         kinds: The kinds of faults. By default all that are possible on a live run.
         root: The folder that contains the runs. By default that of the worker's environment.
     """
-    from holdfast.flows.drills.kinds import select_kinds
-    from holdfast.flows.drills.runner import drill_live
+    require_bench_package("a drill")
+    from holdfast_bench.live_drills.kinds import select_kinds
+    from holdfast_bench.live_drills.runner import drill_live
 
     log = get_run_logger()
     paths = find_run(home_of(root), run)
@@ -410,7 +418,7 @@ def sweep(
 ) -> dict[str, Any]:
     """Run variants of a spec, as many at a time as a quota of GPUs allows.
 
-    Each run has a flow run of its own. A sweep that is started again continues its runs.
+    Each run has a separate flow run. A sweep that is started again continues its runs.
 
     Args:
         spec: What all runs have in common: a run spec, or the absolute path of one.

@@ -129,7 +129,7 @@ def describe_errors(
     lines = []
     for where, found in groups.items():
         if found[0]["type"] == "too_short" and any(one.startswith(f"{where}[") for one in groups):
-            # Entries that are wrong do not count, and have lines of their own.
+            # Entries that are wrong do not count, and have separate lines.
             continue
         own = [each for each in found if each["type"] == "value_error"]
         lines += [_own_text(where, each, model) for each in own]
@@ -307,9 +307,11 @@ def load_spec(
         path = Path(source).expanduser().absolute()
         table, origin = read_spec_file(path), str(path)
         folder = path.parent
+    # Before the unknown keys are dropped, so that an override of an unknown key is reported too.
     problems, set_keys = _apply(table, overrides)
     problems += drop_unknown_keys(table, RunSpec)
     origins = {**(known or {}), **dict.fromkeys(set_keys, SET)}
+    # Prefect is not asked for a spec that is refused anyway.
     if table.get("blocks") and not problems:
         from holdfast.flows.blocks import with_blocks
 
@@ -341,6 +343,8 @@ def resolve_directory(spec: RunSpec, folder: Path) -> RunSpec:
     if "/" in python and not (launch.container or launch.wrapper):
         changed["python"] = str(directory / Path(python).expanduser())
     found = spec.model_copy(update={"launch": launch.model_copy(update=changed)})
+    # A directory that nobody wrote counts as a default, although it is absolute now, see
+    # decision 88.
     if DIRECTORY in spec.sources:
         return found
     return found.with_origins({**spec.origins, DIRECTORY: DEFAULT})

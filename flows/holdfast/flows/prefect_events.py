@@ -139,6 +139,7 @@ class PrefectEvents:
 
     def send(self, lines: Sequence[OutboxLine]) -> None:
         """Send lines. Raises `ServiceError`, and `RefusedLineError` for an invalid one."""
+        # The health check first, so that a server that is down is not taken for a refused event.
         with open_client() as client, _refusals():
             client.request("POST", "/events", json=[self._event(line) for line in lines])
 
@@ -147,6 +148,8 @@ class PrefectEvents:
         times = [line.at for line in lines]
         # By default, the server leaves out events that are later than its own clock.
         occurred = {"since": _moment(min(times) - 1.0), "until": _moment(max(times) + 1.0)}
+        # Prefect answers before it stores an event, and loses its queue if it is killed, see
+        # decision 66.
         asked = {"id": {"id": [str(line.id) for line in lines]}, "occurred": occurred}
         body = {"filter": asked, "limit": len(lines)}
         with open_client() as client:
@@ -170,6 +173,8 @@ class PrefectEvents:
         related = [{**one, ROLE: role} for role, one in roles if one and one is not main]
         return {
             "id": str(line.id),
+            # The outbox has moved the time where lines of different hosts would be out of order,
+            # see decision 66.
             "occurred": _moment(line.at),
             "event": event_name(event),
             "resource": {**main, **labels},
@@ -215,7 +220,7 @@ def publish(paths: RunPaths) -> None:
     redactor.learn(history.record.spec, paths)
     events = PrefectEvents(history.record, redactor)
     with open_client():
-        # Says at once why the server cannot be used.
+        # Raises here if the server cannot be used, with the reason.
         pass
     if not Deliveries(paths, {PREFECT: events}, redactor.log(LOG), None).finish(history):
         raise ServiceError(
@@ -247,6 +252,8 @@ def _refusals() -> Iterator[None]:
         yield
     except PrefectHTTPStatusError as error:
         status = error.response.status_code
+        # These pass with time or a login. Any other status says that this event will never be
+        # accepted.
         if 400 <= status < 500 and status not in TRANSIENT:
             text = error.response.text[:500]
             raise RefusedLineError(f"Prefect refused an event: {text}") from error

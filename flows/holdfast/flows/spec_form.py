@@ -34,6 +34,7 @@ class _Form:
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
+        # Any value, because a spec is read with its overrides, and a recorded one by other rules.
         return core_schema.any_schema()
 
     def __get_pydantic_json_schema__(

@@ -30,6 +30,7 @@ def parse_yaml(path: Path, text: str) -> Any:
         # Before the rest, because the loader takes seconds for thousands of levels.
         _check_depth(path, _loader().parse(text))
         tree = _loader().compose(text)
+        # Before the load, because nested aliases double the number of values with each level.
         values = _count_values(tree, {})
         if values > VALUES_MAX:
             raise SpecError(
@@ -80,6 +81,8 @@ def _count_values(node: Any, known: dict[int, float]) -> float:
     if not isinstance(node, CollectionNode):
         return 1
     if id(node) not in known:
+        # Infinite while it is being counted, so that a node that contains itself ends the
+        # recursion.
         known[id(node)] = math.inf
         is_table = isinstance(node, MappingNode)
         children = [each for pair in node.value for each in pair] if is_table else node.value

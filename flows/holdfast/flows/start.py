@@ -87,10 +87,13 @@ def start_flow(paths: RunPaths, *, preflight: bool = True) -> Started:
     run them.
     Raises `ServiceError` if a Prefect API is configured and cannot be used.
     """
+    # Without an API, Prefect would start a server for each flow, see decision 35.
     if not has_service():
         if where := hand_over(paths):
             return Started(service=where, log=paths.flow_log)
         return start_here(paths)
+    # A suspended flow run is still the run's own. A second one would only follow it, see
+    # decision 69.
     if (again := resume_if_suspended(paths)) is not None:
         return again
     from holdfast.flows.deployments import submit_to_prefect
@@ -151,6 +154,7 @@ def start_if_alone(paths: RunPaths, *, preflight: bool = True, refresh: bool = F
     caller, and `SecretError` if a secret has no value.
     """
     if paths.is_mine():
+        # Before the lock is checked: the supervisor that is running may relaunch with them.
         secrets.record(paths, refresh=refresh)
     if is_supervised(paths.flow_lock):
         return Started()

@@ -38,7 +38,7 @@ from holdfast.flows.supervisor.carry import given_spec, is_under_way, take_up
 from holdfast.flows.supervisor.redactor import Log, Redactor
 from holdfast.flows.supervisor.secrets import require
 from holdfast.flows.supervisor.submission import submit_next
-from holdfast.flows.supervisor.summary import end_reason, summarize, table_of_attempts
+from holdfast.flows.supervisor.summary import end_reason, log_end, summarize
 from holdfast.flows.supervisor.supervise import Supervisor
 from holdfast.lineage.index import Index
 from holdfast.workers.runs import run_folders
@@ -109,6 +109,7 @@ def train(
             return supervise_here(again, index, redactor)
         if not is_under_way(home, run_spec, run):
             index.open()
+            # A run that is under way was checked before, and its program may have changed since.
             if preflight:
                 check(run_spec, home)
             known = run_folders.own_generation(home, run_spec.name) if run is None else None
@@ -150,8 +151,10 @@ def supervise_here(
         companion=link,
     )
     try:
+        # The order follows the signal: a cancellation by Prefect becomes the run's own.
         with cancel_on_signal(paths, supervisor, log):
             history = supervisor.run()
+        # After the supervisor has released its lock, see decision 69.
         if link is not None and supervisor.is_leaving:
             link.leave()
     finally:
@@ -171,17 +174,10 @@ def _events(paths: RunPaths, redactor: Redactor) -> PrefectEvents:
 
 def conclude(history: RunHistory, log: Log, redactor: Redactor) -> dict[str, Any] | State[Any]:
     """Log how the run ended, and return its summary, or the state Cancelled, to Prefect."""
-    log = redactor.log(log)
-    for line in table_of_attempts(history):
-        log.info("%s", line)
+    log_end(history, redactor.log(log))
     reason = redactor.text(end_reason(history))
     if history.state is RunState.COMPLETED:
         return summarize(history, reason)
     if history.state is RunState.CANCELLED:
         return Cancelled(message=f"{history.paths.name}: {reason}")
-    last = history.last_attempt
-    if last and last.traceback:
-        rank = last.outcome.failed_rank if last.outcome else None
-        which = "" if rank is None else f" ({rank})"
-        log.error("the first failing rank%s:\n%s", which, last.traceback)
     raise RunFailedError(f"{history.paths.name} {history.state}: {reason}")

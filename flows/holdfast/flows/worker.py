@@ -149,7 +149,7 @@ class PatientClient:
             await anyio.sleep(LOOK_S)
 
 
-# How often the flows of other workers are looked at.
+# How often the flows of other workers are checked.
 ZOMBIES_S: Final = 3.0
 ZOMBIES_MAX: Final = 200
 # A run whose flow crashed longer ago is left to people.
@@ -187,7 +187,7 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
         # How many tasks attend to a flow run: two while it is resumed.
         self._attended: Counter[str] = Counter()
         self._claimed: set[str] = set()
-        # Crashed flow runs without a live run, which are not looked at again.
+        # Crashed flow runs without a live run, which are not checked again.
         self._over: set[str] = set()
         self._found: dict[str, RunPaths] = {}
         self._free_looks: dict[str, int] = {}
@@ -210,6 +210,8 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
     async def teardown(self, *exc_info: Any) -> None:
         """Stop attending to flows, which continue."""
         if self._runs_task_group is not None:
+            # The flows run in separate sessions, so ending these tasks leaves them running, see
+            # decision 67.
             self._runs_task_group.cancel_scope.cancel()
         await super().teardown(*exc_info)
 
@@ -222,6 +224,8 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
         """Run a flow to its final state, in one place after the other if it dies."""
         number = str(flow_run.id)
         with FlowLock(self._places.lock_path(number)) as lock:
+            # Not waited for: another task of this worker may attend to the same flow run while it
+            # is resumed.
             lock.try_take()
             place, child = await run_sync(self._start, flow_run, configuration)
             if task_status is not None:
@@ -256,6 +260,7 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
             place, child = start_process(
                 number, command, environment, log, configuration.working_dir
             )
+        # Written before the flow is watched, so a worker that restarts finds it, see decision 67.
         self._places.write(place)
         return place, child
 
@@ -302,6 +307,8 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
             begun_at = anyio.current_time()
             await self._wait_for_end(flow_run, place, child)
             while await self._after_end(flow_run, scheduled):
+                # One worker starts it again: the one that gets `worker.lock` in the run's folder,
+                # see decision 67.
                 if not await run_sync(self._claim, flow_run, locks):
                     return
                 lived_s = anyio.current_time() - begun_at
@@ -321,6 +328,7 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
         if paths is None or number in self._claimed:
             return paths is not None
         lock = locks.enter_context(FlowLock(paths.worker_lock))
+        # Checked again under the lock: another worker may have started the flow meanwhile.
         if not lock.try_take() or is_supervised(paths.flow_lock) is not False:
             return False
         self._claimed.add(number)
@@ -332,7 +340,7 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
     ) -> None:
         """Wait until the place is gone. If Prefect cancels the flow run, cancel its training run.
 
-        The flow then follows the run to its last checkpoint, and ends as cancelled by itself.
+        The flow then follows the run to its last checkpoint, and ends as cancelled on its own.
         """
         has_asked = False
         while place is not None and await run_sync(self._is_there, place, child):
@@ -355,6 +363,7 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
         try:
             return is_running(place)
         except SchedulerUnavailableError:
+            # Slurm does not answer. An unknown job counts as there, never as gone.
             return True
 
     async def _after_end(self, flow_run: FlowRun, scheduled: int) -> bool:
@@ -364,7 +373,7 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
         done so again, as after a resumption, the flow run has another place by now.
         """
         state = await self._state(flow_run)
-        # A flow that gets SIGTERM, as when its host shuts down, says itself that it crashed.
+        # A flow that gets SIGTERM, as when its host shuts down, reports itself as crashed.
         if state.is_final() and not state.is_crashed():
             return False
         # A suspended flow run starts again when Prefect schedules it.
@@ -451,7 +460,7 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
         paths = self._find_run(flow_run)
         taken = None if paths is None else await run_sync(last_supervision, paths)
         has_come = taken is not None and taken.time >= begun_at
-        # Prefect's server has another clock. A time that is far in the future says nothing.
+        # Prefect's server has another clock, so a time that is far in the future proves nothing.
         return not has_come and abs(time.time() - begun_at) < START_S_MAX
 
     def _is_lost(self, flow_run: FlowRun) -> bool:

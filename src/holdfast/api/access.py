@@ -40,6 +40,7 @@ def identify(request: Request) -> Caller | None:
     services = services_of(request)
     address = address_of(request)
     kind, _, text = request.headers.get("authorization", "").partition(" ")
+    # A token in the header needs no CSRF check: no page of another site can add that header.
     if kind.lower() == "bearer":
         token = try_token(services, text.strip(), address)
         return Caller(name=token.name, role=token.role, address=address, token=token.id)
@@ -63,6 +64,7 @@ def _check_csrf(request: Request, csrf: str) -> None:
 
 def address_of(request: Request) -> str:
     """Return the client's address; behind a trusted proxy, the one that the proxy reports."""
+    # uvicorn has put the proxy's report here, and only from proxies that the operator trusts.
     return request.client.host if request.client else "unknown"
 
 
@@ -80,6 +82,7 @@ def try_token(services: Services, text: str, address: str) -> Token:
 
     The login throttle applies to failures only: a valid token is always accepted.
     """
+    # The check comes first, so that wrong tokens never lock a valid one out, see decision 40.
     token = services.tokens.check(text)
     if token is not None:
         return token

@@ -48,6 +48,7 @@ def create_app(services: Services, prefix: str = "") -> FastAPI:
     app.include_router(api)
     app.include_router(live.router)
     app.include_router(page.router)
+    # Middleware that is added later runs earlier, so `Guard` sees each request first.
     app.add_middleware(BelowProxy, prefix=prefix)
     app.add_middleware(Conditional)
     # Starlette does not compress the event stream: compression would delay its events.
@@ -67,6 +68,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     try:
         yield
     finally:
+        # Streams end first, so that no reader waits for a watch that has stopped.
         services.hub.close()
         services.watch.stop()
         services.jobs.close()

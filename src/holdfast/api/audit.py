@@ -32,6 +32,7 @@ def audited(paths: RunPaths, action: str, caller: Caller, **facts: Any) -> Itera
         entry = {"action": action, "outcome": outcome, **_caller_facts(caller), **facts}
         try:
             with JournalWriter(paths.journal_of(WRITER)) as journal:
+                # A full disk must not prevent a cancellation. The log has the line then.
                 journal.append(EventKind.AUDIT, **entry)
         except OSError as error:
             LOG.warning("%s: cannot write the audit line (%s): %s", paths.name, error, entry)

@@ -50,9 +50,11 @@ def limited_protocol(
         _stall: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
+            # From the first moment: a client that sends nothing is the cheapest attack.
             super().connection_made(transport)
             self._await_request()
             if len(self.connections) > connections_max:
+                # The one that has waited longest is the least likely to be a user.
                 oldest: Any = next(iter(waiting))
                 oldest.transport.abort()
                 oldest._forget()
@@ -72,6 +74,7 @@ def limited_protocol(
 
         def pause_writing(self) -> None:
             super().pause_writing()
+            # A reader that stalls would keep the response in memory.
             self._stall = self.loop.call_later(stall_s, self.transport.abort)
 
         def resume_writing(self) -> None:

@@ -56,6 +56,7 @@ class MessageBatch:
         With `run`, only the messages that belong to that run or to no run are included; the
         result may be empty. The text of a whole batch is built once per `run`.
         """
+        # A reader in the middle of a batch is rare, so only whole batches are cached.
         if after >= self._messages[0].number:
             return self._format(run, after)
         if run not in self._texts:
@@ -108,6 +109,7 @@ class Hub:
             if self._loop is None:
                 return
             self._gathered.append(message)
+            # The first message starts the timer, so a batch is sent at most `GATHER_S` after it.
             if len(self._gathered) == 1:
                 self._loop.call_soon_threadsafe(self._loop.call_later, GATHER_S, self._deliver)
 
@@ -157,6 +159,7 @@ class Hub:
         boot, _, text = after.rpartition("-")
         seen = int(text) if text.isdecimal() and len(text) < 19 else -1
         oldest = recent[0].number if recent else number + 1
+        # The id is of an earlier process, or too old. Only reloading all data is safe.
         if boot != self._boot or seen > number or seen + 1 < oldest:
             reason = '{"reason": "some missed events are no longer available; reload all data"}'
             return [Message(number, RESET, reason)]
@@ -173,6 +176,7 @@ class Hub:
 
     def _put(self, queue: asyncio.Queue[MessageBatch | None], batch: MessageBatch | None) -> None:
         """Queue a batch. If the queue is full, drop its content and send `reset` instead."""
+        # One slow page must not hold the memory of all messages.
         if queue.full():
             while not queue.empty():
                 queue.get_nowait()

@@ -55,6 +55,7 @@ class Jobs:
         """
         with self._lock:
             waiting = [one for one in self._jobs.values() if one.ended_at is None]
+            # Two clicks on the same button are one job.
             same = [one for one in waiting if (one.kind, one.about) == (job.kind, job.about)]
             if same:
                 return same[0]
@@ -83,6 +84,7 @@ class Jobs:
     def close(self) -> None:
         """Start no more jobs, and end each running job when it next reports progress."""
         self._closing.set()
+        # Not waited for: an export may run for hours, and the server must be able to end.
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _run(self, job: Job, work: Work) -> None:

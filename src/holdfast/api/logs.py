@@ -55,6 +55,7 @@ def read_log(
     with log.open() as file:
         size = os.fstat(file.fileno()).st_size
         start = max(0, size - limit) if offset is None else min(offset, size)
+        # Masked in the file's bytes before anything is cut, or a part could begin inside a secret.
         content = read_masked(file, start, limit, secrets)
     if offset is None and start:
         # Begin with a complete line.
@@ -96,6 +97,7 @@ def _whole(content: bytes, *, is_end: bool) -> bytes:
     line = content.rfind(b"\n") + 1
     if not is_end and line:
         return content[:line]
+    # A character may be cut in the middle. The next part begins with it.
     for back in range(1, min(4, len(content)) + 1):
         lead = content[-back]
         if lead & 0xC0 == 0x80:

@@ -25,5 +25,6 @@ class Measures:
 
     def answered(self, method: str, status: int, seconds: float) -> None:
         """Record one response. Unknown methods share one label, which bounds their number."""
+        # A label for each method that a client invents would grow without limit.
         known = method if method in METHODS else "other"
         self._answers.labels(known, f"{status // 100}xx").observe(seconds)

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast.contracts.disk.digests import digest_of
 
-# The types of answers that get an ETag. Files have one of their own.
+# The types of answers that get an ETag here. Files have one already.
 TAGGED: Final = ("application/json", "text/html")
 # What a 304 response repeats of the 200 response.
 _KEPT_IN_304: Final = frozenset({"etag", "cache-control", "vary", "last-modified", "date"})
@@ -31,6 +31,7 @@ class Negotiation:
             await self._app(scope, receive, send)
             return
         headers = MutableHeaders(scope={**scope, "headers": list(scope["headers"])})
+        # Starlette looks for the word `gzip` only, and would compress for `gzip;q=0`.
         headers["accept-encoding"] = "gzip" if accepts_gzip(headers) else "identity"
         inner = {**scope, "headers": headers.raw}
         if scope["method"] == "HEAD":
@@ -70,6 +71,7 @@ class Conditional:
                 return
             if message["type"] == "http.response.start":
                 start = message
+                # The start waits for the body, because the ETag follows from it.
                 return
             if start is not None:
                 headers = MutableHeaders(scope=start)
@@ -93,6 +95,7 @@ class Conditional:
 def matches(etag: str, wanted: str) -> bool:
     """Return True if `etag` is among those of an `If-None-Match` header."""
     if not etag or not wanted:
+        # Weak comparison: compression changes the bytes, not the content.
         return False
     given = {one.strip().removeprefix("W/") for one in wanted.split(",")}
     return "*" in given or etag.removeprefix("W/") in given
@@ -131,6 +134,7 @@ async def _head(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> Non
     finally:
         begun.cancel()
         if has_begun.is_set():
+            # An event stream has no end, so its route is cancelled after the headers.
             answering.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await answering

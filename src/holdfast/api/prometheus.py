@@ -56,6 +56,7 @@ def render(services: Services) -> bytes:
     registry = CollectorRegistry(auto_describe=False)
     try:
         runs = list(_runs(services))
+    # The server's own metrics are needed most while the index is down.
     except LineageError as error:
         LOG.warning("/metrics has no runs: %s", error)
         runs = []
@@ -77,7 +78,7 @@ class _Collector:
 def _server(services: Services) -> Iterable[Metric]:
     watch = services.watch
     lag_s = watch.lag_s()
-    # A first round that never ends must raise an alert, too.
+    # A first round that never ends must raise an alert as well.
     lag_s = watch.age_s() if lag_s is None else lag_s
     yield _gauge("ingest_lag_seconds", "seconds since the index was up to date", lag_s)
     yield _gauge("ingest_round_seconds", "duration of the last round over the runs", watch.round_s)

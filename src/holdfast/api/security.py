@@ -90,7 +90,7 @@ class Guard:
         async def send_guarded(message: Message) -> None:
             nonlocal has_begun
             if bounded.is_exceeded:
-                # What the route makes of an incomplete body is not the answer.
+                # The route saw an incomplete body, so its response must not be sent.
                 return
             if message["type"] == "http.response.start":
                 has_begun = True
@@ -102,6 +102,7 @@ class Guard:
                 headers.setdefault("cache-control", "no-store")
             await send(message)
 
+        # Before any route: a page of another site must not reach even a route that reads nothing.
         refusal = problem_with(scope["method"], Headers(scope=scope), self._access_policy)
         if refusal is not None:
             status, message = refusal
@@ -117,6 +118,7 @@ class Guard:
             message = "internal server error; the server's log has the traceback"
             await refused(500, message)(scope, receive, send_guarded)
         if bounded.is_exceeded and not has_begun:
+            # The answer is sent here, after the route has ended without one.
             bounded.is_exceeded = False
             message = f"the request body is larger than {BODY_BYTES_MAX} bytes"
             await refused(413, message, {"Connection": "close"})(scope, receive, send_guarded)
@@ -134,6 +136,7 @@ class _Bounded:
         self.is_exceeded = False
 
     async def receive(self) -> Message:
+        # The client's own Content-Length may be missing or wrong, so the bytes are counted.
         message = await self._receive()
         self._left -= len(message.get("body", b""))
         if self._left < 0:
@@ -147,6 +150,7 @@ def problem_with(
 ) -> tuple[int, str] | None:
     """Return the status and message with which to refuse a request, or None to accept it."""
     host = headers.get("host", "")
+    # Several `Host` headers could show a proxy and this server different names.
     if len(headers.getlist("host")) != 1 or not access_policy.is_ours(host):
         return 421, (
             f"the Host header {host[:100]!r} does not name this server; to accept this name, "
@@ -174,6 +178,7 @@ def _foreign_problem(headers: Headers, host: str) -> tuple[int, str] | None:
     if site not in {"none", "same-origin"}:
         return 403, "write requests from pages of another site are not allowed"
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    # A form of another site can send anything but JSON without a preflight request.
     if headers.get("content-length", "0") != "0" and kind != "application/json":
         return 415, f"Content-Type is {kind[:50]!r}; expected application/json"
     return None

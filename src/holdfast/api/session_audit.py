@@ -39,6 +39,7 @@ class SessionAudit:
         """Write one line. A failed write does not stop the action."""
         path = holdfast_home() / "journal" / f"{WRITER}.jsonl"
         try:
+            # The file is bounded, because anyone who reaches the port can add lines.
             _rotate(path)
             with JournalWriter(path) as journal:
                 journal.append(EventKind.AUDIT, action=action, address=address, **facts)
@@ -57,6 +58,7 @@ class SessionAudit:
                 known = (OTHERS, status)
             self._refused[known] += 1
             is_first = self._refused[known] == 1 and known[0] is not OTHERS
+        # Outside of the lock, which a slow disk would otherwise hold.
         if is_first:
             self.record("log in", address, outcome=f"refused: {status}")
 

@@ -44,6 +44,7 @@ class Sessions:
         """Start a session; return the cookie's value and the CSRF token."""
         text, csrf = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
         with self._lock:
+            # By the monotonic clock, so that a clock that is set cannot extend a session.
             self._there[_key(text)] = _Session(token.id, csrf, time.monotonic() + SESSION_S_MAX)
             while len(self._there) > SESSIONS_MAX:
                 self._there.popitem(last=False)
@@ -59,6 +60,7 @@ class Sessions:
             if session is not None and session.ends_at < time.monotonic():
                 del self._there[_key(text)]
                 session = None
+        # Looked up at each request, so that a revoked token ends its sessions, see decision 40.
         token = self._tokens.find(session.token) if session else None
         return (token, session.csrf) if token and session else None
 
@@ -98,6 +100,7 @@ class LoginThrottle:
         with self._lock:
             self._failed.setdefault(address, []).append(time.monotonic())
             self._failed.move_to_end(address)
+            # Bounded, because each address of a botnet would add an entry.
             while len(self._failed) > ADDRESSES_MAX:
                 self._failed.popitem(last=False)
 
@@ -108,4 +111,5 @@ def same(given: str, expected: str) -> bool:
 
 
 def _key(text: str) -> bytes:
+    # Only the digest is kept, so the server's memory has no cookie that works.
     return hashlib.sha256(text.encode()).digest()

@@ -40,6 +40,7 @@ def requests_in(events: Sequence[Event], shown: RunView) -> list[OperatorRequest
         for row in shown["attempts"]
     ]
     is_live = RunState(shown["state"]).is_live
+    # The same computation as on disk: the state of an order is never stored, see decision 85.
     orders = fold_orders(events, attempts, is_live=is_live, why=shown["reason"] or "")
     return [
         OperatorRequest.model_validate(order, from_attributes=True)
@@ -56,7 +57,7 @@ def read_supervision(paths: RunPaths, events: Sequence[Event], created_at: str) 
     is_alive: bool | None = is_supervised(paths.flow_lock)
     began = unix_time(created_at) or 0.0
     asked = max((event.time for event in events), default=began)
-    # Other hosts wrote these times. One that is far in the future says nothing.
+    # Other hosts wrote these times. One that is far in the future proves nothing.
     if not is_alive and abs(time.time() - max(began, asked)) < STARTING_S:
         is_alive = None
     return Supervision(

@@ -72,6 +72,7 @@ def in_one_read(
     """Decorate a method so that all its queries run in one transaction and see one state."""
 
     def read(self: IndexStore, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        # Several queries of one page must not see rows from before and after an ingest.
         with self.index.open().consistent_read():
             return method(self, *args, **kwargs)
 
@@ -88,6 +89,7 @@ class IndexStore:
 
     def find_run(self, run: str) -> RunRef:
         """Return the run with this uid, folder name or name. A path raises `NotFoundError`."""
+        # A client must not choose a path. The server would read any folder of its user.
         if not RUN_ID.fullmatch(run):
             raise NotFoundError(
                 f"{run[:120]!r} is not a valid run; expected a run's name, folder name or uid"

@@ -1,7 +1,7 @@
 """The access tokens of a server.
 
 A token is `hold_<id>_<secret>`. The file stores a salted SHA-256 digest of the secret, never the
-secret. It is replaced as a whole, so a running server sees an added or revoked token at its next
+secret. It is replaced atomically, so a running server sees an added or revoked token at its next
 request. A slow password hash is not needed, because the secret has 256 random bits. It would
 only let clients without a token load the server with wrong ones.
 """
@@ -81,6 +81,7 @@ class TokenStore:
         try:
             facts = self.path.stat()
             stamp = (facts.st_ino, facts.st_size, facts.st_mtime_ns)
+            # A changed file is noticed at the next request, so revoking needs no restart.
             if stamp != self._read[0]:
                 found = TokensDocument.model_validate_json(self.path.read_bytes())
                 self._read = (stamp, found.tokens)
@@ -147,10 +148,12 @@ class TokenStore:
         if match is None or token is None:
             return None
         given = _digest(match[2], bytes.fromhex(token.salt)).hex()
+        # In constant time, so the answer's duration tells nothing about the digest.
         return token if hmac.compare_digest(given, token.digest) else None
 
     def _write(self, tokens: list[Token]) -> None:
         content = to_json(TokensDocument(tokens=tokens).model_dump(mode="json"))
+        # Mode 0600 from its creation: there is no moment at which others can read it.
         write_bytes(self.path, content, mode=0o600)
 
     @contextlib.contextmanager
@@ -183,4 +186,6 @@ def _make(name: str, role: Role, expires_at: float | None = None) -> tuple[Token
 
 
 def _digest(secret: str, salt: bytes) -> bytes:
+    # Not a slow hash: the secret has 256 random bits, and a slow one would let strangers occupy the
+    # server, see decision 40.
     return hashlib.sha256(salt + secret.encode()).digest()

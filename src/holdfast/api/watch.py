@@ -177,6 +177,7 @@ class Watch:
                 self.problems.pop(str(root), None)
             except OSError as error:
                 self.problems[str(root)] = f"the root cannot be read: {error.strerror}"
+        # After the roots, because live runs of other roots are found in the index only.
         live = self._live_elsewhere(now)
         # A folder that appears after the first round counts as live: its run has just started.
         is_start = not self._runs
@@ -204,6 +205,7 @@ class Watch:
         if files != self._files:
             for seen in self._runs.values():
                 if seen.stamp is not None:
+                    # The new index is empty, so every run must be ingested again, see decision 20.
                     seen.stamp, seen.is_live = (), True
             self._files = files
 
@@ -245,6 +247,7 @@ class Watch:
         is_first = seen.stamp is None
         # A run that was there at the start is announced only if it is live.
         is_news = not is_first or seen.is_live
+        # Before the ingest: a line that is written meanwhile is published by the next check.
         lines = list(_new_lines(seen, is_first=is_first))
         ingest_run(self._store.index.open(), seen.paths)
         self.problems.pop("database", None)
@@ -257,6 +260,7 @@ class Watch:
         for journal, attempt, event in lines:
             line = event.model_dump(mode="json", include={"opening", "sequence", "data"})
             line |= {"journal": journal, "attempt": attempt, "kind": str(event.kind)}
+            # The stream reaches every page, so secrets are masked here as well.
             line["data"] = redact(line["data"], secrets)
             line["time"] = views.iso_time(event.time)
             self._hub.publish("journal", {**facts, **line}, ref.uid)

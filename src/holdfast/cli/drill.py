@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from holdfast.cli.shared.arguments import refuse_unused
-from holdfast.cli.shared.bench_package import require_bench_package
 from holdfast.cli.shared.index import locate_run
 from holdfast.cli.shared.output import (
     AsJson,
@@ -26,18 +25,17 @@ from holdfast.cli.shared.output import (
     seconds_text,
     warn,
 )
+from holdfast.contracts.bench_package import require_bench_package
 from holdfast.contracts.errors import NotFoundError, SpecError
 
 if TYPE_CHECKING:
-    from holdfast.flows.drills.results import DrillResult
+    from holdfast_bench.live_drills.results import DrillResult
 
 
 class _Report:
     """The output of a drill: its result, and the report at `path` with earlier drills."""
 
     def __init__(self, path: Path | None, after: list[Path], as_json: bool) -> None:
-        if path is not None or after:
-            require_bench_package("the report of a drill")
         if path is not None:
             check_folder_of("--report", path)
         self.path, self._former = path, [_read(one) for one in after]
@@ -120,6 +118,7 @@ def drill(
     as_json: AsJson = False,
 ) -> None:
     """Inject faults into a run and check the invariants. The exit status is 1 if one is broken."""
+    require_bench_package("a drill")
     wanted = [name.strip() for name in kinds.split(",") if name.strip()]
     within_s = math.inf if within is None else within
     _check_options(context, run, report)
@@ -157,8 +156,8 @@ def _drill_live(
     run: str, root: str | None, wanted: list[str], count: int, seed: int, within_s: float
 ) -> DrillResult:
     """Drill a run that is training. Log progress on standard error."""
-    from holdfast.flows.drills.kinds import select_kinds
-    from holdfast.flows.drills.runner import drill_live
+    from holdfast_bench.live_drills.kinds import select_kinds
+    from holdfast_bench.live_drills.runner import drill_live
 
     chosen = select_kinds(wanted, is_live=True, missing=())
     return drill_live(locate_run(run, root), chosen, count, seed, tell=warn, within_s=within_s)
@@ -168,11 +167,10 @@ def _drill_temporary(
     wanted: list[str], settings: dict[str, Any], directory: Path | None, page: _Report
 ) -> DrillResult:
     """Drill temporary runs. Log progress on standard error. Write the output in any case."""
-    require_bench_package("a drill without RUN")
-    from holdfast.flows.drills.kinds import select_kinds
-    from holdfast.flows.drills.results import DrillResult
     from holdfast_bench.drills.campaign import Plan, drill_throw_away
     from holdfast_bench.drills.testbed import find_missing
+    from holdfast_bench.live_drills.kinds import select_kinds
+    from holdfast_bench.live_drills.results import DrillResult
 
     # SIGTERM raises, so that the drill ends its processes and unmounts its file system.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))

@@ -10,7 +10,7 @@ class HoldfastDeprecationWarning(DeprecationWarning):
 
 
 def warn_deprecated(old: str, advice: str, *, removed_in: str, stacklevel: int = 2) -> None:
-    """Warn that `old` is deprecated. `advice` says what to write in its place.
+    """Warn that `old` is deprecated. `advice` says what to write instead.
 
     `removed_in` is the first version without it. The warning names the line that calls the caller
     of this function; a larger `stacklevel` names a line further up.

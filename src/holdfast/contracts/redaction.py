@@ -1,9 +1,9 @@
 """Removal of secret values from everything that leaves the run's folder.
 
 That is: SQL, API, CLI, logs and Prefect. Users should give secrets by reference
-(`contracts.secrets`). This module hides those that are in a spec, a log or a traceback anyway. It
-recognises secrets by the name before the value, and by the token formats of well-known services.
-Other secrets are not recognised.
+(`contracts.secrets`). This module hides known values, and those that are in a spec, a log or a
+traceback anyway: token formats of well-known services, logins in URLs and options, and values that
+are assigned to the name of a secret. Other secrets are not recognised.
 """
 
 from __future__ import annotations
@@ -13,55 +13,33 @@ import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 from typing import Any, BinaryIO, Final
 
 HIDDEN: Final = "•••"
 SECRET_CHARACTERS_MIN: Final = 6
 # More than the longest recognised secret together with its name.
 AROUND_BYTES: Final = 20 * 1024
-# A name whose last word is one of these has a secret value.
-_LAST: Final = frozenset(
-    (
-        *("token", "secret", "secrets", "password", "passwd", "pwd", "passphrase", "jwt"),
-        *("apikey", "credential", "credentials", "dsn", "authtoken", "accesskey", "secretkey"),
-    )
+# Names whose value is hidden whatever it is. The words of the name are in lower case.
+_SECRET_NAME: Final = re.compile(
+    r"token|.*(?:password|passwd|secret|apikey)s?"
+    r"|(?:.*_)?(?:pwd|passphrase|jwt|dsn|credential|authtoken|accesskey|secretkey)s?"
+    r"|(?:.*_)?(?:api|access|secret|private|ssh|signing|encryption|account|auth|service|license"
+    r"|deploy|storage|master)_keys?"
+    r"|(?:.*_)?(?:api|access|auth|oauth|refresh|bearer|session|security|hf|gh|github|gitlab|wandb"
+    r"|slack|bot)_tokens?"
+    r"|(?:.*_)?(?:db|user|mysql|pg|postgres|smtp|redis|ssh|mail|admin|root|proxy|ftp|http|login"
+    r"|sudo)_pass"
+    # `client_secret_value`, but not `client_secret_file`.
+    r"|(?:.*_)?secret_(?:.*_)?(?!(?:file|path|dir|directory|folder|name|id|url|error)$)[a-z]+"
 )
-_ENDINGS: Final = ("password", "passwd", "secret", "apikey")
-# These last words mean a secret only in upper-case names of variables.
-_LAST_OF_VARIABLE: Final = frozenset(("PASS", "PAT", "KEY", "AUTH"))
-_BEFORE_KEY: Final = frozenset(
-    (
-        *("api", "access", "secret", "private", "ssh", "signing", "encryption", "account"),
-        *("auth", "service", "license", "deploy", "storage", "master"),
-    )
-)
-_BEFORE_PASS: Final = frozenset(
-    (
-        *("db", "user", "mysql", "pg", "postgres", "smtp", "redis", "ssh", "mail", "admin"),
-        *("root", "proxy", "ftp", "http", "login", "sudo"),
-    )
-)
-# `tokens` usually counts text. After one of these words, it means several secrets.
-_BEFORE_TOKENS: Final = frozenset(
-    (
-        *("api", "access", "auth", "oauth", "refresh", "bearer", "session", "security", "secret"),
-        *("service", "deploy", "bot", "registry", "hf", "hub", "wandb", "gh", "github", "gitlab"),
-        *("slack", "npm", "pypi", "login", "personal", "admin", "csrf", "jwt", "id"),
-    )
-)
-# Tokens of a text and keys of data are not secrets.
-_TOKENS_OF_TEXT: Final = frozenset(
-    (
-        *("eos", "bos", "pad", "unk", "sep", "cls", "mask", "special", "image", "start"),
-        *("end", "stop", "next", "per", "last", "first", "prompt", "begin", "sot", "eot"),
-        *("new", "extra", "audio"),
-    )
-)
-_KEYS_OF_DATA: Final = frozenset(("PRIMARY", "SORT", "CACHE", "FOREIGN", "INDEX", "PARTITION"))
-# Names that are not secrets. The last one is the key of a reference, and its value is a name.
-_NO_SECRET: Final = frozenset(
-    ("PWD", "OLDPWD", "KEY", "PASS", "PAT", "AUTH", "SSH_AUTH", "prefect_secret")
-)
+_SECRET_VARIABLE: Final = re.compile(r".+_(?:PASS|PAT|AUTH|TOKEN)")
+# Names whose value is hidden if it looks random: `HF_TOKENS`, `OPENAI_KEY` and `hf_token`, but also
+# `max_tokens`, `METRIC_KEY` and `pad_token`.
+_PERHAPS_SECRET_NAME: Final = re.compile(r"(?:.*_)?tokens|.+_token")
+_PERHAPS_SECRET_VARIABLE: Final = re.compile(r".+_KEY")
+# `prefect_secret` is the key of a reference, and its value is a name.
+_NO_SECRET: Final = frozenset(("PWD", "OLDPWD", "SSH_AUTH", "prefect_secret"))
 _WORD: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 # Assignments, including `os.environ["NAME"] = "…"`.
 _ASSIGNED: Final = re.compile(
@@ -96,6 +74,13 @@ _URL: Final = re.compile(
     r"[A-Za-z][A-Za-z0-9+.-]{1,20}://(?P<user>[^/\s:@]{0,256}):(?P<value>[^/\s@]{1,1024})@"
 )
 _URL_TOKEN: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{1,20}://(?P<value>[^/\s:@]{20,1024})@")
+_SAID: Final = re.compile(
+    r"(?i)\b(?:password|passphrase|token|secret|key)\s{1,3}(?:is|was)\s{1,3}[\"']?"
+    r"(?P<value>[^\s\"']{8,1024})"
+)
+_WANDB_LOGIN: Final = re.compile(
+    r"\bwandb\s{1,3}login\s{1,3}(?:--\S{1,99}\s{1,3}){0,4}(?P<value>[0-9a-f]{40})\b"
+)
 _BEARER: Final = re.compile(r"(?i)\b(?:bearer|basic)\s+(?P<value>[A-Za-z0-9+/._~-]{12,4096}=*)")
 _HEADER: Final = re.compile(
     r"(?im)^[^\n:]{0,40}\b(?:authorization|x-api-key|cookie|set-cookie):"
@@ -119,46 +104,44 @@ _KEY_LINES: Final = re.compile(
 # A text without any of these contains no secret, except known values.
 _ANY: Final = re.compile(r"[=:@ ]|[a-z]_[A-Za-z0-9]|[a-z]-[A-Za-z0-9]|dapi|A[KS]IA|AIza|eyJ")
 _NUMBER: Final = re.compile(r"[-+]?[0-9][0-9_.,]*(?:e[-+]?[0-9]+)?%?", re.IGNORECASE)
-# Counts of tokens, such as 4096, 1e9, 15T and 1.5 B.
-_COUNT: Final = re.compile(rf"(?:{_NUMBER.pattern})\s?[kKmMgGbBtT]?", re.IGNORECASE)
-# `tokens: …` in a text is a secret only if part of the value looks like one.
-_WORD_PART: Final = re.compile(r"[A-Za-z0-9_+/=.~-]{8,}")
+# A word of letters and digits of this length looks random.
+_RANDOM_PART: Final = re.compile(r"[A-Za-z0-9+/=]{8,}")
 _LETTER: Final = re.compile(r"[A-Za-z]")
 _DIGIT: Final = re.compile(r"[0-9]")
 _OPENING: Final = frozenset("[{")
 _PUNCTUATION: Final = ",;(){}[]"
 _REFERENCES: Final = frozenset(("from_file", "from_env", "prefect_secret"))
-_PLACE: Final = frozenset(
-    ("file", "path", "dir", "directory", "folder", "name", "id", "url", "error")
-)
+
+
+class _Name(Enum):
+    """What the name of a value says about it."""
+
+    PLAIN = 0
+    PERHAPS_SECRET = 1
+    SECRET = 2
 
 
 @functools.lru_cache(maxsize=4096)
-def is_secret(name: str) -> bool:
-    """Return True if the value of a key, a variable or an option with this name is a secret."""
+def _judge(name: str) -> _Name:
     plain = name.strip("-").rpartition(".")[2].replace("-", "_")
-    if plain in _NO_SECRET:
-        return False
     words = _WORD.findall(plain)
     while words and words[-1].isdecimal():
         words.pop()
-    if not words:
-        return False
-    last, before = words[-1], words[-2].lower() if len(words) > 1 else ""
-    low = last.lower()
-    if low == "tokens":
-        return not before or before in _BEFORE_TOKENS
-    singular = low.removesuffix("s")
-    if {low, singular} & _LAST or singular.endswith(_ENDINGS):
-        return low != "token" or before not in _TOKENS_OF_TEXT
-    if plain.isupper() and last in _LAST_OF_VARIABLE:
-        return before.upper() not in _KEYS_OF_DATA
-    if singular == "key":
-        return before in _BEFORE_KEY
-    if low == "pass":
-        return before in _BEFORE_PASS
-    # `client_secret_value`, but not `client_secret_file`.
-    return "secret" in {word.lower() for word in words} and low not in _PLACE
+    low = "_".join(words).lower()
+    if not words or plain in _NO_SECRET:
+        return _Name.PLAIN
+    variable = "_".join(words) if plain.isupper() else ""
+    if _SECRET_NAME.fullmatch(low) or _SECRET_VARIABLE.fullmatch(variable):
+        return _Name.SECRET
+    if _PERHAPS_SECRET_NAME.fullmatch(low) or _PERHAPS_SECRET_VARIABLE.fullmatch(variable):
+        return _Name.PERHAPS_SECRET
+    return _Name.PLAIN
+
+
+def is_secret(name: str, value: str) -> bool:
+    """Return True if the value of a key, a variable or an option with this name is a secret."""
+    judged = _judge(name)
+    return judged is _Name.SECRET or (judged is _Name.PERHAPS_SECRET and _is_random(value))
 
 
 def secrets_of(spec: Mapping[str, Any]) -> tuple[str, ...]:
@@ -246,10 +229,13 @@ def _find(text: str, secrets: Sequence[str]) -> Iterator[tuple[int, int]]:
     if not _ANY.search(text):
         return
     urls = (_URL, _URL_TOKEN) if "://" in text else ()
-    for pattern in (_KNOWN, _BEARER, _HEADER, *urls):
+    for pattern in (_KNOWN, _BEARER, _HEADER, _WANDB_LOGIN, *urls):
         for match in pattern.finditer(text):
             yield match.span("value")
     yield from _find_keys(text)
+    for match in _SAID.finditer(text):
+        if _is_random(match["value"]):
+            yield match.span("value")
     for match in _LOGIN.finditer(text):
         # A numeric user and group is not a login with a password.
         if not _NUMBER.fullmatch(match["value"]):
@@ -275,35 +261,40 @@ def _find_keys(text: str) -> Iterator[tuple[int, int]]:
 
 def _find_named(text: str) -> Iterator[tuple[int, int]]:
     """Find the values that are assigned to secret names or follow them."""
-    until = spoken_until = 0
+    until = dict.fromkeys(_Name, 0)
     for match in _ASSIGNED.finditer(text):
-        is_plain = _is_plain_tokens(match["name"])
+        judged = _judge(match["name"])
         # Matches inside a value that was already checked are skipped, to save time.
-        if match.end() < (spoken_until if is_plain else until):
+        if judged is _Name.PLAIN or match.end() < until[judged]:
             continue
         is_parameter = text[max(0, match.start() - 1) : match.start()] in {"?", "&"}
         pattern = _URL_VALUE if is_parameter else _WORD_VALUE
         if text[match.end() : match.end() + 1] in _OPENING and not _EMPTY.match(text, match.end()):
             pattern = _GROUP_VALUE
-        value = _value_after(pattern, text, match)
-        if value is None:
+        span = _value_after(pattern, text, match)
+        if span is None:
             continue
-        if not _is_spoken(match, text[slice(*value)]):
-            yield value
-            until = value[1]
-        if is_plain:
-            spoken_until = value[1]
+        value = text[slice(*span)]
+        if is_secret(match["name"], value) and not _is_spoken(match, value):
+            yield span
+            until[judged] = span[1]
+        elif judged is _Name.PERHAPS_SECRET:
+            until[judged] = span[1]
     for match in itertools.chain(_LISTED.finditer(text), _OPTION.finditer(text)):
-        value = _value_after(_WORD_VALUE, text, match)
-        if value and not _NEXT_OPTION.fullmatch(text, *value):
-            yield value
+        if _judge(match["name"]) is _Name.PLAIN:
+            continue
+        span = _value_after(_WORD_VALUE, text, match)
+        if span is None or _NEXT_OPTION.fullmatch(text, *span):
+            continue
+        if is_secret(match["name"], text[slice(*span)]):
+            yield span
 
 
 def _value_after(
     pattern: re.Pattern[str], text: str, name: re.Match[str]
 ) -> tuple[int, int] | None:
-    """Return the (start, end) of a secret name's value without quotes; None for other names."""
-    found = pattern.match(text, name.end()) if is_secret(name["name"]) else None
+    """Return the (start, end) of the value after a name, without quotes."""
+    found = pattern.match(text, name.end())
     if found is None:
         return None
     start, end = found.span()
@@ -311,53 +302,42 @@ def _value_after(
 
 
 def _is_spoken(name: re.Match[str], value: str) -> bool:
-    """Return True for output about tokens of text, such as `loss per token: 2.31`."""
+    """Return True for output about a secret or a token, such as `loss per token: 2.31`."""
     value = value.strip(_PUNCTUATION)
     if value in {"", "None", "null", "True", "False", "true", "false"}:
-        return True
-    low = name["name"].lower()
-    if _is_plain_tokens(low) and not _is_random(value):
-        return True
-    if low.endswith("tokens") and _COUNT.fullmatch(value):
         return True
     if ":" not in name["between"] or name["quote"]:
         return False
     # A plain number after `token` is a count. For other names, only short values are harmless.
-    is_count = low.endswith("token") and bool(_NUMBER.fullmatch(value))
+    is_count = name["name"].lower().endswith("token") and bool(_NUMBER.fullmatch(value))
     return is_count or len(value) < SECRET_CHARACTERS_MIN
-
-
-def _is_plain_tokens(name: str) -> bool:
-    return name.lower().rpartition(".")[2] == "tokens"
 
 
 def _is_random(value: str) -> bool:
     """Return True for a text with a long word of letters and digits, which looks like a secret."""
-    parts = (match[0] for match in _WORD_PART.finditer(value))
+    parts = (match[0] for match in _RANDOM_PART.finditer(value))
     return any(_LETTER.search(part) and _DIGIT.search(part) for part in parts)
 
 
 def _is_hidden(name: str, value: Any) -> bool:
     """Return True for a value under a secret name that is, or contains, a text or a number."""
-    if not is_secret(name):
-        return False
-    return any(_hidden_leaves(value, is_count=name.lower().endswith("tokens")))
+    return any(is_secret(name, leaf) for leaf in _leaves(value))
 
 
-def _hidden_leaves(value: Any, *, is_count: bool) -> Iterator[str]:
-    """Yield the values under a secret name as texts, without empty values, booleans, references."""
+def _leaves(value: Any) -> Iterator[str]:
+    """Yield the values in JSON as texts, without empty values, booleans and references."""
     if isinstance(value, str):
-        if value and not (is_count and _COUNT.fullmatch(value)):
+        if value:
             yield value
     elif isinstance(value, Mapping):
         # A reference contains no secret.
         if not (len(value) == 1 and _REFERENCES.issuperset(value)):
             for one in value.values():
-                yield from _hidden_leaves(one, is_count=is_count)
+                yield from _leaves(one)
     elif isinstance(value, list | tuple):
         for one in value:
-            yield from _hidden_leaves(one, is_count=is_count)
-    elif isinstance(value, int | float) and not isinstance(value, bool) and not is_count:
+            yield from _leaves(one)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
         yield str(value)
 
 
@@ -368,7 +348,7 @@ def _with_options(values: Sequence[Any]) -> Iterator[tuple[Any, bool]]:
         text = str(value) if isinstance(value, str | int | float) else ""
         is_login = before in _LOGIN_OPTIONS and _is_login(text)
         is_taken = bool(text) and (
-            is_login or (is_secret(before) and not _NEXT_OPTION.fullmatch(text))
+            is_login or (is_secret(before, text) and not _NEXT_OPTION.fullmatch(text))
         )
         yield value, is_taken
         is_option = isinstance(value, str) and value.startswith("-") and not is_taken
@@ -389,8 +369,7 @@ def _values_of(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
         for key, one in value.items():
             here = f"{place}.{key}" if place else str(key)
             if _is_hidden(str(key), one):
-                is_count = str(key).lower().endswith("tokens")
-                yield from ((here, leaf) for leaf in _hidden_leaves(one, is_count=is_count))
+                yield from ((here, leaf) for leaf in _leaves(one))
             else:
                 yield from _values_of(one, here)
     elif isinstance(value, list | tuple):

@@ -46,7 +46,7 @@ class Index:
         """Update the rows of one run from its folder. Raises `LineageError`.
 
         What was seen of a live run is remembered, so that the next update costs as much as what is
-        new. A damaged file is replaced at once. After another failure, the connection is closed.
+        new. A damaged file is replaced directly. After another failure, the connection is closed.
         """
         progress = self._progress.setdefault(paths.directory, IndexProgress())
         try:

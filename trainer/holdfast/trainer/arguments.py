@@ -23,14 +23,25 @@ COUNT_MAX: Final = 1 << 62
 _STATEFUL: Final = ("state_dict", "load_state_dict")
 
 
-def check_model(given: object) -> None:
+def check_program(
+    model: object, optimizer: object, scheduler: object, extra: object, per_rank: object
+) -> None:
+    """Raise `TypeError` for an object of the program that is of another kind than expected."""
+    _check_model(model)
+    _check_stateful(optimizer, "optimizer")
+    _check_stateful(scheduler, "scheduler")
+    _check_named(extra, "extra")
+    _check_named(per_rank, "per_rank")
+
+
+def _check_model(given: object) -> None:
     """Raise `TypeError` unless `given` is a module or several."""
     for each in [given] if isinstance(given, nn.Module) else _several(given, "model"):
         if not isinstance(each, nn.Module):
             raise _wrong("model", given, "a torch Module, or a list of the parts of one model")
 
 
-def check_stateful(given: object, name: str) -> None:
+def _check_stateful(given: object, name: str) -> None:
     """Raise `TypeError` unless `given` is None, an object with a state, or several."""
     if given is None or _has_state(given):
         return
@@ -38,7 +49,7 @@ def check_stateful(given: object, name: str) -> None:
         raise _wrong(name, given, f"an object with {' and '.join(_STATEFUL)}, or a list of them")
 
 
-def check_named(given: object, name: str) -> None:
+def _check_named(given: object, name: str) -> None:
     """Raise `TypeError` unless `given` is None or a mapping of names to objects."""
     if given is None:
         return

@@ -81,7 +81,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _run_all(ranks: list[Rank]) -> int:
-    """Run the ranks in processes of their own; end all of them when one fails."""
+    """Run each rank in a process; end all of them when one fails."""
     # This process loads torch once for all of them, and never uses a GPU or a thread itself.
     context = multiprocessing.get_context("fork")
     started = [context.Process(target=_run, args=(rank,)) for rank in ranks]
@@ -104,7 +104,7 @@ def _run_all(ranks: list[Rank]) -> int:
 def _run(rank: Rank) -> None:
     try:
         _reduce(rank)
-    # Every library has errors of its own here, and each of them is the result of the check.
+    # Every library raises other errors here, and each of them is the result of the check.
     except Exception as error:
         lines = str(error).strip().splitlines()
         text = f"{type(error).__name__}: {lines[0] if lines else ''}"

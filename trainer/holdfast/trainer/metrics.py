@@ -167,6 +167,11 @@ class Recorder:
         """Queue one journal line. The thread calls `more` for facts that take time to collect."""
         self._queue.put((kind, {**self._facts, **data}, more))
 
+    def note(self, text: str) -> None:
+        """Print and journal what a person should know."""
+        report(f"holdfast: {text}")
+        self.event(EventKind.NOTE, text=text)
+
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Queue one line of metrics. If the queue is full, drop and count it."""
         self.latest.update({k: float(v) for k, v in values.items() if math.isfinite(v)})
@@ -246,6 +251,9 @@ class NoRecorder(Recorder):
 
     def event(self, kind: EventKind, more: _More | None = None, **data: Any) -> None:
         """Write nothing."""
+
+    def note(self, text: str) -> None:
+        """Write nothing: rank 0 does."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write nothing."""

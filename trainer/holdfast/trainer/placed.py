@@ -1,6 +1,6 @@
 """Checkpoints in directories that the program chooses, such as the `checkpoint_id` of `dcp.save`.
 
-A save is written into a folder of its own inside the directory, `.saving-<token>`. Its manifest
+A save is written into a new folder inside the directory, `.saving-<token>`. Its manifest
 commits it there. Then its files move up into the directory, `.metadata` and the manifest last. The
 checkpoint that was there before stays complete until the new one is durable. If a process is killed
 while files move up, the next load or save completes the move.
@@ -76,7 +76,7 @@ def is_saving_folder(folder: Path) -> bool:
 
 
 def find_commit(folder: Path) -> Manifest | None:
-    """Return the manifest of the save in `folder`, also if its files have moved up already.
+    """Return the manifest of the save in `folder`, even if its files have moved up already.
 
     For a checkpoint of a run, this is its manifest. Raises as `read_manifest` does.
     """

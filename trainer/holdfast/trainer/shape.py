@@ -27,7 +27,7 @@ from holdfast.contracts.records.topology import (
     problem_with_mesh,
     rescale,
 )
-from holdfast.trainer.format.metadata import METADATA, read_metadata
+from holdfast.trainer.format.metadata import METADATA, open_checkpoint
 from holdfast.trainer.slots.slots import SLOTS_PER_RANK
 
 MODEL: Final = "model."
@@ -70,7 +70,8 @@ def foresee(directory: Path, ranks: int) -> Shape:
     then = rescale(now, manifest, ranks)
     problem = problem_with_mesh(manifest, ranks)
     then = then or now
-    stages = [weigh(read_metadata(folder), now, then) for folder in stage_folders(directory)]
+    found = [open_checkpoint(folder).metadata for folder in stage_folders(directory)]
+    stages = [weigh(metadata, now, then) for metadata in found]
     largest = max(stages, key=lambda parts: sum(parts.values()))
     staging = max(parts["image"] for parts in stages)
     device = sum(largest[part] for part in ("parameters", "gradients", "optimizer", "other"))

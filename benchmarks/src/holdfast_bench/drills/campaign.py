@@ -23,9 +23,6 @@ from typing import Final
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.records.history import load_history
-from holdfast.flows.drills.kinds import Kind, draw_faults
-from holdfast.flows.drills.results import DrillResult, FaultResult
-from holdfast.flows.drills.runner import Tell, chance_of
 from holdfast.workers.runs import operator
 from holdfast_bench.drills.context import TestbedContext
 from holdfast_bench.drills.ettr import (
@@ -40,6 +37,9 @@ from holdfast_bench.drills.ettr import (
 from holdfast_bench.drills.recorded_run import Cut, RecordedRun
 from holdfast_bench.drills.rehearsal import TestbedRehearsal
 from holdfast_bench.drills.testbed import RANKS, Testbed, throw_away
+from holdfast_bench.live_drills.kinds import Kind, draw_faults
+from holdfast_bench.live_drills.results import DrillResult, FaultResult
+from holdfast_bench.live_drills.runner import Tell, chance_of
 
 # A run's journals grow with it and are read often, so a new run starts after this many faults.
 FAULTS_PER_RUN: Final = 40

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from holdfast.contracts.disk.journal import Event, EventKind
-from holdfast.flows.drills.place import LaunchPlace, place_of
 from holdfast_bench.drills.steps import Reference, Step, difference, gaps
+from holdfast_bench.live_drills.place import LaunchPlace, place_of
 
 Window = tuple[int, int]
 _CHANGES: Final = frozenset({EventKind.ROLLED_BACK, EventKind.NUMERICS})

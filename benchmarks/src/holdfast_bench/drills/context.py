@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from holdfast.flows.drills.fault_context import FaultContext
 from holdfast_bench.drills.recorded_run import RecordedRun
 from holdfast_bench.drills.testbed import Testbed
+from holdfast_bench.live_drills.fault_context import FaultContext
 
 
 @dataclass(kw_only=True)

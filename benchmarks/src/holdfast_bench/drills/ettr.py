@@ -17,7 +17,6 @@ from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.errors import ServiceError
 from holdfast.contracts.records.history import RunHistory
 from holdfast.contracts.records.tally import LaunchSpan
-from holdfast.flows.drills.kinds import FREE_S, HELD_S, KINDS, SUSPENDED_S, Loss, Recovery
 from holdfast.workers.agent.watch.hangs import STRAGGLER_WINDOW_S, TIMES_MIN
 from holdfast_bench.drills.prediction import Costs, Fault, Stall, predict_ettr
 from holdfast_bench.drills.testbed import (
@@ -27,6 +26,7 @@ from holdfast_bench.drills.testbed import (
     SNAPSHOT_STEPS,
     STEP_S,
 )
+from holdfast_bench.live_drills.kinds import FREE_S, HELD_S, KINDS, SUSPENDED_S, Loss, Recovery
 
 # Detection times from the testbed's settings. None of them is measured.
 DETECTION_S: Final = {"hang": SILENCE_S["train"], "corrupt-checkpoint": 0.0}

@@ -15,11 +15,11 @@ from typing import Final
 from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.errors import ServiceError
 from holdfast.contracts.spec.sections import Numerics
-from holdfast.flows.drills import faults
-from holdfast.flows.drills.kinds import Recovery
-from holdfast.flows.drills.target_run import TargetRun
 from holdfast.lineage.database.heal import MAGIC, quarantine
 from holdfast_bench.drills.context import TestbedContext
+from holdfast_bench.live_drills import faults
+from holdfast_bench.live_drills.kinds import Recovery
+from holdfast_bench.live_drills.target_run import TargetRun
 
 PREFECT_GAP_STEPS: Final = 50
 DATABASE_BACK_S: Final = 120.0

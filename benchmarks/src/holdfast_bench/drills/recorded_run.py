@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from holdfast.flows.drills.place import LaunchPlace
-from holdfast.flows.drills.target_run import ProgressMark, TargetRun
 from holdfast_bench.drills.steps import Records, Step
+from holdfast_bench.live_drills.place import LaunchPlace
+from holdfast_bench.live_drills.target_run import ProgressMark, TargetRun
 
 
 class Cut(Exception):

@@ -13,17 +13,17 @@ from holdfast.contracts.errors import HoldfastError, ServiceError
 from holdfast.contracts.node.wire import name_prefix
 from holdfast.contracts.records.history import load_history
 from holdfast.contracts.states import RunState
-from holdfast.flows.drills import invariants
-from holdfast.flows.drills.invariants import Broken
-from holdfast.flows.drills.kinds import Kind, Loss
-from holdfast.flows.drills.results import DrillResult
-from holdfast.flows.drills.runner import Rehearsal, Tell
-from holdfast.flows.drills.target_run import ProgressMark
 from holdfast.workers.runs import operator
 from holdfast_bench.drills.comparison import Comparison
 from holdfast_bench.drills.context import TestbedContext
 from holdfast_bench.drills.faults import FAULTS
 from holdfast_bench.drills.testbed import INTERVAL_STEPS, SNAPSHOT_STEPS
+from holdfast_bench.live_drills import invariants
+from holdfast_bench.live_drills.invariants import Broken
+from holdfast_bench.live_drills.kinds import Kind, Loss
+from holdfast_bench.live_drills.results import DrillResult
+from holdfast_bench.live_drills.runner import Rehearsal, Tell
+from holdfast_bench.live_drills.target_run import ProgressMark
 
 SAVED_S_MAX: Final = 3600.0
 LOSS_STEPS: Final = {

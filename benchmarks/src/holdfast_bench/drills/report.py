@@ -12,12 +12,12 @@ from typing import Any, Final
 
 from holdfast.contracts.disk.durable import write_bytes
 from holdfast.contracts.errors import SpecError
-from holdfast.flows.drills import invariants
-from holdfast.flows.drills.invariants import Broken
-from holdfast.flows.drills.kinds import KINDS, Recovery
-from holdfast.flows.drills.results import DrillResult, FaultResult
 from holdfast_bench.drills.ettr import Ettr, sum_of
 from holdfast_bench.drills.testbed import INTERVAL_STEPS, RANKS, SNAPSHOT_STEPS, STEP_S
+from holdfast_bench.live_drills import invariants
+from holdfast_bench.live_drills.invariants import Broken
+from holdfast_bench.live_drills.kinds import KINDS, Recovery
+from holdfast_bench.live_drills.results import DrillResult, FaultResult
 
 P95: Final = 0.95
 LIBRARIES: Final = ("holdfast", "torch", "prefect", "submitit", "psutil")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.flows.drills.place import LaunchPlace
+from holdfast_bench.live_drills.place import LaunchPlace
 
 LOSS_TOLERANCE: Final = 1e-4
 _RECORD: Final = re.compile(r"a([0-9]+)\.l([0-9]+)\.rank([0-9]+)\.jsonl")

@@ -16,7 +16,7 @@ from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.flows.parameters import load_spec
 from holdfast.flows.supervisor.redactor import Redactor
 from holdfast.flows.supervisor.submission import submit_next
-from holdfast.flows.supervisor.summary import end_reason, table_of_attempts
+from holdfast.flows.supervisor.summary import log_end
 from holdfast.flows.supervisor.supervise import Supervisor
 from holdfast.lineage.index import Index
 from holdfast.workers.runs import run_folders
@@ -25,17 +25,11 @@ from holdfast.workers.runs import run_folders
 def carry(paths: RunPaths, log: logging.Logger, index: Index) -> RunHistory:
     """Supervise the run until it has ended, log its summary, and return its last history."""
     redactor = Redactor()
-    redacted = redactor.log(log)
     with redactor.errors():
         history = Supervisor(
             paths=paths, index=index, log=log, submit=submit_next, redactor=redactor
         ).run()
-    for line in table_of_attempts(history):
-        redacted.info("%s", line)
-    last = history.last_attempt
-    if last is not None and last.traceback and not history.state.is_live:
-        redacted.error("the first failing rank:\n%s", last.traceback)
-    redacted.info("%s %s: %s", paths.name, history.state, end_reason(history))
+    log_end(history, redactor.log(log))
     return history
 
 

@@ -140,7 +140,19 @@ def end_reason(history: RunHistory) -> str:
     return f"{reason} (attempt {last.number} ended {last.state}, cause {last.cause})"
 
 
-def table_of_attempts(history: RunHistory) -> list[str]:
+def log_end(history: RunHistory, log: Log) -> None:
+    """Log how the run ended. `log` hides the run's secrets."""
+    for line in _table_of_attempts(history):
+        log.info("%s", line)
+    last = history.last_attempt
+    if last is not None and last.traceback and not history.state.is_live:
+        rank = last.outcome.failed_rank if last.outcome else None
+        which = "" if rank is None else f" ({rank})"
+        log.error("the first failing rank%s:\n%s", which, last.traceback)
+    log.info("%s %s: %s", history.paths.name, history.state, end_reason(history))
+
+
+def _table_of_attempts(history: RunHistory) -> list[str]:
     """Return the attempts as the lines of a table, with a heading."""
     rows = [HEADINGS, *(cells(attempt) for attempt in history.attempts)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]

@@ -64,10 +64,11 @@ from holdfast.workers.runs.attempts import (
     is_unsubmitted,
     resume_submission,
 )
+from holdfast.workers.runs.endings import complete_goodput
 from holdfast.workers.runs.feasibility import Feasibility
 from holdfast.workers.runs.operator import move_on, return_when_free
 from holdfast.workers.runs.pending import allow_hosts_again, take_back_overdue
-from holdfast.workers.runs.reconcile import complete_goodput, reconcile
+from holdfast.workers.runs.reconcile import reconcile
 from holdfast.workers.runs.run_folders import keep_reserve, require_own, why_not_submitted
 from holdfast.workers.schedulers import ask_capacity, executor_for
 from holdfast.workers.schedulers.slurm_capacity import Room

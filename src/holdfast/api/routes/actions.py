@@ -54,6 +54,7 @@ def prune(request: Request, run: RunId, body: AskPrune, caller: Operator) -> Pru
     """Delete the checkpoints that no rule, pin or use keeps, or only list them (`dry_run`)."""
     services = services_of(request)
     paths = services.store.folder_of(run)
+    # First, so that the action is judged by what has happened, not by what the index knows.
     reconcile(paths, writer=WRITER)
     with audited(paths, "prune", caller, dry_run=body.dry_run):
         facts = deletion.prune(paths, by=caller.name, writer=WRITER, dry_run=body.dry_run)
@@ -83,10 +84,13 @@ def _ask(
     continues = action in {"relaunch", "resume"}
     with audited(paths, action, caller, gpus=gpus, force=body.force):
         if continues:
+            # Before the request is recorded: an order that cannot be carried out would stay
+            # pending.
             services.check(paths)
         message = operator.request(
             paths, action, by=caller.name, gpus=gpus, writer=WRITER, alone=not body.force, now=now
         )
+        # After the order, which the supervisor that starts here must find.
         started = dict(services.start(paths, continues))
     services.watch.touch(paths)
     state = str(load_history(paths).state)

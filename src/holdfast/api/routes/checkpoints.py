@@ -63,6 +63,7 @@ router = APIRouter(prefix="/checkpoints", tags=["checkpoints"], dependencies=[AS
 def show_checkpoint(request: Request, checkpoint: CheckpointId) -> CheckpointDetail:
     """Return a checkpoint: shards, digests, topology, and the commands that continue from it."""
     row = services_of(request).store.show_checkpoint(checkpoint)
+    # The path of the row and not one of the client's.
     directory = FilePath(row["path"])
     manifest = _manifest(directory)
     record = read_record(directory)
@@ -132,6 +133,7 @@ def export(request: Request, checkpoint: CheckpointId, body: AskExport, caller: 
     """Start a job that exports a checkpoint into the `exports` folder of its run."""
     services = services_of(request)
     paths, name = _on_disk(services, checkpoint)
+    # A spec's interpreter would run as the server's user, and links could direct its writes.
     _refuse_foreign(paths, "export it with `holdfast export --output` as a user who can read it")
     directory = verification.directory_to_verify(paths, name)
     refuse_damaged(paths, name, "export it")
@@ -149,6 +151,7 @@ def export(request: Request, checkpoint: CheckpointId, body: AskExport, caller: 
 def fork(request: Request, checkpoint: CheckpointId, body: AskFork, caller: Operator) -> Forked:
     """Start a new run, under another name, from a committed checkpoint."""
     services = services_of(request)
+    # A program or a path from a request would run anything as the server's user.
     refused = sorted(body.set.keys() - FORK_KEYS)
     if refused:
         raise SpecError(
@@ -168,6 +171,7 @@ def export_name(checkpoint: str, body: AskExport) -> str:
     """Return the name of an export. Another choice of keys is another export."""
     kind = f"-{body.dtype}" if body.dtype else ""
     kind += f"-{document_digest(sorted(body.include))[:8]}" if body.include else ""
+    # A digest of the keys, because their names are too long for a file name.
     return f"{checkpoint}{kind}{exports.SUFFIXES[body.to]}"
 
 

@@ -63,6 +63,7 @@ def show_health(request: Request) -> JSONResponse:
     services = services_of(request)
     health = _health(services)
     try:
+        # A monitor without a token must see whether the server is healthy, and nothing else.
         is_anonymous = identify(request) is None
     except Refusal:
         # A health check succeeds even with a wrong token.

@@ -115,7 +115,7 @@ def warn(text: str) -> None:
 
 
 def echo(text: object = "", *, nl: bool = True) -> None:
-    """Print text on standard output at once. Unlike typer's, it respects the encoding."""
+    """Print text on standard output without a buffer. Unlike typer's, it respects the encoding."""
     print(text, end="\n" if nl else "", flush=True)
 
 
@@ -150,16 +150,14 @@ def to_json_text(data: Any, indent: int | None = None) -> str:
     return _UNSAFE_IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
-def print_table(
-    headings: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None
-) -> None:
+def print_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a table. If standard output is not a terminal, no cell is cut or wrapped."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
     cells = [[plain_line(cell_text(cell)) for cell in row] for row in rows]
-    table = Table(title=title, box=SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for heading in headings:
         table.add_column(heading)
     for row in cells:

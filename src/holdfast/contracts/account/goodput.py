@@ -111,6 +111,7 @@ class _Account:
         if end <= self.cursor:
             return 0.0
         seconds = end - self.cursor
+        # `segments` adds the periods of training, once it is known which of their steps were lost.
         if part not in {"stopped", "training"}:
             self.segments.append(Segment(len(self.by_span) - 1, part, self.cursor, end))
         self.cursor = end
@@ -155,6 +156,8 @@ def account(
     kept, legs = _fold(spans, created_at, until, safe_step=safe_step, known=known)
     total_s = kept.until - created_at
     lost_s = sum(leg.lost_s for leg in legs)
+    # Lost time was counted as training while the cursor passed it. Only a later resume shows that
+    # those steps were trained again.
     kept.parts["training"] -= lost_s
     kept.parts["lost"] += lost_s
     held = _held(spans, kept, legs)
@@ -162,6 +165,7 @@ def account(
     return Goodput(
         total_s=total_s,
         **parts,
+        # Rounding can bring the quotient above 1.
         ettr=min(1.0, parts["training_s"] / total_s) if total_s else 0.0,
         steps_lost=sum(leg.steps_lost for leg in legs),
         gpu_hours=sum(one.hours for one in held),
@@ -227,6 +231,7 @@ def _fold(
     _walk_all(kept, legs, spans, has_times=has_times)
     kept.by_span.append(dict.fromkeys(PARTS, 0.0))
     kept.go_to(kept.until, "stopped")
+    # While the run continues, nobody knows which steps a next launch would train again.
     _find_lost(legs, safe_step if spans and spans[-1].ended_at is not None else None)
     return kept, legs
 
@@ -257,9 +262,12 @@ class KnownSpans:
         """Return the account before the first span that is new, or None if there is none."""
         pairs = enumerate(zip(spans, self._last, strict=False))
         most = min(len(spans), len(self._last))
+        # The caller keeps the span of an attempt that has not changed, so identity is enough and
+        # costs nothing.
         same = next((number for number, (new, old) in pairs if new is not old), most)
         self._last = spans
         kept, facts = self._kept, (created_at, has_times)
+        # If an attempt that was counted has changed, or the run's beginning, all are counted again.
         if kept is None or facts != self._facts or len(kept.by_span) > same:
             # Without an end, because a later call may have a later one.
             kept = _Account(cursor=created_at, until=math.inf)
@@ -267,8 +275,10 @@ class KnownSpans:
         _walk_all(kept, self._legs, spans[:same], has_times=has_times)
         if kept.cursor > until:
             return None
+        # Legs are reused between calls, and what is lost depends on the steps that came later.
         for leg in self._legs:
             leg.lost_s, leg.steps_lost = 0.0, 0
+        # Only the last attempt may still grow, so only its dictionary is copied.
         by_span = [*kept.by_span[:-1], *map(dict, kept.by_span[-1:])]
         segments, parts = list(kept.segments), dict(kept.parts)
         again = replace(kept, until=until, by_span=by_span, parts=parts, segments=segments)
@@ -305,6 +315,8 @@ def _walk(kept: _Account, span: Span, number: int) -> list[_Leg]:
     legs = []
     for launch, after in zip(span.launches, (*span.launches[1:], None), strict=False):
         over = _first(launch.ended_at, after.started_at if after else None, ends)
+        # After the request to stop, the last launch saves and ends. Earlier launches did not hear
+        # it.
         asked = None if after else span.stop_requested_at
         last_step = launch.last_step
         if last_step is None and after is None:
@@ -333,8 +345,10 @@ def _walk_launch(
     worked_until = min(trained_until, hangs_from)
     trained_s = kept.go_to(worked_until, "training", limit)
     held = _overlaps(launch.held, began_at, kept.cursor)
+    # Saves of several ranks overlap. Their union is the time for which training was blocked.
     held_s = sum(end - begin for begin, end in held)
     if launch.blocked is not None:
+        # A tally is a sum, so its saves may lie outside of these periods.
         held_s = min(trained_s, held_s + launch.blocked.within(began_at, kept.cursor))
     pieces = kept.split(held, span, began_at)
     kept.add("training", -held_s)
@@ -388,6 +402,7 @@ def _find_lost(legs: Sequence[_Leg], safe_step: int | None) -> None:
 def _held(spans: Sequence[Span], kept: _Account, legs: Sequence[_Leg]) -> list[Held]:
     preempted = _preemption_gpu_s(spans, kept.by_span, legs)
     return [
+        # `by_span` has one more entry, the time after the last attempt.
         Held(span.gpus * _held_s(own) / SECONDS_PER_HOUR, lost / SECONDS_PER_HOUR, span.gpu_hour)
         for span, own, lost in zip(spans, kept.by_span, preempted, strict=False)
     ]

@@ -39,9 +39,12 @@ def costs_of(held: Sequence[Held], prices: Prices) -> dict[str, Any]:
     held, steady = [one for one in held if one.hours], prices.on_demand_per_gpu_hour
     paid = [prices.gpu_hour if one.gpu_hour is None else one.gpu_hour for one in held]
     known = [price for price in paid if price is not None]
+    # One unknown price makes the sum unknown. A cost without some of its hours would look too
+    # small.
     is_known = len(known) == len(held) and (bool(held) or prices.gpu_hour is not None)
     cost = sum(one.hours * price for one, price in zip(held, known, strict=False))
     lost = sum(one.preempted_hours * price for one, price in zip(held, known, strict=False))
+    # On demand, nothing would have been preempted, so those hours would not have been needed.
     useful = max(0.0, sum(one.hours - one.preempted_hours for one in held))
     on_demand = None if steady is None else useful * steady
     return {

@@ -60,6 +60,7 @@ def mean_failure_s(seen: Failures, nodes: int) -> float:
     """Return μ in seconds: as measured, or without failures the prior or longer training time."""
     if seen.count:
         return max(seen.trained_s, 1.0) / seen.count
+    # A run that trained longer than the assumption without a failure has disproved it.
     return max(PRIOR_NODE_S / nodes, seen.trained_s)
 
 
@@ -69,10 +70,13 @@ def choose_interval(seen: Failures, nodes: int, *, cost_s: float, flush_s: float
     bounds = [
         (math.sqrt(2.0 * mean_s * cost_s), "set by the formula"),
         (flush_s, "raised to the time of a flush"),
+        # With frequent failures or expensive saves, the formula alone would spend more than that on
+        # saves.
         (cost_s / OVERHEAD_MAX, f"raised to keep the overhead within {OVERHEAD_MAX:.0%}"),
         (INTERVAL_MIN_S, "the minimum interval"),
     ]
     interval_s, bound = max(bounds)
+    # A save that needs longer than an hour to become durable cannot be made every hour.
     longest_s = max(INTERVAL_MAX_S, flush_s, cost_s / OVERHEAD_MAX)
     if interval_s > longest_s:
         interval_s, bound = longest_s, "the maximum interval"

@@ -60,6 +60,8 @@ def stretches_of(
         end = first + len(own)
         is_last = end == len(spans)
         ended_at = until if is_last else min(own[-1].ended_at or until, until)
+        # Steps after the one that the next attempt resumed from were trained again there, so they
+        # are lost here.
         resumed = safe_step if is_last else _resumed_step(spans[end], safe_step)
         time = account(own, created_at=began_at, until=ended_at, safe_step=resumed)
         found.append(

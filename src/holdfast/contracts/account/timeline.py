@@ -73,6 +73,7 @@ def launches_of(
             own[number] = _update(launch, mark)
     for attempt, number in blocked:
         found[attempt].setdefault(number, LaunchSpan())
+    # A launch that only an outcome or the index knows still held its GPUs.
     for attempt, number, facts in records:
         found[attempt][number] = _complete(found[attempt].get(number, LaunchSpan()), facts)
     return {
@@ -120,6 +121,7 @@ def spans_of(history: RunHistory, known: KnownAccount | None = None) -> list[Spa
         view.number: (view, _span(history, view, launches.get(view.number, ()))) for view in views
     }
     found = [(fresh.get(view.number) or spans[view.number])[1] for view in history.attempts]
+    # Only past attempts: the lines of the current one may still grow.
     spans.update({number: one for number, one in fresh.items() if number in history.past})
     return found
 

@@ -62,6 +62,7 @@ def has_long_number(content: bytes) -> bool:
 
 def problem_with_numbers(value: Any, depth: int = 0) -> str | None:
     """Return the problem with a nested document, or None: a too large integer or deep nesting."""
+    # Checked first, because deep nesting would end this recursion with a RecursionError.
     if depth > DEPTH_MAX:
         return f"nested more than {DEPTH_MAX} deep"
     if type(value) is int and abs(value) > INTEGER_MAX:

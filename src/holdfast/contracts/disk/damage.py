@@ -1,4 +1,4 @@
-"""Comparison of a checkpoint's files with its manifest, as a whole or in shares."""
+"""Comparison of a checkpoint's files with its manifest, completely or in shares."""
 
 from __future__ import annotations
 
@@ -52,6 +52,8 @@ def find_problems(
     """
     own = _share_of(manifest.files, *share)
     try:
+        # The folder is held open, so all files come from the same one even if its name is moved
+        # meanwhile.
         with files_folder(directory, manifest) as folder:
             return _problems_in(folder, own, contents=contents, progress=progress)
     except ForeignFileError as error:
@@ -94,6 +96,7 @@ def word_for(damaged: Iterable[str]) -> str:
 
     Storage that fails says nothing about the bytes.
     """
+    # A checkpoint counts as damaged only if its bytes were read and differ, see decision 91.
     lines = list(damaged)
     is_unreadable = bool(lines) and all(f": {UNREADABLE}" in line for line in lines)
     return "unreadable" if is_unreadable else "damaged"
@@ -104,6 +107,7 @@ def _share_of(entries: Iterable[FileEntry], number: int, count: int) -> list[_En
     every = [(entry, span) for entry in entries for span in entry.spans()]
     total = max(1, sum(size for _, (_, size, _) in every))
     starts = accumulate((size for _, (_, size, _) in every), initial=0)
+    # By bytes and not by files, so that ranks can divide one long file, see decision 58.
     return [
         one
         for one, start in zip(every, starts, strict=False)
@@ -148,6 +152,7 @@ def _differing(
     def read(item: tuple[FileEntry, int, int, str]) -> tuple[FileEntry, int, str | None]:
         entry, start, size, expected = item
         try:
+            # Each try opens the file again: a stale NFS handle stays stale.
             digest = read_again(lambda: _digest_in(directory, entry, start, size))
         except ForeignFileError as error:
             return entry, size, error.problem

@@ -14,7 +14,9 @@ from typing import Any, Final
 
 import xxhash
 
+# A load reads and compares whole blocks, see decision 10.
 BLOCK_BYTES: Final = 4 * 1024 * 1024
+# A line of the manifest then holds at most 8 kB of digests, see decision 10.
 BLOCKS_MAX: Final = 256
 DIGEST_HEX: Final = 32
 READ_BYTES_MAX: Final = 1024 * 1024
@@ -22,6 +24,8 @@ READ_BYTES_MAX: Final = 1024 * 1024
 _CANONICAL: Final = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 Content = bytes | bytearray | memoryview
+# Ten times as fast as SHA-256 and BLAKE2b in the measurement of decision 1. It detects damage and
+# does not protect against deliberate changes.
 RunningDigest = xxhash.xxh3_128
 
 

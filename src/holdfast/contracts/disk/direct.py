@@ -1,8 +1,8 @@
 """Direct reads and writes, which bypass the page cache, on local disks.
 
 Through the cache, every 4 KiB need a page of memory and a copy. A direct call moves the bytes
-between the caller's memory and the disk, in a tenth of the CPU time (docs/decisions/0016). Network
-file systems still use their cache, because it reads and writes ahead.
+between the caller's memory and the disk, in a tenth of the CPU time (decision 16). Network file
+systems still use their cache, because it reads and writes ahead.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Final
 ALIGNMENT: Final = 4096
 # For smaller files, the cache costs less than direct writes.
 DIRECT_BYTES_MIN: Final = 1024 * 1024
+# Direct calls pay off on these. A network file system reads ahead and writes behind in its cache,
+# see decisions 16 and 17.
 EXT4: Final = 0xEF53
 XFS: Final = 0x58465342
 
@@ -68,6 +70,7 @@ class DirectFile:
             piece = piece[self._write_some(piece) :]
 
     def _write_some(self, piece: memoryview) -> int:
+        # O_DIRECT refuses a partial page. Only the end of a file is one.
         if self._is_direct and len(piece) < ALIGNMENT:
             self._through_cache()
         if not self._is_direct:
@@ -80,6 +83,7 @@ class DirectFile:
             # The memory or the disk needs another alignment.
             self._through_cache()
             return 0
+        # The short write left the file position unaligned, so another direct write would fail.
         if count % ALIGNMENT:
             self._through_cache()
         return count

@@ -36,12 +36,14 @@ def make_directory(directory: Path) -> None:
     while not current.exists():
         missing.append(current)
         current = current.parent
+    # From the top down, because a name is durable only if the names above it are.
     for path in reversed(missing):
         try:
             path.mkdir(exist_ok=True)
         except FileExistsError as error:
             text = "a file, or a link to a folder that does not exist"
             raise FileExistsError(error.errno, text, str(path)) from error
+        # Also for a folder that another process created: it may not have called fsync yet.
         fsync_directory(path.parent)
 
 
@@ -61,12 +63,15 @@ def write_bytes(
         return
     handle, temporary = _create_beside(path, mode)
     try:
+        # The bytes are durable before the name moves. In the other order, a power cut could leave
+        # the new name without its bytes.
         _fill(handle, content, path)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             Path(temporary).unlink(missing_ok=True)
         raise
+    # Until this returns, a power cut can bring the old file back.
     fsync_directory(path.parent)
 
 
@@ -81,6 +86,7 @@ def create_bytes(path: Path, content: bytes, *, mode: int = 0o666) -> bool:
     try:
         _fill(handle, content, path)
         try:
+            # A rename would replace the file of a process that was faster.
             os.link(temporary, path)
         except FileExistsError:
             return False
@@ -88,6 +94,8 @@ def create_bytes(path: Path, content: bytes, *, mode: int = 0o666) -> bool:
         _remove_name(temporary)
     try:
         fsync_directory(path.parent)
+    # A power cut may still remove the name, so no process may take the file for created. Fault
+    # tests found a manifest that stayed after this fsync had failed, see decision 14.
     except OSError:
         with contextlib.suppress(OSError):
             path.unlink()
@@ -123,6 +131,7 @@ def _fill(handle: int, content: bytes, path: Path) -> None:
         with os.fdopen(handle, "wb") as stream:
             stream.write(content)
             stream.flush()
+            # Close alone leaves the bytes in the page cache, where a power cut loses them.
             os.fsync(stream.fileno())
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error

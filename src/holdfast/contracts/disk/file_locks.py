@@ -75,6 +75,7 @@ def wait_for_lock(handle: int, timeout_s: float = 0.0, *, shared: bool = False) 
     give_up = time.monotonic() + timeout_s
     while True:
         try:
+            # A blocking `flock` has no time limit, so the lock is polled.
             fcntl.flock(handle, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() >= give_up:
@@ -100,6 +101,7 @@ def _open_in(folder: int, path: Path, *, owner_only: bool) -> int:
         except OSError as error:
             raise _explain(error, path, folder) from error
         try:
+            # Before any change, because the file may be another user's, or no regular file.
             if not is_new:
                 _check(handle, path, place, owner_only=owner_only)
             if is_new or _needs_change(handle, place, owner_only=owner_only):
@@ -116,6 +118,8 @@ def _open_or_create(folder: int, name: str) -> tuple[int, bool]:
     try:
         return os.open(name, _OPEN, dir_fd=folder), False
     except FileNotFoundError:
+        # Exclusive, so exactly one process gives a new file its owner and mode. Until then, mode
+        # 0600 keeps everyone out who must not hold the lock.
         return os.open(name, _NEW, 0o600, dir_fd=folder), True
 
 

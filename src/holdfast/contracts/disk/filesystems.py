@@ -34,7 +34,7 @@ NODE_LOCAL: Final = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 # How late a client of a network file system may see a name: the default of NFS's `acdirmax`.
 CACHE_S: Final = 60.0
 CACHE_MARGIN_S: Final = 15.0
-# A local file system shows a name at once. This allows for small differences between clocks.
+# A local file system shows a name immediately. This allows for small differences between clocks.
 LOCAL_DELAY_S: Final = 5.0
 _ACDIRMAX: Final = re.compile(r"\bacdirmax=(\d+)")
 # Options of Lustre, of older NFS and of current NFS.
@@ -105,11 +105,13 @@ def delay_s(path: Path) -> float:
 
 
 def is_there(path: Path) -> bool:
-    """Return True if `path` exists, also if another host has just created it.
+    """Return True if `path` exists, even if another host has just created it.
 
     Use this to wait for a file of another host. A client remembers a name that it looked up in
     vain, for up to a minute. The cost does not depend on how many names the folder has.
     """
+    # A name that is found needs no question to the server. Only absences are cached, see
+    # decision 48.
     if os.path.lexists(path) or not _is_on_shared_device(path.parent):
         return os.path.lexists(path)
     # NFS asks for the folder's time when it is opened, and then drops older absences.
@@ -144,7 +146,7 @@ def _known(device: int, path: Path) -> FileSystem:
 
 
 def is_listed(path: Path) -> bool:
-    """Return True if the folder of `path` lists it now, also if this host remembers otherwise.
+    """Return True if the server lists `path` in its folder, whatever this host remembers.
 
     Use this where a name may have been removed by another host. Its cost grows with the folder.
     Raises `OSError` if the folder cannot be read, and returns False if there is none.
@@ -162,6 +164,7 @@ def look_up(path: Path) -> None:
     else because a folder cannot have a second name.
     """
     with contextlib.suppress(OSError):
+        # `open` with O_CREAT would ask the server too, but might create the file, see decision 48.
         os.link(path.parent, path)
 
 
@@ -171,7 +174,7 @@ def fetch_attributes(file: int | Path) -> None:
     On GlusterFS, the attributes of a path may still be a second old.
     """
     if isinstance(file, int) and _is_on_gluster(file):
-        # Its client has a cache of its own below the kernel's. The answer to `fsync` renews it.
+        # Its client has a separate cache below the kernel's. The answer to `fsync` renews it.
         with contextlib.suppress(OSError):
             os.fsync(file)
     if (statx := _statx()) is None:
@@ -196,7 +199,7 @@ def send_flag(directory: Path) -> int:
     """Return the flag with which to open a file for writing that other hosts read while it grows.
 
     A client sends what was written when the file is closed, or half a minute later. With this flag,
-    each write is sent at once. On a local file system it is 0: every process sees a write.
+    each write is sent immediately. On a local file system it is 0: every process sees a write.
     """
     return os.O_DSYNC if filesystem_of(directory).may_be_shared else 0
 

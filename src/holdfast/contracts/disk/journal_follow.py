@@ -144,7 +144,9 @@ def start_of(stream: BinaryIO, place: JournalPlace | None) -> int:
     if place is None:
         return 0
     file, size, _ = facts_of(stream)
+    # Equal size with another time means that the file was rewritten in place, so read it again.
     is_longer = file == place.file and size > place.size
+    # Inode numbers are reused, so the last bytes before the offset must be the same too.
     return place.offset if is_longer and _sample(stream, place.offset) == place.sample else 0
 
 
@@ -156,6 +158,7 @@ def place_at(stream: BinaryIO, offset: int, facts: Facts) -> JournalPlace:
 
 def is_unchanged(path: Path, place: JournalPlace) -> bool:
     """Return True if the file has not changed since it was read. It need not be opened then."""
+    # A cached size would hide the lines that another host has just added, see decision 48.
     fetch_attributes(path)
     try:
         facts = path.lstat()

@@ -47,6 +47,8 @@ def reading(directory: Path) -> Iterator[bool]:
         # Through another link in the place of `checkpoints`, the lease would be written elsewhere.
         folder = real_folder(lease.parent)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        # The lease comes before the caller's look for the manifest. A deleter does the reverse, so
+        # one of the two sees the other, see decision 12.
         os.close(open_beneath(folder / lease.name, flags, below=base_of(folder)))
     except (OSError, ForeignFileError):
         yield False
@@ -71,6 +73,7 @@ def readers(directory: Path) -> list[str]:
     Expired leases are deleted.
     """
     found, leases = [], list_leases(directory)
+    # By the file server's clock, which set the times of the leases. Clocks of nodes may differ.
     now = storage_time(directory.parent) if leases else 0.0
     for lease in leases:
         try:
@@ -115,6 +118,8 @@ def _renew(lease: Path, over: threading.Event) -> None:
     while not over.wait(RENEW_S):
         try:
             os.utime(lease, follow_symlinks=False)
+        # A deleter found it expired, for example because this process was suspended for ten
+        # minutes.
         except FileNotFoundError:
             return
         except OSError:

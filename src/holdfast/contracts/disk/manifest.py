@@ -65,7 +65,7 @@ from holdfast.contracts.plain_text import counted
 # A checkpoint that the program wrote has a directory in the run's folder with nothing but a
 # manifest, and the manifest names the folder of the files as its `source`.
 
-# Who ended a checkpoint of a program's own, and why, in the journal.
+# The journal's `by` and reason when a program's checkpoint ends.
 PROGRAM: Final = "the program"
 GONE: Final = "the program deleted its files"
 REPLACED: Final = "the program wrote other files in their place"
@@ -76,7 +76,7 @@ def files_folder(directory: Path, manifest: Manifest) -> Iterator[Path]:
     """Yield the folder of the files that the manifest in `directory` lists.
 
     For a checkpoint that the program wrote, that is the folder which the manifest names. Anyone may
-    write any name into a manifest of their own, so it counts only if it belongs to the manifest's
+    write any name into their manifest, so it counts only if it belongs to the manifest's
     owner. Raises `ForeignFileError` for any other folder, and `OSError` if there is none.
     """
     if manifest.source is None:
@@ -85,7 +85,9 @@ def files_folder(directory: Path, manifest: Manifest) -> Iterator[Path]:
     source = Path(manifest.source)
     if not source.is_absolute():
         raise ForeignFileError(source, "not an absolute path")
+    # Held open, so the folder whose owner is compared is the one whose files are read.
     with held_folder(source, below=source.parent) as held:
+        # Another user's manifest could name any folder of this user, see decision 76.
         if held.stat().st_uid != (directory / MANIFEST).lstat().st_uid:
             raise ForeignFileError(source, "a folder of another user than the checkpoint's")
         yield held
@@ -97,9 +99,9 @@ def is_dcp(manifest: Manifest) -> bool:
 
 
 def require_own_directory(manifest: Manifest, action: str, instead: str = "") -> None:
-    """Raise `CheckpointError` if the program wrote the checkpoint to a directory of its own.
+    """Raise `CheckpointError` if the program wrote the checkpoint to its own directory.
 
-    `action` says what cannot be done with it, such as `export it`, and `instead` what to do.
+    `action` names what is refused, such as `export it`, and `instead` what to do.
     """
     if manifest.source is not None:
         raise CheckpointError(
@@ -109,31 +111,34 @@ def require_own_directory(manifest: Manifest, action: str, instead: str = "") ->
 
 
 def require_readable(manifest: Manifest, action: str) -> None:
-    """Raise `CheckpointError` if the program wrote the checkpoint in a format of its own."""
+    """Raise `CheckpointError` if the program wrote the checkpoint in its own format."""
     if not is_dcp(manifest):
         require_own_directory(manifest, action)
 
 
 def record_source(paths: RunPaths, manifest: Manifest) -> bool:
     """Create the manifest in the run, durably; return False if the checkpoint has one."""
+    # Exclusive: a node or an earlier launch may have recorded the same checkpoint already.
     directory = paths.checkpoint(manifest.name)
     make_directory(directory)
     return create_bytes(directory / MANIFEST, encode_manifest(manifest))
 
 
 def retire_source(paths: RunPaths, name: CheckpointName | str) -> None:
-    """Make the manifest a tombstone, because the program's files are gone or others now.
+    """Make the manifest a tombstone, because the program deleted or replaced its files.
 
     Journal the line `checkpoint_deleted` before. Does nothing if another process was faster.
     """
     directory = paths.checkpoint(name)
     make_directory(paths.tombstones)
     try:
+        # A rename keeps the bytes of the manifest and selects one of several processes.
         os.rename(directory / MANIFEST, paths.tombstone(name))
     except FileNotFoundError:
         return
+    # Before the folder goes. Otherwise a power cut could leave neither manifest nor tombstone.
     fsync_directory(paths.tombstones)
-    # Another file in it would be somebody's, so the directory stays then.
+    # The directory stays if it contains any other file, which Holdfast did not write.
     with contextlib.suppress(OSError):
         directory.rmdir()
     fsync_directory(paths.checkpoints)
@@ -142,6 +147,7 @@ def retire_source(paths: RunPaths, name: CheckpointName | str) -> None:
 FORMAT: Final = 1
 # The manifest of 10,000 ranks with a file of 256 blocks each has 84 MB.
 MANIFEST_BYTES_MAX: Final = 1 << 28
+# The digest is at the end of the file, so a search of the last bytes finds it.
 DIGEST_SEARCH_BYTES: Final = 200
 _DIGEST = re.compile(rb',\s*"digest": "([^"]*)"\s*}\s*$')
 

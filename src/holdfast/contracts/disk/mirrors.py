@@ -54,6 +54,7 @@ class Tiers:
             mirror=variables.get(environment.CHECKPOINT_MIRROR, ""),
             local=variables.get(environment.CHECKPOINT_LOCAL, ""),
         )
+        # With an agent, the values come from a spec that was validated at submission.
         if not variables.get(environment.RUN_DIRECTORY):
             found._check()
         return found

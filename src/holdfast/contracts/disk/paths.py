@@ -385,6 +385,7 @@ def real_folder(folder: Path) -> Path:
         return folder
     try:
         target = folder.parent / os.readlink(folder)
+        # Decides whose links count. No other place does, see decision 64.
         if is_mine(folder):
             return target
         owners = {folder.parent.stat().st_uid, folder.lstat().st_uid, target.lstat().st_uid}
@@ -443,6 +444,8 @@ def plain_checkpoint(path: Path | str) -> Path:
         if plain.name == LATEST and CheckpointName.parse(target := os.readlink(plain)):
             plain = plain.with_name(target)
     with contextlib.suppress(OSError):
+        # A link `run` alone proves nothing, since anyone can make one. The run's own `checkpoints`
+        # must lead back to this folder, see decision 64.
         base = plain.parent.parent
         own = RunPaths(base / os.readlink(base / OF_RUN)).checkpoints
         if own.samefile(plain.parent):

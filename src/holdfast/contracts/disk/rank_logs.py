@@ -13,9 +13,9 @@ from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.disk.reading import open_regular
 from holdfast.contracts.errors import ForeignFileError, NotFoundError
 
-# Only Holdfast's own names: another user's folder may contain any other.
 # In the folder of a node's launch: when its logs had which sizes.
 TIMES: Final = "times.log"
+# Only Holdfast's own names count, because another user's folder may contain any other.
 _NAME: Final = re.compile(r"(node-[0-9]+)/l([0-9]{1,9})/rank-([0-9]{5,9})\.(stdout|stderr)\.log")
 _TIME: Final = re.compile(r"([0-9]{1,12}\.[0-9]{3}) (\S+) ([0-9]{1,18})")
 
@@ -92,6 +92,8 @@ def rank_logs(
             continue
         try:
             handle = open_regular(path, below=attempt.directory, follow=True)
+        # Another user's folder may contain links, pipes or damaged files. Other ranks' logs still
+        # count.
         except (OSError, ForeignFileError) as error:
             on_skip(error)
             continue

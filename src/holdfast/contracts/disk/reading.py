@@ -56,12 +56,14 @@ def read_again(read: Callable[[], T]) -> T:
 DOCUMENT_BYTES_MAX: Final = 16 * 1024 * 1024
 LINKS_MAX: Final = 40
 TRIES_MAX: Final = 16
+# Without O_NONBLOCK, opening a named pipe would wait for a writer.
 _READ: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 # Where the kernel shows the folders that this process holds open.
 HELD: Final = Path("/proc/self/fd")
 _FOLDER: Final = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 # The number of openat2 is the same on every architecture. libc has no function for it.
 _OPENAT2: Final = 437
+# Links of `/proc` lead to any open file, wherever it is.
 _NO_MAGIC_LINKS: Final = 0x02
 _NO_LINKS: Final = 0x04
 _BENEATH: Final = 0x08
@@ -88,6 +90,7 @@ def open_regular(path: Path | str, *, below: Path | None = None, follow: bool = 
     """
     handle = open_beneath(path, _READ, below=below, follow=follow)
     try:
+        # The open descriptor is checked, not the path, which its owner can replace in between.
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise ForeignFileError(path, "not a regular file")
     except BaseException:
@@ -111,6 +114,7 @@ def read_bounded(
         size = os.fstat(stream.fileno()).st_size
         if size > bytes_max:
             raise ForeignFileError(path, f"{size} bytes, expected {bytes_max} or less")
+        # Not until the end: the owner may let the file grow while it is read.
         return stream.read(size)
 
 
@@ -183,6 +187,7 @@ def _open_inside(base: int, relative: str, flags: int, mode: int, follow: bool) 
             # A rename on the path happened meanwhile, so the kernel asks for a retry.
             if error.errno == errno.EAGAIN:
                 continue
+            # ENOSYS: a kernel before 5.6. EPERM: a container's filter of system calls.
             if error.errno not in {errno.ENOSYS, errno.EPERM, errno.EINVAL}:
                 raise
             break
@@ -225,6 +230,8 @@ def walk_inside(base: int, relative: str, flags: int, mode: int, follow: bool) -
                 continue
             wanted = _FOLDER if parts else flags
             try:
+                # Relative to the folder that is already open, so a folder that is replaced
+                # meanwhile cannot redirect the walk.
                 handles.append(os.open(part, wanted | os.O_NOFOLLOW, mode, dir_fd=handles[-1]))
             except OSError as error:
                 target = _link_target(part, handles[-1])
@@ -236,6 +243,7 @@ def walk_inside(base: int, relative: str, flags: int, mode: int, follow: bool) -
                 if target.startswith("/"):
                     raise OSError(errno.EXDEV, os.strerror(errno.EXDEV)) from error
                 parts.extendleft(reversed(Path(target).parts))
+        # The caller closes the result, and `base` stays the caller's own.
         return os.dup(handles[-1]) if len(handles) == 1 else handles.pop()
     finally:
         for handle in handles:

@@ -39,6 +39,7 @@ def ensure_root_id(root: Path) -> str:
     place = root / ROOT_ID
     if not (found := read_root_id(root)):
         try:
+            # Exclusive, and read afterwards: if two processes create it, both must use the same id.
             create_bytes(place, f"{uuid.uuid4().hex}\n".encode())
         except OSError:
             return ""

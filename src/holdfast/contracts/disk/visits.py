@@ -28,7 +28,7 @@ class Visit(Generic[T]):
 
     @property
     def reason(self) -> str:
-        """Why the work failed, for people; '' if it did not."""
+        """Why the work failed, as text; '' if it did not."""
         if self.error is None:
             return ""
         if isinstance(self.error, HoldfastError | OSError):
@@ -42,7 +42,7 @@ def visit(
     *,
     raises: tuple[type[Exception], ...] = (),
 ) -> Iterator[Visit[T]]:
-    """Do `work` on each run and yield what came of it.
+    """Do `work` on each run and yield its outcome.
 
     Only exceptions of the types `raises` end the loop: those that concern all runs, such as a
     database that cannot be used.

@@ -1,4 +1,4 @@
-"""Alerts for people about ranks, nodes and saves, computed from the journal. Pure functions."""
+"""Alerts about ranks, nodes and saves, computed from the journal. Pure functions."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ def noticed(events: Iterable[Event]) -> list[dict[str, Any]]:
             if event.kind is EventKind.METRIC_MISSING:
                 # Each launch reports it again, until the program logs the metric.
                 key = (event.kind, str(facts["key"]), str(facts["metric"]))
+            # Removed first, so that a repeated alert moves to the end: the newest ones are shown.
             found.pop(key, None)
             found[key] = {
                 "kind": str(event.kind),
@@ -112,7 +113,7 @@ def _alert_text(event: Event) -> str:
 
 
 def text_of(event: Event) -> str:
-    """Return a sentence for people about a journal line, as in a notification."""
+    """Return a readable sentence about a journal line, as in a notification."""
     facts = event.data
     where = f"attempt {facts['attempt']}: " if facts.get("attempt") else ""
     if event.kind is EventKind.RUN_ENDED:

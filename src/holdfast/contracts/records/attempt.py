@@ -93,6 +93,8 @@ class RunRecord(Document):
 
     def read_spec(self) -> RunSpec:
         """Return the recorded spec, with only the given keys as written. Raises `ValueError`."""
+        # The record has every key. Without `given`, all defaults would count as written in each
+        # relaunch, see decision 88.
         spec = RunSpec.read(self.spec)
         forget_defaults(spec, self.given)
         return spec.with_origins(self.origins)
@@ -222,13 +224,14 @@ class SubmissionTry(Document):
     @property
     def may_have_duplicates(self) -> bool:
         """True when the scheduler may have several jobs of the attempt."""
+        # Each try without a refusal may have made a job, whose answer was lost.
         return self.count - self.refusals > 1
 
 
 class Missing(Document):
     """`missing.json`: since when a job, an ended job's outcome or its final state is missing.
 
-    `since` maps boot ids to monotonic seconds, because each host counts by a clock of its own that
+    `since` maps boot ids to monotonic seconds, because each host counts by its own clock, which
     nobody can set. `heard` is the digest of the heartbeats at that time.
     """
 
@@ -324,6 +327,8 @@ def read_document(kind: type[D], path: Path) -> D | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
+        # `RECORDED` omits the rules for what a person may write. A rule that became stricter must
+        # not make a live run unreadable, see decision 44.
         return kind.model_validate_json(content, context=RECORDED)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
@@ -359,10 +364,12 @@ class AttemptDocuments:
 def read_documents(paths: AttemptPaths) -> AttemptDocuments:
     """Read the documents that the attempt's folder lists; no others are looked up.
 
-    So a document that another host creates is seen at once, see `filesystems.is_there`. Raises
+    So a document that another host creates is seen immediately, see `filesystems.is_there`. Raises
     `UnreadableRunError` for a damaged one.
     """
     try:
+        # One listing for all documents: the server answers it, where a look-up may come from a
+        # cache, see decision 48.
         names = frozenset(os.listdir(paths.directory))
     except (FileNotFoundError, NotADirectoryError):
         names = frozenset()
@@ -371,6 +378,7 @@ def read_documents(paths: AttemptPaths) -> AttemptDocuments:
         if path.name not in names:
             return None
         if (found := read_document(kind, path)) is None:
+            # The folder lists it, so a failed read came from a cached absence. Ask the server once.
             look_up(path)
             found = read_document(kind, path)
         return found
@@ -382,15 +390,6 @@ def read_documents(paths: AttemptPaths) -> AttemptDocuments:
         claim=None if claim is None or claim.is_closed else claim,
         outcome=outcome if outcome is not None and is_of(outcome, paths.number) else None,
     )
-
-
-def read_outcome(paths: AttemptPaths) -> Outcome | None:
-    """Return how the attempt ended; None without an outcome, or with another attempt's outcome.
-
-    Raises `UnreadableRunError` when it is damaged.
-    """
-    outcome = read_document(Outcome, paths.outcome)
-    return outcome if outcome is not None and is_of(outcome, paths.number) else None
 
 
 def read_claim(paths: AttemptPaths) -> Claim | None:
@@ -413,6 +412,7 @@ def close_claim(paths: AttemptPaths) -> bool:
         claimed_at=time.time(),
         is_closed=True,
     )
+    # Exclusive, so either a job or this process gets the claim, never both.
     return create_document(paths.claim, closed) or read_claim(paths) is None
 
 
@@ -420,6 +420,8 @@ def job_of(submission: Submission | None, claim: Claim | None) -> Submission | N
     """Return the job that runs the attempt: the claiming job, else the submitted one."""
     if claim is None or submission is None or submission.executor == "local":
         return submission
+    # With a lost answer of `sbatch`, an attempt may have two jobs. The one that claimed it trains,
+    # see decision 34.
     return submission.model_copy(update={"job_id": claim.job_id})
 
 

@@ -54,6 +54,7 @@ def newest_of_branch(paths: RunPaths, history: RunHistory) -> Manifest:
 
 def _branch(paths: RunPaths, history: RunHistory) -> Iterator[Manifest]:
     """Yield the committed checkpoints of the run's branch, newest first, without damaged ones."""
+    # Commands must not name a checkpoint that a load would refuse, see decision 91.
     excluded = {*excluded_checkpoints(history.events), *damaged_checkpoints(history.events)}
     for directory in reversed(paths.list_checkpoints()):
         with contextlib.suppress(DamagedCheckpointError):

@@ -128,7 +128,7 @@ class RunHistory:
 
     With `tallied`, `events` lacks the lines that are only counted, see `contracts.tally`. What
     decides about a run must therefore use `tally` for these kinds. `past` are the attempts that
-    ended so long ago that a `HistoryReader` looks at them only now and then.
+    ended so long ago that a `HistoryReader` checks them only now and then.
     """
 
     paths: RunPaths
@@ -175,6 +175,8 @@ class RunHistory:
             for event in self.lines.of_kinds(EventKind.OPERATOR_REQUEST)
             if (event.data.get("after_attempt") or 0) >= number
         ]
+        # A person's request must not be lost because the grow policy or a fallback asked later, see
+        # decision 85.
         given = [data for data in pending if data.get("by") not in AUTOMATIC]
         if given or not pending:
             return given[-1] if given else None
@@ -319,6 +321,7 @@ def order_events(journals: Iterable[Sequence[Event]]) -> tuple[Event, ...]:
     """
     keyed: list[tuple[float, str, int, int, Event]] = []
     for journal in journals:
+        # Clocks of hosts differ, but the numbers of one writer are certain.
         newest = 0.0
         for event in journal:
             newest = max(newest, event.time)
@@ -402,6 +405,7 @@ def _cause(name: str | None) -> Cause | None:
     """Return the cause with this name; `UNKNOWN` for a name that this version does not know."""
     if not name:
         return None
+    # A newer version may have journaled a cause that this one lacks, see decision 41.
     return Cause(name) if name in _CAUSES else Cause.UNKNOWN
 
 
@@ -442,7 +446,7 @@ def _state(
     states = [e.data["state"] for e in own if e.kind is EventKind.ATTEMPT_STATE]
     # `CREATED` was recorded before the scheduler accepted the job.
     states = [state for state in states if state != AttemptState.CREATED]
-    # A scheduler that ends a job does not change its mind.
+    # A scheduler that has begun to end a job never resumes it.
     is_stopping = AttemptState.STOPPING in states
     if is_stopping or any(e.kind is EventKind.SIGNAL for e in own):
         return AttemptState.STOPPING

@@ -1,7 +1,7 @@
 """The history of one run, read again and again, as its supervisor does.
 
 A turn costs shared storage a few listings, however many attempts, nodes and lines a run has. Only
-new lines are read, and an attempt that ended a while ago is looked at only now and then, for lines
+new lines are read, and an attempt that ended a while ago is checked only now and then, for lines
 that came late. The frequent lines are added up and forgotten, see `tally`. So neither the time nor
 the memory of a turn grows with the number of saves.
 """
@@ -39,7 +39,7 @@ from holdfast.contracts.spec.run_spec import RunSpec
 # Nodes may still write lines for this long after an attempt has ended.
 SETTLED_S: Final = 120.0
 AGAIN_S: Final = 600.0
-# So many attempts that ended long ago are looked at in one turn.
+# The number of attempts that ended long ago and are checked in one turn.
 AGAIN_MAX: Final = 8
 
 # Lines of runs without a supervisor in this process. A line takes about two kilobytes.
@@ -97,6 +97,7 @@ class HistoryReader:
     def _identify(self) -> None:
         """Read which run this is. Forget everything about another run in the same folder."""
         identity = load_identity(self._paths)
+        # A folder can be deleted and created again under the same name. The record's uid tells.
         if self._identity is not None and self._identity[0] != identity[0]:
             self._run, self._attempts = _Folder(self._paths.journal), {}
             self._excluded, self._past, self._all = frozenset(), _Sum(), _Sum()
@@ -110,6 +111,7 @@ class HistoryReader:
             for number in self._paths.attempt_numbers()
         }
         self._follow(now, late=late)
+        # The first read may find a rollback, and the tallies were made without it.
         excluded = self._all.excluded
         if excluded != self._excluded:
             self._exclude(excluded)
@@ -150,6 +152,8 @@ class HistoryReader:
             (past if is_past else open_).append(one.folder)
             is_late = is_past and one.read_at is not None
             if is_late and not late:
+                # An attempt that ended long ago gets lines only by exception, so a few are read in
+                # each turn.
                 if again >= AGAIN_MAX or now - (one.read_at or 0.0) < AGAIN_S:
                     continue
                 again += 1
@@ -164,6 +168,8 @@ class HistoryReader:
         """Count the commits again in the journals whose newest checkpoint was rolled back."""
         is_more = excluded >= self._excluded
         for folder in (self._run, *(one.folder for one in self._attempts.values())):
+            # Only a tally whose newest checkpoint was excluded is wrong. Older steps do not count
+            # anyway.
             if is_more and not folder.tally.has_counted(excluded):
                 folder.tally.excluded = excluded
             else:
@@ -230,7 +236,8 @@ class _Folder:
             self.clear()
             self._read(excluded)
         except BaseException:
-            # Some lines of a journal may be counted already.
+            # Added twice, they would count twice.
+            # Some lines of a journal may be counted already. A second read would count them twice.
             self.clear()
             raise
 
@@ -328,7 +335,7 @@ class _Attempt:
         return since is not None and (self.is_old or now - since >= SETTLED_S)
 
     def has_changed(self, events: Sequence[Event]) -> bool:
-        """Return True if the view must be made again, as if the folder was replaced."""
+        """Return True if the view is out of date, for example because the folder was replaced."""
         return self.documents != _stamps(self.paths) or self.events != events
 
     def look(self, events: Sequence[Event], now: float, former: AttemptView | None) -> None:
@@ -382,6 +389,7 @@ class _Readers:
 
     def share(self, directory: Path, reader: HistoryReader) -> None:
         with self._lock:
+            # By the real path, because a run can be reached through several links.
             self._shared[os.path.realpath(directory)] = reader
 
     def of(self, directory: Path) -> HistoryReader:

@@ -1,4 +1,4 @@
-"""What the journals record of damaged checkpoints: by `holdfast verify`, and by resumes.
+"""What the journals record about damaged checkpoints, from `holdfast verify` and from resumes.
 
 A later verification that finds no damage, or a resume that loads the checkpoint, clears it.
 """
@@ -17,9 +17,11 @@ from holdfast.contracts.errors import DamagedCheckpointError, HoldfastError
 from holdfast.contracts.records.history_cache import load_tallied
 
 # The kinds of the lines that record damage or its absence.
+# The newest line about a checkpoint counts: it may have been damaged or restored since, see
+# decision 91.
 DAMAGE_EVENTS: Final = (EventKind.RESUMED, EventKind.VERIFIED)
 DAMAGED: Final = "damaged"
-# What resumes write of checkpoints that they passed over for another reason than damage.
+# What resumes write about checkpoints that they passed over for another reason than damage.
 _NOT_DAMAGE: Final = (
     ": excluded by a rollback",
     ": never committed",
@@ -45,6 +47,7 @@ def damaged_checkpoints(events: Iterable[Event]) -> dict[str, str]:
             found.pop(name, None)
         elif event.kind is EventKind.VERIFIED and event.data.get("ok") is False:
             lines = [str(line) for line in event.data.get("damaged") or ()]
+            # Storage that could not be read says nothing about the bytes, see decision 91.
             if word_for(lines) == DAMAGED:
                 found[name] = f"verify found damage: {lines[0]}" if lines else "verify found damage"
     return found

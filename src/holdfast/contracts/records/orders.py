@@ -33,7 +33,7 @@ _ACTIONS: Final[dict[str, str]] = {EventKind.PINNED: "pin", EventKind.UNPINNED: 
 
 
 class OrderState(StrEnum):
-    """What became of an order."""
+    """The state of an order."""
 
     PENDING = "pending"
     TAKEN = "taken"
@@ -49,7 +49,7 @@ class OrderState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """One order and what became of it. `at` is in Unix seconds of the clock of who gave it.
+    """One order and its state. `at` is in Unix seconds of the clock of the process that took it.
 
     `detail` says why it is pending or failed, or which order overtook it.
     """
@@ -82,10 +82,13 @@ class OrderBook:
     @property
     def newest(self) -> int:
         """The number of the newest order; 0 if there is none."""
+        # Read under the lock, so no other process can give an order with the next number.
         return max((order_number(event) for event in self._events()), default=0)
 
     def require(self, seen: int | None) -> None:
         """Raise `OrdersChangedError` if there is an order after number `seen`. None: no check."""
+        # A lock during the decision would hold orders up for minutes, because the decision asks the
+        # scheduler. So it is compared afterwards, see decision 85.
         newest = self.newest
         if seen is not None and newest != seen:
             raise OrdersChangedError(
@@ -105,6 +108,8 @@ class OrderBook:
 
     def give(self, kind: EventKind, **facts: Any) -> int:
         """Write an order durably, and return its number."""
+        # The number and not the time orders the lines: a clock 40 s ahead once made a `resume`
+        # older than the `pause` before it, see decision 85.
         number = self.newest + 1
         with JournalWriter(self._path) as journal:
             journal.append(kind, order=number, **facts)
@@ -125,6 +130,7 @@ class OrderBook:
 @contextlib.contextmanager
 def open_orders(paths: RunPaths) -> Iterator[OrderBook]:
     """Hold the lock of the run's orders. Raises `RunConflictError` if another process keeps it."""
+    # Another user's folder may have a lock that its owner holds on purpose.
     wait_s = TURN_S if paths.is_mine() else FOREIGN_LOCK_S
     with locked(paths.orders_lock, wait_s) as is_locked:
         if not is_locked:
@@ -160,6 +166,8 @@ def fold_orders(
     lines = list(events)
     given = sorted((e for e in lines if e.kind in KINDS), key=order_number)
     notes = {e.data.get("order"): e.data for e in lines if e.kind is EventKind.ORDER_STATE}
+    # Computed and never stored: a crash between an act and its record would leave a wrong state,
+    # see decision 85.
     overtaken = {event.data.get("overtakes"): order_number(event) for event in given}
     found = []
     for event in given:
@@ -200,6 +208,7 @@ def _judge(
     before = next((a for a in attempts if a.number == order.after_attempt), None)
     after = [a for a in attempts if a.number > order.after_attempt]
     if order.action in OPERATOR_GOES_ON:
+        # Only a job is an answer. A reserved attempt may still be refused by the scheduler.
         if any(attempt.job_id is not None for attempt in after):
             return OrderState.DONE, ""
         if not is_live:

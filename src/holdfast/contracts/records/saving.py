@@ -21,7 +21,7 @@ SESSION_WAIT_S: Final = 600.0
 
 
 class Trained(NamedTuple):
-    """What an attempt shows: `saves` by a Session or the like, and the seconds that it ran."""
+    """What an attempt shows: whether it `saves` through Holdfast, and the seconds that it ran."""
 
     state: str
     saves: bool
@@ -31,6 +31,7 @@ class Trained(NamedTuple):
 def trained_in(history: RunHistory, now: float | None = None) -> list[Trained]:
     """Return what the attempts of a run show. `now` is Unix seconds, by default the present."""
     now = time.time() if now is None else now
+    # Both lines mean a Session: `resumed` is written at every start, even at step 0.
     begun = {e.data.get("attempt") for e in history.events if e.kind is EventKind.RESUMED}
     saving = begun | history.tally.commits.keys()
     watched = history.spec.program.is_watched

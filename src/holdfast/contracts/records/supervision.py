@@ -24,8 +24,11 @@ def is_supervised(path: Path) -> bool | None:
     """
     try:
         with open(open_regular(path), "rb") as lock:
+            # Anyone can hold the `flock` of a file that they can open. Such a file would show a
+            # supervisor where there is none.
             if not _counts(os.fstat(lock.fileno()), path.parent.stat().st_uid):
                 return False
+            # Shared: an exclusive probe of one process would look like a supervisor to another's.
             return not wait_for_lock(lock.fileno(), shared=True)
     except PermissionError:
         return None

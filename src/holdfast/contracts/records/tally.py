@@ -29,6 +29,7 @@ class Blocked:
 
     def plus(self, other: Blocked) -> Blocked:
         """Return both together. Where they overlap, `other` counts only from the end of this."""
+        # Counted once, because lines of several journals may describe the same period.
         if other.began_at < self.began_at:
             return other.plus(self)
         length_s = other.ended_at - other.began_at
@@ -189,6 +190,8 @@ class Tally:
             self._add_commit(event)
         elif kind in LISTED:
             self.listed.add((str(kind), event.data.get("attempt")))
+        # A program of another version counts them, so an upgrade reads the run again, see
+        # decision 41.
         elif not isinstance(kind, EventKind):
             self.unknown_kinds.add(kind)
             return False
@@ -210,6 +213,7 @@ class Tally:
     def _add_staged(self, event: Event) -> bool:
         """Add a save; return True for one that `Blocked` cannot hold."""
         number, launch = event.data.get("attempt"), event.data.get("launch")
+        # Training does not continue after the last save, so its time is not added to the others.
         if number is None or launch is None or event.data.get("reason") == FINAL:
             return True
         length_s = _seconds(event.data.get("blocked_s"))

@@ -92,9 +92,12 @@ def rescale(now: Degrees, manifest: SavedTopology, ranks: int) -> Degrees | None
     If the mesh has a replicating dimension, the number of copies changes and the shards stay, as in
     hybrid sharding. Otherwise the number of shards changes.
     """
+    # An adapter of a framework says which counts can continue with the same samples, see
+    # decision 81.
     if manifest.topology.get(FIXED) and ranks != manifest.world_size:
         return None
     then = _resized(now, manifest, ranks)
+    # A count that cannot share the global batch would train with other samples in each step.
     return None if then is None or _unshared(manifest, then) else then
 
 
@@ -145,6 +148,7 @@ def fitting_counts(
 ) -> tuple[int, ...]:
     """Return rank counts that keep the fixed dimensions, nearest to `around` (the saved count)."""
     middle = around or manifest.world_size
+    # Four times the size is far enough to show counts in both directions.
     candidates = [n for n in range(1, 4 * max(middle, now.ranks) + 1) if rescale(now, manifest, n)]
     nearest = sorted(candidates, key=lambda n: (abs(n - middle), n))[:COUNTS_SHOWN]
     return tuple(sorted(nearest))

@@ -115,7 +115,7 @@ PRICES: Final = Scope(
 )
 
 # Every key of a spec, with the conditions under which it acts: all of them must hold. No condition
-# means that it always acts, or that a validator of its own part refuses it.
+# means that it always acts, or that a validator of its part refuses it.
 ACTS: Final[Mapping[str, tuple[Scope, ...]]] = {
     "name": (),
     "command": (),
@@ -220,9 +220,13 @@ ACTS: Final[Mapping[str, tuple[Scope, ...]]] = {
 
 def problems_of_effects(spec: RunSpec) -> list[str]:
     """Return a line for each written key that cannot act in this run, and each contradiction."""
+    # Only keys that a person wrote count, see decisions 88 and 89. Defaults of a table that does
+    # not act are no mistake.
     written = written_keys(spec)
     problems = []
     for key, value in written.items():
+        # The first unmet condition is enough: the advice on the second would change once the first
+        # is fixed.
         unmet = next((scope for scope in ACTS.get(key, ()) if not scope.holds(spec)), None)
         if unmet is not None:
             problems.append(f"{key} {_shown(value)}: {unmet.otherwise}")
@@ -243,6 +247,8 @@ def written_keys(part: SpecPart, where: str = "") -> dict[str, Any]:
     def counts(name: str, value: Any) -> bool:
         if name not in part.model_fields_set or _asks_nothing(value):
             return False
+        # A form of Prefect and an old record write all keys of a table. A table without a gap was
+        # not typed by a person, so its defaults do not count, see decision 89.
         return not is_whole or value != fields[name].get_default(call_default_factory=True)
 
     for name, field in fields.items():
@@ -297,6 +303,7 @@ def _counts(spec: RunSpec, written: _Written) -> Iterator[str]:
     """GPU counts and numbers of attempts that exclude each other."""
     elastic, choices = spec.elastic, {*spec.elastic.choices}
     if choices:
+        # The first attempt's count is allowed without being listed.
         counts = {*choices, spec.gpus}
         for count in dict.fromkeys(elastic.on_preemption):
             if count not in counts:
@@ -319,6 +326,7 @@ def _counts(spec: RunSpec, written: _Written) -> Iterator[str]:
             "can grow to; set elastic.min_gpus or elastic.choices, or leave the key out"
         )
     attempts, places = spec.supervision.attempts_max, len(spec.resources.fallbacks)
+    # With one attempt, `fallbacks` is refused by its own row in the table.
     if 1 < attempts <= places:
         yield (
             f"supervision.attempts_max {attempts} and {places} resources.fallbacks: each place "
@@ -349,9 +357,12 @@ def _beyond_one_node(spec: RunSpec) -> Iterator[str]:
 
 def _places(spec: RunSpec, written: _Written) -> Iterator[str]:
     """Fallbacks that the scheduler cannot take, or that lead nowhere else."""
+    # The first choice counts too: a run that moves to the place where it waited gains nothing.
     known: dict[tuple[Any, ...], str] = {_target(spec, 0): "the first choice"}
     for place, fallback in enumerate(spec.resources.fallbacks, 1):
         name = f"resources.fallbacks[{place - 1}]"
+        # A fallback is validated as the resources that it becomes. A supervisor must not be the
+        # first to notice, see decision 89.
         if problem := spec.resources.problem_at(place):
             yield f"{name} {_shown(fallback)}: {problem}"
             continue

@@ -43,6 +43,7 @@ def kept_by_rules(
     if not keep.is_limited:
         return {one.name: ("all",) for one in branch}
     reasons: dict[str, tuple[str, ...]] = {}
+    # Every rule is asked, although one reason is enough to keep: people see all reasons.
     for rule in RULES:
         for name, reason in rule(branch, keep, now).items():
             reasons[name] = (*reasons.get(name, ()), reason)
@@ -100,8 +101,10 @@ def ranked(branch: Sequence[Candidate], metric: str, mode: str) -> list[tuple[fl
     measured = [
         (value, one.name)
         for one in branch
+        # NaN has no order. One such value would make the result of a sort arbitrary.
         if (value := one.metrics.get(metric)) is not None and isfinite(value)
     ]
+    # The sort is stable and the branch begins with the oldest, so of equal values the older counts.
     return sorted(measured, key=lambda pair: sign * pair[0])
 
 
@@ -110,6 +113,7 @@ def _every_steps(branch: Sequence[Candidate], keep: Keep, now: float) -> dict[st
     every = keep.every_steps
     if every is None:
         return {}
+    # Multiple 0 does not count. It would keep the first checkpoint of every branch.
     reached = [one for one in branch if one.step >= every]
     reason = f"every {_count(every, 'step')}"
     return dict.fromkeys(_firsts(reached, lambda one: one.step // every), reason)
@@ -127,6 +131,7 @@ def _every_hours(branch: Sequence[Candidate], keep: Keep, now: float) -> dict[st
 def _ttl(branch: Sequence[Candidate], keep: Keep, now: float) -> dict[str, str]:
     if keep.ttl_s is None:
         return {}
+    # The time of the commit, not that of the file: a copy or a restore changes the latter.
     oldest = now - keep.ttl_s
     return {one.name: f"younger than {keep.ttl}" for one in branch if one.committed_at > oldest}
 

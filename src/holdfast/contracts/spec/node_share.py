@@ -36,6 +36,8 @@ def share_of(size: int, gpus_per_node: int, nproc_per_node: int | None = None) -
     part of a node has no whole number of ranks.
     """
     per_node, noun = gpus_per_node or nproc_per_node or 1, "GPUs" if gpus_per_node else "ranks"
+    # Up to a whole node, any number of GPUs is a part of one. Beyond it only whole nodes count,
+    # because a job asks for equally many GPUs on each of its nodes.
     nodes, rest = (1, 0) if size <= per_node else divmod(size, per_node)
     if rest:
         raise ValueError(
@@ -43,6 +45,8 @@ def share_of(size: int, gpus_per_node: int, nproc_per_node: int | None = None) -
             f"multiple of {per_node}"
         )
     here = size // nodes
+    # The ranks keep their ratio to the GPUs: with a fixed number, fewer GPUs would hold more ranks
+    # each and run out of memory, see decision 57.
     ranks, rest = divmod(here * (nproc_per_node or per_node), per_node)
     if rest:
         raise ValueError(
@@ -67,6 +71,7 @@ def problem_with_sizes(
             "resources.gpus_per_node 0: a run without GPUs needs resources.nproc_per_node, the "
             "number of ranks on each node"
         )
+    # A `gres` without GPUs, such as `shard:8` or `none`, says nothing about them.
     wanted = gres if gres and gpus_of(gres) else gpu_type
     if gpus_per_node == 0 and wanted:
         return (

@@ -35,13 +35,17 @@ def problem_with_value(
         return None
     if isinstance(value, str):
         return _problem_with_text(value, _NEVER if several_lines else _CONTROL)
+    # TOML and JSON have integers of any length. JavaScript, and so a form of Prefect, loses digits
+    # beyond 53 bits.
     if isinstance(value, int) and abs(value) > WHOLE_MAX:
         return f"an integer of {value.bit_length()} bits, expected at most 53"
+    # `not … <=` refuses NaN as well, for which every comparison is false.
     if isinstance(value, float) and not abs(value) <= FRACTION_MAX and not any_float:
         return f"{value}: expected a finite number of at most {FRACTION_MAX:.0e}"
     if depth > DEPTH_MAX:
         return f"nested more than {DEPTH_MAX} deep"
     if isinstance(value, Mapping):
+        # YAML allows keys such as 1 and true, and JSON would turn them into text without a word.
         if unnamed := [key for key in value if not isinstance(key, str)]:
             return f"{unnamed[0]!r}: expected text as a key; write it in quotes"
         value = [*value.keys(), *value.values()]
@@ -81,6 +85,7 @@ _SEVERAL_LINES: Final = frozenset({"command", "environment", "config", "setup"})
 
 def is_recorded(info: ValidationInfo) -> bool:
     """True when Holdfast recorded the document, as opposed to new input from a user."""
+    # Identity, not equality: an equal context of someone else does not count.
     return info.context is RECORDED
 
 
@@ -93,6 +98,7 @@ class SpecPart(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", str_strip_whitespace=False)
+    # Without `strict`, pydantic takes `true` for 1 and text for a number, see decision 88.
     # Text is no number, a number is no text, and true and false are neither. The plugin of mypy
     # does not see it here, so Python code may give tables for parts.
     model_config["strict"] = True
@@ -105,6 +111,8 @@ class SpecPart(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _newer_keys_are_passed_over(cls, data: Any, info: ValidationInfo) -> Any:
+        # A newer version added the key. An older one must still show and stop the run, see
+        # decision 44. In a new spec, an unknown key is a misspelt one.
         if not is_recorded(info) or not isinstance(data, Mapping):
             return data
         return {key: value for key, value in data.items() if key in cls.model_fields}
@@ -126,6 +134,8 @@ class SpecPart(BaseModel):
     @model_validator(mode="after")
     def _values_can_be_used(self, info: ValidationInfo) -> Self:
         for name, value in self:
+            # Rules for values that a person gives were applied when they were given. A live run
+            # must stay readable when they become stricter, see decision 44.
             several_lines = name in _SEVERAL_LINES or is_recorded(info)
             is_optional = type(self).model_fields[name].default is None
             if value == "" and is_optional and not is_recorded(info):

@@ -112,6 +112,8 @@ class Resources(SpecPart):
         cls, value: dict[str, str | int | bool], info: ValidationInfo
     ) -> dict[str, str | int | bool]:
         problems = [problem for name in value if (problem := problem_with_option(name))]
+        # The option was accepted when the run was made. The executor refuses a submission that
+        # would lose the job, see decision 44.
         if problems and not is_recorded(info):
             raise ValueError("; ".join(problems))
         return value
@@ -148,6 +150,7 @@ class Resources(SpecPart):
             "qos": found.qos,
             "gpu_type": found.gpu_type,
         }
+        # Only the given keys: a default must not count as written, see decision 88.
         own = {name: getattr(self, name) for name in self.model_fields_set}
         # A copy would not be validated. The rules for new specs were applied to the whole spec.
         return type(self).read({**own, **{key: value for key, value in given.items() if value}})
@@ -169,7 +172,8 @@ class Resources(SpecPart):
         return next((each for each in later if not self.problem_at(each)), None)
 
     def gpu_hour_at(self, place: int) -> float | None:
-        """Return the price of a GPU hour at a place; None if the place has none of its own."""
+        """Return the price of a GPU hour at a place; None if the place has no price."""
+        # Attempts of one run may cost differently, so a price belongs to a place.
         return self.fallbacks[place - 1].gpu_hour if 0 < place <= len(self.fallbacks) else None
 
     @property

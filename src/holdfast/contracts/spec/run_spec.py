@@ -67,9 +67,11 @@ def problem_with_torchrun(option: str) -> str:
 
     torchrun accepts underscores for hyphens and unique beginnings of names.
     """
+    # Only underscores in the option's name are replaced, not those in its value, such as a path.
     found = _OPTION.fullmatch(option.replace("_", "-", option.partition("=")[0].count("_")))
     if found is None:
         return f"option {option!r}: expected one option with its value, as in --numa-binding=node"
+    # argparse accepts unique beginnings, so `--nno` would reach torchrun as `--nnodes`.
     refused = next((name for name in REFUSED if name.startswith(found[1])), None)
     return "" if refused is None else f"option {option!r} is not for torchrun: {REFUSED[refused]}"
 
@@ -145,6 +147,8 @@ class Launch(SpecPart):
     @field_validator("container", "srun")
     @classmethod
     def _one_component(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        # Recorded specs are passed over: a rule that became stricter must not end a live run, see
+        # decision 44.
         several = [option for option in value if option.startswith(("--het-group", "--pack-group"))]
         if several and not is_recorded(info):
             raise ValueError(

@@ -72,7 +72,7 @@ class Health(SpecPart):
     )
 
 
-# `program` of a run spec: a program that writes its own checkpoints and resumes by itself.
+# `program` of a run spec: a program that writes its own checkpoints and resumes from them.
 
 STEP_FIELD: Final = "{step}"
 STEP_GROUP: Final = "step"
@@ -82,7 +82,7 @@ ProgramSignal = Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "none"]
 
 
 class Program(SpecPart):
-    """A program that writes its own checkpoints, without a `Session`, and resumes by itself.
+    """A program that writes its own checkpoints, without a `Session`, and resumes from them.
 
     Holdfast watches its checkpoints and records each complete one. It never changes them.
     """
@@ -128,7 +128,7 @@ class Program(SpecPart):
 
     @property
     def is_watched(self) -> bool:
-        """True if the program writes checkpoints of its own that Holdfast watches."""
+        """True if the program writes the checkpoints and Holdfast watches them."""
         return bool(self.checkpoints)
 
     @property

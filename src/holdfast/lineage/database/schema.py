@@ -7,8 +7,8 @@ from typing import Final
 
 from sqlalchemy import URL, NullPool, inspect, select, text
 
-from holdfast.lineage.database import models
 from holdfast.lineage.database.engine import make_engine, parse_url, translate_errors
+from holdfast.lineage.database.tables import COMPATIBILITY
 
 
 def _find_migrations() -> Path:
@@ -93,9 +93,9 @@ def _is_compatible(url: URL, found: str) -> bool:
     engine = make_engine(url, poolclass=NullPool)
     try:
         with translate_errors(url), engine.connect() as connection:
-            if not inspect(connection).has_table(models.Compatibility.__tablename__):
+            if not inspect(connection).has_table(COMPATIBILITY.name):
                 return False
-            oldest = connection.scalar(select(models.Compatibility.oldest))
+            oldest = connection.scalar(select(COMPATIBILITY.c.oldest))
     finally:
         engine.dispose()
     # Revisions are four-digit numbers, so they compare as text.

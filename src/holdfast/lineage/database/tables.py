@@ -1,19 +1,45 @@
-"""The tables for SQLAlchemy Core, and functions that write rows."""
+"""The tables for SQLAlchemy Core, and functions that write rows.
+
+Times are Unix seconds, durations are in seconds and sizes are in bytes. Text columns are unbounded.
+All rows are derived from disk. A checkpoint is identified by its run's uid and its directory name,
+because runs in two roots can have the same name.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
 from functools import cache
+from importlib import import_module
 from operator import itemgetter
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import orjson
-from sqlalchemy import JSON, Connection, Table, func, select
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    CheckConstraint,
+    Column,
+    Connection,
+    Dialect,
+    Double,
+    ForeignKeyConstraint,
+    Index,
+    Integer,
+    MetaData,
+    Table,
+    Text,
+    TypeDecorator,
+    false,
+    func,
+    select,
+)
 from sqlalchemy.exc import DBAPIError
 
-from holdfast.lineage.database import models
+from holdfast.contracts.states import AttemptState, Cause, RunState
+from holdfast.lineage.database.states import STORED_EDGES, CheckpointState
 
 ROWS_PER_STATEMENT_MAX: Final = 1000
 # For fewer rows the temporary table costs more than it saves.
@@ -21,17 +47,381 @@ COPY_ROWS_MIN: Final = 50
 
 Row = dict[str, Any]
 
-RUNS: Final[Any] = models.Run.__table__
-ATTEMPTS: Final[Any] = models.Attempt.__table__
-LAUNCHES: Final[Any] = models.LaunchRow.__table__
-CHECKPOINTS: Final[Any] = models.Checkpoint.__table__
-EDGES: Final[Any] = models.CheckpointEdge.__table__
-JOURNALS: Final[Any] = models.Journal.__table__
-EVENTS: Final[Any] = models.EventRow.__table__
-NODES: Final[Any] = models.AttemptNodeRow.__table__
-FILES: Final[Any] = models.CheckpointFile.__table__
-METRIC_FILES: Final[Any] = models.MetricFile.__table__
-METRICS: Final[Any] = models.Metric.__table__
+# The names of constraints are the same in every database.
+METADATA: Final = MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "ck": "ck_%(table_name)s_%(constraint_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_N_name)s_%(referred_table_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+
+class JsonValue(TypeDecorator[Any]):
+    """JSON. PostgreSQL stores it as JSONB, whose dialect only a use of PostgreSQL imports."""
+
+    impl = JSON
+    cache_ok = True
+
+    def load_dialect_impl(self, dialect: Dialect) -> Any:
+        if dialect.name != "postgresql":
+            return dialect.type_descriptor(JSON())
+        from sqlalchemy.dialects.postgresql import JSONB
+
+        return dialect.type_descriptor(JSONB())
+
+
+_TYPES: Final[Mapping[Any, Any]] = {
+    str: Text,
+    int: BigInteger,
+    float: Double,
+    bool: Boolean,
+    dict: JsonValue,
+    list: JsonValue,
+}
+_KEY: Final = {"primary_key": True, "autoincrement": False}
+TEXT_KEY: Final = (str, _KEY)
+NUMBER_KEY: Final = (Integer, _KEY)
+BIG_NUMBER_KEY: Final = (int, _KEY)
+
+
+def _table(name: str, columns: Mapping[str, Any], *rules: Any) -> Table:
+    """Return a table. A column is a Python type, or one with SQLAlchemy's options for it."""
+    return Table(name, METADATA, *(_column(*one) for one in columns.items()), *rules)
+
+
+def _column(name: str, given: Any) -> Column[Any]:
+    kind, options = given if isinstance(given, tuple) else (given, {})
+    kinds = get_args(kind) or (kind,)
+    return Column(name, _TYPES.get(kinds[0], kinds[0])(), nullable=len(kinds) > 1, **options)
+
+
+def _listing(values: Iterable[str]) -> str:
+    return ", ".join(f"'{value}'" for value in values)
+
+
+def _one_of(column: str, values: type[StrEnum]) -> CheckConstraint:
+    return CheckConstraint(f"{column} IN ({_listing(values)})", name=column)
+
+
+def _part_of(table: str, **columns: str) -> ForeignKeyConstraint:
+    """Return a key that refers to the same run in `table`; `columns` maps own to other names."""
+    own = {"run_uid": "run_uid", **columns}
+    others = [f"{table}.{name}" for name in own.values()]
+    return ForeignKeyConstraint(list(own), others, ondelete="CASCADE")
+
+
+# One run: its `spec.json` and a summary of its attempts and journals.
+# `updated_at` is the newest time in its folder. `goodput` covers the time until the end of the
+# run, or until `updated_at` if it is live. `root_id` is the UUID of its root. `unknown_kinds`
+# are the event kinds that the version which wrote the row did not know. `world_size` is that of
+# the newest attempt. `kept`, `damaged` and `deleted` count checkpoints by state. `owner_uid`,
+# `reader_gid` and `is_public` say who may read the folder, see `permissions`.
+RUNS: Final = _table(
+    "runs",
+    {
+        "uid": TEXT_KEY,
+        "run": str,
+        "name": str,
+        "root": str,
+        "directory": str,
+        "state": str,
+        "reason": str | None,
+        "spec": dict,
+        "spec_digest": str,
+        "command_digest": str | None,
+        "created_at": float,
+        "created_by": str,
+        "ended_at": float | None,
+        "forked_from": str | None,
+        "forked_uid": str | None,
+        "forked_path": str | None,
+        "step": int | None,
+        "flow_run": str | None,
+        "updated_at": float,
+        "committed_at": float | None,
+        "goodput": dict,
+        "fingerprint": str,
+        "root_id": (str, {"server_default": ""}),
+        "unknown_kinds": (list, {"server_default": "[]"}),
+        "attempts": (int, {"server_default": "0"}),
+        "world_size": int | None,
+        "kept": (int, {"server_default": "0"}),
+        "kept_bytes": (int, {"server_default": "0"}),
+        "damaged": (int, {"server_default": "0"}),
+        "damaged_bytes": (int, {"server_default": "0"}),
+        "deleted": (int, {"server_default": "0"}),
+        "deleted_bytes": (int, {"server_default": "0"}),
+        "owner_uid": int | None,
+        "reader_gid": int | None,
+        "is_public": (bool, {"server_default": false()}),
+    },
+    _one_of("state", RunState),
+    Index(None, "created_at", "uid"),
+    Index(None, "updated_at", "uid"),
+    Index(None, "name", "uid"),
+    Index(None, "run", "created_at"),
+    Index(None, "state", "created_at", "uid"),
+    Index(None, "owner_uid"),
+    # PostgreSQL has a hash index, because a path may be too long for a B-tree. The migration says
+    # so, because the option would import PostgreSQL's dialect here.
+    Index(None, "root"),
+)
+
+# One attempt: one scheduler job of a run. The digests are from its request.
+ATTEMPTS: Final = _table(
+    "attempts",
+    {
+        "run_uid": TEXT_KEY,
+        "number": NUMBER_KEY,
+        "state": str,
+        "cause": str | None,
+        "evidence": list,
+        "reason": str | None,
+        "executor": str | None,
+        "job_id": str | None,
+        "job_name": str | None,
+        "hosts": list,
+        "nodes": int | None,
+        "world_size": int,
+        "command_digest": str | None,
+        "resumed_from": str | None,
+        "resumed_step": int | None,
+        "first_step": int | None,
+        "last_step": int | None,
+        "committed_step": int | None,
+        "created_at": float | None,
+        "submitted_at": float | None,
+        "started_at": float | None,
+        "stop_requested_at": float | None,
+        "stop_committed_at": float | None,
+        "ended_at": float | None,
+        "traceback": str | None,
+        "failed_rank": int | None,
+        "code_commit": str | None,
+        "code_digest": str | None,
+        "config_digest": str | None,
+        "data_digest": str | None,
+        "environment_digest": str | None,
+    },
+    _part_of("runs", run_uid="uid"),
+    _one_of("state", AttemptState),
+    _one_of("cause", Cause),
+    Index(None, "job_id"),
+)
+
+# A node of an attempt; `fault` is the failure's cause if it is attributed to this node.
+NODES: Final = _table(
+    "attempt_nodes",
+    {
+        "run_uid": TEXT_KEY,
+        "attempt": NUMBER_KEY,
+        "host": TEXT_KEY,
+        "fault": str | None,
+        "started_at": float | None,
+        "ended_at": float | None,
+    },
+    _part_of("attempts", attempt="number"),
+    _one_of("fault", Cause),
+    Index(None, "host", "fault", "started_at"),
+)
+
+# One launch of torchrun inside an attempt.
+LAUNCHES: Final = _table(
+    "launches",
+    {
+        "run_uid": TEXT_KEY,
+        "attempt": NUMBER_KEY,
+        "number": NUMBER_KEY,
+        "world_size": int | None,
+        "command_digest": str | None,
+        "resumed_from": str | None,
+        "resumed_step": int | None,
+        "first_step": int | None,
+        "last_step": int | None,
+        "started_at": float | None,
+        "trained_from": float | None,
+        "ended_at": float | None,
+        "ending": str | None,
+        "exit_code": int | None,
+    },
+    _part_of("attempts", attempt="number"),
+)
+
+# A child never has a smaller step than its parent, and equal steps in one run are ordered by
+# name, so these rows cannot form a cycle. A trigger rejects cycles of equal steps across runs.
+PARENT_IS_EARLIER: Final = (
+    "parent_uid IS NULL OR (parent_name IS NOT NULL AND parent_step IS NOT NULL "
+    "AND (parent_step < step OR (parent_step = step AND (parent_uid <> run_uid "
+    "OR length(parent_name) < length(name) "
+    "OR (length(parent_name) = length(name) AND parent_name < name)))))"
+)
+
+# One checkpoint that was committed at some time. Directories without manifest have no row.
+# `parent` is taken from the manifest. `parent_uid`, `parent_name` and `parent_step` are null if
+# that checkpoint cannot be an ancestor.
+CHECKPOINTS: Final = _table(
+    "checkpoints",
+    {
+        "run_uid": TEXT_KEY,
+        "name": TEXT_KEY,
+        "step": int,
+        "attempt": int,
+        "launch": int,
+        "state": str,
+        "detail": str | None,
+        "path": str,
+        "reason": str | None,
+        "world_size": int | None,
+        "parent": str | None,
+        "parent_uid": str | None,
+        "parent_name": str | None,
+        "parent_step": int | None,
+        "bytes": int | None,
+        "files": int | None,
+        "checksum": str | None,
+        "command_digest": str | None,
+        "blocked_s": float | None,
+        "flush_s": float | None,
+        "staged_at": float | None,
+        "committed_at": float | None,
+        "metrics": dict,
+        "versions": dict,
+        "topology": dict,
+        "pinned": bool,
+        "pinned_by": str | None,
+        "pinned_at": float | None,
+        "pin_note": str | None,
+        "rolled_back": bool,
+        "deleted_reason": str | None,
+        "deleted_by": str | None,
+        "deleted_at": float | None,
+        "stamp": str,
+    },
+    _part_of("runs", run_uid="uid"),
+    _one_of("state", CheckpointState),
+    CheckConstraint("step >= 0", name="step"),
+    CheckConstraint("bytes >= 0", name="bytes"),
+    CheckConstraint(PARENT_IS_EARLIER, name="parent"),
+    Index(None, "run_uid", "step", "attempt", "launch", unique=True),
+    Index(None, "run_uid", "state", "step", "attempt", "launch"),
+    Index(None, "parent_uid", "parent_name"),
+)
+
+# One file of a checkpoint; `number` is its position in the manifest.
+FILES: Final = _table(
+    "checkpoint_files",
+    {
+        "run_uid": TEXT_KEY,
+        "checkpoint": TEXT_KEY,
+        "number": NUMBER_KEY,
+        "path": str,
+        "bytes": int,
+        "checksum": str,
+    },
+    _part_of("checkpoints", checkpoint="name"),
+)
+
+# One lineage edge, recorded in the folder of `run_uid`. Parents are in `checkpoints`.
+# `source` and `target` are a checkpoint's directory name, `attempt-NNNN`, the empty string for
+# the run itself, or the path of an export, whose `target_uid` is null. The id is a digest of all
+# other columns, because a path may be too long for an index of PostgreSQL.
+EDGES: Final = _table(
+    "checkpoint_edges",
+    {
+        "id": TEXT_KEY,
+        "run_uid": str,
+        "kind": str,
+        "source_uid": str,
+        "source_run": str,
+        "source": str,
+        "target_uid": str | None,
+        "target_run": str | None,
+        "target": str,
+    },
+    _part_of("runs", run_uid="uid"),
+    CheckConstraint(f"kind IN ({_listing(STORED_EDGES)})", name="kind"),
+    Index(None, "run_uid"),
+    Index(None, "source_uid"),
+    Index(None, "target_uid"),
+)
+
+# The number of lines read from a journal; `journal` is its path in the run's folder.
+JOURNALS: Final = _table(
+    "journals",
+    {
+        "run_uid": TEXT_KEY,
+        "journal": TEXT_KEY,
+        "lines": int,
+    },
+    _part_of("runs", run_uid="uid"),
+)
+
+# One journal line. Its kind is unconstrained: a newer version may have written it.
+EVENTS: Final = _table(
+    "events",
+    {
+        "run_uid": TEXT_KEY,
+        "journal": TEXT_KEY,
+        "opening": BIG_NUMBER_KEY,
+        "sequence": BIG_NUMBER_KEY,
+        "attempt": int | None,
+        "time": float,
+        "kind": str,
+        "data": dict,
+    },
+    _part_of("journals", journal="journal"),
+    Index(None, "run_uid", "time", "journal", "opening", "sequence"),
+    Index(None, "run_uid", "kind", "time"),
+)
+
+# The read position in a metrics file: `offset` bytes, in buckets of `stride` steps.
+# `spark` has a few values of the loss, oldest first, for the sparkline in the list of runs.
+METRIC_FILES: Final = _table(
+    "metric_files",
+    {
+        "run_uid": TEXT_KEY,
+        "attempt": BIG_NUMBER_KEY,
+        "launch": BIG_NUMBER_KEY,
+        "offset": int,
+        "stride": int,
+        "spark": list,
+    },
+    _part_of("runs", run_uid="uid"),
+)
+
+# One bucket of metrics, which begins at step `bucket`.
+# `step` and `time` are from the last line in the bucket. `data` maps each metric's name to
+# (step of the last value, last value, lowest value, highest value).
+METRICS: Final = _table(
+    "metrics",
+    {
+        "run_uid": TEXT_KEY,
+        "attempt": BIG_NUMBER_KEY,
+        "launch": BIG_NUMBER_KEY,
+        "bucket": BIG_NUMBER_KEY,
+        "step": int,
+        "time": float,
+        "data": dict,
+    },
+    _part_of("metric_files", attempt="attempt", launch="launch"),
+)
+
+# A single row: the oldest revision whose programs can still read and write this schema.
+COMPATIBILITY: Final = _table(
+    "compatibility",
+    {
+        "oldest": TEXT_KEY,
+    },
+)
+
+# All tables with rows of runs.
+TABLES: Final = (
+    *(RUNS, ATTEMPTS, LAUNCHES, NODES, CHECKPOINTS, FILES, EDGES),
+    *(JOURNALS, EVENTS, METRIC_FILES, METRICS),
+)
 
 
 def lock_run(connection: Connection, uid: str) -> None:
@@ -70,7 +460,7 @@ def _insert(table: Table, dialect: str, *, is_new: bool) -> Any:
     SQLAlchemy takes longer to make it than to run it.
     """
     keys = [column.name for column in table.primary_key]
-    statement = (postgresql if dialect == "postgresql" else sqlite).insert(table)
+    statement: Any = import_module(f"sqlalchemy.dialects.{dialect}").insert(table)
     if is_new:
         return statement
     others = {c.name: statement.excluded[c.name] for c in table.columns if c.name not in keys}
@@ -111,7 +501,7 @@ def _copy(connection: Connection, table: Table, rows: Sequence[Row], *, is_new: 
 def _send(cursor: Any, statement: str, table: Table, rows: Sequence[Row]) -> None:
     """Send rows to a COPY statement, with documents as JSON."""
     values = itemgetter(*(column.name for column in table.columns))
-    documents = [i for i, c in enumerate(table.columns) if isinstance(c.type, JSON)]
+    documents = [i for i, c in enumerate(table.columns) if isinstance(c.type, JsonValue)]
     with cursor.copy(statement) as copy:
         for row in rows:
             sent = list(values(row))

@@ -50,6 +50,8 @@ class CheckpointTotals:
         """Count one more checkpoint."""
         self.count[row["state"]] += 1
         self.size[row["state"]] += row["bytes"] or 0
+        # Maxima and not a list: the memory must not grow with the number of checkpoints, see
+        # decision 86.
         for key, value in _values(row):
             self.newest[key] = max(value, self.newest.get(key, value))
 
@@ -61,6 +63,8 @@ class CheckpointTotals:
             again = dict(_values(new)) if new is not None else {}
             for key, value in _values(old):
                 is_less = key not in again or again[key] < value
+                # A maximum cannot be taken back. If its checkpoint goes, one query finds the next
+                # one, see decision 86.
                 self.is_stale |= is_less and value == self.newest.get(key)
         if new is not None:
             self.add(new)
@@ -105,6 +109,7 @@ class CheckpointTotals:
         """Return the number and the bytes of checkpoints in each state."""
         columns: Row = {}
         for name, state in STORAGE.items():
+            # A sum of hostile sizes could exceed the column.
             size = min(self.size[state], INTEGER_MAX)
             columns |= {name: self.count[state], f"{name}_bytes": size}
         return columns
@@ -120,6 +125,7 @@ def _values(row: Mapping[str, Any]) -> Iterable[tuple[tuple[str, int], float]]:
         yield ("verified", _RUN), row["step"]
         yield ("verified", row["attempt"]), row["step"]
     times = (row["committed_at"], row["deleted_at"])
+    # A manifest may have any time. One in the far future would stay the newest for ever.
     plausible = [time for time in times if time is not None and 0 <= time <= TIME_MAX]
     if plausible:
         yield ("newest_at", _RUN), max(plausible)

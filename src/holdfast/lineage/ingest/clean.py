@@ -21,6 +21,7 @@ def clean(value: Any) -> Any:
     PostgreSQL accepts neither NUL characters nor NaN in a document. Tracebacks and metrics can
     contain both.
     """
+    # The same object if nothing must change, because nearly no value has to.
     return value if _is_clean(value) else _cleaned(value)
 
 
@@ -67,4 +68,5 @@ def _cleaned(value: Any) -> Any:
 
 def redacted(row: Row, secrets: Sequence[str]) -> Row:
     """Return a row with secrets masked: the database must not contain any."""
+    # The database has other readers than the folder, such as a backup or another account's server.
     return row | {key: redact(row[key], secrets) for key in MASKED if key in row}

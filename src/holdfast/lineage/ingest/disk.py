@@ -92,6 +92,7 @@ def survey(paths: RunPaths) -> Survey:
     folder = str(paths.checkpoints)
     for checkpoint in paths.list_checkpoint_names():
         stamp = _stamp_at(f"{folder}/{checkpoint}/{MANIFEST}")
+        # A larger step fits into no column. The checkpoint stays usable, but has no row.
         if stamp and checkpoint.step <= INTEGER_MAX:
             stamps[str(checkpoint)] = f"{_THERE} {stamp}"
     return Survey(parts, stamps)
@@ -105,6 +106,7 @@ def survey_parts(paths: RunPaths, attempts: Iterable[int]) -> dict[int, int]:
 def survey_checkpoint(paths: RunPaths, name: str) -> str:
     """Return the stamp of one checkpoint, as in `Survey.stamps`; empty if it has none."""
     folder = paths.checkpoints
+    # `checkpoints` may be another user's link. Its target is none of this run's.
     if _is_name(name) and not is_foreign(folder) and _stamp_at(f"{folder}/{name}") == _DIRECTORY:
         stamp = _stamp_at(f"{folder}/{name}/{MANIFEST}")
         if stamp:
@@ -125,6 +127,8 @@ def is_there(stamp: str) -> bool:
 
 def sum_of(stamps: Mapping[str, str]) -> int:
     """Return the sum of a hash of each name and stamp. It does not depend on their order."""
+    # A sum does not depend on the order, so it can be kept up to date file by file, see
+    # decision 86.
     return sum(hash_of(name, stamp) for name, stamp in stamps.items())
 
 
@@ -136,6 +140,8 @@ def hash_of(name: str, stamp: str) -> int:
 
 def fingerprint_of(number: int) -> str:
     """Return a fingerprint with this version, from the sum of its entries' hashes."""
+    # The version belongs to the fingerprint: a newer program builds the rows again, and an older
+    # one keeps them, see decision 41.
     return f"{INGEST_VERSION}:{number % (1 << 128):032x}"
 
 
@@ -159,6 +165,7 @@ def read_checkpoint(paths: RunPaths, name: str, stamp: str, row: Row | None) -> 
     assert parsed is not None
     is_gone = is_deleted(stamp)
     found = partial(FoundCheckpoint, name=parsed, stamp=stamp, is_deleted=is_gone)
+    # The manifest of a committed checkpoint never changes, so the row has its facts already.
     if row and row["stamp"] == stamp:
         facts = {column: row[column] for column in FACTS}
         # If the row has a checksum, the manifest was valid and the detail came from a journal.

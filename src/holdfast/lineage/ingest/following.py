@@ -2,11 +2,11 @@
 
 A supervisor updates the index in each turn. The files of a run that is a year old are many: those
 of former attempts, manifests and tombstones. Nearly all changes are announced by new journal
-lines. So an update looks at the run's own files and at those of attempts that are not long ended,
-and at the checkpoints that new lines name. The fingerprint is a sum with one number for each file,
-so it can be kept up to date without a look at the others.
+lines. So an update reads the run's own files and those of attempts that are not long ended,
+and the checkpoints that new lines name. The fingerprint is a sum with one number for each file,
+so it can be kept up to date without reading the others.
 
-A look at all files, as any other process does, follows if the rows are not those that are known
+All files are read, as in any other process, if the rows are not those that are known
 here, and every `AGAIN_S` seconds. It finds changes that no line announces.
 """
 
@@ -69,7 +69,7 @@ from holdfast.lineage.ingest.run_writes import (
     write_run,
 )
 
-# Checkpoints that an update looks at. A larger change needs a full look.
+# Checkpoints that an update inspects. A larger change needs a full look.
 NAMES_MAX: Final = 200
 # Checkpoints that lines named and that have not changed yet.
 WATCHED_MAX: Final = 16
@@ -114,7 +114,7 @@ class State:
     def of(
         cls, seen: Survey, fingerprint: str, lines: Mapping[str, int], totals: CheckpointTotals
     ) -> Self:
-        """Return the state after a look at all files."""
+        """Return the state after all files were read."""
         by_attempt: dict[int, dict[str, int]] = {}
         for name, count in lines.items():
             by_attempt.setdefault(attempt_of_journal(name), {})[name] = count
@@ -169,11 +169,14 @@ def update(database: Database, paths: RunPaths, record: RunRecord, progress: Ind
     state = progress.state
     if state is None or progress.uid != record.uid:
         return False
+    # Changes that no line announces, such as a document that was edited by hand, are found now and
+    # then.
     if time.monotonic() - state.looked_at >= AGAIN_S:
         return False
     news = _look(paths, state)
     if news is None:
         return False
+    # Without the lock: the rows are compared again under it before anything is written.
     try:
         with database.reading() as connection:
             seen = _compare(connection, paths, record.uid, state, news)
@@ -230,6 +233,7 @@ def _stamp_in(row: Row | None) -> str:
 def _look(paths: RunPaths, state: State) -> _News | None:
     """Look at the open files; return None if a full look is needed."""
     numbers = paths.attempt_numbers()
+    # An attempt's folder is gone, so its numbers cannot be taken out of the sum one by one.
     if state.parts.keys() - {0, *numbers}:
         return None
     attempts = tuple(number for number in numbers if number not in state.past)
@@ -240,6 +244,7 @@ def _look(paths: RunPaths, state: State) -> _News | None:
         return None
     if known.keys() - {one.journal for one in lines}:
         return None
+    # An attempt that ended long ago has a new line. Its rows are not built here.
     if any(_is_late(event.kind, event.data, state) for one in lines for event in one.events):
         return None
     names = sorted(named_in(lines) | state.watched.keys())
@@ -261,6 +266,7 @@ def _compare(
     columns = [RUNS.c.fingerprint, RUNS.c.directory]
     columns += [RUNS.c[name] for name in STORAGE] + [RUNS.c[f"{name}_bytes"] for name in STORAGE]
     run = connection.execute(select(*columns).where(RUNS.c.uid == uid)).mappings().first()
+    # The folder was moved. A full look decides whose rows these are.
     if run is None or run["directory"] != str(paths.directory):
         return None
     rows = checkpoints_in(connection, uid, news.names)
@@ -269,6 +275,8 @@ def _compare(
     for name, stamp in news.stamps.items():
         old = _stamp_in(rows.get(name)) if is_mine else state.stamps.get(name, "")
         number += hash_of(name, stamp) - hash_of(name, old)
+    # Another process has done the same work if the fingerprint is the one that this update would
+    # write. Otherwise a full look must compare everything, see decision 86.
     if not is_mine and run["fingerprint"] != fingerprint_of(number):
         return None
     journals = [one.journal for one in news.lines]
@@ -319,6 +327,7 @@ def _write(
     found = replace(_advanced(state, news, seen), journaled=journaled, past=history.past)
     with database.writing() as connection:
         lock_run(connection, uid)
+        # Again under the lock: another process may have written since `_compare`.
         if fingerprint_in(connection, uid) != state.fingerprint:
             raise OvertakenError
         write_checkpoints(connection, uid, changes)
@@ -334,6 +343,7 @@ def _write(
         row = run_row(history, totals, found.fingerprint, state.account)
         write_run(connection, row, secrets)
     found = replace(found, totals=totals, digests=state.digests | digests)
+    # The state is kept for live runs only, because the others change no more.
     return found if history.state.is_live else None
 
 

@@ -62,6 +62,7 @@ class LinePlaces:
         """Remember where the first `lines` lines of a journal end, and the place before."""
         with self._lock:
             # The index may not get the lines that were read last.
+            # Two places are kept: a transaction that fails leaves the index at the one before.
             self._known[path] = (*self._known.get(path, ())[-1:], (lines, place))
             self._known.move_to_end(path)
             while len(self._known) > JOURNALS_KNOWN_MAX:
@@ -81,6 +82,7 @@ def read_new_lines(
         count = counts.get(name, 0)
         found = NewLines(journal=name, attempt=number, lines=count)
         found = _read(path, found, left)
+        # The journal is shorter than the index says, so it was replaced. Read it from its start.
         if found.lines < count:
             found = replace(_read(path, replace(found, lines=0), left), is_replaced=True)
         left -= len(found.events)

@@ -67,9 +67,11 @@ class MetricSeries:
 
     def read(self, path: Path) -> None:
         """Read the complete new lines of the file. Lines that are not metrics are skipped."""
+        # Another user's folder may have anything under this name.
         with open(open_regular(path, below=folder_of(path)), "rb") as stream:
             stream.seek(self.offset)
             while line := stream.readline(LINE_BYTES_MAX):
+                # A line of more than the limit is passed in pieces, each of which is no metric.
                 if not line.endswith(b"\n") and len(line) < LINE_BYTES_MAX:
                     # The writer has not finished this line; the next read will get it.
                     break
@@ -80,6 +82,7 @@ class MetricSeries:
 
     def add(self, line: Bucket) -> None:
         """Add one line."""
+        # By step and not by line: the buckets are the same however often a growing file is read.
         start = line.step // self.stride * self.stride
         if start in self.buckets:
             self.buckets[start].add(line)
@@ -161,10 +164,11 @@ def follow_metrics(
 ) -> None:
     """Ingest the new metrics of a run that is in the index. Cheap if there are none.
 
-    With `attempts`, only their files are looked at.
+    With `attempts`, only their files are checked.
     """
     if _has_changed(database, paths, uid, attempts):
         with database.writing() as connection:
+            # Under the lock, so two processes do not add the same lines to a bucket twice.
             lock_run(connection, uid)
             write_metrics(connection, paths, uid, attempts)
 
@@ -175,7 +179,7 @@ def _has_changed(
     """Return True if a metrics file was added, removed or changed its size since the last read."""
     sizes = {key: path.stat().st_size for key, path in list_metrics(paths, attempts).items()}
     if attempts is not None and not sizes:
-        # The next look at all files finds those that were removed.
+        # The next check of all files finds those that were removed.
         return False
     with database.reading() as connection:
         known = _known(connection, uid, attempts)
@@ -248,6 +252,7 @@ def _save(
         ],
     )
     if again:
+        # The width of all buckets has changed, so the old rows cover other steps.
         connection.execute(delete(METRICS).where(_is_file(METRICS, uid, key)))
     written = sorted(series.buckets if again else series.touched)
     rows = (

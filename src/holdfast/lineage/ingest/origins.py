@@ -30,6 +30,7 @@ class Origins:
         is_origin = identity == self._record.forked_from
         if run in {"", self._record.run} and not (is_origin and name not in self._own):
             return self._record.uid, self._record.run, name
+        # Only the fork knows the uid of its origin. A run of that name may be another one.
         return (self._record.forked_uid if is_origin else None), run, name
 
     def parent(self, child: CheckpointName, identity: object) -> tuple[str, CheckpointName] | None:
@@ -40,6 +41,7 @@ class Origins:
         """
         uid, _, name = self.find(self.name(identity))
         parent = CheckpointName.parse(name or "")
+        # Any user can write any parent into a manifest.
         if uid is None or parent is None or parent.step > child.step:
             return None
         is_own = uid == self._record.uid

@@ -43,9 +43,9 @@ def reindex(
     """Rebuild the rows of every run under `root`, and delete those of runs that no longer exist.
 
     A run that cannot be read is reported and keeps its rows, and so does one whose folder only
-    other accounts may enter. `progress` is called with the name
-    of each folder when it is done. Raises `NotFoundError` if `root` is not a folder, and
-    `LineageError` if the database cannot be used.
+    other accounts may enter. `progress` is called with the name of each folder when it is done.
+    Raises `NotFoundError` if `root` is not a folder, and `LineageError` if the database cannot be
+    used.
     """
     root = root.expanduser().resolve()
     if not root.is_dir():
@@ -69,6 +69,7 @@ def _forget_missing(database: Database, root: Path, there: set[str]) -> list[str
     is_this = (RUNS.c.root == str(root)) & (RUNS.c.root_id == read_root_id(root))
     with database.reading() as connection:
         stored = connection.execute(select(RUNS.c.uid, RUNS.c.run).where(is_this)).all()
+    # This account may be unable to read a run that exists. Its rows must stay, see decision 93.
     missing = [(uid, run) for uid, run in stored if run not in there and not _hides(root / run)]
     for uid, _ in missing:
         forget_run(database, uid)
@@ -90,6 +91,7 @@ def _ingest_all(database: Database, found: Sequence[RunPaths]) -> Iterator[str]:
     """Ingest each run; yield in turn the reason why it failed, or an empty text."""
 
     def ingest(paths: RunPaths) -> str:
+        # `LineageError` alone ends the work: without a database, no further run can be written.
         (one,) = visit([paths], partial(ingest_run, database, fresh=True), raises=(LineageError,))
         return f"{type(one.error).__name__}: {one.error}" if one.error is not None else ""
 

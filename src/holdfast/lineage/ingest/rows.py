@@ -49,6 +49,7 @@ def node_rows(history: RunHistory, view: AttemptView) -> list[Row]:
     failed = view.outcome.failed_host if view.outcome else None
     hosts = dict.fromkeys([*view.hosts, *sorted(lost), *([failed] if failed else [])])
     blamed = set(lost) or ({failed} if failed else set())
+    # With several hosts, nothing shows which of them failed, so none is blamed.
     if not blamed and len(hosts) == 1 and view.cause in _ALONE:
         blamed = set(hosts)
     return [
@@ -68,6 +69,7 @@ def _fault(view: AttemptView, is_lost: bool) -> str | None:
     """Return the fault of a node; a lost node has a node failure, whatever the attempt's cause."""
     if is_lost:
         return Cause.NODE_FAILURE.value
+    # An error of the program is no fault of the machine on which it appeared first.
     return view.cause.value if view.cause in _OF_MACHINES else None
 
 
@@ -142,6 +144,8 @@ def checkpoint_row(
     name = str(one.name)
     is_excluded = name in journaled.excluded
     detail = one.facts["detail"]
+    # The manifest's own damage comes first. The journals add what only a full read can find, see
+    # decision 91.
     if detail is None and not one.is_deleted and not is_excluded:
         detail = journaled.damage.get(name)
     state = CheckpointState.DAMAGED if detail else CheckpointState.COMMITTED
@@ -191,7 +195,7 @@ _Edge = tuple[EdgeKind, str, str, str, str | None, str | None, str | None]
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptRows:
-    """The rows of one attempt; see `models` for the columns. Attempt 0 has the run's own edges."""
+    """The rows of one attempt; see `tables` for the columns. Attempt 0 has the run's own edges."""
 
     attempts: list[Row] = field(default_factory=list)
     nodes: list[Row] = field(default_factory=list)
@@ -285,6 +289,7 @@ def run_row(
         "unknown_kinds": sorted(history.tally.unknown_kinds),
         "attempts": len(attempts),
         "world_size": _world_size(last) if last else None,
+        # Stored with the row, so that it is hidden or shown from the start, see decision 93.
         **permissions_of(history.paths),
         **totals.storage(),
     }
@@ -318,6 +323,7 @@ def newest_time(history: RunHistory, totals: CheckpointTotals) -> float:
     times = [history.tally.newest_at or None, totals.newest_at]
     for view in history.attempts:
         times += (view.submitted_at, view.started_at, view.ended_at)
+    # One clock that is wrong must not make the run the newest of all lists.
     plausible = (time for time in times if time is not None and 0 <= time <= TIME_MAX)
     return max(plausible, default=history.record.created_at)
 
@@ -391,6 +397,7 @@ def _launch_rows(history: RunHistory, view: AttemptView, origins: Origins) -> li
         facts = _launch_facts(event, origins)
         if attempt is not None and number is not None and facts:
             target = row(number)
+            # The earliest line counts, and the outcome below overrides it: the agent knew more.
             target.update({key: fact for key, fact in facts.items() if target[key] is None})
     for record in view.outcome.launches if view.outcome else ():
         facts = record.model_dump(mode="json", exclude={"number"})
@@ -434,6 +441,7 @@ def _edge_rows(history: RunHistory, edges: Iterable[_Edge]) -> list[Row]:
     run_uid, rows = history.record.uid, {}
     for edge in edges:
         row = dict(zip(columns, (str(edge[0]), *edge[1:]), strict=True))
+        # The id follows from the content, so that any process writes the same row.
         identity = document_digest([run_uid, *row.values()])
         rows[identity] = {"id": identity, "run_uid": run_uid, **row}
     return [rows[key] for key in sorted(rows)]

@@ -83,6 +83,7 @@ class Builder:
 def journaled_of(lines: Lines, known: tuple[Lines, Journaled] | None) -> tuple[Lines, Journaled]:
     """Return what lines record of checkpoints; `known` is the result of an earlier call."""
     if known is not None and known[0] is lines:
+        # By identity: the lines of a history are new objects only if something has changed.
         return known
     return lines, Journaled.of(lines)
 
@@ -126,4 +127,5 @@ def is_ambiguous(history: RunHistory, names: Iterable[str]) -> bool:
     All ids are then resolved differently.
     """
     run, _, name = (history.record.forked_from or "").rpartition(":")
+    # The id of the origin then means this run's own checkpoint, and every edge changes.
     return bool(name) and run in {"", history.record.run} and name in names

@@ -127,6 +127,7 @@ def ingest_run(
         raise NotFoundError(
             f"{paths.directory}: no run here (no spec.json); `holdfast runs` lists the runs"
         )
+    # Before anything is written: a copied folder must not take over the rows of the original.
     check_identity(paths, record)
     with reading_run(paths.directory):
         try:
@@ -136,6 +137,7 @@ def ingest_run(
                 if progress is not None:
                     progress.begin(record.uid, state)
         except LineageError as error:
+            # Only these two errors blame the data. All others blame the database.
             if not isinstance(error.__cause__, DataError | IntegrityError):
                 raise
             raise UnreadableRunError(
@@ -146,6 +148,8 @@ def ingest_run(
 
 def _ingest(database: Database, paths: RunPaths, uid: str, *, fresh: bool) -> State | None:
     """Look at all files; return the state for `following`, or None if nothing was to be done."""
+    # Read without the lock, because reading a large folder takes long and other processes write
+    # too.
     for _ in range(READS_MAX):
         with contextlib.suppress(OvertakenError):
             return _Look(database, paths, uid, fresh=fresh).run()
@@ -197,11 +201,14 @@ class _Look:
             return
         with self._database.writing() as connection:
             lock_run(connection, self._uid)
+            # Another process has written since the folder was read. Its rows may be newer.
             if fingerprint_in(connection, self._uid) != self._fingerprint:
                 raise OvertakenError
             self._begin(connection, history)
             yield connection
             if not fingerprint:
+                # A fingerprint that no folder has. If this process is killed between two
+                # transactions, the next ingest sees that the rows are incomplete.
                 fingerprint = f"{INGEST_VERSION}:~{random.token_hex(8)}"
                 mine = RUNS.c.uid == self._uid
                 connection.execute(RUNS.update().where(mine).values(fingerprint=fingerprint))
@@ -219,6 +226,7 @@ class _Look:
         self._is_begun = self._held is not None
         uid, mine = self._uid, RUNS.c
         if self._fresh:
+            # All other tables of the run refer to this row, so they are emptied with it.
             connection.execute(delete(RUNS).where(mine.uid == uid))
         row = run_row(history, CheckpointTotals(), f"{INGEST_VERSION}:")
         # Delete the rows of an earlier run in this folder. A root of another cluster can have the
@@ -242,6 +250,7 @@ class _Look:
             stored = connection.execute(query).first()
             self._fingerprint = stored.fingerprint if stored else None
             self._stored = lines_in(connection, self._uid) if stored else {}
+        # The survey comes first: a change after it gives another fingerprint at the next ingest.
         seen = survey(self._paths)
         if (
             stored
@@ -269,6 +278,8 @@ class _Look:
         else:
             follow_metrics(self._database, self._paths, self._uid)
         if self._fingerprint != seen.fingerprint:
+            # Rows of a newer program are kept, never replaced by those of an older one, see
+            # decision 41.
             # A newer version wrote these rows.
             return None
         with self._reading() as connection:
@@ -420,5 +431,6 @@ def _is_current(fingerprint: str, unknown_kinds: Sequence[str], seen: Survey) ->
 
     Rows that a newer version wrote are kept.
     """
+    # This program knows a kind that the one before could not read, so the run is read again.
     known = {str(kind) for kind in EventKind}
     return not known.intersection(unknown_kinds) and is_same_state(fingerprint, seen.fingerprint)

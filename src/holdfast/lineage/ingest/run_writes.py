@@ -79,6 +79,7 @@ def deletions_in(connection: Connection, uid: str, names: set[str]) -> dict[str,
         return found
     columns = EVENTS.c
     newest_first = (column.desc() for column in _in_order())
+    # From the newest line back, so the search ends as soon as each name has its deletion.
     query = select(columns.time, columns.data).where(*_deletions(uid)).order_by(*newest_first)
     for time, data in _streamed(connection, query):
         if bare(data.get("checkpoint")) in names:
@@ -95,6 +96,7 @@ def deletions_after(
     columns = EVENTS.c
     query = select(*_in_order(), columns.data).where(*_deletions(uid)).order_by(*_in_order())
     if place is not None:
+        # The first condition is the one that an index serves. The second one finds the exact place.
         query = query.where(columns.time >= place[0], tuple_(*_in_order()) > place)
     found: dict[str, Row] = {}
     for row in connection.execute(query.limit(NAMES_MAX)):
@@ -145,6 +147,8 @@ def _sync_attempts(
         sync(ATTEMPTS, (one.attempts for one in groups), ATTEMPTS.c.number == number)
         sync(LAUNCHES, (one.launches for one in groups), LAUNCHES.c.attempt == number)
         sync(NODES, (one.nodes for one in groups), NODES.c.attempt == number)
+    # Both the attempts' rows and the run's own are in one table of edges, and each write replaces
+    # its part only.
     is_resumed = and_(EDGES.c.kind == EdgeKind.RESUMED_FROM.value, EDGES.c.source_uid == uid)
     own = and_(is_resumed, EDGES.c.source == attempt_node(number)) if number else ~is_resumed
     sync(EDGES, (one.edges for one in groups), own)
@@ -156,6 +160,7 @@ def write_checkpoints(connection: Connection, uid: str, changes: Sequence[Change
     for start in range(0, len(gone), NAMES_MAX):
         some = CHECKPOINTS.c.name.in_(gone[start : start + NAMES_MAX])
         connection.execute(delete(CHECKPOINTS).where(CHECKPOINTS.c.run_uid == uid, some))
+    # A first write has no rows to replace, which is faster.
     is_new = not any(old for _, old, _, _ in changes)
     rows = [new for _, old, new, _ in changes if new is not None and new != old]
     upsert(connection, CHECKPOINTS, rows, is_new=is_new)
@@ -229,6 +234,7 @@ def _event_row(uid: str, part: NewLines, event: Event, secrets: Sequence[str]) -
             "attempt": attempt_of(event, part.attempt),
             "time": event.time,
             "kind": str(event.kind),
+            # Masked here as well: a journal line may quote an error with a secret in it.
             "data": redact(event.data, secrets),
         }
     )
@@ -257,5 +263,6 @@ def _sync(
             delete(table).where(and_(*matches)),
             [{f"key_{key}": value for key, value in one.items()} for one in gone],
         )
+    # Only rows that differ: an update must cost as much as what is new, see decision 86.
     changed = [row for key, row in rows.items() if there.get(key) != row]
     upsert(connection, table, changed, is_new=not there)

@@ -111,6 +111,8 @@ def descent(connection: Connection, uid: str, name: str) -> list[AncestryStretch
         if not rows:
             return stretches
         (run,) = rows_of(connection, select(*_FACTS).where(RUNS.c.uid == uid))
+        # An account sees no run whose folder it may not read, not even as an ancestor, see
+        # decision 93.
         if not may_read(run):
             return stretches
         stretches.append(AncestryStretch(uid, run["run"], run["directory"], rows))
@@ -123,6 +125,8 @@ def _read_until(connection: Connection, uid: str | None, name: str | None) -> di
     if uid is None or last is None:
         return {}
     columns = CHECKPOINTS.c
+    # All checkpoints up to the step, as one range of an index. Looking up each parent takes twice
+    # the time.
     query = select(*(columns[column] for column in _COLUMNS)).where(
         columns.run_uid == uid, columns.step <= last.step
     )
@@ -133,6 +137,7 @@ def _follow(rows: dict[str, Any], uid: str, name: str) -> list[Any]:
     """Remove a checkpoint and its ancestors in the same run from `rows`, and return them."""
     line = []
     row = rows.pop(name, None)
+    # Removed as it is visited, so that a cycle in damaged rows cannot loop for ever.
     while row is not None:
         line.append(row)
         row = rows.pop(row[2], None) if row[1] == uid else None

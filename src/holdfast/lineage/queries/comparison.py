@@ -41,6 +41,8 @@ def compare(database: Database, one: str, other: str) -> reports.Comparison:
     return reports.Comparison(
         one=f"{sides[0][0]['run']}:{sides[0][1]['name']}",
         other=f"{sides[1][0]['run']}:{sides[1][1]['name']}",
+        # In the order of the first ancestry, which is newest first, so the newest common one is
+        # found.
         common_ancestor=next((line[key] for key in line if key in other_line), None),
         facts=[
             reports.Fact(name=name, one=value, other=right[name], is_same=_same(value, right[name]))
@@ -99,6 +101,7 @@ def _facts(run: Row, checkpoint: Row, attempt: Mapping[str, Any]) -> dict[str, A
 
 def _same(one: Any, other: Any) -> bool | None:
     """Return whether two values are equal, or None if one of them is unknown."""
+    # An unknown digest is neither equal nor different.
     return None if one is None or other is None else bool(one == other)
 
 

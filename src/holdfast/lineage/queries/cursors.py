@@ -63,6 +63,8 @@ def fetch_page(
             f"limit is {limit}; expected 1 to {PAGE_MAX}; request several pages instead"
         )
     if after is not None:
+        # By the sort key of the last row and not by an offset, so that rows added meanwhile neither
+        # repeat nor hide any.
         key, seen = tuple_(*order.columns), tuple_(*map(literal, read_cursor(order, after)))
         query = query.where(key < seen if order.descending else key > seen)
     wanted = (c.desc() if order.descending else c.asc() for c in order.columns)
@@ -90,6 +92,7 @@ def read_cursor(order: RowOrder, cursor: str) -> list[str | int | float]:
         kinds = [column.type.python_type for column in order.columns]
         fits = len(values) == len(kinds) and all(map(_is_of, values, kinds))
     except (ValueError, TypeError, LookupError, RecursionError, binascii.Error):
+        # A cursor comes from the client, so anything may be in it.
         name, values, fits = None, [], False
     if name != order.name or not fits:
         raise QueryError(
@@ -102,6 +105,7 @@ def read_cursor(order: RowOrder, cursor: str) -> list[str | int | float]:
 def _is_of(value: object, kind: type) -> bool:
     if isinstance(value, str):
         return kind is str and "\0" not in value
+    # `bool` is an `int`, and SQL would compare it as one.
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return kind is float or (kind is int and isinstance(value, int) and abs(value) < 2**63)

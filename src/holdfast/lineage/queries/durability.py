@@ -86,6 +86,7 @@ def durability_of(
     found: dict[str, DurabilityStatus] = {}
     for kind, time, data in lines:
         folder, _, name = str(data.get("checkpoint") or "").rpartition(":")
+        # A line may name a checkpoint of another run, such as the origin of a fork.
         if not name or folder not in {"", run}:
             continue
         status = found.setdefault(name, {**NOT_DURABLE})
@@ -93,6 +94,7 @@ def durability_of(
             status["mirrored_at"] = views.iso(time)
             continue
         is_resume = kind == EventKind.RESUMED
+        # A resume that loads a checkpoint has compared every byte of it.
         status["verified_ok"] = is_resume or data.get("ok") is True
         status["verified_at"] = views.iso(time)
         status["verified_by"] = RESUME if is_resume else str(data.get("by") or "") or None
@@ -173,6 +175,7 @@ def _newest_launch(connection: Connection, run: Row) -> tuple[int, int] | None:
     newest = query.order_by(columns.attempt.desc(), columns.number.desc()).limit(1)
     launch = connection.execute(newest).first()
     attempts = select(func.max(ATTEMPTS.c.number)).where(ATTEMPTS.c.run_uid == run["uid"])
+    # A launch of an earlier attempt has nothing in memory any more.
     if launch is None or launch.attempt != connection.scalar(attempts):
         return None
     return launch.attempt, launch.number

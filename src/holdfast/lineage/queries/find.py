@@ -75,7 +75,7 @@ def is_under(root: Path) -> Any:
 def rows_of(connection: Connection, query: Select[Any]) -> list[Row]:
     """Return the rows of a query as dictionaries."""
     found = connection.execute(query)
-    # Fetch all rows at once: fetching them one by one takes a third of the time of a long page.
+    # Fetch all rows in one call: fetching them one by one takes a third of the time of a long page.
     names = tuple(found.keys())
     return [dict(zip(names, row, strict=True)) for row in found.all()]
 
@@ -98,6 +98,7 @@ def run_row(connection: Connection, name: str, root: Path | None = None) -> Row:
         matches = [and_(RUNS.c.run == directory.name, RUNS.c.directory == str(directory))]
     newest = RUNS.c.created_at.desc(), RUNS.c.uid
     matching = rows_of(connection, select(RUNS).where(or_(*matches)).order_by(*newest))
+    # A run that this account may not read does not exist for it, see decision 93.
     found = [run for run in matching if may_read(run)]
     wanted = plain_root(root) if root else None
     is_several = len(found) > 1
@@ -106,11 +107,13 @@ def run_row(connection: Connection, name: str, root: Path | None = None) -> Row:
         key=lambda run: (
             run["root"] != wanted,
             name not in {run["uid"], run["run"]},
+            # Two clusters may have roots with the same path, and only one is this one.
             is_several and run["root_id"] != read_root_id(Path(run["root"])),
         )
     )
     if found:
         return found[0]
+    # The suggestions leak no names: only runs that this account may read are searched.
     known = readable(connection, select(RUNS.c.run))
     names = connection.scalars(known.order_by(*newest).limit(NAMES_SEARCHED_MAX))
     near = difflib.get_close_matches(name, set(names), NAMES_SUGGESTED_MAX)

@@ -68,6 +68,7 @@ def _quoted(text: str) -> str:
 
 
 def _escape(text: str, pairs: Sequence[tuple[str, str]]) -> str:
+    # In this order: the first pair escapes the character that the others add.
     for one, other in pairs:
         text = text.replace(one, other)
     return text.replace("\n", " ")

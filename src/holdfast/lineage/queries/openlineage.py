@@ -179,4 +179,5 @@ def _version(checksum: str | None) -> dict[str, Any]:
 
 def _attempt_id(uid: str, number: int) -> str:
     """Return the UUID of an attempt. It is the same at every export."""
+    # Derived from the run's uid, so a repeated export updates the same run in the catalogue.
     return str(uuid.uuid5(uuid.UUID(hex=uid), f"attempt-{number:04d}"))

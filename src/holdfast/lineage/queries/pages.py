@@ -62,6 +62,7 @@ def _branch(connection: Connection, run: Row, *, whole: bool) -> list[Row]:
         columns.state == CheckpointState.COMMITTED.value,
         columns.rolled_back.is_(False),
     )
+    # Without a rule, only the newest checkpoint needs a reason, and a run may have thousands.
     if not whole:
         query = query.limit(1)
     found = rows_of(connection, query.order_by(*(column.desc() for column in order)))
@@ -92,6 +93,7 @@ def _exports_and_forks(connection: Connection, run: Row) -> Iterator[tuple[str, 
     """Yield the checkpoints that were exported, and those that live runs were forked from."""
     live = [str(state) for state in RunState if state.is_live]
     source = RUNS.alias("source")
+    # A fork of another account protects a checkpoint, but its name is not shown, see decision 93.
     seen = may_see(connection, EDGES.c.run_uid)
     is_seen = (true() if seen is None else seen).label("is_seen")
     query = (
@@ -133,6 +135,7 @@ SortOrder = Literal["asc", "desc"]
 
 def _figure(value: Any) -> tuple[Any, ...]:
     """Return columns that sort by a number; rows without it count as the smallest."""
+    # Without the default, rows without a number would sort differently in SQLite and PostgreSQL.
     return func.coalesce(value, -1, type_=Double()).label("sort_key"), RUNS.c.uid
 
 
@@ -316,6 +319,7 @@ def wanted_runs(connection: Connection, query: Select[Any], where: RunFilter) ->
     if where.states:
         query = query.where(columns.state.in_([str(state) for state in where.states]))
     if where.search:
+        # PostgreSQL refuses a NUL in a text.
         text = where.search.replace("\0", "")
         named = (one.icontains(text, autoescape=True) for one in (columns.name, columns.run))
         query = query.where(or_(*named, columns.uid == text))

@@ -90,6 +90,7 @@ def show_run(database: Database, run: str, *, now: float | None = None) -> views
         attempts = rows_of(connection, rows_of_run(ATTEMPTS, row, ATTEMPTS.c.number))
         launches = _launches(connection, row)
         is_live = RunState(row["state"]).is_live
+        # A live run's account grows with the clock, so the stored one is too old.
         goodput = None if is_live else row["goodput"]
         spec = _spec_of(row)
         has_places = spec is not None and bool(spec.resources.fallbacks)
@@ -227,6 +228,7 @@ def _known_spans(
     with _KEEPING_SPANS:
         kept = _SPANS.setdefault(connection.engine, {})
         spans = kept.get(key)
+    # Rows under construction have no fingerprint, so nothing must be cached by it.
     if spans is None or not run["fingerprint"]:
         spans = tuple(_spans(connection, run, attempts, launches))
         with _KEEPING_SPANS:
@@ -279,6 +281,7 @@ def _places(connection: Connection, run: Row) -> dict[int, int]:
 
 def _spec_of(run: Row) -> RunSpec | None:
     """Return the run's spec; None if this version cannot read it."""
+    # A newer version may have recorded keys that this one cannot read, see decision 44.
     with contextlib.suppress(ValueError):
         return RunSpec.read(run["spec"])
     return None
@@ -295,6 +298,7 @@ def _edges_about(connection: Connection, run: Row) -> list[Row]:
     uid = run["uid"]
     about = or_(EDGES.c.source_uid == uid, EDGES.c.target_uid == uid)
     order = (EDGES.c.kind, EDGES.c.source_run, EDGES.c.source, EDGES.c.target, EDGES.c.id)
+    # By the run that recorded the edge. Its other end may be a run that this account may not read.
     query = readable(connection, select(EDGES).where(about), EDGES.c.run_uid)
     return rows_of(connection, query.order_by(*order))
 

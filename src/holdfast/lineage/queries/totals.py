@@ -157,6 +157,7 @@ def node_faults(database: Database, host: str) -> list[reports.NodeFault]:
         faults = [_node_fault(row) for row in rows_of(connection, readable(connection, query))]
         known = select(columns.host).where(columns.host == host).limit(1)
         known = readable(connection, known, columns.run_uid)
+        # The same answer for a host of other accounts' runs as for one that does not exist.
         if not faults and not rows_of(connection, known):
             raise NotFoundError(f"{host!r}: no attempt ran on a machine with this name")
     return faults
@@ -177,13 +178,6 @@ def _newest(times: Iterable[float | None]) -> str | None:
 
 
 # Totals over all runs: the storage of their checkpoints, their goodput and their cost.
-
-_STORED: Final = (*("kept", "kept_bytes", "damaged", "damaged_bytes", "deleted", "deleted_bytes"),)
-_ADDED: Final = (
-    *("total_s", "queued_s", "starting_s", "loading_s", "training_s", "lost_s", "blocked_s"),
-    *("hung_s", "flushing_s", "stopped_s", "steps_lost", "gpu_hours", "preemption_gpu_hours"),
-)
-_MONEY: Final = ("cost", "preemption_cost", "on_demand_cost", "saved")
 
 
 class StorageTotals(TypedDict):
@@ -230,6 +224,14 @@ class GoodputTotals(TypedDict):
     gpu_hours: float
     preemption_gpu_hours: float
     money: list[Money]
+
+
+# What is added up over the runs.
+_STORED: Final = [name for name in StorageTotals.__annotations__ if name != "runs"]
+_MONEY: Final = [name for name in Money.__annotations__ if name != "currency"]
+_ADDED: Final = [
+    name for name in GoodputTotals.__annotations__ if name not in {"runs", "ettr", "money"}
+]
 
 
 def storage_totals(database: Database, where: RunFilter) -> StorageTotals:

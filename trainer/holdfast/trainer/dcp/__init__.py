@@ -16,7 +16,7 @@ from holdfast.trainer.dcp.loading import load as load
 from holdfast.trainer.dcp.saving import async_save as async_save
 from holdfast.trainer.dcp.saving import save as save
 
-# Names that stock DCP has only in modules of its own.
+# Names that stock DCP has only in its submodules.
 _ELSEWHERE: Final = {
     "AsyncCheckpointerType": "state_dict_saver",
     "AsyncSaveResponse": "state_dict_saver",

@@ -141,9 +141,12 @@ def channel_of(group: dist.ProcessGroup | None) -> Channel:
     None means a single process. Channels of groups that no longer exist are closed.
     """
     with _lock:
+        # A group that the program has destroyed can be followed by a new one with the same ranks.
         for alive, channel in [*_channels]:
             if alive is not None and not _exists(alive()):
                 _channels.remove((alive, channel))
+                # Without a wait: the ranks of a group that is gone cannot agree on anything any
+                # more.
                 channel.close(wait=False)
         for alive, channel in _channels:
             if (alive() if alive else None) is group:

@@ -31,12 +31,14 @@ def directory_of_save(checkpoint_id: CheckpointId, writer: StorageWriter | None)
     """
     if writer is None:
         return _local(checkpoint_id, FileSystemWriter.validate_checkpoint_id(checkpoint_id or ""))
+    # A subclass may write anywhere and in any form, so only the class itself is known.
     if type(writer) is not FileSystemWriter:
         return f"the storage writer is a {type(writer).__name__}"
     if writer.transforms.extensions:
         return "the FileSystemWriter has extensions"
     if writer.serialization_format is not SerializationFormat.TORCH_SAVE:
         return f"the FileSystemWriter writes {writer.serialization_format.name}"
+    # Stock DCP's writer takes over the `checkpoint_id` of a call, and a program may read it there.
     writer.reset(checkpoint_id)
     return _absolute(writer.path)
 

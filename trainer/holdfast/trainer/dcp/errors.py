@@ -1,4 +1,4 @@
-"""Errors that are Holdfast's and stock DCP's at once, so that a program catches them as before."""
+"""Errors of both Holdfast and stock DCP, so that existing handlers of a program catch them."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ def portable(error: BaseException | None) -> WRAPPED_EXCEPTION | None:
     if error is None:
         return None
     wrapped = _wrap_exception(error)
+    # Built-in errors can be pickled. Another class may need arguments that its pickle lacks.
     if type(error).__module__ == "builtins":
         return wrapped
     return HoldfastError(f"{type(error).__name__}: {error}"), wrapped[1]

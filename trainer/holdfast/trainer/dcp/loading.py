@@ -1,8 +1,8 @@
 """`load`, with the parameters of stock DCP's.
 
 Tensors and values that fit what was saved are read by Holdfast's reader, each byte once per node
-and checked against the manifest on the way. Whatever does not fit, and every planner of the
-caller's own, is left to stock DCP's planner. It decides and raises as always, and gets only bytes
+and checked against the manifest on the way. Whatever does not fit, and every custom planner, is
+left to stock DCP's planner. It decides and raises as always, and gets only bytes
 that were checked before. No entry runs code.
 """
 
@@ -103,6 +103,7 @@ def _open(directory: Path, tree: RankTree) -> Opened:
     """
 
     def complete() -> None:
+        # One rank only: the renames of a move must happen once. The others wait in `_together`.
         if tree.index == 0:
             finish(directory)
 
@@ -136,6 +137,7 @@ def _together(tree: RankTree, act: Any) -> Any:
     failures = {rank: problem for rank, (problem, _) in enumerate(found) if problem is not None}
     if not failures:
         return value
+    # The type counts: a program falls back to another checkpoint only on damage.
     if isinstance(error, DamagedCheckpointError):
         raise error
     if any(is_damage for _, is_damage in found):
@@ -147,6 +149,7 @@ def _load_fitting(
     opened: Opened, state: State, planner: LoadPlanner | None, tree: RankTree
 ) -> bool:
     """Load by Holdfast's reader if everything fits on all ranks. Return False if it does not."""
+    # Every rank must take the same way, because each way has its own collectives.
     found, _ = attempt(lambda: _fitting(opened, state, planner, is_coordinator=tree.index == 0))
     if not all(tree.gather_all(found is not None)):
         return False
@@ -211,6 +214,7 @@ def _load_by_planner(
     tree: RankTree,
 ) -> None:
     """Load with stock DCP, after the files were compared with the manifest."""
+    # Before stock DCP reads, because its planner verifies nothing.
     problems = [line for lines in tree.gather_all(check_share(opened, tree)) for line in lines]
     if problems:
         raise DamagedCheckpointError(

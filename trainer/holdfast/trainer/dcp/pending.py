@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from holdfast.contracts.errors import SaveError
 from holdfast.trainer.dcp.record import SaveRecord
-from holdfast.trainer.format.metadata import read_metadata
+from holdfast.trainer.format.metadata import open_checkpoint
 from holdfast.trainer.ranks.collective import attempt
 from holdfast.trainer.saving.engine import CheckpointEngine
 from holdfast.trainer.staging.in_flight import SaveResult
@@ -42,7 +42,7 @@ class CommitFuture(Future[Any]):
         """
         super().result(timeout)
         if self._metadata is None:
-            self._metadata = read_metadata(self._directory)
+            self._metadata = open_checkpoint(self._directory).metadata
         return self._metadata
 
 
@@ -79,6 +79,7 @@ class Pending:
         """Wait until the next save will find a free slot. Return False after `timeout_s`."""
         give_up = time.monotonic() + timeout_s
         while True:
+            # The lock is taken for a moment only, so that the thread can take results meanwhile.
             with self.engine() as engine:
                 is_free = engine.wait_for_slot(0.0)
             if is_free or time.monotonic() >= give_up:
@@ -88,10 +89,11 @@ class Pending:
     def add(self, stage: Callable[[], str], directory: Path, token: str) -> CommitFuture:
         """Call `stage`, which stages a save and returns its name. Return the save's future.
 
-        The future fails at once if `stage` raises.
+        The future fails immediately if `stage` raises.
         """
         future = CommitFuture(directory)
         future.set_running_or_notify_cancel()
+        # Under the lock, so that the thread cannot take the result before the save is in `_saves`.
         with self._lock:
             name, error = attempt(stage)
             if name is None:
@@ -145,6 +147,7 @@ class Pending:
                 for result in self._engine.poll()
                 if result.checkpoint in self._saves
             ]
+        # Outside the lock: a callback of a future may start the next save.
         for result, save in decided:
             self._finish(result, save)
 

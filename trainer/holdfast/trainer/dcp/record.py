@@ -34,14 +34,14 @@ from holdfast.contracts.disk.paths import MANIFEST, CheckpointName, RunPaths
 from holdfast.contracts.errors import HoldfastError
 from holdfast.trainer.metrics import Recorder
 from holdfast.trainer.process.program import program_argv, program_digest
-from holdfast.trainer.session import alone
+from holdfast.trainer.session.lifetime import is_claimed
 
 # A run's record of checkpoints that its program placed by `dcp.save`.
 #
 # Each has a directory in the run's folder with nothing but a manifest, and the manifest names the
 # program's directory. So the index, `holdfast checkpoints`, `lineage` and `verify` know them.
 
-# So many directories are looked at after each save. Programs keep few, and delete the oldest.
+# This many directories are inspected after each save. Programs keep few, and delete the oldest.
 LOOKS: Final = 8
 
 
@@ -71,12 +71,13 @@ class RunCheckpoints:
 
     def __init__(self, run: RunPaths) -> None:
         self._run = run
-        # The first ones are looked at next.
+        # The first ones are checked next.
         self._known = deque(_read_all(run))
 
     def find(self, manifest: Manifest) -> Placed | None:
-        """Return the newest record with these contents, also if its directory was renamed."""
+        """Return the newest record with these contents, even if its directory was renamed."""
         contents = manifest.checksum
+        # By contents, because programs rename their directories. Copies have equal contents.
         same = [one for one in self._known if one.contents == contents]
         return max(same, key=lambda one: one.committed_at, default=None)
 
@@ -94,6 +95,8 @@ class RunCheckpoints:
             "step": name.step,
             "source": str(directory),
             "parent": parent,
+            # In the run's folder it names its files by `source`, as an opaque program's does, see
+            # decision 76.
             "is_placed": False,
         }
         recorded = Manifest.model_validate(manifest.model_dump() | here)
@@ -106,7 +109,7 @@ class RunCheckpoints:
     def retire_lost(self, newest: Placed) -> Iterator[tuple[Placed, str]]:
         """Yield each record whose files are gone or were replaced, and why, then retire it.
 
-        `newest` was just recorded. Only `LOOKS` directories are looked at, in turn. Raises
+        `newest` was just recorded. Only `LOOKS` directories are checked, in turn. Raises
         `OSError` if storage fails.
         """
         lost = [
@@ -120,6 +123,7 @@ class RunCheckpoints:
             if (one, REPLACED) not in lost and _is_gone(one.directory):
                 lost.append((one, GONE))
         for one, why in lost:
+            # The line comes first: the journal is what the index is rebuilt from.
             yield one, why
             retire_source(self._run, one.name)
             self._known.remove(one)
@@ -136,7 +140,7 @@ def _read_all(run: RunPaths) -> Iterator[Placed]:
 
 
 def _is_gone(directory: Path) -> bool:
-    # Without the folder above, the file system may be away, which proves nothing.
+    # Without the folder above, the file system may be unreachable, which proves nothing.
     return not (directory / MANIFEST).exists() and directory.parent.is_dir()
 
 
@@ -242,7 +246,8 @@ class _RunRecord:
 
     def _begin(self, checkpoint: str | None, step: int) -> None:
         """Write once in a launch what it continues from. Beside a session, the session does."""
-        if self._has_begun or alone.is_claimed():
+        if self._has_begun or is_claimed():
+            # A launch has one `resumed` line, and beside a session it belongs to the session.
             return
         self._has_begun = True
         self._recorder.event(
@@ -268,7 +273,9 @@ class _RunRecord:
             return
         facts = {"bytes": manifest.bytes, "flush_s": manifest.flush_s, "reason": REASON}
         try:
-            added = None if alone.is_claimed() else self._add(directory, manifest, step)
+            # A session's checkpoints have their own steps, and two checkpoints of a launch cannot
+            # have the same one, see decision 71.
+            added = None if is_claimed() else self._add(directory, manifest, step)
             self.write(EventKind.COMMITTED, directory, step, **facts)
             if added is not None:
                 self._retire_lost(added)
@@ -294,7 +301,7 @@ class _RunRecord:
             )
 
     def write(self, kind: EventKind, directory: Path, step: int, **facts: Any) -> None:
-        checkpoint = str(directory) if alone.is_claimed() else str(self._name(step))
+        checkpoint = str(directory) if is_claimed() else str(self._name(step))
         self._recorder.event(
             kind, checkpoint=checkpoint, step=step, directory=str(directory), **facts
         )

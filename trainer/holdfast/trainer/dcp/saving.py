@@ -2,7 +2,7 @@
 
 Each save costs one exchange of small messages between the ranks of the group, before the copy. So
 an error of one rank before its copy is raised on all ranks. A copy that fails is reported to the
-other ranks by way of their flushers.
+other ranks through their flushers.
 """
 
 from __future__ import annotations
@@ -89,6 +89,8 @@ def save(
             use_collectives=use_collectives,
         )
         return metadata
+    # The wait is over on all ranks before any rank raises, or the others would hang in the next
+    # collective.
     _, error = attempt(lambda: _wait(begun))
     _raise_together(channel_of(group), error)
     return begun.result()
@@ -168,13 +170,14 @@ class _Target:
 
     def check(self) -> None:
         """Raise if a checkpoint must not be written here."""
+        # Resume would take a directory of that name for a checkpoint of the session.
         if CheckpointName.parse(self.directory.name) is not None:
             raise SpecError(
                 f"checkpoint_id={self.directory}: this is the name of a checkpoint of a run, which "
                 "a Session writes; choose another name"
             )
         if not self.may_overwrite and (self.directory / METADATA).exists():
-            # As stock DCP.
+            # The same error as stock DCP's.
             raise RuntimeError("Checkpoint already exists and self.overwrite=False.")
 
 
@@ -246,7 +249,7 @@ def _begin(
     form = max(one.form for one in messages)
     if form is SaveForm.STOCK:
         if channel.is_root:
-            # It will not match the files that stock DCP writes.
+            # The old manifest would not match the files that stock DCP writes.
             (target.directory / MANIFEST).unlink(missing_ok=True)
         return "the state has tensors whose bytes are not their values"
     assert own is not None
@@ -261,9 +264,12 @@ def _prepare(
     target.check()
     directory, pending = target.directory, channel.pending
     if channel.is_root:
+        # The remains of saves that were cut off, but not those of saves in flight.
         clear(directory, besides=pending.tokens_in(directory))
     state = call_stateful(state_dict)
     form = max(form_of(state), SaveForm.ENGINE if _is_default(planner) else SaveForm.PLANNER)
+    # Before the exchange of messages, so that a rank with full slots cannot hold others in the
+    # copy.
     if not pending.wait_for_slot(flush_timeout_s()):
         raise SaveError(
             f"{directory}: the two saves before this one are still being written after "
@@ -298,6 +304,7 @@ def _stage(
         engine.plan_with(planner)
         if is_changed and planner is None:
             try:
+                # Agreed in the messages, so all ranks plan, or none does.
                 engine.prepare(state, timeout_s=flush_timeout_s())
             except SaveError as error:
                 # All ranks raise it.
@@ -348,7 +355,7 @@ def _planner_for(form: SaveForm, planner: SavePlanner | None) -> SavePlanner | N
 
 
 class _PerSavePlanner(DefaultSavePlanner):
-    """Stock DCP's default planner, as a planner of the caller's own: it plans every save."""
+    """Stock DCP's default planner, treated as a custom planner: it plans every save."""
 
 
 def _wait(future: CommitFuture) -> None:

@@ -87,6 +87,7 @@ def _stageable(value: Any) -> Any:
         return {key: _stageable(item) for key, item in value.items()}
     if isinstance(value, list) and is_nested(value):
         return [_stageable(item) for item in value]
+    # Pickled now, while training waits: the object may change before the flusher writes it.
     return Encoded(encode(value))
 
 
@@ -94,6 +95,7 @@ def find_unreadable(value: Any, key: str = "") -> dict[str, str]:
     """Return the values of a stageable state that `load` will not open, with the reason, by key."""
     if isinstance(value, Encoded):
         try:
+            # The check of a load, so that a save warns of exactly what a load refuses.
             repack(value.content)
         except DamagedCheckpointError as error:
             return {key: error.damaged[0].removeprefix("an entry: ")}

@@ -183,7 +183,7 @@ HF_INDEX: Final = "model.safetensors.index.json"
 def write_torch(source: ExportSource, place: Path, _: int) -> None:
     """Write one file for `torch.load(path, weights_only=True)`, with parts for `load_state_dict`.
 
-    The complete state is in memory at once.
+    The complete state is in memory.
     """
     values = source.read(source.entries)
     flat = {entry.key: values[entry.name] for entry in source.entries}
@@ -201,7 +201,7 @@ def write_torch(source: ExportSource, place: Path, _: int) -> None:
 
 
 def write_safetensors(source: ExportSource, place: Path, _: int) -> None:
-    """Write the tensors to one safetensors file. All are in memory at once."""
+    """Write the tensors to one safetensors file. All of them are in memory."""
     _write_tensors(source, weights_of(source), place)
 
 
@@ -315,7 +315,7 @@ def _nested(source: ExportSource, more: Mapping[OBJ_PATH, Any]) -> dict[str, Any
 
 
 def _add_values(metadata: Metadata, values: Mapping[OBJ_PATH, Any], place: Path) -> None:
-    """Add values that are no tensors to a copied DCP folder, in a file of their own."""
+    """Add values that are no tensors to a copied DCP folder, in a separate file."""
     entries, stored, paths = {}, {}, {}
     with open(place / VALUES, "wb") as stream:
         for path, value in values.items():

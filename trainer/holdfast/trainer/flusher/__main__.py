@@ -20,6 +20,8 @@ IGNORED_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.S
 
 def main(argv: list[str] | None = None) -> None:
     """Parse the command line, leave the parent's session and serve."""
+    # Slurm signals every process of a step. The flusher must outlive the ranks to commit what they
+    # sealed.
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     parser = argparse.ArgumentParser(prog="python -m holdfast.trainer.flusher")
@@ -33,6 +35,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--run", type=Path, help="run folder; resumes unfinished mirror copies")
     given = parser.parse_args(argv)
     with contextlib.suppress(OSError):
+        # Signals to the parent's process group must not reach the flusher. The call fails in a
+        # process that already leads a group.
         os.setsid()
     supervisor = None if given.supervisor_fd is None else socket.socket(fileno=given.supervisor_fd)
     listener = wire.listen(given.address_fd, given.run)

@@ -1,7 +1,7 @@
 """Commit a written step: the nodes' part files, the manifest, then `latest`.
 
 Each node writes a part file that lists what it wrote. Node 0 writes the manifest when all parts
-are there. If node 0 is lost, the lowest remaining node does. Several nodes may try at once: the
+are there. If node 0 is lost, the lowest remaining node does. Several nodes may try it: the
 manifest is created exclusively, so one node succeeds and the others report the same commit.
 """
 
@@ -77,6 +77,7 @@ def commit_together(
     Raises `SaveError` with what is missing if the step cannot be committed, and `OSError` if
     storage fails.
     """
+    # The part goes to disk before the hint: a hint to look for a missing file would be lost.
     make_directory(directory / PARTS)
     write_bytes(directory / PARTS / part_name(part["node"]), to_json(part))
     peers.report()
@@ -108,6 +109,8 @@ def leave_failure(directory: Path, node: int, reason: str, *, for_all: bool) -> 
     names = [part_name(node)] + ([FAILED_PART] if for_all else [])
     with contextlib.suppress(OSError):
         make_directory(directory / PARTS)
+        # This node's own part stops the node that gathers. `failed.json` stops the nodes that only
+        # wait.
         for name in names:
             write_bytes(directory / PARTS / name, to_json({"node": node, "error": reason}))
 
@@ -129,6 +132,7 @@ def part_name(node: int) -> str:
 
 def _write_manifest(run: RunPaths, directory: Path, parts: Sequence[dict[str, Any]]) -> Manifest:
     """Write the manifest durably, which commits. Raises `SaveError` if a rank is missing."""
+    # Every rank must be there: each has keys that no other rank has, see decision 18.
     ranks = sorted(rank for part in parts for rank in part["ranks"])
     world_size = parts[0]["world_size"]
     facts = next((part["manifest"] for part in parts if part["manifest"]), None)
@@ -152,6 +156,7 @@ def _write_manifest(run: RunPaths, directory: Path, parts: Sequence[dict[str, An
         staged_at=staged_at,
         committed_at=time.time(),
     )
+    # Exclusive, so two nodes that take over at the same time cannot both commit, see decision 14.
     if not create_bytes(directory / MANIFEST, encode_manifest(manifest)):
         return _accept_theirs(directory, manifest)
     _tidy(run, directory)
@@ -166,6 +171,7 @@ def _accept_theirs(directory: Path, ours: Manifest) -> Manifest:
             f"{directory}: another process committed other files there at the same time. Nothing "
             "was replaced. Two programs must not write the same attempt and launch of a run"
         )
+    # The other node may die before its own fsync, and this node reports the commit.
     fsync_commit(directory)
     return theirs
 
@@ -175,6 +181,7 @@ def _tidy(run: RunPaths, directory: Path) -> None:
 
     Errors here cannot undo the commit. Raises `SaveError` if a save could not be moved up.
     """
+    # After the commit: without the parts, a node that is late finds the manifest instead.
     shutil.rmtree(directory / PARTS, ignore_errors=True)
     if not is_saving_folder(directory):
         _move_latest(run, directory.name)
@@ -189,11 +196,12 @@ def _tidy(run: RunPaths, directory: Path) -> None:
 
 
 def _move_latest(run: RunPaths, name: str) -> None:
-    """Point `latest` at the newest commit, for people. Resume never reads it."""
+    """Point `latest` at the newest commit, as a convenience. Resume never reads it."""
     temporary = run.checkpoints / ".latest.tmp"
     try:
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(name)
+        # A rename, so that a reader never finds the name missing.
         os.replace(temporary, run.latest)
     except OSError as error:
         log(f"{name} is committed; no new `latest`: {error}")
@@ -219,6 +227,8 @@ class _Wait:
         node, nodes = self._own["node"], self._own["nodes"]
         while True:
             committer = committer_of(nodes, self._lost_nodes())
+            # Without reports of lost nodes, time decides. An exclusive manifest makes it harmless
+            # if the lost node still lives.
             gathers = node == committer or self._is_due_to_take_over()
             manifest = self._check_directory(gathers)
             if manifest is not None:
@@ -244,6 +254,7 @@ class _Wait:
         except OSError:
             now = time.monotonic()
             self._refused_since = self._refused_since or now
+            # Storage that fails for a moment must not lose a step that every node has written.
             if now - self._refused_since > LOOK_RETRY_S:
                 raise
             return None
@@ -286,10 +297,11 @@ class _Wait:
         return lost
 
     def _raise_if_lost(self) -> None:
-        """Raise `SaveError` if lost nodes left no part and none can appear any more."""
+        """Raise `SaveError` if lost nodes left no part and none can still appear."""
         late = time.monotonic() - self._lost_grace_s
         gone = [n for n, t in self._lost_since.items() if n not in self._parts and t < late]
         if gone:
+            # A client may still remember that the part does not exist, see decision 48.
             revalidate(self._directory / PARTS)
             self._gather(_list(self._directory / PARTS))
             gone = [node for node in gone if node not in self._parts]
@@ -313,6 +325,7 @@ class _Wait:
         now = time.monotonic()
         waited = now - self._began
         if waited > self._peers_wait_s:
+            # The last look, so that the error names exactly what is missing.
             self._gather(_list(self._directory / PARTS))
             raise SaveError(
                 f"{self._directory.name}: {_name_nodes(missing)} wrote no parts within "
@@ -327,6 +340,7 @@ class _Wait:
         self._peers.hints.wait(waited)
 
     def _raise_if_overtaken(self, missing: Sequence[int]) -> None:
+        # The client's cache may hide the later step's part, see decision 48.
         refresh(self._directory)
         overtaken = [node for node in missing if self._is_overtaken(node)]
         if overtaken:

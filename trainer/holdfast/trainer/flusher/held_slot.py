@@ -44,6 +44,7 @@ class HeldSlot:
                 is_former=self.is_orphan,
             )
         except ValueError as error:
+            # Every peer waits for this step. A failed slot ends that wait, with the reason.
             self.slot.fail(f"the slot's table cannot be read: {error}")
             return self._bare_view(key, SlotState.FAILED, step)
 

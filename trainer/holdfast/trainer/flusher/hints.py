@@ -23,7 +23,7 @@ def log(text: str) -> None:
     report(f"holdfast flusher: {text}", is_error=True)
 
 
-# How often a flusher looks into the folder although nothing has changed.
+# How often a flusher looks into the folder without a hint.
 LOOK_S: Final = 10.0
 # While an agent waits for all steps, because a stop's deadline may be near.
 HURRY_S: Final = 0.25
@@ -53,13 +53,14 @@ class Hints:
         self.give()
 
     def end(self) -> None:
-        """The agent is gone: nobody passes hints on any more."""
+        """Stop relying on hints, because the agent that passed them on is gone."""
         self._is_passed_on = False
         self.give()
 
     def wait(self, waited_s: float) -> None:
         """Wait for a hint, for a time that grows with the `waited_s` seconds so far."""
         if self._handle is None or not self._is_passed_on:
+            # Without an agent, only the folder shows what other nodes have done, so look often.
             time.sleep(POLL_S if waited_s < QUICK_S else POLL_SLOW_S)
             return
         poll = select.poll()

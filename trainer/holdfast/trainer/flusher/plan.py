@@ -68,6 +68,7 @@ def plan(views: Sequence[SlotView], departures: Departures) -> FlushPlan:
     """Sort the sealed steps into steps to write, steps to give up, and steps to wait for."""
     members: dict[tuple[int, int, str], list[SlotView]] = {}
     for view in views:
+        # An unsealed slot has no readable table yet, so its local rank is unknown.
         if view.state is SlotState.SEALED and view.local_rank is not None:
             key = (view.launch, view.step, view.checkpoint)
             members.setdefault(key, []).append(view)
@@ -104,6 +105,7 @@ def _why_never(
             ),
             default=group.step,
         )
+        # Ranks seal steps in order, so a rank with a later step never seals this one.
         if newest > group.step:
             return f"local rank {local} went on to step {newest} without sealing {group.step}"
     if group.launch < departures.newest_launch:

@@ -36,6 +36,8 @@ class ProgramFile:
             make_directory(path.parent)
             with self.slot.data[: table["bytes"]] as content:
                 write_file(path, content, replace=True)
+            # A checkpoint that is written after this may name the file, so its name is durable
+            # first, see decision 80.
             fsync_directory(path.parent)
         except Exception as problem:
             # The writer thread must continue with the next step, whatever is wrong with this file.
@@ -55,6 +57,7 @@ def new_keys(
 ) -> list[SlotKey]:
     """Return the keys of a rank's next slots, which no slot has had so far."""
     numbers = [key[2] for key in held if key[:2] == (launch, rank)]
+    # Negative numbers never collide with those of steps, see decision 80.
     first, sign = (min([0, *numbers]), -1) if of_program else (max([-1, *numbers]), 1)
     return [(launch, rank, first + sign * (1 + i)) for i in range(SLOTS_PER_RANK)]
 

@@ -58,6 +58,7 @@ def find_salvage(views: Sequence[SlotView], launch: int, committed_step: int) ->
     groups = [
         StepGroup(launch, step, name, tuple(sorted(v.key for v in found)))
         for (step, name), found in sorted(members.items(), reverse=True)
+        # A snapshot that one local rank lacks would restore ranks to different steps.
         if {v.local_rank for v in found} == set(range(found[0].local_ranks))
     ]
     return Salvage(launch, tuple(groups), tuple(sorted(v.key for v in snapshots)))
@@ -89,6 +90,7 @@ def agree(
         return newest_common([steps])
     folder = launch_folder(table.run, table.checkpoint)
     make_directory(folder)
+    # The list is durable and complete before another node can read it.
     write_bytes(_list_path(folder, node), to_json({"node": node, "steps": list(steps)}))
     timeout_s = LISTS_WAIT_S + delay_s(folder) if timeout_s is None else timeout_s
     began = time.monotonic()
@@ -98,6 +100,8 @@ def agree(
         reader = committer_of(nodes, gone)
         silent = _silent_nodes(folder, lists, nodes) if node == reader else {reader or 0}
         if not silent:
+            # Exclusive: of several nodes that give different answers, one wins, and all nodes read
+            # that one.
             _answer(folder, step=newest_common(list(lists.values())))
             continue
         reason = abandoned() or _why_lost(folder, gone & silent)
@@ -105,6 +109,7 @@ def agree(
             named = sorted(silent)
             reason = f"nodes {named} did not list their snapshots within {timeout_s:.0f} s"
         if reason is not None:
+            # An answer and not only an error here, so that no other node commits the step alone.
             _answer(folder, step=None, reason=reason)
             continue
         time.sleep(POLL_S if waited_s < QUICK_S else POLL_SLOW_S)

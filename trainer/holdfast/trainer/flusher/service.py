@@ -110,6 +110,8 @@ class Writer:
         slots = [self._held[key] for key in group.slots]
         try:
             images = [SlotImage(SlotTable.parse(held.slot.table), held.slot.data) for held in slots]
+            # A rank that could not copy its state seals its slot with the error, so that its peers
+            # do not wait, see decision 71.
             given_up = given_up or next((i.table.error for i in images if i.table.error), None)
             if given_up is not None:
                 report_incomplete(images[0].table, given_up)
@@ -125,6 +127,7 @@ class Writer:
                     ),
                     "",
                 )
+                # Only after the commit: the mirror gets whole checkpoints only.
                 self._mirror.take([image.table for image in images])
         except (OSError, HoldfastError) as problem:
             committed, error = None, str(problem)
@@ -135,6 +138,8 @@ class Writer:
         for held in slots:
             held.resumed = False
             if committed is not None:
+                # The state is the last thing to change. From then on, the rank may overwrite the
+                # slot.
                 held.slot.state = SlotState.DONE
             else:
                 held.slot.fail(error)
@@ -155,6 +160,7 @@ class Writer:
                 result = self._write_step(chosen, None)
         except (OSError, HoldfastError, ValueError, KeyError) as problem:
             result = Finished(nothing, None, f"{type(problem).__name__}: {problem}")
+        # No rank of this launch is left, so nobody else releases these slots.
         for key in found.slots:
             if self._held[key].slot.state is SlotState.SNAPSHOT:
                 self._held[key].slot.state = SlotState.EMPTY
@@ -283,6 +289,7 @@ class Flusher:
 
     def _accept(self, listener: socket.socket) -> None:
         connection, _ = listener.accept()
+        # Slots hold the whole state of a run. A process of another user gets none of them.
         if not wire.is_same_user(connection):
             connection.close()
             return
@@ -300,6 +307,7 @@ class Flusher:
                 self._hang_up(peer)
                 return
             message, descriptors = received
+            # Ranks have no descriptors to give. Open ones would leak.
             for descriptor in descriptors:
                 os.close(descriptor)
             self._answer_rank(peer, message)
@@ -316,6 +324,7 @@ class Flusher:
             peer.launch = message["launch"]
             self._newest_launch = max(self._newest_launch, peer.launch)
             self._hints.give()
+            # The rank is there after all, for example after a flusher restarted.
             self._gone.discard((peer.launch, peer.local_rank))
             peer.slots = tuple(k for k in self._held if k[:2] == (peer.launch, peer.rank))
             for key in peer.slots:
@@ -337,6 +346,8 @@ class Flusher:
         for key in keys:
             handle = Slot.create(int(message["bytes"]))
             self._held[key] = HeldSlot(handle, Slot(handle), peer.local_rank)
+            # The supervisor keeps a copy of the descriptor, so the slot survives this process as
+            # well, see decision 2.
             self._notify_supervisor("keep", (handle,), launch=key[0], rank=key[1], slot=key[2])
         peer.slots = (*(key for key in peer.slots if key not in former), *keys)
         handles = tuple(self._held[key].handle for key in keys)
@@ -350,6 +361,7 @@ class Flusher:
             return
         self._drop(peer)
         who = (peer.launch, peer.rank)
+        # The rank may have two connections while it reconnects. It is gone when the last one ends.
         if peer.rank < 0 or any((o.launch, o.rank) == who for o in self._peers):
             return
         self._gone.add((peer.launch, peer.local_rank))
@@ -381,6 +393,7 @@ class Flusher:
         elif message["kind"] == "room":
             self._space_guard.hear(message)
         elif message["kind"] == "drain":
+            # Reports of losses add up: a node that was lost once stays lost in this launch.
             self._lost_nodes |= frozenset(map(int, message.get("lost", ())))
             self._drain_by = time.monotonic() + float(message["timeout_s"])
             self._drain_number = message.get("number")
@@ -408,6 +421,8 @@ class Flusher:
             return
         slot = Slot(handle)
         resumed = slot.state is SlotState.FLUSHING
+        # The former flusher died while it wrote this slot. The bytes are still in memory, so the
+        # step is written again.
         if resumed:
             slot.state = SlotState.SEALED
         self._held[key] = HeldSlot(handle, slot, resumed=resumed)
@@ -431,7 +446,8 @@ class Flusher:
     def _dispatch(self) -> None:
         """Hand complete steps to the writer; give up those that will never be complete."""
         found = self._plan()
-        # After the look at the steps: a file that was sealed before one of them goes first.
+        # After the steps were read, and queued before them. So a file that was sealed before a
+        # step is written before it, see decision 80.
         for file in program_files.take_sealed(self._held):
             self._writer.put(file)
         for group in found.ready:
@@ -447,6 +463,7 @@ class Flusher:
 
     def _hand_over(self, group: StepGroup, given_up: str | None) -> None:
         for key in group.slots:
+            # Marked before it is queued, so that the next look does not queue it again.
             self._held[key].slot.state = SlotState.FLUSHING
         self._busy.update(group.slots)
         self._writer.put((group, given_up))
@@ -463,9 +480,11 @@ class Flusher:
     def _salvage(self) -> None:
         """Queue the salvage of dead ranks' snapshots once all sealed steps are written."""
         snapshots = self._snapshots()
+        # A sealed step may be newer than any snapshot, so those are written first.
         if not snapshots or self._busy or self._writer.finished or self._plan().ready:
             return
         for launch in snapshots:
+            # A living rank may overwrite its snapshot at any moment, see decision 9.
             if launch < self._newest_launch or not self._is_deserted(launch):
                 continue
             views = [
@@ -520,6 +539,8 @@ class Flusher:
             return
         unmirrored = self._mirror.unfinished if self._drains_mirror else []
         idle = not self._has_work() and not self._snapshots()
+        # The time limit counts even if work is left: node 0 must write the outcome before the job
+        # ends.
         if not (idle and not unmirrored) and time.monotonic() < self._drain_by:
             return
         self._drain_by = None
@@ -549,6 +570,8 @@ class Flusher:
                 kept = key[0] >= self._newest_launch
             if not is_old or kept or key in self._busy:
                 continue
+            # Freed now, because the supervisor's descriptor would keep the memory until the attempt
+            # ends.
             self._held.pop(key).free()
             for peer in self._peers:
                 peer.slots = tuple(k for k in peer.slots if k != key)
@@ -568,6 +591,7 @@ class Flusher:
             return now - self._alone_since > IDLE_S
         linger_s = SNAPSHOT_LINGER_S if self._snapshots() else LINGER_S
         if self._mirror.unfinished:
+            # Copies to the mirror continue without ranks, but not for ever.
             linger_s = MIRROR_LINGER_S
         elif not self._peers:
             return True

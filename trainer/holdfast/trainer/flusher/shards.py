@@ -38,6 +38,7 @@ class ShardList:
         try:
             make_directory(self.folder)
             content = to_json({"node": self.node, "shards": shards})
+            # Written once for each plan, beside training, see decision 18.
             write_bytes(_path(self.folder, self.node), content)
         except OSError as error:
             log(f"the list of shards was not written: {error}")
@@ -53,6 +54,7 @@ class ShardLists:
         """Record what a rank writes by its new plan. Return the list once all have reported."""
         folder = Path(message["folder"])
         # Reports of an earlier launch are dropped.
+        # The folder names the launch, so a new folder drops the reports of the former one.
         reports = self._reports.get(folder, {})
         reports[rank] = {key: message[key] for key in ("files", "keys", "keys_total")}
         self._reports = {folder: reports}

@@ -41,6 +41,8 @@ def find_shortage(
     need: Need, *, free: int | None, total: int, budget: int | None, taken: int
 ) -> OSError | None:
     """Return an error if the step does not fit. Sizes in bytes; `free` is None if unknown."""
+    # Journals, heartbeats and the outcome still need space when checkpoints have filled the disk,
+    # see decision 12.
     margin = min(MARGIN_BYTES_MAX, total // 100)
     if free is not None and need.bytes + margin > free:
         return OSError(
@@ -73,6 +75,7 @@ class SpaceGuard:
     def check(self, run: RunPaths, directory: Path, need: Need, *, node: int) -> None:
         """Raise `OSError` (ENOSPC, EDQUOT) if the step will not fit. Node 0 checks the budget."""
         free, total = _space_at(directory)
+        # The budget covers all nodes' files together, so one node is enough to check it.
         budget = self._budget if node == 0 else None
         taken = self._taken(run, directory.name) if budget is not None else 0
         shortage = find_shortage(need, free=free, total=total, budget=budget, taken=taken)
@@ -85,6 +88,7 @@ class SpaceGuard:
             self._asked_step, self._answer = need.step, None
             if not self._ask_supervisor(need, str(problem)):
                 return 0, "no supervisor is connected that could free space"
+            # Bounded: a supervisor that hangs must not hold up training for ever.
             self._answered.wait_for(
                 lambda: self._answer is not None or self._asked_step is None, ANSWER_WAIT_S
             )
@@ -140,7 +144,7 @@ def _space_at(directory: Path) -> tuple[int | None, int]:
 
 
 def _bytes_below(directory: Path) -> int:
-    """Return the bytes of all files in a directory. Files that vanish meanwhile count as zero."""
+    """Return the bytes of all files in a directory. Files that vanish meanwhile do not count."""
     total = 0
     for folder, _, names in os.walk(directory):
         for name in names:

@@ -82,6 +82,7 @@ class _Reader:
         self._names: list[str] = []
         self._base = len(CLASSES) + len(ATTRIBUTES)
         self._metadata = Metadata({}, planner_data={}, storage_data={})
+        # Compiled from the opcodes that Holdfast writes, so reader and writer cannot differ.
         before, between, after = map(re.escape, tensor_entry(self._memo))
         key, dtype, shape = b"j(.{4})", rb"([a-z0-9_]{1,40})", b"((?:\x8a\x08.{8}){0,64})"
         pattern = key + before + dtype + between + shape + after
@@ -216,6 +217,7 @@ class _Reader:
                 if dims
                 else (columns[0], columns[1])
             )
+            # A hostile chunk would otherwise be read outside its tensor's file entry.
             if (offsets < 0).any() or (sizes < 0).any() or (sizes > shape - offsets).any():
                 raise OtherForm("a chunk outside its tensor")
             self._offsets.setdefault(dims, []).append(offsets)
@@ -247,7 +249,7 @@ class _Reader:
         template: RecordTemplate = known or self._fitted(dims, is_chunk=is_chunk)
         columns, count = template.read(self._data, self._at)
         if known and not count:
-            # Its numbers may have other widths than before.
+            # Its numbers may be wider than those of the boxes before.
             template = self._fitted(dims, is_chunk=is_chunk)
             columns, count = template.read(self._data, self._at)
         if not count:
@@ -293,12 +295,15 @@ class _Reader:
                 raise OtherForm("an impossible place")
             if kind > 0:
                 its = offsets[kind][inner[item] + nth]
+                # A place repeats the offsets of its box. If they differ, bytes would go to another
+                # box.
                 if not np.array_equal(its, np.stack(columns[2:-3], 1)):
                     raise OtherForm("a place of another box")
             self._look_up(where, item_of, is_key=False)
             row = first[item] + nth
             file[row], offset[row], length[row] = where - self._base, begin, size
             seen += len(row)
+        # Each box has exactly one place, so no part of a tensor stays as it was.
         if seen != total or (file < 0).any():
             raise OtherForm("not one place for each box")
         return self._table(offsets, first, inner, (file, offset, length))

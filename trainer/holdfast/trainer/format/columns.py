@@ -80,6 +80,8 @@ class BlockPattern:
     def digest(self) -> bytes:
         """Return a digest that is equal on ranks with equal boxes."""
         checksum = new_checksum()
+        # The sizes of the columns belong to the digest. Without them, two patterns could have the
+        # same bytes cut at other places.
         checksum.update(bytes([self.kind, self.form_sizes.shape[1]]) + self.table)
         for column in (self.item, self.form, self.form_sizes, self.form_bytes):
             checksum.update(np.int64(column.size).tobytes() + column.tobytes())
@@ -115,6 +117,8 @@ class Described(NamedTuple):
 
 def encode_table(items: Sequence[Item]) -> bytes:
     """Encode a table of items. Equal items give equal bytes."""
+    # Ranks with the same state send this table once, so equal items must give equal bytes, see
+    # decision 8.
     return json.dumps(items, separators=(",", ":")).encode()
 
 
@@ -139,6 +143,8 @@ def make_block(kind: int, items: Sequence[Item], rows: Iterable[Row]) -> Describ
     for row in rows:
         shape = row.item.shape
         if len(row.offsets) != len(shape) or any(
+            # Checked on the rank that holds the part, so the error names it. Rank 0 sees only
+            # numbers.
             o < 0 or s < 0 or o + s > whole
             for o, s, whole in zip(row.offsets, row.sizes, shape, strict=True)
         ):
@@ -162,6 +168,8 @@ def make_block(kind: int, items: Sequence[Item], rows: Iterable[Row]) -> Describ
     )
     block = Block(
         pattern=pattern.digest(),
+        # The place of the first element is enough: rank 0 finds copies by sorting these numbers,
+        # see decision 8.
         place=np.ascontiguousarray(place),
         coverage_hash=coverage_hashes([row.offsets for row in boxes], [row.sizes for row in boxes]),
     )
@@ -193,6 +201,7 @@ def coverage_hashes(offsets: Sequence[Sequence[int]], sizes: Sequence[Sequence[i
         present[number, : len(low)] = True
     sides = _scatter(highs) - _scatter(lows)
     sides[~present] = 1
+    # Modulo 2^64 on purpose: sums that wrap around are still equal for the same tiling.
     weights: UInt64s = np.prod(sides, axis=1, dtype=np.uint64)
     return weights
 

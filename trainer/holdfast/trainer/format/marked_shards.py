@@ -19,6 +19,7 @@ def is_marked_shard(value: Any) -> bool:
     This is the test of torch 2.14. DCP does not apply it to a DTensor or a ShardedTensor.
     """
     return (
+        # By attributes, as torch 2.14 does it: older versions have no such class.
         all(hasattr(value, name) for name in _ATTRIBUTES)
         and isinstance(value, torch.Tensor)
         and not isinstance(value, DTensor | ShardedTensor)

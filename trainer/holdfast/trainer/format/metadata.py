@@ -56,6 +56,8 @@ def parse_metadata(content: bytes, source: str) -> Metadata:
 
 def _parse(chunks: Iterator[bytes], source: str) -> Metadata:
     try:
+        # Never Python's unpickler: even with a list of allowed names it is not safe, see
+        # decision 28.
         parsed = read_pickle(chunks, find_maker, BUILDS, keys=KEY_TYPES)
         problem = _problem_of(parsed)
     except OSError:
@@ -103,30 +105,58 @@ class Opened:
     is_lean: bool = False
 
 
-def read_metadata(directory: Path) -> Metadata:
-    """Return the metadata of the checkpoint in `directory`; see `open_checkpoint`."""
-    return open_checkpoint(directory).metadata
-
-
-def open_checkpoint(directory: Path) -> Opened:
+def open_checkpoint(
+    directory: Path, manifest: Manifest | None = None, *, is_lean: bool = False
+) -> Opened:
     """Return the merged metadata of all stages of a checkpoint of Holdfast or stock DCP.
 
+    `manifest` is the one of `find_files`, if the caller has it. With `is_lean`, what Holdfast wrote
+    is read into columns, for a load that needs no objects.
+
     If there is a manifest, it must match the bytes before they are used and must list every file
-    that they name. A run's checkpoint that its program placed in a directory of its own is opened
-    there. Raises `DamagedCheckpointError` if files differ, are missing, cannot be read, are not
-    DCP's, or lie outside the directory.
+    that they name. Raises `DamagedCheckpointError` if files differ, are missing, cannot be read,
+    are not DCP's, or lie outside the directory.
+    """
+    if manifest is None:
+        directory, manifest = find_files(directory)
+    if is_lean and (opened := open_columns(directory, manifest)):
+        return opened
+    parts = {
+        path.removesuffix(METADATA): _read_metadata(directory, path, manifest)
+        for path in _metadata_paths(directory, manifest)
+    }
+    metadata = merge(parts)
+    try:
+        boxes = BoxTable.of(metadata)
+    except OverflowError as error:
+        raise _unreadable(directory, METADATA, error) from error
+    _check_paths(directory, boxes, manifest)
+    return Opened(directory, manifest, metadata, boxes)
+
+
+def open_columns(directory: Path, manifest: Manifest | None) -> Opened | None:
+    """Open a checkpoint with one `.metadata` of Holdfast's form. Return None for other forms."""
+    if _metadata_paths(directory, manifest) == [METADATA]:
+        with contextlib.suppress(OtherForm):
+            metadata, boxes = _read_with(directory, METADATA, manifest, read_columns)
+            _check_paths(directory, boxes, manifest)
+            return Opened(directory, manifest, metadata, boxes, is_lean=True)
+    return None
+
+
+def find_files(directory: Path) -> tuple[Path, Manifest | None]:
+    """Return where the files of the checkpoint in `directory` are, and their manifest.
+
+    They are elsewhere if the run's program placed them in a directory of its own. Raises
+    `DamagedCheckpointError` if the manifest or the other directory cannot be read.
     """
     try:
         manifest = read_again(lambda: read_manifest(directory))
     except OSError as error:
         raise _unreadable(directory, MANIFEST, error) from error
-    if manifest is not None and manifest.source is not None:
-        return _open_source(directory, manifest, Path(manifest.source))
-    return open_committed(directory, manifest)
-
-
-def _open_source(directory: Path, manifest: Manifest, source: Path) -> Opened:
-    """Open the checkpoint in `source` by the manifest that the run has of it in `directory`."""
+    if manifest is None or manifest.source is None:
+        return directory, manifest
+    source = Path(manifest.source)
     require_readable(manifest, "load it")
     try:
         with files_folder(directory, manifest):
@@ -138,38 +168,7 @@ def _open_source(directory: Path, manifest: Manifest, source: Path) -> Opened:
     except OSError as error:
         raise _unreadable(source.parent, source.name, error) from error
     # Another folder in this place would not match the manifest.
-    return open_committed(source, manifest.model_copy(update={"source": None}))
-
-
-def open_committed(directory: Path, manifest: Manifest | None) -> Opened:
-    """Do the same for a checkpoint whose manifest was already read."""
-    parts = {
-        path.removesuffix(METADATA): _read_metadata(directory, path, manifest)
-        for path in _metadata_paths(directory, manifest)
-    }
-    metadata = merge(parts)
-    try:
-        boxes = BoxTable.of(metadata)
-    except OverflowError as error:
-        raise _unreadable(directory, METADATA, error) from error
-    opened = Opened(directory, manifest, metadata, boxes)
-    _check_paths(directory, opened.boxes, manifest)
-    return opened
-
-
-def open_lean(directory: Path, manifest: Manifest | None) -> Opened:
-    """Do the same for a load that needs no objects: read what Holdfast wrote into columns."""
-    return open_columns(directory, manifest) or open_committed(directory, manifest)
-
-
-def open_columns(directory: Path, manifest: Manifest | None) -> Opened | None:
-    """Do the same for one `.metadata` of the form that Holdfast writes. None for other forms."""
-    if _metadata_paths(directory, manifest) == [METADATA]:
-        with contextlib.suppress(OtherForm):
-            metadata, boxes = _read_with(directory, METADATA, manifest, read_columns)
-            _check_paths(directory, boxes, manifest)
-            return Opened(directory, manifest, metadata, boxes, is_lean=True)
-    return None
+    return source, manifest.model_copy(update={"source": None})
 
 
 def merge(parts: Mapping[str, Metadata]) -> Metadata:
@@ -178,6 +177,7 @@ def merge(parts: Mapping[str, Metadata]) -> Metadata:
     If several stages have a key, such as a tied embedding's, the first stage's entry counts.
     Without stages, the metadata stays as saved, including what a user's planner put there.
     """
+    # Without stages, nothing is copied: a custom planner may keep anything in `planner_data`.
     if parts.keys() == {""}:
         return parts[""]
     merged = Metadata(state_dict_metadata={}, planner_data={}, storage_data={})
@@ -198,6 +198,7 @@ def merge(parts: Mapping[str, Metadata]) -> Metadata:
 
 def paths_of(metadata: Metadata) -> Mapping[str, Any]:
     """Return the paths of nested keys that stock DCP's planner keeps. Empty for other planners."""
+    # A planner of the user's own may keep any object there, see decision 15.
     kept = metadata.planner_data
     return kept if isinstance(kept, Mapping) else {}
 
@@ -223,6 +224,7 @@ def read_verified(directory: Path, path: str, manifest: Manifest | None, bytes_m
     Raises `DamagedCheckpointError` if they differ, cannot be read or exceed `bytes_max`.
     """
     entry = _entry_of(path, manifest)
+    # The smaller of both: a hostile file must not fill the memory before it is compared.
     most = bytes_max if entry is None else min(bytes_max, entry.bytes)
     try:
         content = read_again(
@@ -243,7 +245,7 @@ def _read_metadata(directory: Path, path: str, manifest: Manifest | None) -> Met
 def _read_with(
     directory: Path, path: str, manifest: Manifest | None, parse: Callable[[Iterator[bytes]], T]
 ) -> T:
-    """Read and parse one `.metadata` in chunks, so that it is never in memory as a whole."""
+    """Read and parse one `.metadata` in chunks, so that the whole file is never in memory."""
     entry, problems = _entry_of(path, manifest), list[str]()
     try:
         handle = read_again(lambda: open_regular(directory / path, below=directory, follow=True))
@@ -257,8 +259,9 @@ def _read_with(
             chunks = _chunks(handle, size, entry, problems)
             try:
                 return parse(chunks)
+            # Reading on to the end completes the digests, even if the parser stopped early.
             finally:
-                # A mismatch with the manifest is reported before a parse error.
+                # A mismatch with the manifest takes precedence over a parse error.
                 if entry is not None:
                     deque(chunks, maxlen=0)
                 if problems:
@@ -277,6 +280,7 @@ def _chunks(
     """Yield the bytes of an open file. A mismatch with `entry` is added to `problems`."""
     for start, length, expected in entry.spans() if entry else [(0, size, "")]:
         running = new_checksum()
+        # In pieces, so that a sparse file fails at its first hole, see decision 28.
         for at in range(start, start + length, CHUNK_BYTES):
             count = min(CHUNK_BYTES, start + length - at)
             piece = read_again(partial(os.pread, handle, count, at))

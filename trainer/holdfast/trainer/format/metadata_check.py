@@ -39,6 +39,7 @@ def tile(boxes: Boxes, whole: tuple[Sequence[int], Sequence[int]]) -> bool:
     these functions add up to the integral of `whole` if the boxes tile it. If they do not, the sums
     are equal with a probability of 1 in 10^18.
     """
+    # Empty boxes fill nothing, and may be anywhere.
     filled = [(offsets, sizes) for offsets, sizes in boxes if prod(sizes)]
     if len(filled) < 2:
         return [(tuple(o), tuple(s)) for o, s in filled] == (
@@ -51,6 +52,7 @@ def tile(boxes: Boxes, whole: tuple[Sequence[int], Sequence[int]]) -> bool:
         for known, begin, size in zip(chances, offsets, sizes, strict=True):
             low = known.get(begin)
             if low is None:
+                # Random and not fixed, so that a hostile file cannot choose boxes whose sums agree.
                 low = known[begin] = secrets.randbelow(_PRIME)
             high = known.get(begin + size)
             if high is None:

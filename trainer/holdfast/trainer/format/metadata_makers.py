@@ -59,7 +59,7 @@ _LAYOUTS: Final = {str(each): each for each in vars(torch).values() if type(each
 class UnknownRecord:
     """Stands for an object of a class that a later DCP added, with none of its content.
 
-    It is accepted where Holdfast reads nothing, such as in a field that is new, too.
+    It is accepted where Holdfast reads nothing, for example in a field that is new as well.
     """
 
     __slots__ = ()
@@ -73,6 +73,7 @@ def find_maker(module: str, name: str) -> Any:
     # Not by `getattr`, because that would make torch import more of its modules.
     if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
         return found
+    # A later DCP may add record classes. An empty stand-in is enough where nothing reads them.
     if module.startswith(_OF_DCP):
         return _UNKNOWN
     raise RefusedPickle(f"it names {module}.{name}, which DCP never writes")
@@ -82,6 +83,7 @@ def make_size(extents: Any = ()) -> torch.Size:
     """Return a `torch.Size` of integers that are possible for a tensor."""
     if type(extents) not in {tuple, list, torch.Size} or len(extents) > DIMENSIONS_MAX:
         raise RefusedPickle(f"a size that is no sequence of at most {DIMENSIONS_MAX} dimensions")
+    # A negative or huge extent would pass for a size until torch allocates by it.
     for extent in extents:
         if type(extent) is not int or not 0 <= extent <= _INT64_MAX:
             raise RefusedPickle("a size with a dimension that is no int64 of 0 or more")
@@ -112,6 +114,7 @@ def _path(*parts: Any) -> str:
 def _member(kind: Any = None, name: Any = None) -> _MEM_FORMAT_ENCODING:
     """Return a memory format by its name. Debian 12's Python 3.11.2 pickles enums by `getattr`."""
     members = _MEM_FORMAT_ENCODING.__members__
+    # The only call of `getattr` in a `.metadata`. Any other would reach attributes of classes.
     if type(kind) is not Maker or kind.call is not _format or type(name) is not str:
         raise RefusedPickle("a call of getattr that is not for a memory format")
     if name not in members:
@@ -170,6 +173,7 @@ def _fill(made: Any, state: Any) -> None:
         raise RefusedPickle(f"attributes of a {type(made).__name__} that are not a dict")
     if not state.keys() <= _FIELDS[type(made)]:
         for name in state:
+            # Dunder names would change how the object behaves, such as `__class__`.
             if type(name) is not str or name.startswith("__"):
                 raise RefusedPickle(f"a {type(made).__name__} must not have the attribute {name!r}")
     vars(made).update(state)

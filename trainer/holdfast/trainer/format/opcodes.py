@@ -55,7 +55,7 @@ class Memo:
 
 
 class RecordTemplate:
-    """A record of opcodes with slots for numbers, which are set for many records at once."""
+    """A record of opcodes with slots for numbers, which are set for many records together."""
 
     def __init__(self) -> None:
         self._content = bytearray()
@@ -79,6 +79,7 @@ class RecordTemplate:
 
     def integer(self, largest: int) -> None:
         """Add a slot for each record's own number, from 0 to `largest`."""
+        # Fixed widths, so that all numbers of a column can be set with one numpy assignment.
         if largest < _WIDE:
             self._slot(INT, "<i4")
         else:
@@ -90,6 +91,7 @@ class RecordTemplate:
         The result is valid until the next call.
         """
         if len(self._table) < count:
+            # Kept between calls: only the numbers change, and the opcodes are already in place.
             self._table = np.empty((count, self.record_bytes), dtype=np.uint8)
             self._table[:] = np.frombuffer(bytes(self._content), dtype=np.uint8)
         table = self._table[:count]
@@ -106,6 +108,8 @@ class RecordTemplate:
         There is a column for each slot. The count is 0 if no record of this form begins there.
         """
         size, most = self.record_bytes, (len(content) - at) // self.record_bytes
+        # One comparison of long integers decides about the first record. Most entries have only
+        # one.
         fixed, mask = self._words()
         first = int.from_bytes(content[at : at + size], "little")
         count = int(most > 0 and first & mask == fixed)
@@ -128,6 +132,8 @@ class RecordTemplate:
             # As many as have matched, because the next entry's head may follow soon.
             rows = min(max(COMPARED_FIRST, count), COMPARED_AT_ONCE, most - count)
             differs = np.zeros(rows, dtype=np.uint64)
+            # By words of 8 bytes. The last word overlaps the one before it, so a record may have
+            # any length.
             for at in [*range(0, size - _WORD, _WORD), size - _WORD]:
                 word = np.ndarray(rows, "<u8", octets, count * size + at, (size,))
                 differs |= (word ^ np.frombuffer(fixed, "<u8", 1, at)) & np.frombuffer(

@@ -51,6 +51,8 @@ def load_plain(content: bytes) -> Any:
 
     Raises `DamagedCheckpointError` as `repack` does, and if torch cannot construct the value.
     """
+    # torch must not see the original bytes: two zip readers can find different records in one file,
+    # see decision 28.
     packed = repack(content)
     try:
         with torch.serialization.safe_globals([io.BytesIO]):
@@ -97,6 +99,7 @@ def _records_of(content: bytes) -> dict[str, memoryview]:
         for info in infos:
             name = info.filename.partition("/")[2]
             is_needed = name == _PICKLE or name in _KEPT or name.startswith("data/")
+            # Two records of one name are the simplest way to show two readers different contents.
             if name in records:
                 raise RefusedPickle(f"the record {name!r} twice")
             if is_needed:
@@ -110,6 +113,7 @@ def _record(content: memoryview, info: zipfile.ZipInfo) -> memoryview:
     """Return the bytes of a record in the zip."""
     at = info.header_offset
     header = bytes(content[at : at + _HEADER_BYTES])
+    # A compressed record can expand to any size.
     if info.compress_type != zipfile.ZIP_STORED or not header.startswith(_HEADER):
         raise RefusedPickle(f"the record {info.filename!r} is compressed or has no header")
     names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
@@ -142,6 +146,7 @@ def _storage(records: Mapping[str, memoryview], reference: Any) -> _Storage:
     match reference:
         case ("storage", int() as item_bytes, str() as key, str(), int() as count):
             record = records.get(f"data/{key}")
+            # torch would allocate the storage by this number.
             if record is None or not 0 <= count * item_bytes <= len(record):
                 raise RefusedPickle(f"a storage of {count} elements without their bytes")
             return _Storage(item_bytes, count)
@@ -149,7 +154,7 @@ def _storage(records: Mapping[str, memoryview], reference: Any) -> _Storage:
 
 
 def finder(makers: Mapping[str, Any]) -> Find:
-    """Return what `read_pickle` asks for a name: its maker, or a refusal.
+    """Return the function that finds the maker of a name for `read_pickle`, or refuses it.
 
     `makers` has the names that `torch.load` allows, as `plain_makers` returns them.
     """
@@ -223,6 +228,7 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> _O
     item_bytes = next((one.itemsize for one in rest if isinstance(one, torch.dtype)), None)
     ends = offset + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     room = storage.count * storage.item_bytes // (item_bytes or storage.item_bytes)
+    # torch enlarges a storage that is too small, up to any size that the file names.
     if math.prod(size) and ends > room:
         raise RefusedPickle(f"a tensor of {tuple(size)} in a storage of {room} elements")
     return _Opaque()
@@ -255,6 +261,7 @@ def _set(items: Any = ()) -> frozenset[Any]:
 
 def _bytearray(content: Any = b"", encoding: Any = "latin-1") -> bytearray:
     """Create a bytearray from content, and never from a number, which would allocate zeros."""
+    # `bytearray(6 << 30)` passes torch's `weights_only=True`, see decision 28.
     if type(content) is bytes:
         return bytearray(content)
     return bytearray(_encode(content, encoding))

@@ -103,6 +103,8 @@ class _Machine:
         self._keys, self._persistent = keys, persistent
         self._stack: list[Any] = []
         self._marks: list[int] = []
+        # A dict, and not a list as in Python's unpickler: there, an index of 2^28 in nine bytes
+        # allocates 4.4 GB.
         self._memo: dict[int, Any] = {}
         self._data, self._at, self._stop = b"", 0, 0
         self._room = _CONTAINERS_FREE
@@ -170,6 +172,8 @@ class _Machine:
             is_last = not piece
             pieces.append(piece)
             size += len(piece)
+            # Collections are paid for with bytes that were read, so a small file cannot fill the
+            # memory.
             self._room += len(piece) // _BYTES_PER_CONTAINER
         self._data, self._at = b"".join(pieces), 0
         self._stop = size if is_last else size - self._margin
@@ -178,6 +182,7 @@ class _Machine:
 
     def _take(self, count: int) -> bytes:
         """Return the next `count` bytes."""
+        # Before the slice: the length comes from the file.
         if count > self._text_max:
             raise RefusedPickle(f"a value of {count} bytes, expected at most {self._text_max}")
         begin, self._at = self._at, self._at + count
@@ -325,6 +330,8 @@ class _Machine:
         """Return `keys` after checking that each is cheap to hash."""
         if not self._keys.issuperset(map(type, keys)):
             for key in keys:
+                # Hashing a tuple that contains itself twice, sixty levels deep, takes for ever, see
+                # decision 28.
                 if type(key) not in self._keys and not is_cheap(key):
                     raise RefusedPickle(f"a key of type {type(key).__name__}")
         return keys
@@ -345,6 +352,8 @@ class _Machine:
 
     def _build(self) -> None:
         state = self._stack.pop()
+        # By exact type, and only for types that the caller names: attributes of a class let a file
+        # escape its folder, see decision 28.
         build = self._builds.get(type(self._stack[-1]))
         if build is None:
             raise RefusedPickle(f"attributes for a {type(self._stack[-1]).__name__}")

@@ -32,6 +32,7 @@ def find_odd_stride(value: DTensor) -> str | None:
             other = placements[further]
             if isinstance(other, Shard | _StridedShard) and other.dim == placement.dim:
                 inner *= mesh.size(further)
+        # Refused, because DCP's box for such a part covers other rows than the rank has.
         if inner != placement.split_factor:
             return (
                 f"a DTensor with placements {placements} on a mesh of {tuple(mesh.shape)}: "
@@ -64,9 +65,9 @@ class SavedBoxes:
 class BoxTable:
     """All saved boxes, by key, and the names of the files that they lie in.
 
-    `extents` is how many bytes of each file `.metadata` uses, also for keys that do not exist; -1
-    if a place has a negative number. With `is_raw`, a place has only the elements of a box, as in
-    files of other formats, and not an entry of DCP around them.
+    `extents` is how many bytes of each file `.metadata` uses, including those of keys that do not
+    exist; -1 if a place has a negative number. With `is_raw`, a place has only the elements of a
+    box, as in files of other formats, and not an entry of DCP around them.
     """
 
     files: tuple[str, ...]
@@ -86,6 +87,7 @@ class BoxTable:
             indices = [MetadataIndex(key)]
             if isinstance(entry, TensorStorageMetadata):
                 chunks, dims = [(c.offsets, c.sizes) for c in entry.chunks], len(entry.size)
+                # DCP's planner looks a part up by its offsets, so this lookup must do so too.
                 indices = [MetadataIndex(key, offsets) for offsets, _ in chunks]
             found = [storage.get(index) for index in indices]
             places = [
@@ -104,6 +106,7 @@ class BoxTable:
         for info in storage.values():
             is_sound = info.offset >= 0 and info.length >= 0
             end, before = info.offset + info.length, extents.get(info.relative_path, 0)
+            # -1 stays: a place with a negative number remains invalid, whatever the others are.
             extents[info.relative_path] = max(before, end) if is_sound and before >= 0 else -1
         return cls(tuple(numbers), by_key, extents)
 

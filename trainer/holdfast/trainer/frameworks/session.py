@@ -1,6 +1,6 @@
 """A session for a framework that runs the training loop itself.
 
-Adapters use it. `Session` is what programs with a loop of their own use.
+Adapters use it. Programs that have their own loop use `Session`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from holdfast.contracts.disk.paths import checkpoint_id
 from holdfast.trainer.data.sampler import ElasticSampler
 from holdfast.trainer.metrics import RESERVED
 from holdfast.trainer.ranks import forks
-from holdfast.trainer.session.parts import while_open
+from holdfast.trainer.session.lifetime import while_open
 from holdfast.trainer.session.session import Session
 from holdfast.trainer.staging.file_writers import Writer
 
@@ -33,7 +33,7 @@ class FrameworkSession(Session):
         Args:
             parts: model, optimizers and schedulers, as for `Session`.
             start_from: the directory of a checkpoint of another run, with which this run begins
-                while it has no checkpoint of its own. The steps continue after it.
+                while it has no checkpoint. The steps continue after it.
             begins_at: the steps that were complete before this run, if the program itself loads
                 their state. It counts only while the run has no checkpoint.
             options: further arguments of `Session`.
@@ -57,7 +57,7 @@ class FrameworkSession(Session):
     def begin(self, total: int | None, *, has_end: bool = False) -> bool:
         """Begins the framework's loop, up to step `total`; `boundary` ends its steps.
 
-        Restores the random generators. Returns True when this rank must leave at once. Pass None
+        Restores the random generators. Returns True when this rank must leave now. Pass None
         if the number of steps is unknown. Pass `has_end` if a resume must first do the work that
         follows the restored step, and call `finish_end` after it.
         """
@@ -75,8 +75,9 @@ class FrameworkSession(Session):
         epoch of `epochs`: a due save then waits for the epoch's end.
         """
         # As `while_open`, which costs microseconds in each step.
-        if self._is_closed or self._forks != forks.count:
-            self._require_open("boundary")
+        life = self._life
+        if life.is_closed or life.forks != forks.count:
+            life.require_open("boundary", self.step)
         return self._loop.boundary(has_end=has_end, ends_epoch=ends_epoch)
 
     @while_open
@@ -149,7 +150,7 @@ class FrameworkSession(Session):
     def write_file(self, path: Path, write: Writer) -> None:
         """Writes a file of the framework in the background, and replaces one that is there.
 
-        `write` is called at once, into memory. The node's flusher then makes the file durable,
+        `write` is called immediately, into memory. The node's flusher then makes the file durable,
         before it commits a checkpoint of a later moment, and also if this rank dies. Raises
         `SaveError` if an earlier file could not be written.
         """
@@ -174,7 +175,7 @@ class FrameworkSession(Session):
     def close(self, *, may_end_early: bool = True) -> None:
         """Waits for the files of `write_file`, then closes as `Session` does."""
         try:
-            if not (self._is_closed or self._is_in_child or self.has_failed):
+            if not (self._life.is_over or self.has_failed):
                 self._saver.files.wait()
         finally:
             super().close(may_end_early=may_end_early)

@@ -1,6 +1,6 @@
 """Writes the files of an import: bytes flow from the source to the checkpoint in small pieces.
 
-Nothing is held in memory as a whole. Each piece is added to the checksums of the file and of the
+No file is held in memory. Each piece is added to the checksums of the file and of the
 tensor, and then written, with direct writes where possible.
 """
 
@@ -149,7 +149,7 @@ def _image(name: str, parts: Sequence[SourcePart]) -> FileImage:
 
 PIECE_BYTES: Final = 8 << 20
 WRITERS: Final = 4
-# Elements that are put into order at once. Each takes some tens of bytes meanwhile.
+# Elements that are put into order together. Each takes some tens of bytes meanwhile.
 ELEMENTS_MAX: Final = 1 << 16
 
 # (name, offsets) of a part, and the digest of its bytes.

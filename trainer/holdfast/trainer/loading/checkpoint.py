@@ -25,7 +25,7 @@ from holdfast.contracts.records.checkpoint_choice import choose_checkpoint, is_c
 from holdfast.contracts.records.known_damage import refuse_damaged
 from holdfast.trainer.arguments import check_path
 from holdfast.trainer.format.metadata import Opened
-from holdfast.trainer.loading.reader import LoadReport, load_state, open_any_together
+from holdfast.trainer.loading.reader import LoadReport, load_state, open_together
 from holdfast.trainer.planning.compare_keys import Selection
 from holdfast.trainer.planning.train_state_file import read_train_state
 from holdfast.trainer.ranks.collective import ControlGroup
@@ -80,7 +80,7 @@ def load_checkpoint(
         state = TrainState(model, optimizers, rank=ranks.rank, world_size=ranks.world_size)
         with _held(directory, ranks):
             pick = replace(given, include=given.include or parts)
-            opened = open_any_together(directory, ranks.group)
+            opened = open_together(directory, ranks.group)
             made: list[dict[str, Any]] = []
             ranks.gather(lambda: made.append(_target(state, opened, pick)))
             report = load_state(

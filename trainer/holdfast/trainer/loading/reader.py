@@ -23,10 +23,9 @@ from holdfast.contracts.disk.manifest import Manifest
 from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError
 from holdfast.trainer.format.metadata import (
     Opened,
+    find_files,
     open_checkpoint,
     open_columns,
-    open_committed,
-    open_lean,
     pick_entries,
 )
 from holdfast.trainer.format.plain_load import load_plain
@@ -124,45 +123,41 @@ class _Prepared:
         return replace(self.opened, metadata=pick_entries(self.opened.metadata, names))
 
 
-def open_together(directory: Path, manifest: Manifest | None, group: Group) -> Opened:
-    """Open the checkpoint in `directory` with its manifest. All ranks of `group` call this.
+def open_together(directory: Path, group: Group, manifest: Manifest | None = None) -> Opened:
+    """Open a checkpoint as `open_checkpoint` does. All ranks of `group` call this.
 
     One rank of each node reads `.metadata` that Holdfast wrote, and shares the columns with the
-    others. If any rank finds an error, all ranks raise it: `DamagedCheckpointError` as
-    `open_checkpoint`.
+    others. If any rank finds an error, all ranks raise it.
     """
     with contextlib.ExitStack() as held:
         tree = held.enter_context(tree_over(group))
         homes, rank = tree.gather_all(find_home()), tree.index
         first, is_alone = homes.index(homes[rank]), homes.count(homes[rank]) == 1
+        place = (directory, manifest)
 
         def read() -> tuple[Opened | None, str]:
-            opened = open_columns(directory, manifest) if rank == first else None
+            nonlocal place
+            if manifest is None:
+                place = find_files(directory)
+            opened = open_columns(*place) if rank == first else None
             if opened is None or is_alone:
                 return opened, ""
             found = opened.metadata, opened.boxes
             return opened, held.enter_context(published(found))
 
-        (opened, _), places = agree(read, tree, lambda found: found[1])
-        if places[first]:
+        (opened, _), paths = agree(read, tree, lambda found: found[1])
+        if paths[first]:
             # The first rank uses the shared memory too, so that the node has one table.
             opened = None
 
         def take() -> Opened:
-            if places[first]:
+            if paths[first]:
                 with contextlib.suppress(OSError):
-                    metadata, boxes = mapped(places[first])
-                    return Opened(directory, manifest, metadata, boxes, is_lean=True)
-                return open_lean(directory, manifest)
-            return opened or open_committed(directory, manifest)
+                    metadata, boxes = mapped(paths[first])
+                    return Opened(*place, metadata, boxes, is_lean=True)
+            return opened or open_checkpoint(*place, is_lean=bool(paths[first]))
 
         return agree(take, tree, lambda _: None)[0]
-
-
-def open_any_together(directory: Path, group: Group) -> Opened:
-    """Open a Holdfast or stock DCP checkpoint; otherwise like `open_together`."""
-    with tree_over(group) as tree:
-        return agree(lambda: open_checkpoint(directory), tree, lambda _: None)[0]
 
 
 def load_state(

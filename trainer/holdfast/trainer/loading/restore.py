@@ -176,7 +176,7 @@ def load_tensors(
             f"{directory}: {framework} wrote this checkpoint, in files of its own, and this "
             f"program uses Session. Use the session of {framework}, or begin another run"
         )
-    return load_opened(ranks, state, open_together(directory, manifest, ranks.group), document)
+    return load_opened(ranks, state, open_together(directory, ranks.group, manifest), document)
 
 
 def load_opened(

@@ -53,8 +53,13 @@ def delete(store: MirrorStore, names: list[str]) -> dict[str, Any]:
     for name in map(str, map(_parse, names)):
         content = retries.do(store.read, checkpoint_key(name))
         if content is not None:
+            # The tombstone is there before the manifest goes. After a crash in between, the copy is
+            # still committed, and the deletion can be repeated.
             retries.do(store.put, tombstone_key(name), content)
+            # The manifest goes first, so that no reader finds a commit whose files are being
+            # deleted.
             retries.do(store.delete, [checkpoint_key(name)])
+        # Parts of unfinished uploads cost space and appear in no listing of objects.
         retries.do(store.abort_uploads, f"{checkpoint_folder(name)}/")
         sizes = retries.do(store.sizes, checkpoint_folder(name))
         retries.do(store.delete, sorted(sizes))

@@ -37,6 +37,7 @@ class FsspecStore:
         self._url = url
         # A spec has no place for library options beyond those of the environment.
         with wrap_errors(url, "opening", ImportError, ValueError, OSError, is_passing=False):
+            # Without the cache of listings: another node's files would stay invisible.
             self._fs, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False)
         self._pool = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="mirror")
 
@@ -50,6 +51,7 @@ class FsspecStore:
                 self._call(f"writing {key}", stream.write, part)
             self._call(f"writing {key}", stream.close)
             check = EntryCheck(entry)
+            # Read back, because such a store need not check what it gets, see decision 13.
             for piece in self._pieces_of(temporary, key):
                 check.update(piece)
             check.finish()
@@ -61,6 +63,7 @@ class FsspecStore:
     def put_new(self, key: str, content: bytes) -> bool:
         target = self._at(key)
         self._call(f"creating the folder of {key}", self._make_parent, target)
+        # Not exclusive, as the store may have no such call. Only node 0 writes a manifest.
         if self._call(f"looking for {key}", self._fs.exists, target):
             return False
         temporary = f"{target}{UNFINISHED}"

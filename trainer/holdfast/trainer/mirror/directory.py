@@ -49,6 +49,8 @@ class DirectoryStore:
                 with open(temporary, "wb", buffering=0) as stream:
                     for part in checked_parts(path, entry):
                         _write_all(stream.fileno(), part)
+                    # The same order as for the run's own files: bytes, name, and `fsync` of the
+                    # directory.
                     os.fsync(stream.fileno())
                 os.replace(temporary, target)
             except BaseException:
@@ -60,6 +62,7 @@ class DirectoryStore:
         target = self._root / key
         with wrap_errors(self._url, f"creating {key}", OSError):
             make_directory(target.parent)
+            # A manifest commits the copy, so it must not replace another one.
             return create_bytes(target, content)
 
     def put(self, key: str, content: bytes) -> None:

@@ -119,6 +119,7 @@ def fetch(
 def begin_fetch(remote: Remote, directory: Path) -> None:
     """Create the folders, and mark the directory as one that is being fetched."""
     make_directory(directory)
+    # The mark tells a fetch that was cut off from a save that was never committed.
     write_bytes(directory / FETCHING, b"{}\n")
     for parent in _parents(directory, remote.manifest.files):
         make_directory(parent)
@@ -144,6 +145,7 @@ def fetch_files(
 
     with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="fetch") as pool:
         read_bytes = sum(pool.map(bring, files))
+    # Durable before the manifest, which `finish_fetch` writes.
     for parent in _parents(directory, files):
         fsync_directory(parent)
     return read_bytes
@@ -154,6 +156,7 @@ def finish_fetch(remote: Remote, directory: Path, *, url: str, seconds: float) -
     size = remote.manifest.bytes
     record = MirrorRecord(url=url, bytes=size, seconds=round(seconds, 6), mirrored_at=time.time())
     write_record(directory, record)
+    # Last, and exclusive: another process may have fetched the same checkpoint.
     create_bytes(directory / MANIFEST, remote.content)
     (directory / FETCHING).unlink(missing_ok=True)
 
@@ -172,6 +175,7 @@ def _bring(
     """Fetch one file under a temporary name and rename it when every block is correct."""
     target = directory / entry.path
     took = progress or (lambda _count: None)
+    # A fetch that was cut off continues with the files that are whole.
     if _is_whole(target, entry, took):
         return 0
     temporary = target.with_name(f"{target.name}.tmp")
@@ -184,6 +188,7 @@ def _bring(
                 left = left[write_some(stream.fileno(), left) :]
             took(len(piece))
         check.finish()
+        # The bytes before the name, so a file with its final name is whole after a power cut.
         os.fsync(stream.fileno())
     os.replace(temporary, target)
     return entry.bytes

@@ -68,6 +68,7 @@ class S3Store:
 
     def put_new(self, key: str, content: bytes) -> bool:
         try:
+            # The commit: of two processes, one creates the manifest.
             self._put(key, content, IfNoneMatch="*")
         except S3Error as error:
             if error.code in _THERE_ALREADY:
@@ -95,6 +96,7 @@ class S3Store:
         starts = iter(range(0, size_bytes, PART_BYTES))
         ahead: deque[Future[bytes]] = deque()
         try:
+            # Requests ahead of the reader, but few, so that memory stays bounded.
             while True:
                 while len(ahead) < PARTS_AT_ONCE and (start := next(starts, None)) is not None:
                     end = min(start + PART_BYTES, size_bytes) - 1
@@ -163,8 +165,10 @@ class S3Store:
         )
 
     def _put_parts(self, key: str, first: bytes, rest: Iterator[bytes]) -> None:
-        """Send parts as they are read, a few at once. The object exists only if all are correct."""
+        """Send parts as they are read, some in parallel. The object exists if all are correct."""
         # An earlier upload of this file that was killed cannot be continued.
+        # Parts of a killed upload cost space until they are aborted, and no listing of objects
+        # shows them.
         self._abort_all(key, lambda found: found == key)
         upload = self._call("create_multipart_upload", Key=self._root + key)["UploadId"]
         done: list[dict[str, Any]] = []
@@ -199,6 +203,8 @@ class S3Store:
             UploadId=upload,
             PartNumber=number,
             Body=content,
+            # The store compares the MD5 and refuses a part that was damaged on the way. fsspec's
+            # `put_file` sends none, see decision 13.
             ContentMD5=_md5(content),
         )
         return {"PartNumber": number, "ETag": answer["ETag"]}
@@ -281,6 +287,7 @@ def _connect(url: str) -> Any:
             "response_checksum_validation": "when_required",
         },
     )
+    # s3fs has more retries above those of botocore.
     system.retries = 1
     return system
 

@@ -72,11 +72,13 @@ def send_files(store: MirrorStore, upload: Upload, *, retries: Retries) -> int:
     Raises `MirrorError` if the mirror refuses or does not answer, `DamagedCheckpointError` if a
     file here differs from the committed one, and `OSError` if it cannot be read.
     """
+    # A deletion may have overtaken this upload, which waits in a queue.
     _refuse_deleted(store, upload, retries)
     there = retries.do(store.sizes, checkpoint_folder(upload.name))
     sent = 0
     for entry in upload.entries:
         key = checkpoint_key(upload.name, entry.path)
+        # An object is complete or absent, so the size is enough, see decision 13.
         if there.get(key) == entry.bytes:
             continue
         retries.do(store.put_file, key, upload.files / entry.path, entry)
@@ -99,8 +101,11 @@ def commit(store: MirrorStore, upload: Upload, *, retries: Retries) -> None:
 
     Raises `MirrorError` if the mirror has another checkpoint of that name, or deleted this one.
     """
+    # Again, because the other nodes' files can take half an hour.
     _refuse_deleted(store, upload, retries)
     key = checkpoint_key(upload.name)
+    # The manifest has the same bytes everywhere, so a request whose answer was lost can be
+    # repeated, see decision 13.
     if retries.do(store.put_new, key, upload.content):
         return
     # An earlier try may have succeeded although its answer was lost.
@@ -141,7 +146,7 @@ class Retries:
 
 
 def default_pauses() -> list[float]:
-    """Return the seconds between retries. They double, with jitter so that nodes do not align."""
+    """Return the seconds between retries. They double, with jitter so that nodes spread out."""
     return [
         min(PAUSE_FIRST_S * 2**number, PAUSE_MAX_S) * random.uniform(0.5, 1.0)
         for number in range(TRIES_MAX - 1)

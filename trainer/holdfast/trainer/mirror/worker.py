@@ -83,8 +83,8 @@ def start_mirror(node: int, run: Path | None) -> MirrorWorker:
 class MirrorWorker:
     """Copies one node's files to the mirror. Public methods may be called from any thread."""
 
-    def __init__(self, tiers: Tiers, *, node: int, attempt: int | None = None) -> None:
-        self._tiers, self._node, self._attempt = tiers, node, attempt
+    def __init__(self, tiers: Tiers, *, node: int) -> None:
+        self._tiers, self._node = tiers, node
         self._new: deque[Task] = deque()
         self._old: deque[Task] = deque()
         self._waiting: list[Task] = []
@@ -109,6 +109,8 @@ class MirrorWorker:
         one = tables[0]
         with self._changed:
             self._new.append(Task(one.run, one.directory, one.files_directory, own))
+            # The oldest goes, because a newer one is worth more after a failure. Saves never wait
+            # for the mirror, see decision 13.
             skipped = self._new.popleft() if len(self._new) > BACKLOG_MAX else None
             self._changed.notify()
         if skipped is not None:
@@ -180,6 +182,7 @@ class MirrorWorker:
         task.began = task.began or time.monotonic()
         store = self._store_of(upload)
         if not task.is_sent:
+            # A flusher that was replaced may still be sending the same files.
             with self._alone(task.run):
                 send_files(store, upload, retries=Retries())
             task.is_sent = True
@@ -210,6 +213,7 @@ class MirrorWorker:
         record = MirrorRecord(
             url=url, bytes=upload.manifest.bytes, seconds=seconds, mirrored_at=time.time()
         )
+        # The keep rules may have deleted it meanwhile. Writing the record would restore the folder.
         if (task.directory / MANIFEST).exists():
             write_record(task.directory, record)
         facts: dict[str, Any] = {"url": url, "bytes": record.bytes, "seconds": seconds}
@@ -241,6 +245,7 @@ class MirrorWorker:
             return
         folder = RunPaths(task.files.parent.parent)
         for files in folder.list_checkpoints()[:-NODE_COPIES_MAX]:
+            # Files that no mirror has may be the only copy.
             home = task.run.checkpoint(files.name)
             if read_record(home) is not None or not home.exists():
                 shutil.rmtree(files, ignore_errors=True)
@@ -257,8 +262,9 @@ class MirrorWorker:
 
     def _journal(self, task: Task, kind: EventKind, **facts: Any) -> None:
         name = CheckpointName.parse(task.directory.name)
-        attempt = self._attempt if self._attempt is not None else name.attempt if name else 0
+        attempt = name.attempt if name else 0
         url = facts.pop("url", self._tiers.mirror)
+        # A line less in the journal is no reason to give a copy up.
         with contextlib.suppress(OSError):
             path = task.run.attempt(attempt).mirror_journal(self._node)
             with JournalWriter(path) as journal:
@@ -273,7 +279,7 @@ class MirrorWorker:
 
     @contextlib.contextmanager
     def _alone(self, run: RunPaths) -> Iterator[None]:
-        """Hold a lock so that one flusher at a time sends a node's files, also after a restart."""
+        """Hold a lock so that one flusher at a time sends a node's files, even after a restart."""
         make_directory(run.directory / "mirror")
         path = run.directory / "mirror" / f"node-{self._node:04d}.lock"
         with locked(path, PEERS_WAIT_S, below=run.directory, owner_only=True) as is_locked:

@@ -2,7 +2,7 @@
 
 A box is identified by its tensor and the number of its first element. Ranks usually come in the
 order of their parts, so the places of one tensor rise from block to block. One comparison of
-neighbours shows this for all blocks and tensors at once. Only the remaining rows are sorted.
+neighbours shows this for all blocks and tensors together. Only the remaining rows are sorted.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ def group(key: Int32s, place: Int64s, items: Sequence[Item]) -> Groups:
     code = first_numbers(items)[key]
     code += place
     small = key.astype(np.uint16) if len(items) < 1 << 16 else key
+    # Places need eight bytes, but keys usually fit into two, for which numpy's stable sort is a
+    # radix sort.
     order = np.argsort(small, kind="stable")
     code = code[order]
     if np.any(code[1:] < code[:-1]):

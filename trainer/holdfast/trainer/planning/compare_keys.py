@@ -145,10 +145,13 @@ def compare(
         if is_tensor != isinstance(entry, TensorStorageMetadata):
             kinds = ("a tensor", "a number") if is_tensor else ("a number", "a tensor")
             reshaped.append(f"{key}: wanted {kinds[0]}, saved {kinds[1]}")
+        # A number has no shape or type that could differ.
         elif not isinstance(entry, TensorStorageMetadata):
             continue
         elif entry.size != value.size():
             reshaped.append(f"{key}: wanted {tuple(value.size())}, saved {tuple(entry.size)}")
+        # Loaded and converted. Another precision on purpose is common, so it is reported and no
+        # error.
         elif entry.properties.dtype != value.dtype:
             converted.append(f"{key}: {_name(entry.properties.dtype)} to {_name(value.dtype)}")
     return KeyComparison(
@@ -163,6 +166,8 @@ def compare(
 def join(comparisons: Iterable[KeyComparison]) -> KeyComparison:
     """Join all ranks' comparisons. `extra` is what no rank wants; the rest is the union."""
     found = list(comparisons)
+    # With a pipeline or per-rank keys, each rank wants other keys. A key that one of them wants is
+    # not left over.
     extra = set(found[0].extra).intersection(*(each.extra for each in found))
     return replace(_unite(found), extra=tuple(sorted(extra)))
 

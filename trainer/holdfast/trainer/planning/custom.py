@@ -67,6 +67,8 @@ def plan_custom(
 
     def plan_own() -> SavePlan:
         planner.set_up_planner(dict(state), storage_meta=None, is_coordinator=stage_tree.is_root)
+        # At every save: the planner may decide differently each time, so nothing is cached, see
+        # decision 8.
         return planner.create_local_plan()
 
     own = all_or_none(tree, identity.rank, plan_own)
@@ -83,6 +85,7 @@ def plan_custom(
         return made
 
     plan, problem = _through_root(own, plan_all, stage_tree, identity.rank)
+    # On all ranks, so that none of them waits in the next collective for a rank that has failed.
     raise_problems(tree.agree(problem if stage_tree.is_root else None))
     layout, values, storage = all_or_none(
         tree, identity.rank, lambda: _place(planner, planner.finish_plan(plan), identity, any_bytes)
@@ -106,6 +109,7 @@ def _through_root(
 ) -> tuple[SavePlan, str | None]:
     """Return this rank's part of the plans that the root makes from all ranks' plans."""
     everyones = tree.gather_all(plan)
+    # The root never raises here: its peers wait for the scatter, which carries the error.
     made, error = attempt(lambda: plan_all(everyones)) if tree.is_root else ([], None)
     own: SavePlan = tree.scatter_all([plan] * len(everyones) if made is None else made)
     return own, problem_of(error, rank)

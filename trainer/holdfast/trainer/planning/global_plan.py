@@ -1,4 +1,4 @@
-"""Plan which rank writes what, for all ranks at once: rank 0's part of planning.
+"""Plan which rank writes what, for all ranks together: rank 0's part of planning.
 
 Exactly one of several equal boxes is written. Most boxes have one holder, which writes them. A box
 with several holders goes to the one with the least to write. If its copies may differ, the lowest
@@ -28,7 +28,7 @@ from holdfast.trainer.format.columns import (
 )
 from holdfast.trainer.planning.boxes import Bools, Groups, Loose, find_distinct, group, pick_loose
 
-# Chooses the writer of a box that several ranks hold: the one with the least to write so far.
+# Chooses the writer of a box that several ranks hold: the rank with the least to write so far.
 #
 # This spreads replicated state evenly. Boxes that the same ranks hold are handled together,
 # heaviest first. Python loops run over sets of holders and over the boxes of the largest set.
@@ -151,6 +151,7 @@ def _share_out(
     most = max(len(one.boxes) for one in sets)
     boxes = np.full((len(sets), most), -1, dtype=np.int64)
     for number, one in enumerate(sets):
+        # Heaviest first, as in any greedy balance: a heavy box at the end could not be evened out.
         heaviest_first = np.argsort(-weight[first[one.boxes]], kind="stable")
         boxes[number, : len(one.boxes)] = one.boxes[heaviest_first]
     members = np.stack([one.members for one in sets])
@@ -210,6 +211,8 @@ def plan_all(
         [digest for shard_table in shard_tables for digest in shard_table.digests], holdings
     )
     distinct = find_distinct(shard_tables, keys, items)
+    # Only these rows need sorting. Where all places rise, one comparison has shown that no two
+    # ranks hold the same box.
     is_loose = _find_loose(shard_tables, keys, distinct, holders)
     loose = pick_loose(shard_tables, keys, weights, is_loose)
     groups = group(loose.key, loose.place, items)
@@ -296,6 +299,7 @@ def _check_tiling(
     repeated = np.flatnonzero(groups.count > 1)
     copies, box = groups.rows_of(repeated)
     unequal = loose.coverage_hash[copies] != loose.coverage_hash[first[repeated]][box]
+    # Copies must have the same box. A sum over one of them would hide a copy of another size.
     wrong[loose.key[copies[unequal]]] = True
     if not wrong.any():
         return

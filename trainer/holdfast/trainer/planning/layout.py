@@ -63,7 +63,7 @@ class NumberPlace:
 
 
 class LateContent(Protocol):
-    """A constant part of an image that takes time to build. Its length is known at once."""
+    """A constant part of an image that takes time to build. Its length is known before."""
 
     @property
     def bytes(self) -> int: ...
@@ -215,6 +215,7 @@ def add_metadata(layout: Layout, metadata: bytes | LateContent, folder: str = ""
         layout,
         files=(*layout.files, FilePlace(f"{folder}{METADATA}", at, size)),
         metadata_end=at + size,
+        # Appended for each save, so that `.metadata` itself stays the same, see `metadata_dump`.
         image_bytes=_align(at + size + STORAGE_META_BYTES_MAX, FILE_ALIGNMENT),
     )
 
@@ -261,6 +262,7 @@ def encode_number(value: Any, length: int | None = None, key: str = "") -> bytes
     content = value.content if isinstance(value, Encoded) else encode(value)
     if length is None or length == len(content):
         return content
+    # Only torch's zip can end in a comment that readers skip.
     assert is_padded_by_comment(content)
     padding = length - len(content)
     if padding < 0:
@@ -269,6 +271,7 @@ def encode_number(value: Any, length: int | None = None, key: str = "") -> bytes
             f"checkpoint has {length}; expected a number of a fixed size. Save growing data as "
             "text, as a list of numbers or as a tensor"
         )
+    # The last two bytes of a zip without a comment are the comment's length, which is 0.
     return content[:-2] + struct.pack("<H", padding) + bytes(padding)
 
 
@@ -278,6 +281,7 @@ def make_template(shape: torch.Size, dtype: torch.dtype, *, crc: bool = False) -
     With `crc` its small parts have their CRC32, as stock DCP writes them.
     """
     recorder = _Recorder()
+    # A process-wide setting of torch, restored below: the program may use its own.
     checksums = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(crc)
     try:

@@ -5,7 +5,7 @@ more for where the box lies. With ten million boxes, building and pickling these
 minutes. Here every box is a fixed record of opcodes with its numbers filled in, some thousands of
 records at a time. Key names and file names are put into the pickle's memo first. Any unpickler
 reads the same result. The length is known before any of it is built, so its memory can be reserved
-at once. A thread then writes it in place and holds the interpreter lock only for short moments.
+before. A thread then writes it in place and holds the interpreter lock only for short moments.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from holdfast.trainer.format.opcodes import (
 from holdfast.trainer.planning.boxes import group
 from holdfast.trainer.planning.global_plan import GlobalPlan, align
 
-# Finds where each written box lies: a plan's rows as `.metadata` lists them, in windows.
+# Locates each written box. Walks the plan's rows in `.metadata` order, one window at a time.
 #
 # This runs in the background after planning, because only `.metadata` needs the offsets of all
 # ranks.
@@ -204,6 +204,7 @@ class MetadataPickle:
         self._tail = b"".join([*tail, SETITEMS, BUILD, STOP])
         fixed = [self._head, self._middle, self._tail, *(p for pair in self._entries for p in pair)]
         counts = zip(kinds, count_rows(plan).tolist(), strict=True)
+        # The length is certain before anything is built: the slots of the ranks are planned by it.
         self.bytes = sum(map(len, fixed)) + sum(n * self._records[kind].bytes for kind, n in counts)
 
     def write_to(self, memory: memoryview, is_over: Callable[[], bool] = lambda: False) -> None:
@@ -213,8 +214,11 @@ class MetadataPickle:
             source = np.frombuffer(piece, dtype=np.uint8) if isinstance(piece, bytes) else piece
             target[at : at + source.size] = source.reshape(-1)
             at += source.size
+            # A session that closes must not wait for gigabytes of `.metadata`, see decision 8.
             if is_over():
                 return
+        # Readers find the parts of the image by the planned length, so a difference would damage
+        # it.
         if at != self.bytes:
             raise RuntimeError(f"`.metadata` has {at} bytes, but {self.bytes} were planned")
 
@@ -343,7 +347,7 @@ def _path(key: int, item: Item) -> list[bytes]:
 
 
 def _lookup(numbers: dict[int, int]) -> Int64s:
-    """Return the same mapping as an array, to map whole columns at once."""
+    """Return the same mapping as an array, to map whole columns."""
     table = np.zeros(max(numbers, default=-1) + 1, dtype=np.int64)
     for number, value in numbers.items():
         table[number] = value

@@ -85,8 +85,11 @@ def describe_rank(state: Mapping[str, Any]) -> RankRows:
 
 
 def _kind_of(item: Item, held: tuple[Row, TensorEntry | NumberEntry] | None, value: Any) -> int:
+    # Such keys have one holder, and their values differ by rank.
     if is_of_one_rank(item.key):
         return OWN
+    # Buffers such as running means may differ between replicas. All of them come from one rank, so
+    # that they belong together.
     if isinstance(value, torch.nn.Buffer) and held is not None and held[0].is_whole:
         return FIRST
     return WHOLE if held is not None and held[0].is_whole else PART
@@ -174,8 +177,10 @@ class _Reader:
         known = (mesh, value.placements, value.shape)
         if known not in self._boxes:
             self._boxes[known] = _placed_box(key, value)
+        # The placements are the same for many tensors, so each box is computed once.
         box = self._boxes[known]
         local = tuple(value.to_local().shape)
+        # Padding or an uneven split by hand: a box of the wrong size would overlap a neighbour's.
         if local != box[1]:
             raise SaveError(
                 f"{key}: this rank's part has shape {local}, but its placements "

@@ -137,6 +137,7 @@ def plan_together(
 
     own = all_or_none(tree, identity.rank, describe)
     reply, problem = _ask(own, stage_tree, identity.rank)
+    # Every rank raises, because a rank that continues alone would wait in the next collective.
     raise_problems(tree.agree(problem if stage_tree.is_root else None))
     assert reply is not None
     entries = [own.entries[kind][row] for kind in KINDS for row in reply.kept[kind].tolist()]
@@ -162,6 +163,8 @@ def check_memory(tree: HierarchicalGroup, node: int, image_bytes: int, held_byte
     sizes = tree.gather_node((image_bytes, held_bytes))
     room = group_room()
     available = psutil.virtual_memory().available
+    # The job's limit is often far below the machine's memory, and the kernel kills at the lower
+    # one.
     if room is not None:
         available = min(available, room)
     available += sum(held for _, held in sizes)
@@ -204,6 +207,7 @@ def _ask(own: RankRows, tree: HierarchicalGroup, rank: int) -> tuple[Reply | Non
         blocks |= its_blocks
         patterns |= its_patterns
         tables |= its_tables
+    # Ranks that hold the same boxes send the same block, which travels once, see decision 8.
     digests = {rank: tuple(mate[0]) for rank, mate in zip(tree.mates, mates, strict=True)}
     indexes = tree.gather_firsts(NodeIndex(digests, tuple(patterns), tuple(tables)))
     wanted: Wanted = tree.scatter_firsts(choose_sources(indexes))

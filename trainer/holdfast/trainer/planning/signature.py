@@ -146,7 +146,7 @@ class Signature:
 
 
 def _fingerprint(value: Any) -> tuple[Any, ...] | None:
-    """Return what a plan depends on of one value, None for any number."""
+    """Return the part of one value that a plan depends on, None for any number."""
     if isinstance(value, DTensor):
         local = value._local_tensor
         form = _form_of(local)

@@ -46,6 +46,7 @@ def read_train_state(directory: Path, manifest: Manifest | None) -> dict[str, An
     if not listed and not path.exists():
         return {}
     try:
+        # Through the manifest: the file of another user may have changed since the commit.
         content = read_verified(directory, TRAIN_STATE, manifest, TRAIN_STATE_BYTES_MAX)
         parsed = json.loads(content)
     except (ValueError, RecursionError) as error:

@@ -6,7 +6,7 @@ All other processes have the same actions as under plain torchrun:
 
 - A rank under an agent has handlers that do nothing. They are reset when a program is executed, so
   commands that it starts have the default actions. An ignored signal would stay ignored there.
-- A child that the rank forks by itself has the default actions.
+- A child that the rank forks with `os.fork` has the default actions.
 - Processes of `multiprocessing` ignore the signals, such as the workers of a data loader. In them,
   `terminate()` of this rank becomes a kill, because nothing else would end them.
 
@@ -60,6 +60,8 @@ def survive() -> None:
     Handlers of the program stay, and so does a default action that the agent chose for a program
     without a session.
     """
+    # The agent's guard ignores its signals, and torchrun and the ranks inherit that. Only this is
+    # replaced: a handler would be one of the program.
     _replace(signal.SIG_IGN)
 
 
@@ -90,6 +92,8 @@ def hold(numbers: Sequence[int]) -> None:
         os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_reset)
         _processes.start = _mark_loaders(_processes.start)
         _processes._bootstrap = _deaf(_processes._bootstrap)
+        # With the start methods `spawn` and `forkserver`, a child executes Python and keeps no
+        # handlers.
         _util.spawnv_passfds = _deaf_command(_util.spawnv_passfds)
         _popen.terminate = _end(_popen.terminate)
     _held.extend(number for number in numbers if number not in _held)
@@ -104,6 +108,8 @@ def _do_nothing(number: int, frame: FrameType | None) -> None:
 
 def _block() -> None:
     """Hold back the signals while this thread forks, so that the child gets one with its action."""
+    # Between the fork and `_reset` the child still has the rank's handler, which does nothing. A
+    # signal in that moment would be lost.
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _held)
 
 

@@ -72,6 +72,7 @@ def begin_copy(target: torch.Tensor, source: torch.Tensor) -> None:
     """
     # For the same reason the device resolves the bits of a conjugate or a negative view. torch
     # would change `target` immediately, on the CPU.
+    # Into memory that is not page-locked, the copy is complete when the call returns.
     target.copy_(source.resolve_conj().resolve_neg(), non_blocking=True)
 
 
@@ -96,7 +97,7 @@ def landing(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     try:
         return torch.empty(shape, dtype=dtype, device=CPU, pin_memory=True)
     except RuntimeError:
-        # The limit of locked memory. Other memory is slower and equally correct.
+        # The limit of locked memory. Other memory is slower but correct.
         return torch.empty(shape, dtype=dtype, device=CPU)
 
 
@@ -111,9 +112,10 @@ def release_landings() -> None:
 def page_lock(memory: torch.Tensor, device: torch.device) -> int:
     """Page-lock existing memory for copies from devices of the type of `device`.
 
-    Returns its address, or 0 if it stays as it is. Copies are then slower and equally correct. Uses
+    Returns its address, or 0 if it stays as it is. Copies are then slower but correct. Uses
     the thread's current device, see `enter`.
     """
+    # torch has no such call for other devices (XPU), see the text of this module.
     if device.type != _CUDA:
         return 0
     address = memory.data_ptr()

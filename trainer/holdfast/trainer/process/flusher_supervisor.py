@@ -53,11 +53,15 @@ class FlusherSupervisor:
         self._place, self._node, self._nodes = place, node, nodes
         self._log, self._run = log, run
         has_mirror = bool(Tiers.from_environment(os.environ).mirror)
+        # Where there is a mirror, the last step is complete only with its copy, which takes as long
+        # as the network needs.
         self._end_timeout_s = MIRROR_TIMEOUT_S if has_mirror else END_TIMEOUT_S
         self._kept = KeptSlots()
         self._is_closing = False
         make_directory(log.parent)
         make_directory(place.parent)
+        # The file is new and only this user can open it. In a folder that others may write, a link
+        # there must not lead the flusher elsewhere.
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._address = os.open(place, flags, 0o600) if address is None else address
         self._env = env
@@ -72,6 +76,8 @@ class FlusherSupervisor:
         The wait is at most `END_TIMEOUT_S`, or `MIRROR_TIMEOUT_S` with a mirror.
         """
         self._is_closing = True
+        # `shutdown` and not only `close`: the thread is blocked in a receive on this socket, and a
+        # close by another thread does not wake it.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join(END_TIMEOUT_S)
@@ -107,10 +113,14 @@ class FlusherSupervisor:
             self._hold_until_hang_up()
             if self._is_closing:
                 return
+            # Two flushers of one node must not write the same files. The former may hang with its
+            # socket closed.
             self._end_former()
             self._socket.close()
             self._process, self._socket = self._start()
-            # If the new flusher dies at once, the next iteration restarts it.
+            # If the new flusher dies immediately, the next iteration restarts it.
+            # The slots survived in this process's descriptors, so the new flusher can still write
+            # the steps that were sealed, see decision 2.
             self._kept.give_back(self._socket)
 
     def _end_former(self) -> None:
@@ -127,6 +137,8 @@ class FlusherSupervisor:
             if message["kind"] == "full":
                 self._answer_full(message["step"])
             elif message["kind"] == "keep":
+                # A second holder of the memory: without it, the kernel would free the slot with the
+                # flusher and the rank, see decision 2.
                 self._kept.keep(message, descriptors[0])
 
     def _answer_full(self, step: int) -> None:

@@ -42,6 +42,7 @@ class SignalFlags:
         """Install the handlers. Only the main thread can. Elsewhere `look` reports it."""
         self._record = record
         # The program's handlers by signal, the newest last. The first was there before this one.
+        # A list, because programs and libraries chain handlers in turn.
         self._chained: dict[int, list[_Handler]] = {}
         self._depth: dict[int, int] = dict.fromkeys(STOP_SIGNALS, 0)
         self._given_up: set[int] = set()
@@ -57,6 +58,7 @@ class SignalFlags:
         for number in STOP_SIGNALS:
             found = signal.signal(number, self._handler)
             self._chained[number] = [_without_closed(number, found)]
+        # Without an agent, a kill of the process group reaches the workers of loaders too.
         child_signals.hold(STOP_SIGNALS)
         os.register_at_fork(after_in_child=self._forget_in_child)
 
@@ -68,6 +70,8 @@ class SignalFlags:
         """
         if now < self.due_at:
             return []
+        # Programs install handlers after the session without telling it. Signals are rare, so a
+        # look once a second is enough, and other step boundaries cost one comparison.
         self.due_at = now + LOOK_S
         for number in STOP_SIGNALS if self._is_open else ():
             current = signal.getsignal(number)
@@ -116,6 +120,8 @@ class SignalFlags:
             # A handler of the program that was installed after this one still calls it.
             _act(number, frame, handlers[0] if handlers else signal.SIG_IGN)
             return
+        # Only a flag: a save inside a handler could interrupt the program in any line, and ranks
+        # would save at different steps.
         self._record.catch(number)
         if not callable(handler):
             return
@@ -167,6 +173,8 @@ def _act(number: int, frame: FrameType | None, handler: _Handler) -> None:
     if callable(handler):
         handler(number, frame)
     elif handler is not signal.SIG_IGN:
+        # The default action of a signal is the kernel's, so the signal is sent again after its
+        # restoration.
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
@@ -183,6 +191,7 @@ class FailureRecord:
 
     def write(self, error: BaseException) -> None:
         """Write `error` once to torchrun's error file. Without torchrun, do nothing."""
+        # `SystemExit` and `KeyboardInterrupt` are no failures of the program.
         if error is self._recorded or not isinstance(error, Exception):
             return
         if os.getpid() != self._owner:

@@ -27,8 +27,11 @@ UNUSED_EXIT_CODE: Final = 75
 
 def wait(standby_pipe: str) -> None:
     """Load the libraries and wait. End this process if the agent does not need it."""
+    # All imports come before the byte. They are the seconds that a restart saves, see decision 19.
     for name in PRELOADED:
         import_module(name)
+    # One byte for each rank. When the agent ends, the pipe closes and the read returns nothing, so
+    # no standby outlives its agent.
     if not wait_for_release(standby_pipe):
         sys.exit(UNUSED_EXIT_CODE)
 
@@ -60,6 +63,7 @@ def initial_environment() -> dict[str, str]:
     """Return the environment that this process was started with."""
     try:
         with open("/proc/self/environ", "rb") as stream:
+            # `os.environ` has what Python code set meanwhile. The kernel's copy does not change.
             pairs = [entry.partition(b"=") for entry in stream.read().split(b"\0") if entry]
     except OSError:
         return dict(os.environ)

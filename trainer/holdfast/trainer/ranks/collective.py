@@ -45,6 +45,8 @@ class ControlGroup:
         self.group = RankTree()
         if dist.is_available() and dist.is_initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+            # Torch's store outlives a session, so a second session must not find the token and the
+            # addresses of the first.
             store = PrefixStore(f"holdfast {next(_serials)}", _get_default_store())
             self.group = RankTree.over_store(store, self.rank, self.world_size)
         self.stage_group = self.group
@@ -54,6 +56,8 @@ class ControlGroup:
     def meet_on(self, status_table: RankStatusTable, local_rank: int) -> None:
         """Use `status_table` to agree on numbers from now on, if it has a record of every rank."""
         self._status_table = status_table
+        # Only a table with a record of every rank is the memory of all of them: with several nodes,
+        # each node has a separate table and the tree decides, see decision 43.
         if self.world_size > 1 and status_table.ranks == self.world_size:
             self._meeting = NodeMeeting(status_table, local_rank)
 
@@ -71,6 +75,7 @@ class ControlGroup:
     def share(self, compute: Callable[[], T]) -> T:
         """Run `compute` on rank 0 and return its result on every rank. Errors raise everywhere."""
         value, error = attempt(compute) if self.rank == 0 else (None, None)
+        # An error is sent like a value. Otherwise the others would wait for a rank that has raised.
         sent = self.group.broadcast((value, _text_of(error)))
         shared: T = _values([sent if self.rank else (value, "")], error)[0]
         return shared
@@ -81,10 +86,11 @@ class ControlGroup:
         return _values(self.group.gather_all((value, _text_of(error))), error)
 
     def largest(self, values: Sequence[int], at: Boundary | None = None) -> list[int]:
-        """Return the largest of each number over all ranks. Every rank passes equally many.
+        """Return the largest of each number over all ranks. Every rank passes the same count.
 
-        With `at`, raise `SessionError` if a rank of this node has gone on from there.
+        With `at`, raise `SessionError` if a rank of this node has passed it.
         """
+        # A meeting stores a value and the meeting's number in one word, so it must fit beside it.
         numbers = [min(int(value), SAID_VALUE_MAX) for value in values]
         if self._meeting is not None:
             return self._meeting.largest(numbers, at)
@@ -94,10 +100,12 @@ class ControlGroup:
             return self.group.largest(numbers)
 
     def _require_presence(self, at: Boundary, waited_s: float) -> None:
-        """Raise `SessionError` if a rank of this node has gone on from `at` long ago.
+        """Raise `SessionError` if a rank of this node passed `at` long ago.
 
         A rank that had the answer continues too, a moment before the others have it.
         """
+        # The table shows only this node's ranks. An answer reaches ranks at different moments, so a
+        # rank that has left may just have heard it earlier.
         if self._status_table is None or waited_s < FAR_ABSENT_S:
             return
         records = self._status_table.records()
@@ -116,6 +124,7 @@ def tree_over(group: Group) -> Iterator[RankTree]:
         return
     tree = RankTree()
     if group is not None and dist.get_world_size(group) > 1:
+        # The group's own collective is used once, to exchange addresses. All its ranks are here.
         tree = RankTree.over_exchange(partial(_exchange, group), dist.get_rank(group), group.size())
     try:
         yield tree
@@ -149,6 +158,7 @@ def _text_of(error: Exception | None) -> str:
 
 def _values(boxes: list[tuple[Any, str]], own: Exception | None) -> list[Any]:
     """Return the values, or raise the first error: the own one as is, another's as text."""
+    # A rank's own error keeps its type and traceback. Another's is only known as text.
     if own is not None:
         raise own
     for rank, (_, problem) in enumerate(boxes):
@@ -169,6 +179,7 @@ class HierarchicalGroup:
         self._nodes: list[int] = tree.gather_all(node)
         self._mates = [rank for rank, other in enumerate(self._nodes) if other == node]
         self._node = tree.split(node) or RankTree()
+        # Every rank must take part in a split, even one that will be in no new tree.
         self._first_ranks = tree.split(0 if self.is_first else None)
 
     @property

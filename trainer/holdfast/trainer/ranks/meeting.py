@@ -22,7 +22,7 @@ NAP_S: Final = 50e-6
 LATE_S: Final = 0.05
 LATE_NAP_S: Final = 1e-3
 TIMEOUT_S: Final = 1800.0
-# A rank that went on has not joined if its numbers are not there after this time either.
+# A rank that has passed a boundary did not join if its numbers are still missing after this time.
 ABSENT_S: Final = 1.0
 RANKS_NAMED_MAX: Final = 8
 
@@ -35,11 +35,11 @@ class Boundary:
     is_end: bool = False
 
     def has_left(self, record: RankRecord) -> bool:
-        """Return True if the rank of `record` has gone on from here."""
+        """Return True if the rank of `record` has passed this boundary."""
         return (record.ended if self.is_end else record.completed) >= self.step
 
     def error(self, came: Sequence[int], absent: Sequence[int]) -> SessionError:
-        """Return the error for ranks that have gone on without a meeting."""
+        """Return the error for ranks that continued without a meeting."""
         where = f"{'the end of the epoch after ' if self.is_end else ''}step {self.step}"
         return SessionError(
             f"{where}: {_listed(came)} came to save a checkpoint, and {_listed(absent)} went on. "
@@ -54,15 +54,19 @@ class NodeMeeting:
     def __init__(self, status_table: RankStatusTable, local_rank: int) -> None:
         self._mine = status_table.record(local_rank)
         self._all = status_table.records()
+        # A session that is opened later in this launch continues the count: values of a former
+        # meeting must not pass for those of the next.
         self._number = self._mine.meeting
         self._peers: dict[int, int] = {}
 
     def largest(self, values: Sequence[int], at: Boundary | None = None) -> list[int]:
-        """Return the largest of each number over all ranks. Every rank passes equally many.
+        """Return the largest of each number over all ranks. Every rank passes the same count.
 
         `SAID_MAX` numbers are allowed. Raises `HoldfastError` if a peer has ended, or has not come
-        within `TIMEOUT_S` seconds, and `SessionError` if one has gone on from `at`.
+        within `TIMEOUT_S` seconds, and `SessionError` if one has passed `at`.
         """
+        # Values carry this number, so it does not matter in which order the stores become visible
+        # to other processes, see decision 43.
         self._number += 1
         self._mine.say(self._number, values)
         began = time.monotonic()
@@ -82,11 +86,14 @@ class NodeMeeting:
                     f"rank {(lost or missing)[0]} {why}, and this rank waited for it at the end "
                     "of a step; see that rank's log for its own error"
                 )
+            # Sleep instead of spinning: at load 5 a spinning rank used the time that the late rank
+            # needed, and the meeting took 4 to 6 ms as with gloo, see decision 43.
             time.sleep(LATE_NAP_S if time.monotonic() - began > LATE_S else NAP_S)
 
     def _require_presence(self, at: Boundary, count: int) -> None:
-        """Raise `SessionError` if a rank has gone on from `at` and has stored no numbers."""
+        """Raise `SessionError` if a rank has passed `at` without storing numbers."""
         gone = [record for record in self._all if at.has_left(record)]
+        # A rank may have joined, had the answer and continued before this one looked.
         absent = [one.rank for one in gone if one.said(self._number, count) is None]
         if absent:
             came = [one.rank for one in self._all if one.said(self._number, count) is not None]
@@ -108,6 +115,7 @@ class NodeMeeting:
                 continue
             try:
                 if record.pid not in self._peers:
+                    # A process handle cannot mean another process that got the same pid later.
                     self._peers[record.pid] = os.pidfd_open(record.pid)
             except ProcessLookupError:
                 ended.append(record.rank)

@@ -141,6 +141,7 @@ def open_rank_context(
 ) -> RankContext:
     """Return this rank's context. Every rank must call this. Raises `PreflightError`."""
     context = _open(directory, ranks)
+    # From here on the ranks of one node agree in its memory, see decision 43.
     ranks.meet_on(context.status_table, context.identity.local_rank)
     place = find_place(context.identity, ranks, mesh)
     return replace(
@@ -151,6 +152,8 @@ def open_rank_context(
 def _open(directory: str | Path | None, ranks: ControlGroup) -> RankContext:
     env = os.environ
     wanted = int(env.get("WORLD_SIZE", "1"))
+    # torchrun started several ranks, but each would take itself for the whole program, and all
+    # would write the same checkpoint.
     if wanted > 1 and ranks.world_size == 1:
         raise PreflightError(
             f"WORLD_SIZE is {wanted} but torch.distributed is not initialised; call "
@@ -206,6 +209,7 @@ def _context_of_agent(env: Mapping[str, str], ranks: ControlGroup) -> RankContex
 def _context_of_own(
     directory: str | Path | None, env: Mapping[str, str], ranks: ControlGroup
 ) -> RankContext:
+    # On rank 0 alone: two ranks would take two launch numbers and two folders.
     def begin() -> tuple[str, int]:
         run = RunPaths(choose_directory(directory, env, program_stem()))
         launch = _take_launch(run.attempt(0))
@@ -233,6 +237,8 @@ def _context_of_own(
         flusher = attempt.flusher_address(launch, identity.node)
         if launch > 1:
             former = attempt.flusher_address(launch - 1, identity.node)
+            # Two flushers must not commit in one run. The former one may still write steps that
+            # were sealed before the program ended.
             wait_for_former(former, run.directory)
         log = attempt.flusher_log(identity.node)
         own["flusher_supervisor"] = FlusherSupervisor(
@@ -240,8 +246,11 @@ def _context_of_own(
         )
         own["status_table"], handle = RankStatusTable.create(identity.local_ranks)
         own["status_handle"] = handle
+        # The table has no name in the file system. Other ranks open it through this process, which
+        # keeps it alive until it closes the context.
         return identity.node, f"/proc/{os.getpid()}/fd/{handle}", str(flusher)
 
+    # Every rank waits here until local rank 0 of its node has the flusher and the table.
     places = {place[0]: place[1:] for place in ranks.gather(make) if place is not None}
     path, flusher = places[identity.node]
     if not own:
@@ -281,6 +290,7 @@ def _take_launch(attempt: AttemptPaths) -> int:
     parent = attempt.launch(1).parent
     make_directory(parent)
     taken = [int(entry.name) for entry in parent.iterdir() if entry.name.isdecimal()]
+    # Creating the folder takes the number: of two programs that start together, one finds it taken.
     for number in range(max(taken, default=0) + 1, LAUNCHES_MAX):
         try:
             attempt.launch(number).mkdir()

@@ -1,7 +1,7 @@
 """Messages between the ranks of a program over a tree of sockets. It needs no torch.
 
 A rank is connected to its parent and to at most `FAN_OUT` children, so its descriptors do not grow
-with the number of ranks. If a rank ends, those connected to it see that at once, and they pass an
+with the number of ranks. If a rank ends, its neighbours see that immediately, and they pass an
 error that names it on to all others.
 """
 
@@ -61,8 +61,11 @@ class NeighbourLink:
         self.has_left = False
         self._socket, self._arrived = connected, bytearray()
         connected.settimeout(timeout_s)
+        # Messages are small and each one is awaited. Nagle's algorithm would hold them back.
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        # A host that lost its power closes no connection. Without probes, others would wait for 30
+        # minutes, see decision 59.
         for option, value in KEEPALIVE:
             connected.setsockopt(socket.IPPROTO_TCP, option, value)
 
@@ -80,6 +83,8 @@ class NeighbourLink:
 
         Raises `OSError` if the neighbour has ended without leaving.
         """
+        # Whatever has arrived is taken, and a message may arrive in pieces. A blocking read for the
+        # rest would let this rank miss the end of another neighbour.
         arrived = self._socket.recv(READ_BYTES, socket.MSG_DONTWAIT)
         if not arrived:
             raise ConnectionResetError("closed")
@@ -114,12 +119,14 @@ class NeighbourLink:
     def _last(self, kind: _Kind, content: bytes) -> None:
         # The neighbour may have ended, or may not read any more.
         with contextlib.suppress(OSError):
+            # A neighbour that does not read must not delay this rank's end by the whole timeout.
             self._socket.settimeout(GREET_S)
             self._send(kind, content)
         self._socket.close()
 
     def _send(self, kind: _Kind, content: bytes) -> None:
         head = _HEAD.pack(kind, len(content))
+        # One small write instead of two, but no copy of a large message.
         if len(content) < READ_BYTES:
             self._socket.sendall(head + content)
         else:
@@ -136,11 +143,15 @@ def dial(
     """
     while time.monotonic() < give_up:
         for address in addresses:
+            # A stranger on the port, an address on another network and a rank that does not listen
+            # yet are all the same here: try again until the time is over.
             with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
                 connected = socket.create_connection((address, port), timeout=DIAL_S)
                 try:
                     # The other end accepts once it is connected itself. A stranger never answers.
                     connected.settimeout(ANSWER_S)
+                    # The opening names the tree and the child, but nothing secret: the token is
+                    # never sent, see decision 59.
                     proof = Proof(token, is_host=False)
                     _write(connected, {**proof.opening, **hello})
                     theirs = _read(connected)
@@ -162,6 +173,8 @@ def greet(
 
     Raises `OSError` if nobody connects, or a stranger does.
     """
+    # The port is open to the network, so nothing is unpickled before `check` has proved that the
+    # other end knows the token.
     connected, _ = listener.accept()
     try:
         connected.settimeout(GREET_S)
@@ -170,6 +183,7 @@ def greet(
         _write(connected, {**proof.opening, **proof.answer(theirs)})
         proof.check(_read(connected))
         child = int(theirs["from"])
+        # A rank of the same job may dial for another tree, such as that of its stage.
         if theirs["tree"] != title or theirs["to"] != own or child not in expected:
             raise ConnectionRefusedError("a rank of another tree")
         _write(connected, {})
@@ -243,10 +257,13 @@ class RankTree:
         Each rank sets one key and reads two.
         """
         if rank == 0:
+            # The token is as safe as torch's store, through which the ranks met, see decision 59.
             store.set("token", secrets.token_hex(32))
         tree = cls(range(size), rank, bytes.fromhex(store.get("token").decode()))
 
         listener = listen(None, FAN_OUT) if tree._children else None
+        # The listener must exist before its address is published: a child dials as soon as it reads
+        # it.
         with listener or contextlib.nullcontext():
             if listener is not None:
                 store.set(f"address {rank}", encode_address(listener))
@@ -268,9 +285,12 @@ class RankTree:
         All ranks of this tree call it. With None, a rank is in no new tree.
         """
         self._splits += 1
+        # A single rank, or one that is in no new tree, needs no port.
         listener = listen(None, FAN_OUT) if part is not None and self.size > 1 else None
         with listener or contextlib.nullcontext():
             address = encode_address(listener) if listener is not None else ""
+            # All ranks take part, those without a part too, because each passes on the values of
+            # its children.
             every = self.gather_all((part, address))
             if part is None:
                 return None
@@ -291,6 +311,7 @@ class RankTree:
         if self.index:
             self._collect(pickle.dumps(value, protocol=5))
             return []
+        # The first rank's own value never travels, so it need not be pickled.
         return self._values(self._collect(b""), value)
 
     def gather_all(self, value: Any) -> list[Any]:
@@ -330,7 +351,7 @@ class RankTree:
             self._look = None
 
     def largest(self, values: Sequence[int]) -> list[int]:
-        """Return the largest of each number over all ranks. Every rank passes equally many."""
+        """Return the largest of each number over all ranks. Every rank passes the same count."""
         found = list(values)
         for child in self._children:
             its: list[int] = pickle.loads(self._receive(child))
@@ -348,6 +369,8 @@ class RankTree:
 
     def _toward(self, number: int) -> int:
         """Return the child of this rank that is above `number`, or that is `number`."""
+        # The parent of n is (n - 1) // FAN_OUT, so walking up from the target finds this rank's
+        # child.
         while (above := (number - 1) // FAN_OUT) != self.index:
             number = above
         return number
@@ -393,6 +416,8 @@ class RankTree:
             limit_s *= 2
         give_up = time.monotonic() + limit_s
         while not awaited.messages:
+            # All neighbours are polled, not only the awaited one: the end of any rank must reach
+            # this one while it waits for another, see decision 59.
             by_handle = {link.handle: n for n, link in self._links.items() if not link.has_left}
             poll = select.poll()
             for handle in by_handle:
@@ -430,6 +455,8 @@ class RankTree:
         """Pass the problem on to all neighbours, and raise it."""
         advice = "; see that rank's log for its own error"
         self._problem = problem if problem.endswith(advice) else problem + advice
+        # All neighbours hear it before this rank raises, so each rank of the tree reports the rank
+        # that failed first.
         for link in self._links.values():
             link.fail(self._problem)
         self._links.clear()
@@ -441,6 +468,8 @@ class RankTree:
         self, title: str, listener: socket.socket | None, look_up: Callable[[int], str]
     ) -> None:
         """Connect to the parent, then let the children connect. `title` is the tree's name."""
+        # One limit for both directions. A parent that waits for its own parent cannot greet its
+        # children yet, and they keep dialling.
         give_up = time.monotonic() + TIMEOUT_S
         if self.index:
             addresses, port = json.loads(look_up(self._parent))
@@ -459,6 +488,8 @@ class RankTree:
                 names = ", ".join(self._name(number) for number in sorted(missing))
                 self._fail(f"{names} did not connect within {TIMEOUT_S:.0f} s")
             listener.settimeout(ACCEPT_S)
+            # A stranger, or a rank that gave up, must not end the start. The next connection may be
+            # right.
             with contextlib.suppress(OSError):
                 child, connected = greet(listener, self._token, title, self.index, missing)
                 missing.discard(child)
@@ -483,6 +514,8 @@ _trees: Final[weakref.WeakSet[RankTree]] = weakref.WeakSet()
 
 def _close_in_child() -> None:
     """Close a forked child's copies. With them open, nobody would see that the rank has ended."""
+    # The descriptors are closed without a word: the rank itself still uses the connections, and a
+    # farewell from the child would end them.
     for tree in list(_trees):
         for link in tree._links.values():
             link.close()

@@ -46,6 +46,7 @@ def find_place(identity: Identity, ranks: ControlGroup, mesh: DeviceMesh | None)
             "mesh of all ranks with a name for each dimension, as from init_device_mesh with "
             'mesh_dim_names=("pp", "dp")'
         )
+    # The rank's number among all combinations of the other dimensions, the first varying slowest.
     part, parts = 0, 1
     for name, size, at in zip(names, sizes, coordinate, strict=True):
         if name not in SAME_SAMPLES:
@@ -60,6 +61,7 @@ def _join_stage(
     identity: Identity, ranks: ControlGroup, stage: int, part: int, parts: int
 ) -> MeshPlace:
     """Return the place within a stage. The ranks of each stage get their own group."""
+    # Every rank needs the sizes of all stages, and its mates are known only from all answers.
     stages = ranks.gather(lambda: stage)
     members = [rank for rank, other in enumerate(stages) if other == stage]
     ranks.join_stage(stage)

@@ -404,13 +404,11 @@ class Saver:
         kept, left_out = that_fit(self._recorder.latest)
         if left_out and not self._has_warned_of_metrics:
             self._has_warned_of_metrics = True
-            text = (
+            self._recorder.note(
                 f"checkpoints record {len(kept)} of {len(self._recorder.latest)} metrics, those "
                 f"with the shortest names. Left out: {left_out[0]} and {len(left_out) - 1} more. "
                 "The metrics file has all of them"
             )
-            report(f"holdfast: {text}")
-            self._recorder.event(EventKind.NOTE, text=text)
         return kept
 
     def _take_captured(self) -> Captured:

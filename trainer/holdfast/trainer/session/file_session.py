@@ -27,7 +27,7 @@ from holdfast.trainer.planning.signature import Signature
 from holdfast.trainer.saving.engine import CheckpointEngine
 from holdfast.trainer.saving.late import AT_ONCE, Overlap
 from holdfast.trainer.saving.saver import PlanStatus, Saver
-from holdfast.trainer.session import alone
+from holdfast.trainer.session.lifetime import claimed
 from holdfast.trainer.session.session import Session
 from holdfast.trainer.session.settings import Settings
 from holdfast.trainer.slots.slot_table import FilePlace
@@ -201,7 +201,7 @@ class FileSession(Session):
             )
         self.seed, self._best_of = check_seed(seed), (best[0], best[1]) if best else None
         self._optimizers, self._made_with = OptimizerSteps.unknown(), {}
-        with alone.claimed(self, self._abandon):
+        with claimed(self, self._abandon):
             self._join(directory, None)
             state = FileState(framework, self._ranks)
             found = self._restore(state, FileSaver, partial(self._load, state))

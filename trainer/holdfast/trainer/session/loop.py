@@ -24,7 +24,6 @@ from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.errors import SaveError, SessionError, SpecError
 from holdfast.contracts.node.agreement import consider
 from holdfast.contracts.node.rank_status import Phase, Proposal, RankRecord
-from holdfast.contracts.node.reporting import report
 from holdfast.trainer.data.numbering import RESTARTED, has_restarted
 from holdfast.trainer.data.position import Position
 from holdfast.trainer.metrics import Recorder
@@ -342,7 +341,7 @@ class Loop:
     def warn_of_draws(self, generators: Sequence[str]) -> None:
         """Report which generators were used before the first step, if any."""
         if generators:
-            self.note(f"random numbers ({', '.join(generators)}) {DRAWN}")
+            self._recorder.note(f"random numbers ({', '.join(generators)}) {DRAWN}")
 
     def _check_numbers(self) -> None:
         """After the first step of a resume inside an epoch, look for numbers that began at 0."""
@@ -350,13 +349,7 @@ class Loop:
         before = position.resumed_inside * position.batches_per_step
         position.resumed_inside = 0
         if has_restarted(before, position.batches_per_step):
-            self.note(RESTARTED.format(before=before))
-
-    def note(self, text: str) -> None:
-        """Print and journal what a person should know."""
-        if self._ranks.rank == 0:
-            report(f"holdfast: {text}")
-        self._recorder.event(EventKind.NOTE, text=text)
+            self._recorder.note(RESTARTED.format(before=before))
 
     def _warn_of_gradients(self, step: int) -> None:
         """Report once a checkpoint between two optimizer steps, whose gradients are not saved."""
@@ -369,7 +362,7 @@ class Loop:
             "loses some. Make these batches one step: pass the loader's batch_size to "
             "session.distributed_sampler, or call session.boundary() after each optimizer step"
         )
-        self.note(text)
+        self._recorder.note(text)
 
     def _is_save_due(self, step: int) -> bool:
         return self.is_checkpoint_wanted or self._pace.cadence.is_due(step)
@@ -399,7 +392,7 @@ class Loop:
 
     def _look_at_signals(self, now: float) -> None:
         for text in self._flags.look(now) if self._flags is not None else ():
-            self.note(text)
+            self._recorder.note(text)
 
     def _meet(self, step: int, *, asked: str = "", at: Boundary | None = None) -> None:
         """Meet all ranks at an agreed step, to decide on a save and on the next meeting step.

@@ -16,7 +16,7 @@ agent, under plain torchrun and in a single process.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -28,32 +28,46 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from holdfast.contracts.deprecated import warn_deprecated
+from holdfast.contracts.node.rank_status import NOWHERE, Phase
 from holdfast.trainer.arguments import (
     check_best,
     check_kinds,
-    check_model,
-    check_named,
+    check_program,
     check_seed,
-    check_stateful,
     truth,
     whole,
 )
 from holdfast.trainer.data.order import Batch
+from holdfast.trainer.data.position import Position
 from holdfast.trainer.data.sampler import ElasticDistributedSampler, ElasticSampler, check_order
-from holdfast.trainer.loading.restore import load_tensors
-from holdfast.trainer.metrics import improved, numbers_in
-from holdfast.trainer.saving.saver import Saver
-from holdfast.trainer.session import alone
-from holdfast.trainer.session.parts import SessionParts, while_open
+from holdfast.trainer.loading.restore import Load, Resumed, load_tensors, resume
+from holdfast.trainer.metrics import open_recorder
+from holdfast.trainer.numerics.guard import LossGuard
+from holdfast.trainer.pacing.pace import Pace
+from holdfast.trainer.process import child_signals
+from holdfast.trainer.process.signals import SignalFlags
+from holdfast.trainer.ranks.rank_context import RankContext, open_control_group, open_rank_context
+from holdfast.trainer.saving.saver import Captured, Saver
+from holdfast.trainer.session.lifetime import Lifetime, claimed, release, while_open
+from holdfast.trainer.session.loop import Loop
+from holdfast.trainer.session.rank_metrics import RankMetrics
 from holdfast.trainer.session.settings import Settings
+from holdfast.trainer.session.stop_coordinator import StopCoordinator
+from holdfast.trainer.session.updates import UpdateHook
 from holdfast.trainer.state.fit import ResumeFit
 from holdfast.trainer.state.local_buffers import warn_of_local_buffers
-from holdfast.trainer.state.made_with import describe_made
+from holdfast.trainer.state.made_with import describe_changes, describe_made
 from holdfast.trainer.state.objects import Stateful
 from holdfast.trainer.state.optimizer_steps import OptimizerSteps
 from holdfast.trainer.state.optimizers import unwrap
+from holdfast.trainer.state.run_state import (
+    LOSSES,
+    MADE_WITH,
+    STEPS_IN_EPOCH,
+    ProgramState,
+    TrainingProgress,
+)
 from holdfast.trainer.state.train_state import TrainState, listed
-from holdfast.trainer.trackers.sink import open_sink
 from holdfast.trainer.trackers.tracker import Tracker
 
 T = TypeVar("T")
@@ -72,13 +86,19 @@ def _saver_of(state: TrainState, planner: SavePlanner | None) -> partial[Saver]:
     )
 
 
-class Session(SessionParts):
+class Session:
     """Makes a training program fault tolerant. Every rank makes one and uses it in the same way.
 
     It is also a context manager. If the block ends normally, it calls `close`. If the block ends
     by an exception, it saves nothing, records the traceback for torchrun, and lets the exception
     propagate.
     """
+
+    _stop_coordinator: StopCoordinator | None = None
+    _updates: UpdateHook | None = None
+    # Where a run begins that has no checkpoint, see `FrameworkSession`.
+    _start_from: Path | None = None
+    _begins_at = 0
 
     def __init__(
         self,
@@ -132,44 +152,120 @@ class Session(SessionParts):
         left, `SessionError` if this process has an open Session, and `SpecError` for an argument.
         """
         check_best(best)
-        check_model(model)
-        check_stateful(optimizer, "optimizer")
-        check_stateful(scheduler, "scheduler")
-        check_named(extra, "extra")
-        check_named(per_rank, "per_rank")
+        check_program(model, optimizer, scheduler, extra, per_rank)
         check_kinds(mesh=mesh, planner=planner, directory=directory)
         fit = ResumeFit.of(strict=strict, rename=rename, exclude=exclude)
         settings = Settings.of(interval, snapshots, overlap)
         self.seed, self._best_of = check_seed(seed), (best[0], best[1]) if best else None
         optimizers, schedulers = listed(optimizer), listed(scheduler)
-        with alone.claimed(self, self._abandon):
+        with claimed(self, self._abandon):
             self._optimizers = OptimizerSteps(map(unwrap, optimizers))
             self._made_with = describe_made(map(unwrap, optimizers), schedulers)
             self._join(directory, mesh)
-            state = self._state_of(model, optimizers, schedulers, extra, per_rank, fit)
+            who = {"rank": self.rank, "world_size": self.world_size}
+            state = TrainState(
+                model, optimizers, schedulers, extra, per_rank=per_rank, fit=fit, **who
+            )
             warn_of_local_buffers(extra or {}, self.rank, self.world_size)
             load = partial(load_tensors, self._ranks, state)
             self._start(self._restore(state, _saver_of(state, planner), load), settings)
 
-    def _state_of(
-        self,
-        model: nn.Module | Sequence[nn.Module],
-        optimizers: Sequence[Optimizer],
-        schedulers: Sequence[Stateful],
-        extra: Mapping[str, Any] | None,
-        per_rank: Mapping[str, Any] | None,
-        fit: ResumeFit,
-    ) -> TrainState:
-        return TrainState(
-            model,
-            optimizers,
-            schedulers,
-            extra,
-            per_rank=per_rank,
-            fit=fit,
-            rank=self._ranks.rank,
-            world_size=self._ranks.world_size,
+    # --- the start ------------------------------------------------------------------------
+
+    def _join(self, directory: str | Path | None, mesh: DeviceMesh | None) -> None:
+        """Join the other ranks, and register in the node's status table."""
+        # After torch's own hook at exit: a loader may start its workers while it is restored, and
+        # fail.
+        child_signals.hold(())
+        self._life = Lifetime()
+        self._ranks = open_control_group()
+        self._context: RankContext = open_rank_context(directory, self._ranks, mesh)
+        identity = self._context.identity
+        self._record = self._context.status_table.record(identity.local_rank)
+        self._record.register(identity.rank, NOWHERE)
+        # Under an agent, the agent handles signals.
+        self._flags = None if self._context.has_agent else SignalFlags(self._record)
+        if self._flags is None:
+            child_signals.survive_in_session()
+        self._record.beat(Phase.LOAD)
+
+    def _restore(
+        self, state: ProgramState, open_saver: Callable[..., Saver], load: Load
+    ) -> Resumed:
+        """Restore the newest checkpoint that verifies. Return the resumed position."""
+        self._state = state
+        self._recorder = open_recorder(self._context)
+        self._metrics = RankMetrics(self._context, self._recorder, self._best_of)
+        self._saver = open_saver(
+            self._context, self._ranks, self._record, self._recorder, capture=self._capture
         )
+        found = resume(
+            self._context,
+            self._ranks,
+            load,
+            self._recorder,
+            start_from=self._start_from,
+            begins_at=self._begins_at,
+        )
+        self._saver.began_at(found.step, found.checkpoint, found.manifest)
+        self.resumed_from = found.checkpoint
+        restarted = self._metrics.resume(found.best)
+        changed = describe_changes(found.program.get(MADE_WITH, {}), self._made_with)
+        for text in filter(None, (restarted, changed)):
+            self._recorder.note(text)
+        self._began_in = found.epoch, found.in_epoch
+        self._position = Position(
+            rank=self._context.data_part,
+            world_size=self._context.data_parts,
+            seed=self.seed,
+            skips=found.skips,
+            former=found.data,
+            completed=found.step,
+            epoch=found.epoch if found.in_epoch else None,
+            steps_in_epoch=int(found.program.get(STEPS_IN_EPOCH, 0)),
+            begins=self._state.rewind_seeds,
+        )
+        return found
+
+    def _start(self, found: Resumed, settings: Settings) -> None:
+        """Prepare the loop, its saves and its stops after the resumed position."""
+        settings.announce(self._recorder.event, self._ranks.rank)
+        self._guard = LossGuard(
+            self._context, self._ranks, self._record, self._position, self._saver, self._state
+        )
+        self._guard.resume(map(float, found.program.get(LOSSES, ())))
+        awaits_state = bool(self._ranks.largest([self._state.awaits_first_step])[0])
+        pace = Pace(
+            settings.interval,
+            settings.rhythm,
+            step=found.step,
+            context=self._context,
+            saver=self._saver,
+            recorder=self._recorder,
+            looks_first=awaits_state,
+        )
+        self._loop = Loop(
+            self._context,
+            self._ranks,
+            self._record,
+            self._recorder,
+            saver=self._saver,
+            guard=self._guard,
+            pace=pace,
+            position=self._position,
+            optimizers=self._optimizers,
+            flags=self._flags,
+        )
+        self._record.register(self._ranks.rank, found.step)
+        self._saver.overlaps = settings.overlaps
+        if settings.overlaps:
+            self._updates = UpdateHook(self._saver)
+        self._saver.begin(awaits_state=awaits_state)
+        if not self._context.has_agent and self._context.identity.local_rank == 0:
+            self._stop_coordinator = StopCoordinator(self._context, self._recorder.event)
+        # Work that the program still does before its first step counts as loading.
+        self._record.beat(Phase.LOAD)
+        self._life.release_at_exit(self._release)
 
     # --- where training stands ------------------------------------------------------------
 
@@ -202,6 +298,19 @@ class Session(SessionParts):
         return self._context.run.directory
 
     @property
+    def best(self) -> dict[str, Any]:
+        """The best value so far of the metric of `best`, with its step. Empty without one."""
+        return self._metrics.best
+
+    @property
+    def has_failed(self) -> bool:
+        """True if an exception ended training, so that `close` saves nothing.
+
+        It came from a step boundary, or the program handles it now, as in a `finally` block.
+        """
+        return bool(self._loop.failure) or self._life.passing() is not None
+
+    @property
     def should_stop(self) -> bool:
         """True when all ranks have agreed to stop and the last checkpoint is committed."""
         return self._loop.should_stop
@@ -209,7 +318,7 @@ class Session(SessionParts):
     @property
     def stop_requested(self) -> bool:
         """True as soon as a stop is requested. Ranks see it at different times."""
-        return self.should_stop if self._is_closed else self._context.status_table.stopping
+        return self.should_stop if self._life.is_closed else self._context.status_table.stopping
 
     # --- the loop -------------------------------------------------------------------------
 
@@ -320,6 +429,12 @@ class Session(SessionParts):
         """Return False if the program only accumulated gradients of the batch `number`."""
         return (number + 1) % parts == 0
 
+    def _enter_loop(self, *, is_last: bool) -> bool:
+        """Restore the random generators and begin the loop. Return True to leave it at once."""
+        self._life.enter_loop()
+        self._loop.warn_of_draws(self._state.rewind_generators(is_last=is_last))
+        return self._loop.enter()
+
     @property
     def first_batch(self) -> int:
         """The number, from 0, of the next batch of the epoch.
@@ -426,13 +541,7 @@ class Session(SessionParts):
         Raises `SpecError` for a metric named `step` or `time`, which each line of metrics has
         already, and `TypeError` for a value that is not one number.
         """
-        numbers, step = numbers_in(values), self._loop.step_under_way
-        self.best = improved(self.best, self._best_of, numbers, step)
-        if self._guard.metric in numbers and self._observed != step:
-            self._guard.observe(step, numbers[self._guard.metric])
-        self._recorder.log(step, numbers)
-        for sink in self._sinks:
-            sink.log(step, numbers)
+        self._metrics.log(self._loop.step_under_way, values, self._guard)
 
     @while_open
     def observe(self, loss: float | Tensor) -> None:
@@ -442,10 +551,7 @@ class Session(SessionParts):
         spec's `supervision.numerics` sets what happens after a loss that is not finite or far above
         those before it.
         """
-        self._observed = self._position.completed + 1
-        if self._recorder.watch.wanted:
-            self._recorder.watch.meet((self._guard.metric,))
-        self._guard.observe(self._observed, loss)
+        self._metrics.observe(self._position.completed + 1, loss, self._guard)
 
     @while_open
     def track(self, tracker: Tracker) -> None:
@@ -454,11 +560,7 @@ class Session(SessionParts):
         The tracker has one run over all relaunches. Only rank 0 opens it. A tracker that cannot
         be opened, or does not answer, is reported and does not stop training.
         """
-        if not isinstance(tracker, Tracker):
-            raise TypeError(f"tracker={tracker!r}: expected a Tracker of holdfast.trainer.trackers")
-        if self._ranks.rank == 0:
-            sink = open_sink(tracker, self._context, self._recorder, step=self.step)
-            self._sinks += [sink] if sink is not None else []
+        self._metrics.track(tracker, self.step)
 
     # --- the end --------------------------------------------------------------------------
 
@@ -475,14 +577,14 @@ class Session(SessionParts):
         why training ended: an end before the promised number of steps is then incomplete.
         """
         truth(may_end_early, "may_end_early")
-        if self._is_closed or self._is_in_child:
+        if self._life.is_over:
             return
         if self.has_failed:
             self._leave(None, wait=True)
             return
         is_orderly = False
         try:
-            loop, is_handling = self._loop, self._is_handling
+            loop, is_handling = self._loop, self._life.is_handling
             if not loop.is_finished and loop.can_finish(is_handling=is_handling):
                 loop.finish(is_declared=may_end_early)
             else:
@@ -491,6 +593,84 @@ class Session(SessionParts):
             is_orderly = True
         finally:
             self._release(wait=True, is_orderly=is_orderly)
+
+    def _capture(self) -> Captured:
+        progress = TrainingProgress(
+            step=self._loop.completed,
+            seed=self.seed,
+            epoch=self._position.epoch,
+            in_epoch=self._position.in_epoch,
+            data=self._position.describe(),
+            best=self._metrics.best,
+            program={
+                MADE_WITH: self._made_with,
+                STEPS_IN_EPOCH: self._position.steps_in_epoch,
+                LOSSES: self._guard.losses,
+            },
+        )
+        return self._state.capture(progress)
+
+    def _leave(self, error: BaseException | None, *, wait: bool) -> None:
+        """Release all resources after an exception, as after a crash.
+
+        The other ranks may be anywhere, so nothing is saved. The flusher commits sealed slots.
+        """
+        if self._life.is_over:
+            return
+        error = error or self._life.passing()
+        if error is not None:
+            self._life.failures.write(error)
+        step, failure = self._loop.completed, self._loop.failure or type(error).__name__
+        if not self._saver.has_staged(step):
+            cause = failure.partition(":")[0]
+            self._recorder.note(
+                f"no last checkpoint after step {step}, because training ended: {cause}"
+            )
+        self._release(wait=wait)
+
+    def _release(self, *, wait: bool, is_orderly: bool = False) -> None:
+        """Release all resources. With `wait`, also wait until the session's own flusher has ended.
+
+        Unless the end is orderly, the flusher commits the newest snapshot.
+        """
+        if self._life.is_over:
+            return
+        self._life.end()
+        self._optimizers.close()
+        self._state.close()
+        if self._stop_coordinator is not None:
+            self._stop_coordinator.close()
+        # A copy that continues is journaled when it is complete.
+        self._saver.complete_copy()
+        if self._updates is not None:
+            self._updates.close()
+        self._recorder.close()
+        self._saver.close(is_orderly=is_orderly)
+        if self._flags is not None:
+            self._flags.close()
+        self._life.failures.close()
+        self._context.close(wait=wait)
+        # Last, because a service may not answer: everything else is saved and released.
+        for sink in self._metrics.sinks:
+            sink.close(is_orderly=is_orderly)
+        release(self)
+        if is_orderly:
+            self._ranks.close()
+
+    def _abandon(self) -> None:
+        """Clean up after a failed constructor as after a crash, so that another can be created."""
+        if hasattr(self, "_life"):
+            self._life.end()
+        for name in ("_updates", "_stop_coordinator", "_recorder", "_flags", "_optimizers"):
+            part = getattr(self, name, None)
+            if part is not None:
+                part.close()
+        if hasattr(self, "_state"):
+            self._state.close()
+        if hasattr(self, "_saver"):
+            self._saver.close(is_orderly=False)
+        if hasattr(self, "_context"):
+            self._context.close(wait=False)
 
     @while_open
     def __enter__(self) -> Session:
@@ -506,3 +686,8 @@ class Session(SessionParts):
             self.close()
         else:
             self._leave(error, wait=False)
+
+    def __del__(self) -> None:
+        """Release all resources of a session that the program dropped, as after a crash."""
+        if hasattr(self, "_loop"):
+            self._release(wait=False)

@@ -32,6 +32,8 @@ def read_dcp(files: SourceFiles) -> tuple[list[SourcePart], list[str]]:
     DCP checkpoint, and `DamagedCheckpointError` if its files are damaged or incomplete.
     """
     opened = open_checkpoint(files.base)
+    # A manifest lists the files, so damage is found before any weight is used. Other DCP
+    # checkpoints have none.
     if opened.manifest is not None and (damage := find_damage(files.base, opened.manifest)):
         raise DamagedCheckpointError(f"{files.base}: {'; '.join(damage)}", damaged=damage)
     if needs_stock(opened.metadata):
@@ -58,7 +60,7 @@ def read_dcp(files: SourceFiles) -> tuple[list[SourcePart], list[str]]:
 def weights_in(opened: Opened) -> tuple[dict[str, str], list[str]]:
     """Return the names of the weights by key, and the other parts of the checkpoint.
 
-    The weights are at `weights_at`. A checkpoint of one flat state dict is weights as a whole.
+    The weights are at `weights_at`. A checkpoint of one flat state dict is only weights.
     Raises `CheckpointError` for a value that is no tensor.
     """
     entries = opened.metadata.state_dict_metadata
@@ -131,6 +133,7 @@ def _parts(
     assert isinstance(entry, TensorStorageMetadata)
     boxes, shape, dtype = opened.boxes.by_key[key], tuple(entry.size), entry.properties.dtype
     found = list(zip(boxes.offsets.tolist(), boxes.sizes.tolist(), strict=True))
+    # A gap would leave a part of a tensor as it was in memory, and nothing would show it.
     if not tile(found, ((0,) * len(shape), shape)) or NO_FILE in boxes.file:
         raise DamagedCheckpointError(
             f"{opened.directory}: {key}: its chunks do not cover the tensor exactly; import "
@@ -153,6 +156,8 @@ def _stored(
 ) -> Stored:
     """Return where a chunk's elements lie inside its entry, which is a `torch.save` zip."""
     heads, data_at, expected = form_of(sizes, dtype)
+    # The entry has the exact form that torch writes for a dense tensor. Any other entry is read as
+    # a pickle, without running it, see decision 28.
     if length == expected and os.pread(handle, data_at, at) in heads:
         return Stored(dtype, sizes, contiguous_strides(sizes), at + data_at)
     value = open_torch(handle, at, length, where)

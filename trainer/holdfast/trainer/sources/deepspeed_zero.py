@@ -111,6 +111,7 @@ def _newest(directory: Path, names: Sequence[str]) -> Path:
         if LATEST not in names:
             raise ValueError("there is no such file")
         tag = read_bounded(directory / LATEST, TAG_BYTES_MAX, below=directory).decode().strip()
+        # The tag comes from a file, so it must not lead out of the folder.
         if tag not in names or "/" in tag or tag.startswith("."):
             raise ValueError(f"it names {tag[:100]!r}, which the folder does not have")
     except (OSError, ForeignFileError, ValueError) as error:
@@ -130,6 +131,7 @@ def _numbered(pattern: re.Pattern[str], names: Sequence[str], directory: Path) -
                     f"{directory}: {name}: the model was split by tensor parallelism; {_ADVICE}"
                 )
             found[int(match[1] or 0)] = name
+    # Without a rank's partition, all elements after it would move to other parameters.
     missing = sorted(set(range(max(found, default=-1) + 1)) - found.keys())
     if missing:
         raise CheckpointError(

@@ -66,6 +66,7 @@ def open_source(place: Path, form: str = AUTO, *, reads_dcp: bool = True) -> Wei
     else:
         files = SourceFiles.of(directory)
         parts, left_out = _read_files(files, directory, found, names, is_file=place.is_file())
+    # Of two files with one tensor, the order of their names would decide.
     _check_twice(parts, place)
     check_all(parts, files, place)
     return WeightsSource(
@@ -94,6 +95,7 @@ def _form_of(directory: Path, names: Sequence[str]) -> str | None:
 def _has(form: str, directory: Path, names: Sequence[str]) -> bool:
     """Return True if files of this form are among the names in `directory`."""
     if form == DCP:
+        # A checkpoint with pipeline stages has `.metadata` in the folder of each stage only.
         return METADATA in names or "pp0" in names
     if form == DEEPSPEED:
         return is_zero_folder(directory, names)
@@ -124,6 +126,8 @@ def _read_files(
                 f"{directory}: the file {name} is missing, which {_INDEX[form]} names; copy it "
                 "there, or download the folder again"
             )
+        # The index is a file of somebody else. Its names are resolved below the folder like any
+        # other.
         place = files.resolve(os.path.relpath(directory / name, files.base))
         more, others = _reader(form)(files, place)
         parts += more
@@ -149,6 +153,7 @@ def _choose(directory: Path, form: str, names: Sequence[str]) -> list[str]:
     if _WHOLE[form] in names:
         return [_WHOLE[form]]
     found = sorted(name for name in names if name.endswith(_SUFFIXES[form]))
+    # Without an index nobody knows whether they are parts of one model or several models.
     if form == TORCH and len(found) > 1:
         raise CheckpointError(
             f"{directory}: it has several torch files, {shorten(found)}; give the path of one"

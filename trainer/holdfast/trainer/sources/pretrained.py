@@ -26,7 +26,7 @@ from holdfast.trainer.format.metadata import Opened, pick_entries
 from holdfast.trainer.format.saved_boxes import BoxTable, SavedBoxes
 from holdfast.trainer.loading.agreement import agree
 from holdfast.trainer.loading.checkpoint import check_all
-from holdfast.trainer.loading.reader import LoadReport, load_state, open_any_together
+from holdfast.trainer.loading.reader import LoadReport, load_state, open_together
 from holdfast.trainer.planning.compare_keys import Selection, shorten
 from holdfast.trainer.ranks.collective import ControlGroup
 from holdfast.trainer.sources.dcp import weights_in
@@ -76,6 +76,7 @@ def opened_from(source: WeightsSource) -> Opened:
         storage_data={},
     )
     extents = {path: state.bytes for path, state in source.files.items() if path in numbers}
+    # These files contain the bytes alone, without the `torch.save` entries of DCP.
     table = BoxTable(tuple(numbers), by_key, extents, is_raw=True)
     return Opened(source.base, None, metadata, table, is_lean=True)
 
@@ -102,6 +103,8 @@ def _boxes_of(part: SourcePart, source: WeightsSource) -> Iterator[_Box]:
     if part.strides is None:
         yield part.offsets, part.sizes, segment.path, segment.offset
         return
+    # The longest stretch of neighbouring elements. A transposed matrix has one along its other
+    # dimension.
     run = next((d for d, step in enumerate(part.strides) if step == 1 and part.sizes[d] > 1), None)
     counts = [1 if d == run else size for d, size in enumerate(part.sizes)]
     if prod(counts) > RUNS_MAX:
@@ -133,7 +136,7 @@ def load_pretrained(
 
     Args:
         model: the model, or the parts of it that pipeline stages hold.
-        directory: a folder or a file. Its form is found by itself.
+        directory: a folder or a file. Its form is detected.
         rename: names in the source mapped to names of this model, exactly or by prefix with
             `{"old.*": "new.*"}`. A `*` alone stands for every name: `{"*": "encoder.*"}`.
         strict: if False, names that only one side has are ignored and listed in the report.
@@ -180,7 +183,7 @@ def _open(place: Path, ranks: ControlGroup) -> Opened:
     if form != DCP:
         assert opened is not None
         return opened
-    found = open_any_together(place, ranks.group)
+    found = open_together(place, ranks.group)
     names = {key: f"{MODEL}{name}" for key, name in weights_in(found)[0].items()}
     boxes = found.boxes.renamed(names)
     return replace(found, metadata=pick_entries(found.metadata, names), boxes=boxes)

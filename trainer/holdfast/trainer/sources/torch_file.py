@@ -78,7 +78,7 @@ class Other:
 
 
 class _Window(io.RawIOBase):
-    """A part of an open file as a file of its own, for `zipfile`. One read has a limit."""
+    """A part of an open file as a file object, for `zipfile`. One read has a limit."""
 
     def __init__(self, handle: int, start: int, size: int) -> None:
         super().__init__()
@@ -290,7 +290,7 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> St
         raise RefusedPickle("a tensor without a storage")
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise RefusedPickle("a tensor with invalid sizes")
-    # Types without a storage class of their own are in untyped storages.
+    # Types that have no storage class are in untyped storages.
     dtype = next((one for one in rest if isinstance(one, torch.dtype)), storage.dtype)
     begin = storage.offset + offset * dtype.itemsize
     made = Stored(dtype, tuple(size), tuple(stride), begin)

@@ -62,7 +62,7 @@ class Framework(Protocol):
         ...
 
     def read(self, saved: SavedFiles, ranks: ControlGroup) -> Sequence[str]:
-        """Restore a saved state. Return notes for people.
+        """Restore a saved state. Return notes for the user.
 
         Raises `CheckpointError` before the program's state changes, if the checkpoint does not fit
         the program.
@@ -93,6 +93,7 @@ class FileState:
         All ranks call this together. Raises `SpecError` if the framework made other steps than the
         session.
         """
+        # First, so that no file is written if framework and session disagree about the step.
         self._framework.check(progress.step)
         files: State = dict(self._framework.collect())
         generators = rng.capture()
@@ -129,11 +130,13 @@ class FileState:
         )
         notes = self._framework.read(saved, self._ranks)
         rank = self._ranks.rank
+        # A rank that did not exist then has no saved generators.
         is_reseeded = rank >= saved.world_size
         if is_reseeded:
             rng.reseed(int(document["seed"]), rank, int(document["step"]))
         else:
             rng.restore(torch.load(directory / _generators_of(rank), weights_only=True))
+        # Noted right after the restore: the program may draw numbers before its first step.
         self._generators.note()
         self._is_resumed = True
         return Restored(parts=(self._framework.name, "rng"), reseeded=is_reseeded), notes

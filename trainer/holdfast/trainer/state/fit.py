@@ -62,8 +62,11 @@ class ResumeFit:
         renamed, excluded = recorded.get("rename", {}), recorded.get("exclude", ())
         return replace(
             self,
+            # A rename that the checkpoint was saved with is already in its names.
             rename={old: new for old, new in self.rename.items() if renamed.get(old) != new},
             exclude=tuple(name for name in self.exclude if name not in excluded),
+            # Left out only if they do not fit. Otherwise each preemption would drop the part again,
+            # see decision 87.
             if_needed=tuple(name for name in self.exclude if name in excluded),
         )
 

@@ -51,6 +51,7 @@ def spread(value: Any, path: str, found: dict[str, Any], forms: Forms | None = N
     kind = type(value)
     if path in found:
         raise_twice(path)
+    # The most frequent case, and the only one that needs no form.
     if kind in SIMPLE or isinstance(value, torch.Tensor):
         found[path] = value
     elif isinstance(value, dict):
@@ -62,6 +63,7 @@ def spread(value: Any, path: str, found: dict[str, Any], forms: Forms | None = N
             spread(one, inner, found, forms)
     elif kind in _SEQUENCES:
         is_numbers = all(type(one) in _NUMBERS for one in value)
+        # A deque of numbers is saved as a list, because DCP has no deques.
         if kind is deque or not is_numbers:
             more = {LENGTH_MAX: value.maxlen} if kind is deque else {}
             _note(forms, path, {AS: _SEQUENCES[kind], **more})
@@ -99,6 +101,7 @@ def assemble(leaves: Mapping[str, Any], forms: Mapping[str, Form]) -> dict[str, 
     for path, value in leaves.items():
         *parents, last = _names_of(path, forms)
         node = tree
+        # Paths were joined by dots, and some keys contain dots themselves.
         for name in parents:
             node = node.setdefault(name, {})
         node[last] = value
@@ -164,6 +167,8 @@ def blank(
         return None
     size, dtype, placed = entry.size, entry.properties.dtype, form.get(PLACED)
     on = form.get(ON) or _usual_device(size, parameter, group)
+    # Moments of a parameter that is loaded in another precision follow the parameter. Counters are
+    # scalars and keep their type.
     if len(size) > 0 and dtype == was:
         dtype = parameter.dtype
     if isinstance(placed, list):

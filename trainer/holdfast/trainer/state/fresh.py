@@ -58,6 +58,8 @@ class Fresh:
         self, flat: Mapping[str, Any], fit: ResumeFit, own: OwnLoading, forms: Forms
     ) -> list[str]:
         """Return why a new launch could not load a checkpoint of `flat`, by keys."""
+        # As a load would see them: the same comparison decides what is refused here and there, see
+        # decision 87.
         entries = {key: _entry_of(value) for key, value in flat.items()}
         wanted = self._wanted(entries, forms)
         pick = Selection(exclude=tuple(fit.exclude), strict=fit.strict)
@@ -89,6 +91,7 @@ class Fresh:
         ours = {k.removeprefix(prefix): e for k, e in entries.items() if k.startswith(prefix)}
         # Devices and shardings make no difference here.
         plain: Forms = {
+            # Only these three change which keys a load wants.
             key: {kind: form[kind] for kind in (ADDED, DOTTED, OTHER) if kind in form}
             for key, form in forms.items()
         }
@@ -152,6 +155,7 @@ class Fresh:
 def has_shared_elements(value: Any) -> bool:
     """Return True for a tensor in which several elements have one place in memory."""
     part = _strided_part(value)
+    # An expanded tensor has a stride of 0. Loading into it would write several values to one place.
     if part is None:
         return False
     sizes = zip(part.shape, part.stride(), strict=True)
@@ -163,6 +167,7 @@ def find_aliases(flat: Mapping[str, Any]) -> list[frozenset[str]]:
     spans = sorted(span for key, value in flat.items() if (span := _span(key, value)) is not None)
     groups: list[frozenset[str]] = []
     keys: set[str] = set()
+    # Sorted by address, so overlapping tensors are neighbours.
     end = 0
     for start, stop, key in spans:
         if start >= end:
@@ -182,7 +187,7 @@ def _span(key: str, value: Any) -> tuple[int, int, str] | None:
     try:
         start = part.data_ptr()
     except RuntimeError:
-        # A tensor without memory of its own, which planning refuses by its key.
+        # A tensor without memory, which planning refuses by its key.
         return None
     if not start:
         return None
@@ -202,6 +207,7 @@ def _strided_part(value: Any) -> torch.Tensor | None:
 def _without_memory(value: Any) -> torch.Tensor | None:
     if not isinstance(value, torch.Tensor):
         return None
+    # On `meta`, so that the record of a model costs no memory.
     return torch.empty(value.size(), dtype=value.dtype, device="meta")
 
 
@@ -233,7 +239,7 @@ def _directly_below(prefix: str, values: Mapping[str, Any]) -> dict[str, torch.T
 
 
 def describe(problems: Iterable[str]) -> str:
-    """Return the error for people."""
+    """Return the text of the error."""
     return (
         "the same command could not load a checkpoint of this state, because a resume loads into "
         f"the state that the program has when it makes its Session: {'; '.join(problems)}. Give "

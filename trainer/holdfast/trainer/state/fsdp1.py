@@ -59,6 +59,8 @@ def put_back(model: nn.Module, optimizers: Sequence[Optimizer], loaded: Mapping[
     for optimizer in optimizers if names else ():
         for group in optimizer.param_groups:
             for parameter in group["params"]:
+                # torch's helper would otherwise step the optimizer to create the state, see
+                # decision 21.
                 if parameter.requires_grad and not optimizer.state.get(parameter):
                     optimizer.state[parameter] = dict.fromkeys(names)
     with _as_if_stepped(optimizers):
@@ -70,6 +72,7 @@ def _blank_shards(entry: TensorStorageMetadata, parameter: ShardedTensor) -> tor
     dtype = entry.properties.dtype
     if entry.size != parameter.size():
         return torch.empty(entry.size, dtype=dtype, device=devices.CPU)
+    # Copied, because the type is changed below and the live parameter keeps its own.
     metadata = copy.deepcopy(parameter.metadata())
     metadata.tensor_properties.dtype = dtype
     shards = [
@@ -88,11 +91,14 @@ def _as_if_stepped(optimizers: Sequence[Optimizer]) -> Iterator[None]:
     for optimizer in optimizers:
         every = [p for group in optimizer.param_groups for p in group["params"]]
         if every and not optimizer.state and all(p.grad is None for p in every):
+            # The helpers look for any state or gradient. The smallest parameter costs the least
+            # memory.
             smallest = min(every, key=lambda p: p.numel())
             smallest.grad = torch.zeros_like(smallest)
             touched.append(smallest)
     try:
         yield
     finally:
+        # A gradient of zeros would otherwise count as one in the program's first step.
         for parameter in touched:
             parameter.grad = None

@@ -55,6 +55,7 @@ def find_ties(tensors: Mapping[str, torch.Tensor], saved: Collection[str]) -> di
     Other programs save a tied weight once. `tensors` are a model's own, by name, and `saved` are
     the names of a checkpoint in this model.
     """
+    # By identity of the tensor, as torch ties weights: one tensor under several names.
     first: dict[int, str] = {}
     for name, tensor in tensors.items():
         if name in saved:

@@ -43,6 +43,7 @@ def warn_of_lost_states(models: Iterable[nn.Module]) -> None:
 
 def warn_of_local_buffers(extra: Mapping[str, Any], rank: int, world_size: int) -> None:
     """Report on rank 0 which averages a resume makes equal on all ranks."""
+    # On one rank, nothing can differ.
     for name, value in extra.items() if rank == 0 and world_size > 1 else ():
         if isinstance(value, AveragedModel) and value.use_buffers and _has_local(value):
             report(

@@ -29,7 +29,7 @@ Made = dict[str, Any]
 
 
 def describe_made(optimizers: Iterable[Any], schedulers: Iterable[Any]) -> Made:
-    """Return plain values of fresh optimizers and schedulers, by names for people."""
+    """Return plain values of fresh optimizers and schedulers, by readable names."""
     made: Made = {}
     for number, optimizer in enumerate(optimizers):
         groups = getattr(optimizer, "param_groups", None)
@@ -42,13 +42,21 @@ def describe_made(optimizers: Iterable[Any], schedulers: Iterable[Any]) -> Made:
     return made
 
 
-def changes(former: Mapping[str, Any], made: Mapping[str, Any]) -> list[str]:
-    """Return what the program has changed since a checkpoint that recorded `former`."""
-    return [
+def describe_changes(former: Mapping[str, Any], made: Mapping[str, Any]) -> str | None:
+    """Return what the program has changed since a checkpoint that recorded `former`, or None."""
+    changed = [
         f"{name} {former[name]} → {value}"
         for name, value in made.items()
+        # Only values of both are compared: a new version of torch may add options.
         if name in former and former[name] != value
     ]
+    if not changed:
+        return None
+    return (
+        f"the program changed {', '.join(changed)}. The values of the checkpoint count. To "
+        "use the new ones, set them after you create the Session. The page `Change a run` of "
+        "the documentation shows how"
+    )
 
 
 def _add_schedule(made: Made, of: str, scheduler: Any) -> None:

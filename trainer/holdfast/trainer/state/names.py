@@ -101,6 +101,7 @@ def merge_disjoint(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def copy_unless_same(live: torch.Tensor, loaded: torch.Tensor) -> None:
     """Copy `loaded` into `live`, unless both share their memory and type."""
     now, then = (t._local_tensor if isinstance(t, DTensor) else t for t in (live, loaded))
+    # A load reads into live tensors where it can, so most of them need no copy.
     if now.data_ptr() != then.data_ptr() or now.dtype != then.dtype:
         with torch.no_grad():
             live.copy_(loaded)
@@ -139,6 +140,7 @@ class Views:
     def _sharded(self, name: str, tensor: DTensor, *, is_buffer: bool) -> DTensor:
         kept = self._kept.get(name)
         if kept is not None and kept[0] is tensor:
+            # A resize or `.data =` gives a parameter new memory under the same object.
             now, then = tensor._local_tensor, kept[1]._local_tensor
             if now.data_ptr() == then.data_ptr() and now.shape == then.shape:
                 return kept[1]
@@ -160,10 +162,13 @@ def _walk(module: nn.Module, prefix: str, found: Named) -> None:
         hook(module, prefix, False)
     found.is_plain = found.is_plain and _is_plain(module)
     tensors, parameters = found.tensors, found.parameters
+    # Every save walks again, because a missed replacement would save old weights without an error,
+    # see decision 11.
     for name, parameter in module._parameters.items():
         if parameter is not None:
             tensors[prefix + name] = parameter
             parameters.setdefault(id(parameter), prefix + name)
+    # Non-persistent buffers are not in `state_dict` either.
     for name, buffer in module._buffers.items():
         if buffer is not None and name not in module._non_persistent_buffers_set:
             tensors[prefix + name] = buffer
@@ -184,6 +189,7 @@ def _is_plain(module: nn.Module) -> bool:
     if any(hooks) and not all(is_known(hook) for hook in _hooks_of(hooks)):
         return False
     own = module.__dict__
+    # A method that was set on the instance hides that of the class.
     return _is_standard(type(module)) and "state_dict" not in own and "load_state_dict" not in own
 
 

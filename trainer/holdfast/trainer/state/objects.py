@@ -149,6 +149,7 @@ class Objects:
                 }
         for name, item in self._alone.items():
             kind = type(item).__name__
+            # The number of ranks is recorded, because another number cannot use the rows.
             documents[name] = {plain.MARK: PER_RANK, "class": kind, "ranks": self._world_size}
             tensors[self._row_key(name)] = self._row(name, item.state_dict())
         return tensors, documents
@@ -319,6 +320,8 @@ class Objects:
         content = plain.to_bytes(state, name)
         needed = _LENGTH_BYTES + len(content)
         if needed > self._row_bytes.get(name, 0):
+            # A quarter more, rounded up to a power of two: a state that grows slowly keeps the
+            # plan.
             self._row_bytes[name] = max(ROW_BYTES_MIN, 1 << (needed + needed // 4).bit_length())
         row = torch.zeros(self._row_bytes[name], dtype=torch.uint8, device=devices.CPU)
         row[:needed] = torch.frombuffer(

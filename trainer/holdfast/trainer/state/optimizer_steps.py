@@ -1,4 +1,4 @@
-"""Hears the steps of the program's optimizers, to know what a step of its loop has done.
+"""Observes the steps of the program's optimizers, to know what a step of its loop has done.
 
 A loop that the program leaves by `break` does not say whether the step was trained by then. And a
 step in which no optimizer stepped has only accumulated gradients, which no checkpoint contains.
@@ -36,6 +36,7 @@ class OptimizerSteps:
             try:
                 self._hooks.append(optimizer.register_step_pre_hook(self._begin))
                 self._hooks.append(optimizer.register_step_post_hook(self._end))
+            # Not an optimizer of torch. Its steps cannot be observed.
             except (AttributeError, TypeError):
                 self._can_hear = False
 
@@ -57,6 +58,7 @@ class OptimizerSteps:
     @property
     def is_inside(self) -> bool:
         """True if the weights may be half changed."""
+        # Unknown counts as inside: a save of half-changed weights must never happen.
         return not self.is_known or self._under_way > 0
 
     @property

@@ -100,6 +100,7 @@ Names = Mapping[int, str]
 def unwrap(optimizer: Any) -> Any:
     """Return the innermost optimizer of a pure wrapper such as Accelerate's, else `optimizer`."""
     inner = getattr(optimizer, "optimizer", None)
+    # Only a pure wrapper, which shares groups and state. Another one may have more state.
     while (
         isinstance(inner, Optimizer)
         and getattr(optimizer, "param_groups", None) is inner.param_groups
@@ -128,6 +129,7 @@ def awaits_state(optimizer: Optimizer) -> bool:
     """Return True if a trained parameter has no state yet and may still get some."""
     return any(
         p.requires_grad
+        # A parameter of plain SGD never gets any state, so it awaits none.
         and not optimizer.state.get(p)
         and known_keys(optimizer, p, group) != frozenset()
         for group in optimizer.param_groups
@@ -180,6 +182,7 @@ class OptimizerState:
         for group in groups:
             kept = _options(group) | {"params": []}
             for parameter in group["params"]:
+                # On `meta`, so the record of the groups costs no memory.
                 bare = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
                 kept["params"].append(bare)
                 self._fresh_names[id(bare)] = names[id(parameter)]
@@ -221,6 +224,8 @@ class OptimizerState:
         for number, group in enumerate(groups):
             owners = [names[id(p)] for p in group["params"]]
             for parameter, name in zip(group["params"], owners, strict=True):
+                # Missing state is never created, not even by a step with a gradient of zero, see
+                # decision 21.
                 if values := state.get(parameter):
                     _gather_one(found, parameter, group, f"{STATE}.{name}", values, forms)
                     self._mark_added(values, parameter, group, name, forms)
@@ -268,6 +273,7 @@ class OptimizerState:
         state, groups = self._now()
         for number, group in enumerate(groups):
             options = _options(group)
+            # No key belongs to a group without parameters, so its options are in the document.
             if not group["params"]:
                 its = saved.empty_groups.get(f"{self._number}.{number}", {})
                 made = plain.decode(its, {})
@@ -352,7 +358,7 @@ class OptimizerState:
         )
 
     def _gather_others(self, found: dict[str, Any], state: Any, forms: Forms | None) -> None:
-        """Add state that an optimizer keeps under a name of its own instead of a parameter."""
+        """Add state that an optimizer keeps under a name instead of a parameter."""
         for name, value in state.items():
             if isinstance(name, torch.Tensor):
                 continue
@@ -388,9 +394,13 @@ class OptimizerState:
             form = part.forms.get(path, {})
             if key in found:
                 continue
+            # Marked when it was saved, so it is accepted as plain torch would accept it, see
+            # decision 87.
             if not form.get(ADDED):
                 if known is not None and path not in known:
                     continue
+                # A class has all its options. One that is missing now was not an option of this
+                # program.
                 if not is_state and self._is_of_torch and path in OPTIONS_OF_TORCH:
                     continue
             found[key] = blank(entry, parameter, group, form, part.was)

@@ -1,6 +1,6 @@
 """Modules that load their own state: which names they judge, and what torch lets them load.
 
-A module with `set_extra_state`, or with a `_load_from_state_dict` or a load hook of its own, may
+A module with `set_extra_state`, or with a custom `_load_from_state_dict` or load hook, may
 accept a tensor whose shape differs from the one that it has now: bytes of an extra state, or the
 ranges of a quantization observer. Holdfast gives such a module what was saved, as `torch.load` and
 `load_state_dict` do.
@@ -50,6 +50,8 @@ class OwnLoading:
             for prefix, module in _walk(model, ""):
                 kind = type(module)
                 if kind.get_extra_state is not nn.Module.get_extra_state:
+                    # Refused when the Session is made, and not at the first relaunch, see
+                    # decision 87.
                     if kind.set_extra_state is nn.Module.set_extra_state:
                         raise CheckpointError(
                             f"model.{prefix}{_EXTRA_STATE_KEY_SUFFIX}: {kind.__name__} has "
@@ -125,6 +127,7 @@ def want(
         is_saved = name in judged if whole is None else _has_extra_state(whole, judged, forms)
         # Without `strict`, a module keeps what the checkpoint does not have.
         if name not in judged and (strict if whole is None else is_saved):
+            # The module must see that the name is missing, so that it can raise its own error.
             del target[name]
     for name, entry in judged.items():
         live = target.get(name)
@@ -194,6 +197,7 @@ def find_refused(
     Names are those below `prefix`. This loads into a copy whose tensors have no memory. A module
     that cannot be copied, or whose loading needs values, is not asked: it judges at the load.
     """
+    # Children stay shared: only this module's own tensors are judged, and copies cost memory.
     memo: dict[int, Any] = {id(child): child for child in module.children()}
     for own in (*module._parameters.values(), *module._buffers.values()):
         if own is not None:
@@ -210,6 +214,7 @@ def find_refused(
                 )
         state = {f"{prefix}{name}": torch.empty_like(t, device="meta") for name, t in saved.items()}
         with torch.no_grad():
+            # Strict, and without memory: this asks only whether the shapes would be taken.
             trial._load_from_state_dict(
                 state, prefix, {"version": module._version}, True, missing, unexpected, errors
             )

@@ -70,6 +70,7 @@ def encode(value: Any, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
     tensors: dict[str, torch.Tensor] = {}
     for one in found:
         joined = one.marked["value"]
+        # Only names that occur twice get a digest, so that usual names stay readable and stable.
         if times[joined] > 1:
             one.marked["value"] = f"{joined}~{digest_of(repr(one.path).encode())}"
         if one.marked["value"] in tensors:
@@ -131,6 +132,7 @@ def templates(document: Any, live: Encoded | None = None) -> dict[str, torch.Ten
         shape, dtype = list(one["shape"]), getattr(torch, one["dtype"].removeprefix("torch."))
         tensor = ours.get(path)
         if tensor is not None and list(tensor.shape) == shape and tensor.dtype == dtype:
+            # Contiguous, because a load writes the bytes in the order of the shape.
             found[one["value"]] = torch.empty_like(tensor, memory_format=torch.contiguous_format)
         else:
             found[one["value"]] = torch.empty(shape, dtype=dtype, device=devices.CPU)
@@ -163,6 +165,7 @@ def from_bytes(content: bytes) -> Any:
     at = 0
     for name, size in sizes.items():
         if size:
+            # A copy of the bytes: `frombuffer` on them would give a tensor that cannot be written.
             piece = torch.frombuffer(bytearray(rest[at : at + size]), dtype=tensors[name].dtype)
             tensors[name].view(-1).copy_(piece)
         at += size
@@ -175,16 +178,19 @@ def _content(tensor: torch.Tensor) -> bytes:
 
 
 def _encode(value: Any, name: str, path: _Path, found: list[_Found], depth: int) -> Any:
+    # A state that contains itself would recurse for ever.
     if depth > DEPTH_MAX:
         raise CheckpointError(f"{name}: nested more than {DEPTH_MAX} deep; does it contain itself?")
     if isinstance(value, np.generic):
         return _encode_scalar(value, name, path, found, depth)
+    # Before `int`, because `bool` is an `int`.
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
         is_long = int(value).bit_length() > INT_BITS_MAX
         return {MARK: "int", "value": hex(value)} if is_long else int(value)
     if isinstance(value, float):
+        # JSON has neither NaN nor infinity.
         return float(value) if math.isfinite(value) else {MARK: "float", "value": repr(value)}
     if isinstance(value, torch.Tensor):
         return _note("tensor", value.detach(), name, path, found)
@@ -200,6 +206,7 @@ def _encode(value: Any, name: str, path: _Path, found: list[_Found], depth: int)
         return {MARK: "bytes", "value": base64.b64encode(value).decode()}
     if isinstance(value, torch.Size):
         return {MARK: "size", "value": list(value)}
+    # A named tuple has a class, which only a pickle could restore.
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
         items = [
             _encode(item, f"{name}.{i}", (*path, i), found, depth + 1)
@@ -250,6 +257,7 @@ def _encode_mapping(
         for key, item in value.items()
     }
     kind = _kind_of(value)
+    # A mapping that has the mark itself must not be taken for a marked value.
     if kind is None and all(type(key) is str for key in value) and MARK not in value:
         return items
     pairs = [

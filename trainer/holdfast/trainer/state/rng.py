@@ -59,6 +59,8 @@ class _Reader(Generic[State]):
 
     def __call__(self) -> State:
         memory = self._memory()
+        # Equal memory means equal state. Comparing 2,500 bytes is cheaper than making 624 numbers,
+        # see decision 83.
         if self._known is None or memory is None or memory != self._known[0]:
             self._known = memory, self._read()
         return self._known[1]
@@ -74,6 +76,7 @@ def _numpy_memory() -> object:
     """The words are in the bit generator, the second number of a normal pair in its owner."""
     owner = np.random.mtrand._rand
     generator = owner._bit_generator
+    # The program has installed another bit generator, whose memory is unknown.
     if type(generator) is not np.random.MT19937:
         return None
     return _memory_of(owner).tobytes(), _memory_of(generator).tobytes()
@@ -86,6 +89,7 @@ def _memory_of(item: object) -> memoryview:
     The cache keeps the object. Without it, the memory could later be that of another one.
     """
     start = object.__basicsize__
+    # After the reference count, which changes without any draw.
     memory = ctypes.c_char * (type(item).__basicsize__ - start)
     return memoryview(memory.from_address(id(item) + start))
 
@@ -160,6 +164,8 @@ def used_since(states: Mapping[str, torch.Tensor]) -> list[str]:
     if TORCH in used:
         probe = torch.Generator(devices.CPU)
         probe.set_state(states[TORCH].cpu())
+        # The iterators draw one seed each from torch's generator, which an uninterrupted run does
+        # not.
         for _ in range(LOADERS_MAX):
             torch.empty((), dtype=torch.int64, device=devices.CPU).random_(generator=probe)
             if torch.equal(probe.get_state(), now[TORCH]):
@@ -196,6 +202,7 @@ class ResumedGenerators:
 
     def rewind_seeds(self) -> None:
         """Take back the seeds that loaders' iterators drew, if nothing else was drawn."""
+        # If anything else was drawn, the program did so on purpose, and its draws stay.
         if self._states is not None and not used_since(self._states):
             restore(self._states)
 

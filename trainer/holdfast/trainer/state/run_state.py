@@ -39,7 +39,7 @@ class TrainingProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """The result of `TrainState.apply`. `missing`, `unused` and `refused` are for people."""
+    """The result of `TrainState.apply`. `missing`, `unused` and `refused` are names to report."""
 
     parts: tuple[str, ...]
     missing: tuple[str, ...] = ()

@@ -48,6 +48,7 @@ class SavedOptimizer:
         """Build it from entries and forms by key (`state.…`, `param_groups.…`) of `known` names."""
         saved = cls(knows_forms=forms is not None)
         forms = forms or {}
+        # First, because the keys of such entries have no parameter's name to end at.
         for key, form in forms.items():
             if OTHER in form:
                 saved.others[key.partition(".")[2]] = form[OTHER]
@@ -70,6 +71,7 @@ class SavedOptimizer:
         if parts is None:
             return None
         name, path = rest, ""
+        # From the longest name down: names of parameters and paths both contain dots.
         while name:
             if name in known or (kind == STATE and name in self.others):
                 return parts.setdefault(name, SavedPart()), path

@@ -1,4 +1,4 @@
-"""Notices an optimizer that got other groups, or that the program made in place of a known one.
+"""Notices an optimizer that got other groups, or that replaced a known one.
 
 Checkpoints contain the state of the Session's optimizers. If another one steps their parameters in
 their place, a resume restores the state of an optimizer that no longer trains.
@@ -37,9 +37,9 @@ class StepWatch:
         stepped, asks, others, sizes = self.stepped, self.asks, self._others, self._sizes
 
         def note(optimizer: Optimizer, *_: Any) -> None:
-            # A step that is being compiled is not changed. All is in one function without
-            # attributes of the watch, because the training step replaces what is read here in
-            # the processor's caches.
+            # A step that is being compiled is not changed. Everything is in one function without
+            # attributes of the watch, because the training step evicts whatever is read here
+            # from the processor's caches, see decision 83.
             if is_dynamo_compiling():
                 return
             number = owners.get(id(optimizer))
@@ -58,6 +58,7 @@ class StepWatch:
         self._end = None
         if optimizers:
             handle = register_optimizer_step_post_hook(note)
+            # Removes the hook when the watch is gone, even if `close` was not called.
             self._end = weakref.finalize(self, handle.remove)
 
     def find_replaced(self) -> str | None:
@@ -67,6 +68,8 @@ class StepWatch:
         for other in others:
             theirs = _parameters(other)
             for number, known in enumerate(self._optimizers):
+                # A wrapper of a known optimizer steps too. It is no replacement if the known one
+                # has stepped.
                 if number not in self.stepped and not theirs.isdisjoint(_parameters(known)):
                     return (
                         f"an optimizer that the Session does not have ({type(other).__name__}) "

@@ -141,7 +141,7 @@ class TrainState:
         self._counts: list[list[int]] = []
         self._is_heard = all(isinstance(each, Optimizer) for each in self._optimizers)
         self._generators = rng.ResumedGenerators()
-        # FSDP1 converts flat parameters to named ones with collectives of its own.
+        # FSDP1 converts flat parameters to named ones by collectives.
         self._is_fsdp1 = any(is_fsdp1(model) for model in self._models)
         self._check(find_all(self._models))
         if rank == 0:
@@ -150,6 +150,8 @@ class TrainState:
     def fit_for(self, document: Mapping[str, Any]) -> ResumeFit:
         """Return how to load the checkpoint of `document`."""
         left = self._objects.left_behind(document["objects"], self._fit.exclude)
+        # The optimizer of an import has other names and layouts. A wrong guess would train
+        # differently without an error, see decision 78.
         if is_imported(document):
             left = [*left, OPTIMIZER]
         return self._fit.still_to_do(document).without([*left, *self._left_out])
@@ -201,6 +203,7 @@ class TrainState:
         """
         watch = self._watch
         if watch is not None:
+            # The flags cost less than the comparison, which runs only if something has changed.
             if watch.asks or not self._is_heard:
                 self._examine(watch)
             watch.stepped.clear()
@@ -233,6 +236,7 @@ class TrainState:
         state = self._tensors() | {RNG: {rank_key(self._rank): generators}}
         tensors, documents = self._objects.capture()
         put(state, tensors)
+        # At every save: whether tensors share memory shows in no key, shape or type.
         if self._fresh is not None and (parted := self._fresh.find_parted(state, self._fit)):
             raise SaveError(describe(parted))
         document = {
@@ -268,6 +272,8 @@ class TrainState:
         """
         own = self._own_forms()
         self._forms = {}
+        # Most optimizers have no forms. One small exchange then replaces the gathering of all of
+        # them.
         if ranks.largest([bool(own)])[0]:
             for forms in ranks.gather(lambda: own):
                 self._forms |= forms
@@ -338,6 +344,7 @@ class TrainState:
             parts.append(RNG)
         else:
             rng.reseed(int(document["seed"]), self._rank, int(document["step"]))
+        # The program may draw numbers before its first step. Those draws are taken back.
         self._generators.note()
         ours = set(self._objects)
         return Restored(
@@ -361,6 +368,7 @@ class TrainState:
         `pick` selects parts of the checkpoint. `document` is the checkpoint's own, or empty.
         """
         state = self._tensors()
+        # What an earlier try has found must not count for another checkpoint.
         self._saved, self._ties, self._saved_forms = SavedOptimizer(), {}, {}
         pick, document = pick or Selection(), document or {}
         if metadata is not None and OwnLoading.of(self._models):

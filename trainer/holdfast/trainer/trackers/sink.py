@@ -1,4 +1,4 @@
-"""Sends metrics to a tracker on a thread of its own, so that no step waits for a service."""
+"""Sends metrics to a tracker on a separate thread, so that no step waits for a service."""
 
 from __future__ import annotations
 

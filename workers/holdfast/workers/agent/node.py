@@ -123,7 +123,7 @@ class CrashReport:
 class LedNode(NodePort, Protocol):
     """One node of the attempt, as node 0's agent leads it.
 
-    Node 0 itself answers at once. Another node answers with a future, which may raise
+    Node 0 itself answers immediately. Another node answers with a future, which may raise
     `ConnectionError`.
     """
 

@@ -1,4 +1,4 @@
-"""Starts a program that handles a signal of its own.
+"""Starts a program that handles a signal itself.
 
 `python -m holdfast.workers.agent.program_start SIGTERM <folder> <command …>` becomes the command.
 The guard ignores the signals by which clusters announce an end, and so does what it starts. The

@@ -47,7 +47,7 @@ class RootCheck:
         self._context, self._group, self._journal = context, group, journal
 
     def passes(self) -> bool:
-        """Check the root on all nodes at once; return False if training must not start.
+        """Check the root on all nodes together; return False if training must not start.
 
         The run's checkpoints may be on other storage, which is checked too.
         """

@@ -173,7 +173,7 @@ def _has_failed_lately(paths: RunPaths) -> bool:
         failed_at = (paths.tombstones / FAILED_NAME).lstat().st_mtime
     except FileNotFoundError:
         return False
-    # The file server has another clock. A time that is far in the future says nothing.
+    # The file server has another clock, so a time that is far in the future proves nothing.
     return abs(time.time() - failed_at) < RETRY_S
 
 
@@ -236,12 +236,14 @@ def apply(
     `keep` replaces the rules of the run's spec. `history` is what the caller has just read of the
     run. Pins are read again before each deletion.
     With `copies`, their copies in the run's mirror are deleted too, which may take long. Several
-    processes may call this at once: each checkpoint is deleted and journaled by one of them.
+    processes may call this together: each checkpoint is deleted and journaled by one of them.
     """
     with _held(paths) as held:
         finish_deletions(held)
         verdicts = [one for one in retention.plan_run(held, history, keep) if not one.is_kept]
         if verdicts:
+            # Deletions rely on a newer checkpoint, so that one must survive a power cut before they
+            # begin.
             make_newest_durable(held)
         deleted = [
             one
@@ -335,15 +337,20 @@ def remove_torn(paths: RunPaths) -> int:
 def _delete(paths: RunPaths, checkpoint: str, *, reason: str, by: str, writer: str) -> bool:
     """Delete a checkpoint; return False if another process deletes it or it is kept after all."""
     directory, tombstone = paths.checkpoint(checkpoint), paths.tombstone(checkpoint)
+    # A cheap look first. The one that decides comes after the rename.
     if readers(directory):
         return False
     facts = {"checkpoint": checkpoint, "reason": reason, "by": by}
+    # The line comes first: SQL and the run's history are rebuilt from the journal.
     is_journaled = _journal(paths, writer, EventKind.CHECKPOINT_DELETED, **facts)
     make_directory(paths.tombstones)
     try:
+        # The rename selects one of several deleters and needs no space, see decision 12.
         os.rename(directory / MANIFEST, tombstone)
     except FileNotFoundError:
         return False
+    # Checked again after the rename. A reader that created its lease before sees no manifest now,
+    # or this look sees its lease.
     kept_by = _protected_since(paths, checkpoint)
     if kept_by:
         os.rename(tombstone, directory / MANIFEST)
@@ -351,6 +358,8 @@ def _delete(paths: RunPaths, checkpoint: str, *, reason: str, by: str, writer: s
         text = f"{checkpoint} was not deleted: it is {kept_by}"
         _journal(paths, writer, EventKind.NOTE, text=text)
         return False
+    # Both ends of the rename: until then, a power cut could bring the manifest back to a directory
+    # whose files are gone.
     for parent in (paths.tombstones, directory):
         fsync_directory(parent)
     _move_to_removing(paths, checkpoint)
@@ -396,5 +405,6 @@ def _journal(paths: RunPaths, writer: str, kind: EventKind, **facts: Any) -> boo
 def _move_to_removing(paths: RunPaths, checkpoint: str) -> None:
     """Move a directory out of the listing; harmless if another process was faster."""
     with contextlib.suppress(FileNotFoundError):
+        # The directory leaves the listing in one step, so nobody finds half a checkpoint.
         os.rename(paths.checkpoint(checkpoint), paths.removing(checkpoint))
     fsync_directory(paths.checkpoints)

@@ -72,6 +72,7 @@ def export(
     if manifest is not None:
         require_readable(manifest, "export it")
     paths = RunPaths(directory.parent.parent)
+    # Refused before anything is written, see decision 91.
     refuse_damaged(paths, directory.name, "export it")
     target = output.expanduser().absolute()
     if os.path.lexists(target):
@@ -81,6 +82,7 @@ def export(
     record = read_document(RunRecord, paths.spec)
     python = [sys.executable]
     if record is not None:
+        # `torch` is in the job's environment, which may differ from this command's.
         python = interpreter_of(paths, load_history(paths).spec)
     arguments = [str(directory.absolute()), "--to", form.value, "--output", str(target)]
     arguments += [word for key in include for word in ("--include", key)]
@@ -89,6 +91,7 @@ def export(
     facts = ask_trainer(python, "export", *arguments, timeout_s=EXPORT_S_MAX, look=look)
     facts["checkpoint"] = manifest.id if manifest else str(directory)
     if record is not None and manifest is not None and manifest.run_uid == record.uid:
+        # A checkpoint keeps the id of its run, even if its manifest was written under another name.
         facts["checkpoint"] = checkpoint_id(paths.name, directory.name)
         if not paths.is_mine():
             # Reading another user's checkpoint does not justify a write to that run's folder.

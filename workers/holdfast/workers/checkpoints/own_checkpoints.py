@@ -1,6 +1,6 @@
 """Checkpoints that a program writes itself: find them, judge them, and record them in the run.
 
-A committed one has a directory of its own in the run's folder, with nothing but a manifest. The
+A committed one has a directory in the run's folder, which contains only a manifest. The
 manifest names the program's folder, with the size and the digest of each file. Holdfast never
 changes the program's files. Links, pipes and devices among them are never opened, and nothing that
 another user owns becomes a checkpoint.
@@ -187,9 +187,9 @@ def why_incomplete(
 
     It has not changed for `still_s` seconds, as this process saw it. With `was_seen`, this process
     saw it appear or change. With `is_old`, it is from before the launch. `ended` is empty while the
-    program runs, `exited` if it left by itself with status 0, else `died`. A dead program changes
-    nothing any more, so silence proves nothing then: only a file of `complete` does, or a program
-    that left in an orderly way.
+    program runs, `exited` if it exited with status 0, else `died`. A dead program changes
+    nothing, so silence proves nothing: only a file of `complete` does, or a program that exited
+    with status 0.
     """
     if found.problem:
         return found.problem
@@ -197,6 +197,8 @@ def why_incomplete(
         return f"{missing[0]} is missing"
     if not found.files:
         return "contains no file"
+    # Silence proves nothing about files that an earlier launch may have left half written, see
+    # decision 76.
     if not was_seen and not program.complete:
         return "it was there before the program started, so nothing shows that it is complete"
     if ended or is_old:
@@ -214,8 +216,11 @@ def seal(found: OwnCheckpoint, goes_on: Callable[[], bool]) -> tuple[FileEntry, 
     """
     entries = tuple(_seal_file(found, one, goes_on) for one in found.files)
     folders = {(found.folder / one.path).parent for one in found.files}
+    # The names as well, up to that of the checkpoint: the program may not have called fsync.
     for folder in sorted({*folders, found.folder, found.path.parent}):
         fsync_directory(folder)
+    # A program may write again while its files are read. Then the digests describe no state that
+    # ever existed.
     again = look_at(found.path, found.step, found.owners)
     if again is None or again.problem or again.files != found.files:
         raise CheckpointError(f"{found.path}: the program changed its files while they were read")
@@ -228,8 +233,10 @@ def _seal_file(found: OwnCheckpoint, one: FileStamp, goes_on: Callable[[], bool]
     except (FileNotFoundError, ForeignFileError) as error:
         raise CheckpointError(f"{found.path}: {one.path} was replaced: {error}") from error
     try:
+        # Checked on the open descriptor, because the file may have been replaced since the listing.
         if (owner := os.fstat(handle).st_uid) not in found.owners:
             raise CheckpointError(f"{found.path}: {one.path} belongs to another user (uid {owner})")
+        # Durable before the manifest is written, as for Holdfast's own files.
         os.fsync(handle)
         checksum, left = FileChecksum(one.bytes), one.bytes
         while left and goes_on():
@@ -268,7 +275,7 @@ def path_of(manifest: Manifest, pattern: CheckpointPattern) -> Path | None:
 def newest_before(
     manifests: Sequence[Manifest], step: int, *, or_at: bool = False
 ) -> Manifest | None:
-    """Return the newest manifest of a step before `step`, or also at it."""
+    """Return the newest manifest of a step before `step`, or with `or_at` of a step up to it."""
     limit = step if or_at else step - 1
     fitting = [one for one in manifests if one.step <= limit]
     return max(fitting, key=lambda one: (one.step, one.attempt, one.launch), default=None)

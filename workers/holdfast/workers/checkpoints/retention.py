@@ -33,8 +33,8 @@ OWN: Final = "the program's own, which only the program deletes"
 class Facts:
     """What is known about a run's checkpoints besides their manifests, by directory name.
 
-    `in_use` says what needs a checkpoint, `read` which process reads it, and `damaged` what is
-    wrong with it. `mirrored` has the checkpoints with a durable second copy. It is None if the spec
+    `in_use` names what needs a checkpoint, `read` which process reads it, and `damaged` its
+    damage. `mirrored` has the checkpoints with a durable second copy. It is None if the spec
     requests no copy.
     """
 
@@ -89,6 +89,7 @@ def protections(
     """Return why checkpoints may not be deleted whatever the keep rules say, by directory name."""
     reasons_of: dict[str, list[str]] = {one.name: [] for one in ordered}
     if branch:
+        # What the run would resume from. It is kept whatever the rules say.
         reasons_of[branch[-1].name].append(NEWEST)
     if facts.mirrored is not None:
         # Until a later one has its second copy, this one may be all that survives a lost disk.
@@ -118,8 +119,10 @@ def checkpoints_in_use(history: RunHistory) -> dict[str, str]:
     uses: dict[str, str] = {}
     for event in history.events:
         if event.kind is EventKind.FORKED:
+            # A fork that has not saved yet resumes from this one.
             into = event.data.get("into_run") or "another run"
             uses[_name_in(event)] = f"the parent of run {into}"
+        # A folder that an export links to would break, see decision 73.
         elif event.kind is EventKind.EXPORTED and Path(str(event.data.get("path", ""))).exists():
             uses[_name_in(event)] = f"exported to {event.data['path']}"
     for attempt in history.attempts:
@@ -211,6 +214,8 @@ def _why_deleted(one: Manifest, keep: Keep, facts: Facts) -> str:
 
 def _branch(ordered: Sequence[Manifest], facts: Facts) -> list[Manifest]:
     """Return the checkpoints that the run may resume from."""
+    # A damaged checkpoint does not count as the newest, or the rules would delete the last good
+    # one.
     return [one for one in ordered if one.name not in {*facts.excluded, *facts.damaged}]
 
 

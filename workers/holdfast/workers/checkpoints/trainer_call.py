@@ -115,6 +115,7 @@ def _run(command: list[str], timeout_s: float, look: Callable[[], object]) -> tu
         stderr=pipe,
         text=True,
         errors="replace",
+        # Otherwise a module in the caller's folder could hide one of Holdfast's.
         cwd=NEUTRAL_FOLDER,
     ) as process:
         try:

@@ -36,6 +36,7 @@ def verify(directory: Path, find: Watched = find_damage) -> dict[str, Any]:
     damaged: list[str] = []
     manifest: Manifest | None = None
     try:
+        # With a lease, so that the keep rules cannot delete it while it is read.
         with reading(directory):
             manifest = read_manifest(directory, is_copy=own is None)
             if manifest is None:
@@ -49,7 +50,7 @@ def verify(directory: Path, find: Watched = find_damage) -> dict[str, Any]:
     except OSError as error:
         damaged = [f"{MANIFEST}: cannot be read: {error.strerror}"]
     run = RunPaths(directory.parent.parent).name
-    # A directory that the program chose may hold the only one.
+    # A directory that the program chose may contain the only instance of the checkpoint.
     is_copy = manifest is not None and own is None and not manifest.is_placed
     return {
         "ok": not damaged,

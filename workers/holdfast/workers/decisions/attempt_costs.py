@@ -46,6 +46,8 @@ def measured_costs(history: RunHistory) -> Costs:
     size_s = 0.0
     for one in segments(spans, created_at=created_at, until=until):
         parts[one.part] += one.ended_at - one.began_at
+        # Steps that were lost took as long as those that were kept, so both count for the time of a
+        # step.
         if one.part in {"training", "lost"}:
             size_s += history.attempts[one.span].gpus * (one.ended_at - one.began_at)
     launches = [launch for span in spans for launch in span.launches]

@@ -1,7 +1,7 @@
 """The limit of the attempts of a run, `supervision.attempts_max`.
 
-It counts for everything that Holdfast starts by itself: relaunches, growth, and moves between the
-places of a run. What an operator orders is not limited.
+It counts for everything that Holdfast starts on its own: relaunches, growth, and moves between the
+places of a run. An operator's relaunch is not limited.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from holdfast.workers.decisions.exclusions import is_refused_exclusion
 
 
 def may_try_again(history: RunHistory) -> bool:
-    """Return True if Holdfast may start another attempt of the run by itself."""
+    """Return True if Holdfast may start another attempt of the run without an order."""
+    # An attempt that Slurm refused for Holdfast's own exclusions says nothing about the run.
     counted = sum(not is_refused_exclusion(one) for one in history.attempts)
     return counted < history.spec.supervision.attempts_max

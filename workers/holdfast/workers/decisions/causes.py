@@ -53,6 +53,8 @@ _OF_SCHEDULER: Final[dict[str, Cause]] = {
     "NODE_FAIL": Cause.NODE_FAILURE,
     "BOOT_FAIL": Cause.NODE_FAILURE,
     "OUT_OF_MEMORY": Cause.HOST_OOM,
+    # A job that Slurm calls CANCELLED was cancelled by a person: Holdfast's own cancellations leave
+    # an outcome or a journal line, which come first.
     "CANCELLED": Cause.OPERATOR,
     FORGOTTEN: Cause.INFRASTRUCTURE,
     "LAUNCH_FAILED": Cause.INFRASTRUCTURE,
@@ -143,13 +145,17 @@ def classify(
     None if the scheduler did not answer. `lost_hosts` are the hosts that the surviving agents
     reported lost. `job_log` is the end of the job's output from before its agent began.
     """
+    # The agent saw the ranks end. The scheduler knows the job only.
     if outcome is not None:
         return _with_outcome(outcome, status)
     reported = list(status.evidence) if status else []
+    # An operator's order explains whatever the processes reported while they ended.
     if stop is not None:
         message = f"{stop.by} requested {stop.action}"
         return _ending(Cause.OPERATOR, [message, *reported])
     signalled = next((s for s in reversed(signals) if s.get("cause")), None)
+    # A dying node's step sends SIGHUP to its processes, so with a lost node the signal is an
+    # effect.
     if signalled is not None and lost_hosts and _is_hang_up(signalled):
         signalled = None
     raw = status.raw if status else ""
@@ -222,6 +228,8 @@ def unhealthy_ending(
     """
     evidence = [f"{one.host} is unhealthy: {one.check}: {one.problem}" for one in unhealthy]
     is_same = len({one.check for one in unhealthy}) == 1
+    # On one node the same result proves nothing about the check, so `nodes` must be more than one.
+    # See decision 50.
     if is_same and len(unhealthy) == nodes > 1:
         what = (
             f"the health check {unhealthy[0].check!r} failed on all {nodes} nodes, so no node is "
@@ -254,11 +262,15 @@ def classify_crash(
     is the end of torchrun's own log. `unsaved` is the recorded error of a save after which nothing
     was trained, see `Ended.unsaved`. It decides before any text.
     """
+    # The other ranks' errors only report the lost peer.
     if lost_nodes:
         return _ending(Cause.NODE_FAILURE, [f"node {n} was lost" for n in lost_nodes]), None
     first = first_failure(failures)
+    # A rank that was killed had no time to write a record. Its peers' records are secondary, see
+    # decision 19.
     if first is not None and first.signal:
         return _of_killed(first, oom_kills), first
+    # A full disk leaves no room for a traceback, so the save's own error decides, see decision 92.
     if (found := find_cause(unsaved)) and not oom_kills:
         said = last_message(first.text) if first else ""
         more = [f"rank {first.rank}: {said}"] if first and said else []
@@ -270,7 +282,7 @@ def classify_crash(
     if found is None and is_of_command(first.text):
         return _of_command(first, who), first
     if found is None:
-        # Only the program itself exits with a code of its own.
+        # Nothing but the program chooses other exit codes.
         message = last_message(first.text) or "it exited without an error message"
         return _ending(Cause.USER_ERROR, [f"{who}: {message}"]), first
     if oom_kills and (found.rule is HELPER_LOST or KILLED_WORKER.search(found.quote)):
@@ -365,6 +377,7 @@ def _precedence(failure: RankFailure) -> tuple[bool, bool, bool, bool, bool, flo
 def _with_outcome(outcome: Outcome, status: JobStatus | None) -> Ending:
     """Return the agent's outcome, corrected where only the scheduler can know the cause."""
     evidence = [*outcome.evidence, *(status.evidence if status and gives_reason(status) else ())]
+    # The scheduler cannot know better than an agent that saw all ranks exit with status 0.
     if outcome.state is _S.COMPLETED:
         return Ending(state=_S.COMPLETED, cause=None, evidence=_cut(evidence))
     scheduler_cause = _OF_SCHEDULER.get(status.raw) if status else None

@@ -48,10 +48,11 @@ def same_failure_elsewhere(
 ) -> AttemptView | None:
     """Return an attempt that failed as `last` did, after the same step, on another host.
 
-    A failure before an attempt's first step does not count: storage or a network that is away
-    fails every attempt there.
+    A failure before an attempt's first step does not count: unreachable storage or a network
+    that is down fails every attempt there.
     """
     print_of_last = fingerprint(last.traceback or "")
+    # Without a traceback and a host there is no proof that two attempts failed alike.
     if not print_of_last or not _has_trained(last) or not failed_host(last):
         return None
     for attempt in attempts:
@@ -93,7 +94,7 @@ _WARNING: Final = re.compile(r"^\[?W\d{3,}|\bWARNING\b|Warning: ")
 # Lines of a log that report no error. NCCL explains its errors in such lines.
 _ORDINARY: Final = re.compile(rf"{_WARNING.pattern}|^\[?I\d{{3,}}|(?<!NCCL )\b(INFO|DEBUG)\b")
 # Types that only a mistake in a program raises. No system or library reports its state by them, so
-# the words of such an exception say nothing: a key can have any name.
+# the words of such an exception prove nothing: a key can have any name.
 _OF_MISTAKES: Final = re.compile(
     r"(builtins\.)?(KeyError|IndexError|AttributeError|TypeError|NameError|UnboundLocalError"
     r"|NotImplementedError|SyntaxError|IndentationError|ZeroDivisionError)\b"
@@ -150,6 +151,8 @@ ABRUPT_END: Final = (
 )
 # A command that the program ran failed. Only the command's own output can say why.
 _OF_COMMAND: Final = re.compile(r"^(\w+\.)*(CalledProcessError|ProcessExecutionError)\b", re.M)
+# The order matters: specific causes first, then errors that any lost peer can cause. For example, a
+# NCCL error after an ECC error must count as the ECC error.
 RULES: Final[tuple[Rule, ...]] = (
     _rule(
         Cause.INFRASTRUCTURE,

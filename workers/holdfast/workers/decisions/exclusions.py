@@ -147,6 +147,8 @@ def exclusions(attempts: Sequence[AttemptView], now: float) -> tuple[Exclusion, 
         suspect = failed_host(attempt)
         if suspect is None or attempt.cause in FROM_OUTSIDE:
             continue
+        # Different errors on one host point to the host. The same error again points to the
+        # program.
         errors[suspect] |= {fingerprint(attempt.traceback or "")} - {""}
         suspicions[suspect] += attempt.cause in _SUSPICIOUS
         if attempt.cause in _SUSPICIOUS and names_hardware(attempt.evidence):
@@ -235,10 +237,13 @@ def choose_nodes(
         gpus, why = choose(exclude)
         if not kept:
             break
+        # A host that is certainly faulty stays excluded while others exist, even if those are down:
+        # the job can wait for them.
         is_certain = kept[-1].certainty >= Certainty.HARDWARE
         most = rooms.largest_job(place, exclude, is_up=not is_certain)
         if most is None or gpus <= most:
             break
+        # The last one is the least certain and the oldest, because `exclusions` sorts them.
         relaxed.insert(0, kept.pop())
     if relaxed:
         notes.append(f"{_listing(relaxed)} allowed again, because the other nodes cannot hold it")

@@ -10,7 +10,7 @@ from typing import Final
 from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.plain_text import counted
 
-# The forecast is the slowest of this many saves, because shared storage is slow at times.
+# The forecast is the slowest of this many saves, because shared storage is sometimes slow.
 SAVES_RECENT: Final = 10
 # Safety factor of the forecast.
 FACTOR: Final = 1.25
@@ -44,6 +44,7 @@ def forecast_flush(events: Iterable[Event]) -> FlushForecast | None:
         elif event.kind is EventKind.COMMITTED:
             flush_s = _duration(event.data.get("flush_s"))
             # A salvaged snapshot has no `staged` line, because it was only kept in memory.
+            # Both lines are needed: the grace covers the copy and the flush.
             if flush_s is not None and name in blocked:
                 took.append(blocked.pop(name) + flush_s)
     recent = took[-SAVES_RECENT:]

@@ -44,6 +44,7 @@ def observe_capacity(
     before keeps the start time, a smaller one or another attempt resets it.
     """
     last, spec = history.last_attempt, history.spec
+    # Growing starts an attempt, so the limit of attempts applies to it as well.
     if not spec.elastic.grow or capacity is None or last is None or not may_try_again(history):
         return None
     if last.state is not AttemptState.RUNNING:
@@ -52,6 +53,7 @@ def observe_capacity(
     fitting = [size for size in larger if fits(size)]
     if not fitting:
         return None
+    # Capacity for more GPUs includes capacity for fewer, so a larger size keeps the time.
     keeps = before is not None and before.gpus <= fitting[-1] and before.attempt == last.number
     since = before.since if before is not None and keeps else now
     return CapacityObservation(gpus=fitting[-1], since=since, attempt=last.number)
@@ -81,6 +83,7 @@ def find_growth(
     """
     seen = observe_capacity(history, ask(is_urgent=False), before, now=now, fits=fits)
     if is_due(history, seen, now=now):
+        # An answer that is a minute old must not stop a run for GPUs that are gone.
         seen = observe_capacity(history, ask(is_urgent=True), seen, now=now, fits=fits)
     if seen is None or not is_due(history, seen, now=now):
         return seen, 0
@@ -96,4 +99,5 @@ def grow_delay(history: RunHistory) -> float:
     }
     lost = sum(1 for a in history.attempts if a.number in grown and a.cause is Cause.PREEMPTION)
     after_s: float = history.spec.elastic.grow_after_s
+    # Each preemption of a grown attempt is a sign that the larger size does not last.
     return after_s * 2.0 ** min(lost, DOUBLINGS_MAX)

@@ -31,6 +31,7 @@ def place_after(history: RunHistory, capacity: Capacity | Rooms, *, now: float) 
     spec, place = history.spec, place_of(history.last_asked)
     if not 0 < place <= len(spec.resources.fallbacks):
         return 0
+    # Waiting for the first choice would cost more than the difference in price, see decision 68.
     rooms = capacity if isinstance(capacity, Rooms) else Rooms(capacity)
     exclude = exclude_for(history, rooms, place=0, gpus=spec.gpus_min, now=now)
     free = rooms.free(0, exclude)
@@ -84,6 +85,7 @@ class ReturnWatch:
         """
         last, resources = history.last_attempt, history.spec.resources
         if last is None or last.number != self.attempt:
+            # A time that was measured for an earlier attempt says nothing about the present one.
             self.free_since, self.attempt = None, last.number if last else 0
         is_live = last is not None and (last.state is AttemptState.RUNNING or is_queued(last))
         is_away = is_live and place_of(last) > 0 and may_try_again(history)
@@ -105,6 +107,8 @@ class ReturnWatch:
 
 def relaunch_request(last: AttemptView, place: int, why: str) -> dict[str, Any]:
     """Return the facts of the journal line that asks for an attempt at another place."""
+    # A request like an operator's: it is journaled, ends the attempt with a save, and is followed
+    # by a relaunch. So a run never holds two allocations, see decision 68.
     return {
         "action": "relaunch",
         "by": FALLBACKS,

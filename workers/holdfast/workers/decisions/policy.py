@@ -111,6 +111,7 @@ def decide(
     if last is not None and not last.state.is_terminal:
         return Decision(action="wait", reason=f"attempt {last.number} is {last.state}")
     is_completed = last is not None and last.state is AttemptState.COMPLETED
+    # A `relaunch` that came before the run completed has nothing left to continue.
     if is_completed and not takes_up_completed(history.pending_request):
         return Decision(action="stop", reason="completed")
     rooms = Rooms(capacity)
@@ -219,6 +220,7 @@ def _decide_after(
     found = choose_nodes(history, rooms, place, choose, now=now)
     reason = f"after {cause} of attempt {last.number}: {counted(found.gpus, 'GPU')} ({found.why})"
     has_queue = rooms.is_known or spec.resources.executor == "slurm"
+    # Only a cluster with a queue has a preempting job that still has to start, see decision 6.
     is_early = cause is Cause.PREEMPTION and has_queue
     delay_s = PREEMPTOR_S if is_early else backoff_s(history, last, spent)
     return _relaunch(found, place, reason, delay_s)
@@ -248,6 +250,7 @@ def _why_stop(history: RunHistory, last: AttemptView, cause: Cause, spent: int) 
     if spent > budget:
         again = f" ({counted(spent, 'time')}, {budget} allowed)" if budget else ""
         return f"{cause}{again}: {_why(last)}{advice}"
+    # The next attempt would train the same steps and lose them again, see decision 92.
     if cause is Cause.STORAGE_FULL and _lost_all_steps(history, last):
         return (
             f"{cause}: attempt {last.number} could save none of its steps, and the next one would "
@@ -255,6 +258,7 @@ def _why_stop(history: RunHistory, last: AttemptView, cause: Cause, spent: int) 
         )
     if not may_try_again(history):
         return f"supervision.attempts_max ({history.spec.supervision.attempts_max}) is reached"
+    # On two hosts, so no host is at fault, and a further attempt would fail the same way.
     same = same_failure_elsewhere(_since_relaunch(history), last)
     if same is not None:
         return (
@@ -298,7 +302,7 @@ def _since_relaunch(history: RunHistory) -> list[AttemptView]:
 def spent_on(history: RunHistory, cause: Cause) -> int:
     """Return how often `cause` ended an attempt since an operator's last relaunch.
 
-    Hangs after which the agent restarted in place count, too.
+    Hangs after which the agent restarted in place count as well.
     """
     counted_attempts = [a for a in _since_relaunch(history) if _counts(a)]
     if cause is Cause.HANG:
@@ -338,6 +342,7 @@ def _attempts_without_progress(history: RunHistory) -> int:
             continue
         failed = {*(attempt.facts.get("unhealthy_hosts") or ())}
         failed |= {*(attempt.facts.get("lost_hosts") or ())}
+        # The run had to use nodes that had failed before, so their failure is no lack of progress.
         is_known = attempt.cause is Cause.NODE_FAILURE and bool(failed) and failed <= faulty
         faulty |= failed
         if attempt.cause is Cause.OPERATOR or step > newest:
@@ -361,6 +366,7 @@ def _committed_steps(history: RunHistory) -> dict[int, int]:
         outcome_step = attempt.outcome.committed_step if attempt.outcome else None
         recorded += [(attempt.number, attempt.facts.get("committed_step"))]
         recorded += [(attempt.number, outcome_step)]
+    # A rolled-back step is no progress, although its attempt recorded the commit.
     recorded = [pair for pair in recorded if pair not in undone]
     recorded += [
         (number, found.branch_step)
@@ -382,6 +388,7 @@ def backoff_s(history: RunHistory, last: AttemptView, spent: int) -> float:
     if last.cause in FROM_OUTSIDE or is_first_loss:
         return 0.0
     doublings = min(max(spent - 1, 0), BACKOFF_DOUBLINGS_MAX)
+    # Deterministic, so `decide` stays a pure function. It spreads runs that failed together.
     seed = f"{history.record.uid}:{last.number}".encode()
     jitter = 0.75 + 0.5 * hashlib.sha256(seed).digest()[0] / 255
     base: float = history.spec.supervision.backoff_s * 2.0**doublings * jitter
@@ -428,6 +435,8 @@ def decide_in_place(
         return Decision(action="stop", reason=f"lost nodes: {', '.join(lost_nodes)}")
     if restarts >= restarts_max:
         return Decision(action="stop", reason=f"used {restarts} of {restarts_max} restarts")
+    # A second restart of the same launch would only repeat the failure. A new attempt can use other
+    # nodes.
     if restarts > 0 and not gained_steps:
         return Decision(action="stop", reason="the last restart in place made no progress")
     if ending.cause is Cause.HANG and hangs > hangs_max:

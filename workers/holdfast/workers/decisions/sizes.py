@@ -33,6 +33,8 @@ def allowed_sizes(spec: RunSpec) -> tuple[int, ...]:
     """Return every GPU count that the spec allows for a relaunch, smallest first."""
     if spec.elastic.choices:
         return tuple(sorted(set(spec.elastic.choices)))
+    # Up to one node, any count whose share of ranks is whole. Beyond it, whole nodes only, see
+    # decision 57.
     per_node, low, high = spec.resources.size_per_node, spec.gpus_min, spec.gpus_max
     sizes = [size for size in range(low, min(high, per_node) + 1) if spec.can_split(size)]
     first_whole = max(2 * per_node, -(-low // per_node) * per_node)
@@ -70,6 +72,7 @@ def choose_gpus(
     sizes = tuple(size for size in allowed if fits(size)) or allowed_sizes(spec)
     sizes = tuple(size for size in sizes if most is None or size <= most) or sizes
     if is_single(spec) or capacity is None:
+        # A run of one size needs no answer of the scheduler, so it continues without one.
         return current if current in sizes else sizes[-1], "as before"
     fitting = [size for size in sizes if size <= capacity]
     if fitting:
@@ -80,7 +83,7 @@ def choose_gpus(
 def nearest_fitting(spec: RunSpec, wanted: int, fits: Callable[[int], bool]) -> int:
     """Return `wanted` if the checkpoint fits it, otherwise the nearest allowed count that it does.
 
-    Of two equally near counts it is the smaller one. If none fits, it is `wanted`.
+    Of two counts at the same distance it is the smaller one. If none fits, it is `wanted`.
     """
     if fits(wanted):
         return wanted

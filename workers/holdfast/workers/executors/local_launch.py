@@ -1,4 +1,4 @@
-"""Start one local job in a session of its own, print its process and exit.
+"""Start one local job in a new session, print its process and exit.
 
 `python -m holdfast.workers.executors.local_launch <request.json>` must run in a new session, so
 that a signal to the submitter's process group does not reach the job.

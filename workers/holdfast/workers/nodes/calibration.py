@@ -15,12 +15,12 @@ from holdfast.contracts.disk.bounds import Count, Seconds
 from holdfast.contracts.records.attempt import Document
 
 WINDOW: Final = 256
-# With this many silences of its own, an attempt no longer needs those of earlier attempts.
+# Once an attempt has this many silences, it no longer needs those of earlier attempts.
 OWN_ENOUGH: Final = 32
 
 
 class PhaseTimes(Document):
-    """The silences of one phase, in seconds. `count` is how many were measured.
+    """The silences of one phase, in seconds. `count` is the number of measured silences.
 
     `recurring_s` is the longest one that occurred more than once in the run's life.
     """
@@ -49,6 +49,8 @@ class Calibration:
             self._own.setdefault(phase, deque(maxlen=WINDOW)).extend(silences_s)
             self._counts[phase] = self._counts.get(phase, 0) + len(silences_s)
             longest = [*self._longest.get(phase, ()), *silences_s]
+            # All ranks wait for the same event, so a longest silence counts once for all of them.
+            # The next one after those shows what recurs.
             self._longest[phase] = heapq.nlargest(self._ranks + 1, longest)
             self._known.pop(phase, None)
 
@@ -90,6 +92,7 @@ def _joined(own: PhaseTimes, prior: PhaseTimes | None) -> PhaseTimes:
     if prior is None:
         return own
     recurring_s = max(own.recurring_s, prior.recurring_s)
+    # An attempt with few silences has not seen the rare long ones, such as an evaluation.
     if own.count >= OWN_ENOUGH:
         return own.model_copy(update={"recurring_s": recurring_s})
     return PhaseTimes(

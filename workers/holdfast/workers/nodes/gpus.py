@@ -45,6 +45,7 @@ class GpuWatch:
         self._xids: dict[str, list[int]] = {}
         self._events: Any = None
         self._over = threading.Event()
+        # A separate thread, because the driver of a failed GPU can block its caller for ever.
         self._thread = threading.Thread(target=self._run, name="gpu-watch", daemon=True)
         self._thread.start()
 
@@ -54,6 +55,7 @@ class GpuWatch:
 
     def close(self) -> None:
         self._over.set()
+        # Bounded, because the thread may be blocked in the driver. It is a daemon.
         self._thread.join(STOP_WAIT_S)
 
     def _run(self) -> None:

@@ -120,6 +120,7 @@ class HeartbeatWriter:
         facts = {"sequence": self._sequence, "beats": beats}
         rest = json.dumps(facts, separators=(",", ":")).encode()[1:]
         content = b'%b%b",%b' % (_START, _digest(rest), rest)
+        # In turn, so one of the two files is always whole while the other is overwritten.
         which = self._sequence % 2
         # A shorter text is padded, because cutting the file would be a change of its metadata.
         self._sizes[which] = max(len(content), self._sizes[which])
@@ -135,6 +136,7 @@ class HeartbeatWriter:
     def _open(self) -> None:
         make_directory(self._paths.heartbeats)
         # A power cut may take the last heartbeats, which does no harm.
+        # Without the flag, an NFS client would send a heartbeat half a minute late.
         flags = os.O_RDWR | os.O_CREAT | send_flag(self._paths.heartbeats)
         for path in _files(self._paths):
             self._handles.append(open_beneath(path, flags, below=folder_of(self._paths.outcome)))
@@ -190,8 +192,11 @@ def _read_file(path: Path) -> dict[str, Any] | None:
     """Return the content of one file; None if it is missing, foreign, or being written now."""
     try:
         with open(open_regular(path, below=folder_of(path)), "rb") as stream:
+            # The cached size and bytes may be those of an earlier heartbeat, see decision 48.
             fetch_attributes(stream.fileno())
             content = stream.read(DOCUMENT_BYTES_MAX).rstrip()
+        # A reader may see the bytes of two writes, because the file is overwritten in place. The
+        # digest tells.
         digest = content[len(_START) : _DIGEST_END]
         if not content.startswith(_START) or digest != _digest(content[_DIGEST_END + 2 :]):
             return None
@@ -274,6 +279,7 @@ class HeartbeatWatch:
 
     def look(self, now: float | None = None) -> tuple[list[str], list[str]]:
         """Return the nodes that fell silent and that returned. `now` is monotonic seconds."""
+        # Only the monotonic clock of this process counts, see decision 56.
         now = time.monotonic() if now is None else now
         counted_s = (BEATS_MISSED_MAX - 1) * self._every_s
         self._asleep_s += max(0.0, now - self._looked_at - counted_s)
@@ -289,7 +295,7 @@ class HeartbeatWatch:
         return silent, returned
 
     def _take_changes(self, now: float) -> list[str]:
-        """Note which nodes have new heartbeats; return those that were silent before."""
+        """Record which nodes have new heartbeats; return those that were silent before."""
         if (stamp := heartbeat_stamp(self._paths)) == self._stamp:
             return []
         self._stamp, returned = stamp, []

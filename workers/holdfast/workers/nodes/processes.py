@@ -61,6 +61,7 @@ def start_s(pid: int) -> float:
 
 def find_process(name: ProcessName) -> psutil.Process | None:
     """Return the process called `name` if it still runs on this boot of this machine."""
+    # Process ids and start times start over at each boot.
     if name.boot_id != boot_id():
         return None
     try:
@@ -78,7 +79,7 @@ def is_alive(name: ProcessName) -> bool:
 
 
 def descendants(process: psutil.Process) -> list[psutil.Process]:
-    """Return every process below `process`, including those in sessions of their own."""
+    """Return every process below `process`, including those in other sessions."""
     try:
         return process.children(recursive=True)
     except psutil.NoSuchProcess:

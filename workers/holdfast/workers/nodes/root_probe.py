@@ -95,6 +95,7 @@ def check_folder(folder: Path, shared: str = "", token: str = "") -> list[RootPr
 
 def _find_lasting_problems(folder: Path) -> list[RootProblem]:
     """Return what `find_problems` finds again a moment later. A full disk is no such problem."""
+    # One failure may pass, such as a server that restarts. A node must not be excluded for it.
     found: list[RootProblem] = []
     for tried in range(TRIES):
         if tried:
@@ -134,6 +135,7 @@ class _Need:
 
 def _try_links(place: Path) -> None:
     os.link(place / "first", place / "second")
+    # A claim and a manifest rely on this: the second `link` must fail.
     with contextlib.suppress(FileExistsError):
         os.link(place / "first", place / "second")
         raise _UnfitError("a link replaced an existing name")
@@ -245,7 +247,7 @@ _NEEDS: Final = (
 
 
 class SharedProbe:
-    """Node 0's part: a folder with a token and with an open file of lines that it has locked."""
+    """Node 0's part: a folder with a token and with an open, locked file of lines."""
 
     def __init__(self, folder: Path) -> None:
         """Create it in `folder`. Raises `OSError`."""
@@ -255,6 +257,7 @@ class SharedProbe:
         try:
             create_bytes(self.folder / _TOKEN, self.token.encode())
             self._handle = os.open(self.folder / _LINES, _APPEND | send_flag(folder), 0o600)
+            # Held while the other nodes compare: if one of them can lock the file, locks are local.
             wait_for_lock(self._handle)
             for _ in range(2):
                 os.write(self._handle, f"{self.token}\n".encode())
@@ -277,6 +280,7 @@ def compare(folder: Path, token: str) -> list[RootProblem]:
         if not _becomes_true(lambda: _holds(folder / _TOKEN, token.encode())):
             text = "what node 0 has just written is not there, so another folder is mounted here"
             return [RootProblem("the same files", text)]
+        # A node whose folder differs would fail both checks below, so they are left out.
         return _problems_with_lines(folder / _LINES, token)
     except OSError as error:
         detail = error.strerror or str(error)
@@ -308,6 +312,8 @@ def race(folder: Path, number: int) -> bool:
     try:
         if number == 0:
             own.touch()
+        # A `link`, because `create_bytes` commits with it too. SeaweedFS fails here in one of five
+        # races, see decision 62.
         os.link(own, folder / f"name-{number}")
     except OSError:
         return False

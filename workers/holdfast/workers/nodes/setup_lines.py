@@ -1,6 +1,6 @@
 """Shell lines of a spec that run before the program: bash that ends at the first line that fails.
 
-A line fails as it would under `set -e`: a command of the line itself ends with a status other than
+A line fails as it would under `set -e`: one of its commands ends with a status other than
 0, outside a condition and a list of `||` and `&&`. `set -e` itself would also apply inside files
 that a line reads and functions that it calls. Those of sites and environments are not written for
 it. Lines after `set +e` may fail.
@@ -44,6 +44,7 @@ def checked_lines(key: str, lines: Sequence[str]) -> list[str]:
     text = "\n".join(lines)
     quoted = " ".join(shlex.quote(line) for line in text.split("\n"))
     before = _BEFORE.format(lines=quoted, mark=MARK, key=key)
+    # A line after `set +e` may fail, so the trap ends there.
     return [before, _IGNORES.sub(r"\1; trap - ERR", text), _AFTER]
 
 

@@ -52,9 +52,11 @@ def reserve(paths: RunPaths, number: int) -> AttemptPaths | None:
     attempt = paths.attempt(number)
     make_directory(paths.attempts)
     try:
+        # `mkdir` is exclusive on shared file systems too, so one process gets the number.
         attempt.directory.mkdir()
     except FileExistsError:
         return None
+    # A power cut must not free the number: its job may be running by then.
     fsync_directory(paths.attempts)
     for directory in (attempt.journal, attempt.heartbeats, attempt.logs, attempt.dumps):
         make_directory(directory)
@@ -84,6 +86,8 @@ def submit_attempt(
     reserved, and `resume_submission` continues it.
     """
     with open_orders(paths) as book:
+        # The decision was made without the lock, because it asks the scheduler. An order that came
+        # meanwhile makes the supervisor decide again, see decision 85.
         book.require(seen)
         taken = paths.list_attempts()
         number = taken[-1].number + 1 if taken else 1
@@ -107,10 +111,13 @@ def submit_attempt(
             cluster=executor_for(spec.resources.executor).cluster(),
             provenance=take_provenance(spec, Path(working_directory_of(record, spec))),
         )
+        # On disk before the scheduler is asked, so the job needs nothing from this process any
+        # more, see decision 34.
         write_document(attempt.request, request)
     except BaseException:
         # The scheduler was not asked yet. A full disk must not use up a number at each try.
         with open_orders(paths) as book:
+            # An order that names this attempt needs it, so the number is used up then.
             if book.ending(number) is None:
                 shutil.rmtree(attempt.directory, ignore_errors=True)
         raise
@@ -143,6 +150,7 @@ def resume_submission(
         )
     executor = executor_for(request.executor)
     tried = read_document(SubmissionTry, attempt.submitting)
+    # The claim comes first: it is certain, and the scheduler may not list the job yet.
     found = _claimed_job(attempt, request) or executor.find(request)
     if found is not None:
         _record(attempt, found, journal)
@@ -174,6 +182,7 @@ def _await_answer(
 ) -> None:
     """Raise `SchedulerUnavailableError` unless it is certain that there is no job."""
     absence_s = executor_for(request.executor).absence_s
+    # Only that host can see the process.
     if request.executor == "local" and tried.host != socket.gethostname():
         raise SchedulerUnavailableError(
             f"attempt {attempt.number} was being started on {tried.host} with the local executor; "
@@ -207,6 +216,7 @@ def end_duplicates(attempt: AttemptPaths, journal: JournalWriter) -> list[str]:
     if not claim and kept not in live:
         kept = live[0] if live else kept
     if recorded is not None and kept != recorded.job_id:
+        # Before any job is cancelled: a crash in between must not leave a cancelled job on record.
         write_document(attempt.submission, recorded.model_copy(update={"job_id": kept}))
     messages = []
     for job in jobs:
@@ -270,6 +280,8 @@ def abandon_reservation(attempt: AttemptPaths, journal: JournalWriter) -> None:
 
     Only the process that holds the run's flow lock may call this.
     """
+    # The claim decides between this process and a job that starts late: the one that creates it
+    # wins.
     if read_document(Request, attempt.request) or not close_claim(attempt):
         raise RunConflictError(
             f"{attempt.directory}: has a request; call `resume_submission` instead"
@@ -290,6 +302,7 @@ def end_unsubmitted(
 
     Only the process that holds the run's flow lock may call this.
     """
+    # Exclusive, so a job that starts late cannot train an attempt that has ended.
     if not close_claim(attempt):
         return False
     _journal_ended(attempt, journal, state, cause, evidence)
@@ -299,6 +312,7 @@ def end_unsubmitted(
 def has_no_job(attempt: AttemptPaths) -> bool:
     """Return True if the scheduler certainly holds no job of an unsubmitted attempt."""
     tried = read_document(SubmissionTry, attempt.submitting)
+    # Each try was refused, so no answer was lost.
     return tried is None or (bool(tried.refused) and tried.count == tried.refusals)
 
 
@@ -334,10 +348,13 @@ def _submit(
                 f"{order.data.get('by') or 'an operator'} asked to {order.data['action']} "
                 f"{paths.name} before attempt {attempt.number} was submitted"
             )
+        # Durable before the scheduler is asked. Without it, a crash during `sbatch` would look like
+        # an attempt that was never submitted, and the next supervisor would submit it again.
         write_document(attempt.submitting, asked)
     try:
         submission = executor_for(request.executor).submit(attempt, request)
     except SchedulerUnavailableError:
+        # The answer is unknown, so no refusal is recorded: the job may exist.
         raise
     except SchedulerError as error:
         message = str(error)
@@ -348,6 +365,7 @@ def _submit(
             "refused_since": asked.refused_since or now,
         }
         write_document(attempt.submitting, asked.model_copy(update=refused))
+        # A refusal that can pass is retried for a week. One line for each reason is enough.
         if before is None or before.refused != message:
             journal.append(
                 EventKind.ATTEMPT_STATE,

@@ -38,8 +38,9 @@ def files_under(folder: Path) -> Iterator[str]:
 
 
 def is_open_here(path: Path) -> bool:
-    """Return True if this process has the file open, so that no other code in it may close it."""
+    """Return True if this process has the file open, so that other code in it must not close it."""
     facts = os.stat(path)
+    # By device and inode, because a file may have several names. See decision 20.
     wanted = facts.st_dev, facts.st_ino
     for descriptor in os.listdir(_DESCRIPTORS):
         try:

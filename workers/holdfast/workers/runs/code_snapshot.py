@@ -95,6 +95,7 @@ def copy_code(found: CodeFiles, target: Path) -> None:
     """
     for old in (target, *target.parent.glob(f".{target.name}.*")):
         shutil.rmtree(old, ignore_errors=True)
+    # Under a temporary name, so a snapshot is complete or absent.
     unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
     try:
         unfinished.mkdir()
@@ -132,6 +133,7 @@ def _collect(source: Path, prefix: Path, found: CodeFiles, links: list[Path]) ->
             else:
                 found.absent.append(str(name))
         elif path.is_file():
+            # Closing a file that SQLite has open would release its locks, see decision 20.
             if is_open_here(path):
                 continue
             found.files[name] = path
@@ -146,7 +148,7 @@ def _follow(source: Path, name: Path, found: CodeFiles, inside: dict[Path, Path]
     target = Path(os.path.realpath(source / name))
     folder, root = Path(os.path.realpath((source / name).parent)), Path(os.path.realpath(source))
     members: dict[Path, Path] = {}
-    # A link to a folder around it would contain itself.
+    # A link to a folder that contains the link would contain itself.
     if target.is_relative_to(root) and not folder.is_relative_to(target):
         below = target.relative_to(root)
         members = {

@@ -38,6 +38,8 @@ class Feasibility:
         """
         try:
             return cls(newest_of_branch(history.paths, history), history.spec.ranks)
+        # What the run would resume from. Rolled-back and damaged checkpoints are passed over there
+        # too.
         except NotFoundError:
             return cls(_forked_checkpoint(history), history.spec.ranks)
 

@@ -107,6 +107,7 @@ def is_pending_now(history: RunHistory, last: AttemptView) -> bool:
 
 def _request_move(history: RunHistory, last: AttemptView, place: int, why: str, writer: str) -> str:
     facts = relaunch_request(last, place, why)
+    # `request` sets it under the lock of the orders, from the attempt that is the last one then.
     del facts["after_attempt"]
     done = request(history.paths, writer=writer, seen=history.newest_order, **facts)
     return f"{why}: {done}"
@@ -139,7 +140,7 @@ def request(
     after one last checkpoint, and a queued one is cancelled. If the scheduler does not answer, the
     run's supervisor tries again. Repeating a request is harmless. `writer` names the part of
     Holdfast that took it. `reason` explains it. `place` is where a relaunch continues, see
-    `Decision`. With `now`, a run is cancelled without a last checkpoint, also while it saves that
+    `Decision`. With `now`, a run is cancelled without a last checkpoint, even while it saves that
     one. `seen` is the newest order that the caller knew, see `RunHistory.newest_order`.
 
     Raises `RunStateError` for a request that does not fit the run's state, `SpecError` for one that
@@ -191,12 +192,16 @@ class _Asked:
 def _request(paths: RunPaths, asked: _Asked, *, alone: bool, seen: int | None) -> str:
     with _orders_of_run(paths) as book:
         history = load_tallied(paths)
+        # One of Holdfast's own requests is based on what it has read. A newer order ends that
+        # reason.
         book.require(seen)
         _refuse_automatic(history, asked)
         if alone and not asked.now:
             _refuse_second(history, time.time())
         _check(history, asked)
         last = history.last_attempt
+        # The order exists from here on. If this process is killed now, the supervisor carries it
+        # out.
         number = book.give(
             EventKind.OPERATOR_REQUEST,
             action=asked.action,
@@ -399,10 +404,12 @@ def _take_back(attempt: AttemptPaths) -> bool:
     if request_file is None or request_file.executor == "local" or read_claim(attempt):
         return False
     executor = executor_for(request_file.executor)
+    # The answer of `sbatch` may have been lost, so the job is looked up by its name.
     submission = read_document(Submission, attempt.submission) or executor.find(request_file)
     if submission is None or not executor.is_pending(request_file, submission):
         return False
     executor.withdraw(request_file, submission)
+    # It may have started between the two questions. Its agent then finds the stop file.
     return not executor.is_pending(request_file, submission) and not read_claim(attempt)
 
 
@@ -429,6 +436,7 @@ def carry_out(history: RunHistory) -> str:
     number = int(asked.get("order") or 0)
     found = read_document(StopFile, attempt.stop)
     if found is None or found.order < number:
+        # Under the lock, so that an older order never replaces the file of a newer one.
         with open_orders(paths) as book:
             book.require(history.newest_order)
             given = _Asked(

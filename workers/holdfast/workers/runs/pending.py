@@ -35,6 +35,7 @@ def take_back_overdue(history: RunHistory, *, now: float, writer: str) -> str:
         return ""
     if not is_overdue(spec, last, now=now, may_move=may_move):
         return ""
+    # Asked last, because a job that has just started must continue.
     if history.pending_request is not None or not is_pending_now(history, last):
         return ""
     submission = read_document(Submission, history.paths.attempt(last.number).submission)
@@ -63,7 +64,7 @@ def take_back_overdue(history: RunHistory, *, now: float, writer: str) -> str:
 
 
 def allow_hosts_again(history: RunHistory, *, now: float, writer: str) -> str:
-    """Let a pending job use hosts that it need not or cannot exclude any more; return the news.
+    """Let a pending job use hosts that it need not or cannot exclude any more; return what changed.
 
     `now` is Unix seconds. Nodes may have gone down since the job was submitted, and an exclusion
     ends after a while. Without an answer of the scheduler, the job waits as before.

@@ -95,6 +95,8 @@ def _place_problems(place: _Place) -> list[str]:
 
 def _lock_option_problems(place: _Place) -> list[str]:
     """Check that locks hold between hosts, as far as mount options show it."""
+    # Where two hosts can lock the same file, a run could have two supervisors. Mount options show
+    # only some of these mounts, so the nodes try it too, see decision 62.
     if local := filesystem_of(place.folder).local_lock_option:
         return [
             (

@@ -127,6 +127,7 @@ def _digest_of_files(folder: Path, names: Iterator[str]) -> str | None:
     for name in names:
         path = folder / name
         try:
+            # Closing a file that SQLite has open would release its locks, see decision 20.
             if path.is_symlink() or not path.is_file() or is_open_here(path):
                 continue
             size = path.stat().st_size

@@ -124,6 +124,8 @@ def _slurm_parameters(
     # The spec does not accept these names in `resources.extra`.
     options: dict[str, Any] = {
         **resources.extra,
+        # Only the supervisor submits, so Slurm must not requeue. After a node failure, the other
+        # nodes' agents still have the state to save.
         "no-requeue": True,
         "no-kill": True,
         "signal": f"USR2@{warning_s}",
@@ -154,7 +156,7 @@ def _slurm_parameters(
         "ntasks_per_node": 1,
         "time": resources.time_limit_min,
         "signal_delay_s": warning_s,
-        # submitit would set a key of its own, which sites that check these keys refuse.
+        # submitit would set its own key, which sites that check these keys refuse.
         "wckey": None,
         **{key: value for key, value in wanted.items() if value is not None},
         "srun_args": [*step, *spec.launch.container, *spec.launch.srun],
@@ -166,7 +168,7 @@ def warning_lead_s(supervision: Supervision, resources: Resources) -> int:
     """Return how many seconds before the end Slurm warns a job by USR2; 0 for no warning.
 
     A job that is too short gets no warning, because it might come before the agent handles
-    signals. The agent knows its time limit anyway, and a preemption has a signal of its own.
+    signals. The agent knows its time limit anyway, and a preemption sends another signal.
     """
     lead_s = math.ceil(supervision.grace_s) + WARNING_MARGIN_S
     limit_min = resources.time_limit_min

@@ -56,6 +56,7 @@ def delete_run(paths: RunPaths, *, dry_run: bool) -> dict[str, Any]:
             return facts
         gone = paths.directory.with_name(f"{DELETED}{paths.name}-{record.uid}")
         os.rename(paths.directory, gone)
+        # Before any byte goes. Otherwise a power cut could bring back a run that lacks files.
         fsync_directory(gone.parent)
     _remove_deleted(paths.directory.parent)
     return facts
@@ -79,7 +80,7 @@ def _alone(paths: RunPaths) -> Iterator[None]:
 
 
 def _refuse_if_needed(paths: RunPaths, record: RunRecord) -> None:
-    """Raise `RunConflictError` if somebody needs one of the run's checkpoints."""
+    """Raise `RunConflictError` if a pin, a reader or a fork needs one of the run's checkpoints."""
     if pinned := sorted(pinned_checkpoints(load_history(paths).events)):
         raise RunConflictError(
             f"{paths.name}: {', '.join(pinned)} is pinned. Remove the pin with "
@@ -109,7 +110,7 @@ def _forks_without_checkpoints(paths: RunPaths, uid: str) -> list[str]:
 
 
 def _remove_deleted(root: Path) -> None:
-    """Remove this user's deleted runs in `root`, also those that a killed process left."""
+    """Remove this user's deleted runs in `root`, including those that a killed process left."""
     for folder in sorted(root.glob(f"{DELETED}*")):
         if not is_mine(folder) or folder.is_symlink():
             continue
@@ -117,6 +118,8 @@ def _remove_deleted(root: Path) -> None:
         if checkpoints.is_symlink():
             # `checkpoint.directory`: its folder has a link back to the run's.
             target = real_folder(checkpoints).parent
+            # Nothing is deleted in a folder that does not lead back to this user's run, see
+            # decision 64.
             if target != folder and is_mine(target) and (target / OF_RUN).is_symlink():
                 shutil.rmtree(target, ignore_errors=True)
         shutil.rmtree(folder, ignore_errors=True)

@@ -108,6 +108,8 @@ def create_run(
     with _creating(paths):
         _fill_folder(paths, spec, record, code)
         fill(paths, record.uid)
+        # Last, because a folder without it is no run. So a run appears complete or not at all, see
+        # decision 78.
         if not create_document(paths.spec, record):
             raise _created_meanwhile(paths)
     return paths
@@ -119,6 +121,7 @@ def _fill_folder(paths: RunPaths, spec: RunSpec, record: RunRecord, code: CodeFi
     An earlier process that did not finish may have left parts.
     """
     if spec.checkpoint.directory:
+        # Before anything else is written: `checkpoints` cannot become a link once it is a folder.
         _link_checkpoints(paths, Path(spec.checkpoint.directory) / f"{paths.name}.{record.uid}")
     for directory in (paths.journal, paths.attempts, paths.checkpoints, paths.tombstones):
         make_directory(directory)
@@ -158,6 +161,7 @@ def _link_checkpoints(paths: RunPaths, target: Path) -> None:
         if not paths.checkpoints.is_symlink():
             return
         target = real_folder(paths.checkpoints).parent
+    # A link must not lead to a missing folder: `real_folder` would follow it.
     for folder in (paths.checkpoints, paths.tombstones):
         make_directory(target / folder.name)
     with contextlib.suppress(FileExistsError):
@@ -171,7 +175,7 @@ def _link_checkpoints(paths: RunPaths, target: Path) -> None:
 def keep_reserve(paths: RunPaths) -> None:
     """Reserve space in the run's folder, so that an operator's request fits on a full disk."""
     if not paths.reserve.exists():
-        # Random bytes take space on compressing file systems, too.
+        # Random bytes take up space even on compressing file systems.
         write_bytes(paths.reserve, os.urandom(RESERVE_BYTES), mode=0o600)
 
 
@@ -281,7 +285,7 @@ def newest_generation(root: Path, name: str) -> RunPaths | None:
 def own_generation(root: Path, name: str) -> RunPaths | None:
     """Return the caller's own newest run with spec name `name` under `root`, or None.
 
-    Another user's run of that name is no reason to do or not to do anything.
+    Another user's run of that name does not matter.
     """
     newest = newest_generation(root, name)
     return newest if newest is not None and _is_own(newest) else None

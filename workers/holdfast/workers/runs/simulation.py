@@ -390,6 +390,7 @@ def simulate(
     traces = (trace, *(one or always for one in places))
     run = _Run(spec, steps, costs, traces, random.Random(seed))
     while True:
+        # The supervisor's own decision, so a simulation cannot differ from what a run would do.
         decision = decide(run.history, run.room_at, now=run.now)
         if decision.action != "relaunch":
             break

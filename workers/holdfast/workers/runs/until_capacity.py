@@ -18,7 +18,7 @@ from holdfast.workers.decisions.sizes import nearest_fitting
 from holdfast.workers.runs.feasibility import Feasibility
 from holdfast.workers.schedulers import executor_for
 
-# The reason of such a request to pause, in the journal and in `holdfast show`.
+# The reason of a request to pause until then, in the journal and in `holdfast show`.
 UNTIL_CAPACITY: Final = "until capacity returns"
 
 
@@ -40,6 +40,8 @@ def ready_runs(root: Path) -> list[RunPaths]:
     for _, _, history in sorted(waiting, key=lambda one: one[:2]):
         kind, gpus = history.spec.resources.executor, _gpus(history)
         if kind in silent:
+            # The scheduler was silent a moment ago. A second question would wait for its time limit
+            # again.
             continue
         try:
             free = _free(history, gpus)

@@ -435,9 +435,9 @@ def reservation_nodes(names: str, ask: Ask = call) -> tuple[str, ...]:
     return tuple(found)
 
 
-def federation(timeout_s: float = CALL_TIMEOUT_S) -> str:
+def federation() -> str:
     """Return the federation that this cluster belongs to; '' without one or without accounting."""
-    out = call(["scontrol", "show", "federation"], timeout_s)
+    out = call(["scontrol", "show", "federation"])
     found = re.search(r"^Federation: *(\S+)", out, re.MULTILINE)
     return found[1] if found else ""
 

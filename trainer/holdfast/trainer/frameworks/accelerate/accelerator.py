@@ -138,7 +138,7 @@ class Training(LoopTraining):
             self._folders.look(self.session)
 
     def load(self, folder: Path | None, load_stock: Callable[[Path], None]) -> None:
-        """Load `folder`, unless the run has a checkpoint of its own.
+        """Load `folder`, unless the run already has a checkpoint.
 
         `load_stock` loads a checkpoint of Accelerate itself. Raises `CheckpointError` if there is
         nothing to load, and `SpecError` inside of the training loop.
@@ -191,7 +191,7 @@ class Training(LoopTraining):
 
 
 class Accelerator(LoopMethods[Training], accelerate.Accelerator):
-    """An `Accelerator` that resumes by itself and stops on all ranks after the same step.
+    """An `Accelerator` that resumes automatically and stops on all ranks after the same step.
 
     Loop over `accelerator.epochs(n)` in place of `range(n)`. A step is complete when the program
     asks the loader for the batch after the optimizer's step. Then Holdfast saves if a save is due.
@@ -300,7 +300,7 @@ class Accelerator(LoopMethods[Training], accelerate.Accelerator):
     def load_state(
         self, input_dir: Any = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Starts from a folder of `save_state`, if the run has no checkpoint of its own.
+        """Starts from a folder of `save_state`, if the run has no checkpoint yet.
 
         A relaunched run has one and continues it. After the training loop, the models and
         optimizers of the folder are loaded. Raises `CheckpointError` if there is nothing to load,

@@ -176,7 +176,7 @@ def require_stock(folder: Path | None) -> Path:
 
 
 def report_ignored(folder: Path | None, session: FrameworkSession, *, is_main: bool) -> None:
-    """Report that a run with a checkpoint of its own does not load `folder`."""
+    """Report that a run that already has a checkpoint does not load `folder`."""
     if is_main:
         report(
             f"holdfast: load_state({str(folder) if folder else ''!r}) is left out: the run "

@@ -41,7 +41,7 @@ from holdfast.trainer.state.file_state import SavedFiles
 
 # Load a checkpoint at another number of ranks, through DeepSpeed's universal format.
 #
-# One rank converts the checkpoint into a folder of its own, all ranks load it, and the folder is
+# One rank converts the checkpoint into a separate folder, all ranks load it, and the folder is
 # deleted. The checkpoint itself stays as it is. DeepSpeed's load leaves out buffers and frozen
 # parameters. With ZeRO stage 3 it also leaves out the options of all parameter groups except the
 # first, and mixes up their step counters. All of this is restored here.
@@ -127,7 +127,7 @@ def _restore_rest(engine: Any, folder: Path) -> None:
 
 
 def _restore_groups(optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Restore the options of every parameter group, and give every part a step counter of its own.
+    """Restore the options of every parameter group, and give every part its own step counter.
 
     DeepSpeed gives all groups the options of the first. All parts get the same tensor as their step
     counter, so each part of torch's Adam would count the steps of all parts.

@@ -15,7 +15,7 @@
 | `metrics.py` | values that Lightning accumulates over an epoch |
 | `files.py` | the files of `ModelCheckpoint` |
 | `fabric_drop_in.py` | `Fabric` for a loop of your own |
-| `fabric_elastic.py` | a session for loops with a sampler of their own |
+| `fabric_elastic.py` | a session for loops that bring their own sampler |
 | `global_batch.py` | the same samples in each step at another number of ranks |
 
 All other names are those of `lightning` and `lightning.fabric`, so a program may import the module

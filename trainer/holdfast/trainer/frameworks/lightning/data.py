@@ -6,7 +6,7 @@ of the loader's own sampler. In the middle of an epoch, a resume continues with 
 | loader | how the resume reaches the next batch |
 |---|---|
 | a `DataLoader` with a batch sampler | the sampler draws its ids again, and no data is read |
-| a loader with a state of its own, such as `StatefulDataLoader` | by that state |
+| a loader that has a state, such as `StatefulDataLoader` | by that state |
 | streams without a length, several loaders, other iterables | the batches are read again |
 
 Of several loaders, the shorter ones begin again within an epoch, and then draw from generators that

@@ -53,7 +53,7 @@ from holdfast.trainer.state.objects import RankLimited
 class FabricLoader(WrappedLoader):
     """Wraps a loader of Fabric, which sets the epoch of its sampler when a pass begins.
 
-    Ranks may draw orders of their own, so a checkpoint keeps the order of each rank.
+    Ranks may draw different orders, so a checkpoint keeps the order of each rank.
     """
 
     def install(self) -> Batches:
@@ -265,7 +265,7 @@ fabric_schedulers.watch()
 
 
 class Fabric(LoopMethods[FabricTraining], LightningFabric):
-    """A `Fabric` that resumes by itself and stops on all ranks after the same step.
+    """A `Fabric` that resumes automatically and stops on all ranks after the same step.
 
     Loop over `fabric.epochs(n)` in place of `range(n)`. A step is complete when the program asks
     the loader for the batch after the optimizer's step. Then Holdfast saves if a save is due. When

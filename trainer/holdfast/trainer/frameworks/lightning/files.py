@@ -32,7 +32,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from holdfast.contracts.node.reporting import report
-from holdfast.trainer.frameworks.lightning.state import model_checkpoints
 from holdfast.trainer.frameworks.session import FrameworkSession
 from holdfast.trainer.staging.file_writers import torch_writer
 
@@ -83,7 +82,7 @@ class StrategyFiles:
         lost = self._lost | set(recorded[self._written :])
         self._lost, self._written = self._strategy.broadcast((lost, len(recorded)))
         if not (session.resumed_from or "").startswith(f"{session.run_directory.name}:"):
-            # A fork has a folder of its own. Lightning deletes nothing outside of it.
+            # A fork has another folder. Lightning deletes nothing outside of it.
             for each, folder in zip(self._without_folder, self._new_folders, strict=False):
                 each.dirpath = folder
         self._keep_scores()
@@ -209,3 +208,8 @@ def _read(path: Path) -> list[str]:
         return []
     lines = path.read_text().split("\n")[:-1]
     return [json.loads(line) for line in lines]
+
+
+def model_checkpoints(trainer: Any) -> list[Any]:
+    """Return the trainer's callbacks that are a `ModelCheckpoint`."""
+    return [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]

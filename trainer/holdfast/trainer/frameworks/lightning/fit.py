@@ -226,7 +226,7 @@ class TrainerFit:
             owner.__class__ = ours
 
     def _pass_metrics_on(self) -> None:
-        """Listen where Lightning passes metrics to its loggers, also if it has none."""
+        """Listen where Lightning passes metrics to its loggers, even if it has none."""
         connector = self.trainer._logger_connector
         to_loggers = connector.log_metrics
 
@@ -239,7 +239,7 @@ class TrainerFit:
     # --- begin ----------------------------------------------------------------------------
 
     def choose_start(self, checkpoint_path: Any) -> Any:
-        """Return the user's `ckpt_path`, or None if the run has a checkpoint of its own."""
+        """Return the user's `ckpt_path`, or None if the run already has a checkpoint."""
         if checkpoint_path is None or self.trainer.state.fn != TrainerFn.FITTING:
             return checkpoint_path
         if self.session is not None:
@@ -415,7 +415,7 @@ class TrainerFit:
 
 
 def has_checkpoint(directory: str | Path | None) -> bool:
-    """Return True if the run has a committed checkpoint of its own, or was forked from one."""
+    """Return True if the run has committed a checkpoint, or was forked from one."""
     given = os.environ.get(environment.RUN_DIRECTORY) or directory
     run = RunPaths(choose_directory(given, os.environ, program_stem()))
     record = read_document(RunRecord, run.spec)

@@ -139,7 +139,7 @@ def batch_size(loader: Any) -> int | None:
 
 
 def _distribute(loader: Any, saved: SampleShare, rank: int, ranks: int) -> None:
-    """Give `loader` the sampler that it had on several ranks, also on one rank."""
+    """Give `loader` the sampler that it had on several ranks, even on one rank."""
     if has_order(loader) and type(sampler_of(loader)) in {RandomSampler, SequentialSampler}:
         sampler: Any = DistributedSampler(
             loader.dataset,

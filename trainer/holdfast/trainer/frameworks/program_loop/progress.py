@@ -49,7 +49,7 @@ class LoopProgress:
         self._active: list[Pass] = []
         # The passes under way at the optimizer step that is not complete yet.
         self._stepping: tuple[Pass, ...] = ()
-        # What a checkpoint has of the loaders, also of those that are prepared later.
+        # What a checkpoint has of the loaders, including those that are prepared later.
         self._saved: list[Mapping[str, Any]] = []
         self._saved_rank: Mapping[str, Any] = {}
         # The loader of a pass that is left out, until the program asks for a batch.

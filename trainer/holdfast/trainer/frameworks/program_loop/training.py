@@ -183,7 +183,7 @@ class LoopTraining(ABC):
     def iterate(self, loader: WrappedLoader, skip: int) -> Iterator[Any]:
         """Return one pass over `loader` after `skip` batches, or from its restored place on.
 
-        A pass that was complete before the resume is left out now, also if no batch is asked for.
+        A pass that was complete before the resume is left out now, even if no batch is asked for.
         """
         resumed = loader.resumed if self._is_looping else None
         if resumed is None or not resumed.passes:

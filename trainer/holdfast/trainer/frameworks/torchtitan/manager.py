@@ -42,7 +42,7 @@ class TrainerState(RankLimited):
     """The state of a torchtitan `Trainer`: its step, its tokens and its pending validation.
 
     `saved` describes the launch that saved the restored checkpoint, and is None without one.
-    `keeps_place` says that its loader has a place of its own, kept by each rank.
+    `keeps_place` says that each rank keeps the place of its loader.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -54,7 +54,7 @@ class TrainerState(RankLimited):
 
     @property
     def batch_parts(self) -> int:
-        """The data-parallel degree: how many ranks get samples of their own."""
+        """The data-parallel degree: how many ranks get different samples."""
         dims = self._trainer.parallel_dims
         return int(dims.get_mesh("batch").size()) if dims.dp_enabled else 1
 
@@ -195,7 +195,7 @@ class SessionLogger(BaseLogger):
 
 
 def log_to(session: FrameworkSession, metrics_processor: Any) -> None:
-    """Listen where torchtitan passes metrics to its loggers, also if it has none."""
+    """Listen where torchtitan passes metrics to its loggers, even if it has none."""
     metrics_processor.logger = SessionLogger(metrics_processor.logger, session)
 
 
@@ -223,7 +223,7 @@ LOADER: Final = "dataloader"
 
 
 class CheckpointManager(BaseCheckpointManager):
-    """Makes a torchtitan `Trainer` resume by itself, and stop on all ranks after the same step.
+    """Makes a torchtitan `Trainer` resume automatically, and stop on all ranks after the same step.
 
     The session opens when the trainer loads, and each save of the trainer ends a step. When the
     ranks have agreed to stop, the process ends there with status 0.

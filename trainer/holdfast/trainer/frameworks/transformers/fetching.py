@@ -3,7 +3,7 @@
 A trainer's loader runs one batch ahead. So the batch of the next step was drawn before the current
 step, with other random numbers than those of the checkpoint. A resume sets three states: that of
 the epoch's start before the loader begins, that of the first batch's fetch before this fetch, and
-that of the checkpoint after it. Workers of a loader have random states of their own.
+that of the checkpoint after it. Workers of a loader have separate random states.
 
 A loader that reports its fetches is a copy. Accelerate asks the loader that is being read how many
 samples of the last batch are no duplicates, so the copy has the answer of the original.
@@ -137,7 +137,7 @@ class WatchedBatches:
 def watched(loader: Any, states: FetchStates) -> Any:
     """Return a copy of `loader` whose fetches are watched, or `loader` if they cannot be.
 
-    Workers fetch in processes of their own, a dispatcher fetches for other ranks, and a stateful
+    Workers fetch in separate processes, a dispatcher fetches for other ranks, and a stateful
     loader has its own position.
     """
     can_be = (

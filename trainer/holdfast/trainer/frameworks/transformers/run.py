@@ -422,7 +422,7 @@ class TrainerRun:
         return path
 
     def begin_at(self, path: str, epoch: int, steps: int) -> None:
-        """Note that the trainer has loaded `path`, a directory of its own."""
+        """Note that the trainer has loaded `path`, one of its directories."""
         self.resumed, self.progress.place = path, EpochPlace(epoch, steps)
         self.progress.first_step = self._trainer.state.global_step
 
@@ -598,7 +598,7 @@ class TrainerRun:
     def writing_directory(self) -> Iterator[None]:
         """Mark the directory that the trainer writes, so that no relaunch begins with it.
 
-        The flusher writes its weights, if nothing reads them at once.
+        The flusher writes its weights, if nothing reads them immediately.
         """
         trainer, args = self._trainer, self._trainer.args
         name = f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"

@@ -27,7 +27,7 @@ from holdfast.trainer.frameworks.transformers.run import RESUMED, TrainerRun
 
 # The events of a trainer's loop that its run hears of.
 #
-# A callback would be called at every event of a step, also at those that it ignores. So the run
+# A callback would be called at every event of a step, even at those that it ignores. So the run
 # takes the place of a few methods of the trainer's callback handler. It hears of an event before
 # the trainer's callbacks, which then see restored random generators and the logs as they were.
 
@@ -61,7 +61,7 @@ def _hear(handler: Any, event: str, hear: Callable[..., None]) -> None:
 class Trainer(transformers.Trainer):
     """A `transformers.Trainer` whose training state is Holdfast's.
 
-    `train` resumes by itself from the run's newest checkpoint. When all ranks have agreed to stop,
+    `train` resumes automatically from the run's newest checkpoint. Once all ranks agree to stop,
     it commits a checkpoint and ends the program with exit status 0, so that nothing after it uses
     a model that is not trained to its end. The directories `checkpoint-N` keep the model and no
     training state.

@@ -1,4 +1,4 @@
-"""Node 0's side of the health checks: it has all nodes run them at once, and judges the answers."""
+"""Node 0's side of the health checks: all nodes run them together, and it judges the answers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class PairPlan:
         return not self.good and self.rounds >= (3 if len(self._names) % 2 else 1)
 
     def next_pairs(self) -> list[Pair]:
-        """Return the pairs that are tested at once in the next round; none if nothing is left."""
+        """Return the pairs that are tested together in the next round; none if nothing is left."""
         if self.rounds == 0:
             first = self._names[len(self._names) % 2 :]
             return list(zip(first[::2], first[1::2], strict=True))
@@ -221,7 +221,7 @@ class HealthWatch:
     def _run(
         self, checks: Sequence[str], meetings: Mapping[str, Meeting | None]
     ) -> list[UnhealthyNode]:
-        """Have the nodes in `meetings` run the checks at once; return the unhealthy ones."""
+        """Have the nodes in `meetings` run the checks together; return the unhealthy ones."""
         self._round += 1
         self._group.ask_all(self._asking(checks, meetings))
         limit_s = len(checks) * self._health.timeout_s + MARGIN_S

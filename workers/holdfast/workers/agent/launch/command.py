@@ -135,7 +135,7 @@ def _written(request: Request) -> dict[str, str]:
 def meeting_environment(context: AgentContext, address: str, port: int) -> dict[str, str]:
     """Return the variables by which a command without torchrun finds the other nodes.
 
-    Its output goes to a file. Python writes each line there at once, as torchrun's ranks do.
+    Its output goes to a file. Python writes each line there immediately, as torchrun's ranks do.
     """
     return {
         "PYTHONUNBUFFERED": "1",

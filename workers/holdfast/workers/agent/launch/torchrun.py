@@ -99,7 +99,7 @@ TRACEBACK_CHARACTERS_MAX: Final = 20_000
 # torchrun logs this about every other rank that it ends after a failure. The ranks ignore its
 # signal, and torchrun would wait half a minute before it kills them.
 _ENDING = re.compile(r"Sending process (\d+) closing signal")
-# A process that fails by itself writes one of these before it ends.
+# A process that fails on its own writes one of these before it ends.
 _ERROR_TEXT = re.compile(r"Traceback|[Ee]rror|[Ee]xception|terminate called|[Aa]bort|watchdog")
 # A rank that fails because another rank failed reports its error within this time.
 PEER_ERROR_S: Final = 2.0
@@ -285,7 +285,7 @@ class Torchrun:
             if code < 0 and failure.pid in ended:
                 if not failure.traceback:
                     continue
-                # It failed by itself too, but exited more slowly than its peers.
+                # It failed on its own too, but exited more slowly than its peers.
                 failure = dataclasses.replace(failure, exit_code=1)
             found[local] = failure
         if not found:

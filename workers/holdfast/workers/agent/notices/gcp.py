@@ -29,7 +29,7 @@ class Gcp:
     """One node's view of Google's metadata service."""
 
     name = "gcp"
-    # The pause between two requests, each of which waits by itself.
+    # The pause between two requests, each of which waits at the server.
     every_s = 1.0
 
     def __init__(self, base: str) -> None:

@@ -21,7 +21,7 @@ STOP_WAIT_S: Final = 5.0
 
 
 class StopListener:
-    """Turns signals, the stop file and the time limit into one stop request, journaled at once.
+    """Turns signals, the stop file and the time limit into one stop request, journaled immediately.
 
     Runs from construction until `close`. Safe for use by several threads.
     """

@@ -89,7 +89,7 @@ def kill_at(stop_request: StopRequest, supervision: Supervision, *, has_session:
     """Return when processes that still run are killed.
 
     A program that never used the status table cannot stop with a checkpoint, so it gets only
-    the grace. One that saves by itself counts as one with a session.
+    the grace. One that writes its own checkpoints counts as one with a session.
     """
     limit_s = supervision.flush_timeout_s if has_session else supervision.grace_s
     at, deadline = stop_request.requested_at + limit_s, stop_request.deadline

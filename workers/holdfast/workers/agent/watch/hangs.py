@@ -27,7 +27,7 @@ from holdfast.workers.agent.watch.stacks import StackSample
 
 # Find ranks that are slower than their peers, purely.
 #
-# Ranks that meet in collectives all take equally long for a step. What differs is how much of it
+# Ranks that meet in collectives all take the same time for a step. What differs is how much of it
 # each rank spends on its own work: the share of samples in which its main thread did not wait in
 # the kernel for others (on a lock, a socket or a poll). The time of a step times this share is
 # the rank's *own* time. Where ranks spin while they wait, as for a GPU, all shares are one and no
@@ -108,7 +108,7 @@ GAP_VARIES: Final = 0.618
 STILL_SAMPLES_MIN: Final = 5
 # As many for a suspicion while no rank has registered.
 START_STILL_SAMPLES: Final = 2
-# A look at a rank takes microseconds. With thousands of ranks it is not done at every turn.
+# A check of a rank takes microseconds. With thousands of ranks it is not done at every turn.
 LOOK_S_MIN: Final = 0.25
 LOOK_S_PER_RANK: Final = 1e-4
 # After a pause this long, the agent and perhaps its ranks were stopped, as in a suspended machine.
@@ -166,7 +166,7 @@ class HangWatch:
     def __init__(self, request: Request, attempt: AttemptPaths, journal: JournalWriter) -> None:
         self.evidence: tuple[str, ...] = ()
         self._is_on = request.supervision.hangs
-        # A program that saves by itself has no session, so none of its ranks ever registers.
+        # A program that writes its own checkpoints has no session, so no rank ever registers.
         self._has_session = not request.program.is_watched
         self._silence_limits = SilenceLimits(request.supervision.silence_s)
         self._world_size = request.world_size

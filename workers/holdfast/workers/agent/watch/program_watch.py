@@ -91,7 +91,7 @@ class Tail:
         self._offset, self._rest = 0, b""
 
     def lines(self, *, is_last: bool = False) -> list[str]:
-        """Return the lines since the last call; with `is_last`, also one that has no end yet.
+        """Return the lines since the last call; with `is_last`, even one that has no end yet.
 
         Returns nothing while the log does not exist or storage cannot read it.
         """
@@ -328,7 +328,7 @@ class ProgramWatch:
             try:
                 self._turn(launch)
             except (OSError, HoldfastError) as error:
-                # Storage that is away for a while. The next look tries again.
+                # The storage is unreachable for now. The next check tries again.
                 self._note(f"checkpoints of the program could not be recorded: {error}")
             except Exception as error:
                 # `completed` raises it in the agent's loop.
@@ -392,7 +392,7 @@ class ProgramWatch:
             if not why:
                 self._record(launch, one, is_old=is_old)
         except (CheckpointError, OSError, ValueError) as error:
-            # Reading it again at each look would cost too much. The last look tries once more. A
+            # Reading it at every check would cost too much. The last check tries it again. A
             # name that a manifest cannot hold is a ValueError.
             launch.refused[one.path] = one.files
             why = str(error)

@@ -34,7 +34,7 @@ BUSY_FACTOR: Final = 3.0
 # that compute or read, and a rank whose stacks could not be read.
 FAINT_SIGNS_S: Final = 1800.0
 PROGRESS_BYTES: Final = 1 << 18
-# A main thread that uses at least this share of a CPU computes. One that wakes to look at a queue
+# A main thread that uses at least this share of a CPU computes. One that wakes to check a queue
 # uses a thousandth.
 COMPUTES_SHARE: Final = 0.05
 STEPS_ENOUGH: Final = 5

@@ -1,6 +1,6 @@
 """Take the stacks of a node's ranks by py-spy, or by faulthandler where py-spy is refused.
 
-A thread of its own handles each rank, all at once and in bounded time. The ranks are not stopped.
+One thread per rank, all in parallel and in bounded time. The ranks are not stopped.
 The texts are written to the dump's folder, and their summary is returned.
 """
 
@@ -40,7 +40,7 @@ PROBLEM_CHARACTERS_MAX: Final = 300
 
 @dataclass(frozen=True, kw_only=True)
 class StackTarget:
-    """A rank to examine; `offer` is the (signal, descriptor) of its own faulthandler."""
+    """A rank to examine; `offer` is the (signal, descriptor) of its faulthandler."""
 
     rank: int
     pid: int

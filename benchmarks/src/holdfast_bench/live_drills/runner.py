@@ -16,14 +16,14 @@ from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import HoldfastError, RunStateError
 from holdfast.contracts.records.history import load_history
 from holdfast.contracts.states import RunState
-from holdfast.flows.drills import invariants, process_list
-from holdfast.flows.drills.fault_context import FaultContext
-from holdfast.flows.drills.faults import FAULTS
-from holdfast.flows.drills.invariants import Broken
-from holdfast.flows.drills.kinds import Kind, Recovery, draw_faults
-from holdfast.flows.drills.results import DrillResult, FaultResult
-from holdfast.flows.drills.target_run import ProgressMark, TargetRun
 from holdfast.lineage.database.engine import database_url
+from holdfast_bench.live_drills import invariants, process_list
+from holdfast_bench.live_drills.fault_context import FaultContext
+from holdfast_bench.live_drills.faults import FAULTS
+from holdfast_bench.live_drills.invariants import Broken
+from holdfast_bench.live_drills.kinds import Kind, Recovery, draw_faults
+from holdfast_bench.live_drills.results import DrillResult, FaultResult
+from holdfast_bench.live_drills.target_run import ProgressMark, TargetRun
 
 MOMENT_S_MAX: Final = 1.0
 STEPS_AFTER: Final = 5

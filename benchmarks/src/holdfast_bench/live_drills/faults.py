@@ -20,12 +20,12 @@ from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.disk.manifest import read_manifest
 from holdfast.contracts.disk.paths import CheckpointName
 from holdfast.contracts.errors import ServiceError
-from holdfast.flows.drills.fault_context import FaultContext
-from holdfast.flows.drills.kinds import FREE_S, HELD_S, SUSPENDED_S, Recovery
-from holdfast.flows.drills.place import place_of
-from holdfast.flows.drills.target_run import TargetRun
 from holdfast.workers.nodes.heartbeats import read_heartbeats
 from holdfast.workers.nodes.processes import descendants
+from holdfast_bench.live_drills.fault_context import FaultContext
+from holdfast_bench.live_drills.kinds import FREE_S, HELD_S, SUSPENDED_S, Recovery
+from holdfast_bench.live_drills.place import place_of
+from holdfast_bench.live_drills.target_run import TargetRun
 
 FLOW_GAP_STEPS: Final = 10
 FLOW_GAP_S_MAX: Final = 2.5

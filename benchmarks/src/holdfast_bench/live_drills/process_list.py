@@ -12,7 +12,7 @@ import psutil
 
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.environment import ATTEMPT, LAUNCH, RUN_DIRECTORY
-from holdfast.flows.drills.place import LaunchPlace
+from holdfast_bench.live_drills.place import LaunchPlace
 
 # The flusher of a killed agent first commits the sealed steps.
 ORPHAN_S: Final = 20.0

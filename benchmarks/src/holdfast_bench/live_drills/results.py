@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.flows.drills.invariants import Broken
-from holdfast.flows.drills.kinds import Recovery
+from holdfast_bench.live_drills.invariants import Broken
+from holdfast_bench.live_drills.kinds import Recovery
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,9 +20,9 @@ from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.errors import ServiceError
 from holdfast.contracts.node.flusher_process import MODULE
 from holdfast.contracts.records.attempt import Submission, read_claim, read_document
-from holdfast.flows.drills.place import LaunchPlace, place_of
 from holdfast.workers.nodes.heartbeats import read_heartbeats
 from holdfast.workers.nodes.processes import ProcessName, find_process
+from holdfast_bench.live_drills.place import LaunchPlace, place_of
 
 # On a busy machine, a start takes minutes.
 WAIT_S: Final = 300.0

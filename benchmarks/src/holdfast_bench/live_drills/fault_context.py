@@ -6,9 +6,9 @@ import random
 from dataclasses import dataclass
 from typing import ClassVar
 
-from holdfast.flows.drills.kinds import Recovery
-from holdfast.flows.drills.target_run import TargetRun
 from holdfast.flows.start import start_here
+from holdfast_bench.live_drills.kinds import Recovery
+from holdfast_bench.live_drills.target_run import TargetRun
 
 
 @dataclass

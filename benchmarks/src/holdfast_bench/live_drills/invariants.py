@@ -22,11 +22,11 @@ from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.contracts.records.attempt import Submission, read_claim, read_document
 from holdfast.contracts.records.history import AttemptView, excluded_checkpoints, load_events
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.flows.drills.place import place_of
 from holdfast.lineage.database.transactions import Database, open_database
 from holdfast.lineage.ingest.disk import survey
 from holdfast.lineage.ingest.run_ingest import ingest_run
 from holdfast.lineage.queries import pages, run_queries
+from holdfast_bench.live_drills.place import place_of
 
 COMMITTED_STAYS: Final = "no committed checkpoint is lost"
 BELIEVED_IS_WHOLE: Final = "no unfinished checkpoint is loaded"
