@@ -122,6 +122,10 @@ EFFECTS: Final[Mapping[str, tuple[str, Callable[[Path], bool]]]] = {
     environment.CONFIG: ('{"steps": 5}', lambda f: config(f / "run.toml") == {"steps": 5}),
     environment.CHECKPOINT_INTERVAL: ("7m", lambda _: "checkpoint.interval = 7m" in settings()),
     environment.CHECKPOINT_SNAPSHOTS: ("7", lambda _: "checkpoint.snapshots = 7" in settings()),
+    environment.CHECKPOINT_OVERLAP: (
+        "true",
+        lambda _: "checkpoint.overlap = true" in settings(),
+    ),
     environment.CHECKPOINT_MIRROR: ("s3://b/x", lambda _: tiers().mirror == "s3://b/x"),
     environment.CHECKPOINT_LOCAL: ("/scratch", lambda _: tiers().local == "/scratch"),
     environment.NUMERICS: ('{"on_nan": "warn"}', lambda _: chosen_numerics().on_nan == "warn"),
@@ -149,6 +153,7 @@ BAD: Final[Mapping[str, tuple[tuple[str, ...], Callable[[Path], object]]]] = {
         ("-5", "0", "1.5", "x", "7m", " ", "9" * 30, "9" * 5000),
         lambda _: settings(),
     ),
+    environment.CHECKPOINT_OVERLAP: (("x", "1", " ", "auto"), lambda _: settings()),
     environment.CHECKPOINT_MIRROR: (("x", "s3://", "s3://u:p@b/x", " "), lambda _: tiers()),
     environment.CHECKPOINT_LOCAL: (("x", " ", "s3://b/x", "~/x"), lambda _: tiers()),
     environment.NUMERICS: (("{", "[]", " ", '{"on_nan": "x"}'), lambda _: chosen_numerics()),

@@ -50,10 +50,19 @@ for _mode, _number in itertools.product(figures.STOCK_MODES, ("blocked", "commit
     PAIRS[f"first.stock.{_mode}.{_number}"] = [0.9]
 
 
+OVERLAP = {
+    "memcpy": [0.1, 0.2, 0.1],
+    "save.overlapped": [0.01, 0.01, 0.02],
+    "step_alone": [0.2, 0.2, 0.4],
+    "step_during_copy": [0.21, 0.2, 0.48],
+}
+
+
 def found() -> figures.Found:
     resharded = {"load": [1.0], "raw_read": [0.8], "load_bytes": [104.0]}
     return figures.Found(
         pairs=PAIRS,
+        overlap=OVERLAP,
         starts=STARTS,
         signals=[1.1, 1.3, 1.2],
         narrowed=resharded,
@@ -67,6 +76,7 @@ def test_ratios_are_medians_of_pairwise_quotients() -> None:
     answer = figures.answer(found())
     assert answer["ratios"] == {
         "save_blocked": 1.1,
+        "save_overlapped": 0.1,
         "save_committed": 1.1,
         "first_save": 2.0,
         "load": 1.5,

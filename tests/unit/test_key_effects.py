@@ -64,6 +64,7 @@ JOBS: Final[dict[str, tuple[Any, dict[str, Any], str]]] = {
     "resources.extra": ({"reservation": "x"}, ON_SLURM, '"reservation": "x"'),
     "checkpoint.interval": ("7m", {}, '"HOLDFAST_CHECKPOINT_INTERVAL": "7m"'),
     "checkpoint.snapshots": (7, {}, '"HOLDFAST_CHECKPOINT_SNAPSHOTS": "7"'),
+    "checkpoint.overlap": (True, {}, '"HOLDFAST_CHECKPOINT_OVERLAP": "True"'),
     "checkpoint.mirror": ("s3://b/x", {}, '"HOLDFAST_CHECKPOINT_MIRROR": "s3://b/x"'),
     "checkpoint.local": ("/scratch", MIRROR, '"HOLDFAST_CHECKPOINT_LOCAL": "/scratch"'),
     "supervision.grace_s": (100, ON_SLURM, '"signal": "USR2@130"'),

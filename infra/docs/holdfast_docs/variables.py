@@ -123,6 +123,12 @@ VARIABLES: Final = (
         "the program's own value",
     ),
     Variable(
+        environment.CHECKPOINT_OVERLAP,
+        Setter.AGENT,
+        "`checkpoint.overlap`, if the spec has that key. Without an agent, you can set it",
+        "the program's own value",
+    ),
+    Variable(
         environment.NUMERICS,
         Setter.AGENT,
         "`supervision.numerics` of the spec, as JSON. Without an agent, you can set it",

@@ -17,6 +17,7 @@ END_S: Final = 60.0
 # The titles of the keys in the benchmark's JSON.
 TITLES: Final = {
     "save_blocked": "training blocked ÷ memcpy",
+    "save_overlapped": "blocked, copy beside a step ÷ memcpy",
     "save_committed": "save until committed ÷ raw write",
     "first_save": "first save ÷ steady save",
     "load": "load ÷ raw cold read",

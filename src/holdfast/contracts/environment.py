@@ -23,7 +23,8 @@ CONFIG: Final = "HOLDFAST_CONFIG"
 # Where the values come from that the agent passes on, as JSON: see `contracts.written`.
 SOURCES: Final = "HOLDFAST_SOURCES"
 # The next ones come from the spec, so that the program needs no arguments for them. An agent sets
-# the interval and the snapshots only if somebody wrote them: the program may give its own.
+# the interval, the snapshots and the overlap only if somebody wrote them: the program may give its
+# own.
 CHECKPOINT_INTERVAL: Final = "HOLDFAST_CHECKPOINT_INTERVAL"
 CHECKPOINT_MIRROR: Final = "HOLDFAST_CHECKPOINT_MIRROR"
 CHECKPOINT_LOCAL: Final = "HOLDFAST_CHECKPOINT_LOCAL"
@@ -34,6 +35,7 @@ S3_ENDPOINT: Final = "HOLDFAST_S3_ENDPOINT"
 # Address of interruption notices, for nodes that do not reach the cloud's own address.
 NOTICES_URL: Final = "HOLDFAST_NOTICES_URL"
 CHECKPOINT_SNAPSHOTS: Final = "HOLDFAST_CHECKPOINT_SNAPSHOTS"
+CHECKPOINT_OVERLAP: Final = "HOLDFAST_CHECKPOINT_OVERLAP"
 # `supervision.numerics` of the spec, as JSON.
 NUMERICS: Final = "HOLDFAST_NUMERICS"
 # `supervision.flush_timeout_s` of the spec, for the ranks and their flusher.
@@ -57,6 +59,7 @@ KEYS_OF_VARIABLES: Final[Mapping[str, str]] = {
     CONFIG: "config",
     CHECKPOINT_INTERVAL: "checkpoint.interval",
     CHECKPOINT_SNAPSHOTS: "checkpoint.snapshots",
+    CHECKPOINT_OVERLAP: "checkpoint.overlap",
     CHECKPOINT_MIRROR: "checkpoint.mirror",
     CHECKPOINT_LOCAL: "checkpoint.local",
     NOTICES_URL: "supervision.notices_url",

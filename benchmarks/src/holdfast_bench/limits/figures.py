@@ -18,6 +18,7 @@ STOCK_MODES: Final = ("sync", "thread", "process")
 # The target maximum of each ratio: microseconds for the step, a fraction for the memory.
 TARGETS: Final = {
     "save_blocked": 1.1,
+    "save_overlapped": 0.1,
     "save_committed": 1.25,
     "first_save": 1.25,
     "load": 1.25,
@@ -32,12 +33,13 @@ TARGETS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The results of the programs: `pairs` and `endurance` once, `starts` once for each start.
+    """The results of the programs: all once, and `starts` once for each start.
 
     `narrowed` is 2 ranks → 1, `widened` 1 → 2. `signals` are the quotients of the starts.
     """
 
     pairs: Seconds
+    overlap: Seconds
     starts: Sequence[Seconds]
     narrowed: Seconds
     widened: Seconds
@@ -88,6 +90,10 @@ def ratio_series(found: Found) -> dict[str, Sequence[float]]:
     unique = float(found.unique_bytes)
     return {
         "save_blocked": quotients(pairs["save.blocked"], pairs["memcpy"]),
+        "save_overlapped": quotients(found.overlap["save.overlapped"], found.overlap["memcpy"]),
+        "step_during_copy": quotients(
+            found.overlap["step_during_copy"], found.overlap["step_alone"]
+        ),
         "save_committed": quotients(pairs["save.committed"], pairs["raw_write"]),
         "first_save_blocked": first,
         "first_save_committed": first_committed,
@@ -191,6 +197,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 def all_seconds(found: Found) -> dict[str, Sequence[float]]:
     """Return all series in seconds, each with a unique name, without byte counts."""
     named = {f"pairs.{name}": values for name, values in found.pairs.items()}
+    named |= {f"overlap.{name}": values for name, values in found.overlap.items()}
     for part, series in (("load_2_to_1", found.narrowed), ("load_1_to_2", found.widened)):
         named |= {f"{part}.{name}": values for name, values in series.items()}
     for name in found.starts[0]:

@@ -144,11 +144,14 @@ class Course:
         single = {"load": narrowed["facts"]["checkpoint"], "save": False}
         widened = self._program("reshard", single, folder="widened")
         shutil.rmtree(self._work / "narrowed", ignore_errors=True)
+        overlap = self._program("overlap")
+        shutil.rmtree(self._work / "overlap", ignore_errors=True)
         if gpus():
             self.gpu = self.run_gpu()
         starts = self._starts()
         found = figures.Found(
             pairs=pairs["seconds"],
+            overlap=overlap["seconds"],
             starts=[seconds for seconds, _ in starts],
             signals=[ratio for _, ratio in starts],
             narrowed=narrowed["seconds"],

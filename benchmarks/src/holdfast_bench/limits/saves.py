@@ -37,10 +37,14 @@ class Saver:
     plan of the saves.
     """
 
-    def __init__(self, program: Program, trained: Trained, run: Path) -> None:
+    def __init__(
+        self, program: Program, trained: Trained, run: Path, *, overlap: bool = False
+    ) -> None:
         self._program = program
         began = time.perf_counter()
-        self.session = Session(trained.model, trained.optimizer, directory=run, interval=NEVER)
+        self.session = Session(
+            trained.model, trained.optimizer, directory=run, interval=NEVER, overlap=overlap
+        )
         self.prepared = program.slowest(time.perf_counter() - began)
         self.run = RunPaths(run)
 

@@ -6,7 +6,7 @@ import re
 from math import inf
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictInt, field_validator, model_validator
+from pydantic import Field, StrictBool, StrictInt, field_validator, model_validator
 
 from holdfast.contracts.disk.bounds import INTEGER_MAX, SECONDS_MAX
 from holdfast.contracts.disk.mirrors import problem_with_mirror
@@ -129,6 +129,12 @@ class Checkpointing(SpecPart):
         "the network. If a node is lost, the other one commits its part of the newest snapshot. "
         "`auto` does so whenever an attempt has several nodes. It takes up to four "
         "times the memory of a node's checkpoint files, besides the staging slots",
+    )
+    overlap: StrictBool = Field(
+        default=False,
+        json_schema_extra=_without_default,
+        description="whether a save returns at once, and its copy continues while the next step "
+        "computes, until an optimizer steps",
     )
     staging: Literal["memory"] = Field(
         default="memory",

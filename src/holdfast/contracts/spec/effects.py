@@ -199,6 +199,7 @@ ACTS: Final[Mapping[str, tuple[Scope, ...]]] = {
     "checkpoint.local": (SAVES,),
     "checkpoint.snapshots": (SAVES,),
     "checkpoint.neighbour": (SAVES, SEVERAL_NODES, SNAPSHOTS),
+    "checkpoint.overlap": (SAVES,),
     "checkpoint.staging": (SAVES,),
     "supervision.heartbeat_s": (),
     "supervision.poll_s": (),

@@ -26,10 +26,12 @@ PROGRAM_OR_DEFAULT: Final = "program or default"
 # The keys that the program can give too, and the variables that pass them on.
 INTERVAL: Final = "checkpoint.interval"
 SNAPSHOTS: Final = "checkpoint.snapshots"
+OVERLAP: Final = "checkpoint.overlap"
 CONFIG: Final = "config"
 OF_PROGRAM: Final[Mapping[str, str]] = {
     INTERVAL: environment.CHECKPOINT_INTERVAL,
     SNAPSHOTS: environment.CHECKPOINT_SNAPSHOTS,
+    OVERLAP: environment.CHECKPOINT_OVERLAP,
 }
 
 

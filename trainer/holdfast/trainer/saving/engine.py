@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -29,7 +30,10 @@ from holdfast.trainer.process import devices
 from holdfast.trainer.ranks.collective import Group, HierarchicalGroup, problem_of, tree_over
 from holdfast.trainer.ranks.identity import Identity
 from holdfast.trainer.ranks.topology import describe_mesh
+from holdfast.trainer.saving.late import AT_ONCE, Completed, LateSave, Overlap
+from holdfast.trainer.slots.slot_table import SlotTable
 from holdfast.trainer.slots.slots import SlotState
+from holdfast.trainer.staging.copying import LateCopy, Trial
 from holdfast.trainer.staging.in_flight import InFlight, SaveResult
 from holdfast.trainer.staging.stage import FlusherConnection, Stage, StagedSlot
 from holdfast.trainer.staging.step_facts import StepFacts, make_table
@@ -69,6 +73,11 @@ class CheckpointEngine:
         self._layout: Layout | None = None
         self._stage: Stage | None = None
         self._saves = InFlight()
+        # The save whose copy continues while training continues. The hook of an optimizer may
+        # complete it in a thread of autograd.
+        self._late: LateSave | None = None
+        self._completing = threading.RLock()
+        self._trial: Trial | None = None
         self._held = contextlib.ExitStack()
         self._mesh: dict[str, int] = {}
         self._tensor_bytes = 0
@@ -87,6 +96,35 @@ class CheckpointEngine:
     def in_flight(self) -> tuple[int, ...]:
         """Steps that are staged and whose results `poll` has not returned yet."""
         return self._saves.steps
+
+    @property
+    def is_copying(self) -> bool:
+        """True from a save whose copy continues in a thread until `complete_copy`."""
+        return self._late is not None
+
+    def complete_copy(self) -> Completed | None:
+        """Complete the copy of a save that continues in a thread, then seal it. None without one.
+
+        Call it before anything changes the tensors that the thread copies.
+        """
+        with self._completing:
+            late = self._late
+            done = None if late is None else late.complete()
+            self._late = None
+        if done is not None and not done.is_snapshot:
+            self.connection.notify("sealed", step=done.name.step)
+        return done
+
+    @property
+    def is_on_trial(self) -> bool:
+        """True from a copy that is a trial until `end_trial`."""
+        return self._trial is not None
+
+    def end_trial(self) -> bool | None:
+        """Return whether tensors are as the last copy that was a trial found them, None without."""
+        with self._completing:
+            trial, self._trial = self._trial, None
+            return None if trial is None else trial.finish()
 
     def prepare(self, state: dict[str, Any], *, timeout_s: float = SAVE_TIMEOUT_S) -> None:
         """Plan for states like `state` and allocate the slots, so that the next save is ordinary.
@@ -138,18 +176,21 @@ class CheckpointEngine:
         metrics: Mapping[str, float] | None = None,
         timeout_s: float = SAVE_TIMEOUT_S,
         place: SavePlace | None = None,
+        continuing: Overlap = AT_ONCE,
     ) -> str:
         """Stage `state` as the checkpoint of `step` and return its directory name.
 
-        All ranks call this after the same step. When it returns, the state may change. `poll`
-        reports when the step is committed. `train_state` is JSON that rank 0 writes. While both
-        slots are being written, the call waits. A first save without `prepare` plans with all
-        ranks, and so does every save with a custom planner. With a `place`, the checkpoint goes
-        into that directory and not to the run, and a failed copy fails the step on all ranks.
-        Raises `SaveError` if the state cannot be saved, differs from the plan or does not fit into
-        memory, or if no slot is free within `timeout_s` seconds.
+        All ranks call this after the same step. When it returns, the state may change, except
+        tensors that `continuing` names. They may change after `complete_copy`. `poll` reports when
+        the step is committed. `train_state` is JSON that rank 0 writes. While both slots are being
+        written, the call waits. A first save without `prepare` plans with all ranks, and so does
+        every save with a custom planner. With a `place`, the checkpoint goes into that directory
+        and not to the run, and a failed copy fails the step on all ranks. Raises `SaveError` if the
+        state cannot be saved, differs from the plan or does not fit into memory, or if no slot is
+        free within `timeout_s` seconds.
         """
         began = time.monotonic()
+        self.complete_copy()
         stage, flat = self._planned(state, timeout_s)
         facts = self._facts(step, reason, parent, metrics, train_state, place)
         document = facts.encode_train_state() if self._identity.rank == 0 else None
@@ -159,9 +200,13 @@ class CheckpointEngine:
                 f"step {step}: no staging slot came free within {timeout_s:.0f} s. Steps "
                 f"{self._saves.update()} are still being written; the storage may be hanging"
             )
-        self._fill(staged, flat, document, facts, began)
+        is_late = self._planner is None and place is None
+        self._fill(
+            staged, flat, document, facts, began, continuing=continuing if is_late else AT_ONCE
+        )
         self._saves.add(staged, facts.name)
-        self.connection.notify("sealed", step=step)
+        if self._late is None:
+            self.connection.notify("sealed", step=step)
         return str(facts.name)
 
     def snapshot(
@@ -173,6 +218,7 @@ class CheckpointEngine:
         reason: str,
         parent: str | None,
         metrics: Mapping[str, float] | None = None,
+        continuing: Overlap = AT_ONCE,
     ) -> bool:
         """Keep `state` in memory only. It is committed as `step` only if the ranks die.
 
@@ -182,6 +228,7 @@ class CheckpointEngine:
         state cannot be saved or differs from the plan.
         """
         began = time.monotonic()
+        self.complete_copy()
         if self._layout is None or self._stage is None or self._planner is not None:
             return False
         if self.awaits_metadata or self._stage.problem is not None:
@@ -193,11 +240,16 @@ class CheckpointEngine:
         staged = self._take_slot(self._stage, step, 0.0)
         if staged is None:
             return False
-        self._fill(staged, flat, document, facts, began, is_snapshot=True)
+        self._fill(staged, flat, document, facts, began, continuing=continuing, is_snapshot=True)
         return True
 
     def discard_snapshots(self, step: int | None = None) -> None:
         """Discard all snapshots, or only the snapshot of `step`."""
+        with self._completing:
+            late = self._late
+            if late is not None and late.is_snapshot and step in {None, late.name.step}:
+                late.cancel()
+                self._late = None
         for staged in self._stage.slots if self._stage else ():
             slot = staged.slot
             if slot.state is SlotState.SNAPSHOT and step in {None, slot.step}:
@@ -212,13 +264,16 @@ class CheckpointEngine:
 
         After `timeout_s` seconds it returns the results so far. `in_flight` then lists the rest.
         """
+        self.complete_copy()
         self._saves.wait(timeout_s)
         return self.poll()
 
     def close(self) -> None:
         """Release slots and flusher. Sealed steps are still committed."""
+        self.complete_copy()
         if self._stage is not None:
             self._saves.close()
+            self._trial = None
             self._stage.close()
             self._stage = self._layout = None
         self.connection.close()
@@ -301,6 +356,7 @@ class CheckpointEngine:
         """Wait until the old plan's staged steps are written, then release its slots."""
         if self._stage is None:
             return
+        self.complete_copy()
         if writing := self._saves.wait(timeout_s):
             raise SaveError(
                 f"steps {writing} were not written within {timeout_s:.0f} s, so the "
@@ -308,6 +364,7 @@ class CheckpointEngine:
             )
         self.discard_snapshots()
         problem = self._stage.problem
+        self._trial = None
         self._stage.close()
         self._stage = self._layout = None
         if problem is not None:
@@ -351,11 +408,13 @@ class CheckpointEngine:
         facts: StepFacts,
         began: float,
         *,
+        continuing: Overlap = AT_ONCE,
         is_snapshot: bool = False,
     ) -> None:
         """Copy all data into the slot and seal it. If the copy fails, the slot is free again.
 
-        With a place, the slot is then sealed with the error, for the other ranks that wait.
+        With a place, the slot is then sealed with the error, for the other ranks that wait. A copy
+        of tensors in `continuing` may continue. The slot is then sealed by `complete_copy`.
         """
         assert self._layout is not None
         who = self._identity
@@ -369,7 +428,7 @@ class CheckpointEngine:
             manifest=facts.for_manifest(who, self._mesh) if who.rank == 0 else None,
         )
         try:
-            layout = self._write(staged, flat, document)
+            layout, late = self._write(staged, flat, document, continuing)
             staged.append_storage_meta(facts.storage_meta)
         except BaseException as error:
             if facts.place is None:
@@ -378,24 +437,72 @@ class CheckpointEngine:
                 problem = str(problem_of(error, who.rank))[:ERROR_CHARACTERS_MAX]
                 staged.slot.seal(table(self._layout, blocked_s=0.0, error=problem).to_document())
             raise
-        made = table(layout=layout, blocked_s=time.monotonic() - began)
+        table = functools.partial(table, layout=layout)
+        seal = functools.partial(self._seal, staged, table, is_snapshot=is_snapshot)
+        held_s = time.monotonic() - began
+        if late is None:
+            seal(held_s)
+            return
+        discard = functools.partial(self._discard, staged, table, is_snapshot)
+        self._late = LateSave(late, facts.name, is_snapshot, held_s, seal, discard)
+
+    def _seal(
+        self,
+        staged: StagedSlot,
+        table: Callable[..., SlotTable],
+        blocked_s: float,
+        *,
+        is_snapshot: bool,
+    ) -> None:
+        made = table(blocked_s=blocked_s)
         try:
             staged.slot.seal(made.to_document(), is_snapshot=is_snapshot)
         except ValueError as error:
             staged.slot.state = SlotState.EMPTY
-            raise SaveError(f"step {facts.name.step} cannot be staged: {error}") from error
+            raise SaveError(f"step {made.step} cannot be staged: {error}") from error
+
+    def _discard(
+        self, staged: StagedSlot, table: Callable[..., SlotTable], is_snapshot: bool, why: str
+    ) -> None:
+        """Throw the image in a slot away. The step of a save then fails on all ranks."""
+        if is_snapshot:
+            staged.slot.state = SlotState.EMPTY
+            return
+        try:
+            staged.slot.seal(table(blocked_s=0.0, error=why[:ERROR_CHARACTERS_MAX]).to_document())
+        except ValueError:
+            # The table is too long. The step is given up when this rank seals a later one.
+            staged.slot.state = SlotState.EMPTY
+            self._saves.drop(staged, why)
 
     def wait_for_slot(self, timeout_s: float) -> bool:
         """Wait until a slot is free, so that the next save does not wait. Return False if none."""
         return self._stage is None or self._saves.find_free(self._stage, timeout_s) is not None
 
-    def _write(self, staged: StagedSlot, flat: Mapping[str, Any], document: bytes | None) -> Layout:
-        """Copy all data into the slot. Return the layout, with the files of this save."""
+    def _write(
+        self,
+        staged: StagedSlot,
+        flat: Mapping[str, Any],
+        document: bytes | None,
+        continuing: Overlap,
+    ) -> tuple[Layout, LateCopy | None]:
+        """Copy all data into the slot. Return the layout, with the files of this save.
+
+        Return also the copy that continues, if there is one.
+        """
         assert self._layout is not None
         assert self._stage is not None
-        staged.fill(flat, document)
-        self._stage.require_late()
-        return self._layout
+        late = staged.fill(flat, document, continuing.steady, is_trial=continuing.is_trial)
+        try:
+            self._stage.require_late()
+        except BaseException:
+            if isinstance(late, LateCopy):
+                late.cancel()
+            raise
+        if isinstance(late, Trial):
+            self._trial = late
+            return self._layout, None
+        return self._layout, late
 
     def _take_slot(self, stage: Stage, step: int, timeout_s: float) -> StagedSlot | None:
         staged = self._saves.find_free(stage, timeout_s)

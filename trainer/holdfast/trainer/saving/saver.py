@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +23,7 @@ from holdfast.trainer.planning.ranks import raise_problems
 from holdfast.trainer.ranks.collective import ControlGroup, attempt, problem_of
 from holdfast.trainer.ranks.rank_context import RankContext
 from holdfast.trainer.saving.engine import CheckpointEngine
+from holdfast.trainer.saving.late import AT_ONCE, TRIED, Overlap
 from holdfast.trainer.slots.slots import SLOTS_PER_RANK
 from holdfast.trainer.staging.in_flight import SaveResult
 from holdfast.trainer.staging.program_files import ProgramFiles
@@ -48,6 +49,11 @@ def _check_nothing(_: State) -> None:
     """Accept every state: the default of `Saver`."""
 
 
+def _nothing_steady() -> frozenset[int]:
+    """Return that every tensor may change before an optimizer's step: the default of `Saver`."""
+    return frozenset()
+
+
 def _notice_nothing() -> None:
     """Find nothing at a step boundary: the default of `Saver`."""
 
@@ -66,11 +72,12 @@ class PlanStatus(IntEnum):
 class Saver:
     """Uses the checkpoint engine of one rank and keeps track of its saves in flight.
 
-    `capture` returns the live state at a boundary. `note_forms` is called with all ranks when a new
-    plan is made. `check` raises `SaveError` if the same command could not load a state. `notice`
-    does so at each boundary for what costs little to see. The saver measures the cost of saves:
-    `copy_s`, the seconds for which a copy blocks training, and on rank 0 `flush_s`, the seconds
-    from sealed to durable in the newest manifest.
+    `capture` returns the live state at a boundary. `steady` returns the addresses of those of its
+    tensors that only the step of an optimizer changes: with `overlaps`, their copies may continue.
+    `note_forms` is called with all ranks when a new plan is made. `check` raises `SaveError` if the
+    same command could not load a state. `notice` does so at each boundary for what costs little to
+    see. The saver measures the cost of saves: `copy_s`, the seconds for which a copy blocks
+    training, and on rank 0 `flush_s`, the seconds from sealed to durable in the newest manifest.
     """
 
     # A subclass may save another kind of state.
@@ -87,11 +94,21 @@ class Saver:
         note_forms: Callable[[ControlGroup], None] = _note_nothing,
         check: Callable[[State], None] = _check_nothing,
         notice: Callable[[], None] = _notice_nothing,
+        steady: Callable[[], Collection[int]] = _nothing_steady,
         planner: SavePlanner | None = None,
     ) -> None:
         self._context, self._record, self._recorder = context, record, recorder
         self._ranks, self._capture, self._note_forms = ranks, capture, note_forms
-        self._check, self.notice = check, notice
+        self._check, self.notice, self._steady = check, notice, steady
+        # True while copies may continue after a save, once the trial has shown that the program
+        # does not change tensors meanwhile. If it does later, all ranks save again.
+        self.overlaps = self.wants_save = self._is_tried = False
+        # True from a copy that continues, or from the trial, until `complete_copy`. Each step reads
+        # it.
+        self.is_copying = False
+        # The facts of that save's journal line, and the step of the last copy that went on.
+        self._unsealed: dict[str, Any] = {}
+        self._late_step = NOWHERE
         # True from a save until `collect` or `wait` finds no more in flight. Each step reads it.
         self.is_flushing = False
         self.is_planned = self.has_saved = False
@@ -244,16 +261,18 @@ class Saver:
         """Drop the state that `look` captured."""
         self._captured = None
 
-    def save(self, *, step: int, reason: str) -> None:
+    def save(self, *, step: int, reason: str, at_once: bool = False) -> None:
         """Stage the state as the checkpoint of `step`. Return as soon as it is sealed.
 
-        Raises `SaveError` if it cannot be staged.
+        Unless `at_once`, a thread may still copy tensors that only an optimizer's step changes. It
+        is then sealed by `complete_copy`. Raises `SaveError` if it cannot be staged.
         """
         self._record.beat(Phase.SAVE)
+        self.complete_copy()
         state, document = self._take_captured()
         began = time.monotonic()
         self._await_slot(began + self._flush_timeout_s)
-        self.is_flushing = True
+        self.is_flushing, self.wants_save = True, False
         name = self.engine.save(
             state,
             document,
@@ -262,22 +281,83 @@ class Saver:
             parent=self._parent,
             metrics=self._metrics(),
             timeout_s=self._flush_timeout_s,
+            continuing=self._overlap(at_once=at_once),
         )
-        now = time.monotonic()
+        held_s = time.monotonic() - began
         self._staged_step, self._staged_name = step, name
         self.has_saved = True
-        self._measure(now - began)
-        self._recorder.event(
-            EventKind.STAGED,
-            checkpoint=name,
-            step=step,
-            bytes=self.engine.tensor_bytes,
-            blocked_s=round(now - began, 6),
-            reason=reason,
-        )
+        facts = {"checkpoint": name, "step": step, "bytes": self.engine.tensor_bytes}
+        if not self._continues(step, facts | {"reason": reason}):
+            self._note_staged(held_s, facts | {"reason": reason})
 
-    def snapshot(self, step: int) -> None:
-        """Keep the state after `step` in memory if a slot is free. This never fails training."""
+    def _overlap(self, *, at_once: bool) -> Overlap:
+        """Return which copies may continue. The first one in a launch is the trial."""
+        if at_once or not self.overlaps:
+            return AT_ONCE
+        return Overlap(self._steady(), is_trial=not self._is_tried)
+
+    def _continues(self, step: int, facts: dict[str, Any]) -> bool:
+        """Return True if the copy of `step` continues. `facts` are those of its journal line."""
+        is_late = self.engine.is_copying
+        self.is_copying = is_late or self.engine.is_on_trial
+        if is_late:
+            self._late_step, self._unsealed = step, facts
+        return is_late
+
+    def _note_staged(self, blocked_s: float, facts: Mapping[str, Any]) -> None:
+        self._measure(blocked_s)
+        self._recorder.event(EventKind.STAGED, blocked_s=round(blocked_s, 6), **facts)
+
+    def complete_copy(self) -> None:
+        """Complete a copy that continues, and seal it. Then the tensors of the state may change.
+
+        If they have changed meanwhile, the image is thrown away, and later saves copy at once.
+        """
+        if not self.is_copying:
+            return
+        done, is_steady = self.engine.complete_copy(), self.engine.end_trial()
+        # Only now: another thread that steps an optimizer waits above until then.
+        self.is_copying = False
+        if is_steady is not None:
+            self._is_tried = True
+            if not is_steady:
+                self._copy_at_once(TRIED)
+        if done is None:
+            return
+        facts, self._unsealed = self._unsealed, {}
+        if done.is_spoiled:
+            self._copy_at_once(f"{done.problem}. This image was thrown away")
+            if not done.is_snapshot:
+                # All ranks save again at one step, because this one fails on all of them.
+                self.wants_save = True
+                self._record.ask(done.name.step)
+        if done.problem:
+            return
+        if done.is_snapshot:
+            self._measure(done.blocked_s)
+        else:
+            self._note_staged(done.blocked_s, facts)
+
+    def _copy_at_once(self, why: str) -> None:
+        """End copies that continue, because the program changes tensors meanwhile."""
+        self.overlaps = False
+        text = (
+            f"{why}. From now on each copy is complete before training continues. Call "
+            "session.before_update() before such a change, and saves hold nothing up"
+        )
+        report(f"holdfast: {text}")
+        self._recorder.event(EventKind.NOTE, text=text)
+
+    def snapshot(self, step: int, *, at_once: bool = False) -> None:
+        """Keep the state after `step` in memory if a slot is free. This never fails training.
+
+        With `at_once`, the copy is complete on return. After a step whose copy went on, there is no
+        snapshot: another rank may not have sealed that one yet, and the older snapshot, which this
+        one would overwrite, is then the newest that all ranks have.
+        """
+        self.complete_copy()
+        if step == self._late_step + 1:
+            return
         state, document = self._take_captured()
         began = time.monotonic()
         try:
@@ -288,12 +368,13 @@ class Saver:
                 reason=CRASH,
                 parent=self._parent,
                 metrics=self._metrics(),
+                continuing=self._overlap(at_once=at_once),
             )
         except SaveError as error:
             self._note_no_snapshot(step, error)
             return
         self._missed = 0
-        if is_kept:
+        if is_kept and not self._continues(step, {}):
             self._measure(time.monotonic() - began)
 
     def plan_again(self) -> None:
@@ -358,6 +439,7 @@ class Saver:
     def wait(self) -> None:
         """Wait until no save is in flight, for the spec's `flush_timeout_s` at most."""
         give_up = time.monotonic() + self._flush_timeout_s
+        self.complete_copy()
         self.collect()
         while self.in_flight and time.monotonic() < give_up:
             self._record.beat(Phase.SAVE)
@@ -375,6 +457,7 @@ class Saver:
 
         Ranks then meet before any of them saves, so that no crash can commit a mix of both.
         """
+        self.complete_copy()
         self.engine.discard_snapshots(step)
 
     def _await_slot(self, give_up: float) -> None:
@@ -389,11 +472,12 @@ class Saver:
 
         Raises `SaveError` if the checkpoint of `step` did not become durable.
         """
+        self.complete_copy()
         if step != self._staged_step:
             self.collect()
             # All ranks are here. This is the only collective of a last save.
             self.make_fit(self._ranks.largest([self.look()])[0])
-            self.save(step=step, reason="final")
+            self.save(step=step, reason="final", at_once=True)
         self.wait()
         if problem := self._why_uncommitted(step):
             raise SaveError(
@@ -427,6 +511,7 @@ class Saver:
 
         It also commits snapshots, unless the end is orderly. An orderly end discards them.
         """
+        self.complete_copy()
         if is_orderly:
             self.engine.discard_snapshots()
         self.files.close()

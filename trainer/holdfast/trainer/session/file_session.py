@@ -25,6 +25,7 @@ from holdfast.trainer.planning.layout import FILE_ALIGNMENT, Layout, add_train_s
 from holdfast.trainer.planning.ranks import all_or_none, check_memory
 from holdfast.trainer.planning.signature import Signature
 from holdfast.trainer.saving.engine import CheckpointEngine
+from holdfast.trainer.saving.late import AT_ONCE, Overlap
 from holdfast.trainer.saving.saver import PlanStatus, Saver
 from holdfast.trainer.session.lifetime import claimed
 from holdfast.trainer.session.session import Session
@@ -79,6 +80,7 @@ class FileEngine(CheckpointEngine):
         metrics: Mapping[str, float] | None = None,
         timeout_s: float = SAVE_TIMEOUT_S,
         place: SavePlace | None = None,
+        continuing: Overlap = AT_ONCE,
     ) -> str:
         """Stage the files of `state` as the checkpoint of `step`: see `CheckpointEngine.save`."""
         facts: dict[str, Any] = {"step": step, "reason": reason, "parent": parent}
@@ -123,7 +125,13 @@ class FileEngine(CheckpointEngine):
         self.connection.describe(layout, self._run.attempt(who.attempt).launch(who.launch))
         self._layout = layout
 
-    def _write(self, staged: StagedSlot, flat: Mapping[str, Any], document: bytes | None) -> Layout:
+    def _write(
+        self,
+        staged: StagedSlot,
+        flat: Mapping[str, Any],
+        document: bytes | None,
+        continuing: Overlap,
+    ) -> tuple[Layout, None]:
         """Write all files into the slot. Return the layout, with the places of the files."""
         assert self._layout is not None
         places, at = [], 0
@@ -140,7 +148,7 @@ class FileEngine(CheckpointEngine):
             room.release()
         self._tensor_bytes = sum(place.bytes for place in places)
         staged.fill({}, document)
-        return replace(self._layout, files=tuple(places))
+        return replace(self._layout, files=tuple(places)), None
 
 
 class _FullError(SaveError):

@@ -152,6 +152,8 @@ class Loop:
         try:
             step, pace, saver = self._position.finish_step(), self._pace, self._saver
             is_flushing, now = saver.is_flushing, time.monotonic()
+            if saver.is_copying:
+                saver.complete_copy()
             pace.meter.leave(now, is_flushing=is_flushing)
             if self._flags is not None and now >= self._flags.due_at:
                 self._look_at_signals(now)
@@ -168,7 +170,7 @@ class Loop:
                 self._meet(step, at=Boundary(step))
                 pace.meter.enter(time.monotonic())
             elif pace.rhythm.is_due(step):
-                saver.snapshot(step)
+                saver.snapshot(step, at_once=self.is_at_end or pace.rhythm.every == 1)
                 pace.meter.enter(time.monotonic())
             self._optimizers.has_stepped = False
             if self._record.finish_step(step):
@@ -316,6 +318,8 @@ class Loop:
         if not isinstance(name, str) or name not in SLOW_PHASES:
             raise SpecError(f"phase name={name!r}: expected one of {sorted(SLOW_PHASES)}")
         before = self._record.phase
+        # An evaluation may exchange the weights, for example with an average of them.
+        self._saver.complete_copy()
         self._record.beat(SLOW_PHASES[name])
         try:
             yield
@@ -411,8 +415,13 @@ class Loop:
             now = time.monotonic()
             decision = cadence.decide(step, now) if is_due else (wanted, cadence.next_step)
         mine = [decision[0] or wanted, decision[1], saver.is_busy, saver.look(), self._guard.asked]
-        agreed = self._ranks.largest([*mine, saver.wants_plan, *self._pace.figures()], at)
-        save, next_step, is_busy, plan_status, bad_step, is_outdated, copy_us, step_us = agreed
+        asks = [saver.wants_plan, saver.wants_save]
+        agreed = self._ranks.largest([*mine, *asks, *self._pace.figures()], at)
+        save, next_step, is_busy, plan_status, bad_step, is_outdated, is_spoiled, *figures = agreed
+        if is_spoiled and not bad_step:
+            self._record.ask(0)
+            # In place of the checkpoint whose image one rank has thrown away.
+            save, waits, asked = 1, True, asked if asked != NOTICE else ""
         if bad_step:
             self._guard.resolve()
             # This meeting was called because of the loss. A cloud's notice is followed by a stop.
@@ -433,7 +442,7 @@ class Loop:
             if save:
                 saver.note_skipped(step)
         if not saved and (is_outdated or self._pace.rhythm.is_due(step)):
-            saver.snapshot(step)
+            saver.snapshot(step, at_once=True)
         saver.forget()
-        self._pace.update(copy_us, step_us, saved=saved)
+        self._pace.update(*figures, saved=saved)
         cadence.update(step, next_step, saved=saved, now=time.monotonic())

@@ -53,6 +53,7 @@ from holdfast.trainer.session.loop import Loop
 from holdfast.trainer.session.rank_metrics import RankMetrics
 from holdfast.trainer.session.settings import Settings
 from holdfast.trainer.session.stop_coordinator import StopCoordinator
+from holdfast.trainer.session.updates import UpdateHook
 from holdfast.trainer.state.fit import ResumeFit
 from holdfast.trainer.state.local_buffers import warn_of_local_buffers
 from holdfast.trainer.state.made_with import describe_changes, describe_made
@@ -80,6 +81,7 @@ def _saver_of(state: TrainState, planner: SavePlanner | None) -> partial[Saver]:
         note_forms=state.note_forms,
         check=state.check,
         notice=state.notice,
+        steady=state.steady,
         planner=planner,
     )
 
@@ -93,6 +95,7 @@ class Session:
     """
 
     _stop_coordinator: StopCoordinator | None = None
+    _updates: UpdateHook | None = None
     # Where a run begins that has no checkpoint, see `FrameworkSession`.
     _start_from: Path | None = None
     _begins_at = 0
@@ -115,6 +118,7 @@ class Session:
         exclude: str | Sequence[str] = (),
         snapshots: int | str | None = None,
         planner: SavePlanner | None = None,
+        overlap: bool | None = None,
     ) -> None:
         """Resumes from the newest checkpoint that verifies.
 
@@ -141,6 +145,7 @@ class Session:
                 from any checkpoint that they do not fit.
             snapshots: steps between snapshots, `"auto"` or `"off"`, with the rule of `interval`.
             planner: your own `SavePlanner`. There are no snapshots with it.
+            overlap: let copies continue until an optimizer steps, see `before_update`.
 
         Raises `PreflightError` if the process group or the flusher is missing, `CheckpointError`
         if the checkpoint does not fit the program, `DamagedCheckpointError` if no undamaged one is
@@ -150,7 +155,7 @@ class Session:
         check_program(model, optimizer, scheduler, extra, per_rank)
         check_kinds(mesh=mesh, planner=planner, directory=directory)
         fit = ResumeFit.of(strict=strict, rename=rename, exclude=exclude)
-        settings = Settings.of(interval, snapshots)
+        settings = Settings.of(interval, snapshots, overlap)
         self.seed, self._best_of = check_seed(seed), (best[0], best[1]) if best else None
         optimizers, schedulers = listed(optimizer), listed(scheduler)
         with claimed(self, self._abandon):
@@ -252,6 +257,9 @@ class Session:
             flags=self._flags,
         )
         self._record.register(self._ranks.rank, found.step)
+        self._saver.overlaps = settings.overlaps
+        if settings.overlaps:
+            self._updates = UpdateHook(self._saver)
         self._saver.begin(awaits_state=awaits_state)
         if not self._context.has_agent and self._context.identity.local_rank == 0:
             self._stop_coordinator = StopCoordinator(self._context, self._recorder.event)
@@ -451,6 +459,16 @@ class Session:
         self._loop.is_checkpoint_wanted = True
 
     @while_open
+    def before_update(self) -> None:
+        """Waits until the state may change. Call it before an update that no optimizer makes.
+
+        With `overlap`, the copy of a save continues until an optimizer steps. Call this before your
+        program changes parameters or the state of an optimizer in another way, such as by hand or
+        by a compiled optimizer. It does nothing if no copy is under way.
+        """
+        self._saver.complete_copy()
+
+    @while_open
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[Session]:
         """A context manager for a slow phase: `"eval"`, `"compile"`, `"load"` or `"save"`.
@@ -622,6 +640,10 @@ class Session:
         self._state.close()
         if self._stop_coordinator is not None:
             self._stop_coordinator.close()
+        # A copy that continues is journaled when it is complete.
+        self._saver.complete_copy()
+        if self._updates is not None:
+            self._updates.close()
         self._recorder.close()
         self._saver.close(is_orderly=is_orderly)
         if self._flags is not None:
@@ -639,7 +661,7 @@ class Session:
         """Clean up after a failed constructor as after a crash, so that another can be created."""
         if hasattr(self, "_life"):
             self._life.end()
-        for name in ("_stop_coordinator", "_recorder", "_flags", "_optimizers"):
+        for name in ("_updates", "_stop_coordinator", "_recorder", "_flags", "_optimizers"):
             part = getattr(self, name, None)
             if part is not None:
                 part.close()

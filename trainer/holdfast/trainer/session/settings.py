@@ -23,6 +23,7 @@ from holdfast.contracts.spec.written import (
     ENVIRONMENT,
     INTERVAL,
     OF_PROGRAM,
+    OVERLAP,
     PROGRAM,
     SNAPSHOTS,
     SPEC,
@@ -108,6 +109,22 @@ def _parsed(setting: Setting, parse: Callable[[int | str], T]) -> T:
         raise SpecError(f"{OF_PROGRAM[setting.key]}: {error}") from error
 
 
+_TRUTHS: Final = {"true": True, "false": False}
+
+
+def _shown(given: Any) -> str:
+    """Return a boolean as a spec has it. Anything else stays to be refused."""
+    return str(given).lower() if isinstance(given, bool) else repr(given)
+
+
+def _truth_of(given: int | str) -> bool:
+    """Parse "true" or "false". Raises `SpecError` for anything else."""
+    found = _TRUTHS.get(str(given).lower())
+    if found is None:
+        raise SpecError(f"checkpoint overlap {given!r}: expected true or false")
+    return found
+
+
 @dataclass(frozen=True)
 class Settings:
     """The settings of one session."""
@@ -115,21 +132,34 @@ class Settings:
     interval: Interval
     rhythm: SnapshotRhythm
     chosen: tuple[Setting, ...]
+    overlaps: bool = False
 
     @classmethod
-    def of(cls, interval: Given, snapshots: Given) -> Settings:
+    def of(cls, interval: Given, snapshots: Given, overlap: bool | None = None) -> Settings:
         """Return the settings with a program's own values, or None. Raises `SpecError`."""
         every, kept = choose(INTERVAL, interval), choose(SNAPSHOTS, snapshots)
         interval_of, rhythm_of = _parsed(every, Interval.parse), _parsed(kept, SnapshotRhythm)
-        return cls(interval_of, rhythm_of, (every, kept))
+        given = None if overlap is None else Argument(_shown(overlap), PROGRAM)
+        late = choose(OVERLAP, given, default=_shown(False))
+        is_known = late.source != DEFAULT
+        chosen = (every, kept, late) if is_known else (every, kept)
+        return cls(interval_of, rhythm_of, chosen, _parsed(late, _truth_of))
 
     @classmethod
     def without_snapshots(cls, interval: Given, because: str) -> Settings:
-        """Return the settings of a session that cannot take snapshots. Raises `SpecError`."""
+        """Return the settings of a session of a framework's files. Raises `SpecError`.
+
+        It takes no snapshots, and its copies do not continue during a step.
+        """
         every, asked = choose(INTERVAL, interval), choose(SNAPSHOTS, None, default=OFF)
         lost = None if asked.source == DEFAULT else Argument(asked.value, asked.source)
         none = Setting(SNAPSHOTS, OFF, because, lost)
-        return cls(_parsed(every, Interval.parse), SnapshotRhythm(OFF), (every, none))
+        chosen: tuple[Setting, ...] = (every, none)
+        late = choose(OVERLAP, None, default=_shown(False))
+        if _parsed(late, _truth_of):
+            lost = Argument(late.value, late.source)
+            chosen = (*chosen, Setting(OVERLAP, _shown(False), because, lost))
+        return cls(_parsed(every, Interval.parse), SnapshotRhythm(OFF), chosen)
 
     def announce(self, event: Callable[..., Any], rank: int) -> None:
         """On rank 0, log the settings and the warnings, and record them in the journal."""

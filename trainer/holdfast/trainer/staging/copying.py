@@ -8,11 +8,13 @@ parallel region per tensor and wait for its slowest thread each time.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
 import torch
 
 from holdfast.trainer.process import devices
@@ -22,6 +24,18 @@ PIECE_BYTES: Final = 8 * 1024 * 1024
 # The bytes of one `memmove`: the fastest size between 16 KiB and 2 MiB. The largest size took a
 # fifth to a third longer (docs/decisions/0016).
 MOVE_BYTES: Final = 512 * 1024
+
+# Smaller tensors, and smaller sums, are copied at once: that costs less than a thread.
+LATE_BYTES_MIN: Final = 64 * 1024
+LATE_SUM_MIN: Final = 1024 * 1024
+# The bytes of one `memmove` beside training. Each takes the interpreter lock once.
+LATE_MOVE_BYTES: Final = 8 * 1024 * 1024
+# At least one word of so many bytes is compared after a late copy. Each is a cache miss.
+SAMPLE_BYTES: Final = 1024 * 1024
+WORD_BYTES: Final = 8
+
+_libc: Final = ctypes.CDLL(None)
+_libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 _Move = tuple[int, int, int]
 """(destination, source, bytes): addresses in this process"""
@@ -41,8 +55,10 @@ class Copier:
         if self._threads > 1:
             self._pool = ThreadPoolExecutor(self._threads - 1, thread_name_prefix="holdfast-copy")
 
-    def copy(self, sources: Sequence[torch.Tensor]) -> None:
-        """Copy each source into its view. All bytes are there on return.
+    def copy(self, sources: Sequence[torch.Tensor], left_out: Collection[int] = ()) -> None:
+        """Copy each source into its view, except those at the indices `left_out`.
+
+        All bytes are there on return.
 
         The copies follow all work queued on the sources' devices, on any stream: a program may
         update a tensor on a stream that its current one does not wait for yet.
@@ -50,8 +66,9 @@ class Copier:
         on_devices: dict[torch.device, list[_Pair]] = {}
         others: list[_Pair] = []
         moves: list[_Move] = []
-        for view, (address, size), source in zip(self._views, self._places, sources, strict=True):
-            if not size:
+        for index, source in enumerate(sources):
+            view, (address, size) = self._views[index], self._places[index]
+            if not size or index in left_out:
                 continue
             # Not by a function: this is most of the time of a small tensor.
             if source.device.type in devices.STREAMED:
@@ -74,6 +91,35 @@ class Copier:
             for device in on_devices:
                 devices.finish_copies(device)
 
+    def find_late(self, sources: Sequence[torch.Tensor], steady: Collection[int]) -> list[int]:
+        """Return the indices of the sources that `begin` may copy, by the addresses in `steady`."""
+        if len(sources) != len(self._views):
+            raise ValueError(f"{len(sources)} sources for {len(self._views)} views")
+        late = [
+            index
+            for index, (source, (_, size)) in enumerate(zip(sources, self._places, strict=True))
+            if size >= LATE_BYTES_MIN
+            and source.data_ptr() in steady
+            and is_plain(source)
+            and source.nbytes == size
+            and source.dtype is self._views[index].dtype
+            and not source.is_inference()
+        ]
+        return late if sum(self._places[one][1] for one in late) >= LATE_SUM_MIN else []
+
+    def begin(self, sources: Mapping[int, torch.Tensor]) -> LateCopy:
+        """Begin to copy these sources, by index, in a thread. See `find_late`."""
+        moves = [
+            (self._places[index][0], source.data_ptr(), self._places[index][1])
+            for index, source in sources.items()
+        ]
+        views = [self._views[index] for index in sources]
+        return LateCopy(list(sources.values()), views, deque(cut(moves)), self._help)
+
+    def try_out(self, sources: Mapping[int, torch.Tensor]) -> Trial:
+        """Return a comparison of these sources, by index, with the views that `copy` filled."""
+        return Trial([(self._views[index], source) for index, source in sources.items()])
+
     def close(self) -> None:
         """Release threads and views."""
         if self._pool is not None:
@@ -84,14 +130,106 @@ class Copier:
         if self._pool is None:
             _move_all(moves)
             return
-        pieces = deque(cut(moves))
-        others = [
-            self._pool.submit(_take_and_move, pieces)
-            for _ in range(min(self._threads, len(pieces)) - 1)
-        ]
+        self._help(deque(cut(moves)))
+
+    def _help(self, pieces: deque[list[_Move]]) -> None:
+        """Move the pieces with all threads, the caller's included, until none is left."""
+        others = []
+        if self._pool is not None:
+            others = [
+                self._pool.submit(_take_and_move, pieces)
+                for _ in range(min(self._threads, len(pieces)) - 1)
+            ]
         _take_and_move(pieces)
         for other in others:
             other.result()
+
+
+class LateCopy:
+    """A copy that a thread makes while training continues.
+
+    Only what nothing changes before the copy is complete may be copied so. `finish` says whether
+    that was true. It compares the version counters of the tensors, which torch increments when it
+    changes a tensor. Not every change increments one: fused optimizers and changes through `.data`
+    do not. So it also compares words of the image with those that the tensors had at first.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[torch.Tensor],
+        views: Sequence[torch.Tensor],
+        pieces: deque[list[_Move]],
+        help_with: Callable[[deque[list[_Move]]], None],
+    ) -> None:
+        # The sources stay alive: the program may drop a tensor while its bytes are read.
+        self._sources, self._views = sources, views
+        self._versions = [source._version for source in sources]
+        self._words = sample(sources)
+        self._pieces, self._help_with = pieces, help_with
+        self._thread = threading.Thread(
+            target=_take_and_move, args=(pieces, LATE_MOVE_BYTES), name="holdfast-late-copy"
+        )
+        self._thread.daemon = True
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """True once all bytes are copied. `finish` must be called nevertheless."""
+        return not self._thread.is_alive()
+
+    def finish(self) -> bool:
+        """Copy the rest with all threads. Return True if the image is that of the beginning.
+
+        The caller's thread must be one that changes the tensors, or training must wait for it.
+        """
+        self._help_with(self._pieces)
+        self._thread.join()
+        versions = [source._version for source in self._sources]
+        return versions == self._versions and np.array_equal(sample(self._views), self._words)
+
+    def cancel(self) -> None:
+        """Stop copying. The image is useless."""
+        self._pieces.clear()
+        self._thread.join()
+
+
+class Trial:
+    """Says later whether tensors still are as in their complete image.
+
+    It reads all bytes of both, so it sees every kind of change.
+    """
+
+    def __init__(self, pairs: Sequence[_Pair]) -> None:
+        self._pairs = pairs
+
+    def finish(self) -> bool:
+        """Return True if nothing has changed since the image was made."""
+        return all(
+            _libc.memcmp(view.data_ptr(), source.data_ptr(), view.nbytes) == 0
+            for view, source in self._pairs
+        )
+
+
+class _Words:
+    """Words of a tensor's memory as an array of NumPy without a copy: the first, and one at least
+    in every `SAMPLE_BYTES`. The last one is within the last bytes, which a copy reads last.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        last = tensor.nbytes - WORD_BYTES
+        parts = -(-tensor.nbytes // SAMPLE_BYTES)
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (parts + 1,),
+            "strides": (last // parts,),
+            "typestr": "<u8",
+            "data": (tensor.data_ptr(), True),
+        }
+
+
+def sample(tensors: Sequence[torch.Tensor]) -> np.ndarray[Any, Any]:
+    """Return some words of each tensor. Each has plain bytes, more than one word."""
+    return np.concatenate([np.asarray(_Words(tensor)) for tensor in tensors])
 
 
 def is_plain(source: torch.Tensor) -> bool:
@@ -125,17 +263,17 @@ def cut(moves: Sequence[_Move]) -> list[list[_Move]]:
 _PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
-def _take_and_move(pieces: deque[list[_Move]]) -> None:
+def _take_and_move(pieces: deque[list[_Move]], most: int = MOVE_BYTES) -> None:
     while True:
         try:
             piece = pieces.popleft()
         except IndexError:
             return
-        _move_all(piece)
+        _move_all(piece, most)
 
 
-def _move_all(moves: Sequence[_Move]) -> None:
+def _move_all(moves: Sequence[_Move], most: int = MOVE_BYTES) -> None:
     memmove = ctypes.memmove
     for to, source, size in moves:
-        for at in range(0, size, MOVE_BYTES):
-            memmove(to + at, source + at, min(MOVE_BYTES, size - at))
+        for at in range(0, size, most):
+            memmove(to + at, source + at, min(most, size - at))

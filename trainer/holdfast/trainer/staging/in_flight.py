@@ -47,6 +47,11 @@ class InFlight:
         """Add the save in a slot that was just sealed."""
         self._saves[staged] = name
 
+    def drop(self, staged: StagedSlot, error: str) -> None:
+        """Add the result of a save that could not be sealed after all."""
+        name = self._saves.pop(staged)
+        self._results.append(SaveResult(name.step, str(name), False, error))
+
     def update(self) -> list[int]:
         """Move the flusher's decisions to the results. Return the steps still being written."""
         for staged, name in sorted(self._saves.items(), key=lambda item: item[1].step):

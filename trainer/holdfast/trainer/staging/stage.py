@@ -14,7 +14,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,7 +33,7 @@ from holdfast.trainer.planning.layout import (
 from holdfast.trainer.process import devices
 from holdfast.trainer.ranks.identity import Identity
 from holdfast.trainer.slots.slots import DATA_OFFSET, NO_MORE, SLOTS_PER_RANK, Slot, choose_slot
-from holdfast.trainer.staging.copying import Copier
+from holdfast.trainer.staging.copying import Copier, LateCopy, Trial
 
 # A thread that writes `.metadata` into the slots while training continues.
 
@@ -254,18 +254,32 @@ class StagedSlot:
         for at, content in layout.fixed:
             self.slot.data[at : at + len(content)] = content
 
-    def fill(self, flat: Mapping[str, Any], train_state: bytes | None) -> None:
-        """Copy the state into the slot. Every byte is there on return.
+    def fill(
+        self,
+        flat: Mapping[str, Any],
+        train_state: bytes | None,
+        steady: Collection[int] = frozenset(),
+        *,
+        is_trial: bool = False,
+    ) -> LateCopy | Trial | None:
+        """Copy the state into the slot. Every byte is there on return, unless a copy is returned.
 
-        Raises `SaveError` if a number or the train state no longer fits its place.
+        That one copies tensors whose addresses are in `steady` while training continues. With
+        `is_trial`, a comparison of these tensors is returned in its place. Raises `SaveError` if a
+        number or the train state no longer fits its place.
         """
         with self._lock, torch.no_grad():
             sources = [local_part(flat[place.key]) for place in self._layout.tensors]
-            self._copier.copy(sources)
+            late = self._copier.find_late(sources, steady) if steady else []
+            self._copier.copy(sources, () if is_trial else frozenset(late))
         self._fill_numbers(flat)
         if train_state is not None and self._layout.train_state_at is not None:
             at = self._layout.train_state_at
             self.slot.data[at : at + len(train_state)] = train_state
+        if not late:
+            return None
+        act = self._copier.try_out if is_trial else self._copier.begin
+        return act({index: sources[index] for index in late})
 
     def append_storage_meta(self, content: bytes) -> None:
         """Write `content` over the last byte of a complete `.metadata` and after it."""

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.contracts.errors import CheckpointError, KeyMismatchError, SaveError
@@ -383,6 +384,24 @@ class TrainState:
             yield from model.parameters()
             yield from model.buffers()
 
+    def steady(self) -> set[int]:
+        """Return the addresses of the tensors that only the step of an optimizer changes.
+
+        They are the trained parameters of torch's optimizers and the state of these. A forward may
+        change any other tensor, and torch does not report the steps of other optimizers.
+        """
+        if self._is_fsdp1 or not self._is_heard:
+            return set()
+        found: set[int] = set()
+        for optimizer in filter(is_plain, self._optimizers):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.requires_grad:
+                        values = optimizer.state.get(parameter, {}).values()
+                        found.update(address_of(one) for one in (parameter, *values))
+        found.discard(0)
+        return found
+
     def put_back(
         self, state: State, exclude: Collection[str] = (), *, strict: bool = True
     ) -> list[str]:
@@ -538,6 +557,13 @@ class TrainState:
         names = find_all(self._models).parameters
         for each in self._flattened:
             each.put_back(loaded, self._saved, names)
+
+
+def address_of(value: Any) -> int:
+    """Return the address of a tensor's memory, of a DTensor's that of its own part; else 0."""
+    if isinstance(value, DTensor):
+        value = value._local_tensor
+    return value.data_ptr() if type(value) in {torch.Tensor, torch.nn.Parameter} else 0
 
 
 def listed(given: T | Sequence[T] | None) -> tuple[T, ...]:
