@@ -98,7 +98,7 @@ NOTICES: Final = Scope(
     lambda spec: spec.supervision.notices != "off",
     "supervision.notices is 'off'; leave one of them out",
 )
-SEVERAL_NODES: Final = Scope(
+HAS_NEIGHBOURS: Final = Scope(
     lambda spec: max(spec.gpus_max, *spec.elastic.choices, 0) > spec.resources.size_per_node,
     "the run has one node, so there is no other node whose memory could hold its snapshots; set "
     "resources.nodes = 2 or more, or leave the key out",
@@ -198,7 +198,7 @@ ACTS: Final[Mapping[str, tuple[Scope, ...]]] = {
     "checkpoint.mirror": (SAVES,),
     "checkpoint.local": (SAVES,),
     "checkpoint.snapshots": (SAVES,),
-    "checkpoint.neighbour": (SAVES, SEVERAL_NODES, SNAPSHOTS),
+    "checkpoint.neighbour": (SAVES, HAS_NEIGHBOURS, SNAPSHOTS),
     "checkpoint.overlap": (SAVES,),
     "checkpoint.staging": (SAVES,),
     "supervision.heartbeat_s": (),
