@@ -187,7 +187,12 @@ class Agent:
             last=last,
             stop_request=stop,
             launches=[last.record(1, began)],
-            group=SimpleNamespace(nodes=[SimpleNamespace(name=h) for h in context.hosts], lost={}),
+            world_size=context.request.world_size,
+            group=SimpleNamespace(
+                nodes=[SimpleNamespace(name=host) for host in context.hosts],
+                hosts=list(context.hosts),
+                lost={},
+            ),
             root=nobody,
             health=nobody,
             program=None,

@@ -380,6 +380,7 @@ MEANT: Final[Mapping[str, tuple[Any, ...]]] = {
     "Session(seed)": (-1,),
     "Session(interval)": (None,),
     "Session(snapshots)": (None,),
+    "Session(overlap)": (None, True),
     "Session(directory)": (None, "text"),
     "Session(best)": (None,),
     "Session(mesh)": (None,),
