@@ -449,7 +449,7 @@ export interface OperatorRequest {
   detail: string;
 }
 
-/** What became of an order. */
+/** The state of an order. */
 export type OrderState = "pending" | "taken" | "done" | "failed" | "overtaken";
 
 /** The new pin state of a checkpoint. */
