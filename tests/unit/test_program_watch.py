@@ -145,7 +145,8 @@ def test_a_first_look_that_takes_a_while_is_over_before_the_program_starts(
     run = make(checkpoints=str(file))
     run.begin()
     file.write_text("a")
-    run.wait_for(1)
+    (first,) = run.wait_for(1)
+    assert (first.launch, first.source) == (1, str(tmp_path))
 
 
 @pytest.mark.more
