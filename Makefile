@@ -39,10 +39,10 @@ demo: setup-demo  ## A run that is preempted and relaunched on fewer ranks: abou
 test: setup-cluster  ## Each mechanism once, in ten minutes; ARGS="-k name" narrows them
 	$(PYTEST) $(TWO_AT_A_TIME) -m "not slow and not more" --durations=25 $(ARGS)
 
-test-unit: setup  ## Tests that start no server and no run, in two minutes; needs no root
+test-unit: setup  ## Tests that start no server and no run, in two and a half minutes; needs no root
 	$(PYTEST) $(TWO_AT_A_TIME) tests/unit -m "not slow and not more and not root" --durations=10 $(ARGS)
 
-test-more: setup-cluster  ## The tests that `test` leaves out, without the long ones: 40 minutes
+test-more: setup-cluster  ## The tests that `test` leaves out, without the long ones: an hour
 	$(PYTEST) $(TWO_AT_A_TIME) -m "more and not slow" --minutes=$(MINUTES) --durations=25 $(ARGS)
 
 test-all: setup-cluster  ## All tests: also soaks and matrices, and at the end a drill of 200 faults
