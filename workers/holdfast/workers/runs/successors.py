@@ -103,9 +103,9 @@ def read(paths: SuccessorPaths) -> Successor:
 
 
 def decide_on(paths: SuccessorPaths, attempt: int, reason: str = "") -> SuccessorVerdict:
-    """Let a successor run `attempt`, or with 0 none; return the verdict, which may be an earlier.
+    """Let a successor run `attempt`, or with 0 none; return the verdict that counts.
 
-    Of several processes that decide at the same time, one creates the verdict.
+    Of several processes that decide at the same time, the first one creates it.
     """
     verdict = SuccessorVerdict(attempt=attempt, reason=reason, decided_at=time.time())
     if create_document(paths.verdict, verdict):
