@@ -99,9 +99,10 @@ class Told(Tracker):
 class Parts:
     """What a program makes before its session."""
 
-    def __init__(self, seed: int, *names: str) -> None:
+    def __init__(self, seed: int, *names: str, size: int = 4) -> None:
         torch.manual_seed(seed)
-        layers = [(name, nn.Linear(4, 4)) for name in names or ("first", "last")]
+        self.size = size
+        layers = [(name, nn.Linear(size, size)) for name in names or ("first", "last")]
         self.model: Any = nn.Sequential(OrderedDict(layers))
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
@@ -109,7 +110,7 @@ class Parts:
 
     def step(self) -> None:
         self.optimizer.zero_grad()
-        self.model(torch.ones(2, 4)).sum().backward()
+        self.model(torch.ones(2, self.size)).sum().backward()
         self.optimizer.step()
         self.scheduler.step()
 
@@ -302,6 +303,30 @@ def watched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Facts:
     return {"Session.observe(loss)": asked == 1}
 
 
+def overlapped(folder: Path) -> Facts:
+    """The copies of the saves after the first one continue until `before_update`.
+
+    Tensors of less than a mebibyte in sum are copied at once.
+    """
+    facts = {}
+    for overlap in (False, True):
+        parts = Parts(9, size=512)
+        session = parts.session(folder / f"f{overlap}", interval=1, overlap=overlap)
+        saver = session._saver
+        for step in islice(session.steps(9), 3):
+            if step == 3:
+                before = saver.is_copying
+                session.before_update()
+                facts[f"{overlap}"] = (before, saver.is_copying) == (overlap, False)
+            parts.step()
+            assert saver.engine.wait_for_metadata() is None
+        session.close()
+    return {
+        "Session(overlap)": facts["True"] and facts["False"],
+        "Session.before_update()": facts["True"],
+    }
+
+
 def loaded(folder: Path) -> Facts:
     """A checkpoint of the first run in other programs."""
     path = next(one for one in RunPaths(folder / "a").list_checkpoints())
@@ -360,7 +385,7 @@ def test_each_member_and_parameter_has_an_effect(
 ) -> None:
     monkeypatch.delenv(environment.CONFIG, raising=False)
     facts: Facts = {}
-    for play in (trained, resumed, fitted, looped, ended, loaded, sampled):
+    for play in (trained, resumed, fitted, looped, ended, overlapped, loaded, sampled):
         facts |= play(tmp_path)
     facts |= watched(tmp_path, monkeypatch)
     unseen = [name for name, is_seen in facts.items() if not is_seen]

@@ -111,8 +111,8 @@ function Head({ run }: { run: Run }) {
           ["Time left", span(timeLeft(run))],
           ["GPUs", count(last?.gpus)],
           ["Attempts", count(run.attempts.length)],
-          ["Successor", run.successor
-            ? `job ${run.successor.job_id ?? "unknown"} waits in the queue` : null],
+          ["Successor", run.successor && (run.successor.job_id
+            ? `job ${run.successor.job_id} queued` : "no answer from Slurm yet")],
           ["Goodput", <>{percent(goodput.ettr)} <small>of {span(goodput.total_s)}</small></>],
           ["Steps redone", count(goodput.steps_lost)],
           ["Committed step", run.saves_by_holdfast === false
