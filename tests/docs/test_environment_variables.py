@@ -126,6 +126,14 @@ EFFECTS: Final[Mapping[str, tuple[str, Callable[[Path], bool]]]] = {
         "true",
         lambda _: "checkpoint.overlap = true" in settings(),
     ),
+    environment.CHECKPOINT_STAGING: (
+        "single",
+        lambda _: Settings.of(None, None).staging.slots == 1,
+    ),
+    environment.STAGING_DIRECTORY: (
+        "/scratch",
+        lambda _: Settings.of(None, None).staging.directory == "/scratch",
+    ),
     environment.CHECKPOINT_MIRROR: ("s3://b/x", lambda _: tiers().mirror == "s3://b/x"),
     environment.CHECKPOINT_LOCAL: ("/scratch", lambda _: tiers().local == "/scratch"),
     environment.NUMERICS: ('{"on_nan": "warn"}', lambda _: chosen_numerics().on_nan == "warn"),
@@ -154,6 +162,8 @@ BAD: Final[Mapping[str, tuple[tuple[str, ...], Callable[[Path], object]]]] = {
         lambda _: settings(),
     ),
     environment.CHECKPOINT_OVERLAP: (("x", "1", " ", "auto"), lambda _: settings()),
+    environment.CHECKPOINT_STAGING: (("x", "1", " ", "Disk"), lambda _: settings()),
+    environment.STAGING_DIRECTORY: (("x", " ", "~/x"), lambda _: settings()),
     environment.CHECKPOINT_MIRROR: (("x", "s3://", "s3://u:p@b/x", " "), lambda _: tiers()),
     environment.CHECKPOINT_LOCAL: (("x", " ", "s3://b/x", "~/x"), lambda _: tiers()),
     environment.NUMERICS: (("{", "[]", " ", '{"on_nan": "x"}'), lambda _: chosen_numerics()),

@@ -38,10 +38,10 @@ def slow_down(seconds: float) -> None:
     """Let each piece of a late copy take at least `seconds`."""
     move = copying._move_all
 
-    def slow(moves: Any, most: int = copying.MOVE_BYTES) -> None:
+    def slow(moves: Any, most: int = copying.MOVE_BYTES, write: Any = None) -> None:
         if most == copying.LATE_MOVE_BYTES:
             time.sleep(seconds)
-        move(moves, most)
+        move(moves, most, write)
 
     copying._move_all = slow
 

@@ -327,6 +327,19 @@ def overlapped(folder: Path) -> Facts:
     }
 
 
+def staged(folder: Path) -> Facts:
+    """With one slot, the next save waits for the former one, and is not skipped."""
+    found = {}
+    for staging in ("memory", "single"):
+        parts = Parts(10)
+        session = parts.session(folder / f"s{staging}", interval=1, staging=staging)
+        for _ in islice(session.steps(9), 2):
+            parts.step()
+        found[staging] = len(session._saver.engine._stage.slots)
+        session.close()
+    return {"Session(staging)": found == {"memory": 2, "single": 1}}
+
+
 def loaded(folder: Path) -> Facts:
     """A checkpoint of the first run in other programs."""
     path = next(one for one in RunPaths(folder / "a").list_checkpoints())
@@ -385,7 +398,7 @@ def test_each_member_and_parameter_has_an_effect(
 ) -> None:
     monkeypatch.delenv(environment.CONFIG, raising=False)
     facts: Facts = {}
-    for play in (trained, resumed, fitted, looped, ended, overlapped, loaded, sampled):
+    for play in (trained, resumed, fitted, looped, ended, overlapped, staged, loaded, sampled):
         facts |= play(tmp_path)
     facts |= watched(tmp_path, monkeypatch)
     unseen = [name for name, is_seen in facts.items() if not is_seen]
@@ -406,6 +419,7 @@ MEANT: Final[Mapping[str, tuple[Any, ...]]] = {
     "Session(interval)": (None,),
     "Session(snapshots)": (None,),
     "Session(overlap)": (None, True),
+    "Session(staging)": (None,),
     "Session(directory)": (None, "text"),
     "Session(best)": (None,),
     "Session(mesh)": (None,),

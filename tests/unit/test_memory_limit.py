@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from holdfast.contracts.errors import SaveError
 from holdfast.contracts.node.memory import group_room
 from holdfast.trainer import Session
 from holdfast.trainer.planning import ranks
-from holdfast.trainer.planning.layout import TRAIN_STATE_BYTES_MAX
 from holdfast.trainer.planning.ranks import check_memory
 from holdfast.trainer.ranks.collective import HierarchicalGroup
 from holdfast.trainer.ranks.rank_tree import RankTree
-from holdfast.trainer.slots.slots import SLOTS_PER_RANK
+from holdfast.trainer.slots.modes import Staging
+from holdfast.trainer.slots.slots import DATA_OFFSET, SLOTS_PER_RANK
 
 GIB = 1 << 30
 
@@ -54,32 +57,54 @@ def test_room_is_none_without_a_memory_limit(tmp_path: Path) -> None:
     assert group_room(own, tmp_path / "fs") is None
 
 
-def test_slots_must_fit_the_limit_and_replaced_slots_count_as_free(
-    monkeypatch: pytest.MonkeyPatch,
+def test_slots_must_fit_the_limit_and_the_error_names_what_fits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(ranks, "group_room", lambda: 1000)
     tree = HierarchicalGroup(RankTree(), 0)
-    check_memory(tree, 0, 1000 // SLOTS_PER_RANK, 0)
-    with pytest.raises(Exception, match="staging slots"):
-        check_memory(tree, 0, 1000, 0)
-    check_memory(tree, 0, 1000, 1000 * SLOTS_PER_RANK)
+    check_memory(tree, 0, 1000 // SLOTS_PER_RANK)
+    with pytest.raises(SaveError, match="2 staging slots") as caught:
+        check_memory(tree, 0, 1000, Staging("memory", str(tmp_path)))
+    assert "checkpoint.staging = 'single' fits" in str(caught.value)
+    assert f"checkpoint.staging = 'disk' fits: it needs 0.00 GiB in {tmp_path}" in str(caught.value)
+    check_memory(tree, 0, 1000, Staging("single"))
+    with pytest.raises(SaveError, match="1 staging slot for") as caught:
+        check_memory(tree, 0, 1001, Staging("single", str(tmp_path)))
+    assert "'single' fits" not in str(caught.value)
+    check_memory(tree, 0, 1001, Staging("disk", str(tmp_path)))
 
 
-def test_the_old_slots_count_as_free_when_the_state_grows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def slot_bytes() -> int:
+    """The bytes of memory of all slots that this process keeps for its flusher."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if "holdfast-slot" in os.readlink(f"/proc/self/fd/{name}"):
+                found += os.stat(f"/proc/self/fd/{name}").st_blocks * 512
+    return found
+
+
+@pytest.mark.parametrize("staging", ["memory", "single"])
+def test_the_old_slots_are_free_before_the_new_ones_are_checked(
+    staging: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weight_bytes = 512 * 512 * 4
-    # Two weights and one layer's moments are staged first, both layers' moments later: four
-    # weights, then six. Six do not fit, unless the slots of the four count as free.
-    rooms = [GIB, SLOTS_PER_RANK * (TRAIN_STATE_BYTES_MAX + 4 * weight_bytes)]
-    monkeypatch.setattr(ranks, "group_room", lambda: rooms.pop(0))
+    kept: list[int] = []
+
+    def room() -> int:
+        kept.append(slot_bytes())
+        return GIB
+
+    monkeypatch.setattr(ranks, "group_room", room)
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(2)))
     model[0].requires_grad_(False)
     optimizer = torch.optim.Adam(model.parameters())
-    with Session(model, optimizer, directory=tmp_path, interval=1) as session:
+    with Session(model, optimizer, directory=tmp_path, interval=1, staging=staging) as session:
         for step in session.steps(4):
             model[0].requires_grad_(step > 2)
             model(torch.ones(1, 512)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert rooms == []
+        assert slot_bytes() > 4 * 512 * 512 * 4
+    assert len(kept) == 2
+    # Of a freed slot, its head remains.
+    assert kept[1] <= SLOTS_PER_RANK * DATA_OFFSET

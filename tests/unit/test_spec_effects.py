@@ -77,7 +77,8 @@ KEYS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "checkpoint.snapshots": (100, OPAQUE, {}),
     "checkpoint.neighbour": (True, {}, {"resources": {**ON_SLURM["resources"], "nodes": 2}}),
     "checkpoint.overlap": (True, OPAQUE, {}),
-    "checkpoint.staging": ("memory", OPAQUE, {}),
+    "checkpoint.staging": ("single", OPAQUE, {}),
+    "checkpoint.staging_directory": ("/scratch", {"checkpoint": {"staging": "single"}}, {}),
     "supervision.notices_url": (
         "http://169.254.169.254",
         {"supervision": {"notices": "off"}},

@@ -129,6 +129,17 @@ VARIABLES: Final = (
         "the program's own value",
     ),
     Variable(
+        environment.CHECKPOINT_STAGING,
+        Setter.AGENT,
+        "`checkpoint.staging`, if the spec has that key. Without an agent, you can set it",
+        "the program's own value",
+    ),
+    Variable(
+        environment.STAGING_DIRECTORY,
+        Setter.AGENT,
+        "`checkpoint.staging_directory` of the spec. Without an agent, you can set it",
+    ),
+    Variable(
         environment.NUMERICS,
         Setter.AGENT,
         "`supervision.numerics` of the spec, as JSON. Without an agent, you can set it",

@@ -23,8 +23,8 @@ CONFIG: Final = "HOLDFAST_CONFIG"
 # Where the values come from that the agent passes on, as JSON: see `contracts.written`.
 SOURCES: Final = "HOLDFAST_SOURCES"
 # The next ones come from the spec, so that the program needs no arguments for them. An agent sets
-# the interval, the snapshots and the overlap only if somebody wrote them: the program may give its
-# own.
+# the interval, the snapshots, the overlap and the staging only if somebody wrote them: the program
+# may give its own.
 CHECKPOINT_INTERVAL: Final = "HOLDFAST_CHECKPOINT_INTERVAL"
 CHECKPOINT_MIRROR: Final = "HOLDFAST_CHECKPOINT_MIRROR"
 CHECKPOINT_LOCAL: Final = "HOLDFAST_CHECKPOINT_LOCAL"
@@ -36,6 +36,9 @@ S3_ENDPOINT: Final = "HOLDFAST_S3_ENDPOINT"
 NOTICES_URL: Final = "HOLDFAST_NOTICES_URL"
 CHECKPOINT_SNAPSHOTS: Final = "HOLDFAST_CHECKPOINT_SNAPSHOTS"
 CHECKPOINT_OVERLAP: Final = "HOLDFAST_CHECKPOINT_OVERLAP"
+CHECKPOINT_STAGING: Final = "HOLDFAST_CHECKPOINT_STAGING"
+# The directory on each node's own disk for the images of `checkpoint.staging = "disk"`.
+STAGING_DIRECTORY: Final = "HOLDFAST_STAGING_DIRECTORY"
 # `supervision.numerics` of the spec, as JSON.
 NUMERICS: Final = "HOLDFAST_NUMERICS"
 # `supervision.flush_timeout_s` of the spec, for the ranks and their flusher.
@@ -60,6 +63,8 @@ KEYS_OF_VARIABLES: Final[Mapping[str, str]] = {
     CHECKPOINT_INTERVAL: "checkpoint.interval",
     CHECKPOINT_SNAPSHOTS: "checkpoint.snapshots",
     CHECKPOINT_OVERLAP: "checkpoint.overlap",
+    CHECKPOINT_STAGING: "checkpoint.staging",
+    STAGING_DIRECTORY: "checkpoint.staging_directory",
     CHECKPOINT_MIRROR: "checkpoint.mirror",
     CHECKPOINT_LOCAL: "checkpoint.local",
     NOTICES_URL: "supervision.notices_url",

@@ -5,8 +5,11 @@ There are two connections, both to the flusher.
 Rank → flusher, on the abstract socket whose name is in the file `HOLDFAST_FLUSHER`:
 
     hello {rank, local_rank, local_ranks, launch} → welcome {}
-    slots {bytes, used_bytes} → slots {numbers}, with `SLOTS_PER_RANK` descriptors
-        The flusher allocates the first `used_bytes` of each slot after its answer.
+    slots {bytes, used_bytes, count, directory} → slots {numbers, problem}, with `count` descriptors
+        The flusher allocates the first `used_bytes` of each slot after its answer. With a
+        `directory`, the slots are files on that disk. `problem` says why there are none.
+    release {of_program} → released {left}
+        The rank's slots are freed before it asks for others. Of these, `left` are still in use.
     sealed {step}
         No answer; the slot's state has the result.
 

@@ -136,9 +136,17 @@ class Checkpointing(SpecPart):
         description="whether a save returns at once, and its copy continues while the next step "
         "computes, until an optimizer steps",
     )
-    staging: Literal["memory"] = Field(
+    staging: Literal["memory", "single", "disk"] = Field(
         default="memory",
-        description="where a step is staged before it is written. `memory` is the only value",
+        json_schema_extra=_without_default,
+        description="where each rank stages a step before it is written. `memory` is two images "
+        "of its part of the state in memory. `single` is one: the next save waits until the former "
+        "one is written. `disk` is two files on the node's own disk, which need no memory",
+    )
+    staging_directory: str | None = Field(
+        default=None,
+        description='absolute path of a directory on each node\'s own disk for `staging = "disk"`. '
+        "Default: the first of `$TMPDIR`, `/tmp` and `/var/tmp` on a disk",
     )
 
     @field_validator("interval")
@@ -189,6 +197,13 @@ class Checkpointing(SpecPart):
                 "lost with the node; set checkpoint.mirror too"
             )
         return self
+
+    @field_validator("staging_directory")
+    @classmethod
+    def _staging_directory_is_absolute(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith("/"):
+            raise ValueError(f"{value!r}: expected an absolute path on the nodes")
+        return value
 
     @property
     def interval_steps(self) -> int | None:

@@ -107,6 +107,19 @@ SNAPSHOTS: Final = Scope(
     lambda spec: spec.checkpoint.snapshots != "off",
     "checkpoint.snapshots is 'off', so there are no snapshots to copy; leave one of them out",
 )
+# The program may say where it stages, if the spec does not.
+STAGES_ON_DISK: Final = Scope(
+    lambda spec: (
+        spec.checkpoint.staging == "disk" or "staging" not in spec.checkpoint.model_fields_set
+    ),
+    "checkpoint.staging is not 'disk', so no image is on a disk; set it to 'disk', or leave the "
+    "key out",
+)
+IN_MEMORY: Final = Scope(
+    lambda spec: spec.checkpoint.staging == "memory" or not spec.checkpoint.neighbour,
+    "checkpoint.staging is not 'memory', because memory is short, and the copies need up to four "
+    "times the memory of a node's checkpoint files; leave one of them out",
+)
 ROLLS_BACK: Final = Scope(
     lambda spec: "rollback" in _actions(spec),
     "only a rollback uses it; set supervision.numerics.on_nan or on_spike = 'rollback', or leave "
@@ -198,9 +211,10 @@ ACTS: Final[Mapping[str, tuple[Scope, ...]]] = {
     "checkpoint.mirror": (SAVES,),
     "checkpoint.local": (SAVES,),
     "checkpoint.snapshots": (SAVES,),
-    "checkpoint.neighbour": (SAVES, HAS_NEIGHBOURS, SNAPSHOTS),
+    "checkpoint.neighbour": (SAVES, HAS_NEIGHBOURS, SNAPSHOTS, IN_MEMORY),
     "checkpoint.overlap": (SAVES,),
     "checkpoint.staging": (SAVES,),
+    "checkpoint.staging_directory": (SAVES, STAGES_ON_DISK),
     "supervision.heartbeat_s": (),
     "supervision.poll_s": (),
     "supervision.grace_s": (),

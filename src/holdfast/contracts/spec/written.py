@@ -27,11 +27,13 @@ PROGRAM_OR_DEFAULT: Final = "program or default"
 INTERVAL: Final = "checkpoint.interval"
 SNAPSHOTS: Final = "checkpoint.snapshots"
 OVERLAP: Final = "checkpoint.overlap"
+STAGING: Final = "checkpoint.staging"
 CONFIG: Final = "config"
 OF_PROGRAM: Final[Mapping[str, str]] = {
     INTERVAL: environment.CHECKPOINT_INTERVAL,
     SNAPSHOTS: environment.CHECKPOINT_SNAPSHOTS,
     OVERLAP: environment.CHECKPOINT_OVERLAP,
+    STAGING: environment.CHECKPOINT_STAGING,
 }
 
 

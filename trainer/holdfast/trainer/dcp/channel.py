@@ -34,6 +34,7 @@ from holdfast.trainer.ranks.collective import attempt, tree_over
 from holdfast.trainer.ranks.identity import Identity
 from holdfast.trainer.ranks.rank_tree import RankTree
 from holdfast.trainer.saving.engine import CheckpointEngine
+from holdfast.trainer.slots.modes import Staging
 
 LOG_BYTES_SHOWN: Final = 2000
 # A run's mirror and node-local tier are for the run's own checkpoints.
@@ -64,6 +65,7 @@ class Channel:
             identity=who,
             group=self.tree,
             any_bytes=True,
+            staging=Staging.from_environment(os.environ),
         )
         self.is_root = self.tree.index == 0
         self.pending = Pending(engine, RECORD if self.is_root else None)

@@ -17,7 +17,7 @@ from holdfast.trainer.flusher.files import write_file
 from holdfast.trainer.flusher.held_slot import HeldSlot
 from holdfast.trainer.flusher.hints import log
 from holdfast.trainer.flusher.plan import SlotKey
-from holdfast.trainer.slots.slots import SLOTS_PER_RANK, Slot, SlotState
+from holdfast.trainer.slots.slots import Slot, SlotState
 
 _PENDING: Final = {SlotState.SEALED, SlotState.FLUSHING}
 
@@ -53,13 +53,13 @@ def is_of_program(key: SlotKey) -> bool:
 
 
 def new_keys(
-    held: Collection[SlotKey], launch: int, rank: int, *, of_program: bool
+    held: Collection[SlotKey], launch: int, rank: int, *, of_program: bool, count: int
 ) -> list[SlotKey]:
-    """Return the keys of a rank's next slots, which no slot has had so far."""
+    """Return the keys of a rank's next `count` slots, which no slot has at present."""
     numbers = [key[2] for key in held if key[:2] == (launch, rank)]
     # Negative numbers never collide with those of steps, see decision 80.
     first, sign = (min([0, *numbers]), -1) if of_program else (max([-1, *numbers]), 1)
-    return [(launch, rank, first + sign * (1 + i)) for i in range(SLOTS_PER_RANK)]
+    return [(launch, rank, first + sign * (1 + i)) for i in range(count)]
 
 
 def take_sealed(held: Mapping[SlotKey, HeldSlot]) -> list[ProgramFile]:

@@ -33,7 +33,7 @@ from holdfast.trainer.flusher.writer import Finished, Writer
 from holdfast.trainer.mirror.worker import MirrorWorker
 from holdfast.trainer.neighbour.exchange import Exchange
 from holdfast.trainer.neighbour.sender import Protection
-from holdfast.trainer.slots.slots import DATA_OFFSET, Slot, SlotState
+from holdfast.trainer.slots.slots import DATA_OFFSET, SLOTS_PER_RANK, Slot, SlotState
 from holdfast.trainer.staging.allocator import Allocator
 
 # A rank's connection to the flusher, and how the flusher detects the rank's death.
@@ -196,6 +196,8 @@ class Flusher:
             wire.send(peer.connection, "welcome")
         elif kind == "slots":
             self._give_slots(peer, message)
+        elif kind == "release":
+            self._release(peer, of_program=bool(message.get("of_program")))
         elif kind == "writes" and (shards := self._shards.hear(peer.rank, message)):
             self._writer.put(shards)
 
@@ -205,18 +207,47 @@ class Flusher:
         former = [key for key in peer.slots if program_files.is_of_program(key) == of_program]
         for key in former:
             self._held[key].is_orphan = True
-        keys = program_files.new_keys(self._held, peer.launch, peer.rank, of_program=of_program)
-        for key in keys:
-            handle = Slot.create(int(message["bytes"]))
+        count, directory = int(message.get("count", SLOTS_PER_RANK)), message.get("directory", "")
+        keys = program_files.new_keys(
+            self._held, peer.launch, peer.rank, of_program=of_program, count=count
+        )
+        try:
+            made = self._create_slots(count, int(message["bytes"]), directory)
+        except OSError as error:
+            # A full disk fails what the rank wants to save, and nothing that it saved before.
+            wire.send(peer.connection, "slots", numbers=[], problem=str(error.strerror))
+            return
+        for key, handle in zip(keys, made, strict=True):
             self._held[key] = HeldSlot(handle, Slot(handle), peer.local_rank)
             # The supervisor keeps a copy of the descriptor, so the slot survives this process as
             # well, see decision 2.
             self._notify_supervisor("keep", (handle,), launch=key[0], rank=key[1], slot=key[2])
         peer.slots = (*(key for key in peer.slots if key not in former), *keys)
-        handles = tuple(self._held[key].handle for key in keys)
-        wire.send(peer.connection, "slots", descriptors=handles, numbers=[k[2] for k in keys])
-        slots = [self._held[key].slot for key in keys]
-        self._allocator.begin(slots, int(message.get("used_bytes", 0)))
+        wire.send(peer.connection, "slots", descriptors=tuple(made), numbers=[k[2] for k in keys])
+        if not directory:
+            slots = [self._held[key].slot for key in keys]
+            self._allocator.begin(slots, int(message.get("used_bytes", 0)))
+
+    def _create_slots(self, count: int, data_bytes: int, directory: str) -> list[int]:
+        """Return the descriptors of new slots. Raises `OSError` and leaves none if one fails."""
+        made: list[int] = []
+        try:
+            for _ in range(count):
+                made.append(Slot.create(data_bytes, directory))
+        except OSError:
+            for handle in made:
+                os.close(handle)
+            raise
+        return made
+
+    def _release(self, peer: RankConnection, *, of_program: bool) -> None:
+        """Free a rank's slots, and report how many are still in use for a moment."""
+        self._report_finished()
+        kind = {key for key in peer.slots if program_files.is_of_program(key) == of_program}
+        for key in kind:
+            self._held[key].is_orphan = True
+        self._release_orphans()
+        wire.send(peer.connection, "released", left=len(kind & self._held.keys()))
 
     def _hang_up(self, peer: RankConnection) -> None:
         """Handle the end of a rank: its sealed slots stay, its unsealed ones are released."""

@@ -8,6 +8,7 @@ waits for another.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar, cast
@@ -23,6 +24,14 @@ from holdfast.trainer.planning.metadata_pickle import MetadataPickle
 from holdfast.trainer.planning.rank_rows import RankRows, describe_rank
 from holdfast.trainer.ranks.collective import HierarchicalGroup, attempt, problem_of
 from holdfast.trainer.ranks.identity import Identity, distcp_name
+from holdfast.trainer.slots.modes import (
+    KEY,
+    MEMORY,
+    ON_DISK,
+    SINGLE,
+    Staging,
+    default_directory,
+)
 from holdfast.trainer.slots.slots import SLOTS_PER_RANK
 
 T = TypeVar("T")
@@ -100,35 +109,57 @@ def all_or_none(tree: HierarchicalGroup, rank: int, act: Callable[[], T]) -> T:
     return cast(T, result)
 
 
-def check_memory(tree: HierarchicalGroup, node: int, image_bytes: int, held_bytes: int) -> None:
+def check_memory(
+    tree: HierarchicalGroup, node: int, image_bytes: int, staging: Staging = MEMORY
+) -> None:
     """Raise `SaveError` on all ranks if a node's staging slots exceed its free memory.
 
-    Free memory is what the machine and the job's control group have left, plus the `held_bytes` of
-    the slots that the new ones replace, because the flusher releases those first.
+    Free memory is what the machine and the job's control group have left. The slots that the new
+    ones replace were released before. Slots on a disk need none.
     """
-    sizes = tree.gather_node((image_bytes, held_bytes))
+    images = tree.gather_node(image_bytes)
     room = group_room()
     available = psutil.virtual_memory().available
     # The job's limit is often far below the machine's memory, and the kernel kills at the lower
     # one.
     if room is not None:
         available = min(available, room)
-    available += sum(held for _, held in sizes)
-    images = [image for image, _ in sizes]
-    problem = find_shortage(node, images, available) if tree.is_first else None
+    problem = find_shortage(node, images, available, staging) if tree.is_first else None
     raise_problems(tree.agree(problem))
 
 
-def find_shortage(node: int, images_bytes: Sequence[int], available: int) -> str | None:
+def find_shortage(
+    node: int, images_bytes: Sequence[int], available: int, staging: Staging = MEMORY
+) -> str | None:
     """Return an error if the slots of a node's ranks need more than the `available` bytes."""
-    needed = SLOTS_PER_RANK * sum(images_bytes)
-    if needed <= available:
+    needed = staging.slots * sum(images_bytes)
+    if staging.is_on_disk or needed <= available:
         return None
+    slots = "1 staging slot" if staging.slots == 1 else f"{staging.slots} staging slots"
     return (
-        f"node {node}: {SLOTS_PER_RANK} staging slots for each of {len(images_bytes)} ranks need "
-        f"{needed / GIB:.2f} GiB, but {available / GIB:.2f} GiB are free. Use more nodes, "
+        f"node {node}: {slots} for each of {len(images_bytes)} ranks need "
+        f"{needed / GIB:.2f} GiB, but {available / GIB:.2f} GiB are free. "
+        f"{_what_fits(sum(images_bytes), available, staging)}Use more nodes, "
         "shard the state further, or request more memory from the scheduler"
     )
+
+
+def _what_fits(images_bytes: int, available: int, staging: Staging) -> str:
+    """Return which other values of `checkpoint.staging` fit, as a sentence, "" if none does."""
+    fits = []
+    if staging.slots > 1 and images_bytes <= available:
+        fits.append(
+            f"{KEY} = '{SINGLE}' fits: one slot for each needs {images_bytes / GIB:.2f} GiB"
+        )
+    directory = staging.directory or default_directory()
+    if directory is not None:
+        free, needed = shutil.disk_usage(directory).free, SLOTS_PER_RANK * images_bytes
+        if needed <= free:
+            fits.append(
+                f"{KEY} = '{ON_DISK}' fits: it needs {needed / GIB:.2f} GiB in {directory}, which "
+                f"has {free / GIB:.2f} GiB"
+            )
+    return "".join(f"{one}. " for one in fits)
 
 
 def raise_problems(problems: Sequence[str]) -> None:

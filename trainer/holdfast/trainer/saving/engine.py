@@ -31,6 +31,7 @@ from holdfast.trainer.ranks.collective import Group, HierarchicalGroup, problem_
 from holdfast.trainer.ranks.identity import Identity
 from holdfast.trainer.ranks.topology import describe_mesh
 from holdfast.trainer.saving.late import AT_ONCE, Completed, LateSave, Overlap
+from holdfast.trainer.slots.modes import MEMORY, Staging
 from holdfast.trainer.slots.slot_table import SlotTable
 from holdfast.trainer.slots.slots import SlotState
 from holdfast.trainer.staging.copying import LateCopy, Trial
@@ -61,11 +62,12 @@ class CheckpointEngine:
         stage_group: Group = None,
         planner: SavePlanner | None = None,
         any_bytes: bool = False,
+        staging: Staging | None = None,
     ) -> None:
         self._run, self._identity, self._group = run, identity, group
         tiers = Tiers.from_environment(os.environ)
         self._node_folder = tiers.node_folder(identity.run, identity.run_uid)
-        self.connection = FlusherConnection(flusher, identity)
+        self.connection = FlusherConnection(flusher, identity, staging or MEMORY)
         self._stage_group = group if identity.stage is None else stage_group
         self._planner: SavePlanner | None = None
         self._any_bytes = any_bytes
@@ -177,19 +179,20 @@ class CheckpointEngine:
         timeout_s: float = SAVE_TIMEOUT_S,
         place: SavePlace | None = None,
         continuing: Overlap = AT_ONCE,
+        waited_s: float = 0.0,
     ) -> str:
         """Stage `state` as the checkpoint of `step` and return its directory name.
 
         All ranks call this after the same step. When it returns, the state may change, except
         tensors that `continuing` names. They may change after `complete_copy`. `poll` reports when
-        the step is committed. `train_state` is JSON that rank 0 writes. While both slots are being
-        written, the call waits. A first save without `prepare` plans with all ranks, and so does
-        every save with a custom planner. With a `place`, the checkpoint goes into that directory
-        and not to the run, and a failed copy fails the step on all ranks. Raises `SaveError` if the
-        state cannot be saved, differs from the plan or does not fit into memory, or if no slot is
-        free within `timeout_s` seconds.
+        the step is committed. `train_state` is JSON that rank 0 writes. While all slots are being
+        written, the call waits. `waited_s` is how long the caller has waited for one. A first save
+        without `prepare` plans with all ranks, and so does every save with a custom planner. With
+        a `place`, the checkpoint goes into that directory and not to the run, and a failed copy
+        fails the step on all ranks. Raises `SaveError` if the state cannot be saved, differs from
+        the plan or does not fit into memory, or if no slot is free within `timeout_s` seconds.
         """
-        began = time.monotonic()
+        began = time.monotonic() - waited_s
         self.complete_copy()
         stage, flat = self._planned(state, timeout_s)
         facts = self._facts(step, reason, parent, metrics, train_state, place)
@@ -338,7 +341,7 @@ class CheckpointEngine:
 
     def _open_stage(self, layout: Layout, values: Mapping[str, Any]) -> None:
         tree, _ = self._trees
-        check_memory(tree, self._identity.node, layout.image_bytes, self.connection.held_bytes)
+        check_memory(tree, self._identity.node, layout.image_bytes, self.connection.staging)
         self._mesh = dict(self._identity.mesh) or describe_mesh(values)
         who = self._identity
 
@@ -353,7 +356,11 @@ class CheckpointEngine:
         self._tensor_bytes = sum(place.bytes for place in layout.tensors)
 
     def _release_old_stage(self, timeout_s: float) -> None:
-        """Wait until the old plan's staged steps are written, then release its slots."""
+        """Wait until the old plan's staged steps are written, then free its slots.
+
+        Snapshots in them are given up. From here to the first save of the new plan, a crash falls
+        back to the newest committed checkpoint.
+        """
         if self._stage is None:
             return
         self.complete_copy()
@@ -367,6 +374,7 @@ class CheckpointEngine:
         self._trial = None
         self._stage.close()
         self._stage = self._layout = None
+        self.connection.release_slots()
         if problem is not None:
             raise SaveError(problem)
 

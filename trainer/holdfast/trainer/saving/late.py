@@ -69,7 +69,13 @@ class LateSave:
         change is under way that no version counter shows yet.
         """
         began = time.monotonic()
-        is_whole = self.copy.finish()
+        try:
+            is_whole = self.copy.finish()
+        except OSError as error:
+            problem = f"step {self.name.step} cannot be staged: {error.strerror}"
+            self.discard(problem)
+            blocked_s = self.blocked_s + time.monotonic() - began
+            return Completed(self.name, self.is_snapshot, blocked_s, problem)
         blocked_s = self.blocked_s + time.monotonic() - began
         if not is_whole:
             problem = f"step {self.name.step}: {SPOILED}"

@@ -24,6 +24,8 @@ from holdfast.trainer.ranks.collective import ControlGroup, attempt, problem_of
 from holdfast.trainer.ranks.rank_context import RankContext
 from holdfast.trainer.saving.engine import CheckpointEngine
 from holdfast.trainer.saving.late import AT_ONCE, TRIED, Overlap
+from holdfast.trainer.slots.modes import KEY as STAGING_KEY
+from holdfast.trainer.slots.modes import MEMORY, Staging
 from holdfast.trainer.slots.slots import SLOTS_PER_RANK
 from holdfast.trainer.staging.in_flight import SaveResult
 from holdfast.trainer.staging.program_files import ProgramFiles
@@ -33,6 +35,8 @@ from holdfast.trainer.state.run_state import State
 BEAT_S: Final = 1.0
 # The longest delay until a slot that came free is seen.
 SLOT_WAIT_S: Final = 0.05
+# A shorter wait for the only slot is not logged. It counts as blocked time all the same.
+WAIT_NOTED_S: Final = 0.1
 
 # The weight of the newest copy in the moving average of a copy's cost.
 COPY_WEIGHT: Final = 0.3
@@ -96,6 +100,7 @@ class Saver:
         notice: Callable[[], None] = _notice_nothing,
         steady: Callable[[], Collection[int]] = _nothing_steady,
         planner: SavePlanner | None = None,
+        staging: Staging | None = None,
     ) -> None:
         self._context, self._record, self._recorder = context, record, recorder
         self._ranks, self._capture, self._note_forms = ranks, capture, note_forms
@@ -121,7 +126,10 @@ class Saver:
             group=ranks.group,
             stage_group=ranks.stage_group,
             planner=planner,
+            staging=staging,
         )
+        # The time for which the last save waited for the only slot.
+        self._staging, self._waited_s = staging or MEMORY, 0.0
         # Files that the program's framework writes beside the checkpoints.
         self.files = ProgramFiles(
             self.engine.connection,
@@ -168,9 +176,14 @@ class Saver:
         return self.engine.in_flight
 
     @property
-    def is_busy(self) -> bool:
+    def is_full(self) -> bool:
         """True while every slot of this rank is still being written."""
-        return len(self.in_flight) >= SLOTS_PER_RANK
+        return len(self.in_flight) >= self._staging.slots
+
+    @property
+    def is_busy(self) -> bool:
+        """True while a save that is due would be skipped. With one slot it waits instead."""
+        return self._staging.slots > 1 and self.is_full
 
     @property
     def copy_s(self) -> float:
@@ -216,6 +229,7 @@ class Saver:
             self.prepare()
             return
         state = self._take_captured()[0]
+        self._require_on_all(self._staging.find_directory)
         self._require_loadable(state)
         if not self._has_planner:
             self._require_on_all(lambda: describe_rank(state))
@@ -272,6 +286,7 @@ class Saver:
         state, document = self._take_captured()
         began = time.monotonic()
         self._await_slot(began + self._flush_timeout_s)
+        self._waited_s = self._note_wait(step, time.monotonic() - began)
         self.is_flushing, self.wants_save = True, False
         name = self.engine.save(
             state,
@@ -282,6 +297,7 @@ class Saver:
             metrics=self._metrics(),
             timeout_s=self._flush_timeout_s,
             continuing=self._overlap(at_once=at_once),
+            waited_s=self._waited_s,
         )
         held_s = time.monotonic() - began
         self._staged_step, self._staged_name = step, name
@@ -289,6 +305,18 @@ class Saver:
         facts = {"checkpoint": name, "step": step, "bytes": self.engine.tensor_bytes}
         if not self._continues(step, facts | {"reason": reason}):
             self._note_staged(held_s, facts | {"reason": reason})
+
+    def _note_wait(self, step: int, waited_s: float) -> float:
+        """Return the time for which a save has waited for the only slot, and log it."""
+        if self._staging.slots > 1:
+            return 0.0
+        if waited_s > WAIT_NOTED_S:
+            text = (
+                f"step {step}: the save waited {waited_s:.1f} s until the former checkpoint was "
+                f"written, because {STAGING_KEY} is {self._staging.mode!r}"
+            )
+            self._recorder.event(EventKind.NOTE, text=text)
+        return waited_s
 
     def _overlap(self, *, at_once: bool) -> Overlap:
         """Return which copies may continue. The first one in a launch is the trial."""
@@ -305,7 +333,8 @@ class Saver:
         return is_late
 
     def _note_staged(self, blocked_s: float, facts: Mapping[str, Any]) -> None:
-        self._measure(blocked_s)
+        # A snapshot never waits, so its rhythm follows the copy alone.
+        self._measure(blocked_s - self._waited_s)
         self._recorder.event(EventKind.STAGED, blocked_s=round(blocked_s, 6), **facts)
 
     def complete_copy(self) -> None:
@@ -351,7 +380,8 @@ class Saver:
     def snapshot(self, step: int, *, at_once: bool = False) -> None:
         """Keep the state after `step` in memory if a slot is free. This never fails training.
 
-        With `at_once`, the copy is complete on return. After a step whose copy went on, there is no
+        With `at_once`, the copy is complete on return. So it is with a single slot: until the copy
+        is complete, there is no snapshot. After a step whose copy went on, there is no
         snapshot: another rank may not have sealed that one yet, and the older snapshot, which this
         one would overwrite, is then the newest that all ranks have.
         """
@@ -368,7 +398,7 @@ class Saver:
                 reason=CRASH,
                 parent=self._parent,
                 metrics=self._metrics(),
-                continuing=self._overlap(at_once=at_once),
+                continuing=self._overlap(at_once=at_once or self._staging.slots == 1),
             )
         except SaveError as error:
             self._note_no_snapshot(step, error)
@@ -461,8 +491,8 @@ class Saver:
         self.engine.discard_snapshots(step)
 
     def _await_slot(self, give_up: float) -> None:
-        """Report that this rank is alive while both slots are busy, until `give_up`."""
-        while self.is_busy and time.monotonic() < give_up:
+        """Report that this rank is alive while all slots are busy, until `give_up`."""
+        while self.is_full and time.monotonic() < give_up:
             self._record.beat(Phase.SAVE)
             for result in self.engine.wait(SLOT_WAIT_S):
                 self._take(result)

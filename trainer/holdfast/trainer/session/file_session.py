@@ -62,7 +62,7 @@ class FileEngine(CheckpointEngine):
         tree, _ = self._trees
         who = self._identity
         layout = all_or_none(tree, who.rank, lambda: self._fit(state, timeout_s))
-        check_memory(tree, who.node, layout.image_bytes, self.connection.held_bytes)
+        check_memory(tree, who.node, layout.image_bytes, self.connection.staging)
         all_or_none(tree, who.rank, lambda: self._open(layout))
 
     def changes(self, state: dict[str, Any]) -> str | None:
@@ -81,10 +81,11 @@ class FileEngine(CheckpointEngine):
         timeout_s: float = SAVE_TIMEOUT_S,
         place: SavePlace | None = None,
         continuing: Overlap = AT_ONCE,
+        waited_s: float = 0.0,
     ) -> str:
         """Stage the files of `state` as the checkpoint of `step`: see `CheckpointEngine.save`."""
         facts: dict[str, Any] = {"step": step, "reason": reason, "parent": parent}
-        facts |= {"metrics": metrics, "timeout_s": timeout_s, "place": place}
+        facts |= {"metrics": metrics, "timeout_s": timeout_s, "place": place, "waited_s": waited_s}
         try:
             return super().save(state, train_state, **facts)
         except _FullError:
@@ -135,17 +136,16 @@ class FileEngine(CheckpointEngine):
         """Write all files into the slot. Return the layout, with the places of the files."""
         assert self._layout is not None
         places, at = [], 0
-        room = staged.slot.data[: self._layout.used_bytes]
-        try:
-            for path, write in flat.items():
-                output = SlotOutput(room, at)
-                write(output)
-                places.append(FilePlace(path, at, output.tell()))
-                at = _align(at + output.tell())
-            if places and places[-1].offset + places[-1].bytes > len(room):
-                raise _FullError(f"{at} bytes of files do not fit into {len(room)} bytes")
-        finally:
-            room.release()
+        room = self._layout.used_bytes
+        for path, write in flat.items():
+            output = SlotOutput(staged.slot, at, room)
+            write(output)
+            if output.problem is not None:
+                raise SaveError(f"{path} cannot be staged: {output.problem.strerror}")
+            places.append(FilePlace(path, at, output.tell()))
+            at = _align(at + output.tell())
+        if places and places[-1].offset + places[-1].bytes > room:
+            raise _FullError(f"{at} bytes of files do not fit into {room} bytes")
         self._tensor_bytes = sum(place.bytes for place in places)
         staged.fill({}, document)
         return replace(self._layout, files=tuple(places)), None
@@ -204,7 +204,8 @@ class FileSession(Session):
         with claimed(self, self._abandon):
             self._join(directory, None)
             state = FileState(framework, self._ranks)
-            found = self._restore(state, FileSaver, partial(self._load, state))
+            saver = partial(FileSaver, staging=settings.staging)
+            found = self._restore(state, saver, partial(self._load, state))
             self._start(found, settings)
 
     def _load(

@@ -54,6 +54,7 @@ from holdfast.trainer.session.rank_metrics import RankMetrics
 from holdfast.trainer.session.settings import Settings
 from holdfast.trainer.session.stop_coordinator import StopCoordinator
 from holdfast.trainer.session.updates import UpdateHook
+from holdfast.trainer.slots.modes import Staging
 from holdfast.trainer.state.fit import ResumeFit
 from holdfast.trainer.state.local_buffers import warn_of_local_buffers
 from holdfast.trainer.state.made_with import describe_changes, describe_made
@@ -73,7 +74,7 @@ from holdfast.trainer.trackers.tracker import Tracker
 T = TypeVar("T")
 
 
-def _saver_of(state: TrainState, planner: SavePlanner | None) -> partial[Saver]:
+def _saver_of(state: TrainState, planner: SavePlanner | None, staging: Staging) -> partial[Saver]:
     """Return what makes the saver of a program's `state`, which has not been loaded yet."""
     state.remember()
     return partial(
@@ -83,6 +84,7 @@ def _saver_of(state: TrainState, planner: SavePlanner | None) -> partial[Saver]:
         notice=state.notice,
         steady=state.steady,
         planner=planner,
+        staging=staging,
     )
 
 
@@ -119,6 +121,7 @@ class Session:
         snapshots: int | str | None = None,
         planner: SavePlanner | None = None,
         overlap: bool | None = None,
+        staging: str | None = None,
     ) -> None:
         """Resumes from the newest checkpoint that verifies.
 
@@ -146,6 +149,7 @@ class Session:
             snapshots: steps between snapshots, `"auto"` or `"off"`, with the rule of `interval`.
             planner: your own `SavePlanner`. There are no snapshots with it.
             overlap: let copies continue until an optimizer steps, see `before_update`.
+            staging: `"memory"`, `"single"` or `"disk"`, see `checkpoint.staging`.
 
         Raises `PreflightError` if the process group or the flusher is missing, `CheckpointError`
         if the checkpoint does not fit the program, `DamagedCheckpointError` if no undamaged one is
@@ -155,7 +159,7 @@ class Session:
         check_program(model, optimizer, scheduler, extra, per_rank)
         check_kinds(mesh=mesh, planner=planner, directory=directory)
         fit = ResumeFit.of(strict=strict, rename=rename, exclude=exclude)
-        settings = Settings.of(interval, snapshots, overlap)
+        settings = Settings.of(interval, snapshots, overlap, staging)
         self.seed, self._best_of = check_seed(seed), (best[0], best[1]) if best else None
         optimizers, schedulers = listed(optimizer), listed(scheduler)
         with claimed(self, self._abandon):
@@ -168,7 +172,8 @@ class Session:
             )
             warn_of_local_buffers(extra or {}, self.rank, self.world_size)
             load = partial(load_tensors, self._ranks, state)
-            self._start(self._restore(state, _saver_of(state, planner), load), settings)
+            saver = _saver_of(state, planner, settings.staging)
+            self._start(self._restore(state, saver, load), settings)
 
     # --- the start ------------------------------------------------------------------------
 

@@ -27,8 +27,10 @@ from holdfast.contracts.spec.written import (
     PROGRAM,
     SNAPSHOTS,
     SPEC,
+    STAGING,
 )
 from holdfast.trainer.pacing.cadence import Interval
+from holdfast.trainer.slots.modes import DIRECTORY_KEY, IN_MEMORY, MEMORY, Staging
 from holdfast.trainer.staging.snapshots import SnapshotRhythm
 
 T = TypeVar("T")
@@ -125,6 +127,15 @@ def _truth_of(given: int | str) -> bool:
     return found
 
 
+def _staging_of(given: object) -> tuple[Setting, Staging]:
+    """Return where steps are staged, with the program's own value, or None. Raises `SpecError`."""
+    if given is not None and not isinstance(given, str):
+        given = repr(given)
+    where = choose(STAGING, given, default=IN_MEMORY)
+    directory = os.environ.get(environment.STAGING_DIRECTORY, "")
+    return where, _parsed(where, lambda value: Staging.parse(value, directory))
+
+
 @dataclass(frozen=True)
 class Settings:
     """The settings of one session."""
@@ -133,17 +144,24 @@ class Settings:
     rhythm: SnapshotRhythm
     chosen: tuple[Setting, ...]
     overlaps: bool = False
+    staging: Staging = MEMORY
 
     @classmethod
-    def of(cls, interval: Given, snapshots: Given, overlap: bool | None = None) -> Settings:
+    def of(
+        cls,
+        interval: Given,
+        snapshots: Given,
+        overlap: bool | None = None,
+        staging: str | None = None,
+    ) -> Settings:
         """Return the settings with a program's own values, or None. Raises `SpecError`."""
         every, kept = choose(INTERVAL, interval), choose(SNAPSHOTS, snapshots)
         interval_of, rhythm_of = _parsed(every, Interval.parse), _parsed(kept, SnapshotRhythm)
         given = None if overlap is None else Argument(_shown(overlap), PROGRAM)
         late = choose(OVERLAP, given, default=_shown(False))
-        is_known = late.source != DEFAULT
-        chosen = (every, kept, late) if is_known else (every, kept)
-        return cls(interval_of, rhythm_of, chosen, _parsed(late, _truth_of))
+        where, found = _staging_of(staging)
+        more = [one for one in (late, where) if one.source != DEFAULT]
+        return cls(interval_of, rhythm_of, (every, kept, *more), _parsed(late, _truth_of), found)
 
     @classmethod
     def without_snapshots(cls, interval: Given, because: str) -> Settings:
@@ -159,7 +177,9 @@ class Settings:
         if _parsed(late, _truth_of):
             lost = Argument(late.value, late.source)
             chosen = (*chosen, Setting(OVERLAP, _shown(False), because, lost))
-        return cls(_parsed(every, Interval.parse), SnapshotRhythm(OFF), chosen)
+        where, found = _staging_of(None)
+        chosen = (*chosen, where) if where.source != DEFAULT else chosen
+        return cls(_parsed(every, Interval.parse), SnapshotRhythm(OFF), chosen, staging=found)
 
     def announce(self, event: Callable[..., Any], rank: int) -> None:
         """On rank 0, log the settings and the warnings, and record them in the journal."""
@@ -167,6 +187,7 @@ class Settings:
             return
         tiers = Tiers.from_environment(os.environ)
         more = {"checkpoint.mirror": tiers.mirror, "checkpoint.local": tiers.local}
+        more[DIRECTORY_KEY] = self.staging.directory
         given = (Setting(key, value, _source_of(key)) for key, value in more.items() if value)
         lines = [*self.chosen, *given]
         text = ", ".join(map(str, lines))

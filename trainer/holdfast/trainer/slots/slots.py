@@ -1,4 +1,6 @@
-"""Staging slots: memory files with the exact bytes of a rank's checkpoint files.
+"""Staging slots: files in memory with the exact bytes of a rank's checkpoint files.
+
+With `checkpoint.staging = "disk"`, they are files on a disk of the node instead: see `on_disk`.
 
 A slot outlives the rank that fills it, because the flusher and the agent hold its descriptor. The
 head contains the slot's state. A JSON table lists which bytes belong to which file. A sealed slot
@@ -18,11 +20,14 @@ import ctypes
 import json
 import mmap
 import os
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
+from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.node.rank_status import fence
+from holdfast.trainer.slots.on_disk import ImageFile, create_file
 
 # Allocation of memory pages ahead of their first use.
 #
@@ -62,6 +67,7 @@ def populate(mapping: mmap.mmap, start: int, stop: int) -> Iterator[int]:
 
 
 MAGIC: Final = 0x4846534C_00000001
+WORD_BYTES: Final = 8
 HEAD_BYTES: Final = 4096
 TABLE_BYTES: Final = 1 << 20
 DATA_OFFSET: Final = HEAD_BYTES + TABLE_BYTES
@@ -98,6 +104,7 @@ class _Word(IntEnum):
     TABLE_BYTES = 3
     ERROR_BYTES = 4
     ALLOCATED_BYTES = 5
+    ON_DISK = 6
 
 
 _ERROR_AT = 1024
@@ -113,13 +120,43 @@ class Slot:
         if self._words[_Word.MAGIC] not in (0, MAGIC):
             raise ValueError("not a staging slot of this version of Holdfast")
         self._words[_Word.MAGIC] = MAGIC
+        self._file: ImageFile | None = None
+        if self._words[_Word.ON_DISK]:
+            self._file = ImageFile(handle, ctypes.addressof(ctypes.c_char.from_buffer(self._map)))
 
     @staticmethod
-    def create(data_bytes: int) -> int:
-        """Return the descriptor of a new, empty slot with space for `data_bytes` of files."""
+    def create(data_bytes: int, directory: str = "") -> int:
+        """Return the descriptor of a new, empty slot with space for `data_bytes` of files.
+
+        With a `directory`, it is on that disk. Raises `OSError` if the disk is full.
+        """
+        size = DATA_OFFSET + max(data_bytes, mmap.PAGESIZE)
+        if directory:
+            handle = create_file(Path(directory), size)
+            # The pages of a file are not allocated ahead: they would be memory.
+            words = struct.pack("=qq", NO_MORE, 1)
+            os.pwrite(handle, words, _Word.ALLOCATED_BYTES * WORD_BYTES)
+            return handle
         handle = os.memfd_create("holdfast-slot", os.MFD_CLOEXEC)
-        os.ftruncate(handle, DATA_OFFSET + max(data_bytes, mmap.PAGESIZE))
+        os.ftruncate(handle, size)
         return handle
+
+    @property
+    def is_on_disk(self) -> bool:
+        """True for a file on the node's disk."""
+        return self._file is not None
+
+    @property
+    def move(self) -> Callable[[int, int, int], None] | None:
+        """How to copy bytes into the data, as `ImageFile.move`; None for a slot in memory."""
+        return None if self._file is None else self._file.move
+
+    def put(self, at: int, content: memoryview) -> None:
+        """Write bytes at an offset of the data. Raises `OSError` if a disk fails."""
+        if self._file is None:
+            self.data[at : at + len(content)] = content
+        else:
+            self._file.put(DATA_OFFSET + at, content)
 
     @property
     def state(self) -> SlotState:
@@ -197,6 +234,8 @@ class Slot:
         This takes a while, but it releases the GIL. It stops early if `is_over()`, or if the system
         has no more memory. The rest is then allocated at the first copy.
         """
+        if self.is_on_disk:
+            return
         stop, reached = min(DATA_OFFSET + data_bytes, len(self._map)), 0
         for reached in populate(self._map, 0, stop):
             self._words[_Word.ALLOCATED_BYTES] = reached
@@ -207,11 +246,14 @@ class Slot:
 
     def map_pages(self, start: int, stop: int) -> None:
         """Map bytes `start` to `stop`, allocated by another process, into our page tables."""
-        for _ in populate(self._map, start, stop):
+        for _ in () if self.is_on_disk else populate(self._map, start, stop):
             pass
 
     def close(self) -> None:
         """Unmap the slot from this process. All views of its data must be released before."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
         self._words.release()
         self.data.release()
         self._map.close()

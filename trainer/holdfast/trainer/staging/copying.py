@@ -11,7 +11,7 @@ import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, Final
 
 import numpy as np
@@ -40,15 +40,23 @@ _libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _Move = tuple[int, int, int]
 """(destination, source, bytes): addresses in this process"""
 
+MoveBytes = Callable[[int, int, int], object]
+"""Moves bytes: `memmove`, or what writes them to a file. It may raise `OSError`."""
+
 _Pair = tuple[torch.Tensor, torch.Tensor]
 """(view, source)"""
 
 
 class Copier:
-    """Copies repeatedly into the same views, with `threads` threads including the caller."""
+    """Copies repeatedly into the same views, with `threads` threads including the caller.
 
-    def __init__(self, views: Sequence[torch.Tensor], threads: int) -> None:
-        self._views = list(views)
+    With `move`, the views are mapped from a file, and `move` writes what lies behind them.
+    """
+
+    def __init__(
+        self, views: Sequence[torch.Tensor], threads: int, move: MoveBytes | None = None
+    ) -> None:
+        self._views, self._move_bytes = list(views), move
         self._places = [(view.data_ptr(), view.nbytes) for view in views]
         self._threads = max(1, threads)
         self._pool: ThreadPoolExecutor | None = None
@@ -61,7 +69,8 @@ class Copier:
         All bytes are there on return.
 
         The copies follow all work queued on the sources' devices, on any stream: a program may
-        update a tensor on a stream that its current one does not wait for yet.
+        update a tensor on a stream that its current one does not wait for yet. Raises `OSError` if
+        a file cannot be written.
         """
         on_devices: dict[torch.device, list[_Pair]] = {}
         others: list[_Pair] = []
@@ -80,6 +89,10 @@ class Copier:
         devices.synchronize(on_devices)
         try:
             with torch.no_grad():
+                if self._move_bytes is not None:
+                    others = [*others, *(pair for pairs in on_devices.values() for pair in pairs)]
+                    write_pairs(others, self._move_bytes)
+                    on_devices, others = {}, []
                 for pairs in on_devices.values():
                     for view, source in pairs:
                         devices.begin_copy(view, source)
@@ -114,7 +127,9 @@ class Copier:
             for index, source in sources.items()
         ]
         views = [self._views[index] for index in sources]
-        return LateCopy(list(sources.values()), views, deque(cut(moves)), self._help)
+        return LateCopy(
+            list(sources.values()), views, deque(cut(moves)), self._help, self._move_bytes
+        )
 
     def try_out(self, sources: Mapping[int, torch.Tensor]) -> Trial:
         """Return a comparison of these sources, by index, with the views that `copy` filled."""
@@ -128,7 +143,7 @@ class Copier:
 
     def _move(self, moves: list[_Move]) -> None:
         if self._pool is None:
-            _move_all(moves)
+            _move_all(moves, MOVE_BYTES, self._move_bytes)
             return
         self._help(deque(cut(moves)))
 
@@ -137,10 +152,14 @@ class Copier:
         others = []
         if self._pool is not None:
             others = [
-                self._pool.submit(_take_and_move, pieces)
+                self._pool.submit(_take_and_move, pieces, MOVE_BYTES, self._move_bytes)
                 for _ in range(min(self._threads, len(pieces)) - 1)
             ]
-        _take_and_move(pieces)
+        try:
+            _take_and_move(pieces, MOVE_BYTES, self._move_bytes)
+        finally:
+            # No thread writes on after an error: the slot is then free for another step.
+            wait(others)
         for other in others:
             other.result()
 
@@ -160,16 +179,15 @@ class LateCopy:
         views: Sequence[torch.Tensor],
         pieces: deque[list[_Move]],
         help_with: Callable[[deque[list[_Move]]], None],
+        move: MoveBytes | None = None,
     ) -> None:
         # The sources stay alive: the program may drop a tensor while its bytes are read.
         self._sources, self._views = sources, views
         self._versions = [source._version for source in sources]
         self._words = sample(sources)
-        self._pieces, self._help_with = pieces, help_with
-        self._thread = threading.Thread(
-            target=_take_and_move, args=(pieces, LATE_MOVE_BYTES), name="holdfast-late-copy"
-        )
-        self._thread.daemon = True
+        self._pieces, self._help_with, self._move_bytes = pieces, help_with, move
+        self._problem: OSError | None = None
+        self._thread = threading.Thread(target=self._run, name="holdfast-late-copy", daemon=True)
         self._thread.start()
 
     @property
@@ -181,9 +199,14 @@ class LateCopy:
         """Copy the rest with all threads. Return True if the image is that of the beginning.
 
         The caller's thread must be one that changes the tensors, or training must wait for it.
+        Raises `OSError` if a file cannot be written.
         """
-        self._help_with(self._pieces)
-        self._thread.join()
+        try:
+            self._help_with(self._pieces)
+        finally:
+            self._thread.join()
+        if self._problem is not None:
+            raise self._problem
         versions = [source._version for source in self._sources]
         return versions == self._versions and np.array_equal(sample(self._views), self._words)
 
@@ -191,6 +214,13 @@ class LateCopy:
         """Stop copying. The image is useless."""
         self._pieces.clear()
         self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            _take_and_move(self._pieces, LATE_MOVE_BYTES, self._move_bytes)
+        except OSError as error:
+            # `finish` raises it.
+            self._problem = error
 
 
 class Trial:
@@ -263,17 +293,40 @@ def cut(moves: Sequence[_Move]) -> list[list[_Move]]:
 _PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
-def _take_and_move(pieces: deque[list[_Move]], most: int = MOVE_BYTES) -> None:
+def write_pairs(pairs: Sequence[_Pair], move: MoveBytes) -> None:
+    """Write tensors to the file that their views are mapped from, by a small piece of memory.
+
+    A view of another layout than its source is filled by the mapping.
+    """
+    for view, source in pairs:
+        if type(source) not in _PLAIN_TYPES or not source.is_contiguous():
+            view.copy_(source)
+            continue
+        values, address, size = source.view(-1), view.data_ptr(), view.element_size()
+        step = max(1, PIECE_BYTES // size)
+        bounce = torch.empty(min(step, len(values)), dtype=view.dtype)
+        for at in range(0, len(values), step):
+            piece = bounce[: min(step, len(values) - at)]
+            piece.copy_(values[at : at + step])
+            move(address + at * size, piece.data_ptr(), piece.nbytes)
+
+
+def _take_and_move(
+    pieces: deque[list[_Move]], most: int = MOVE_BYTES, move: MoveBytes | None = None
+) -> None:
     while True:
         try:
             piece = pieces.popleft()
         except IndexError:
             return
-        _move_all(piece, most)
+        _move_all(piece, most, move)
 
 
-def _move_all(moves: Sequence[_Move], most: int = MOVE_BYTES) -> None:
-    memmove = ctypes.memmove
+def _move_all(
+    moves: Sequence[_Move], most: int = MOVE_BYTES, move: MoveBytes | None = None
+) -> None:
+    # A system call costs more than `memmove`.
+    act, most = (ctypes.memmove, most) if move is None else (move, PIECE_BYTES)
     for to, source, size in moves:
         for at in range(0, size, most):
-            memmove(to + at, source + at, min(most, size - at))
+            act(to + at, source + at, min(most, size - at))

@@ -12,6 +12,8 @@ from typing import IO, Any, Protocol, cast
 
 import torch
 
+from holdfast.trainer.slots.slots import Slot
+
 
 class SlotFile(Protocol):
     """The part of a binary file that `torch.save` and other writers need."""
@@ -46,21 +48,27 @@ def torch_writer(value: Any, *, as_zip: bool = True) -> Writer:
 
 
 class SlotOutput:
-    """A file in a slot, from `start` on. Bytes beyond the end of the slot only count.
+    """A file in a slot, from `start` on. Bytes beyond `room_bytes` only count.
 
-    An error here would leave torch's zip writer in the middle of a file.
+    An error here would leave torch's zip writer in the middle of a file. So `problem` keeps one,
+    and the bytes after it only count.
     """
 
-    def __init__(self, room: memoryview, start: int) -> None:
-        self._room, self._start, self._at = room, start, start
+    def __init__(self, slot: Slot, start: int, room_bytes: int) -> None:
+        self._slot, self._room_bytes = slot, room_bytes
+        self._start, self._at = start, start
+        self.problem: OSError | None = None
 
     def write(self, content: bytes | memoryview, /) -> int:
         """Append `content`."""
         with memoryview(content).cast("B") as piece:
             size = len(piece)
             end = self._at + size
-            if end <= len(self._room):
-                self._room[self._at : end] = piece
+            if end <= self._room_bytes and self.problem is None:
+                try:
+                    self._slot.put(self._at, piece)
+                except OSError as error:
+                    self.problem = error
         self._at = end
         return size
 

@@ -1,8 +1,8 @@
 """Files of the program's framework, staged by a rank and written by the node's flusher.
 
 They lie anywhere in the file system and belong to no checkpoint, such as those of Lightning's
-`ModelCheckpoint`. A rank has two slots for them, which it gets with its first file. Their memory is
-allocated when a file first fills it.
+`ModelCheckpoint`. A rank has as many slots for them as for steps, from its first file on. Their
+memory is allocated when a file first fills it.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ class ProgramFiles:
         """Get slots for files of `size` bytes, once all smaller ones are written."""
         self.wait()
         self.close()
+        self._connection.release_slots(of_program=True)
         space = int(size * GROWTH) + GROWTH_BYTES
         self._slots = self._connection.request_file_slots(space)
         # One call for all pages takes a fraction of the time of a fault for each.
@@ -111,6 +112,8 @@ class ProgramFiles:
 
 def _fill(slot: Slot, write: Writer) -> int:
     """Write a file into a slot, and return its length. A longer one than the slot is cut off."""
-    output = SlotOutput(slot.data, 0)
+    output = SlotOutput(slot, 0, len(slot.data))
     write(output)
+    if output.problem is not None:
+        raise SaveError(f"a file cannot be staged: {output.problem.strerror}") from output.problem
     return output.tell()

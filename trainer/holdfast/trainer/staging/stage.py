@@ -32,7 +32,8 @@ from holdfast.trainer.planning.layout import (
 )
 from holdfast.trainer.process import devices
 from holdfast.trainer.ranks.identity import Identity
-from holdfast.trainer.slots.slots import DATA_OFFSET, NO_MORE, SLOTS_PER_RANK, Slot, choose_slot
+from holdfast.trainer.slots.modes import DIRECTORY_KEY, MEMORY, Staging
+from holdfast.trainer.slots.slots import DATA_OFFSET, NO_MORE, Slot, choose_slot
 from holdfast.trainer.staging.copying import Copier, LateCopy, Trial
 
 # A thread that writes `.metadata` into the slots while training continues.
@@ -108,10 +109,12 @@ _UNWRITTEN: Final = object()
 class FlusherConnection:
     """This rank's connection to the node's flusher. It reconnects after a flusher restart."""
 
-    def __init__(self, place: str, identity: Identity) -> None:
-        """`place` is the path of the file that names the flusher's socket: see `contracts.wire`."""
-        # The bytes of the slots that the flusher last gave to this rank.
-        self.held_bytes = 0
+    def __init__(self, place: str, identity: Identity, staging: Staging = MEMORY) -> None:
+        """`place` is the path of the file that names the flusher's socket: see `contracts.wire`.
+
+        `staging` says how many slots this rank gets, and where they are.
+        """
+        self.staging = staging
         self._place, self._identity = place, identity
         self._connection: socket.socket | None = None
 
@@ -145,27 +148,56 @@ class FlusherConnection:
     def request_slots(self, data_bytes: int, used_bytes: int) -> list[int]:
         """Return descriptors of new slots of `data_bytes` each. The caller closes them.
 
-        The flusher allocates the first `used_bytes` of each slot after it has answered.
+        The flusher allocates the first `used_bytes` of each slot after it has answered. Raises
+        `SaveError` if it has no space for them on a disk.
         """
-        self.connect()
-        handles = self._ask("slots", bytes=data_bytes, used_bytes=used_bytes)
-        self.held_bytes = SLOTS_PER_RANK * used_bytes
-        if len(handles) != SLOTS_PER_RANK:
-            raise SaveError(
-                f"the flusher gave {len(handles)} slots, but {SLOTS_PER_RANK} were expected. Use "
-                "the same version of Holdfast for the agent and the program"
-            )
-        return list(handles)
+        return self._request(data_bytes, used_bytes=used_bytes)
 
     def request_file_slots(self, data_bytes: int) -> list[Slot]:
         """Return new slots for files of the program, of `data_bytes` each, without memory yet."""
-        self.connect()
-        handles = self._ask("slots", bytes=data_bytes, of_program=True)
+        handles = self._request(data_bytes, of_program=True)
         try:
             return [Slot(handle) for handle in handles]
         finally:
             for handle in handles:
                 os.close(handle)
+
+    def release_slots(self, *, of_program: bool = False) -> None:
+        """Have the flusher free this rank's slots, and wait until it has.
+
+        Nothing in them may still have to be written. So the next ones never need memory together
+        with these. Raises `SaveError` if the flusher does not free them.
+        """
+        self.keep_up()
+        self.connect()
+        give_up = time.monotonic() + ANSWER_TIMEOUT_S
+        while left := int(self._ask("release", of_program=of_program)[0]["left"]):
+            if time.monotonic() > give_up:
+                raise SaveError(
+                    f"the flusher did not free {left} staging slots of the former plan within "
+                    f"{ANSWER_TIMEOUT_S:.0f} s: see its log"
+                )
+            time.sleep(RETRY_S)
+
+    def _request(self, data_bytes: int, **facts: Any) -> list[int]:
+        count, directory = self.staging.slots, self.staging.find_directory()
+        self.connect()
+        answer, handles = self._ask(
+            "slots", bytes=data_bytes, count=count, directory=directory, **facts
+        )
+        if problem := answer.get("problem"):
+            raise SaveError(
+                f"{directory} has no space for {count} images of {data_bytes} bytes: {problem}. "
+                f"Free space there, or name another directory as {DIRECTORY_KEY}"
+            )
+        if len(handles) != count:
+            for handle in handles:
+                os.close(handle)
+            raise SaveError(
+                f"the flusher gave {len(handles)} slots, but {count} were expected. Use "
+                "the same version of Holdfast for the agent and the program"
+            )
+        return list(handles)
 
     def describe(self, layout: Layout, folder: Path) -> None:
         """Report what this rank writes. Other nodes read it in `folder` if this node is lost."""
@@ -204,7 +236,7 @@ class FlusherConnection:
             self._connection.close()
             self._connection = None
 
-    def _ask(self, kind: str, **data: Any) -> tuple[int, ...]:
+    def _ask(self, kind: str, **data: Any) -> tuple[dict[str, Any], tuple[int, ...]]:
         assert self._connection is not None
         try:
             wire.send(self._connection, kind, **data)
@@ -219,7 +251,7 @@ class FlusherConnection:
                 f"the flusher {self._place} did not answer `{kind}`: {problem}. Nothing is saved "
                 "until the flusher supervisor has restarted it"
             )
-        return received[1]
+        return received
 
     def _has_hung_up(self) -> bool:
         """Return True without a connection. The flusher sends only replies, so any input is EOF."""
@@ -247,6 +279,7 @@ class StagedSlot:
                 for place in layout.tensors
             ],
             torch.get_num_threads(),
+            self.slot.move,
         )
         self._numbers: list[Any] = [_UNWRITTEN] * len(layout.numbers)
         self._pinned = 0
@@ -266,12 +299,15 @@ class StagedSlot:
 
         That one copies tensors whose addresses are in `steady` while training continues. With
         `is_trial`, a comparison of these tensors is returned in its place. Raises `SaveError` if a
-        number or the train state no longer fits its place.
+        number or the train state no longer fits its place, or if a disk fails.
         """
         with self._lock, torch.no_grad():
             sources = [local_part(flat[place.key]) for place in self._layout.tensors]
             late = self._copier.find_late(sources, steady) if steady else []
-            self._copier.copy(sources, () if is_trial else frozenset(late))
+            try:
+                self._copier.copy(sources, () if is_trial else frozenset(late))
+            except OSError as error:
+                raise SaveError(f"the state cannot be staged: {error.strerror}") from error
         self._fill_numbers(flat)
         if train_state is not None and self._layout.train_state_at is not None:
             at = self._layout.train_state_at
@@ -328,7 +364,12 @@ class Stage:
     def __init__(
         self, connection: FlusherConnection, layout: Layout, *, device: torch.device | None
     ) -> None:
-        """`device` is one of this rank's state. The slots' memory is then page-locked."""
+        """`device` is one of this rank's state. The slots' memory is then page-locked.
+
+        Page-locked pages of a file would be memory too, so those of slots on disk are not.
+        """
+        if connection.staging.is_on_disk:
+            device = None
         handles = connection.request_slots(layout.image_bytes, layout.used_bytes)
         self.slots = [StagedSlot(handle, layout) for handle in handles]
         self._is_closed = threading.Event()
