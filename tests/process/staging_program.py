@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import sys
 import threading
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -27,6 +29,10 @@ class Kept(torch.nn.Module):
         count = size // 2 // 4 // parts
         values = [torch.arange(count, dtype=torch.float32) + part for part in range(parts)]
         self.values = torch.nn.ParameterList(values)
+
+
+def make_optimizer(model: Kept) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, foreach=False)
 
 
 def train(model: Kept, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -48,8 +54,12 @@ def main(given: dict[str, Any]) -> None:
     """Train; `bare` without a session, to see what the program needs itself."""
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
+    # A checkpoint has the random states.
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
     model = Kept(given["bytes"])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, foreach=False)
+    optimizer = make_optimizer(model)
     if given.get("bare"):
         for step in range(1, given["steps"] + 1):
             train(model, optimizer, step)

@@ -166,13 +166,11 @@ class Session:
             self._optimizers = OptimizerSteps(map(unwrap, optimizers))
             self._made_with = describe_made(map(unwrap, optimizers), schedulers)
             self._join(directory, mesh)
-            who = {"rank": self.rank, "world_size": self.world_size}
-            state = TrainState(
-                model, optimizers, schedulers, extra, per_rank=per_rank, fit=fit, **who
-            )
+            who: dict[str, Any] = {"fit": fit, "rank": self.rank, "world_size": self.world_size}
+            state = TrainState(model, optimizers, schedulers, extra, per_rank=per_rank, **who)
             warn_of_local_buffers(extra or {}, self.rank, self.world_size)
-            load = partial(load_tensors, self._ranks, state)
             saver = _saver_of(state, planner, settings.staging)
+            load = partial(load_tensors, self._ranks, state)
             self._start(self._restore(state, saver, load), settings)
 
     # --- the start ------------------------------------------------------------------------

@@ -187,7 +187,7 @@ class FlusherConnection:
         )
         if problem := answer.get("problem"):
             raise SaveError(
-                f"{directory} has no space for {count} images of {data_bytes} bytes: {problem}. "
+                f"{directory} cannot hold {count} images of {data_bytes} bytes: {problem}. "
                 f"Free space there, or name another directory as {DIRECTORY_KEY}"
             )
         if len(handles) != count:
