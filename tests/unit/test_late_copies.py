@@ -31,10 +31,10 @@ def held_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Let the thread of a late copy wait before its first byte until the event is set."""
     may_run, move = threading.Event(), copying._move_all
 
-    def late(moves: Any, most: int = copying.MOVE_BYTES) -> None:
+    def late(moves: Any, most: int = copying.MOVE_BYTES, write: Any = None) -> None:
         if most == LATE_MOVE_BYTES:
             assert may_run.wait(WAIT_S)
-        move(moves, most)
+        move(moves, most, write)
 
     monkeypatch.setattr(copying, "_move_all", late)
     yield may_run
