@@ -335,7 +335,8 @@ def staged(folder: Path) -> Facts:
         session = parts.session(folder / f"s{staging}", interval=1, staging=staging)
         for _ in islice(session.steps(9), 2):
             parts.step()
-        found[staging] = len(session._saver.engine._stage.slots)
+        stage = session._saver.engine._stage
+        found[staging] = 0 if stage is None else len(stage.slots)
         session.close()
     return {"Session(staging)": found == {"memory": 2, "single": 1}}
 

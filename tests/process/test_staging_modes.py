@@ -119,8 +119,9 @@ def test_a_killed_rank_leaves_no_mixture_and_another_size_goes_on(
     choice = random.Random(seed)
     for attempt in range(2):
         run = f"r{attempt}"
-        killed = {"kill_step": 3, "kill_rank": choice.randrange(2), "kill_s": choice.random() * 0.3}
-        options = {"staging": staging, "overlap": overlap, "snapshots": 1}
+        killed: dict[str, Any] = {"kill_step": 3, "kill_rank": choice.randrange(2)}
+        killed["kill_s"] = choice.random() * 0.3
+        options: dict[str, Any] = {"staging": staging, "overlap": overlap, "snapshots": 1}
         status, output = launch(tmp_path, run, interval=2, **options, **killed)
         assert status != 0 or committed(tmp_path / run)[STEPS], (seed, output)
         # The flusher commits what all ranks have sealed.
