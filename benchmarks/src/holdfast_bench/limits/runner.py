@@ -33,7 +33,9 @@ MEMORY_COPIES: Final = 7
 DISK_COPIES: Final = 6
 RANK_BYTES: Final = 500_000_000
 # The pairs' share of the whole time. The rest is for the programs after them.
-PAIRS_SHARE: Final = 0.55
+PAIRS_SHARE: Final = 0.5
+# The share of the overlapped saves in what is then left.
+OVERLAP_SHARE: Final = 0.45
 FIRST_STEPS: Final = 3
 # At most a billion parameters with AdamW. Slots and the page-locked copy must fit into half of the
 # free memory.
@@ -144,7 +146,7 @@ class Course:
         single = {"load": narrowed["facts"]["checkpoint"], "save": False}
         widened = self._program("reshard", single, folder="widened")
         shutil.rmtree(self._work / "narrowed", ignore_errors=True)
-        overlap = self._program("overlap")
+        overlap = self._program("overlap", {"end_by": self._share_of_time(OVERLAP_SHARE)})
         shutil.rmtree(self._work / "overlap", ignore_errors=True)
         if gpus():
             self.gpu = self.run_gpu()
@@ -152,6 +154,7 @@ class Course:
         found = figures.Found(
             pairs=pairs["seconds"],
             overlap=overlap["seconds"],
+            peer_version=overlap["facts"][figures.PEER],
             starts=[seconds for seconds, _ in starts],
             signals=[ratio for _, ratio in starts],
             narrowed=narrowed["seconds"],
