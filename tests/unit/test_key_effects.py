@@ -65,6 +65,7 @@ JOBS: Final[dict[str, tuple[Any, dict[str, Any], str]]] = {
     "checkpoint.interval": ("7m", {}, '"HOLDFAST_CHECKPOINT_INTERVAL": "7m"'),
     "checkpoint.snapshots": (7, {}, '"HOLDFAST_CHECKPOINT_SNAPSHOTS": "7"'),
     "checkpoint.overlap": (True, {}, '"HOLDFAST_CHECKPOINT_OVERLAP": "True"'),
+    "checkpoint.write_limit": ("5MB", {}, '"HOLDFAST_CHECKPOINT_WRITE_LIMIT": "5000000"'),
     "checkpoint.mirror": ("s3://b/x", {}, '"HOLDFAST_CHECKPOINT_MIRROR": "s3://b/x"'),
     "checkpoint.local": ("/scratch", MIRROR, '"HOLDFAST_CHECKPOINT_LOCAL": "/scratch"'),
     "supervision.grace_s": (100, ON_SLURM, '"signal": "USR2@130"'),

@@ -77,6 +77,7 @@ KEYS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "checkpoint.snapshots": (100, OPAQUE, {}),
     "checkpoint.neighbour": (True, {}, {"resources": {**ON_SLURM["resources"], "nodes": 2}}),
     "checkpoint.overlap": (True, OPAQUE, {}),
+    "checkpoint.write_limit": ("200MB", OPAQUE, {}),
     "checkpoint.staging": ("memory", OPAQUE, {}),
     "supervision.notices_url": (
         "http://169.254.169.254",

@@ -36,6 +36,8 @@ S3_ENDPOINT: Final = "HOLDFAST_S3_ENDPOINT"
 NOTICES_URL: Final = "HOLDFAST_NOTICES_URL"
 CHECKPOINT_SNAPSHOTS: Final = "HOLDFAST_CHECKPOINT_SNAPSHOTS"
 CHECKPOINT_OVERLAP: Final = "HOLDFAST_CHECKPOINT_OVERLAP"
+# `checkpoint.write_limit` of the spec, for the ranks and their flusher.
+CHECKPOINT_WRITE_LIMIT: Final = "HOLDFAST_CHECKPOINT_WRITE_LIMIT"
 # `supervision.numerics` of the spec, as JSON.
 NUMERICS: Final = "HOLDFAST_NUMERICS"
 # `supervision.flush_timeout_s` of the spec, for the ranks and their flusher.
@@ -60,6 +62,7 @@ KEYS_OF_VARIABLES: Final[Mapping[str, str]] = {
     CHECKPOINT_INTERVAL: "checkpoint.interval",
     CHECKPOINT_SNAPSHOTS: "checkpoint.snapshots",
     CHECKPOINT_OVERLAP: "checkpoint.overlap",
+    CHECKPOINT_WRITE_LIMIT: "checkpoint.write_limit",
     CHECKPOINT_MIRROR: "checkpoint.mirror",
     CHECKPOINT_LOCAL: "checkpoint.local",
     NOTICES_URL: "supervision.notices_url",

@@ -200,6 +200,7 @@ ACTS: Final[Mapping[str, tuple[Scope, ...]]] = {
     "checkpoint.snapshots": (SAVES,),
     "checkpoint.neighbour": (SAVES, HAS_NEIGHBOURS, SNAPSHOTS),
     "checkpoint.overlap": (SAVES,),
+    "checkpoint.write_limit": (SAVES,),
     "checkpoint.staging": (SAVES,),
     "supervision.heartbeat_s": (),
     "supervision.poll_s": (),
