@@ -56,7 +56,8 @@ rank counts.
   while an accelerator works. An earlier save waits for the pages that it touches.
 - *copy beside a step*: two steps with a copy each, twice as long as a memcpy. One waits, as for an
   accelerator; *blocked* is the time of the save and of the wait before the update. In the other,
-  each rank computes with its threads, and then until the checkpoint is written. torch_checkpointing
+  each rank computes with its threads, and then until the checkpoint is written. With
+  `checkpoint.write_limit`, that is at a quarter of the speed before. torch_checkpointing
   gets the same steps. Its class for resharding needs CUDA, so it saves without; its direct writes
   fail on ext4, so they are off; it does not call `fsync`.
 - *bytes read* is the kernel's count of what read calls returned, for all ranks, ÷ the bytes of the

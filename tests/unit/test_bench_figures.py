@@ -59,6 +59,7 @@ OVERLAP = {
     "product_during_write": [0.004, 0.004, 0.005],
 }
 OVERLAP |= {f"{figures.PEER}.{name}": values for name, values in OVERLAP.items()}
+OVERLAP |= {"limited.product_alone": [0.004], "limited.product_during_write": [0.005]}
 OVERLAP[f"{figures.PEER}.blocked"] = [0.3, 0.6, 0.3]
 
 
@@ -115,6 +116,7 @@ def test_the_peer_has_the_ratios_of_overlapped_saves() -> None:
     assert (peer["version"], peer["save_blocked"]) == ("0.1.1", 3.0)
     for one in (peer, answer["training"]):
         assert (one["step_time_during_copy"], one["throughput_during_write"]) == (1.05, 0.5)
+    assert answer["training"]["throughput_during_limited_write"] == 0.8
     assert "make bench" in figures.answer(found(None))["stock"][figures.PEER]["missing"]
 
 

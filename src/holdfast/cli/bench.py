@@ -35,6 +35,7 @@ SETUP_TITLES: Final = {
 TRAINING_TITLES: Final = {
     "step_time_during_copy": "step time beside a copy ÷ alone",
     "throughput_during_write": "throughput during the write ÷ without",
+    "throughput_during_limited_write": "the same with `write_limit`",
 }
 PEER: Final = "torch_checkpointing"
 STOCK_RATIOS: Final = ("save_blocked", "save_committed", "first_save", "load", "load_bytes_same")

@@ -13,6 +13,8 @@ from typing import Any, Final
 
 Seconds = Mapping[str, Sequence[float]]
 
+# Before the series of a session with `write_limit`.
+LIMITED: Final = "limited."
 # The name of the peer whose saves return before their copy is complete, here and in the result.
 PEER: Final = "torch_checkpointing"
 
@@ -69,7 +71,7 @@ def answer(found: Found) -> dict[str, Any]:
         "setup": {name: spread(values) for name, values in setup_series(found).items()},
         "stock": {mode: stock_of(found.pairs, mode) for mode in STOCK_MODES}
         | {"load": stock_load(found), PEER: peer_of(found)},
-        "training": training(found.overlap),
+        "training": training(found.overlap) | limited(found.overlap),
         "targets": dict(TARGETS),
         "spread": {name: spread(values) for name, values in series.items()},
         "seconds": {name: spread(values) for name, values in all_seconds(found).items()},
@@ -162,6 +164,14 @@ def training(overlap: Seconds) -> dict[str, Any]:
     }
     medians = {name: round(statistics.median(values), 4) for name, values in series.items()}
     return medians | {"spread": {name: spread(values) for name, values in series.items()}}
+
+
+def limited(overlap: Seconds) -> dict[str, float]:
+    """Return the throughput while a session with `write_limit` writes ÷ that without."""
+    series = quotients(
+        overlap[f"{LIMITED}product_alone"], overlap[f"{LIMITED}product_during_write"]
+    )
+    return {"throughput_during_limited_write": round(statistics.median(series), 4)}
 
 
 def gpu(program: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 `runner` starts this. A step takes twice as long as a plain copy of the state. It either waits, as
 for an accelerator, or computes with one thread in each rank. Each operation is also measured with
-torch_checkpointing, if that is installed.
+torch_checkpointing, if that is installed. At the end, a session writes with `write_limit`.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -15,8 +16,10 @@ from typing import Any, Final, Protocol
 
 import torch
 
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.environment import CHECKPOINT_WRITE_LIMIT
 from holdfast_bench.limits.commits import newest_durable, wait_until_durable
-from holdfast_bench.limits.figures import PEER
+from holdfast_bench.limits.figures import LIMITED, PEER
 from holdfast_bench.limits.files import ready_pages
 from holdfast_bench.limits.order import balanced_order
 from holdfast_bench.limits.peers import TorchCheckpointing, installed_version
@@ -28,6 +31,9 @@ MATRIX_WIDTH: Final = 256
 CALIBRATION_S: Final = 0.2
 # The time of the products between two looks whether the checkpoint is written.
 LOOK_S: Final = 0.02
+# The limited session writes at this share of the speed of the last write without a limit.
+LIMITED_SHARE: Final = 0.25
+LIMITED_PAIRS: Final = 3
 
 
 class Overlapped(Protocol):
@@ -49,9 +55,9 @@ class Overlapped(Protocol):
 class Ours:
     """Saves of a session with `overlap`."""
 
-    def __init__(self, program: Program, trained: Trained) -> None:
+    def __init__(self, program: Program, trained: Trained, folder: str = "overlap") -> None:
         self._program = program
-        self._saver = Saver(program, trained, program.directory / "overlap", overlap=True)
+        self._saver = Saver(program, trained, program.directory / folder, overlap=True)
 
     def begin(self) -> None:
         self._saver.session.boundary()
@@ -77,6 +83,13 @@ class Ours:
             wait_until_durable(self._saver.run, self._saver.session.step)
         self._program.meet()
         self._saver.keep_only(self._saver.run.latest.resolve())
+
+    @property
+    def write_speed(self) -> float:
+        """The bytes per second at which the newest checkpoint was written."""
+        manifest = read_manifest(self._saver.run.latest.resolve())
+        speed = 0.0 if manifest is None else manifest.bytes / max(manifest.flush_s, LOOK_S)
+        return self._program.slowest(speed)
 
     def close(self) -> None:
         self._saver.session.close()
@@ -111,9 +124,23 @@ class Overlap:
                 break
             for number in balanced_order(len(acts), pair):
                 acts[number]()
+        limit = LIMITED_SHARE * self._ours.write_speed
         self._ours.close()
         if self._peer is not None:
             self._peer.close()
+        self._run_limited(limit)
+
+    def _run_limited(self, bytes_per_s: float) -> None:
+        """Measure the throughput during writes of a session with `write_limit`."""
+        os.environ[CHECKPOINT_WRITE_LIMIT] = str(max(1, round(bytes_per_s)))
+        self._program.facts["write_limit"] = round(bytes_per_s)
+        self._ours = Ours(self._program, self._trained, folder="limited")
+        self._ours.try_out()
+        for pair in range(min(LIMITED_PAIRS, self._program.settings["pairs"])):
+            if pair and not self._program.is_time_left():
+                break
+            self._save_beside_products(self._ours, LIMITED)
+        self._ours.close()
 
     def _ways(self) -> list[tuple[Overlapped, str]]:
         peer = [] if self._peer is None else [(self._peer, f"{PEER}.")]

@@ -93,6 +93,7 @@ def run(plan: Plan) -> dict[str, Any]:
         "resident_after_drop": round(facts["cold_resident"], 4),
         "step_s": plan.step_s,
         "saves_for_memory": plan.saves,
+        "write_limit": facts["write_limit"],
         "memory_bytes": facts["memory"],
         "seconds_in_all": round(time.time() - began, 1),
     }
@@ -162,7 +163,8 @@ class Course:
             endurance=endurance["seconds"],
             unique_bytes=pairs["facts"]["unique_bytes"],
         )
-        return found, pairs["facts"] | {"memory": endurance["facts"]}
+        more = {"memory": endurance["facts"], "write_limit": overlap["facts"]["write_limit"]}
+        return found, pairs["facts"] | more
 
     def _program(
         self,
