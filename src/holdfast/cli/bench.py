@@ -149,7 +149,7 @@ def peer_rows_of(found: dict[str, Any]) -> list[tuple[str, ...]]:
     """Return how far overlapped saves slow training: of Holdfast, and of torch_checkpointing."""
     ours = found["training"] | {"save_blocked": found["ratios"]["save_overlapped"]}
     peer = found["stock"][PEER]
-    rows = {"Holdfast": ours, f"{PEER} {peer.get('version', '(not installed)')}": peer}
+    rows = {"Holdfast": ours, f"{PEER} {peer.get('version', '(not measured)')}": peer}
     names = ("save_blocked", *TRAINING_TITLES)
     return [(who, *(number_text(row.get(name)) for name in names)) for who, row in rows.items()]
 

@@ -41,7 +41,8 @@ class Found:
     """The results of the programs: all once, and `starts` once for each start.
 
     `overlap` has the series of `PEER` too, if it is installed. `narrowed` is 2 ranks → 1, `widened`
-    1 → 2. `signals` are the quotients of the starts.
+    1 → 2. `signals` are the quotients of the starts. `peer_problem` says why rank 0 cannot
+    save with the peer, if it is installed.
     """
 
     pairs: Seconds
@@ -53,6 +54,7 @@ class Found:
     endurance: Seconds
     unique_bytes: int
     signals: Sequence[float] = field(default_factory=tuple)
+    peer_problem: str = ""
 
 
 def answer(found: Found) -> dict[str, Any]:
@@ -138,7 +140,8 @@ def stock_of(pairs: Seconds, mode: str) -> dict[str, Any]:
 def peer_of(found: Found) -> dict[str, Any]:
     """Return the ratios of torch_checkpointing in the pairs of overlapped saves, or why none."""
     if found.peer_version is None:
-        return {"missing": "torch_checkpointing is not installed; `make bench` installs it"}
+        is_absent = f"{PEER} is not installed; `make bench` installs it"
+        return {"missing": found.peer_problem or is_absent}
     mark = f"{PEER}."
     own = {k.removeprefix(mark): v for k, v in found.overlap.items() if k.startswith(mark)}
     blocked, beside = quotients(own["blocked"], own["memcpy"]), training(own)

@@ -148,13 +148,23 @@ class Overlap:
 
     def _open_peer(self) -> TorchCheckpointing | None:
         """Return torch_checkpointing, after its first save, or None if it is not installed."""
-        found = installed_version()
-        self._program.facts[PEER] = found
+        found, problem = installed_version(), ""
+        self._program.facts |= {PEER: found, "peer_problem": problem}
         if found is None:
             return None
-        peer = TorchCheckpointing(self._program, self._trained, self._program.directory)
-        peer.begin()
-        peer.wait_for_copy()
+        try:
+            peer = TorchCheckpointing(self._program, self._trained, self._program.directory)
+            peer.begin()
+            peer.wait_for_copy()
+            peer.wait_until_written()
+        except Exception as error:
+            # It may not work on this machine, for example with little shared memory. Holdfast is
+            # measured all the same, and the result says why the peer is not.
+            problem = f"{PEER} {found} cannot save here: {type(error).__name__}: {error}"
+            self._program.facts |= {PEER: None, "peer_problem": problem}
+        if self._program.slowest(float(bool(problem))):
+            self._program.facts[PEER] = None
+            return None
         peer.end()
         return peer
 

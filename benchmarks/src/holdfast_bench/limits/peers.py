@@ -80,9 +80,13 @@ class TorchCheckpointing:
         """True once its process has written the files of this rank."""
         return bool(self._written.done())
 
+    def wait_until_written(self) -> None:
+        """Wait for this rank's files. Raises what its process raised."""
+        self._written.result(SAVE_TIMEOUT_S)
+
     def end(self) -> None:
         """Wait until it is written, and remove it."""
-        self._written.result(SAVE_TIMEOUT_S)
+        self.wait_until_written()
         # Its lock is released by another thread after that.
         time.sleep(POLL_S)
         self._program.meet()

@@ -156,6 +156,7 @@ class Course:
             pairs=pairs["seconds"],
             overlap=overlap["seconds"],
             peer_version=overlap["facts"][figures.PEER],
+            peer_problem=overlap["facts"]["peer_problem"],
             starts=[seconds for seconds, _ in starts],
             signals=[ratio for _, ratio in starts],
             narrowed=narrowed["seconds"],
