@@ -62,6 +62,7 @@ bench-gpu: setup  ## Saves of a state on GPUs against a page-locked copy, and th
 	$(PYTHON) -m holdfast_bench.limits --gpu $(ARGS)
 
 bench: setup  ## Saves and loads against this machine's limits and stock DCP; ARGS=--json
+	@infra/setup/bench_peers.sh
 	@.venv/bin/holdfast bench $(ARGS)
 
 bench-frameworks: setup  ## Saves and steps of each framework's adapter beside the bare framework

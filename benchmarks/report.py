@@ -15,7 +15,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.bench import STOCK_RATIOS, TITLES, rows_of, setup_rows_of, stock_rows_of
+from holdfast.cli.bench import (
+    PEER_HEADINGS,
+    STOCK_RATIOS,
+    TITLES,
+    peer_rows_of,
+    rows_of,
+    setup_rows_of,
+    stock_rows_of,
+)
 from holdfast_bench.limits.plot import draw
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -46,6 +54,12 @@ rank counts.
 - *session creation* starts the flusher and plans the saves. The memory of the slots, two images of
   the state, is allocated during the first steps. These steps only sleep here, because CPUs are idle
   while an accelerator works. An earlier save waits for the pages that it touches.
+- *copy beside a step*: two steps with a copy each, twice as long as a memcpy. One waits, as for an
+  accelerator; *blocked* is the time of the save and of the wait before the update. In the other,
+  each rank computes with its threads, and then until the checkpoint is written. With
+  `checkpoint.write_limit`, that is at a quarter of the speed before. torch_checkpointing
+  gets the same steps. Its class for resharding needs CUDA, so it saves without; its direct writes
+  fail on ext4, so they are off; it does not call `fsync`.
 - *bytes read* is the kernel's count of what read calls returned, for all ranks, ÷ the bytes of the
   state. *resharded* is the worse of two loads: a checkpoint of 2 ranks on 1 rank, and the reverse.
 - *commit tail* is the time from the last data fsync until committed ÷ (three small files created
@@ -88,6 +102,8 @@ def page(found: dict[str, Any], measured_on: str) -> str:
         table(("set-up", "median", "smallest", "largest", "n"), setup_rows_of(found)),
         "Stock DCP on the same machine, in the same pairs:",
         table(stock_headings, stock_rows_of(found)),
+        "Saves whose copies continue during the next step, on the CPU:",
+        table(PEER_HEADINGS, peer_rows_of(found)),
         "## How it is measured",
         METHOD.strip(),
         "## Seconds",

@@ -23,6 +23,7 @@ from holdfast.contracts.disk.paths import default_root, holdfast_home
 from holdfast.contracts.environment import flush_timeout_s
 from holdfast.contracts.errors import HoldfastError, NoticeError, SpecError
 from holdfast.contracts.records.history import load_history
+from holdfast.contracts.spec.checkpoint import write_limit
 from holdfast.flows.flow_run_link import artifacts
 from holdfast.flows.parameters import load_spec
 from holdfast.lineage.database.engine import parse_url
@@ -137,6 +138,7 @@ EFFECTS: Final[Mapping[str, tuple[str, Callable[[Path], bool]]]] = {
     environment.CHECKPOINT_MIRROR: ("s3://b/x", lambda _: tiers().mirror == "s3://b/x"),
     environment.CHECKPOINT_LOCAL: ("/scratch", lambda _: tiers().local == "/scratch"),
     environment.NUMERICS: ('{"on_nan": "warn"}', lambda _: chosen_numerics().on_nan == "warn"),
+    environment.CHECKPOINT_WRITE_LIMIT: ("7kB", lambda _: write_limit() == 7000),
     environment.FLUSH_TIMEOUT: ("7", lambda _: flush_timeout_s() == 7),
 }
 FOLDERS: Final = ("s3://b/x", "~nobody_here/x", " ", "{folder}/run.toml")
@@ -164,6 +166,10 @@ BAD: Final[Mapping[str, tuple[tuple[str, ...], Callable[[Path], object]]]] = {
     environment.CHECKPOINT_OVERLAP: (("x", "1", " ", "auto"), lambda _: settings()),
     environment.CHECKPOINT_STAGING: (("x", "1", " ", "Disk"), lambda _: settings()),
     environment.STAGING_DIRECTORY: (("x", " ", "~/x"), lambda _: settings()),
+    environment.CHECKPOINT_WRITE_LIMIT: (
+        ("x", "-5", "0", "1.5", " ", "7m", "200mb", "9" * 30, "9" * 5000),
+        lambda _: write_limit(),
+    ),
     environment.CHECKPOINT_MIRROR: (("x", "s3://", "s3://u:p@b/x", " "), lambda _: tiers()),
     environment.CHECKPOINT_LOCAL: (("x", " ", "s3://b/x", "~/x"), lambda _: tiers()),
     environment.NUMERICS: (("{", "[]", " ", '{"on_nan": "x"}'), lambda _: chosen_numerics()),

@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import psutil
 import pytest
 
-from holdfast_bench.limits.figures import STOCK_MODES, TARGETS
+from holdfast_bench.limits.figures import PEER, STOCK_MODES, TARGETS
 from holdfast_bench.limits.launch import Launch
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -43,7 +43,9 @@ def test_quick_benchmark_reports_every_measurement_and_removes_its_files(tmp_pat
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert set(found["ratios"]) == set(found["targets"]) == set(TARGETS)
-    assert set(found["stock"]) == {*STOCK_MODES, "load"}
+    assert set(found["stock"]) == {*STOCK_MODES, "load", PEER}
+    assert {"save_blocked", "missing"} & set(found["stock"][PEER])
+    assert {"step_time_during_copy", "throughput_during_write"} <= set(found["training"])
     for mode in STOCK_MODES:
         assert {"save_blocked", "save_committed", "first_save"} <= set(found["stock"][mode])
     assert set(TARGETS) <= set(found["spread"])

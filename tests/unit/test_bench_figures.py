@@ -52,17 +52,23 @@ for _mode, _number in itertools.product(figures.STOCK_MODES, ("blocked", "commit
 
 OVERLAP = {
     "memcpy": [0.1, 0.2, 0.1],
-    "save.overlapped": [0.01, 0.01, 0.02],
+    "blocked": [0.01, 0.01, 0.02],
     "step_alone": [0.2, 0.2, 0.4],
     "step_during_copy": [0.21, 0.2, 0.48],
+    "product_alone": [0.002, 0.002, 0.004],
+    "product_during_write": [0.004, 0.004, 0.005],
 }
+OVERLAP |= {f"{figures.PEER}.{name}": values for name, values in OVERLAP.items()}
+OVERLAP |= {"limited.product_alone": [0.004], "limited.product_during_write": [0.005]}
+OVERLAP[f"{figures.PEER}.blocked"] = [0.3, 0.6, 0.3]
 
 
-def found() -> figures.Found:
+def found(peer_version: str | None = "0.1.1") -> figures.Found:
     resharded = {"load": [1.0], "raw_read": [0.8], "load_bytes": [104.0]}
     return figures.Found(
         pairs=PAIRS,
         overlap=OVERLAP,
+        peer_version=peer_version,
         starts=STARTS,
         signals=[1.1, 1.3, 1.2],
         narrowed=resharded,
@@ -97,11 +103,21 @@ def test_ratios_are_medians_of_pairwise_quotients() -> None:
 
 def test_stock_dcp_modes_use_the_same_ratios() -> None:
     stock = figures.answer(found())["stock"]
-    assert set(stock) == {*figures.STOCK_MODES, "load"}
+    assert set(stock) == {*figures.STOCK_MODES, "load", figures.PEER}
     for mode in figures.STOCK_MODES:
         ratios = {name: value for name, value in stock[mode].items() if name != "spread"}
         assert ratios == {"save_blocked": 3.0, "save_committed": 0.6, "first_save": 3.0}
     assert (stock["load"]["load"], stock["load"]["load_bytes_same"]) == (3.0, 2.0)
+
+
+def test_the_peer_has_the_ratios_of_overlapped_saves() -> None:
+    answer = figures.answer(found())
+    peer = answer["stock"][figures.PEER]
+    assert (peer["version"], peer["save_blocked"]) == ("0.1.1", 3.0)
+    for one in (peer, answer["training"]):
+        assert (one["step_time_during_copy"], one["throughput_during_write"]) == (1.05, 0.5)
+    assert answer["training"]["throughput_during_limited_write"] == 0.8
+    assert "make bench" in figures.answer(found(None))["stock"][figures.PEER]["missing"]
 
 
 @pytest.mark.parametrize(

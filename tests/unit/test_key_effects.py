@@ -67,6 +67,7 @@ JOBS: Final[dict[str, tuple[Any, dict[str, Any], str]]] = {
     "checkpoint.overlap": (True, {}, '"HOLDFAST_CHECKPOINT_OVERLAP": "True"'),
     "checkpoint.staging": ("single", {}, '"HOLDFAST_CHECKPOINT_STAGING": "single"'),
     "checkpoint.staging_directory": ("/scratch", {}, '"HOLDFAST_STAGING_DIRECTORY": "/scratch"'),
+    "checkpoint.write_limit": ("5MB", {}, '"HOLDFAST_CHECKPOINT_WRITE_LIMIT": "5000000"'),
     "checkpoint.mirror": ("s3://b/x", {}, '"HOLDFAST_CHECKPOINT_MIRROR": "s3://b/x"'),
     "checkpoint.local": ("/scratch", MIRROR, '"HOLDFAST_CHECKPOINT_LOCAL": "/scratch"'),
     "supervision.grace_s": (100, ON_SLURM, '"signal": "USR2@130"'),

@@ -65,7 +65,11 @@ def test_tiers_round_trip_through_the_environment_and_runs_are_separate() -> Non
 
 def test_the_flusher_gets_only_store_settings_and_its_timeout() -> None:
     spec = {"AWS_ENDPOINT_URL": "http://store", "LD_PRELOAD": "x.so"}
-    built = build_environment({"PATH": "/bin"}, spec, Tiers(mirror="s3://b"), 90.0)
+    inherited = {"PATH": "/bin", "HOLDFAST_CHECKPOINT_WRITE_LIMIT": "5MB"}
+    tiers = Tiers(mirror="s3://b")
+    built = build_environment(inherited, spec, tiers, flush_timeout_s=90.0)
+    limited = build_environment(inherited, spec, tiers, flush_timeout_s=90.0, write_limit=7)
+    assert limited == built | {"HOLDFAST_CHECKPOINT_WRITE_LIMIT": "7"}
     assert built == {
         "PATH": "/bin",
         "AWS_ENDPOINT_URL": "http://store",

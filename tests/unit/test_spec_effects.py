@@ -79,6 +79,7 @@ KEYS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "checkpoint.overlap": (True, OPAQUE, {}),
     "checkpoint.staging": ("single", OPAQUE, {}),
     "checkpoint.staging_directory": ("/scratch", {"checkpoint": {"staging": "single"}}, {}),
+    "checkpoint.write_limit": ("200MB", OPAQUE, {}),
     "supervision.notices_url": (
         "http://169.254.169.254",
         {"supervision": {"notices": "off"}},

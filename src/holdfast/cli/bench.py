@@ -32,7 +32,14 @@ SETUP_TITLES: Final = {
     "prepare_s": "session creation, s",
     "prepare": "session creation ÷ memcpy",
 }
+TRAINING_TITLES: Final = {
+    "step_time_during_copy": "step time beside a copy ÷ alone",
+    "throughput_during_write": "throughput during the write ÷ without",
+    "throughput_during_limited_write": "the same with `write_limit`",
+}
+PEER: Final = "torch_checkpointing"
 STOCK_RATIOS: Final = ("save_blocked", "save_committed", "first_save", "load", "load_bytes_same")
+PEER_HEADINGS: Final = ("copy beside a step", TITLES["save_blocked"], *TRAINING_TITLES.values())
 
 
 def register(app: typer.Typer) -> None:
@@ -102,6 +109,7 @@ def _render(found: dict[str, Any]) -> None:
     print_table(("set-up", "median", "smallest", "largest", "n"), setup_rows_of(found))
     headings = ("stock DCP", *(TITLES[name] for name in STOCK_RATIOS))
     print_table(headings, stock_rows_of(found))
+    print_table(PEER_HEADINGS, peer_rows_of(found))
 
 
 def rows_of(found: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -133,7 +141,17 @@ def stock_rows_of(found: dict[str, Any]) -> list[tuple[str, ...]]:
     return [
         (mode, *(number_text(figures.get(name)) for name in STOCK_RATIOS))
         for mode, figures in found["stock"].items()
+        if mode != PEER
     ]
+
+
+def peer_rows_of(found: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return how far overlapped saves slow training: of Holdfast, and of torch_checkpointing."""
+    ours = found["training"] | {"save_blocked": found["ratios"]["save_overlapped"]}
+    peer = found["stock"][PEER]
+    rows = {"Holdfast": ours, f"{PEER} {peer.get('version', '(not measured)')}": peer}
+    names = ("save_blocked", *TRAINING_TITLES)
+    return [(who, *(number_text(row.get(name)) for name in names)) for who, row in rows.items()]
 
 
 def number_text(value: float | None) -> str:

@@ -39,6 +39,8 @@ CHECKPOINT_OVERLAP: Final = "HOLDFAST_CHECKPOINT_OVERLAP"
 CHECKPOINT_STAGING: Final = "HOLDFAST_CHECKPOINT_STAGING"
 # The directory on each node's own disk for the images of `checkpoint.staging = "disk"`.
 STAGING_DIRECTORY: Final = "HOLDFAST_STAGING_DIRECTORY"
+# `checkpoint.write_limit` of the spec, for the ranks and their flusher.
+CHECKPOINT_WRITE_LIMIT: Final = "HOLDFAST_CHECKPOINT_WRITE_LIMIT"
 # `supervision.numerics` of the spec, as JSON.
 NUMERICS: Final = "HOLDFAST_NUMERICS"
 # `supervision.flush_timeout_s` of the spec, for the ranks and their flusher.
@@ -65,6 +67,7 @@ KEYS_OF_VARIABLES: Final[Mapping[str, str]] = {
     CHECKPOINT_OVERLAP: "checkpoint.overlap",
     CHECKPOINT_STAGING: "checkpoint.staging",
     STAGING_DIRECTORY: "checkpoint.staging_directory",
+    CHECKPOINT_WRITE_LIMIT: "checkpoint.write_limit",
     CHECKPOINT_MIRROR: "checkpoint.mirror",
     CHECKPOINT_LOCAL: "checkpoint.local",
     NOTICES_URL: "supervision.notices_url",

@@ -13,6 +13,11 @@ from typing import Any, Final
 
 Seconds = Mapping[str, Sequence[float]]
 
+# Before the series of a session with `write_limit`.
+LIMITED: Final = "limited."
+# The name of the peer whose saves return before their copy is complete, here and in the result.
+PEER: Final = "torch_checkpointing"
+
 COMMIT_ALLOWANCE_S: Final = 0.010
 STOCK_MODES: Final = ("sync", "thread", "process")
 # The target maximum of each ratio: microseconds for the step, a fraction for the memory.
@@ -35,17 +40,21 @@ TARGETS: Final = {
 class Found:
     """The results of the programs: all once, and `starts` once for each start.
 
-    `narrowed` is 2 ranks → 1, `widened` 1 → 2. `signals` are the quotients of the starts.
+    `overlap` has the series of `PEER` too, if it is installed. `narrowed` is 2 ranks → 1, `widened`
+    1 → 2. `signals` are the quotients of the starts. `peer_problem` says why rank 0 cannot
+    save with the peer, if it is installed.
     """
 
     pairs: Seconds
     overlap: Seconds
+    peer_version: str | None
     starts: Sequence[Seconds]
     narrowed: Seconds
     widened: Seconds
     endurance: Seconds
     unique_bytes: int
     signals: Sequence[float] = field(default_factory=tuple)
+    peer_problem: str = ""
 
 
 def answer(found: Found) -> dict[str, Any]:
@@ -63,7 +72,8 @@ def answer(found: Found) -> dict[str, Any]:
         "ratios": {name: ratios[name] for name in TARGETS},
         "setup": {name: spread(values) for name, values in setup_series(found).items()},
         "stock": {mode: stock_of(found.pairs, mode) for mode in STOCK_MODES}
-        | {"load": stock_load(found)},
+        | {"load": stock_load(found), PEER: peer_of(found)},
+        "training": training(found.overlap) | limited(found.overlap),
         "targets": dict(TARGETS),
         "spread": {name: spread(values) for name, values in series.items()},
         "seconds": {name: spread(values) for name, values in all_seconds(found).items()},
@@ -90,10 +100,7 @@ def ratio_series(found: Found) -> dict[str, Sequence[float]]:
     unique = float(found.unique_bytes)
     return {
         "save_blocked": quotients(pairs["save.blocked"], pairs["memcpy"]),
-        "save_overlapped": quotients(found.overlap["save.overlapped"], found.overlap["memcpy"]),
-        "step_during_copy": quotients(
-            found.overlap["step_during_copy"], found.overlap["step_alone"]
-        ),
+        "save_overlapped": quotients(found.overlap["blocked"], found.overlap["memcpy"]),
         "save_committed": quotients(pairs["save.committed"], pairs["raw_write"]),
         "first_save_blocked": first,
         "first_save_committed": first_committed,
@@ -128,6 +135,46 @@ def stock_of(pairs: Seconds, mode: str) -> dict[str, Any]:
         "first_save": round(max(first.values()), 4),
         "spread": {"save_blocked": spread(blocked), "save_committed": spread(committed)},
     }
+
+
+def peer_of(found: Found) -> dict[str, Any]:
+    """Return the ratios of torch_checkpointing in the pairs of overlapped saves, or why none."""
+    if found.peer_version is None:
+        is_absent = f"{PEER} is not installed; `make bench` installs it"
+        return {"missing": found.peer_problem or is_absent}
+    mark = f"{PEER}."
+    own = {k.removeprefix(mark): v for k, v in found.overlap.items() if k.startswith(mark)}
+    blocked, beside = quotients(own["blocked"], own["memcpy"]), training(own)
+    return {
+        "version": found.peer_version,
+        "save_blocked": round(statistics.median(blocked), 4),
+        **beside,
+        "spread": {"save_blocked": spread(blocked), **beside["spread"]},
+    }
+
+
+def training(overlap: Seconds) -> dict[str, Any]:
+    """Return how far overlapped saves slow training that computes on the CPU.
+
+    `step_time_during_copy` is the time of a step beside a copy ÷ that of a step alone.
+    `throughput_during_write` is the throughput while the checkpoint is written ÷ that without.
+    """
+    series = {
+        "step_time_during_copy": quotients(overlap["step_during_copy"], overlap["step_alone"]),
+        "throughput_during_write": quotients(
+            overlap["product_alone"], overlap["product_during_write"]
+        ),
+    }
+    medians = {name: round(statistics.median(values), 4) for name, values in series.items()}
+    return medians | {"spread": {name: spread(values) for name, values in series.items()}}
+
+
+def limited(overlap: Seconds) -> dict[str, float]:
+    """Return the throughput while a session with `write_limit` writes ÷ that without."""
+    series = quotients(
+        overlap[f"{LIMITED}product_alone"], overlap[f"{LIMITED}product_during_write"]
+    )
+    return {"throughput_during_limited_write": round(statistics.median(series), 4)}
 
 
 def gpu(program: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,25 +1,98 @@
-"""How long saves block whose copies continue during the next step, and what the step then costs.
+"""How long saves block whose copies continue during the next step, and what training then costs.
 
 `runner` starts this. A step takes twice as long as a plain copy of the state. It either waits, as
-for an accelerator, or computes with one thread in each rank.
+for an accelerator, or computes with one thread in each rank. Each operation is also measured with
+torch_checkpointing, if that is installed. At the end, a session writes with `write_limit`.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
-from typing import Final
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, Protocol
 
 import torch
 
-from holdfast_bench.limits.commits import wait_until_durable
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.environment import CHECKPOINT_WRITE_LIMIT
+from holdfast_bench.limits.commits import newest_durable, wait_until_durable
+from holdfast_bench.limits.figures import LIMITED, PEER
 from holdfast_bench.limits.files import ready_pages
+from holdfast_bench.limits.order import balanced_order
+from holdfast_bench.limits.peers import TorchCheckpointing, installed_version
 from holdfast_bench.limits.ranks import Image, Memcpy, Program, Trained
 from holdfast_bench.limits.saves import Saver
 
 STEP_COPIES: Final = 2.0
 MATRIX_WIDTH: Final = 256
 CALIBRATION_S: Final = 0.2
+# The time of the products between two looks whether the checkpoint is written.
+LOOK_S: Final = 0.02
+# The limited session writes at this share of the speed of the last write without a limit.
+LIMITED_SHARE: Final = 0.25
+LIMITED_PAIRS: Final = 3
+
+
+class Overlapped(Protocol):
+    """A way to save whose copy continues during the next step."""
+
+    def begin(self) -> None:
+        """Begin a save at a step boundary."""
+
+    def wait_for_copy(self) -> None:
+        """Wait until the state may change."""
+
+    @property
+    def is_written(self) -> bool: ...
+
+    def end(self) -> None:
+        """Wait until it is written. All ranks call this together."""
+
+
+class Ours:
+    """Saves of a session with `overlap`."""
+
+    def __init__(self, program: Program, trained: Trained, folder: str = "overlap") -> None:
+        self._program = program
+        self._saver = Saver(program, trained, program.directory / folder, overlap=True)
+
+    def begin(self) -> None:
+        self._saver.session.boundary()
+
+    def wait_for_copy(self) -> None:
+        self._saver.session.before_update()
+
+    @property
+    def is_written(self) -> bool:
+        return newest_durable(self._saver.run) >= self._saver.session.step
+
+    def ask(self) -> None:
+        """Request the save that the next boundary begins."""
+        self._saver.session.checkpoint()
+
+    def try_out(self) -> None:
+        """Save once: the first copy of a launch is complete at once."""
+        self._saver.save()
+
+    def end(self) -> None:
+        """Wait until the checkpoint is committed, so that no flush runs beside what follows."""
+        if self._program.rank == 0:
+            wait_until_durable(self._saver.run, self._saver.session.step)
+        self._program.meet()
+        self._saver.keep_only(self._saver.run.latest.resolve())
+
+    @property
+    def write_speed(self) -> float:
+        """The bytes per second at which the newest checkpoint was written."""
+        manifest = read_manifest(self._saver.run.latest.resolve())
+        speed = 0.0 if manifest is None else manifest.bytes / max(manifest.flush_s, LOOK_S)
+        return self._program.slowest(speed)
+
+    def close(self) -> None:
+        self._saver.session.close()
 
 
 class Overlap:
@@ -28,89 +101,147 @@ class Overlap:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._trained = Trained(program.settings["state_bytes"])
-        self._saver = Saver(program, self._trained, program.directory / "overlap", overlap=True)
         tensors = self._trained.tensors()
         self._bytes = sum(tensor.nbytes for tensor in tensors)
         self._image = Image(tensors, self._bytes)
         self._matrix = torch.randn(MATRIX_WIDTH, MATRIX_WIDTH, device="cpu") / MATRIX_WIDTH
         self._product_s = self._calibrate()
-        # The first copy of a launch is complete at once. The next update shows that others may go
-        # on.
-        self._saver.save()
+        self._ours = Ours(program, self._trained)
+        # The update after it shows that the copies of others may continue.
+        self._ours.try_out()
         self._trained.update()
+        self._peer = self._open_peer()
 
     def run(self) -> None:
-        """Measure the requested number of pairs, each way first in every other one."""
+        """Measure the requested number of pairs, in an order that changes from pair to pair."""
+        acts = [
+            partial(act, way, prefix)
+            for way, prefix in self._ways()
+            for act in (self._save_beside_a_wait, self._save_beside_products)
+        ]
         for pair in range(self._program.settings["pairs"]):
             if pair and not self._program.is_time_left():
                 break
-            acts = [self._save_beside_a_wait, self._save_beside_products]
-            for act in acts if pair % 2 else acts[::-1]:
-                act()
-        self._saver.session.close()
+            for number in balanced_order(len(acts), pair):
+                acts[number]()
+        limit = LIMITED_SHARE * self._ours.write_speed
+        self._ours.close()
+        if self._peer is not None:
+            self._peer.close()
+        self._run_limited(limit)
 
-    def _save_beside_a_wait(self) -> None:
+    def _run_limited(self, bytes_per_s: float) -> None:
+        """Measure the throughput during writes of a session with `write_limit`."""
+        os.environ[CHECKPOINT_WRITE_LIMIT] = str(max(1, round(bytes_per_s)))
+        self._program.facts["write_limit"] = round(bytes_per_s)
+        self._ours = Ours(self._program, self._trained, folder="limited")
+        self._ours.try_out()
+        for pair in range(min(LIMITED_PAIRS, self._program.settings["pairs"])):
+            if pair and not self._program.is_time_left():
+                break
+            self._save_beside_products(self._ours, LIMITED)
+        self._ours.close()
+
+    def _ways(self) -> list[tuple[Overlapped, str]]:
+        peer = [] if self._peer is None else [(self._peer, f"{PEER}.")]
+        return [(self._ours, ""), *peer]
+
+    def _open_peer(self) -> TorchCheckpointing | None:
+        """Return torch_checkpointing, after its first save, or None if it is not installed."""
+        found, problem = installed_version(), ""
+        self._program.facts |= {PEER: found, "peer_problem": problem}
+        if found is None:
+            return None
+        try:
+            peer = TorchCheckpointing(self._program, self._trained, self._program.directory)
+            peer.begin()
+            peer.wait_for_copy()
+            peer.wait_until_written()
+        except Exception as error:
+            # It may not work on this machine, for example with little shared memory. Holdfast is
+            # measured all the same, and the result says why the peer is not.
+            problem = f"{PEER} {found} cannot save here: {type(error).__name__}: {error}"
+            self._program.facts |= {PEER: None, "peer_problem": problem}
+        if self._program.slowest(float(bool(problem))):
+            self._program.facts[PEER] = None
+            return None
+        peer.end()
+        return peer
+
+    def _save_beside_a_wait(self, way: Overlapped, prefix: str) -> None:
         memcpy = Memcpy(self._program, self._image)
         memcpy.measure()
         step_s = STEP_COPIES * memcpy.seconds
-        blocked = self._begin()
+        self._prepare(way)
+        blocked, used = timed(way.begin)
         time.sleep(step_s)
-        blocked += self._wait()
-        self._end()
+        waited, used_later = timed(way.wait_for_copy)
+        way.end()
         memcpy.measure()
-        self._program.note(
-            memcpy=memcpy.seconds, **{"save.overlapped": self._program.slowest(blocked)}
+        self._note(
+            prefix,
+            memcpy=memcpy.seconds,
+            blocked=self._program.slowest(blocked + waited),
+            blocked_cpu=self._program.slowest(used + used_later),
         )
 
-    def _save_beside_products(self) -> None:
+    def _save_beside_products(self, way: Overlapped, prefix: str) -> None:
+        """Time a step beside the copy, then count products until the checkpoint is written."""
         memcpy = Memcpy(self._program, self._image)
         memcpy.measure()
         count = max(1, round(STEP_COPIES * memcpy.seconds / self._product_s))
         before = self._program.measure(lambda: self._multiply(count))
-        self._begin()
+        self._prepare(way)
+        way.begin()
         during = self._program.measure(lambda: self._multiply(count))
-        self._wait()
-        self._end()
+        way.wait_for_copy()
+        each_s = self._multiply_until(lambda: way.is_written)
+        way.end()
         after = self._program.measure(lambda: self._multiply(count))
-        self._program.note(step_alone=(before + after) / 2, step_during_copy=during)
+        alone = (before + after) / 2
+        self._note(prefix, step_alone=alone, step_during_copy=during)
+        self._note(
+            prefix, product_alone=alone / count, product_during_write=self._program.slowest(each_s)
+        )
 
-    def _begin(self) -> float:
-        """Save at a boundary. Return the seconds for which it held this rank."""
+    def _prepare(self, way: Overlapped) -> None:
+        """Change the state, and let all ranks begin the save together."""
         self._trained.update()
         ready_pages(self._bytes)
-        self._saver.session.checkpoint()
+        if way is self._ours:
+            self._ours.ask()
         self._program.meet()
-        began = time.perf_counter()
-        self._saver.session.boundary()
-        return time.perf_counter() - began
 
-    def _wait(self) -> float:
-        """Wait for the copy as an optimizer does. Return the seconds."""
-        began = time.perf_counter()
-        self._saver.session.before_update()
-        return time.perf_counter() - began
-
-    def _end(self) -> None:
-        """Wait until the checkpoint is committed, so that no flush runs beside what follows."""
-        saver, program = self._saver, self._program
-        if program.rank == 0:
-            wait_until_durable(saver.run, saver.session.step)
-        program.meet()
-        saver.keep_only(saver.run.latest.resolve())
+    def _note(self, prefix: str, **found: float) -> None:
+        self._program.note(**{f"{prefix}{name}": value for name, value in found.items()})
 
     def _calibrate(self) -> float:
         """Return the median seconds of one product on the slowest rank."""
         spent: list[float] = []
         while sum(spent) < CALIBRATION_S:
-            began = time.perf_counter()
-            self._multiply(1)
-            spent.append(time.perf_counter() - began)
+            spent.append(timed(partial(self._multiply, 1))[0])
         return self._program.slowest(statistics.median(spent))
 
     def _multiply(self, count: int) -> None:
         product = self._matrix
         for _ in range(count):
             product = self._matrix @ product
+
+    def _multiply_until(self, is_over: Callable[[], bool]) -> float:
+        """Multiply until it is over. Return the seconds of a product."""
+        count, done = max(1, round(LOOK_S / self._product_s)), 0
+        began = time.perf_counter()
+        while not done or not is_over():
+            self._multiply(count)
+            done += count
+        return (time.perf_counter() - began) / done
+
+
+def timed(act: Callable[[], Any]) -> tuple[float, float]:
+    """Return the seconds of an act, and the CPU seconds of this thread."""
+    began, used = time.perf_counter(), time.thread_time()
+    act()
+    return time.perf_counter() - began, time.thread_time() - used
 
 
 def main() -> None:

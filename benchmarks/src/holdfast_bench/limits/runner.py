@@ -33,7 +33,9 @@ MEMORY_COPIES: Final = 7
 DISK_COPIES: Final = 6
 RANK_BYTES: Final = 500_000_000
 # The pairs' share of the whole time. The rest is for the programs after them.
-PAIRS_SHARE: Final = 0.55
+PAIRS_SHARE: Final = 0.5
+# The share of the overlapped saves in what is then left.
+OVERLAP_SHARE: Final = 0.45
 FIRST_STEPS: Final = 3
 # At most a billion parameters with AdamW. Slots and the page-locked copy must fit into half of the
 # free memory.
@@ -91,6 +93,7 @@ def run(plan: Plan) -> dict[str, Any]:
         "resident_after_drop": round(facts["cold_resident"], 4),
         "step_s": plan.step_s,
         "saves_for_memory": plan.saves,
+        "write_limit": facts["write_limit"],
         "memory_bytes": facts["memory"],
         "seconds_in_all": round(time.time() - began, 1),
     }
@@ -144,7 +147,7 @@ class Course:
         single = {"load": narrowed["facts"]["checkpoint"], "save": False}
         widened = self._program("reshard", single, folder="widened")
         shutil.rmtree(self._work / "narrowed", ignore_errors=True)
-        overlap = self._program("overlap")
+        overlap = self._program("overlap", {"end_by": self._share_of_time(OVERLAP_SHARE)})
         shutil.rmtree(self._work / "overlap", ignore_errors=True)
         if gpus():
             self.gpu = self.run_gpu()
@@ -152,6 +155,8 @@ class Course:
         found = figures.Found(
             pairs=pairs["seconds"],
             overlap=overlap["seconds"],
+            peer_version=overlap["facts"][figures.PEER],
+            peer_problem=overlap["facts"]["peer_problem"],
             starts=[seconds for seconds, _ in starts],
             signals=[ratio for _, ratio in starts],
             narrowed=narrowed["seconds"],
@@ -159,7 +164,8 @@ class Course:
             endurance=endurance["seconds"],
             unique_bytes=pairs["facts"]["unique_bytes"],
         )
-        return found, pairs["facts"] | {"memory": endurance["facts"]}
+        more = {"memory": endurance["facts"], "write_limit": overlap["facts"]["write_limit"]}
+        return found, pairs["facts"] | more
 
     def _program(
         self,

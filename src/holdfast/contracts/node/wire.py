@@ -12,6 +12,8 @@ Rank → flusher, on the abstract socket whose name is in the file `HOLDFAST_FLU
         The rank's slots are freed before it asks for others. Of these, `left` are still in use.
     sealed {step}
         No answer; the slot's state has the result.
+    hurry {step}
+        Training waits: steps up to this one are written at full speed. No answer.
 
 Flusher supervisor (the agent, or the session that started the flusher) ↔ flusher, on an inherited
 socket:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Mapping
 from math import inf
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt, field_validator, model_validator
 
+from holdfast.contracts import environment
 from holdfast.contracts.disk.bounds import INTEGER_MAX, SECONDS_MAX
 from holdfast.contracts.disk.mirrors import problem_with_mirror
+from holdfast.contracts.errors import SpecError
 from holdfast.contracts.spec.part import SpecPart
 
 DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|m|h|d)")
@@ -136,6 +140,12 @@ class Checkpointing(SpecPart):
         description="whether a save returns at once, and its copy continues while the next step "
         "computes, until an optimizer steps",
     )
+    write_limit: Annotated[StrictInt, Field(ge=1)] | str | None = Field(
+        default=None,
+        description='most bytes per second that each node writes of a checkpoint, as `"200MB"` or '
+        "a number. It limits how far training slows while a checkpoint is written. A save that "
+        "training waits for is not limited, such as the last one before a stop",
+    )
     staging: Literal["memory", "single", "disk"] = Field(
         default="memory",
         json_schema_extra=_without_default,
@@ -172,6 +182,19 @@ class Checkpointing(SpecPart):
     def budget_bytes(self) -> int | None:
         """The budget in bytes."""
         return _size_bytes(self.budget) if isinstance(self.budget, str) else self.budget
+
+    @field_validator("write_limit")
+    @classmethod
+    def _write_limit_is_a_size(cls, value: int | str | None) -> int | str | None:
+        if isinstance(value, str) and not _size_bytes(value):
+            raise ValueError(f"{value!r}: expected bytes per second, or a size such as '200MB'")
+        return value
+
+    @property
+    def write_limit_bytes(self) -> int | None:
+        """The limit in bytes per second."""
+        given = self.write_limit
+        return _size_bytes(given) if isinstance(given, str) else given
 
     @field_validator("mirror")
     @classmethod
@@ -214,6 +237,23 @@ class Checkpointing(SpecPart):
     def interval_s(self) -> float | None:
         """The interval in seconds; None unless it was given as a time."""
         return _seconds(str(self.interval))
+
+
+def write_limit(env: Mapping[str, str] = os.environ) -> int | None:
+    """Return `checkpoint.write_limit` in bytes per second, as a node's processes have it.
+
+    Raises `SpecError` if the environment variable is neither a number nor a size.
+    """
+    given = env.get(environment.CHECKPOINT_WRITE_LIMIT)
+    if not given:
+        return None
+    found = _size_bytes(f"{given}B" if given.isascii() and given.isdigit() else given)
+    if not found:
+        raise SpecError(
+            f"{environment.CHECKPOINT_WRITE_LIMIT}={given!r}: expected bytes per second, or a size "
+            "such as '200MB'"
+        )
+    return found
 
 
 def _seconds(text: str) -> float | None:

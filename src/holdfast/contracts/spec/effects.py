@@ -213,6 +213,7 @@ ACTS: Final[Mapping[str, tuple[Scope, ...]]] = {
     "checkpoint.snapshots": (SAVES,),
     "checkpoint.neighbour": (SAVES, HAS_NEIGHBOURS, SNAPSHOTS, IN_MEMORY),
     "checkpoint.overlap": (SAVES,),
+    "checkpoint.write_limit": (SAVES,),
     "checkpoint.staging": (SAVES,),
     "checkpoint.staging_directory": (SAVES, STAGES_ON_DISK),
     "supervision.heartbeat_s": (),

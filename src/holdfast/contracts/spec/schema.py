@@ -25,6 +25,7 @@ PATTERNS: Final[Mapping[tuple[str, str], str]] = {
     ("RunSpec", "name"): SPEC_NAME.pattern,
     ("Checkpointing", "interval"): f"auto|{DURATION.pattern}",
     ("Checkpointing", "budget"): SIZE.pattern,
+    ("Checkpointing", "write_limit"): SIZE.pattern,
     ("Keep", "ttl"): DURATION.pattern,
 }
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from holdfast.contracts.node import wire
+from holdfast.contracts.spec.checkpoint import write_limit
 from holdfast.trainer.flusher.hints import Hints
 from holdfast.trainer.flusher.service import Flusher
 from holdfast.trainer.mirror.worker import start_mirror
@@ -41,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     supervisor = None if given.supervisor_fd is None else socket.socket(fileno=given.supervisor_fd)
     listener = wire.listen(given.address_fd, given.run)
     mirror, hints = start_mirror(given.node, given.run), Hints(given.hints_fd)
-    Flusher(listener, supervisor, given.budget, mirror, hints).run()
+    Flusher(listener, supervisor, given.budget, mirror, hints, write_limit()).run()
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from holdfast.trainer.flusher.commit import (
     leave_part,
 )
 from holdfast.trainer.flusher.space_guard import Need, SpaceGuard, with_advice
+from holdfast.trainer.flusher.write_limit import Pace, at_full_speed
 from holdfast.trainer.placed import find_commit, is_saving_folder
 from holdfast.trainer.slots.slot_table import FilePlace, SlotTable
 
@@ -57,14 +58,20 @@ class Committed:
 
 
 def commit_step(
-    images: Sequence[SlotImage], *, resumed: bool, peers: PeerState, space_guard: SpaceGuard
+    images: Sequence[SlotImage],
+    *,
+    resumed: bool,
+    peers: PeerState,
+    space_guard: SpaceGuard,
+    pace: Pace = at_full_speed,
 ) -> Committed:
     """Write one step of this node and wait until it is committed.
 
     `resumed` means that an earlier flusher began the step, so some of its files may exist.
-    `space_guard` checks for space before anything is written. `peers` is used while the step
-    waits for other nodes. Raises `OSError` if storage fails and `SaveError` if the step cannot be
-    committed. The directory then has no manifest and does not count as a checkpoint.
+    `space_guard` checks for space before anything is written, `pace` limits how fast that is.
+    `peers` is used while the step waits for other nodes. Raises `OSError` if storage fails and
+    `SaveError` if the step cannot be committed. The directory then has no manifest and does not
+    count as a checkpoint.
     """
     table = images[0].table
     run, directory = table.run, table.directory
@@ -84,7 +91,7 @@ def commit_step(
     written: list[Path] = []
     has_written = False
     try:
-        entries = _write_with_retry(images, resumed, written, space_guard)
+        entries = _write_with_retry(images, resumed, written, space_guard, pace)
         has_written = True
         part = _make_part(images, entries)
         if is_alone:
@@ -140,7 +147,11 @@ def _report_failure(directory: Path, table: SlotTable, error: Exception, peers: 
 
 
 def _write_with_retry(
-    images: Sequence[SlotImage], resumed: bool, written: list[Path], space_guard: SpaceGuard
+    images: Sequence[SlotImage],
+    resumed: bool,
+    written: list[Path],
+    space_guard: SpaceGuard,
+    pace: Pace = at_full_speed,
 ) -> list[FileEntry]:
     """Write all files. If space runs out, try once more after the supervisor has freed some."""
     table = images[0].table
@@ -150,7 +161,7 @@ def _write_with_retry(
         space_guard.check(table.run, table.directory, need, node=table.node)
         _make_directories(table.run, table.directory)
         make_directory(table.files_directory)
-        return _write_files(table.files_directory, images, resumed, written)
+        return _write_files(table.files_directory, images, resumed, written, pace)
 
     try:
         return try_it()
@@ -227,7 +238,11 @@ def _refuse_or_accept_existing(
 
 
 def _write_files(
-    directory: Path, images: Sequence[SlotImage], resumed: bool, written: list[Path]
+    directory: Path,
+    images: Sequence[SlotImage],
+    resumed: bool,
+    written: list[Path],
+    pace: Pace,
 ) -> list[FileEntry]:
     """Write every file of every image, up to `WRITERS_MAX` in parallel, and fsync the folders.
 
@@ -242,7 +257,7 @@ def _write_files(
         image, file = item
         path = directory / file.path
         with image.data[file.offset : file.offset + file.bytes] as content:
-            checksum = write_file(path, content, replace=resumed)
+            checksum = write_file(path, content, replace=resumed, pace=pace)
             written.append(path)
         return FileEntry.of(file.path, file.bytes, checksum)
 
@@ -254,7 +269,9 @@ def _write_files(
     return entries
 
 
-def write_file(path: Path, content: memoryview, *, replace: bool) -> FileChecksum:
+def write_file(
+    path: Path, content: memoryview, *, replace: bool, pace: Pace = at_full_speed
+) -> FileChecksum:
     """Write `path` durably through a temporary file and return the checksum of its bytes."""
     if not replace and path.exists():
         raise SaveError(
@@ -274,6 +291,7 @@ def write_file(path: Path, content: memoryview, *, replace: bool) -> FileChecksu
             # cache.
             checksum.update(piece)
             output.write(piece)
+            pace(len(piece))
         # The bytes before the name: after a power cut, a file with its final name is whole.
         os.fsync(handle)
         os.rename(temporary, path)

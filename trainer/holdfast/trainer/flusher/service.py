@@ -29,6 +29,7 @@ from holdfast.trainer.flusher.plan import Departures, FlushPlan, SlotKey, StepGr
 from holdfast.trainer.flusher.salvage import find_salvage
 from holdfast.trainer.flusher.shards import ShardLists
 from holdfast.trainer.flusher.space_guard import Need, SpaceGuard
+from holdfast.trainer.flusher.write_limit import WriteLimit
 from holdfast.trainer.flusher.writer import Finished, Writer
 from holdfast.trainer.mirror.worker import MirrorWorker
 from holdfast.trainer.neighbour.exchange import Exchange
@@ -85,9 +86,14 @@ class Flusher:
         budget: int | None,
         mirror: MirrorWorker,
         hints: Hints,
+        write_limit: int | None = None,
     ) -> None:
-        """`budget` is the byte limit for all checkpoints of the run."""
+        """`budget` is the byte limit for all checkpoints of the run.
+
+        `write_limit` is the most bytes per second that are written while ranks train.
+        """
         self._hints = hints
+        self._limit = WriteLimit(write_limit, self._is_waited_for)
         self._mirror = mirror
         self._supervisor = supervisor
         self._space_guard = SpaceGuard(budget, self._ask_for_space)
@@ -122,6 +128,7 @@ class Flusher:
             self._held,
             mirror,
             self._space_guard,
+            self._limit,
             newest_launch=lambda: self._newest_launch,
             lost_nodes=lambda: self._lost_nodes,
             wake=lambda: self._wake_writer.send(b"\0"),
@@ -198,6 +205,8 @@ class Flusher:
             self._give_slots(peer, message)
         elif kind == "release":
             self._release(peer, of_program=bool(message.get("of_program")))
+        elif kind == "hurry":
+            self._limit.lift(peer.launch, int(message["step"]))
         elif kind == "writes" and (shards := self._shards.hear(peer.rank, message)):
             self._writer.put(shards)
 
@@ -428,6 +437,10 @@ class Flusher:
             return False
         is_ended = self._drain_by is not None or (self._was_supervised and self._supervisor is None)
         return is_ended or any(who[0] == launch for who in self._gone)
+
+    def _is_waited_for(self, launch: int) -> bool:
+        """Return True if no rank of a launch trains here, or the supervisor waits. Any thread."""
+        return self._drain_by is not None or all(p.launch != launch for p in list(self._peers))
 
     def _report_finished(self) -> None:
         while self._writer.finished:

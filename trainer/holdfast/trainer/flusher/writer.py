@@ -20,6 +20,7 @@ from holdfast.trainer.flusher.program_files import ProgramFile
 from holdfast.trainer.flusher.salvage import Salvage, agree
 from holdfast.trainer.flusher.shards import ShardList
 from holdfast.trainer.flusher.space_guard import SpaceGuard
+from holdfast.trainer.flusher.write_limit import Pace, WriteLimit, at_full_speed
 from holdfast.trainer.mirror.worker import MirrorWorker
 from holdfast.trainer.neighbour.exchange import Exchange
 from holdfast.trainer.slots.slot_table import SlotTable
@@ -50,6 +51,7 @@ class Writer:
         held: Mapping[SlotKey, HeldSlot],
         mirror: MirrorWorker,
         space_guard: SpaceGuard,
+        limit: WriteLimit,
         *,
         newest_launch: Callable[[], int],
         lost_nodes: Callable[[], frozenset[int]],
@@ -65,6 +67,7 @@ class Writer:
         """
         self._report, self._hints, self._exchange = report, hints, exchange
         self._held, self._mirror, self._space_guard = held, mirror, space_guard
+        self._limit = limit
         self._newest_launch, self._lost_nodes, self._wake = newest_launch, lost_nodes, wake
         self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self.finished: deque[Finished] = deque()
@@ -113,7 +116,8 @@ class Writer:
                 error = given_up
             else:
                 resumed = any(held.resumed for held in slots)
-                committed = self._commit(group, images, resumed=resumed)
+                pace = self._limit.pace_of(group.launch, group.step)
+                committed = self._commit(group, images, resumed=resumed, pace=pace)
         except (OSError, HoldfastError) as problem:
             error = str(problem)
         except Exception as problem:
@@ -137,6 +141,7 @@ class Writer:
         *,
         resumed: bool = False,
         writers: Mapping[int, int] = NO_WRITERS,
+        pace: Pace = at_full_speed,
     ) -> Committed:
         """Write and commit a step; `writers` as `salvage.Agreed` has them."""
         peers = PeerState(
@@ -145,7 +150,9 @@ class Writer:
         own, tables = images[0].table.node, [image.table for image in images]
         for owner in sorted(lost for lost, writer in writers.items() if writer == own):
             tables += self._write_for(owner, group.step, peers)
-        done = commit_step(images, resumed=resumed, peers=peers, space_guard=self._space_guard)
+        done = commit_step(
+            images, resumed=resumed, peers=peers, space_guard=self._space_guard, pace=pace
+        )
         # Only after the commit: the mirror gets whole checkpoints only.
         self._mirror.take(tables)
         return done

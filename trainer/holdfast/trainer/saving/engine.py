@@ -21,6 +21,7 @@ from holdfast.contracts.disk.mirrors import Tiers
 from holdfast.contracts.disk.paths import CheckpointName, RunPaths
 from holdfast.contracts.environment import FLUSH_TIMEOUT_DEFAULT_S as SAVE_TIMEOUT_S
 from holdfast.contracts.errors import SaveError
+from holdfast.contracts.spec.checkpoint import write_limit
 from holdfast.trainer.placed import PlacedName, SavePlace
 from holdfast.trainer.planning.custom import plan_custom
 from holdfast.trainer.planning.layout import Layout, local_part
@@ -40,6 +41,9 @@ from holdfast.trainer.staging.stage import FlusherConnection, Stage, StagedSlot
 from holdfast.trainer.staging.step_facts import StepFacts, make_table
 
 ERROR_CHARACTERS_MAX: Final = 1000
+# The reasons of saves that `checkpoint.write_limit` may slow: training continues meanwhile. After
+# any other, such as the last save or one that a cloud's notice asks for, the time is short.
+LIMITED_REASONS: Final = frozenset({"interval", "request"})
 
 
 class CheckpointEngine:
@@ -71,6 +75,7 @@ class CheckpointEngine:
         self._stage_group = group if identity.stage is None else stage_group
         self._planner: SavePlanner | None = None
         self._any_bytes = any_bytes
+        self._is_limited = write_limit() is not None
         self.plan_with(planner)
         self._layout: Layout | None = None
         self._stage: Stage | None = None
@@ -197,6 +202,8 @@ class CheckpointEngine:
         stage, flat = self._planned(state, timeout_s)
         facts = self._facts(step, reason, parent, metrics, train_state, place)
         document = facts.encode_train_state() if self._identity.rank == 0 else None
+        if reason not in LIMITED_REASONS or stage.free() is None:
+            self._hurry(step)
         staged = self._take_slot(stage, step, timeout_s)
         if staged is None:
             raise SaveError(
@@ -268,8 +275,18 @@ class CheckpointEngine:
         After `timeout_s` seconds it returns the results so far. `in_flight` then lists the rest.
         """
         self.complete_copy()
-        self._saves.wait(timeout_s)
+        self._wait_for_saves(timeout_s)
         return self.poll()
+
+    def _wait_for_saves(self, timeout_s: float) -> list[int]:
+        if self.in_flight:
+            self._hurry(max(self.in_flight))
+        return self._saves.wait(timeout_s)
+
+    def _hurry(self, step: int) -> None:
+        """Have the flusher write steps up to this one at full speed: training waits for one."""
+        if self._is_limited:
+            self.connection.notify("hurry", step=step)
 
     def close(self) -> None:
         """Release slots and flusher. Sealed steps are still committed."""
@@ -364,7 +381,7 @@ class CheckpointEngine:
         if self._stage is None:
             return
         self.complete_copy()
-        if writing := self._saves.wait(timeout_s):
+        if writing := self._wait_for_saves(timeout_s):
             raise SaveError(
                 f"steps {writing} were not written within {timeout_s:.0f} s, so the "
                 "layout cannot be planned again; the storage may be hanging"

@@ -12,6 +12,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any, Final
 
 import numpy as np
@@ -62,6 +64,8 @@ class Copier:
         self._pool: ThreadPoolExecutor | None = None
         if self._threads > 1:
             self._pool = ThreadPoolExecutor(self._threads - 1, thread_name_prefix="holdfast-copy")
+        self._beside: _Beside | None = None
+        self._words: tuple[list[int], Words] | None = None
 
     def copy(self, sources: Sequence[torch.Tensor], left_out: Collection[int] = ()) -> None:
         """Copy each source into its view, except those at the indices `left_out`.
@@ -126,20 +130,39 @@ class Copier:
             (self._places[index][0], source.data_ptr(), self._places[index][1])
             for index, source in sources.items()
         ]
-        views = [self._views[index] for index in sources]
         return LateCopy(
-            list(sources.values()), views, deque(cut(moves)), self._help, self._move_bytes
+            list(sources.values()),
+            moves,
+            self._words_of(list(sources)),
+            self._thread_beside(),
+            deque(cut(moves)),
+            self._help,
         )
 
     def try_out(self, sources: Mapping[int, torch.Tensor]) -> Trial:
         """Return a comparison of these sources, by index, with the views that `copy` filled."""
+        # So that the first copy that continues finds its thread.
+        self._thread_beside()
         return Trial([(self._views[index], source) for index, source in sources.items()])
 
     def close(self) -> None:
         """Release threads and views."""
         if self._pool is not None:
             self._pool.shutdown()
+        if self._beside is not None:
+            self._beside.close()
         self._views.clear()
+
+    def _thread_beside(self) -> _Beside:
+        if self._beside is None or not self._beside.is_alive:
+            self._beside = _Beside(self._move_bytes)
+        return self._beside
+
+    def _words_of(self, indices: list[int]) -> Words:
+        """Return where the words of these tensors lie, cached: nearly all saves have the same."""
+        if self._words is None or self._words[0] != indices:
+            self._words = indices, Words([self._places[index][1] for index in indices])
+        return self._words[1]
 
     def _move(self, moves: list[_Move]) -> None:
         if self._pool is None:
@@ -164,6 +187,52 @@ class Copier:
             other.result()
 
 
+@dataclass
+class _Work:
+    """Pieces that the thread beside training moves. `problem` is set before `done`."""
+
+    pieces: deque[list[_Move]]
+    done: threading.Event = field(default_factory=threading.Event)
+    problem: OSError | None = None
+
+
+class _Beside:
+    """A thread that copies beside training. To begin a new one for each copy would take longer."""
+
+    def __init__(self, move: MoveBytes | None) -> None:
+        self._move_bytes = move
+        self._work: SimpleQueue[_Work | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="holdfast-late-copy", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """False after `close`, and in a forked child."""
+        return self._thread.is_alive()
+
+    def begin(self, pieces: deque[list[_Move]]) -> _Work:
+        """Have the thread move the pieces until none is left."""
+        work = _Work(pieces)
+        self._work.put(work)
+        return work
+
+    def close(self) -> None:
+        """End the thread when it has moved all."""
+        self._work.put(None)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while (work := self._work.get()) is not None:
+            try:
+                _take_and_move(work.pieces, LATE_MOVE_BYTES, self._move_bytes)
+            except OSError as error:
+                # `finish` raises it.
+                work.problem = error
+            finally:
+                # Whoever waits compares words of the image.
+                work.done.set()
+
+
 class LateCopy:
     """A copy that a thread makes while training continues.
 
@@ -176,24 +245,26 @@ class LateCopy:
     def __init__(
         self,
         sources: Sequence[torch.Tensor],
-        views: Sequence[torch.Tensor],
+        moves: Sequence[_Move],
+        words: Words,
+        beside: _Beside,
         pieces: deque[list[_Move]],
         help_with: Callable[[deque[list[_Move]]], None],
-        move: MoveBytes | None = None,
     ) -> None:
+        """`moves` has one move for each source. The thread `beside` takes the pieces."""
         # The sources stay alive: the program may drop a tensor while its bytes are read.
-        self._sources, self._views = sources, views
+        self._sources, self._words = sources, words
         self._versions = [source._version for source in sources]
-        self._words = sample(sources)
-        self._pieces, self._help_with, self._move_bytes = pieces, help_with, move
-        self._problem: OSError | None = None
-        self._thread = threading.Thread(target=self._run, name="holdfast-late-copy", daemon=True)
-        self._thread.start()
+        self._image = [to for to, _, _ in moves]
+        self._first = words.read([source for _, source, _ in moves])
+        self._pieces, self._help_with = pieces, help_with
+        # Last, when the words that the tensors have now are known.
+        self._copied = beside.begin(pieces)
 
     @property
     def is_done(self) -> bool:
         """True once all bytes are copied. `finish` must be called nevertheless."""
-        return not self._thread.is_alive()
+        return self._copied.done.is_set()
 
     def finish(self) -> bool:
         """Copy the rest with all threads. Return True if the image is that of the beginning.
@@ -204,23 +275,18 @@ class LateCopy:
         try:
             self._help_with(self._pieces)
         finally:
-            self._thread.join()
-        if self._problem is not None:
-            raise self._problem
+            self._copied.done.wait()
+        if self._copied.problem is not None:
+            raise self._copied.problem
         versions = [source._version for source in self._sources]
-        return versions == self._versions and np.array_equal(sample(self._views), self._words)
+        return versions == self._versions and np.array_equal(
+            self._words.read(self._image), self._first
+        )
 
     def cancel(self) -> None:
         """Stop copying. The image is useless."""
         self._pieces.clear()
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            _take_and_move(self._pieces, LATE_MOVE_BYTES, self._move_bytes)
-        except OSError as error:
-            # `finish` raises it.
-            self._problem = error
+        self._copied.done.wait()
 
 
 class Trial:
@@ -240,26 +306,47 @@ class Trial:
         )
 
 
-class _Words:
-    """Words of a tensor's memory as an array of NumPy without a copy: the first, and one at least
-    in every `SAMPLE_BYTES`. The last one is within the last bytes, which a copy reads last.
+class Words:
+    """Where words of tensors lie: the first, and one at least in every `SAMPLE_BYTES`.
+
+    The last word is within the last bytes, which a copy reads last.
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        last = tensor.nbytes - WORD_BYTES
-        parts = -(-tensor.nbytes // SAMPLE_BYTES)
+    def __init__(self, sizes: Sequence[int]) -> None:
+        """`sizes` are the bytes of the tensors, each more than one word."""
+        parts = [-(-size // SAMPLE_BYTES) for size in sizes]
+        strides = [(size - WORD_BYTES) // count for size, count in zip(sizes, parts, strict=True)]
+        self._counts = np.array(parts) + 1
+        self._offsets = np.concatenate(
+            [np.arange(count + 1) * stride for count, stride in zip(parts, strides, strict=True)]
+        )
+
+    def read(self, addresses: Sequence[int]) -> np.ndarray[Any, Any]:
+        """Return the words of tensors of plain bytes at these addresses.
+
+        NumPy gathers them in one call: an array for each tensor took a millisecond and a half.
+        """
+        places = np.repeat(np.array(addresses, dtype=np.int64), self._counts) + self._offsets
+        first = int(places.min())
+        memory: np.ndarray[Any, Any] = np.asarray(_Memory(first, int(places.max()) - first + 1))
+        words: np.ndarray[Any, Any] = memory[places - first]
+        return words
+
+
+class _Memory:
+    """The word at each byte of a range of addresses, as an array. Only words of tensors are read.
+
+    Most of the range need not exist.
+    """
+
+    def __init__(self, first: int, count: int) -> None:
         self.__array_interface__ = {
             "version": 3,
-            "shape": (parts + 1,),
-            "strides": (last // parts,),
+            "shape": (count,),
+            "strides": (1,),
             "typestr": "<u8",
-            "data": (tensor.data_ptr(), True),
+            "data": (first, True),
         }
-
-
-def sample(tensors: Sequence[torch.Tensor]) -> np.ndarray[Any, Any]:
-    """Return some words of each tensor. Each has plain bytes, more than one word."""
-    return np.concatenate([np.asarray(_Words(tensor)) for tensor in tensors])
 
 
 def is_plain(source: torch.Tensor) -> bool:

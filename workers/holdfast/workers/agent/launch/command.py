@@ -103,6 +103,7 @@ def build_environment(
         **request.tiers.to_environment(),
         environment.NUMERICS: request.supervision.numerics.model_dump_json(),
         environment.FLUSH_TIMEOUT: str(request.supervision.flush_timeout_s),
+        **_write_limit(request),
     }
     network = interface_environment(request.launch.network_interface)
     kept = {
@@ -111,6 +112,12 @@ def build_environment(
         if not name.startswith(("TORCHELASTIC_", "HOLDFAST_")) or name == environment.S3_ENDPOINT
     }
     return {"OMP_NUM_THREADS": "1", **kept, **_threads(request), **network, **given, **own}
+
+
+def _write_limit(request: Request) -> dict[str, str]:
+    """Return the limit for the flusher, which the ranks lift while training waits."""
+    limit = request.checkpoint.write_limit_bytes
+    return {} if limit is None else {environment.CHECKPOINT_WRITE_LIMIT: str(limit)}
 
 
 def _threads(request: Request) -> dict[str, str]:

@@ -198,8 +198,13 @@ class AgentFlusherSupervisor:
         request = self._context.request
         stores = {k: v for k, v in references_in(request.environment).items() if is_of_store(k)}
         given = {**plain_part(request.environment), **resolve(stores, self._context.run)[0]}
-        limit_s = request.supervision.flush_timeout_s
-        return build_environment(os.environ, given, request.tiers, limit_s)
+        return build_environment(
+            os.environ,
+            given,
+            request.tiers,
+            flush_timeout_s=request.supervision.flush_timeout_s,
+            write_limit=request.checkpoint.write_limit_bytes,
+        )
 
     def _ask_drain(self, timeout_s: float, lost: Collection[int], mirror: bool) -> bool:
         """Send one drain request; return False if the flusher ended or did not answer in time."""
@@ -284,9 +289,18 @@ def is_of_store(name: str) -> bool:
 
 
 def build_environment(
-    inherited: Mapping[str, str], spec: Mapping[str, str], tiers: Tiers, flush_timeout_s: float
+    inherited: Mapping[str, str],
+    spec: Mapping[str, str],
+    tiers: Tiers,
+    *,
+    flush_timeout_s: float,
+    write_limit: int | None = None,
 ) -> dict[str, str]:
-    """Return the flusher's environment, with the spec's stores, mirror and time limit."""
+    """Return the flusher's environment, with the spec's stores, mirror and limits."""
     stores = {k: v for k, v in spec.items() if is_of_store(k)}
-    limit = {environment.FLUSH_TIMEOUT: str(flush_timeout_s)}
-    return {**inherited, **stores, **limit, **tiers.to_environment()}
+    limits = {environment.FLUSH_TIMEOUT: str(flush_timeout_s)}
+    if write_limit is not None:
+        limits[environment.CHECKPOINT_WRITE_LIMIT] = str(write_limit)
+    # Under an agent, only the spec's limit counts.
+    kept = {k: v for k, v in inherited.items() if k != environment.CHECKPOINT_WRITE_LIMIT}
+    return {**kept, **stores, **limits, **tiers.to_environment()}
