@@ -35,11 +35,6 @@ SETUP_TITLES: Final = {
 STOCK_RATIOS: Final = ("save_blocked", "save_committed", "first_save", "load", "load_bytes_same")
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this module to `app`."""
-    app.command()(bench)
-
-
 def bench(
     directory: Annotated[
         Path | None,

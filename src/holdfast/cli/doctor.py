@@ -318,15 +318,11 @@ def _choose(paths: RunPaths, checkpoint: str | None, root: str | None) -> str:
     return choose_checkpoint(paths, LATEST)
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module to `app`."""
-    group = typer.Typer(invoke_without_command=True)
-    group.callback()(doctor)
-    group.command()(fit)
-    app.add_typer(group, name="doctor")
+doctor = typer.Typer(invoke_without_command=True)
 
 
-def doctor(context: typer.Context, root: RootOption = None, as_json: AsJson = False) -> None:
+@doctor.callback()
+def check(context: typer.Context, root: RootOption = None, as_json: AsJson = False) -> None:
     """Check whether this machine and its services can run jobs."""
     if context.invoked_subcommand is not None:
         if root is not None or as_json:
@@ -339,6 +335,7 @@ def doctor(context: typer.Context, root: RootOption = None, as_json: AsJson = Fa
         raise typer.Exit(1)
 
 
+@doctor.command()
 def fit(
     run: RunArgument,
     gpus: Annotated[int, typer.Option("--gpus", min=1, help="The number of GPUs.")],

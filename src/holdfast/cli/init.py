@@ -110,11 +110,6 @@ deployments:
 """
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this module to `app`."""
-    app.command()(init)
-
-
 def init(
     folder: Annotated[
         Path, typer.Argument(metavar="[FOLDER]", help="The folder for the files.")

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import typer
-
 from holdfast.cli.shared.output import echo, to_json_text
 from holdfast.contracts.spec.schema import run_spec_schema
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command of this module to `app`."""
-    app.command()(schema)
 
 
 def schema() -> None:

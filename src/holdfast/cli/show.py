@@ -54,11 +54,6 @@ ADVICE: Final = "see docs/porting.md, or describe the program's own checkpoints 
 ORDERS_MAX: Final = 5
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this module to `app`."""
-    app.command()(show)
-
-
 def show(
     runs: RunsArgument,
     watch: Annotated[

@@ -21,11 +21,6 @@ from holdfast.contracts.records.supervision import is_supervised, lost_superviso
 from holdfast.contracts.states import RunState
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this module to `app`."""
-    app.command()(supervise)
-
-
 def supervise(
     runs: Annotated[
         list[str] | None,

@@ -192,12 +192,6 @@ class LineageFormat(StrEnum):
     OPENLINEAGE = "openlineage"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module to `app`."""
-    for command in (runs, checkpoints, lineage):
-        app.command()(command)
-
-
 def runs(
     limit: Annotated[
         int | None, typer.Option("--limit", min=1, help="The maximum number of runs. Default: all.")
