@@ -19,7 +19,7 @@ COMMANDS: Final = {
         "Write a spec, its schema, a program and a prefect.yaml. No file is overwritten.",
     ),
     "schema": (
-        "schema",
+        "init",
         "Print the JSON Schema of a run spec, with which an editor completes and checks its keys.",
     ),
     "simulate": (

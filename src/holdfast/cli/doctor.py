@@ -75,7 +75,6 @@ def run_checks(root: Path) -> list[CheckResult]:
 
 
 def check_python() -> CheckResult:
-    """Check the version of this interpreter."""
     found = f"{platform.python_version()} at {sys.executable}"
     if sys.version_info[:2] < PYTHON_MIN:
         return CheckResult("python", "fail", found, "install Python 3.11 or newer")
@@ -122,7 +121,6 @@ def check_root(root: Path) -> CheckResult:
 
 
 def check_space(root: Path) -> CheckResult:
-    """Check the free space under the root."""
     there = root
     while not there.exists():
         there = there.parent
@@ -291,7 +289,6 @@ def examine(run: str, gpus: int, checkpoint: str | None, root: str | None) -> di
 
 
 def render(facts: dict[str, Any]) -> None:
-    """Print the result."""
     memory = facts["bytes_per_rank"]
     fits = "fits" if facts["ok"] else "does not fit"
     say(f"{facts['checkpoint']} {fits} {counted(facts['gpus'], 'GPU')}")
