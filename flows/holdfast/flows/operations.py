@@ -150,7 +150,6 @@ class Sweep:
         return unended
 
     def _state(self, member: Member) -> RunState | None:
-        """Return the state of the member's run, or None if it was not started."""
         # From the folder, whichever process has died. A slot of Prefect would be free while its job
         # still holds the GPUs, see decision 70.
         name = member.spec.name
@@ -182,7 +181,6 @@ class Sweep:
 
 
 def _cancel(paths: RunPaths, *, by: str, reason: str) -> str:
-    """Cancel a run if it is live; return what happens."""
     if not load_tallied(paths).state.is_live:
         return ""
     return operator.request(paths, "cancel", by=by, reason=reason)

@@ -127,7 +127,6 @@ def _own_run(root: Path, name: str) -> RunPaths | None:
 
 
 def home_of(root: str | None) -> Path:
-    """Return the folder of the runs that the parameter `root` names."""
     return given_folder(root, "root") if root else default_root()
 
 

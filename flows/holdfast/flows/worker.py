@@ -75,7 +75,6 @@ class HoldfastConfiguration(BaseJobConfiguration):
 
     @property
     def options(self) -> list[str]:
-        """The options of sbatch."""
         given = {"partition": self.partition, "account": self.account, "qos": self.qos}
         chosen = [f"--{name}={value}" for name, value in given.items() if value]
         limits = [f"--time={self.time_limit_min}", f"--mem={self.memory_mb}M"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
 
 from prefect import Flow
@@ -31,21 +31,14 @@ from holdfast.flows.supervisor.redactor import Log
 from holdfast.flows.supervisor.submission import JOURNAL
 from holdfast.workers.runs import operator
 
+if TYPE_CHECKING:
+    from holdfast.flows.supervisor.supervise import Supervisor
+
 ASK_S_MAX: Final = 8.0
 
 
-class CancelledRun(Protocol):
-    """The properties of a supervisor that the signal handling uses."""
-
-    @property
-    def flow_run(self) -> str: ...
-
-    @property
-    def is_acting(self) -> bool: ...
-
-
 @contextmanager
-def cancel_on_signal(paths: RunPaths, supervision: CancelledRun, log: Log) -> Iterator[None]:
+def cancel_on_signal(paths: RunPaths, supervision: Supervisor, log: Log) -> Iterator[None]:
     """Turn SIGTERM into a request to cancel the run, if Prefect's API confirms a cancellation."""
     try:
         yield
