@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from holdfast.contracts.disk.direct import write_some
 from holdfast.contracts.disk.durable import (
     create_bytes,
     fsync_directory,
@@ -21,7 +20,7 @@ from holdfast.contracts.disk.durable import (
 from holdfast.contracts.disk.manifest import FileEntry
 from holdfast.contracts.disk.reading import is_mine
 from holdfast.contracts.errors import MirrorError
-from holdfast.trainer.mirror.store import PART_BYTES, checked_parts, wrap_errors
+from holdfast.trainer.mirror.store import PART_BYTES, checked_parts, wrap_errors, write_all
 
 # The suffix of a file that is being written. Only a crash leaves such a file.
 UNFINISHED = ".uploading"
@@ -48,7 +47,7 @@ class DirectoryStore:
             try:
                 with open(temporary, "wb", buffering=0) as stream:
                     for part in checked_parts(path, entry):
-                        _write_all(stream.fileno(), part)
+                        write_all(stream.fileno(), part)
                     # The same order as for the run's own files: bytes, name, and `fsync` of the
                     # directory.
                     os.fsync(stream.fileno())
@@ -135,9 +134,3 @@ class DirectoryStore:
             except OSError:
                 return
             folder = folder.parent
-
-
-def _write_all(handle: int, content: bytes) -> None:
-    left = memoryview(content)
-    while left:
-        left = left[write_some(handle, left) :]

@@ -132,7 +132,6 @@ def find_shortage(node: int, images_bytes: Sequence[int], available: int) -> str
 
 
 def raise_problems(problems: Sequence[str]) -> None:
-    """Raise `SaveError` if any rank had a problem."""
     if problems:
         raise SaveError(f"no rank saves, because of {'; '.join(problems)}")
 
