@@ -36,13 +36,14 @@ from holdfast.flows.supervisor.cancellation import (
     cancel_run_of_flow,
     find_cancelling,
     find_supervised,
+    home_of,
     last_supervisor,
 )
 from holdfast.flows.supervisor.redactor import Log, Redactor
 from holdfast.flows.supervisor.secrets import require
 from holdfast.flows.supervisor.submission import JOURNAL
 from holdfast.flows.supervisor.summary import end_reason, summarize
-from holdfast.flows.train import home_of, supervise_here, train
+from holdfast.flows.train import supervise_here, train
 from holdfast.lineage.index import Index
 from holdfast.workers.checkpoints import deletion, exports, verification
 from holdfast.workers.decisions.sizes import allowed_sizes

@@ -96,8 +96,7 @@ def cancel_run(paths: RunPaths, flow_run: FlowRun, state: State[Any] | None = No
 def cancel_run_of_flow(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
     """Cancel the flow's run. Prefect's worker calls this hook after the flow's process is gone."""
     log = get_logger("holdfast")
-    root = flow_run.parameters.get("root")
-    home = given_folder(root, "root") if root else default_root()
+    home = home_of(flow_run.parameters.get("root"))
     paths = find_supervised(home, str(flow_run.id))
     if paths is None:
         log.info("flow run %s supervised no run under %s", flow_run.name, home)
@@ -106,6 +105,11 @@ def cancel_run_of_flow(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any
         log.info("%s", cancel_run(paths, flow_run, state))
     except HoldfastError as error:
         log.error("%s could not be cancelled: %s", paths.name, error)
+
+
+def home_of(root: str | None) -> Path:
+    """Return the folder of the runs that the parameter `root` of a flow names."""
+    return given_folder(root, "root") if root else default_root()
 
 
 def find_supervised(root: Path, flow_run: str) -> RunPaths | None:
