@@ -16,7 +16,7 @@ from holdfast.contracts.disk import direct
 from holdfast.contracts.disk.direct import DirectFile
 from holdfast.contracts.node import rank_status
 from holdfast.contracts.node.rank_status import Proposal, RankStatusTable, fence
-from holdfast.trainer.mirror.directory import _write_all
+from holdfast.trainer.mirror.store import write_all
 from holdfast.trainer.slots import slots
 from holdfast.trainer.slots.slots import Slot, SlotState
 from holdfast.trainer.staging.allocator import Allocator
@@ -129,7 +129,7 @@ def test_a_file_system_that_writes_nothing_is_an_error(
     monkeypatch.setattr(os, "write", lambda *_: 0)
     acts: list[Callable[[], None]] = [
         lambda: output.write(memoryview(bytes(8192))),
-        lambda: _write_all(handle, bytes(8192)),
+        lambda: write_all(handle, bytes(8192)),
     ]
     for act in acts:
         with pytest.raises(OSError, match="8192 bytes wrote nothing") as caught:

@@ -23,14 +23,12 @@ _BLOCK: Final = "block_document_id"
 
 
 def shipped() -> list[dict[str, Any]]:
-    """Return the automations of the files, by name."""
     folder = resources.files("holdfast.flows").joinpath(FOLDER)
     files = sorted((one for one in folder.iterdir() if one.name.endswith(".yaml")), key=str)
     return [yaml.safe_load(one.read_text()) for one in files]
 
 
 def is_alert(automation: dict[str, Any]) -> bool:
-    """Return whether the automation sends a notification."""
     return any(_BLOCK in action for action in automation["actions"])
 
 
@@ -71,7 +69,6 @@ def _parts(notification: str) -> tuple[str, str]:
 
 
 def _with_ids(client: SyncPrefectClient, automation: dict[str, Any], block: str) -> dict[str, Any]:
-    """Return the automation with ids in the place of names."""
     found = copy.deepcopy(automation)
     for action in found["actions"]:
         if _DEPLOYMENT in action:

@@ -69,7 +69,7 @@ def _deploy(flow: Flow[Any, Any], pool: str) -> str:
         name=DEPLOYMENT,
         work_pool_name=pool,
         entrypoint_type=EntrypointType.MODULE_PATH,
-        description=summary_of(flow),
+        description=" ".join((flow.fn.__doc__ or "").split("\n\n")[0].split()),
         tags=["holdfast"],
         job_variables={"env": {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S)}},
     )
@@ -77,8 +77,3 @@ def _deploy(flow: Flow[Any, Any], pool: str) -> str:
     with translate_errors():
         deployment.apply()
     return f"{flow.name}/{DEPLOYMENT}"
-
-
-def summary_of(flow: Flow[Any, Any]) -> str:
-    """Return the first paragraph of the flow's docstring."""
-    return " ".join((flow.fn.__doc__ or "").split("\n\n")[0].split())

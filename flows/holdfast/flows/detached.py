@@ -32,7 +32,6 @@ def main(arguments: list[str]) -> int:
 
 
 def supervise(directory: Path) -> int:
-    """Supervise the run until its end; return the exit status."""
     from holdfast.flows.supervisor.carry import carry
     from holdfast.lineage.index import Index
 
@@ -43,7 +42,6 @@ def supervise(directory: Path) -> int:
 
 
 def run_flow(directory: Path) -> int:
-    """Run Prefect's flow until its end; return the exit status."""
     from holdfast.flows.start import flow_parameters
     from holdfast.flows.train import train
 

@@ -46,17 +46,13 @@ def import_run(
     rename: Sequence[str] = (),
     exclude: Sequence[str] = (),
     python: str = "",
-    writer: str = "cli",
-    look: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
     """Create the run `name` under `root` from the weights in `source`; return the facts for JSON.
 
     The run appears complete, or not at all. `python` is the interpreter of the job's environment,
-    by default this one. `look` is called during the import, and an exception in it ends the import.
-    Raises `RunConflictError` for a name in use, `SpecError` for one that is not possible,
-    `NotFoundError` for a source that does not exist, `CheckpointError` if it cannot be imported or
-    written, and `PreflightError` if the
-    environment cannot run.
+    by default this one. Raises `RunConflictError` for a name in use, `SpecError` for one that is
+    not possible, `NotFoundError` for a source that does not exist, `CheckpointError` if it cannot
+    be imported or written, and `PreflightError` if the environment cannot run.
     """
     place = source.expanduser().absolute()
     # The spec must be valid, because the record is read like any other. Its command is never
@@ -87,10 +83,8 @@ def import_run(
         shutil.rmtree(paths.checkpoint(IMPORTED), ignore_errors=True)
         run = ["--run", str(paths.directory), "--uid", uid]
         words = [python or sys.executable]
-        found.update(
-            ask_trainer(words, "importing", *arguments, *run, timeout_s=IMPORT_S_MAX, look=look)
-        )
-        _record(paths, found, by, writer)
+        found.update(ask_trainer(words, "importing", *arguments, *run, timeout_s=IMPORT_S_MAX))
+        _record(paths, found, by)
 
     # The run's `spec.json` comes last, so the import appears complete or not at all, see
     # decision 78.
@@ -131,9 +125,9 @@ def _alone(fill: Callable[[RunPaths, str], None], paths: RunPaths, uid: str) -> 
             raise
 
 
-def _record(paths: RunPaths, facts: dict[str, Any], by: str, writer: str) -> None:
+def _record(paths: RunPaths, facts: dict[str, Any], by: str) -> None:
     """Journal where the checkpoint came from, and that the run needs nothing more."""
-    with JournalWriter(paths.journal_of(writer)) as journal:
+    with JournalWriter(paths.journal_of("cli")) as journal:
         journal.append(
             EventKind.IMPORTED,
             checkpoint=facts["checkpoint"],

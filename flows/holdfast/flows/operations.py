@@ -36,13 +36,14 @@ from holdfast.flows.supervisor.cancellation import (
     cancel_run_of_flow,
     find_cancelling,
     find_supervised,
+    home_of,
     last_supervisor,
 )
 from holdfast.flows.supervisor.redactor import Log, Redactor
 from holdfast.flows.supervisor.secrets import require
 from holdfast.flows.supervisor.submission import JOURNAL
 from holdfast.flows.supervisor.summary import end_reason, summarize
-from holdfast.flows.train import home_of, supervise_here, train
+from holdfast.flows.train import supervise_here, train
 from holdfast.lineage.index import Index
 from holdfast.workers.checkpoints import deletion, exports, verification
 from holdfast.workers.decisions.sizes import allowed_sizes
@@ -150,7 +151,6 @@ class Sweep:
         return unended
 
     def _state(self, member: Member) -> RunState | None:
-        """Return the state of the member's run, or None if it was not started."""
         # From the folder, whichever process has died. A slot of Prefect would be free while its job
         # still holds the GPUs, see decision 70.
         name = member.spec.name
@@ -182,7 +182,6 @@ class Sweep:
 
 
 def _cancel(paths: RunPaths, *, by: str, reason: str) -> str:
-    """Cancel a run if it is live; return what happens."""
     if not load_tallied(paths).state.is_live:
         return ""
     return operator.request(paths, "cancel", by=by, reason=reason)

@@ -180,7 +180,6 @@ def _describe(where: str, found: Sequence[ErrorDetails], model: type[BaseModel])
 
 
 def _field(where: str, model: type[BaseModel]) -> FieldInfo | None:
-    """Return the field of a key, or None."""
     kind: type[BaseModel] | None = model
     field = None
     for name in where.split("."):
@@ -204,7 +203,6 @@ def shorten(value: Any) -> str:
 
 
 def nearest(word: str, known: list[str]) -> str | None:
-    """Return the member of `known` that is most similar to `word`, or None."""
     found = difflib.get_close_matches(word, known, n=1, cutoff=_NEAR)
     return found[0] if found else None
 

@@ -137,17 +137,14 @@ class PrefectEvents:
         ]
 
     def wants(self, event: Event) -> bool:
-        """Return whether Prefect gets lines such as this one."""
         return bool(event_name(event))
 
     def send(self, lines: Sequence[OutboxLine]) -> None:
-        """Send lines. Raises `ServiceError`, and `RefusedLineError` for an invalid one."""
         # The health check first, so that a server that is down is not taken for a refused event.
         with open_client() as client, _refusals():
             client.request("POST", "/events", json=[self._event(line) for line in lines])
 
     def stored(self, lines: Sequence[OutboxLine]) -> set[UUID]:
-        """Return which lines the server has stored. Raises `ServiceError`."""
         times = [line.at for line in lines]
         # By default, the server leaves out events that are later than its own clock.
         occurred = {"since": _moment(min(times) - 1.0), "until": _moment(max(times) + 1.0)}
@@ -160,7 +157,6 @@ class PrefectEvents:
         return {UUID(one["id"]) for one in found["events"]}
 
     def _event(self, line: OutboxLine) -> dict[str, Any]:
-        """Return the JSON of an event."""
         event = line.event
         facts = self._redactor.facts(event.data)
         run = self._run()

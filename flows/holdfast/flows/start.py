@@ -44,7 +44,6 @@ class Started:
     is_new: bool = True
 
     def as_json(self) -> dict[str, Any]:
-        """Return the facts for `--json`."""
         return {
             "flow_run": self.flow_run,
             "url": self.url,

@@ -17,7 +17,7 @@ from prefect.runtime import deployment as current_deployment
 from prefect.runtime import flow_run as current_flow_run
 from prefect.states import Cancelled
 
-from holdfast.contracts.disk.paths import AttemptPaths, RunPaths, default_root, given_folder
+from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.errors import RunFailedError, SpecError
 from holdfast.contracts.records.attempt import RunRecord, read_document
 from holdfast.contracts.records.history import RunHistory
@@ -32,6 +32,7 @@ from holdfast.flows.spec_form import SpecParameter
 from holdfast.flows.supervisor.cancellation import (
     cancel_on_signal,
     cancel_run_of_flow,
+    home_of,
     last_supervisor,
 )
 from holdfast.flows.supervisor.carry import given_spec, is_under_way, take_up
@@ -124,11 +125,6 @@ def _own_run(root: Path, name: str) -> RunPaths | None:
     if paths is None or not current_flow_run.id:
         return None
     return paths if last_supervisor(paths) == str(current_flow_run.id) else None
-
-
-def home_of(root: str | None) -> Path:
-    """Return the folder of the runs that the parameter `root` names."""
-    return given_folder(root, "root") if root else default_root()
 
 
 def supervise_here(

@@ -41,12 +41,17 @@ from prefect.workers.base import (
 )
 from pydantic import Field
 
-from holdfast.contracts.disk.paths import RunPaths, default_root, given_folder, holdfast_home
+from holdfast.contracts.disk.paths import RunPaths, holdfast_home
 from holdfast.contracts.errors import HoldfastError, SchedulerUnavailableError
 from holdfast.contracts.records.history_cache import load_tallied
 from holdfast.contracts.records.supervision import is_supervised
 from holdfast.flows.flow_run_states import last_begun_at, times_scheduled
-from holdfast.flows.supervisor.cancellation import cancel_run, find_supervised, last_supervision
+from holdfast.flows.supervisor.cancellation import (
+    cancel_run,
+    find_supervised,
+    home_of,
+    last_supervision,
+)
 from holdfast.flows.supervisor.flow_lock import FlowLock
 from holdfast.flows.supervisor.redactor import Log
 from holdfast.workers.schedulers.flow_places import (
@@ -75,7 +80,6 @@ class HoldfastConfiguration(BaseJobConfiguration):
 
     @property
     def options(self) -> list[str]:
-        """The options of sbatch."""
         given = {"partition": self.partition, "account": self.account, "qos": self.qos}
         chosen = [f"--{name}={value}" for name, value in given.items() if value]
         limits = [f"--time={self.time_limit_min}", f"--mem={self.memory_mb}M"]
@@ -485,9 +489,7 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
         """Return the run that the flow run supervises or supervised last, or None."""
         number = str(flow_run.id)
         if number not in self._found:
-            given = flow_run.parameters.get("root")
-            root = given_folder(given, "root") if given else default_root()
-            paths = find_supervised(root, number)
+            paths = find_supervised(home_of(flow_run.parameters.get("root")), number)
             if paths is None:
                 return None
             self._found[number] = paths

@@ -53,7 +53,6 @@ def identify(request: Request) -> Caller | None:
 
 
 def _check_csrf(request: Request, csrf: str) -> None:
-    """Raise `Refusal` for a write without the session's CSRF token."""
     if request.method not in SAFE_METHODS and not same(request.headers.get(CSRF_HEADER, ""), csrf):
         raise Refusal(
             403,

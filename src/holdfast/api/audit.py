@@ -29,19 +29,18 @@ def audited(paths: RunPaths, action: str, caller: Caller, **facts: Any) -> Itera
         outcome = f"failed: {error}"[:OUTCOME_CHARACTERS_MAX]
         raise
     finally:
-        entry = {"action": action, "outcome": outcome, **_caller_facts(caller), **facts}
+        entry = {
+            "action": action,
+            "outcome": outcome,
+            "by": caller.name,
+            "role": str(caller.role),
+            "address": caller.address,
+            "token": caller.token,
+            **facts,
+        }
         try:
             with JournalWriter(paths.journal_of(WRITER)) as journal:
                 # A full disk must not prevent a cancellation. The log has the line then.
                 journal.append(EventKind.AUDIT, **entry)
         except OSError as error:
             LOG.warning("%s: cannot write the audit line (%s): %s", paths.name, error, entry)
-
-
-def _caller_facts(caller: Caller) -> dict[str, Any]:
-    return {
-        "by": caller.name,
-        "role": str(caller.role),
-        "address": caller.address,
-        "token": caller.token,
-    }

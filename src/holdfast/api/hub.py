@@ -47,7 +47,6 @@ class MessageBatch:
 
     @property
     def last(self) -> int:
-        """The number of the newest message."""
         return self._messages[-1].number
 
     def text(self, run: str | None, after: int) -> bytes:
@@ -85,11 +84,9 @@ class Hub:
 
     @property
     def readers(self) -> int:
-        """The number of open streams."""
         return len(self._readers)
 
     def open(self) -> None:
-        """Start delivery on the running event loop."""
         self._loop = asyncio.get_running_loop()
 
     def close(self) -> None:

@@ -205,7 +205,6 @@ def host_name(host: str) -> str:
 
 
 def is_address(name: str) -> bool:
-    """Return True for an IP address."""
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -214,5 +213,4 @@ def is_address(name: str) -> bool:
 
 
 def is_loopback(name: str) -> bool:
-    """Return True for `localhost` and for loopback addresses."""
     return name == "localhost" or (is_address(name) and ipaddress.ip_address(name).is_loopback)

@@ -53,5 +53,4 @@ class Services:
 
 
 def services_of(request: Request) -> Services:
-    """Return the parts of the server that handles `request`."""
     return cast(Services, request.app.state.services)

@@ -47,7 +47,6 @@ class SessionAudit:
             LOG.warning("cannot write the audit line (%s): %s from %s", error, action, address)
 
     def refused(self, address: str, status: int) -> None:
-        """Record a failed login."""
         with self._lock:
             if self._timer is None:
                 self._timer = threading.Timer(WINDOW_S, self.flush)

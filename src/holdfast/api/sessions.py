@@ -71,11 +71,9 @@ class Sessions:
 
 
 class LoginThrottle:
-    """Limits failed logins: at most `most` per address within `window_s` seconds."""
+    """Limits failed logins: at most `TRIES_MAX` per address within `TRIES_WINDOW_S` seconds."""
 
-    def __init__(self, most: int = TRIES_MAX, window_s: float = TRIES_WINDOW_S) -> None:
-        self._most = most
-        self._window_s = window_s
+    def __init__(self) -> None:
         self._failed: OrderedDict[str, list[float]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -83,20 +81,18 @@ class LoginThrottle:
         """Return the seconds until `address` may try again, or 0 if it may try now."""
         now = time.monotonic()
         with self._lock:
-            times = [at for at in self._failed.get(address, ()) if now - at < self._window_s]
+            times = [at for at in self._failed.get(address, ()) if now - at < TRIES_WINDOW_S]
             if times:
                 self._failed[address] = times
             else:
                 self._failed.pop(address, None)
-        return self._window_s - (now - times[0]) if len(times) >= self._most else 0.0
+        return TRIES_WINDOW_S - (now - times[0]) if len(times) >= TRIES_MAX else 0.0
 
     def addresses(self) -> frozenset[str]:
-        """Return the addresses with recent failed logins."""
         with self._lock:
             return frozenset(self._failed)
 
     def failed(self, address: str) -> None:
-        """Record a failed login."""
         with self._lock:
             self._failed.setdefault(address, []).append(time.monotonic())
             self._failed.move_to_end(address)
@@ -106,7 +102,6 @@ class LoginThrottle:
 
 
 def same(given: str, expected: str) -> bool:
-    """Compare two secrets in constant time."""
     return hmac.compare_digest(given.encode(), expected.encode())
 
 

@@ -30,8 +30,6 @@ from holdfast.lineage.queries import (
     totals,
     views,
 )
-from holdfast.lineage.queries import totals as nodes
-from holdfast.lineage.queries import totals as series
 from holdfast.lineage.queries.cursors import PAGE_MAX
 from holdfast.lineage.queries.cursors import RowPage as IndexPage
 from holdfast.lineage.queries.openlineage import export_run
@@ -97,7 +95,6 @@ class IndexStore:
         return run_queries.find_run(self.index.open(), run)
 
     def by_folder(self, directory: Path) -> RunRef:
-        """Return the run in a folder."""
         return run_queries.find_run(self.index.open(), str(directory))
 
     def folder_of(self, run: str) -> RunPaths:
@@ -150,14 +147,12 @@ class IndexStore:
         limit: int,
         order: SortOrder | None = None,
     ) -> Page[views.RunRow]:
-        """Return one page of runs, by default newest first."""
         index = self.index.open()
         found = pages.list_runs(index, where, sort=sort, order=order, after=after, limit=limit)
         return _page(found)
 
     @in_one_read
     def show_run(self, run: str) -> views.RunView:
-        """Return one run with its attempts and its goodput up to now."""
         return run_queries.show_run(self.index.open(), self.find_run(run).uid, now=time.time())
 
     @in_one_read
@@ -214,19 +209,16 @@ class IndexStore:
 
     @in_one_read
     def list_files(self, identity: str) -> list[reports.FileView]:
-        """Return the first files of a checkpoint, as listed in its manifest."""
         run, name = self.find_checkpoint(identity)
         return comparison.list_files(self.index.open(), f"{run.uid}:{name}")
 
     @in_one_read
     def ancestry(self, identity: str) -> list[reports.Ancestor]:
-        """Return a checkpoint and its ancestors, newest first."""
         run, name = self.find_checkpoint(identity)
         return run_queries.ancestry(self.index.open(), f"{run.uid}:{name}")
 
     @in_one_read
     def compare(self, one: str, other: str) -> reports.Comparison:
-        """Compare two checkpoints."""
         ids = [f"{run.uid}:{name}" for run, name in map(self.find_checkpoint, (one, other))]
         return comparison.compare(self.index.open(), *ids)
 
@@ -234,7 +226,6 @@ class IndexStore:
     def list_events(
         self, run: str, where: EventFilter, *, newest_first: bool, after: str | None, limit: int
     ) -> Page[views.EventView]:
-        """Return one page of a run's journal lines, sorted by time."""
         found = pages.list_events(
             self.index.open(),
             self.find_run(run).uid,
@@ -255,7 +246,6 @@ class IndexStore:
 
     @in_one_read
     def timeline(self, run: str) -> list[reports.Segment]:
-        """Return what each attempt of a run did and when, up to now."""
         return run_queries.timeline(self.index.open(), self.find_run(run).uid, now=time.time())
 
     def _newest(self, run: str, kinds: Sequence[EventKind]) -> list[Event]:
@@ -275,7 +265,6 @@ class IndexStore:
 
     @in_one_read
     def lineage(self, run: str) -> views.Graph:
-        """Return the lineage graph of a run."""
         index, uid = self.index.open(), self.find_run(run).uid
         return durability.add_durability(index, uid, run_queries.lineage_graph(index, uid))
 
@@ -291,22 +280,18 @@ class IndexStore:
 
     @in_one_read
     def openlineage(self, run: str) -> list[dict[str, Any]]:
-        """Return a run as OpenLineage events."""
         return export_run(self.index.open(), self.find_run(run).uid)
 
     @in_one_read
     def metrics(self, run: str, names: tuple[str, ...], points: int) -> list[reports.Series]:
-        """Return the metrics of a run by launch."""
         uid = self.find_run(run).uid
-        return series.metric_series(self.index.open(), uid, names=names, points=points)
+        return totals.metric_series(self.index.open(), uid, names=names, points=points)
 
     def list_nodes(self, after: str | None, limit: int) -> Page[reports.NodeRow]:
-        """Return one page of machines with their failures."""
-        return _page(nodes.list_nodes(self.index.open(), after=after, limit=limit))
+        return _page(totals.list_nodes(self.index.open(), after=after, limit=limit))
 
     def node_faults(self, host: str) -> list[reports.NodeFault]:
-        """Return the newest faults of a machine."""
-        return nodes.node_faults(self.index.open(), host)
+        return totals.node_faults(self.index.open(), host)
 
     def list_storage(
         self,
@@ -316,17 +301,14 @@ class IndexStore:
         limit: int,
         order: SortOrder | None = None,
     ) -> Page[views.StorageRow]:
-        """Return one page of runs with the storage of their checkpoints."""
         index = self.index.open()
         found = pages.list_storage(index, where, sort=sort, order=order, after=after, limit=limit)
         return _page(found)
 
     def storage_totals(self, where: RunFilter) -> totals.StorageTotals:
-        """Return the total storage of the checkpoints of all matching runs."""
         return totals.storage_totals(self.index.open(), where)
 
     def goodput_totals(self, where: RunFilter) -> totals.GoodputTotals:
-        """Return the total goodput of all matching runs."""
         return totals.goodput_totals(self.index.open(), where)
 
     def ping(self) -> None:
@@ -334,11 +316,9 @@ class IndexStore:
         self.count_runs()
 
     def count_runs(self) -> dict[str, int]:
-        """Return the number of runs in each state."""
         return run_queries.count_runs(self.index.open())
 
     def live_runs(self) -> list[views.RunRow]:
-        """Return the live runs, newest first."""
         where = RunFilter(states=LIVE)
         return pages.list_runs(self.index.open(), where, limit=None).items
 

@@ -171,7 +171,6 @@ class TokenStore:
 
 
 def _make(name: str, role: Role, expires_at: float | None = None) -> tuple[Token, str]:
-    """Create a token; return it and its text."""
     secret, salt = secrets.token_urlsafe(SECRET_BYTES), secrets.token_bytes(16)
     token = Token(
         id=secrets.token_hex(4),

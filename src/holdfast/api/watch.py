@@ -85,7 +85,6 @@ class Watch:
         self.round_s = 0.0
 
     def start(self) -> None:
-        """Start both threads."""
         for work in (self._follow, self._reconcile):
             thread = threading.Thread(target=work, name=f"holdfast{work.__name__}", daemon=True)
             thread.start()
@@ -108,7 +107,6 @@ class Watch:
         return None if self.round_ended_at is None else time.monotonic() - self.round_ended_at
 
     def age_s(self) -> float:
-        """Return the seconds since the watch was created."""
         return time.monotonic() - self._began
 
     def pace(self, uid: str) -> LivePace | None:
@@ -230,7 +228,6 @@ class Watch:
         self.problems.pop(str(paths.directory), None)
 
     def _note_problem(self, one: Visit[None]) -> None:
-        """Keep the reason why a run could not be checked."""
         if isinstance(one.error, LineageError):
             self.problems["database"] = plain_line(one.error)
         elif one.error is not None:

@@ -42,11 +42,6 @@ STOCK_RATIOS: Final = ("save_blocked", "save_committed", "first_save", "load", "
 PEER_HEADINGS: Final = ("copy beside a step", TITLES["save_blocked"], *TRAINING_TITLES.values())
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this module to `app`."""
-    app.command()(bench)
-
-
 def bench(
     directory: Annotated[
         Path | None,

@@ -42,12 +42,6 @@ DryRun = Annotated[
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module to `app`."""
-    for command in (pin, unpin, prune, delete, verify):
-        app.command()(command)
-
-
 def pin(
     checkpoint: CheckpointArgument,
     note: Annotated[str, typer.Option("--note", help="The reason, for the records.")] = "",

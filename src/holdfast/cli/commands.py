@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import keyword
 from importlib import import_module
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ COMMANDS: Final = {
         "Write a spec, its schema, a program and a prefect.yaml. No file is overwritten.",
     ),
     "schema": (
-        "schema",
+        "init",
         "Print the JSON Schema of a run spec, with which an editor completes and checks its keys.",
     ),
     "simulate": (
@@ -115,7 +116,15 @@ class CommandGroup(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def load(self, name: str) -> None:
-        """Import the module of a command, and put the command in the place of its summary."""
+        """Import the module of a command, and put the command in the place of its summary.
+
+        It is the module's function or group of this name, with `_` added to a keyword.
+        """
+        module = import_module(f"holdfast.cli.{COMMANDS[name][0]}")
+        found = getattr(module, f"{name}_" if keyword.iskeyword(name) else name)
         part = typer.Typer()
-        import_module(f"holdfast.cli.{COMMANDS[name][0]}").register(part)
+        if isinstance(found, typer.Typer):
+            part.add_typer(found, name=name)
+        else:
+            part.command(name)(found)
         self.commands[name] = typer.main.get_group(part).commands[name]

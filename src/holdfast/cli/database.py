@@ -16,16 +16,10 @@ from holdfast.cli.shared.index import choose_root, open_index
 from holdfast.cli.shared.output import AsJson, RootOption, answer, print_facts, say, warn
 from holdfast.contracts.errors import NotFoundError, SpecError
 
-
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module to `app`."""
-    group = typer.Typer(help="Manage the schema of the index.", no_args_is_help=True)
-    for command in (upgrade, downgrade, current, reindex):
-        group.command()(command)
-    app.add_typer(group, name="db")
-    app.command()(reindex)
+db = typer.Typer(help="Manage the schema of the index.", no_args_is_help=True)
 
 
+@db.command()
 def upgrade(as_json: AsJson = False) -> None:
     """Upgrade the schema to the newest revision."""
     from holdfast.lineage.database import schema_changes
@@ -34,6 +28,7 @@ def upgrade(as_json: AsJson = False) -> None:
     answer({"revision": revision}, as_json, _render_revision)
 
 
+@db.command()
 def downgrade(
     revision: Annotated[
         str, typer.Argument(help="The revision to downgrade to; `base` removes the schema.")
@@ -53,6 +48,7 @@ def downgrade(
     answer({"revision": schema_changes.downgrade(None, revision)}, as_json, _render_revision)
 
 
+@db.command()
 def current(as_json: AsJson = False) -> None:
     """Show the schema's revision, and whether this version can use it."""
     from holdfast.lineage.database import schema
@@ -69,6 +65,7 @@ def current(as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
+@db.command()
 def reindex(
     root: Annotated[
         Path | None,

@@ -10,11 +10,6 @@ from holdfast.cli.shared.output import AsJson, answer, say
 from holdfast.contracts.errors import SpecError
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this module to `app`."""
-    app.command()(deploy)
-
-
 def deploy(
     pool: Annotated[
         str,

@@ -75,7 +75,6 @@ def run_checks(root: Path) -> list[CheckResult]:
 
 
 def check_python() -> CheckResult:
-    """Check the version of this interpreter."""
     found = f"{platform.python_version()} at {sys.executable}"
     if sys.version_info[:2] < PYTHON_MIN:
         return CheckResult("python", "fail", found, "install Python 3.11 or newer")
@@ -122,7 +121,6 @@ def check_root(root: Path) -> CheckResult:
 
 
 def check_space(root: Path) -> CheckResult:
-    """Check the free space under the root."""
     there = root
     while not there.exists():
         there = there.parent
@@ -291,7 +289,6 @@ def examine(run: str, gpus: int, checkpoint: str | None, root: str | None) -> di
 
 
 def render(facts: dict[str, Any]) -> None:
-    """Print the result."""
     memory = facts["bytes_per_rank"]
     fits = "fits" if facts["ok"] else "does not fit"
     say(f"{facts['checkpoint']} {fits} {counted(facts['gpus'], 'GPU')}")
@@ -318,15 +315,11 @@ def _choose(paths: RunPaths, checkpoint: str | None, root: str | None) -> str:
     return choose_checkpoint(paths, LATEST)
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module to `app`."""
-    group = typer.Typer(invoke_without_command=True)
-    group.callback()(doctor)
-    group.command()(fit)
-    app.add_typer(group, name="doctor")
+doctor = typer.Typer(invoke_without_command=True)
 
 
-def doctor(context: typer.Context, root: RootOption = None, as_json: AsJson = False) -> None:
+@doctor.callback()
+def check(context: typer.Context, root: RootOption = None, as_json: AsJson = False) -> None:
     """Check whether this machine and its services can run jobs."""
     if context.invoked_subcommand is not None:
         if root is not None or as_json:
@@ -339,6 +332,7 @@ def doctor(context: typer.Context, root: RootOption = None, as_json: AsJson = Fa
         raise typer.Exit(1)
 
 
+@doctor.command()
 def fit(
     run: RunArgument,
     gpus: Annotated[int, typer.Option("--gpus", min=1, help="The number of GPUs.")],

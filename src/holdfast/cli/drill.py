@@ -65,11 +65,6 @@ def _read(path: Path) -> DrillResult:
         ) from error
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this module to `app`."""
-    app.command()(drill)
-
-
 def drill(
     context: typer.Context,
     run: Annotated[

@@ -21,11 +21,6 @@ from holdfast.contracts.redaction import redact
 POLL_S: Final = 1.0
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this module to `app`."""
-    app.command()(events)
-
-
 def events(
     run: RunArgument,
     kinds: Annotated[

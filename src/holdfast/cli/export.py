@@ -14,11 +14,6 @@ from holdfast.workers.checkpoints import exports
 from holdfast.workers.checkpoints.exports import Dtype, ExportFormat
 
 
-def register(app: typer.Typer) -> None:
-    """Add `export` to `app`."""
-    app.command()(export)
-
-
 def export(
     checkpoint: CheckpointArgument,
     to: Annotated[

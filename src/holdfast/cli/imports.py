@@ -14,11 +14,6 @@ from holdfast.flows import imports
 from holdfast.flows.imports import WeightsFormat
 
 
-def register(app: typer.Typer) -> None:
-    """Add `import` to `app`."""
-    app.command("import")(import_)
-
-
 def import_(
     source: Annotated[
         Path, typer.Argument(help="The folder or file with the weights.", metavar="SOURCE")

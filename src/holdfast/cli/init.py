@@ -1,4 +1,4 @@
-"""`holdfast init`: the files of a project of one's own, for this cluster or machine."""
+"""`holdfast init|schema`: the files of a project of one's own, for this cluster or machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from holdfast.cli.shared.output import AsJson, answer, say
+from holdfast.cli.shared.output import AsJson, answer, echo, say, to_json_text
 from holdfast.contracts.disk.durable import create_bytes
 from holdfast.contracts.disk.paths import SPEC_NAME, default_root
 from holdfast.contracts.errors import NotFoundError, OutputExistsError, SchedulerError, SpecError
@@ -108,11 +108,6 @@ deployments:
       job_variables:
         env: {{PREFECT_FLOWS_HEARTBEAT_FREQUENCY: "30"}}
 """
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command of this module to `app`."""
-    app.command()(init)
 
 
 def init(
@@ -214,3 +209,11 @@ def _size_text(gpus: int) -> str:
 def _render(facts: dict[str, Any]) -> None:
     say(f"wrote {', '.join(facts['files'])} to {facts['folder']}")
     say(f"read {SPEC}, then: cd {shlex.quote(facts['folder'])} && holdfast submit {SPEC}")
+
+
+def schema() -> None:
+    """Print the JSON Schema of a run spec, with which an editor completes and checks its keys.
+
+    `holdfast init` writes it beside the spec. After an upgrade, write it again.
+    """
+    echo(to_json_text(run_spec_schema(), 1))

@@ -39,11 +39,6 @@ _Part = tuple[str, float | None]
 _DECODER: Final = codecs.getincrementaldecoder("utf-8")
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this module to `app`."""
-    app.command()(logs)
-
-
 def logs(
     context: typer.Context,
     run: RunArgument,

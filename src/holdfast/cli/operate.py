@@ -20,12 +20,6 @@ if TYPE_CHECKING:
 GOES_ON: Final = frozenset({"relaunch", "resume"})
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module to `app`."""
-    for command in (relaunch, stop, pause, resume, cancel):
-        app.command()(command)
-
-
 def relaunch(
     runs: RunsArgument,
     gpus: Annotated[

@@ -35,14 +35,7 @@ DAY_S: Final = 24 * 3600.0
 DAYS_MAX: Final = 3650
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module to `app`."""
-    app.command()(serve)
-    group = typer.Typer(help="Manage the tokens of a server.", no_args_is_help=True)
-    group.command("add")(add_token)
-    group.command("list")(list_tokens)
-    group.command("revoke")(revoke_token)
-    app.add_typer(group, name="token")
+token = typer.Typer(help="Manage the tokens of a server.", no_args_is_help=True)
 
 
 def serve(
@@ -117,6 +110,7 @@ def serve(
     uvicorn.Server(config).run(sockets=[listening])
 
 
+@token.command("add")
 def add_token(
     name: Annotated[str, typer.Argument(help="The owner's name, which the records show.")],
     role: Annotated[str, typer.Option(help="The token's role: reader or operator.")] = "reader",
@@ -138,6 +132,7 @@ def add_token(
     answer({**_facts(token), "token": text}, as_json, lambda facts: say(facts["token"]))
 
 
+@token.command("list")
 def list_tokens(as_json: AsJson = False) -> None:
     """List the tokens by name, role and id, without their secrets."""
     from holdfast.api.tokens import TokenStore
@@ -145,6 +140,7 @@ def list_tokens(as_json: AsJson = False) -> None:
     answer([_facts(one) for one in TokenStore().tokens()], as_json, _render_tokens)
 
 
+@token.command("revoke")
 def revoke_token(
     name: Annotated[str, typer.Argument(help="The token's name or id.")], as_json: AsJson = False
 ) -> None:

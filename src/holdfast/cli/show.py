@@ -54,11 +54,6 @@ ADVICE: Final = "see docs/porting.md, or describe the program's own checkpoints 
 ORDERS_MAX: Final = 5
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this module to `app`."""
-    app.command()(show)
-
-
 def show(
     runs: RunsArgument,
     watch: Annotated[
@@ -123,7 +118,6 @@ def _render(shown: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _shown(run: str, root: str | None) -> dict[str, Any]:
-    """Return what `show` prints of a run."""
     from holdfast.lineage.queries import run_queries
     from holdfast.workers.nodes.heartbeats import live_step, trained_step
     from holdfast.workers.runs.successors import waiting_facts
@@ -158,7 +152,6 @@ def _shown(run: str, root: str | None) -> dict[str, Any]:
 
 
 def _settings(run: str, root: str | None) -> dict[str, Any]:
-    """Return the value and the source of each key of a run's spec."""
     directory = read_index(lambda database: refreshed_directory(run, root, database))
     with reading_run(directory):
         paths = RunPaths(Path(directory))

@@ -56,11 +56,6 @@ FallbackTraces = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this module to `app`."""
-    app.command()(simulate)
-
-
 def simulate(
     context: typer.Context,
     spec: Annotated[str, typer.Argument(help="The spec: a TOML or YAML file.")],

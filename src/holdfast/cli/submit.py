@@ -32,12 +32,6 @@ Overrides = Annotated[
 Wait = Annotated[bool, typer.Option("--wait", help="Show progress until the run has ended.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module to `app`."""
-    app.command()(submit)
-    app.command()(fork)
-
-
 def submit(
     context: typer.Context,
     spec: Annotated[Path, typer.Argument(help="The run's spec, a TOML or YAML file.")],

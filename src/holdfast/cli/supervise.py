@@ -21,11 +21,6 @@ from holdfast.contracts.records.supervision import is_supervised, lost_superviso
 from holdfast.contracts.states import RunState
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this module to `app`."""
-    app.command()(supervise)
-
-
 def supervise(
     runs: Annotated[
         list[str] | None,
@@ -131,7 +126,6 @@ def _start_all(root: Path) -> list[dict[str, Any]]:
 
 
 def _start(paths: RunPaths, state: RunState) -> dict[str, Any]:
-    """Start a supervisor if the run needs one; return the facts."""
     from holdfast.flows.start import start_if_alone
 
     facts: dict[str, Any] = {"run": paths.name, "state": state.value}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -110,15 +110,13 @@ class RunChoice:
     def of(self, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the wanted rows in their order. `rows` are newest first."""
         found = [row for row in rows if self._wants(row)]
-        if self.sort is RunSort.NAME:
-            return sorted(found, key=itemgetter("run"))
-        if self.sort is RunSort.STATE:
-            return sorted(found, key=itemgetter("state"))
-        if self.sort is RunSort.STEP:
-            return sorted(found, key=lambda row: -1 if row["step"] is None else -row["step"] - 2)
-        if self.sort is RunSort.ENDED:
-            return sorted(found, key=lambda row: -(seconds_of(row["ended_at"]) or 0.0))
-        return found
+        keys: dict[RunSort, Callable[[dict[str, Any]], Any]] = {
+            RunSort.NAME: itemgetter("run"),
+            RunSort.STATE: itemgetter("state"),
+            RunSort.STEP: lambda row: -1 if row["step"] is None else -row["step"] - 2,
+            RunSort.ENDED: lambda row: -(seconds_of(row["ended_at"]) or 0.0),
+        }
+        return sorted(found, key=keys[self.sort]) if self.sort in keys else found
 
     def _wants(self, row: Mapping[str, Any]) -> bool:
         own = (row["run"], row["name"])
@@ -131,7 +129,6 @@ class RunChoice:
 
 
 def seconds_of(moment: str | None) -> float | None:
-    """Return an ISO 8601 time as Unix seconds, or None."""
     return datetime.fromisoformat(moment).timestamp() if moment else None
 
 
@@ -190,12 +187,6 @@ class LineageFormat(StrEnum):
     MERMAID = "mermaid"
     DOT = "dot"
     OPENLINEAGE = "openlineage"
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module to `app`."""
-    for command in (runs, checkpoints, lineage):
-        app.command()(command)
 
 
 def runs(
@@ -303,7 +294,6 @@ def _refreshed_runs(
 
 
 def _lost(row: Mapping[str, Any]) -> list[str]:
-    """Return a warning if the run is live and its supervisor is gone."""
     if not RunState(row["state"]).is_live:
         return []
     warning = supervisor_warning(RunPaths(Path(row["path"])))

@@ -28,11 +28,6 @@ class Goal(StrEnum):
     RUNNING = "running"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this module to `app`."""
-    app.command()(wait)
-
-
 def wait(
     runs: RunsArgument,
     timeout: Annotated[

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
 
 from prefect import Flow
@@ -31,21 +31,14 @@ from holdfast.flows.supervisor.redactor import Log
 from holdfast.flows.supervisor.submission import JOURNAL
 from holdfast.workers.runs import operator
 
+if TYPE_CHECKING:
+    from holdfast.flows.supervisor.supervise import Supervisor
+
 ASK_S_MAX: Final = 8.0
 
 
-class CancelledRun(Protocol):
-    """The properties of a supervisor that the signal handling uses."""
-
-    @property
-    def flow_run(self) -> str: ...
-
-    @property
-    def is_acting(self) -> bool: ...
-
-
 @contextmanager
-def cancel_on_signal(paths: RunPaths, supervision: CancelledRun, log: Log) -> Iterator[None]:
+def cancel_on_signal(paths: RunPaths, supervision: Supervisor, log: Log) -> Iterator[None]:
     """Turn SIGTERM into a request to cancel the run, if Prefect's API confirms a cancellation."""
     try:
         yield
@@ -103,8 +96,7 @@ def cancel_run(paths: RunPaths, flow_run: FlowRun, state: State[Any] | None = No
 def cancel_run_of_flow(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
     """Cancel the flow's run. Prefect's worker calls this hook after the flow's process is gone."""
     log = get_logger("holdfast")
-    root = flow_run.parameters.get("root")
-    home = given_folder(root, "root") if root else default_root()
+    home = home_of(flow_run.parameters.get("root"))
     paths = find_supervised(home, str(flow_run.id))
     if paths is None:
         log.info("flow run %s supervised no run under %s", flow_run.name, home)
@@ -113,6 +105,11 @@ def cancel_run_of_flow(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any
         log.info("%s", cancel_run(paths, flow_run, state))
     except HoldfastError as error:
         log.error("%s could not be cancelled: %s", paths.name, error)
+
+
+def home_of(root: str | None) -> Path:
+    """Return the folder of the runs that the parameter `root` of a flow names."""
+    return given_folder(root, "root") if root else default_root()
 
 
 def find_supervised(root: Path, flow_run: str) -> RunPaths | None:

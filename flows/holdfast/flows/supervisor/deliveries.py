@@ -165,7 +165,6 @@ class Deliveries:
         self._is_last = False
 
     def offer(self, history: RunHistory) -> None:
-        """Deliver what is new. Returns at once."""
         self._newest = [self._paths.attempt(view.number) for view in history.attempts[-2:]]
         self._turn += 1
         if self._redactor is not None and not self._boxes:

@@ -46,7 +46,6 @@ class FlowLock:
         self._handle, self.is_held = None, False
 
     def try_take(self) -> bool:
-        """Try to take the lock; return False if another process holds it."""
         assert self._handle is not None, "use the lock in a with statement"
         self.is_held = wait_for_lock(self._handle)
         return self.is_held

@@ -30,16 +30,13 @@ class Redactor:
         self._values = longest_first({*self._values, *secrets_of(spec), *referred})
 
     def text(self, text: str) -> str:
-        """Return `text` without the secrets."""
         return redact_text(text, self._values)
 
     def facts(self, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the data of a journal line without the secrets."""
         found: dict[str, Any] = redact(dict(facts), self._values)
         return found
 
     def log(self, log: Log) -> RedactedLog:
-        """Return a log that forwards its lines to `log` without the secrets."""
         return RedactedLog(log, self)
 
     @contextlib.contextmanager
@@ -75,7 +72,6 @@ class RedactedLog(logging.LoggerAdapter[Any]):
         self._redactor = redactor
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        """Log one line."""
         if self.isEnabledFor(level):
             line = str(msg) % args if args else str(msg)
             self.logger.log(level, "%s", self._redactor.text(line), **kwargs)

@@ -68,7 +68,6 @@ class SupervisorService:
 
     @contextlib.contextmanager
     def _only_one(self) -> Iterator[None]:
-        """Hold the service's lock."""
         make_directory(self.root)
         self._make_folder()
         handle = open_lock(self._folder / LOCK, owner_only=True)

@@ -33,7 +33,7 @@ def recorded_progress(history: RunHistory) -> tuple[object, ...]:
     last = history.last_attempt
     if last is None or last.state.is_terminal:
         return history.state, last.number if last else 0
-    return last.number, last.state, _committed_step(history)
+    return last.number, last.state, history.tally.newest_step
 
 
 def describe_progress(history: RunHistory) -> ProgressLine:
@@ -43,7 +43,7 @@ def describe_progress(history: RunHistory) -> ProgressLine:
         ending = f" after attempt {last.number} ({_ending(last)})" if last else ""
         return ProgressLine(text=f"{name}: {history.state}{ending}", key=key)
     beats = read_heartbeats(history.paths.attempt(last.number))
-    step, phase, committed = newest_step(beats), _common_phase(beats), _committed_step(history)
+    step, phase, committed = newest_step(beats), _common_phase(beats), history.tally.newest_step
     parts = [f"{name}: attempt {last.number} {last.state}"]
     # An attempt that was just created has no request yet.
     if last.gpus:
@@ -77,14 +77,8 @@ class ProgressLog:
 
 
 def _common_phase(beats: list[NodeBeat]) -> str:
-    """Return the phase that most ranks are in, in lower case."""
     phases = Counter(rank.phase.lower() for beat in beats for rank in beat.ranks)
     return phases.most_common(1)[0][0] if phases else ""
-
-
-def _committed_step(history: RunHistory) -> int | None:
-    """Return the newest step that the journal records as committed."""
-    return history.tally.newest_step
 
 
 def _ending(attempt: AttemptView) -> str:
@@ -141,7 +135,6 @@ def end_reason(history: RunHistory) -> str:
 
 
 def log_end(history: RunHistory, log: Log) -> None:
-    """Log how the run ended. `log` hides the run's secrets."""
     for line in _table_of_attempts(history):
         log.info("%s", line)
     last = history.last_attempt

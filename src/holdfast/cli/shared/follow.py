@@ -137,7 +137,6 @@ class _Display:
             self._status.stop()
 
     def update(self, history: RunHistory) -> None:
-        """Show the run's progress."""
         if not self._show:
             return
         progress = describe_progress(history)

@@ -43,7 +43,6 @@ def lineage_tree(graph: Mapping[str, Any]) -> Tree:
 
 
 def _written_by(attempt: Node, nodes: list[Node]) -> Iterator[Node]:
-    """Yield the checkpoints of one attempt in order of step."""
     run, _, name = attempt["id"].rpartition(":")
     match = _NUMBER.search(name)
     number = int(match[1]) if match else -1

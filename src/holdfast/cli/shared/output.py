@@ -68,10 +68,6 @@ def prepare_streams() -> None:
             stream.reconfigure(errors="holdfast")
 
 
-def _has_unicode(encoding: str | None) -> bool:
-    return (encoding or "").lower().startswith("utf")
-
-
 def _as_ascii(error: UnicodeError) -> tuple[str | bytes, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
@@ -145,7 +141,7 @@ def answer(
 
 def to_json_text(data: Any, indent: int | None = None) -> str:
     """Return `data` as JSON without characters that control a terminal."""
-    is_ascii = not _has_unicode(getattr(sys.stdout, "encoding", None))
+    is_ascii = not (getattr(sys.stdout, "encoding", None) or "").lower().startswith("utf")
     text = json.dumps(data, indent=indent, ensure_ascii=is_ascii, default=str)
     return _UNSAFE_IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 

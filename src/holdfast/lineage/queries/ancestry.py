@@ -40,7 +40,6 @@ class AncestryStretch:
     rows: list[Any]
 
     def ancestors(self) -> list[reports.Ancestor]:
-        """Return the chain as dictionaries for JSON."""
         run, folder, iso = self.run, f"{RunPaths(Path(self.directory)).checkpoints}/", views.iso
         # There may be ten thousand, so keep this one plain pass over tuples.
         return [

@@ -53,10 +53,8 @@ def compare(database: Database, one: str, other: str) -> reports.Comparison:
     )
 
 
-def list_files(
-    database: Database, checkpoint: str, *, limit: int = FILES_MAX
-) -> list[reports.FileView]:
-    """Return the first `limit` files of a checkpoint in the order of its manifest.
+def list_files(database: Database, checkpoint: str) -> list[reports.FileView]:
+    """Return the first `FILES_MAX` files of a checkpoint in the order of its manifest.
 
     Raises `NotFoundError` for an unknown checkpoint.
     """
@@ -67,7 +65,7 @@ def list_files(
             select(columns.path, columns.bytes, columns.checksum)
             .where(columns.run_uid == row["run_uid"], columns.checkpoint == row["name"])
             .order_by(columns.number)
-            .limit(limit)
+            .limit(FILES_MAX)
         )
         return [
             reports.FileView(path=one["path"], bytes=one["bytes"], checksum=one["checksum"])

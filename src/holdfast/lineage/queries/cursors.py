@@ -33,7 +33,6 @@ class RowPage(Generic[T]):
     next: str | None
 
     def map(self, change: Callable[[T], Any]) -> RowPage[Any]:
-        """Return a page with `change` applied to each item."""
         return RowPage([change(item) for item in self.items], self.next)
 
 

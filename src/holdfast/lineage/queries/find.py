@@ -37,7 +37,6 @@ class RunRef(BaseModel):
 
     @property
     def paths(self) -> RunPaths:
-        """The run's folder."""
         return RunPaths(Path(self.directory))
 
 

@@ -36,7 +36,6 @@ def mermaid(graph: Mapping[str, Any]) -> str:
 
 
 def dot(graph: Mapping[str, Any]) -> str:
-    """Return the graph in DOT, the language of Graphviz."""
     lines = ["digraph lineage {", "  rankdir=BT;", '  node [fontname="sans-serif"];']
     for node in graph["nodes"]:
         _, _, shape = _SHAPES.get(node["kind"], _SHAPES["run"])

@@ -48,7 +48,6 @@ def reasons_of(connection: Connection, run: Row, checkpoints: Sequence[Row]) -> 
 
 
 def keep_of(run: Row) -> Keep:
-    """Return the keep rules of a run's spec."""
     keep = (run["spec"].get("checkpoint") or {}).get("keep") or {}
     return Keep.read(keep)
 
@@ -70,7 +69,6 @@ def _branch(connection: Connection, run: Row, *, whole: bool) -> list[Row]:
 
 
 def _uses(connection: Connection, run: Row) -> dict[str, list[str]]:
-    """Return the other uses of this run's checkpoints, by directory name."""
     uses: defaultdict[str, dict[str, None]] = defaultdict(dict)
     for name, use in (*_resumes(connection, run), *_exports_and_forks(connection, run)):
         uses[name][use] = None
@@ -298,7 +296,6 @@ def _page_of_runs(
     limit: int | None,
     added: Sequence[Any] = (),
 ) -> RowPage[Row]:
-    """Return one page of the rows of runs, with the columns `added`."""
     usual = RUN_ORDERS[sort]
     descending = usual.descending if order is None else order == "desc"
     chosen = _by(sort, usual.columns, descending)
@@ -313,7 +310,6 @@ def _by(name: str, columns: tuple[Any, ...], descending: bool) -> RowOrder:
 
 
 def wanted_runs(connection: Connection, query: Select[Any], where: RunFilter) -> Select[Any]:
-    """Return a query of readable runs with the conditions of `where`."""
     columns = RUNS.c
     query = readable(connection, query)
     if where.states:

@@ -69,7 +69,6 @@ __all__ = (
 
 
 def count_runs(database: Database) -> dict[str, int]:
-    """Return the number of runs in each state."""
     query = select(RUNS.c.state, func.count()).group_by(RUNS.c.state)
     with database.reading() as connection:
         query = readable(connection, query)
@@ -77,7 +76,6 @@ def count_runs(database: Database) -> dict[str, int]:
 
 
 def read_spec(database: Database, run: str) -> Mapping[str, Any]:
-    """Return the spec of a run as plain data."""
     with database.reading() as connection:
         spec: Mapping[str, Any] = run_row(connection, run)["spec"]
     return spec
@@ -197,13 +195,11 @@ def _ancestors_elsewhere(
 
 
 def _in_order(run: Row) -> Select[Any]:
-    """Return a query for a run's checkpoints, oldest first."""
     columns = CHECKPOINTS.c
     return rows_of_run(CHECKPOINTS, run, columns.step, columns.attempt, columns.launch)
 
 
 def _launches(connection: Connection, run: Row) -> defaultdict[int, list[Row]]:
-    """Return the launches of a run by attempt, each list in order."""
     launches: defaultdict[int, list[Row]] = defaultdict(list)
     query = rows_of_run(LAUNCHES, run, LAUNCHES.c.attempt, LAUNCHES.c.number)
     for row in rows_of(connection, query):
@@ -212,7 +208,6 @@ def _launches(connection: Connection, run: Row) -> defaultdict[int, list[Row]]:
 
 
 def _safe_step(attempts: Sequence[Row]) -> int:
-    """Return the newest step that an attempt committed, or 0."""
     return max((attempt["committed_step"] or 0 for attempt in attempts), default=0)
 
 
@@ -270,7 +265,6 @@ def _spans(
 
 
 def _places(connection: Connection, run: Row) -> dict[int, int]:
-    """Return the place of each attempt, see `Resources.at`."""
     query = (
         select(EVENTS.c.attempt, EVENTS.c.data)
         .where(EVENTS.c.run_uid == run["uid"])

@@ -154,23 +154,22 @@ def node_faults(database: Database, host: str) -> list[reports.NodeFault]:
         .limit(FAULTS_SHOWN_MAX)
     )
     with database.reading() as connection:
-        faults = [_node_fault(row) for row in rows_of(connection, readable(connection, query))]
+        faults = [
+            reports.NodeFault(
+                run=row["run"],
+                attempt=row["attempt"],
+                cause=row["fault"],
+                started_at=views.iso(row["started_at"]),
+                ended_at=views.iso(row["ended_at"]),
+            )
+            for row in rows_of(connection, readable(connection, query))
+        ]
         known = select(columns.host).where(columns.host == host).limit(1)
         known = readable(connection, known, columns.run_uid)
         # The same answer for a host of other accounts' runs as for one that does not exist.
         if not faults and not rows_of(connection, known):
             raise NotFoundError(f"{host!r}: no attempt ran on a machine with this name")
     return faults
-
-
-def _node_fault(row: Row) -> reports.NodeFault:
-    return reports.NodeFault(
-        run=row["run"],
-        attempt=row["attempt"],
-        cause=row["fault"],
-        started_at=views.iso(row["started_at"]),
-        ended_at=views.iso(row["ended_at"]),
-    )
 
 
 def _newest(times: Iterable[float | None]) -> str | None:

@@ -302,14 +302,12 @@ def run_view(
     goodput: dict[str, Any],
     stretches: list[StretchView],
 ) -> RunView:
-    """Return the view of one run."""
     own = {"goodput": goodput, "stretches": stretches, "attempts": attempts}
     own["path"] = run["directory"]
     return cast(RunView, _view(RunView, run, **own))
 
 
 def attempt_view(row: Row, launches: Iterable[Row], gpus: int) -> AttemptView:
-    """Return the view of one attempt of `gpus` GPUs with its launches."""
     first, last = row["first_step"], row["last_step"]
     asked, committed = row["stop_requested_at"], row["stop_committed_at"]
     own = {
@@ -323,13 +321,11 @@ def attempt_view(row: Row, launches: Iterable[Row], gpus: int) -> AttemptView:
 
 
 def checkpoint_view(run: str, row: Row, reason: str) -> CheckpointView:
-    """Return the view of one checkpoint of the run in folder `run`."""
     own = {"id": checkpoint_id(run, row["name"]), "run": run, "saved_for": row["reason"]}
     return cast(CheckpointView, _view(CheckpointView, row, **own, reason=reason))
 
 
 def event_view(run: str, row: Row) -> EventView:
-    """Return the view of one journal line of the run in folder `run`."""
     return cast(EventView, _view(EventView, row, run=run, time=iso_time(row["time"])))
 
 
@@ -353,7 +349,6 @@ def run_node(run: Row) -> Node:
 
 
 def attempt_node_of(run: str, row: Row) -> Node:
-    """Return the node of an attempt."""
     return Node(
         id=f"{run}:{attempt_node(row['number'])}",
         kind="attempt",
@@ -366,7 +361,6 @@ def attempt_node_of(run: str, row: Row) -> Node:
 
 
 def checkpoint_node(run: str, row: Row) -> Node:
-    """Return the node of a checkpoint."""
     return Node(
         id=checkpoint_id(run, row["name"]),
         kind="checkpoint",

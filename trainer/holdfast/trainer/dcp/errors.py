@@ -50,7 +50,6 @@ def portable(error: BaseException | None) -> WRAPPED_EXCEPTION | None:
 
 
 def describe(failures: Mapping[int, WRAPPED_EXCEPTION]) -> str:
-    """Return the errors of the first ranks as text."""
     shown = sorted(failures)[:NAMED_MAX]
     texts = [f"rank {rank}: {_text(failures[rank][0])}" for rank in shown]
     more = f" and {len(failures) - NAMED_MAX} more ranks" if len(failures) > NAMED_MAX else ""

@@ -71,7 +71,6 @@ class Pending:
             yield self._engine
 
     def tokens_in(self, directory: Path) -> list[str]:
-        """Return the tokens of the saves into `directory` that are in flight."""
         with self._lock:
             return [one.token for one in self._saves.values() if one.directory == directory]
 

@@ -183,20 +183,17 @@ class SaveRecord:
                     run.loaded(manifest, is_root=is_root)
 
     def staged(self, directory: Path, step: int, size: int, blocked_s: float) -> None:
-        """Record that a save of `size` bytes on this rank is staged."""
         with self._lock:
             if (run := self._under_run()) is not None:
                 run.staged(directory, step, size, blocked_s)
 
     def committed(self, directory: Path, step: int) -> None:
-        """Record that a save is committed."""
         self.parent = _id_of(directory)
         with self._lock:
             if (run := self._under_run()) is not None:
                 run.committed(directory, step)
 
     def failed(self, directory: Path, step: int, problem: str) -> None:
-        """Record that a save was not committed."""
         with self._lock:
             if (run := self._under_run()) is not None:
                 run.write(EventKind.SAVE_FAILED, directory, step, error=problem)
@@ -239,7 +236,6 @@ class _RunRecord:
             self._begin(found.id, manifest.step)
 
     def staged(self, directory: Path, step: int, size: int, blocked_s: float) -> None:
-        """Write the line of a staged save. Without a load before it, training began from 0."""
         self._begin(None, 0)
         facts = {"bytes": size, "blocked_s": round(blocked_s, 6), "reason": REASON}
         self.write(EventKind.STAGED, directory, step, **facts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import IntEnum
 from typing import Any, Final
 
@@ -77,18 +77,12 @@ def stageable(state: Mapping[str, Any]) -> State:
     The values of other types are written by `torch.save` now. Raises what that raises for a value
     that cannot be pickled.
     """
-    return {key: _stageable(value) for key, value in state.items()}
 
+    def encoded(value: Any) -> Any:
+        # Pickled now, while training waits: the object may change before the flusher writes it.
+        return value if is_plain(value) else Encoded(encode(value))
 
-def _stageable(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) or is_plain(value):
-        return value
-    if isinstance(value, Mapping):
-        return {key: _stageable(item) for key, item in value.items()}
-    if isinstance(value, list) and is_nested(value):
-        return [_stageable(item) for item in value]
-    # Pickled now, while training waits: the object may change before the flusher writes it.
-    return Encoded(encode(value))
+    return {key: _with_others(value, encoded) for key, value in state.items()}
 
 
 def find_unreadable(value: Any, key: str = "") -> dict[str, str]:
@@ -113,14 +107,15 @@ def loadable(state: Mapping[str, Any]) -> State:
 
     A load fills the tensors in place and puts the values where they belong.
     """
-    return {key: _loadable(value) for key, value in state.items()}
+    return {key: _with_others(value, lambda _: None) for key, value in state.items()}
 
 
-def _loadable(value: Any) -> Any:
+def _with_others(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return `value` with `change` applied to all that is no tensor and no container of entries."""
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, Mapping):
-        return {key: _loadable(item) for key, item in value.items()}
+        return {key: _with_others(item, change) for key, item in value.items()}
     if isinstance(value, list) and is_nested(value):
-        return [_loadable(item) for item in value]
-    return None
+        return [_with_others(item, change) for item in value]
+    return change(value)

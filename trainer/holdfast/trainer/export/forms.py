@@ -279,7 +279,6 @@ def appearing(output: Path, checkpoint: Path) -> Iterator[Path]:
 
 
 def bytes_in(output: Path) -> int:
-    """Return the bytes of a file, or of all files in a folder."""
     return sum(path.stat().st_size for path in _files_in(output))
 
 
@@ -293,7 +292,6 @@ def _limit_rights(place: Path, checkpoint: Path) -> None:
 
 
 def _files_in(place: Path) -> list[Path]:
-    """Return a file, or all files in a folder."""
     return [place] if place.is_file() else [path for path in place.rglob("*") if path.is_file()]
 
 

@@ -56,7 +56,6 @@ class ExportSource:
 
     @property
     def directory(self) -> Path:
-        """The directory of the checkpoint's files."""
         return self.opened.directory
 
     def read(self, entries: Sequence[ExportEntry]) -> dict[str, Any]:

@@ -268,7 +268,6 @@ class _Reader:
         return template
 
     def _places(self) -> BoxTable:
-        """Read where each box lies, and return all boxes."""
         counts, dims = np.array(self._counts, np.int64), np.array(self._dims, np.int64)
         first, total = np.cumsum(counts) - counts, int(counts.sum())
         offsets = {kind: end_to_end(found, np.int64) for kind, found in self._offsets.items()}

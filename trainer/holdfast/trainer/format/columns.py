@@ -123,7 +123,6 @@ def encode_table(items: Sequence[Item]) -> bytes:
 
 
 def decode_table(content: bytes) -> list[Item]:
-    """Return the items of `encode_table`'s result."""
     return [
         Item(key, tuple(path), dtype, tuple(shape))
         for key, path, dtype, shape in json.loads(content)

@@ -91,7 +91,6 @@ def make_size(extents: Any = ()) -> torch.Size:
 
 
 def make_layout(name: Any) -> torch.layout:
-    """Return the layout of that name."""
     if type(name) is not str or name not in _LAYOUTS:
         raise RefusedPickle("a layout that torch does not have")
     return _LAYOUTS[name]

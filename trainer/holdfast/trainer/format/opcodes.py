@@ -65,7 +65,6 @@ class RecordTemplate:
 
     @property
     def record_bytes(self) -> int:
-        """The length of a record in bytes."""
         return len(self._content)
 
     def add(self, *pieces: bytes) -> None:
@@ -181,6 +180,5 @@ def fetch(number: int) -> bytes:
 
 
 def text(content: str) -> bytes:
-    """Return the opcode of a string."""
     octets = content.encode("utf-8", "surrogatepass")
     return b"X" + len(octets).to_bytes(4, "little") + octets

@@ -66,7 +66,6 @@ class DataGenerators:
         return self._read_found()
 
     def state_dict(self) -> States:
-        """Return the state of each generator by its place."""
         self._found = {
             f"{path}.{name}": (owner, name)
             for path, owner in self._owners.items()
@@ -147,7 +146,6 @@ def _read(item: Any) -> Any:
 
 
 def _write(item: Any, state: Any) -> None:
-    """Set a generator to a state of `_read`."""
     if isinstance(item, torch.Generator):
         item.set_state(state)
     elif isinstance(item, np.random.Generator):

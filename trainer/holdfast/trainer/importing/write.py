@@ -221,7 +221,6 @@ class _Stream:
         self.put(memoryview(bytes(position - self._at)))
 
     def put(self, content: memoryview) -> None:
-        """Write `content`."""
         while content:
             room = self._room()
             count = min(len(room), len(content))
@@ -240,7 +239,6 @@ class _Stream:
             done += len(room)
 
     def finish(self) -> None:
-        """Write what is left in memory."""
         self._flush()
         assert self._at == self._size
 
@@ -336,7 +334,6 @@ class _Reader:
             os.close(handle)
 
     def fills(self, part: SourcePart) -> Iterator[Fill]:
-        """Yield what reads the bytes of a part, in order."""
         if part.strides is not None:
             yield _Gather(self._handle(part.segments[0].path), part)
             return

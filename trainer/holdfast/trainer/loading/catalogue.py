@@ -35,16 +35,13 @@ class Catalogue:
         self.entries = entries
 
     def unit(self, number: int) -> Unit:
-        """Return the unit with this number."""
         return self._in_order[bisect_right(self._firsts, number) - 1].unit(number)
 
     def span(self, path: str) -> slice:
-        """Return the numbers of a file's units."""
         file = self.files[path]
         return slice(file.first, file.first + file.count)
 
     def sizes(self) -> Counts:
-        """Return the bytes of every unit, in order."""
         sizes = np.empty(self.count, dtype=np.int64)
         for file in self.files.values():
             starts = np.arange(file.count) * file.unit_bytes

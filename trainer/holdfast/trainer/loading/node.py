@@ -137,7 +137,6 @@ class ReadingNode:
                 among.close()
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, by rank."""
         return self._tree.gather_all(value)
 
     def barrier(self) -> None:

@@ -48,7 +48,6 @@ class CopySeries:
 
     @property
     def bytes(self) -> int:
-        """The number of bytes moved."""
         return self.length * self.count
 
     @property
@@ -57,7 +56,6 @@ class CopySeries:
         return self.source + (self.count - 1) * self.source_stride + self.length
 
     def moved(self, by: int) -> CopySeries:
-        """Return this series moved by `by` bytes in the file."""
         return CopySeries(
             self.source + by,
             self.target,
@@ -93,7 +91,6 @@ class FileUnits:
         return -(-self.size // self.unit_bytes)
 
     def unit(self, number: int) -> Unit:
-        """Return the unit with this number."""
         index = number - self.first
         start = index * self.unit_bytes
         digest = self.digests[index] if self.digests is not None else None
@@ -101,7 +98,6 @@ class FileUnits:
 
 
 def overlap(saved: Chunk, wanted: Chunk) -> Chunk | None:
-    """Return the common box, or None."""
     low = tuple(max(a, b) for a, b in zip(saved.offsets, wanted.offsets, strict=True))
     high = tuple(
         min(a + n, b + m)

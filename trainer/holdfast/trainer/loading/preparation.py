@@ -70,7 +70,6 @@ class Meter:
         self._lock = threading.Lock()
 
     def add(self, count: int) -> None:
-        """Count `count` more bytes."""
         with self._lock:
             self.count += count
 
@@ -87,7 +86,6 @@ class _Job:
         threading.Thread(target=self._run, name="shared-work", daemon=True).start()
 
     def result(self) -> Any:
-        """Return the value, or raise the error."""
         if self.error is not None:
             raise self.error
         return self.value

@@ -50,7 +50,6 @@ class HoldfastReader(FileSystemReader):
         self.transforms = _CheckedEntries(metadata, extensions)
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Return the metadata given at construction."""
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -58,7 +58,6 @@ class MemoryTarget:
 
     @property
     def memory(self) -> Bytes:
-        """The bytes, as a flat array."""
         with self._lock:
             if self._memory is None:
                 self._memory = self._make()
@@ -144,7 +143,6 @@ class Wants:
     devices: set[torch.device] = field(default_factory=set)
 
     def add(self, path: str, series: CopySeries, target: MemoryTarget) -> None:
-        """Add the wanted `series` of the file."""
         target.expect(series.bytes)
         self.items.append(Want(path, series, target))
 
@@ -343,7 +341,6 @@ def _place(key: str, table: BoxTable, row: int) -> EntryPlace:
 
 
 def _bytes_of(tensor: torch.Tensor) -> Bytes:
-    """Return the memory of a contiguous tensor as a flat array of bytes."""
     # A single element is contiguous at any stride, but a byte view needs stride 1.
     flat: Bytes = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
     return flat

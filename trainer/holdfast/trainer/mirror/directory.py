@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
-from holdfast.contracts.disk.direct import write_some
 from holdfast.contracts.disk.durable import (
     create_bytes,
     fsync_directory,
@@ -24,7 +23,13 @@ from holdfast.contracts.disk.durable import (
 from holdfast.contracts.disk.manifest import FileEntry
 from holdfast.contracts.disk.reading import is_mine
 from holdfast.contracts.errors import MirrorError
-from holdfast.trainer.mirror.store import PART_BYTES, FormerFile, checked_parts, wrap_errors
+from holdfast.trainer.mirror.store import (
+    PART_BYTES,
+    FormerFile,
+    checked_parts,
+    wrap_errors,
+    write_all,
+)
 
 # The suffix of a file that is being written. Only a crash leaves such a file.
 UNFINISHED = ".uploading"
@@ -67,7 +72,7 @@ class DirectoryStore:
                             shared += len(part)
                         else:
                             os.lseek(stream.fileno(), at, os.SEEK_SET)
-                            _write_all(stream.fileno(), part)
+                            write_all(stream.fileno(), part)
                         at += len(part)
                     # The same order as for the run's own files: bytes, name, and `fsync` of the
                     # directory.
@@ -185,9 +190,3 @@ class DirectoryStore:
             except OSError:
                 return
             folder = folder.parent
-
-
-def _write_all(handle: int, content: bytes) -> None:
-    left = memoryview(content)
-    while left:
-        left = left[write_some(handle, left) :]

@@ -16,7 +16,6 @@ from typing import Final
 
 from pydantic import ValidationError
 
-from holdfast.contracts.disk.direct import write_some
 from holdfast.contracts.disk.durable import (
     create_bytes,
     fsync_directory,
@@ -27,7 +26,7 @@ from holdfast.contracts.disk.manifest import FileEntry, Manifest
 from holdfast.contracts.disk.mirrors import MirrorRecord, checkpoint_key, write_record
 from holdfast.contracts.disk.paths import FETCHING, MANIFEST, CheckpointName
 from holdfast.contracts.errors import DamagedCheckpointError
-from holdfast.trainer.mirror.store import EntryCheck, MirrorStore
+from holdfast.trainer.mirror.store import EntryCheck, MirrorStore, write_all
 from holdfast.trainer.mirror.upload import Retries
 
 FILES_AT_ONCE: Final = 4
@@ -183,9 +182,7 @@ def _bring(
     with open(temporary, "wb", buffering=0) as stream:
         for piece in store.pieces(checkpoint_key(remote.manifest.name, entry.path), entry.bytes):
             check.update(piece)
-            left = memoryview(piece)
-            while left:
-                left = left[write_some(stream.fileno(), left) :]
+            write_all(stream.fileno(), piece)
             took(len(piece))
         check.finish()
         # The bytes before the name, so a file with its final name is whole after a power cut.

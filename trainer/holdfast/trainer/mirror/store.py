@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from holdfast.contracts.disk.digests import DIGEST_HEX, Content, new_checksum
+from holdfast.contracts.disk.direct import write_some
 from holdfast.contracts.disk.manifest import FileEntry
 from holdfast.contracts.errors import DamagedCheckpointError, MirrorError
 
@@ -159,6 +160,13 @@ def checked_parts(path: Path, entry: FileEntry) -> Iterator[bytes]:
                 return
             yield part
             part = following
+
+
+def write_all(handle: int, content: bytes) -> None:
+    """Write all of `content`, with as many calls as the file system needs."""
+    left = memoryview(content)
+    while left:
+        left = left[write_some(handle, left) :]
 
 
 @contextmanager

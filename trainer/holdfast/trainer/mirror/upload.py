@@ -43,7 +43,6 @@ class Upload:
 
     @property
     def entries(self) -> list[FileEntry]:
-        """The files that this node sends."""
         return [entry for entry in self.manifest.files if entry.path in self.own]
 
 

@@ -83,13 +83,11 @@ class Selection:
             )
 
     def takes(self, key: str) -> bool:
-        """Return True if the wanted `key` is to be loaded."""
         if any(_lies_under(key, prefix) for prefix in self.exclude):
             return False
         return not self.include or any(_lies_under(key, prefix) for prefix in self.include)
 
     def renamed(self, key: str) -> str:
-        """Return the wanted name of the saved `key`."""
         return _apply(self.rename, key)
 
     def rename_all(self, saved: Collection[str]) -> dict[str, str]:
@@ -173,7 +171,6 @@ def join(comparisons: Iterable[KeyComparison]) -> KeyComparison:
 
 
 def combine(one: KeyComparison, other: KeyComparison) -> KeyComparison:
-    """Combine two comparisons of different keys."""
     return _unite((one, other))
 
 

@@ -57,11 +57,9 @@ class Holders:
 
     @property
     def first(self) -> Int32s:
-        """The lowest rank that holds each block."""
         return self.rank[self.start].astype(np.int32)
 
     def of_block(self, block: int) -> Int64s:
-        """All ranks that hold a block."""
         return self.rank[self.start[block] : self.start[block] + self.count[block]]
 
 

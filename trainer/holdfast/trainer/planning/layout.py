@@ -122,7 +122,6 @@ class TensorEntry:
 
     @property
     def length(self) -> int:
-        """Bytes of the entry in the file."""
         return self.template.length
 
 

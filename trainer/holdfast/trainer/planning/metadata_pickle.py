@@ -108,7 +108,6 @@ class RowPlaces:
 
 
 def count_rows(plan: GlobalPlan) -> Int64s:
-    """Return the number of written boxes of each item."""
     counts = np.zeros(len(plan.items), dtype=np.int64)
     for key, writer in zip(plan.keys, plan.writers, strict=True):
         np.add.at(counts, key, np.count_nonzero(writer >= 0, axis=0))

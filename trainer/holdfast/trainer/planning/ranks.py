@@ -163,7 +163,6 @@ def _what_fits(images_bytes: int, available: int, staging: Staging) -> str:
 
 
 def raise_problems(problems: Sequence[str]) -> None:
-    """Raise `SaveError` if any rank had a problem."""
     if problems:
         raise SaveError(f"no rank saves, because of {'; '.join(problems)}")
 

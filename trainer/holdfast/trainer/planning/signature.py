@@ -135,7 +135,6 @@ class Signature:
             )
 
     def differences(self, flat: Mapping[str, Any]) -> list[str]:
-        """Return a readable line for each key that differs."""
         now = {key: _fingerprint(value) for key, value in flat.items()}
         return [
             f"{key}: {_describe(now, key, 'missing')}, planned "

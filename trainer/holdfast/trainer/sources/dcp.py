@@ -128,7 +128,6 @@ def _tensors(
 def _parts(
     opened: Opened, key: str, name: str, files: SourceFiles, handles: Mapping[str, int]
 ) -> Iterable[SourcePart]:
-    """Yield the saved chunks of one tensor, in order."""
     entry = opened.metadata.state_dict_metadata[key]
     assert isinstance(entry, TensorStorageMetadata)
     boxes, shape, dtype = opened.boxes.by_key[key], tuple(entry.size), entry.properties.dtype

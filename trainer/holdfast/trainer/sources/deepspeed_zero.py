@@ -43,7 +43,6 @@ class _Vector:
     pieces: tuple[tuple[str, Stored], ...]
 
     def stretch(self, begin: int, count: int, where: str) -> Iterator[ByteSegment]:
-        """Yield the bytes of `count` elements from element `begin`."""
         at = 0
         for path, piece in self.pieces:
             size = prod(piece.sizes)

@@ -149,7 +149,6 @@ def _reader(form: str) -> Callable[[SourceFiles, str], tuple[list[SourcePart], l
 
 
 def _choose(directory: Path, form: str, names: Sequence[str]) -> list[str]:
-    """Return the files to read where there is no index."""
     if _WHOLE[form] in names:
         return [_WHOLE[form]]
     found = sorted(name for name in names if name.endswith(_SUFFIXES[form]))
@@ -191,7 +190,6 @@ def _is_file_name(name: Any) -> bool:
 
 
 def _check_twice(parts: Sequence[SourcePart], place: Path) -> None:
-    """Raise `CheckpointError` if two tensors have one name."""
     again = twice([part.name for part in parts if not any(part.offsets)])
     if again:
         raise CheckpointError(

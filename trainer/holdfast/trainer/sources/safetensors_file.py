@@ -106,7 +106,6 @@ def parse_header(
 
 
 def _entry(name: str, facts: Any, *, path: str, data_at: int, where: str) -> SourcePart:
-    """Return one tensor of the header."""
     if not isinstance(facts, dict) or facts.keys() != _FACTS:
         raise CheckpointError(
             f"{where}: {name}: expected the facts dtype, shape and data_offsets in the header"

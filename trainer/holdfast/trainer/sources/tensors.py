@@ -64,13 +64,11 @@ class SourcePart:
         segments: Sequence[ByteSegment],
         strides: tuple[int, ...] | None = None,
     ) -> SourcePart:
-        """Return the part that is a complete tensor."""
         sizes = tuple(shape)
         return cls(name, dtype, sizes, (0,) * len(sizes), sizes, tuple(segments), strides)
 
     @property
     def bytes(self) -> int:
-        """The bytes of the box's elements."""
         return prod(self.sizes) * self.dtype.itemsize
 
 
@@ -108,7 +106,6 @@ class WeightsSource:
 
     @property
     def bytes(self) -> int:
-        """The bytes of all tensors."""
         return sum(part.bytes for part in self.parts)
 
     @property
@@ -183,7 +180,6 @@ class SourceFiles:
         return open_regular(self.base / path, below=self.base, follow=not self.is_snapshot)
 
     def size(self, path: str) -> int:
-        """Return the size of a file that was opened."""
         return self.states[path].bytes
 
 
@@ -321,7 +317,6 @@ def in_file_order(parts: Sequence[SourcePart]) -> list[SourcePart]:
 
 
 def twice(names: Sequence[str]) -> list[str]:
-    """Return the names that occur more than once."""
     ordered = sorted(names)
     return sorted({one for one, other in pairwise(ordered) if one == other})
 

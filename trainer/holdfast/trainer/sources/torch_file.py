@@ -52,7 +52,6 @@ class Stored:
 
     @property
     def is_contiguous(self) -> bool:
-        """True if the elements are in row-major order."""
         return is_contiguous(self.sizes, self.strides)
 
     @property
@@ -301,7 +300,6 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> St
 
 
 def _parameter(value: Any, *_: Any) -> Any:
-    """Return the tensor of a parameter."""
     return value
 
 

@@ -19,7 +19,7 @@ from holdfast.contracts.records.topology import FIXED
 from holdfast.trainer.ranks.collective import ControlGroup
 from holdfast.trainer.staging.file_writers import Writer, torch_writer
 from holdfast.trainer.state import rng
-from holdfast.trainer.state.run_state import FRAMEWORK, PROGRAM, Restored, State, TrainingProgress
+from holdfast.trainer.state.run_state import FRAMEWORK, Restored, State, TrainingProgress
 
 # The format of `train_state.json` beside a framework's own files.
 FILES_FORMAT: Final = "files"
@@ -103,13 +103,7 @@ class FileState:
             FRAMEWORK: self._framework.name,
             FACTS: self._framework.facts(),
             FIXED: self._framework.why_fixed(),
-            "step": progress.step,
-            "seed": progress.seed,
-            "epoch": progress.epoch,
-            "in_epoch": progress.in_epoch,
-            "data": progress.data,
-            "best": progress.best,
-            PROGRAM: progress.program,
+            **progress.as_document(),
             "world_size": self._ranks.world_size,
         }
         return files, document
@@ -153,7 +147,6 @@ class FileState:
         """Do nothing: nothing watches the program."""
 
     def weights(self) -> Iterable[torch.Tensor]:
-        """Return the local parameters and buffers of the model."""
         return self._framework.weights()
 
     def _check_fit(self, directory: Path, document: Mapping[str, Any]) -> None:

@@ -71,7 +71,6 @@ class ResumeFit:
         )
 
     def without(self, more: Collection[str]) -> ResumeFit:
-        """Return this fit with more excluded parts."""
         if not more:
             return self
         left = tuple(name for name in self.if_needed if name not in more)

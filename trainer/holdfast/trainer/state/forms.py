@@ -255,7 +255,6 @@ def _names_of(path: str, forms: Mapping[str, Form]) -> Iterator[str]:
 
 
 def _made(value: Any, path: str, forms: Mapping[str, Form]) -> Any:
-    """Rebuild a value in its original form, children first."""
     form = forms.get(path, {})
     kind = form.get(AS, "")
     if form.get(PLACED) == LOCAL and isinstance(value, DTensor):

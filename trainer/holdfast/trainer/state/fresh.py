@@ -163,7 +163,6 @@ def has_shared_elements(value: Any) -> bool:
 
 
 def find_aliases(flat: Mapping[str, Any]) -> list[frozenset[str]]:
-    """Return the groups of keys whose tensors overlap in memory."""
     spans = sorted(span for key, value in flat.items() if (span := _span(key, value)) is not None)
     groups: list[frozenset[str]] = []
     keys: set[str] = set()
@@ -239,7 +238,6 @@ def _directly_below(prefix: str, values: Mapping[str, Any]) -> dict[str, torch.T
 
 
 def describe(problems: Iterable[str]) -> str:
-    """Return the text of the error."""
     return (
         "the same command could not load a checkpoint of this state, because a resume loads into "
         f"the state that the program has when it makes its Session: {'; '.join(problems)}. Give "

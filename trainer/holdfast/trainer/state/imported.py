@@ -39,7 +39,6 @@ def document_of(origin: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_imported(document: Mapping[str, Any]) -> bool:
-    """Return True for the train state of an imported checkpoint."""
     return IMPORTED in document
 
 

@@ -225,7 +225,6 @@ def _is_standard(kind: type[nn.Module]) -> bool:
 
 
 def loads_itself(kind: type[nn.Module]) -> bool:
-    """Return True if the class has its own `_load_from_state_dict`."""
     return kind not in _STANDARD and not any(
         kind._load_from_state_dict is one._load_from_state_dict for one in _STANDARD
     )

@@ -164,7 +164,6 @@ class Objects:
         return found
 
     def module_names(self) -> list[str]:
-        """Return the names of the objects that are saved as modules."""
         return [n for n, item in self._shared.items() if _named_module(item, n) is not None]
 
     def find_changed_forms(self, exclude: Collection[str]) -> list[str]:

@@ -158,7 +158,6 @@ def to_bytes(value: Any, name: str) -> bytes:
 
 
 def from_bytes(content: bytes) -> Any:
-    """Return the value that `to_bytes` was given."""
     head, _, rest = content.partition(b"\n")
     document, sizes = json.loads(head)
     tensors = templates(document)

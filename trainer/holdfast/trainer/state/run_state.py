@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Final, Protocol
 
 import torch
@@ -35,6 +35,10 @@ class TrainingProgress:
     data: dict[str, Any] = field(default_factory=dict)
     best: dict[str, Any] = field(default_factory=dict)
     program: dict[str, Any] = field(default_factory=dict)
+
+    def as_document(self) -> dict[str, Any]:
+        """Return the keys of `train_state.json` for it."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
 
 @dataclass(frozen=True, kw_only=True)

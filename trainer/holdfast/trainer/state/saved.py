@@ -53,19 +53,14 @@ class SavedOptimizer:
             if OTHER in form:
                 saved.others[key.partition(".")[2]] = form[OTHER]
         for key, entry in entries.items():
-            found = saved._place(key, known)
-            if found is not None:
-                part, path = found
-                part.entries[path] = entry
+            if found := saved._place(key, known):
+                found[0].entries[found[1]] = entry
         for key, form in forms.items():
-            found = saved._place(key, known)
-            if found is not None:
-                part, path = found
-                part.forms[path] = form
+            if found := saved._place(key, known):
+                found[0].forms[found[1]] = form
         return saved
 
     def _place(self, key: str, known: Collection[str]) -> tuple[SavedPart, str] | None:
-        """Return the part that `key` belongs to, and the path in that part."""
         kind, _, rest = key.partition(".")
         parts = {STATE: self.state, GROUPS: self.options}.get(kind)
         if parts is None:

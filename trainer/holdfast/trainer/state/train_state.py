@@ -42,6 +42,7 @@ from holdfast.trainer.state.names import (
     merge_disjoint,
 )
 from holdfast.trainer.state.objects import EXTRA, SCHEDULER, Objects, Stateful, is_excluded
+from holdfast.trainer.state.optimizer_steps import StepWatch, group_sizes
 from holdfast.trainer.state.optimizers import (
     OptimizerState,
     awaits_state,
@@ -50,9 +51,8 @@ from holdfast.trainer.state.optimizers import (
     unwrap,
 )
 from holdfast.trainer.state.own_loading import OwnLoading
-from holdfast.trainer.state.run_state import PROGRAM, Restored, State, TrainingProgress
+from holdfast.trainer.state.run_state import Restored, State, TrainingProgress
 from holdfast.trainer.state.saved import SavedOptimizer
-from holdfast.trainer.state.stepping import StepWatch, group_sizes
 
 # Keys of a train state besides those of the model and the optimizers.
 
@@ -63,7 +63,6 @@ def rank_key(rank: int) -> str:
 
 
 def shapes_of(metadata: Metadata) -> dict[str, Sequence[int]]:
-    """Return the shapes of all saved tensors, by key."""
     entries = metadata.state_dict_metadata.items()
     return {key: e.size for key, e in entries if isinstance(e, TensorStorageMetadata)}
 
@@ -222,7 +221,6 @@ class TrainState:
         watch.examined()
 
     def close(self) -> None:
-        """Stop watching the program's optimizers."""
         if self._watch is not None:
             self._watch.close()
 
@@ -241,13 +239,7 @@ class TrainState:
             raise SaveError(describe(parted))
         document = {
             "format": FORMAT,
-            "step": progress.step,
-            "seed": progress.seed,
-            "epoch": progress.epoch,
-            "in_epoch": progress.in_epoch,
-            "data": progress.data,
-            "best": progress.best,
-            PROGRAM: progress.program,
+            **progress.as_document(),
             "world_size": self._world_size,
             "rng": sorted(generators),
             FIT: self._fit.describe(),
@@ -379,7 +371,6 @@ class TrainState:
         return state
 
     def weights(self) -> Iterable[torch.Tensor]:
-        """Return the local parameters and buffers of all models."""
         for model in self._models:
             yield from model.parameters()
             yield from model.buffers()
@@ -416,11 +407,9 @@ class TrainState:
         return parts
 
     def rewind_generators(self, *, is_last: bool) -> list[str]:
-        """Restore the generators to their state after `apply`: see `rng.ResumedGenerators`."""
         return self._generators.rewind(is_last=is_last)
 
     def rewind_seeds(self) -> None:
-        """Take back the seeds that loaders' iterators drew, if nothing else was drawn."""
         self._generators.rewind_seeds()
 
     # --- model and optimizers -------------------------------------------------------------
@@ -567,7 +556,6 @@ def address_of(value: Any) -> int:
 
 
 def listed(given: T | Sequence[T] | None) -> tuple[T, ...]:
-    """Return one, several or no objects as a tuple."""
     if given is None:
         return ()
     return tuple(given) if isinstance(given, Sequence) else (given,)

@@ -50,7 +50,6 @@ class AccelerateProgress(LoopProgress):
         self._accelerator = accelerator
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain data and tensors."""
         return {
             "accumulation": int(self._accelerator.step),
             "saves": int(self._accelerator.project_configuration.iteration),
@@ -58,7 +57,6 @@ class AccelerateProgress(LoopProgress):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the counters, and the places of the loaders."""
         self._accelerator.step = state["accumulation"]
         self._accelerator.project_configuration.iteration = state["saves"]
         super().load_state_dict(state)
@@ -80,7 +78,6 @@ class Training(LoopTraining):
     rank_name = "accelerate_fetches"
 
     def __init__(self, accelerator: Any, options: Mapping[str, Any]) -> None:
-        """`options` are further arguments of the `Session`."""
         super().__init__(AccelerateProgress(accelerator), options)
         self._accelerator = accelerator
         # Accelerate keeps its list of models without their wrappers.
@@ -92,16 +89,13 @@ class Training(LoopTraining):
     # --- the session ----------------------------------------------------------------------
 
     def models(self) -> list[nn.Module]:
-        """Return the prepared models."""
         found: list[nn.Module] = self._accelerator._models
         return found
 
     def wrappers(self) -> list[nn.Module]:
-        """Return what `prepare` returned for the models."""
         return self.wrapped
 
     def parts(self) -> Parts:
-        """Return what was prepared and registered. Raises `SpecError` if it cannot be saved."""
         self._check()
         accelerator = self._accelerator
         extra = {f"custom_{n}": each for n, each in enumerate(accelerator._custom_objects)}
@@ -118,7 +112,6 @@ class Training(LoopTraining):
         self._accelerator.end_training()
 
     def after_boundary(self, session: FrameworkSession) -> None:
-        """Write the links of `save_state`."""
         self._folders.look(session)
 
     # --- save_state and load_state --------------------------------------------------------
@@ -244,7 +237,6 @@ class Accelerator(LoopMethods[Training], accelerate.Accelerator):
         return loader
 
     def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Prepares a model as Accelerate does."""
         prepared = super().prepare_model(model, *args, **kwargs)
         self._training.wrapped.append(prepared)
         return prepared

@@ -40,7 +40,6 @@ class Folders:
     """Writes the links of one run, on rank 0, and applies `total_limit`."""
 
     def __init__(self, configuration: Any, *, is_main: bool) -> None:
-        """`configuration` is Accelerate's `ProjectConfiguration`."""
         self._configuration, self._is_main = configuration, is_main
         self._wanted: list[Path] = []
         # A folder of numbered ones, and the checkpoint whose commit allows to delete older ones.
@@ -97,12 +96,10 @@ class Folders:
 
 
 def numbered_folder(configuration: Any) -> Path:
-    """Return the folder of a project's numbered saves."""
     return Path(configuration.project_dir).expanduser().absolute() / "checkpoints"
 
 
 def newest_folder(configuration: Any) -> Path | None:
-    """Return the numbered save with the highest number, or None."""
     found = numbered(numbered_folder(configuration))
     return found[-1] if found else None
 

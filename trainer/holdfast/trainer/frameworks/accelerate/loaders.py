@@ -51,14 +51,12 @@ class DealtBatches(Batches):
 
     @property
     def unit(self) -> int:  # type: ignore[override]
-        """How many dealt batches make one batch of each rank."""
         if getattr(self._inner, "split_batches", False):
             return 1
         return int(getattr(self._inner, "num_processes", 1))
 
     @property
     def even_batches(self) -> bool:
-        """As of the wrapped sampler."""
         return bool(self._inner.even_batches)
 
     @even_batches.setter
@@ -78,7 +76,6 @@ class DealtBatches(Batches):
             self._data_fetch = self.data.before_fetch()
 
     def before_newest_fetch(self) -> Generators | None:
-        """Return the generators before the newest fetch, if they were noted."""
         if self.fetch is None:
             return None
         return {**rng.as_tensors(self.fetch), DATA: self._data_fetch}
@@ -103,11 +100,9 @@ class Loader(WrappedLoader):
     batches: DealtBatches | None
 
     def find_problem(self) -> str | None:
-        """Return why training over the loader cannot be continued, or None."""
         return problem_of(self.inner) or problem_of_ranks(self.inner)
 
     def install(self) -> DealtBatches:
-        """Wrap the loader's batch sampler in place, and return the wrapper."""
         return install(self.inner)
 
     def is_at_end(self, done: int) -> bool:
@@ -141,7 +136,6 @@ class Loader(WrappedLoader):
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Restore what `describe` returned. Raises `CheckpointError` for another dataset."""
         self.inner.iteration = int(saved["iteration"])
         self.has_begun = bool(saved["has_begun"])
         if self.has_begun:

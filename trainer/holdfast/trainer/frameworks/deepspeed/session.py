@@ -198,7 +198,6 @@ class DeepSpeedFiles:
         }
 
     def why_fixed(self) -> str:
-        """Return why other ranks cannot load this state, "" if they can."""
         return why_fixed(self._engine)
 
     def collect(self) -> dict[str, Writer]:

@@ -147,7 +147,6 @@ class Holdfast(Callback):
             self._fit.finish_evaluation()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Release everything, as after a crash."""
         if self._fit is not None:
             self._fit.abandon(exception)
 

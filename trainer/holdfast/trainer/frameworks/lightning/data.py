@@ -337,7 +337,6 @@ class TrainingData:
         return loader
 
     def rank_limits(self) -> dict[str, Any]:
-        """Return which numbers of ranks can continue: see `RankLimited`."""
         if any(map(_has_state, self._loaders)):
             return {FIXED: "each rank's loader has a state of its own share of the data"}
         return limits_of(self._shares())

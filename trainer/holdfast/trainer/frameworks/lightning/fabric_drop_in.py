@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -14,14 +15,12 @@ from torch.distributed import is_torchelastic_launched
 from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.contracts.errors import SpecError
-from holdfast.trainer.frameworks.lightning import fabric_schedulers
 from holdfast.trainer.frameworks.lightning.callback import torchrun_size
 from holdfast.trainer.frameworks.lightning.fabric_elastic import (
     PRECISION,
     check_strategy,
     precision_of,
 )
-from holdfast.trainer.frameworks.lightning.fabric_schedulers import created_count, schedulers_of
 from holdfast.trainer.frameworks.lightning.global_batch import (
     SampleShare,
     batch_size,
@@ -45,6 +44,60 @@ from holdfast.trainer.frameworks.program_loop.training import LoopTraining, Part
 from holdfast.trainer.frameworks.session import FrameworkSession
 from holdfast.trainer.state.objects import RankLimited
 
+# The learning rate schedulers of a program.
+#
+# Fabric does not prepare schedulers, so a program that uses them does not name them to it. A
+# missing one would start again after a resume. So each scheduler is noted when it is created.
+
+
+class _Created:
+    """The schedulers that exist, in the order of their creation."""
+
+    def __init__(self) -> None:
+        self._found: list[weakref.ref[LRScheduler]] = []
+        self.count = 0
+
+    def note(self, scheduler: LRScheduler) -> None:
+        self.count += 1
+        self._found.append(weakref.ref(scheduler))
+
+    def alive(self) -> list[LRScheduler]:
+        alive = [one for one in (found() for found in self._found) if one is not None]
+        self._found = [weakref.ref(one) for one in alive]
+        return alive
+
+
+_created = _Created()
+
+
+def watch_schedulers() -> None:
+    """Note schedulers from now on. Their class gets a `__new__`, which all kinds of them use."""
+    if "__new__" in vars(LRScheduler):
+        return
+
+    def create(cls: type[LRScheduler], *_: Any, **__: Any) -> LRScheduler:
+        scheduler = object.__new__(cls)
+        _created.note(scheduler)
+        return scheduler
+
+    LRScheduler.__new__ = create  # type: ignore[assignment,method-assign]
+
+
+def created_count() -> int:
+    return _created.count
+
+
+def schedulers_of(optimizers: list[Any]) -> list[LRScheduler]:
+    """Return the schedulers over `optimizers`, in the order of their creation."""
+    own = {id(each) for each in optimizers}
+
+    def inner(scheduler: LRScheduler) -> Any:
+        found = getattr(scheduler, "optimizer", None)
+        return getattr(found, "optimizer", found)
+
+    return [each for each in _created.alive() if id(inner(each)) in own]
+
+
 # The training of one `Fabric`: its objects as parts of a session.
 
 # Loaders that Fabric set up, so that each batch is counted and their place can be restored.
@@ -57,11 +110,9 @@ class FabricLoader(WrappedLoader):
     """
 
     def install(self) -> Batches:
-        """Wrap the loader's batch sampler in place, and return the wrapper."""
         return wrap_sampler(self.inner._dataloader, Batches)
 
     def is_at_end(self, done: int) -> bool:
-        """Return True if no batch follows."""
         return done >= len(self.inner)
 
     def exhaust(self, batches: Iterator[Any]) -> None:
@@ -83,7 +134,6 @@ class FabricLoader(WrappedLoader):
         return {**begun, "samples": samples, "passes": self.passes, "done": done}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Restore what `describe` returned. Raises `CheckpointError` for another dataset."""
         self.inner._num_iter_calls = int(saved["iteration"])
         self.has_begun = bool(saved["has_begun"])
         if self.batches is None or "samples" not in saved:
@@ -111,7 +161,6 @@ class FabricLoader(WrappedLoader):
         }
 
     def restore_rank(self, saved: Mapping[str, Any]) -> None:
-        """Restore what `describe_rank` returned, and the ends of passes."""
         super().restore_rank(saved)
         if self.batches is None or "order" not in saved:
             return
@@ -140,7 +189,6 @@ class FabricProgress(LoopProgress, RankLimited):
         super().add(loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain data and tensors."""
         self._note_shares()
         shares = {str(number): asdict(each) for number, each in self._shares.items()}
         return {"shares": shares, **super().state_dict()}
@@ -155,7 +203,6 @@ class FabricProgress(LoopProgress, RankLimited):
         super().load_state_dict(state)
 
     def rank_limits(self) -> dict[str, Any]:
-        """Return which numbers of ranks can continue the order of the samples."""
         self._note_shares()
         return limits_of(list(self._shares.values()))
 
@@ -186,7 +233,6 @@ class FabricTraining(LoopTraining):
     rank_name = "fabric_rank"
 
     def __init__(self, fabric: Any, options: Mapping[str, Any]) -> None:
-        """`options` are further arguments of the `Session`."""
         super().__init__(FabricProgress(fabric), options)
         self._fabric = fabric
         self._models: list[nn.Module] = []
@@ -199,7 +245,6 @@ class FabricTraining(LoopTraining):
     # --- what the program sets up ---------------------------------------------------------
 
     def add_model(self, module: Any) -> None:
-        """Add a module that Fabric wrapped."""
         self._models.append(_unwrap_objects(module))
 
     def add_optimizer(self, optimizer: Any) -> None:
@@ -224,11 +269,9 @@ class FabricTraining(LoopTraining):
     # --- the session ----------------------------------------------------------------------
 
     def models(self) -> list[nn.Module]:
-        """Return the modules inside of Fabric's wrappers."""
         return self._models
 
     def parts(self) -> Parts:
-        """Return what was set up. Raises `SpecError` if it cannot be saved."""
         if not self._models or not self._optimizers:
             raise SpecError(
                 f"{len(self._models)} models and {len(self._optimizers)} optimizers are set up; "
@@ -261,7 +304,7 @@ class FabricTraining(LoopTraining):
             self.close()
 
 
-fabric_schedulers.watch()
+watch_schedulers()
 
 
 class Fabric(LoopMethods[FabricTraining], LightningFabric):

@@ -54,7 +54,6 @@ def precision_of(fabric: Any) -> dict[str, Any]:
 
 
 def _unwrapped(given: Any) -> Any:
-    """Return the modules or optimizers inside of Fabric's wrappers."""
     if isinstance(given, Sequence):
         return [_unwrap_objects(each) for each in given]
     return None if given is None else _unwrap_objects(given)

@@ -211,5 +211,4 @@ def _read(path: Path) -> list[str]:
 
 
 def model_checkpoints(trainer: Any) -> list[Any]:
-    """Return the trainer's callbacks that are a `ModelCheckpoint`."""
     return [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]

@@ -110,17 +110,14 @@ class FitLoop(_FitLoop):
 
     @property
     def done(self) -> bool:
-        """False until the resume has run what follows the restored step."""
         return not self.holdfast.resumes_inside and super().done
 
     def run(self) -> None:
-        """Train, then commit the last checkpoint."""
         self.holdfast.before_training()
         super().run()
         self.holdfast.close()
 
     def setup_data(self) -> None:
-        """Create the loaders, at the restored position."""
         with self.holdfast.data.loading():
             super().setup_data()
 
@@ -131,7 +128,6 @@ class FitLoop(_FitLoop):
         self.holdfast.data.before_iterator(self._combined_loader)
 
     def reset(self) -> None:
-        """Find out where training continues."""
         super().reset()
         if self.holdfast.resumes_inside:
             # Lightning steps no plateau scheduler at the end of an epoch that was restarted.
@@ -144,12 +140,10 @@ class FitLoop(_FitLoop):
                 loop._restarting = False
 
     def on_advance_start(self) -> None:
-        """Begin an epoch, or continue it."""
         self.holdfast.enter()
         super().on_advance_start()
 
     def on_advance_end(self) -> None:
-        """End an epoch."""
         super().on_advance_end()
         self.holdfast.finish_end(LoopPlace.BETWEEN_EPOCHS)
 

@@ -63,7 +63,6 @@ class SampleShare:
 
     @property
     def global_batch(self) -> int:
-        """The samples of all ranks' batches together."""
         return (self.size or 0) * self.parts
 
 
@@ -128,7 +127,6 @@ def sampler_of(loader: Any) -> Any:
 
 
 def order_of(loader: Any) -> str | None:
-    """Return the class of the sampler, or None without one."""
     return type(sampler_of(loader)).__name__ if has_order(loader) else None
 
 

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer import call
 
 from holdfast.contracts.errors import CheckpointError
-from holdfast.trainer.frameworks.lightning.data import TrainingData
-from holdfast.trainer.frameworks.lightning.files import StrategyFiles, model_checkpoints
-from holdfast.trainer.frameworks.lightning.metrics import EpochMetrics
-from holdfast.trainer.frameworks.session import FrameworkSession
+from holdfast.trainer.frameworks.lightning.files import model_checkpoints
 from holdfast.trainer.state.objects import RankLimited
+
+if TYPE_CHECKING:
+    from holdfast.trainer.frameworks.lightning.fit import TrainerFit
 
 FORMAT: Final = 1
 # Tensors of at most this many elements become plain numbers. A new best score or a new metric then
@@ -50,25 +50,10 @@ class LoopPlace(StrEnum):
     BETWEEN_EPOCHS = "between_epochs"
 
 
-class FitState(Protocol):
-    """What the state of a trainer is taken from and given to: `TrainerFit`, as seen from here."""
-
-    trainer: Any
-    session: FrameworkSession | None
-    place: LoopPlace
-    is_capturing: bool
-    data: TrainingData
-    metrics: EpochMetrics
-    files: StrategyFiles
-
-    def resume_at(self, place: LoopPlace, trainer_state: Mapping[str, Any]) -> None:
-        """Continue the loops at `place`. Their counters are restored already."""
-
-
 class SharedState(RankLimited):
     """The state of a trainer that is the same on all ranks."""
 
-    def __init__(self, fit: FitState) -> None:
+    def __init__(self, fit: TrainerFit) -> None:
         self._fit = fit
         # Whether a checkpoint had this state.
         self.is_restored = False
@@ -128,14 +113,13 @@ class SharedState(RankLimited):
         self.is_restored = True
 
     def rank_limits(self) -> dict[str, Any]:
-        """Return which numbers of ranks can continue the order of the samples."""
         return self._fit.data.rank_limits()
 
 
 class RankState:
     """The state of a trainer that differs between ranks."""
 
-    def __init__(self, fit: FitState) -> None:
+    def __init__(self, fit: TrainerFit) -> None:
         self._fit = fit
 
     def state_dict(self) -> dict[str, Any]:
@@ -164,7 +148,6 @@ def pack(value: Any) -> Any:
 
 
 def unpack(value: Any) -> Any:
-    """Return the value that `pack` was given."""
 
     def large(item: Any) -> Any:
         if not isinstance(item, Mapping) or set(item) != {SMALL}:
@@ -186,7 +169,7 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     return value
 
 
-def _loops_of(fit: FitState) -> dict[str, Any]:
+def _loops_of(fit: TrainerFit) -> dict[str, Any]:
     fit.is_capturing = True
     try:
         state: dict[str, Any] = fit.trainer.fit_loop.state_dict()
@@ -221,14 +204,14 @@ def _checkpoint_of(trainer: Any) -> dict[str, Any]:
     return {key: LIVE if item is weights else item for key, item in checkpoint.items()}
 
 
-def _is_live(item: Any) -> bool:
-    return isinstance(item, str) and item == LIVE
-
-
 def _apply_checkpoint(trainer: Any, checkpoint: dict[str, Any]) -> None:
     """Restore data module, callbacks and precision, with their hooks, in Lightning's order."""
     weights = trainer.lightning_module.state_dict()
-    loaded = {key: weights if _is_live(item) else item for key, item in checkpoint.items()}
+    # Values may be tensors, whose comparison is a tensor.
+    loaded = {
+        key: weights if isinstance(item, str) and item == LIVE else item
+        for key, item in checkpoint.items()
+    }
     connector = trainer._checkpoint_connector
     connector._loaded_checkpoint = loaded
     try:

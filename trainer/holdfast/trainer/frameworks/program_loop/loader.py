@@ -123,7 +123,6 @@ class WrappedLoader(ABC):
         """Restore what a checkpoint keeps, the same on all ranks. Raises `CheckpointError`."""
 
     def restore_rank(self, saved: Mapping[str, Any]) -> None:
-        """Restore what a checkpoint keeps of this rank."""
         self.ends = list(saved.get(ENDS, []))
         if self.batches is not None:
             self.batches.data.load_state_dict(saved.get(DATA, {}))
@@ -156,7 +155,6 @@ class WrappedLoader(ABC):
         return 1 if self.batches is None else self.batches.unit
 
     def start_at(self, start: Start) -> None:
-        """Let the next pass begin at `start`."""
         assert self.batches is not None
         self.batches.start = start
         self.before_pass()

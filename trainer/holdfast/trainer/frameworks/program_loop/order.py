@@ -113,7 +113,6 @@ class Batches(BatchSampler):
 
     @property
     def inner(self) -> Any:
-        """The wrapped batch sampler."""
         return self._inner
 
     def __getattr__(self, name: str) -> Any:
@@ -129,7 +128,6 @@ class Batches(BatchSampler):
         """Called before each fetch."""
 
     def skipped(self, start: Start) -> Iterator[Any]:
-        """Return an iteration from `start` on."""
         return itertools.islice(self._inner, start.skip, None)
 
     def _restore(self, generators: Generators) -> None:

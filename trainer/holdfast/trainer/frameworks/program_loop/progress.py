@@ -63,7 +63,6 @@ class LoopProgress:
 
     @property
     def is_in_pass(self) -> bool:
-        """True while a loader is being iterated."""
         return bool(self._active)
 
     @property
@@ -73,7 +72,6 @@ class LoopProgress:
 
     @property
     def has_stepped(self) -> bool:
-        """True from an optimizer step until that step is complete."""
         return bool(self._stepping)
 
     @property
@@ -107,7 +105,6 @@ class LoopProgress:
         self._kept = len(self.loaders)
 
     def begin(self, loader: WrappedLoader, done: int) -> Pass:
-        """Begin a pass after `done` dealt batches."""
         self._left_out = None
         one = Pass(loader, done, done)
         self._active.append(one)
@@ -188,14 +185,12 @@ class LoopProgress:
         self.totals.next_epoch()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain data and tensors."""
         return {
             "trained": self._trained,
             "loaders": [self._describe(loader) for loader in self.loaders],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the counters, and the places of the loaders."""
         self.was_restored = True
         self._trained = state["trained"]
         self._saved = state["loaders"]
@@ -288,7 +283,6 @@ class EpochTotals:
         self._given = 0
 
     def restore(self, values: list[torch.Tensor]) -> None:
-        """Set the sums that the program gets in this epoch."""
         self.values = [value.to(self._device) for value in values]
         self._given = 0
 

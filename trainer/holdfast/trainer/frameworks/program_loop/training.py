@@ -84,7 +84,6 @@ class LoopTraining(ABC):
 
     @property
     def is_open(self) -> bool:
-        """True while there is an open session."""
         return self.session is not None and not self._is_closed
 
     @property
@@ -285,7 +284,6 @@ def require_other_parameters(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def listed(names: str | Collection[str]) -> Collection[str]:
-    """Return one name or several as a collection."""
     return (names,) if isinstance(names, str) else names
 
 

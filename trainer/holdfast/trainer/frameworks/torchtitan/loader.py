@@ -164,7 +164,6 @@ class TokenDataLoader(BaseDataLoader):
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the data, for torchtitan's own checkpoints."""
         return {"samples": self._given * self._size * self._degree, "seed": self.seed}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -183,7 +182,6 @@ class TokenDataLoader(BaseDataLoader):
             )
 
     def _ids(self) -> Iterator[list[int]]:
-        """Yield the ids of this rank's next batches."""
         if self._sampler is None:
             size, count = self._size * self._degree, len(self.samples)
             order = DataOrder(samples=count, global_batch=size, seed=self.seed)

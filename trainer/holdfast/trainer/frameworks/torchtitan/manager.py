@@ -66,7 +66,6 @@ class TrainerState(RankLimited):
         return int(local) * self.batch_parts
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain data, the same on all ranks."""
         return {
             "format": FORMAT,
             "trainer": dict(self._trainer.state_dict()),
@@ -77,7 +76,6 @@ class TrainerState(RankLimited):
         }
 
     def rank_limits(self) -> dict[str, Any]:
-        """Return which numbers of ranks can continue with the same samples in each step."""
         training = self._trainer.config.training
         if self.keeps_place:
             return {
@@ -157,19 +155,6 @@ def stock_manager(config: Any, parts: Mapping[str, Any]) -> Any:
     return Stock(own, **{**parts, "states": dict(parts["states"])})
 
 
-def load_first(config: Any, parts: Mapping[str, Any]) -> bool:
-    """Load where a run without a checkpoint of Holdfast begins. Return True if there was something.
-
-    It is the newest checkpoint in torchtitan's folder, or else `initial_load_path`.
-    """
-    return bool(stock_manager(config, parts).load())
-
-
-def export_last(config: Any, parts: Mapping[str, Any], step: int) -> None:
-    """Write the model after the last step as torchtitan does, into its folder."""
-    stock_manager(config, parts).save(step, last_step=True)
-
-
 # The metrics and the validation of a torchtitan trainer, seen by the session.
 
 LOSS: Final = "loss_metrics/global_avg_loss"
@@ -197,11 +182,6 @@ class SessionLogger(BaseLogger):
 def log_to(session: FrameworkSession, metrics_processor: Any) -> None:
     """Listen where torchtitan passes metrics to its loggers, even if it has none."""
     metrics_processor.logger = SessionLogger(metrics_processor.logger, session)
-
-
-def is_validated(trainer: Any, step: int) -> bool:
-    """Return True if the trainer validates after `step`."""
-    return bool(trainer.config.validator.enable and trainer.validator.should_validate(step))
 
 
 def watch_validation(session: FrameworkSession, trainer: Any, complete: Callable[[], None]) -> None:
@@ -355,7 +335,7 @@ class CheckpointManager(BaseCheckpointManager):
         if is_of_holdfast(config.initial_load_path):
             load_checkpoint(str(config.initial_load_path), parts["model_parts"])
             return True
-        is_loaded = load_first(config, parts)
+        is_loaded = bool(stock_manager(config, parts).load())
         if self._trainer.step:
             # A session knows from its start how many steps are complete.
             self._opened.abandon()
@@ -427,7 +407,10 @@ class CheckpointManager(BaseCheckpointManager):
                 f"save(curr_step={curr_step}) after step {session.step}; expected one call after "
                 "each step of the trainer"
             )
-        state.awaits_validation = is_validated(self._trainer, curr_step)
+        state.awaits_validation = bool(
+            self._trainer.config.validator.enable
+            and self._trainer.validator.should_validate(curr_step)
+        )
         if curr_step == 1 and self._config.enable_first_step_checkpoint:
             session.checkpoint(wait=True)
         must_leave = session.boundary(has_end=state.awaits_validation)
@@ -449,7 +432,7 @@ class CheckpointManager(BaseCheckpointManager):
         session.finish()
         if self._config.last_save_model_only:
             with session.phase("save"):
-                export_last(self._config, self._parts, session.step)
+                stock_manager(self._config, self._parts).save(session.step, last_step=True)
 
     def _leave(self) -> None:
         """End this process after all ranks have agreed to stop. The exit status is 0."""

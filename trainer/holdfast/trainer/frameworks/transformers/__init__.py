@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.trainer.versions import require
 
 if TYPE_CHECKING:
-    from holdfast.trainer.frameworks.transformers.callback import (
+    from holdfast.trainer.frameworks.transformers.trainer import (
         HoldfastCallback as HoldfastCallback,
     )
     from holdfast.trainer.frameworks.transformers.trainer import (
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HoldfastCallback", "Seq2SeqTrainer", "Trainer", "attach"]
 _MODULES = {
-    "HoldfastCallback": "callback",
+    "HoldfastCallback": "trainer",
     "Seq2SeqTrainer": "trainer",
     "Trainer": "trainer",
     "attach": "trainer",

@@ -75,17 +75,8 @@ class TrainerProgress(RankLimited):
         self.first_step = 0
         self.loaded: dict[str, Any] | None = None
         self._history = _HistoryText()
-        self._earlier_s, self._began = 0.0, time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        """The seconds of training, in this launch and those before."""
-        return self._earlier_s + time.monotonic() - self._began
-
-    @property
-    def earlier_s(self) -> float:
-        """The seconds of training in earlier launches."""
-        return self._earlier_s
+        # The seconds of training in earlier launches.
+        self.earlier_s, self._began = 0.0, time.monotonic()
 
     def state_dict(self) -> dict[str, Any]:
         trainer, state = self.trainer, self.trainer.state
@@ -107,13 +98,12 @@ class TrainerProgress(RankLimited):
             "total_loss": getattr(trainer, "_total_loss_scalar", 0.0),
             "logged_step": getattr(trainer, "_globalstep_last_logged", 0),
             "first_step": self.first_step,
-            "seconds": self.seconds,
+            "seconds": self.earlier_s + time.monotonic() - self._began,
             "kept": self.kept.shared(),
             "dataset": self._fingerprint(),
         }
 
     def rank_limits(self) -> dict[str, Any]:
-        """Return which numbers of ranks can share the global batch: see `agree_on_batch`."""
         args = self.trainer.args
         if args.accelerator_config.split_batches:
             return {}
@@ -146,7 +136,7 @@ class TrainerProgress(RankLimited):
                     setattr(each, attribute, value)
         self.place, self.todo = EpochPlace(*loaded["place"]), Todo(*loaded["todo"])
         self.told = Told(loaded["grad_norm"], loaded["learning_rate"])
-        self.first_step, self._earlier_s = loaded["first_step"], loaded["seconds"]
+        self.first_step, self.earlier_s = loaded["first_step"], loaded["seconds"]
         self._compare_dataset(loaded.get("dataset"))
 
     def restore_window(self) -> None:

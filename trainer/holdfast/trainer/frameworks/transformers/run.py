@@ -521,7 +521,6 @@ class TrainerRun:
             self._open.finish_end()
 
     def complete_epoch(self) -> None:
-        """Note that the end of the epoch is complete."""
         self.progress.place.is_ended = True
         if not self._is_stopping:
             self._open.finish_end()
@@ -547,7 +546,6 @@ class TrainerRun:
         self._rotate()
 
     def close(self) -> None:
-        """Release the session after the training."""
         session, self.session = self._open, None
         session.close(may_end_early=False)
 
@@ -571,7 +569,6 @@ class TrainerRun:
     # --- metrics, phases and directories --------------------------------------------------
 
     def add_loss(self, loss: Any) -> None:
-        """Add a part of the current step's loss."""
         self._loss = loss if self._loss is None else self._loss + loss
 
     def observe(self) -> None:
@@ -581,7 +578,6 @@ class TrainerRun:
             session.observe(loss)
 
     def log(self, logs: Mapping[str, Any]) -> None:
-        """Record the numbers that the trainer logs."""
         if self.session is not None:
             numbers = {k: float(v) for k, v in logs.items() if isinstance(v, int | float)}
             self.session.log(**numbers)

@@ -11,12 +11,15 @@ is made when the trainer has prepared its model, and before it computes where it
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any, ClassVar
 
 import transformers
 from accelerate.utils import save_fsdp_model
 from torch.distributed.fsdp import StateDictType
+from transformers import TrainerCallback
 
 from holdfast.contracts.errors import SpecError
 from holdfast.trainer.frameworks.session import FrameworkSession
@@ -84,7 +87,6 @@ class Trainer(transformers.Trainer):
 
     @property
     def session(self) -> FrameworkSession | None:
-        """The session, during `train`."""
         return self._holdfast.session
 
     def train(
@@ -284,3 +286,34 @@ def attach(trainer: Any) -> None:
 def _connect(trainer: Any) -> None:
     trainer._holdfast = TrainerRun(trainer)
     listen(trainer.callback_handler, trainer._holdfast)
+
+
+class HoldfastCallback(TrainerCallback):
+    """Turns the trainer that it is given to into one of Holdfast, as `attach` does.
+
+    A callback alone could not resume a training, so it changes the class of its trainer when that
+    is made. Pass it as `callbacks=[HoldfastCallback()]`.
+    """
+
+    def on_init_end(self, *_: Any, **__: Any) -> None:
+        attach(self._find_trainer())
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        if not isinstance(self._find_trainer(), Trainer):
+            raise SpecError(
+                "HoldfastCallback was added to a trainer that was already made. Pass it to the "
+                "Trainer as callbacks=[HoldfastCallback()], or call attach(trainer) instead"
+            )
+
+    def _find_trainer(self) -> Any:
+        """Return the trainer whose event this is: its method called ours. No event names it."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            found = frame.f_locals.get("self")
+            if isinstance(found, transformers.Trainer):
+                return found
+            frame = frame.f_back
+        raise SpecError(
+            "HoldfastCallback found no transformers.Trainer that called it; pass it to one as "
+            "callbacks=[HoldfastCallback()]"
+        )
