@@ -1,4 +1,4 @@
-"""Restarts by Slurm: what becomes of one, who may train in it, and how a job's starts are told."""
+"""Restarts by Slurm: what becomes of one, who may train in it, and which start of a job it is."""
 
 from __future__ import annotations
 
