@@ -24,6 +24,7 @@ class ClusterSpec:
     `grace_time_s` is the time that a preempted job of partition `spot` gets.
     `slurmd_timeout_s` is the silence after which a node counts as down.
     With `send_user_signal`, a preemption sends the job's own `--signal` instead of TERM.
+    With `expedite`, jobs may ask for an expedited requeue (Slurm 25.11 and later).
     Without `accounting`, there is no slurmdbd, and the cluster keeps no records of ended jobs.
     """
 
@@ -35,6 +36,7 @@ class ClusterSpec:
     grace_time_s: int = 30
     slurmd_timeout_s: int = 15
     send_user_signal: bool = False
+    expedite: bool = False
     accounting: bool = True
     name: str = "holdfast"
 
@@ -295,6 +297,8 @@ def _behaviour_lines(spec: ClusterSpec, version: tuple[int, int]) -> list[str]:
             if is_renamed
             else "SlurmctldParameters=preempt_send_user_signal"
         )
+    if spec.expedite and version >= (25, 11):
+        lines.append("SlurmctldParameters=enable_expedited_requeue")
     return lines
 
 

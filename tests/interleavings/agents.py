@@ -18,12 +18,13 @@ from holdfast.contracts.disk.digests import FileChecksum
 from holdfast.contracts.disk.durable import make_directory, write_bytes
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.manifest import FileEntry, Manifest, encode_manifest
-from holdfast.contracts.disk.paths import MANIFEST, CheckpointName, SuccessorPaths
+from holdfast.contracts.disk.paths import MANIFEST, AttemptPaths, CheckpointName, SuccessorPaths
 from holdfast.workers.agent.claim import claim
 from holdfast.workers.agent.context import AgentContext, load_context
 from holdfast.workers.agent.lead import Ended
 from holdfast.workers.agent.node import CrashReport
 from holdfast.workers.agent.outcome import build_outcome, leave_outcome
+from holdfast.workers.agent.restart import find_attempt
 from holdfast.workers.agent.stops.sources import StopRequest, StopWatch
 from holdfast.workers.agent.successor import wait_for_verdict
 from holdfast.workers.decisions.causes import RankFailure
@@ -56,6 +57,7 @@ class Agent:
             "SLURM_JOB_ID": self.job.id,
             "SLURMD_NODENAME": self.job.batch_host,
             "SLURM_STEP_NODELIST": ",".join(self.job.hosts),
+            "SLURM_RESTART_COUNT": str(self.job.restarts),
         }
         request = self._await_attempt(self.job.request)
         if request is None:
@@ -76,9 +78,14 @@ class Agent:
 
     def _await_attempt(self, request: Path) -> Path | None:
         """Return the request of the attempt that the job runs; None if it runs none."""
-        if not self.job.is_successor:
+        if not self.job.is_successor and not self.job.restarts:
             return request
         self.is_waiting = True
+        if self.job.restarts:
+            first = AttemptPaths(request.parent)
+            found = find_attempt(first, self.job.restarts, is_lead=True)
+            self.is_waiting = False
+            return found.request if found else None
         paths = SuccessorPaths(request.parent)
         number = wait_for_verdict(paths, is_lead=True)
         self.is_waiting = False

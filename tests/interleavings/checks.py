@@ -70,7 +70,14 @@ def problems(world: World) -> list[str]:
 
 
 def _of_successors(world: World) -> list[str]:
-    """One successor waits while an attempt runs, and none otherwise."""
+    """One successor waits while an attempt runs, and none otherwise.
+
+    A job that Slurm restarted either runs an attempt or is gone.
+    """
+    if world.history().spec.resources.standby == "expedite":
+        trains = {agent.job.id for agent in world.trainers}
+        restarted = [job for job in world.live_jobs if job.restarts and job.id not in trains]
+        return [f"job {job.id} was restarted and is {job.state}" for job in restarted]
     waiting = [job for job in world.live_jobs if job.is_successor and not world.is_adopted(job)]
     history = world.history()
     last = history.last_attempt

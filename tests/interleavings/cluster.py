@@ -21,8 +21,12 @@ SILENT: Final = "Unable to contact slurm controller (connect failure)"
 SILENT_S: Final = 5.0
 START_S: Final = 1.0
 SUCCESSOR: Final = "holdfast.workers.agent.successor"
+RESTARTED: Final = "holdfast.workers.agent.restart"
+EXPEDITING: Final = "EXPEDITING"
+HELD: Final = "REQUEUE_HOLD"
 ENDED_KNOWN_S: Final = 300.0
-LIVE: Final = frozenset({"PENDING", "RUNNING", "COMPLETING"})
+WAITS: Final = frozenset({"PENDING", EXPEDITING})
+LIVE: Final = frozenset({*WAITS, HELD, "RUNNING", "COMPLETING"})
 _OPTION: Final = re.compile(r"^#SBATCH --?([a-zA-Z-]+)(?:=(.*))?$", re.MULTILINE)
 _REQUEST: Final = re.compile(r"(/\S+/request\.json)")
 
@@ -47,6 +51,10 @@ class Job:
     # The job after which it may start, and whether it then waits for an attempt to run.
     after: str = ""
     is_successor: bool = False
+    # How often it was restarted, and the rows of its earlier starts in the accounting.
+    is_expedited: bool = False
+    restarts: int = 0
+    starts: list[dict[str, str]] = field(default_factory=list)
     # The controller forgets jobs a while after they ended, or when it loses its state.
     is_known: bool = True
 
@@ -89,11 +97,11 @@ class Cluster:
         return node.gpus - node.taken - held
 
     def schedule(self) -> None:
-        """Start the pending jobs that fit, oldest first."""
+        """Start the pending jobs that fit, expedited ones first, then the oldest."""
         if self.is_silent:
             return
-        for job in self.jobs.values():
-            if job.state != "PENDING" or self.stage.now - job.submitted_at < START_S:
+        for job in sorted(self.jobs.values(), key=lambda job: job.state != EXPEDITING):
+            if job.state not in WAITS or self.stage.now - job.submitted_at < START_S:
                 continue
             if self._depends(job):
                 continue
@@ -117,14 +125,23 @@ class Cluster:
         return other is not None and self._known(other) and other.is_live
 
     def _reason(self, job: Job) -> str:
-        if job.state != "PENDING":
-            return "None"
+        if job.state not in WAITS:
+            return "job_requeued_in_held_state" if job.state == HELD else "None"
         return "Dependency" if self._depends(job) else "Resources"
 
     def end(self, job: Job, state: str) -> None:
-        """A job has ended, and its nodes are free."""
-        if job.is_live:
+        """A job has ended, and its nodes are free. Slurm may restart it."""
+        if not job.is_live:
+            return
+        after = {"NODE_FAIL": EXPEDITING, "FAILED": HELD}.get(state, "")
+        if not job.is_expedited or not after or job.state in {*WAITS, HELD}:
             job.state, job.ended_at = state, self.stage.now
+            return
+        job.state, job.ended_at = state, self.stage.now
+        job.starts.append(self._row(job))
+        job.restarts += 1
+        job.state, job.ended_at, job.started_at = after, None, None
+        job.hosts, job.batch_host, job.submitted_at = (), "", self.stage.now
 
     @property
     def is_silent(self) -> bool:
@@ -199,6 +216,7 @@ class Cluster:
             submitted_at=self.stage.now,
             after=given.get("dependency", "").partition(":")[2],
             is_successor=SUCCESSOR in text,
+            is_expedited=given.get("requeue") == "expedite" and RESTARTED in text,
         )
         could = [
             node
@@ -241,22 +259,27 @@ class Cluster:
         for job in self.jobs.values():
             if not all((job.id if key == "--jobs" else job.name) == v for key, _, v in chosen):
                 continue
-            facts = {
-                "JobIDRaw": job.id,
-                "JobName": job.name,
-                "State": job.state,
-                "Start": _time(job.started_at, "Unknown"),
-                "End": _time(job.ended_at, "Unknown"),
-                "NodeList": ",".join(job.hosts) or "None assigned",
-                "ExitCode": "0:0",
-            }
-            rows.append("|".join(facts.get(name, "") for name in fields))
+            for facts in (*job.starts, self._row(job)):
+                rows.append("|".join(facts.get(name, "") for name in fields))
         return 0, "".join(f"{row}\n" for row in rows), ""
+
+    def _row(self, job: Job) -> dict[str, str]:
+        """Return what the accounting has of the newest start of a job."""
+        return {
+            "JobIDRaw": job.id,
+            "JobName": job.name,
+            "State": "PENDING" if job.state in {*WAITS, HELD} else job.state,
+            "Start": _time(job.started_at, "Unknown"),
+            "End": _time(job.ended_at, "Unknown"),
+            "NodeList": ",".join(job.hosts) or "None assigned",
+            "ExitCode": "0:0",
+        }
 
     def _scontrol(self, words: list[str]) -> tuple[int, str, str]:
         if words[-2:] == ["show", "config"]:
             as_of = _time(self.stage.now, "")
             text = f"Configuration data as of {as_of}\nClusterName = played\n"
+            text += "SLURM_VERSION = 26.05.5\nSlurmctldParameters = enable_expedited_requeue\n"
             return 0, text + "AccountingStorageEnforce = none\nPreemptType = preempt/none\n", ""
         if words[-2:] == ["show", "node"]:
             return 0, "".join(self._node_line(node) for node in self.nodes.values()), ""
@@ -280,7 +303,12 @@ class Cluster:
     def _update(self, words: list[str]) -> tuple[int, str, str]:
         given = dict(word.partition("=")[::2] for word in words[2:])
         job = self.jobs.get(given.get("JobId", ""))
-        if job is None or not self._known(job) or set(given) != {"JobId", "ExcNodeList"}:
+        if job is None or not self._known(job):
+            return self._unknown(words)
+        if set(given) == {"JobId", "Requeue"}:
+            job.is_expedited = given["Requeue"] != "0"
+            return 0, "", ""
+        if set(given) != {"JobId", "ExcNodeList"}:
             return self._unknown(words)
         if job.state != "PENDING":
             return 1, "", "scontrol: error: Job is no longer pending execution"
@@ -298,7 +326,7 @@ class Cluster:
     def _job_line(self, job: Job) -> str:
         return (
             f"JobId={job.id} JobName={job.name} JobState={job.state.split(' ')[0]} "
-            f"Reason={self._reason(job)} "
+            f"Reason={self._reason(job)} Restarts={job.restarts} "
             f"StartTime={_time(job.started_at, 'Unknown')} "
             f"EndTime={_time(job.ended_at, 'Unknown')} "
             f"NodeList={','.join(job.hosts) or '(null)'} BatchHost={job.batch_host} "
@@ -311,7 +339,7 @@ class Cluster:
         job = self.jobs.get(words[-1])
         if job is None or not self._known(job):
             return 1, "", f"scancel: error: Kill job error on job id {words[-1]}: Invalid job id"
-        if job.state == "PENDING":
+        if job.state in {*WAITS, HELD}:
             self.end(job, "CANCELLED by 0")
         elif job.state == "RUNNING" and "--state=PENDING" not in words:
             self.signal_agent(job, "SIGTERM")

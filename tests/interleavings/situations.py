@@ -142,8 +142,18 @@ def _unfollowed(world: World) -> None:
     _wait_for(world, RunState.RUNNING, 1)
 
 
+def _expediting(world: World) -> None:
+    """The leading node of attempt 1 is lost, and Slurm restarts the job. Nobody has noticed."""
+    _running(world)
+    for job in world.live_jobs:
+        world.cluster.lose_node(job)
+
+
 # Situations of a run whose spec has `resources.standby`.
-OF_STANDBY: Final[dict[str, Callable[[World], None]]] = {"unfollowed": _unfollowed}
+OF_STANDBY: Final[dict[str, Callable[[World], None]]] = {
+    "unfollowed": _unfollowed,
+    "expediting": _expediting,
+}
 
 
 class Situations:

@@ -1,4 +1,7 @@
-"""A run whose successor waits in the queue meets orders, crashes and a slow controller."""
+"""A run whose successor waits in the queue meets orders, crashes and a slow controller.
+
+So does one whose job Slurm restarts after a node failure.
+"""
 
 from __future__ import annotations
 
@@ -12,32 +15,40 @@ from tests.interleavings.situations import Situations
 from tests.interleavings.test_pairs import Record, play_all
 
 STANDBY: Final = "standby"
+EXPEDITE: Final = "expedite"
 # What meets a supervisor that submits, withdraws or adopts a successor.
 MEETS: Final = (
     *("second", "cancel", "cancel now", "stop", "pause", "resume", "relaunch", "crash"),
     *("complete", "user error", "preempt", "dies", "node lost", "silent", "empty"),
 )
-FROM: Final = ("unfollowed", "running", "crashed", "failing", "pausing", "paused")
+FROM: Final = {
+    STANDBY: ("unfollowed", "running", "crashed", "failing", "pausing", "paused"),
+    EXPEDITE: ("expediting", "running", "crashed", "failing", "pausing", "paused"),
+}
+# The situation of a run without a successor in which the same actors have something to do.
+KNOWN_AS: Final = {"unfollowed": "running", "expediting": "crashed"}
 
 
-def _places(first: str, second: str) -> Iterator[str]:
-    for name in FROM:
-        known = "running" if name == "unfollowed" else name
+def _places(first: str, second: str, flavour: str) -> Iterator[str]:
+    for name in FROM[flavour]:
+        known = KNOWN_AS.get(name, name)
         if all(known in ITEMS[one].situations for one in (first, second)):
             yield name
 
 
-def _chosen(situations: Situations, first: str, second: str, most: int) -> Iterator[Schedule]:
+def _chosen(
+    situations: Situations, first: str, second: str, most: int, flavour: str = STANDBY
+) -> Iterator[Schedule]:
     """Yield schedules in which the first actor is held at `most` drawn calls, and at none."""
-    for name in _places(first, second):
-        yield Schedule(name, STANDBY, first, second, None)
+    for name in _places(first, second, flavour):
+        yield Schedule(name, flavour, first, second, None)
         if not ITEMS[first].is_process:
             continue
-        calls = calls_alone(situations, name, STANDBY, ITEMS[first], ITEMS[second])
+        calls = calls_alone(situations, name, flavour, ITEMS[first], ITEMS[second])
         changes = [n for n, call in enumerate(calls) if call.kind not in {"read", "list"}]
         chance = random.Random(f"{name} {first} {second}")
         for number in sorted(chance.sample(changes, min(most, len(changes)))):
-            yield Schedule(name, STANDBY, first, second, number)
+            yield Schedule(name, flavour, first, second, number)
 
 
 @pytest.mark.more
@@ -48,5 +59,17 @@ def test_a_supervisor_with_a_successor(
     chosen = [
         *_chosen(situations, "supervisor", other, 6),
         *_chosen(situations, other, "supervisor", 2),
+    ]
+    assert play_all(situations, chosen, record_property) == ""
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("other", MEETS)
+def test_a_supervisor_of_a_job_that_slurm_restarts(
+    situations: Situations, other: str, record_property: Record
+) -> None:
+    chosen = [
+        *_chosen(situations, "supervisor", other, 3, EXPEDITE),
+        *_chosen(situations, other, "supervisor", 1, EXPEDITE),
     ]
     assert play_all(situations, chosen, record_property) == ""

@@ -54,6 +54,8 @@ FLAVOURS: Final[dict[str, dict[str, Any]]] = {
     "both": {**_GROWS, **_FALLS_BACK},
     # A successor waits in the queue while an attempt runs. No other size may be used.
     "standby": {"resources": {"standby": "successor"}, "elastic": {}},
+    # Slurm restarts the job after a node failure. No other size may be used.
+    "expedite": {"resources": {"standby": "expedite"}, "elastic": {}},
     # It uses every node of its partition, and no other size.
     "whole": {"resources": {"nodes": 4}, "elastic": {}},
 }

@@ -68,6 +68,7 @@ STARTED = (
     "holdfast.workers.agent.guard",
     "holdfast.workers.agent.main",
     "holdfast.workers.agent.program_start",
+    "holdfast.workers.agent.restart",
     "holdfast.workers.agent.successor",
     "holdfast.workers.executors.local_launch",
     "holdfast.workers.health",

@@ -146,6 +146,9 @@ BY_AGE = {"PriorityType": "priority/multifactor", "PriorityWeightAge": "1000"}
     [
         ("successor", BY_AGE, True),
         ("none", BY_AGE, False),
+        # Slurm's version is unknown here, so a successor would wait.
+        ("auto", BY_AGE, True),
+        ("expedite", BY_AGE, False),
         ("successor", {**BY_AGE, "PriorityWeightAge": "0"}, False),
         ("successor", {**BY_AGE, "PriorityFlags": "ACCRUE_ALWAYS,MAX_TRES"}, False),
         ("successor", {"PriorityType": "priority/basic"}, False),

@@ -143,8 +143,8 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         ["resources.fallbacks", "supervision.attempts_max = 1"],
     ),
     (
-        {"resources": {"executor": "slurm", "standby": "expedite"}},
-        ["resources.standby", "'expedite'", "set 'successor'"],
+        {"resources": {"executor": "slurm", "nodes": 2, "spare_nodes": 1, "standby": "expedite"}},
+        ["resources.spare_nodes 1", "'expedite'", "set standby to 'successor' or 'auto'"],
     ),
     (
         {**ONCE, "resources": {"executor": "slurm", "standby": "successor"}},

@@ -178,6 +178,7 @@ FIELDS: Final[Mapping[str, Field]] = {
     "stopped_s": Field(NUMBER, "seconds without an attempt"),
     "tensors": Field(INTEGER, "number of tensors"),
     "successor": Field(INTEGER, "number of the job that waits to become the next attempt"),
+    "restarts": Field(INTEGER, "how often Slurm has restarted the job, if it is a restart"),
     "text": Field(STRING, "a sentence for people"),
     "to": Field(STRING, "checkpoint that training goes back to"),
     "token": Field(STRING, "name of the token"),
@@ -237,18 +238,21 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
         ),
     ),
     Kind.SUCCESSOR_SUBMITTED: EventEntry(
-        "the scheduler accepted a successor, a job that waits in the queue while an attempt runs",
+        "the scheduler accepted a successor, a job that waits in the queue while an attempt runs, "
+        "or restarts the attempt's job",
         "supervisor",
-        ("successor", "attempt", "job_id", "gpus"),
+        ("successor", "restarts", "attempt", "job_id", "gpus"),
         {"attempt": Field(INTEGER, "attempt after whose job the successor starts")},
     ),
     Kind.SUCCESSOR_ADOPTED: EventEntry(
-        "a successor became the next attempt", "supervisor", ("successor", "attempt", "job_id")
+        "a successor or a restarted job became the next attempt",
+        "supervisor",
+        ("successor", "restarts", "attempt", "job_id"),
     ),
     Kind.SUCCESSOR_WITHDRAWN: EventEntry(
-        "a successor becomes no attempt, and the scheduler has no job of it any more",
+        "a successor or a restarted job becomes no attempt, and the scheduler no longer has it",
         "supervisor",
-        ("successor", "job_id", "reason"),
+        ("successor", "restarts", "attempt", "job_id", "reason"),
     ),
     Kind.DECISION: EventEntry(
         "the supervisor decided what comes next: relaunch, wait or stop",

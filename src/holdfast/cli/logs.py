@@ -346,6 +346,10 @@ def _list_other_logs(attempt: AttemptPaths, rank: int | None) -> None:
     if request is not None and request.successor:
         run = RunPaths(attempt.directory.parent.parent)
         places.append(run.successor(request.successor).logs)
+    if request is not None and request.restart_of:
+        from holdfast.workers.runs.restarts import first_of
+
+        places.append(first_of(attempt.run, request).logs)
     others = [path for one in places for path in sorted(one.rglob("*")) if not path.is_dir()]
     listing = "".join(f"\n  {path}" for path in others[:20])
     who = "all ranks" if rank is None else f"rank {rank}"

@@ -120,7 +120,7 @@ def _render(shown: Sequence[Mapping[str, Any]]) -> None:
 def _shown(run: str, root: str | None) -> dict[str, Any]:
     from holdfast.lineage.queries import run_queries
     from holdfast.workers.nodes.heartbeats import live_step, trained_step
-    from holdfast.workers.runs.successors import waiting_facts
+    from holdfast.workers.runs.restarts import waiting_facts
 
     def read(database: Database) -> dict[str, Any]:
         directory = refreshed_directory(run, root, database)

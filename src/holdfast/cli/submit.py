@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from holdfast.cli.shared.follow import follow_run
 from holdfast.cli.shared.index import choose_root, locate_checkpoint, look_at, user_name
 from holdfast.cli.shared.output import AsJson, RootOption, answer, echo, say, warn
 from holdfast.contracts.disk.paths import RunPaths, checkpoint_id
-from holdfast.contracts.errors import NotFoundError, SpecError
+from holdfast.contracts.errors import NotFoundError, SchedulerError, SpecError
 from holdfast.contracts.records.attempt import Request, RunRecord
 from holdfast.contracts.records.checkpoint_choice import newest_of_branch
 from holdfast.contracts.records.history import load_history
@@ -206,8 +207,13 @@ def root_for(spec: RunSpec, root: str | None) -> Path:
 
 def first_request(spec: RunSpec, root: Path) -> Request:
     """Return the job request of the first attempt, with a placeholder uid. Write nothing."""
+    from holdfast.workers.runs import restarts
     from holdfast.workers.runs.request import build_request
 
+    expedite = False
+    # Without an answer of Slurm, the request is that of a cluster without expedited requeue.
+    with contextlib.suppress(SchedulerError):
+        expedite = restarts.is_allowed(spec, spec.gpus)
     record = RunRecord(
         uid="0" * 32,
         run=spec.name,
@@ -217,7 +223,7 @@ def first_request(spec: RunSpec, root: Path) -> Request:
         spec=spec.model_dump(mode="json"),
         spec_digest=spec.digest,
     )
-    return build_request(record, spec, attempt=1, gpus=spec.gpus, reason="first")
+    return build_request(record, spec, attempt=1, gpus=spec.gpus, reason="first", expedite=expedite)
 
 
 def _warn_before(spec: RunSpec) -> None:

@@ -52,7 +52,7 @@ from holdfast.workers.decisions.growth import CapacityObservation, find_growth
 from holdfast.workers.decisions.places import ReturnWatch, place_of
 from holdfast.workers.decisions.policy import Decision, decide, wait_after_refusal
 from holdfast.workers.nodes.heartbeats import HeartbeatWatch, clock_problems, read_heartbeats
-from holdfast.workers.runs import operator, successors
+from holdfast.workers.runs import operator, restarts, successors
 from holdfast.workers.runs.attempts import (
     Absences,
     abandon_reservation,
@@ -504,6 +504,7 @@ class Supervisor:
         self._progress.show(history)
         self._limits.look(history, journal)
         self._grow(history)
+        restarts.tend(history, journal)
         if message := successors.tend(history, journal, now=now):
             self.log.info("%s", message)
 
@@ -565,13 +566,17 @@ class Supervisor:
     def _decide(self, history: RunHistory, journal: JournalWriter) -> float | None:
         """Apply the policy's decision to a run that has no live attempt."""
         now = time.time()
-        ask = partial(_room_at, history, self.paths)
+        ask = partial(_room_at, history, self.paths) if not restarts.may_come(history) else None
         fits = Feasibility.of(history).allows
         decision = decide(history, ask, now=now, fits=fits)
-        decision = successors.prefer(history, decision, ask, fits)
+        if ask is not None:
+            decision = successors.prefer(history, decision, ask, fits)
         number = history.last_asked.number if history.last_asked else 0
         due_s = _due_s(history, decision, now, self._absences.seconds(number, 0))
         if decision.action == "relaunch" and due_s <= 0:
+            if text := restarts.prepare(history, decision, journal, now):
+                self._warn_once(text, "the next attempt waits: %s", text)
+                return min(history.spec.supervision.poll_s, SOON_S)
             decision = self._if_possible(history, decision)
         # The reason quotes evidence, and is written to the journal, the request and Prefect.
         decision = replace(decision, reason=self.redactor.text(decision.reason))
@@ -580,7 +585,7 @@ class Supervisor:
         if decision.action == "stop":
             self._record_end(decision, journal)
         if decision.action != "relaunch" or due_s > successors.DELAY_S_MAX:
-            is_gone = successors.release(history, decision.reason, journal)
+            is_gone = restarts.release(history, decision.reason, journal)
             if decision.action == "stop":
                 return None if is_gone else poll_s
         if decision.action == "wait" or due_s > 0:

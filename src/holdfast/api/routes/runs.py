@@ -50,7 +50,7 @@ from holdfast.workers.checkpoints import deletion
 from holdfast.workers.decisions.sizes import allowed_sizes
 from holdfast.workers.nodes.heartbeats import live_step
 from holdfast.workers.runs.feasibility import Feasibility
-from holdfast.workers.runs.successors import waiting_facts
+from holdfast.workers.runs.restarts import waiting_facts
 
 NO_NUL: Final = r"^[^\x00]*$"
 

@@ -197,6 +197,9 @@ class AttemptPaths:
     rank_journal = _Entry("journal/rank0.jsonl")
     heartbeats = _Entry("heartbeats")
     dumps = _Entry("dumps")
+    # The job as Slurm restarted it after the attempt, and what became of the restart.
+    restart = _Entry("restart.json")
+    verdict = _Entry("verdict.json")
     # Where nodes that test each other find each other, while they do.
     health = _Entry("health")
     logs = _Entry("logs")
@@ -204,6 +207,10 @@ class AttemptPaths:
     @property
     def number(self) -> int:
         return int(self.directory.name)
+
+    @property
+    def run(self) -> RunPaths:
+        return RunPaths(self.directory.parent.parent)
 
     def dump(self, node: int, number: int) -> Path:
         """Return the folder of a node's rank stacks for the `number`-th suspected hang."""
@@ -251,13 +258,6 @@ class SuccessorPaths(AttemptPaths):
     A successor is a job that waits in the queue to become the next attempt. Of the files of an
     attempt it has the request, the submission and the logs.
     """
-
-    # What became of it: the attempt that it runs, or that it runs none.
-    verdict = _Entry("verdict.json")
-
-    @property
-    def run(self) -> RunPaths:
-        return RunPaths(self.directory.parent.parent)
 
 
 @dataclass(frozen=True)

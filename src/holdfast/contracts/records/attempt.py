@@ -153,6 +153,10 @@ class Request(Document):
     hangs_before: Annotated[int, Field(ge=0, le=NUMBER_MAX)] = 0
     # The number of the successor that runs this attempt, or that this request is of; 0: none.
     successor: Annotated[int, Field(ge=0, le=NUMBER_MAX)] = 0
+    # Slurm may restart the job after a node failure. The restart may become the next attempt.
+    expedite: bool = False
+    # The attempt whose job runs this one too, after Slurm restarted it; 0: it has its own job.
+    restart_of: Annotated[int, Field(ge=0, le=NUMBER_MAX)] = 0
     reason: Text = Field(description="why the attempt was made: `first`, or the decision's reason")
     provenance: Provenance = Provenance()
     sources: dict[Name, Name] | None = Field(
@@ -204,6 +208,8 @@ class Submission(Document):
     job_id: JobId
     executor: Name
     submitted_at: Moment
+    # How often Slurm had restarted the job when this attempt began.
+    restarts: Annotated[int, Field(ge=0, le=NUMBER_MAX)] = 0
     # Local executor: the leader of the job's session, when it started (seconds after boot), where.
     pid: Number | None = None
     process_start_s: Seconds | None = None
@@ -234,12 +240,15 @@ class SubmissionTry(Document):
 
 
 class SuccessorVerdict(Document):
-    """`verdict.json` of a successor, created exclusively: the attempt that it runs, or none.
+    """`verdict.json`, created exclusively: the attempt that a successor runs, or none.
 
-    `is_gone` is set when the scheduler no longer has the job of a successor that runs none.
+    In an attempt's folder, it decides about the restart of the attempt's job. `is_gone` is set when
+    the scheduler no longer has the job of a successor that runs none.
     """
 
     attempt: Number = Field(description="number of the attempt that it runs; 0: it runs none")
+    # Of a job that Slurm restarts: the start that runs the attempt. A later one does not.
+    restarts: Annotated[int, Field(ge=0, le=NUMBER_MAX)] = 0
     reason: Text = ""
     decided_at: Moment
     is_gone: bool = False

@@ -112,22 +112,15 @@ class Resources(SpecPart):
         "leaves a fallback. It saves, stops and continues there",
     )
 
-    standby: Literal["none", "successor"] = Field(
+    standby: Literal["none", "successor", "expedite", "auto"] = Field(
         default="none",
         description="how the next attempt avoids the end of the queue. `successor`: while an "
         "attempt runs, Holdfast keeps a second job of the same size in the queue, which Slurm "
-        "starts when the attempt's job has ended. It becomes the next attempt, or is withdrawn",
+        "starts when the attempt's job has ended. It becomes the next attempt, or is withdrawn. "
+        "`expedite`: Slurm 25.11 or later restarts the job at the highest priority after a node "
+        "failure, and the restart becomes the next attempt. `auto`: `expedite` where the cluster "
+        "allows it and the job has no spare nodes, else `successor`",
     )
-
-    @field_validator("standby", mode="before")
-    @classmethod
-    def _is_built(cls, value: object) -> object:
-        if isinstance(value, str) and value in {"expedite", "auto"}:
-            raise ValueError(
-                f"{value!r}: this version of Holdfast does not use Slurm's expedited requeue; set "
-                "'successor', which acts on every version of Slurm"
-            )
-        return value
 
     @field_validator("extra")
     @classmethod
@@ -147,6 +140,16 @@ class Resources(SpecPart):
             self.gpus_per_node, self.nproc_per_node, self.gres, self.gpu_type
         ):
             raise ValueError(problem)
+        return self
+
+    @model_validator(mode="after")
+    def _spares_are_not_expedited(self) -> Resources:
+        if self.standby == "expedite" and self.spare_nodes:
+            raise ValueError(
+                f"resources.spare_nodes {self.spare_nodes} and resources.standby 'expedite': Slurm "
+                "ends and restarts such a job when a node fails, so no spare node takes its place; "
+                "set standby to 'successor' or 'auto', or spare_nodes to 0"
+            )
         return self
 
     @model_validator(mode="after")

@@ -15,6 +15,7 @@ from holdfast.contracts.errors import AgreementError, NotFoundError
 from holdfast.contracts.node import clocks
 from holdfast.contracts.records.attempt import Request, read_document
 from holdfast.workers.schedulers.slurm_client import expand_hosts
+from holdfast.workers.schedulers.slurm_restarts import restart_count
 
 LAUNCHES_MAX: Final = 1000
 
@@ -33,7 +34,8 @@ class AgentContext:
     """One agent's place in the attempt. `started_at` is Unix seconds.
 
     `hosts` are the names of all nodes in order, or empty if the scheduler does not say. `switch` is
-    the path of switches above this node, or '' if unknown.
+    the path of switches above this node, or '' if unknown. `restarts` is how often Slurm had
+    restarted the job when this process began.
     """
 
     request: Request
@@ -46,6 +48,7 @@ class AgentContext:
     started_at: float
     hosts: tuple[str, ...] = ()
     switch: str = ""
+    restarts: int = 0
 
     @property
     def is_lead(self) -> bool:
@@ -88,6 +91,7 @@ def load_context(request_path: Path, environ: Mapping[str, str] | None = None) -
         started_at=clocks.now(),
         hosts=expand_hosts(variables.get("SLURM_STEP_NODELIST", "")) if on_slurm else (),
         switch=switch_of(variables) if on_slurm else "",
+        restarts=restart_count(variables) if on_slurm else 0,
     )
 
 

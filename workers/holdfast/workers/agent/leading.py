@@ -66,7 +66,12 @@ def take_over(
 
 
 def end_job(context: AgentContext) -> None:
-    """Cancel the job. If the scheduler does not answer, the supervisor or the time limit does."""
+    """Cancel the job. If the scheduler does not answer, the supervisor or the time limit does.
+
+    A job that Slurm restarts after a node failure is left to Slurm.
+    """
+    if context.request.expedite:
+        return
     job = Submission(
         job_id=context.job_id, executor=context.request.executor, submitted_at=time.time()
     )

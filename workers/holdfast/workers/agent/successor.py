@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from holdfast.contracts.disk.filesystems import is_there
-from holdfast.contracts.disk.paths import RunPaths, SuccessorPaths
+from holdfast.contracts.disk.paths import AttemptPaths, RunPaths, SuccessorPaths
 from holdfast.contracts.records.attempt import SuccessorVerdict, read_document, read_outcome
 from holdfast.contracts.records.history_cache import load_tallied
 from holdfast.contracts.states import AttemptState, RunState
@@ -42,23 +42,29 @@ def run_successor(request_path: str) -> str:
 
 def wait_for_verdict(paths: SuccessorPaths, *, is_lead: bool) -> int:
     """Return the attempt that this job runs; 0 if it runs none."""
+    verdict = await_verdict(paths, is_lead=is_lead)
+    return 0 if verdict is None else verdict.attempt
+
+
+def await_verdict(paths: AttemptPaths, *, is_lead: bool) -> SuccessorVerdict | None:
+    """Return the verdict about this job; None on another node than node 0 if none comes."""
     began = looked_at = time.monotonic()
     while True:
         verdict = (
             read_document(SuccessorVerdict, paths.verdict) if is_there(paths.verdict) else None
         )
         if verdict is not None:
-            return verdict.attempt
+            return verdict
         now = time.monotonic()
         if not is_lead and now - began > WAIT_S_MAX + MEMBER_EXTRA_S:
-            return 0
+            return None
         if is_lead and now - began > WAIT_S_MAX:
             reason = f"no supervisor took it within {WAIT_S_MAX:.0f} s"
-            return decide_on(paths, 0, reason).attempt
+            return decide_on(paths, 0, reason)
         if is_lead and (looked_at == began or now - looked_at >= LOOK_S):
             looked_at = now
             if reason := why_over(paths.run):
-                return decide_on(paths, 0, reason).attempt
+                return decide_on(paths, 0, reason)
         time.sleep(POLL_S)
 
 

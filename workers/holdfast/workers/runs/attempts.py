@@ -41,7 +41,7 @@ from holdfast.contracts.records.history_cache import load_tallied
 from holdfast.contracts.records.orders import OrderBook, open_orders
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.workers.runs import successors
+from holdfast.workers.runs import restarts, successors
 from holdfast.workers.runs.provenance import take_provenance
 from holdfast.workers.runs.request import build_request, working_directory_of
 from holdfast.workers.schedulers import executor_for
@@ -111,8 +111,11 @@ def submit_attempt(
             created_at=time.time(),
             cluster=executor_for(spec.resources.executor).cluster(),
             provenance=take_provenance(spec, Path(working_directory_of(record, spec))),
+            expedite=restarts.is_allowed(spec, gpus),
         )
-        request = successors.with_successor(paths, request, journal)
+        request = restarts.with_restart(paths, request)
+        if not request.restart_of:
+            request = successors.with_successor(paths, request, journal)
         # On disk before the scheduler is asked, so the job needs nothing from this process any
         # more, see decision 34.
         write_document(attempt.request, request)
@@ -124,7 +127,7 @@ def submit_attempt(
                 shutil.rmtree(attempt.directory, ignore_errors=True)
         raise
     _journal_reserved(request, journal, exclude)
-    if not _start_successor(paths, attempt, request, journal):
+    if not _start_waiting(paths, attempt, request, journal):
         _submit(paths, attempt, successors.without_successor(attempt, request), journal)
     return attempt
 
@@ -151,7 +154,7 @@ def resume_submission(
             f"{attempt.directory}: reserved, but its request was never written; call "
             "`abandon_reservation` to free the number"
         )
-    if _start_successor(paths, attempt, request, journal):
+    if _start_waiting(paths, attempt, request, journal):
         return attempt
     request = successors.without_successor(attempt, request)
     executor = executor_for(request.executor)
@@ -335,32 +338,29 @@ def gpus_held_after_end(executor: Executor, run: RunPaths, history: RunHistory) 
     return held
 
 
-def _start_successor(
+def _start_waiting(
     paths: RunPaths, attempt: AttemptPaths, request: Request, journal: JournalWriter
 ) -> bool:
-    """Let the successor that the request names run the attempt; return False if it cannot.
+    """Let the successor or restart that the request names run the attempt; False if it cannot.
 
     Raises `OrdersChangedError` like `_submit`.
     """
-    if not request.successor:
+    if not request.successor and not request.restart_of:
         return False
-    if successors.attempt_of(paths, request.successor) is None:
+    one = restarts if request.restart_of else successors
+    if one.is_undecided(paths, request):
         asked = SubmissionTry(count=1, host=socket.gethostname(), tried_at=time.time())
         with open_orders(paths) as book:
             _require_no_ending(paths, attempt, book)
             write_document(attempt.submitting, asked)
-            job = successors.adopt(paths, request)
+            job = one.adopt(paths, request)
     else:
-        job = successors.adopt(paths, request)
+        job = one.adopt(paths, request)
     if job is None:
         return False
     _record(attempt, job, journal)
-    journal.append(
-        EventKind.SUCCESSOR_ADOPTED,
-        successor=request.successor,
-        attempt=attempt.number,
-        job_id=job.job_id,
-    )
+    which = {"restarts": job.restarts} if job.restarts else {"successor": request.successor}
+    journal.append(EventKind.SUCCESSOR_ADOPTED, **which, attempt=attempt.number, job_id=job.job_id)
     return True
 
 

@@ -45,6 +45,7 @@ from holdfast.workers.nodes.heartbeats import newest_step, read_heartbeats
 from holdfast.workers.nodes.processes import boot_id
 from holdfast.workers.runs.attempts import cancel_leftovers
 from holdfast.workers.runs.manifests import newest_committed
+from holdfast.workers.runs.restarts import first_of
 from holdfast.workers.schedulers import JobStatus, executor_for
 
 # How long an outcome waits for the scheduler's final state.
@@ -400,8 +401,11 @@ def job_log_tail(attempt: AttemptPaths) -> str:
     """Return the end of the job's standard error, or '' if there is none."""
     request = read_document(Request, attempt.request)
     number = request.successor if request is not None else 0
-    # A successor's job was submitted before there was the attempt's folder.
-    logs = RunPaths(folder_of(attempt.request)).successor(number).logs if number else attempt.logs
+    run = RunPaths(folder_of(attempt.request))
+    # The job of a successor or restart was submitted before there was the attempt's folder.
+    logs = run.successor(number).logs if number else attempt.logs
+    if request is not None and request.restart_of:
+        logs = first_of(run, request).logs
     found = sorted(logs.glob("*.err"))
     try:
         return read_tail(found[-1], LOG_TAIL_BYTES, below=logs.parent) if found else ""

@@ -24,6 +24,7 @@ from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.workers.nodes.root_probe import describe, find_problems
 from holdfast.workers.schedulers import slurm_client
 from holdfast.workers.schedulers.local import problem_with_gpus
+from holdfast.workers.schedulers.slurm_restarts import problem_with_cluster
 
 PYTHON_TIMEOUT_S: Final = 20.0
 _PYTHON: Final = re.compile(r"python(3(\.[0-9]+)?)?")
@@ -228,10 +229,16 @@ def _slurm_problems(spec: RunSpec, places: Sequence[_Place]) -> list[str]:
         partitions = slurm_client.partitions()
         nodes = slurm_client.show_nodes()
         federation = slurm_client.federation()
-        accounting = slurm_client.settings().get("AccountingStorageType", "")
+        settings = slurm_client.settings()
     except SchedulerError as error:
         return [f"Slurm: {error}"]
     problems = _pattern_problems(places[0].folder)
+    accounting = settings.get("AccountingStorageType", "")
+    if spec.resources.standby == "expedite" and (problem := problem_with_cluster(settings)):
+        problems.append(
+            f"resources.standby 'expedite': {problem}; set 'successor', which acts on every "
+            "version of Slurm, or 'auto', which takes it here"
+        )
     if federation:
         problems.append(
             f"Slurm: this cluster is in the federation {federation!r}, so another cluster may run "

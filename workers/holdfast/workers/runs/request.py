@@ -25,6 +25,12 @@ LOCAL_TIMEOUT_MIN: Final = 10 * 365 * 24 * 60
 UNKNOWN: Final = Provenance()
 # The sbatch option by which a successor waits for the attempt's job.
 DEPENDENCY: Final = "dependency"
+# Only the supervisor submits, so Slurm must not requeue. After a node failure, the other nodes'
+# agents still have the state to save.
+NOT_REQUEUED: Final = {"no-requeue": True, "no-kill": True}
+# With `--no-kill`, a node failure would not end the job, and Slurm would not restart it. The other
+# nodes' agents get `KillWait` to save. See decision 99.
+EXPEDITED: Final = {"requeue": "expedite"}
 
 
 def job_name(run: str, run_uid: str, attempt: int) -> str:
@@ -51,8 +57,18 @@ def run_by(request: Request, number: int) -> Request:
     name = successor_name(run, uid, number) if number else job_name(run, uid, request.attempt)
     scheduler = {**request.scheduler, "job_name": name}
     return request.model_copy(
-        update={"job_name": name, "successor": number, "scheduler": scheduler}
+        update={"job_name": name, "successor": number, "restart_of": 0, "scheduler": scheduler}
     )
+
+
+def as_restart(request: Request, before: Request) -> Request:
+    """Return the request of an attempt that runs in the job of the attempt before it.
+
+    Slurm has restarted that job, which keeps its id and name.
+    """
+    scheduler = {**request.scheduler, "job_name": before.job_name}
+    facts = {"job_name": before.job_name, "restart_of": before.attempt, "scheduler": scheduler}
+    return request.model_copy(update=facts)
 
 
 def differences(successor: Request, request: Request) -> list[str]:
@@ -91,12 +107,14 @@ def build_request(
     place: int = 0,
     hangs_before: int = 0,
     provenance: Provenance = UNKNOWN,
+    expedite: bool = False,
 ) -> Request:
     """Return the request for attempt number `attempt` of a run on `gpus` GPUs.
 
     `created_at` is Unix seconds, or 0 for a dry run. `cluster` is the Slurm cluster that gets the
-    job, None if unknown. `place` is n for the n-th fallback, else 0. Raises `ValueError` if `gpus`
-    does not fill whole nodes of the spec.
+    job, None if unknown. `place` is n for the n-th fallback, else 0. With `expedite`, Slurm
+    restarts the job after a node failure. Raises `ValueError` if `gpus` does not fill whole nodes
+    of the spec.
     """
     spec = spec.model_copy(update={"resources": spec.resources.at(place)})
     share = spec.share(gpus)
@@ -104,7 +122,7 @@ def build_request(
     directory = Path(record.root) / record.run
     working_directory = working_directory_of(record, spec)
     parameters = (
-        _slurm_parameters(spec, name, share, exclude)
+        _slurm_parameters(spec, name, share, exclude, expedite=expedite)
         if spec.resources.executor == "slurm"
         else _local_parameters(share)
     )
@@ -122,6 +140,7 @@ def build_request(
         "cluster": cluster,
         "exclude": tuple(exclude),
         "place": place,
+        "expedite": expedite,
         "command": spec.command,
         "working_directory": working_directory,
         "environment": spec.environment,
@@ -161,7 +180,7 @@ def _local_parameters(share: NodeShare) -> dict[str, Any]:
 
 
 def _slurm_parameters(
-    spec: RunSpec, name: str, share: NodeShare, exclude: Sequence[str]
+    spec: RunSpec, name: str, share: NodeShare, exclude: Sequence[str], *, expedite: bool
 ) -> dict[str, Any]:
     """Return submitit's parameters for Slurm: one task per node, which is the agent.
 
@@ -173,10 +192,7 @@ def _slurm_parameters(
     # The spec does not accept these names in `resources.extra`.
     options: dict[str, Any] = {
         **resources.extra,
-        # Only the supervisor submits, so Slurm must not requeue. After a node failure, the other
-        # nodes' agents still have the state to save.
-        "no-requeue": True,
-        "no-kill": True,
+        **(EXPEDITED if expedite else NOT_REQUEUED),
         "signal": f"USR2@{warning_s}",
     }
     # A failing node must not end the other nodes' agents, which still hold the state.

@@ -102,12 +102,17 @@ def read(paths: SuccessorPaths) -> Successor:
     )
 
 
-def decide_on(paths: SuccessorPaths, attempt: int, reason: str = "") -> SuccessorVerdict:
+def decide_on(
+    paths: AttemptPaths, attempt: int, reason: str = "", *, restarts: int = 0
+) -> SuccessorVerdict:
     """Let a successor run `attempt`, or with 0 none; return the verdict that counts.
 
-    Of several processes that decide at the same time, the first one creates it.
+    Of several processes that decide at the same time, the first one creates it. `restarts` is the
+    start of the job that runs the attempt, if the scheduler restarts it.
     """
-    verdict = SuccessorVerdict(attempt=attempt, reason=reason, decided_at=time.time())
+    verdict = SuccessorVerdict(
+        attempt=attempt, restarts=restarts, reason=reason, decided_at=time.time()
+    )
     if create_document(paths.verdict, verdict):
         return verdict
     found = read_document(SuccessorVerdict, paths.verdict)
@@ -138,7 +143,7 @@ def tend(history: RunHistory, journal: JournalWriter, *, now: float) -> str:
     `now` is Unix seconds. Only the process that holds the run's flow lock may call this. Raises
     `SchedulerError` if the scheduler does not answer.
     """
-    if history.spec.resources.standby == "none":
+    if not _is_in_use(history):
         return ""
     one = newest(history.paths)
     if one is not None and not one.is_closed:
@@ -149,6 +154,14 @@ def tend(history: RunHistory, journal: JournalWriter, *, now: float) -> str:
     if not _is_wanted(history) or _was_refused(one, now):
         return ""
     return _submit_new(history, journal, now)
+
+
+def _is_in_use(history: RunHistory) -> bool:
+    """Return True if the run's attempts have successors: those that Slurm restarts have none."""
+    standby, last = history.spec.resources.standby, history.last_attempt
+    if standby == "auto":
+        return last is None or last.request is None or not last.request.expedite
+    return standby == "successor"
 
 
 def _is_wanted(history: RunHistory) -> bool:
@@ -426,6 +439,11 @@ def adopt(run: RunPaths, request: Request) -> Submission | None:
     return one.submission.model_copy(update={"submitted_at": request.created_at})
 
 
+def is_undecided(run: RunPaths, request: Request) -> bool:
+    """Return True while nobody has decided about the successor that `request` names."""
+    return attempt_of(run, request.successor) is None
+
+
 def attempt_of(run: RunPaths, number: int) -> int | None:
     """Return the attempt that a successor runs, 0 if it runs none, None while it waits."""
     verdict = read_document(SuccessorVerdict, run.successor(number).verdict)
@@ -433,8 +451,11 @@ def attempt_of(run: RunPaths, number: int) -> int | None:
 
 
 def without_successor(attempt: AttemptPaths, request: Request) -> Request:
-    """Return the request of an attempt with a job of its own, after its successor has ended."""
-    if not request.successor:
+    """Return the request of an attempt with a job of its own, after its successor has ended.
+
+    The same holds for the restarted job that was to run it.
+    """
+    if not request.successor and not request.restart_of:
         return request
     request = run_by(request, 0)
     attempt.submitting.unlink(missing_ok=True)

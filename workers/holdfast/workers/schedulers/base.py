@@ -58,6 +58,22 @@ class JobStatus:
         return self.state is not None and self.state.is_terminal
 
 
+@dataclass(frozen=True, kw_only=True)
+class JobStart:
+    """The newest start of a job that the scheduler has restarted `restarts` times.
+
+    While it is `ending`, the start before this one still has nodes. One that is `held` never
+    starts unless a person releases it. `nodes` are those on which it runs.
+    """
+
+    restarts: int
+    state: AttemptState | None
+    is_ending: bool = False
+    is_held: bool = False
+    nodes: tuple[str, ...] = ()
+    raw: str = ""
+
+
 class Executor(ABC):
     """A service that runs jobs. Every call is bounded in time."""
 
@@ -80,6 +96,29 @@ class Executor(ABC):
             f"{request.job_name}: the executor {self.kind!r} has no queue, so no job waits in it",
             may_pass=False,
         )
+
+    def expedites(self) -> bool:
+        """Return True if the scheduler can restart a job ahead of all others after a node failure.
+
+        Raises `SchedulerUnavailableError` without an answer.
+        """
+        return False
+
+    def start_of(self, request: Request, submission: Submission) -> JobStart | None:
+        """Return the newest start of a job that the scheduler may restart; None if it is gone.
+
+        Raises `SchedulerUnavailableError` without an answer.
+        """
+        del request, submission
+        return None
+
+    def end_restarts(self, request: Request, submission: Submission) -> bool:
+        """Let the job not be restarted any more, and cancel a restart; return True if it is gone.
+
+        The start that runs the attempt is not cancelled. Raises like `cancel`.
+        """
+        del request, submission
+        return True
 
     def cluster(self) -> str | None:
         """Return the name of the cluster that this host submits to; None if unknown or none."""

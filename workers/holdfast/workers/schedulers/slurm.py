@@ -29,15 +29,22 @@ from holdfast.contracts.spec.resources import Resources
 from holdfast.contracts.spec.slurm_options import LOSES_JOB, problem_with_option, problem_with_setup
 from holdfast.contracts.states import AttemptState
 from holdfast.workers.nodes.setup_lines import checked_lines
-from holdfast.workers.schedulers import slurm_client
+from holdfast.workers.schedulers import slurm_client, slurm_restarts
 from holdfast.workers.schedulers import slurm_client as slurm_answers
-from holdfast.workers.schedulers.base import BECAUSE_EXCLUDED, FORGOTTEN, Executor, JobStatus
+from holdfast.workers.schedulers.base import (
+    BECAUSE_EXCLUDED,
+    FORGOTTEN,
+    Executor,
+    JobStart,
+    JobStatus,
+)
 from holdfast.workers.schedulers.slurm_capacity import Room, gpus_under_qos, room_of, wanted_of
 from holdfast.workers.schedulers.slurm_client import JobLine, bare_state, translate
 
 SBATCH_TIMEOUT_S: Final = 60
 AGENT: Final = "holdfast.workers.agent.main"
 SUCCESSOR: Final = "holdfast.workers.agent.successor"
+RESTARTED: Final = "holdfast.workers.agent.restart"
 # How long a job may exist before Slurm lists it. A submission that timed out here may wait for
 # minutes in a loaded controller, and accounting lags behind the controller.
 ABSENCE_S: Final = 300.0
@@ -120,7 +127,7 @@ class SlurmExecutor(Executor):
     absence_s = ABSENCE_S
 
     def submit(self, paths: AttemptPaths, request: Request) -> Submission:
-        return self._submit(paths, request, AGENT)
+        return self._submit(paths, request, RESTARTED if request.expedite else AGENT)
 
     def submit_successor(self, paths: SuccessorPaths, request: Request) -> Submission:
         return self._submit(paths, request, SUCCESSOR)
@@ -156,7 +163,39 @@ class SlurmExecutor(Executor):
     def cluster(self) -> str | None:
         return slurm_answers.cluster_name()
 
+    def expedites(self) -> bool:
+        ask = partial(slurm_answers.shared_call, age_s=slurm_answers.CAPACITY_AGE_S)
+        return not slurm_restarts.problem_with_cluster(slurm_client.settings(ask=ask))
+
+    def start_of(self, request: Request, submission: Submission) -> JobStart | None:
+        line = self._show(request, submission)
+        return None if line is None else slurm_restarts.start_of(line)
+
+    def end_restarts(self, request: Request, submission: Submission) -> bool:
+        start = self.start_of(request, submission)
+        if start is not None and start.restarts == submission.restarts and not _is_over(start):
+            with contextlib.suppress(SubmissionRefusedError):
+                self._forbid_restart(submission)
+            # Slurm may have restarted it meanwhile.
+            start = self.start_of(request, submission)
+        if start is not None and start.restarts > submission.restarts and not _is_over(start):
+            self._scancel(submission.job_id)
+            start = self.start_of(request, submission)
+        return start is None or _is_over(start)
+
+    def _forbid_restart(self, submission: Submission) -> None:
+        try:
+            slurm_client.call(["scontrol", "update", f"JobId={submission.job_id}", "Requeue=0"])
+        except SchedulerUnavailableError:
+            raise
+        except SchedulerError as error:
+            # A job that ends at this moment. Its state is asked for again.
+            raise SubmissionRefusedError(str(error)) from error
+
     def find(self, request: Request) -> Submission | None:
+        if request.restart_of:
+            # Its job has the name of an earlier attempt, so it is known by its submission only.
+            return None
         _require_cluster(request)
         jobs = slurm_client.queued_jobs(request.job_name) or slurm_client.recorded_jobs(
             name=request.job_name, since=request.created_at
@@ -174,9 +213,16 @@ class SlurmExecutor(Executor):
             for job in slurm_client.queued_jobs(request.job_name)
             if not (translate(job.state) or AttemptState.PENDING).is_terminal
         ]
-        return tuple(
+        found = [
             Submission(job_id=job_id, executor=self.kind, submitted_at=request.created_at)
             for job_id in sorted(live, key=_serial)
+        ]
+        if not request.expedite:
+            return tuple(found)
+        # The newest start of each, so that `cancel` ends it.
+        starts = [(job, self.start_of(request, job)) for job in found]
+        return tuple(
+            job.model_copy(update={"restarts": start.restarts}) for job, start in starts if start
         )
 
     def withdraw(self, request: Request, submission: Submission) -> None:
@@ -209,6 +255,8 @@ class SlurmExecutor(Executor):
         submission = submission or self.find(request)
         if submission is None:
             return self._absent(request.created_at, request.job_name)
+        if request.expedite:
+            return self._status_of_start(request, submission, since)
         # Slurm reuses job ids, so a job with another name is another job.
         line = slurm_answers.listed_jobs(since=since).get(submission.job_id)
         if line is not None and line.name == request.job_name:
@@ -225,10 +273,39 @@ class SlurmExecutor(Executor):
             return _recorded_status(mine[-1])
         return self._absent(submission.submitted_at, request.job_name)
 
+    def _status_of_start(self, request: Request, submission: Submission, since: float) -> JobStatus:
+        """Return the status of one start of a job that Slurm may restart.
+
+        `squeue` prints no count of restarts beside the fields of `listed_jobs`, and two answers
+        could be of different moments. So Slurm is asked about this job, and processes share that.
+        """
+        ask = partial(slurm_answers.shared_call, age_s=slurm_answers.JOBS_AGE_S, since=since)
+        line = slurm_client.show_job(submission.job_id, ask=ask)
+        known = line is not None and line.name == request.job_name
+        rows: list[JobLine] = []
+        if not known or (line is not None and slurm_restarts.restarts_of(line.fields)):
+            rows = slurm_client.recorded_jobs(
+                job_id=submission.job_id, since=submission.submitted_at
+            )
+            rows = [row for row in rows if row.name == request.job_name]
+        if line is None or not known:
+            if len(rows) <= submission.restarts:
+                return self._absent(submission.submitted_at, request.job_name)
+            return _recorded_status(rows[submission.restarts])
+        start = slurm_restarts.start_of(line)
+        if start.restarts <= submission.restarts:
+            return _status_of(line)
+        return slurm_restarts.status_before(_status_of(line), submission.restarts, start, rows)
+
     def cancel(self, request: Request, submission: Submission) -> None:
         # Without an answer, nothing is cancelled: the id may be that of another job by now.
-        if self._show(request, submission) is not None:
-            self._scancel(submission.job_id)
+        line = self._show(request, submission)
+        if line is None:
+            return
+        if request.expedite and slurm_restarts.restarts_of(line.fields) > submission.restarts:
+            # That start has ended. `end_restarts` cancels a later one.
+            return
+        self._scancel(submission.job_id)
 
     def _show(self, request: Request, submission: Submission) -> JobLine | None:
         """Return the job as Slurm knows it; None if the id is unknown or of another job."""
@@ -324,6 +401,10 @@ def _require_cluster(request: Request) -> None:
             f"{request.job_name} was submitted to the Slurm cluster {request.cluster!r}, but this "
             f"host's commands ask {asked!r}; run the command on a host of {request.cluster!r}"
         )
+
+
+def _is_over(start: JobStart) -> bool:
+    return start.state is not None and start.state.is_terminal
 
 
 def _status_of(line: JobLine) -> JobStatus:

@@ -299,10 +299,13 @@ def recorded_jobs(*, name: str = "", job_id: str = "", since: float = 0.0) -> li
     return [JobLine(r[0], r[1], r[2], "", r[5], parse_time(r[3]), parse_time(r[4])) for r in rows]
 
 
-def show_job(job_id: str, timeout_s: float = CALL_TIMEOUT_S) -> JobLine | None:
+def show_job(
+    job_id: str, timeout_s: float = CALL_TIMEOUT_S, ask: Ask | None = None
+) -> JobLine | None:
     """Return the job as the controller knows it, or None if it no longer knows the job."""
+    command = ["scontrol", "--all", "-o", "show", "job", checked_id(job_id)]
     try:
-        out = call(["scontrol", "--all", "-o", "show", "job", checked_id(job_id)], timeout_s)
+        out = (ask or partial(call, timeout_s=timeout_s))(command)
     except SchedulerUnavailableError:
         raise
     except SchedulerError as error:

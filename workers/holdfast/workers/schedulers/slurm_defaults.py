@@ -14,6 +14,7 @@ from holdfast.contracts.errors import SchedulerError
 from holdfast.contracts.spec.node_share import gpu_kind, gpus_of
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.workers.schedulers import slurm_client
+from holdfast.workers.schedulers.slurm_restarts import problem_with_cluster
 
 # What the partitions of this cluster offer to a run, for a person who chooses one.
 
@@ -119,7 +120,11 @@ def _warnings_of_age(spec: RunSpec, settings: Fields) -> list[str]:
     weight = settings.get("PriorityWeightAge", "0")
     has_age = weight not in {"", "0"}
     accrues = "ACCRUE_ALWAYS" in settings.get("PriorityFlags", "")
-    if spec.resources.standby == "none" or not is_by_factors or not has_age or accrues:
+    standby = spec.resources.standby
+    is_expedited = standby == "auto" and not problem_with_cluster(settings)
+    if standby in {"none", "expedite"} or is_expedited:
+        return []
+    if not is_by_factors or not has_age or accrues:
         return []
     text = (
         "resources.standby: on this cluster, a job gains no priority by age while it waits for "

@@ -14,6 +14,7 @@ from typing import Final
 from holdfast.contracts.states import Cause
 from holdfast.workers.runs.request import WARNING_EARLY_S
 from holdfast.workers.schedulers.slurm_client import bare_state, parse_time
+from holdfast.workers.schedulers.slurm_restarts import restarts_of
 
 HEARD: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 # A TERM this close to the end of the job comes from its time limit.
@@ -78,11 +79,13 @@ def judge(
     grace_s: float,
     end_at: float | None,
     warning_s: float,
+    restarts: int = 0,
 ) -> Judgement:
     """Return what signal `name` means at Unix time `now`.
 
     `job` has Slurm's fields of the job at that time, or None without an answer. `end_at` is when
-    the job's time is up. `warning_s` is how long before that USR2 was requested.
+    the job's time is up. `warning_s` is how long before that USR2 was requested. `restarts` is how
+    often Slurm had restarted the job when it began.
     """
     by_grace = now + grace_s
     if job is None:
@@ -101,6 +104,9 @@ def judge(
     if preempted_at is not None:
         return Judgement(cause=Cause.PREEMPTION, deadline=max(end or by_grace, now), detail=seen)
     cause = _of_state(state, job)
+    if restarts_of(job) > restarts:
+        # Slurm restarts a job because one of its nodes failed, or by an administrator's request.
+        cause = Cause.NODE_FAILURE
     if cause is not None:
         deadline = now + min(grace_s, KILL_WAIT_S)
         return Judgement(cause=cause, deadline=deadline, detail=seen)

@@ -180,6 +180,7 @@ class StopWatch:
             grace_s=request.supervision.grace_s,
             end_at=None if self.end_at is None else self.end_at + lead_s,
             warning_s=warning_lead_s(request.supervision, request.resources),
+            restarts=self._context.restarts,
         )
         judgement = replace(by_slurm, deadline=by_slurm.deadline - lead_s)
         if judgement.cause is None:
