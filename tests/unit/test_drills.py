@@ -36,7 +36,7 @@ from holdfast_bench.drills.node_rehearsal import SCENARIOS
 from holdfast_bench.drills.prediction import Costs
 from holdfast_bench.drills.recorded_run import Cut, RecordedRun
 from holdfast_bench.drills.replica_memory import damage_copies
-from holdfast_bench.drills.report import read_result, render_report, spread
+from holdfast_bench.drills.report import OWN_JOBS, read_result, render_report, spread
 from holdfast_bench.drills.steps import Records, Reference, Step, difference, gaps
 from holdfast_bench.live_drills import faults as live_faults
 from holdfast_bench.live_drills import invariants
@@ -582,5 +582,8 @@ def test_the_report_combines_several_drills() -> None:
     assert "After 2 of 2 faults, every invariant held." in page
     assert "each of 3 small training runs at a time" in page
     assert "Measured 0.500, predicted 0.926" in page
+    assert OWN_JOBS not in page
+    result.faults.append(replace(fault, kind="node-loss-spare"))
+    assert OWN_JOBS in render_report([result], "a machine")
     with pytest.raises(SpecError, match="not the output of a drill"):
         read_result({"faults": [{"kind": "hang"}]})
