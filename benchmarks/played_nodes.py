@@ -271,7 +271,7 @@ class HereNode(PlayedNode):
 
     step_s = STEP_S
 
-    def start(self, launch: int, address: str, port: int) -> None:
+    def start(self, launch: int, address: str, port: int, *, is_alone: bool = False) -> None:
         time.sleep(self.do("start", {"launch": launch})[1])
 
     def race(self, shared: str, number: int) -> bool:

@@ -146,6 +146,20 @@ def test_drill_on_another_file_system_breaks_no_invariant(tmp_path: Path, kind: 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1600)
+@pytest.mark.parametrize(
+    "kind", ["node-loss-spare", "node-loss-shrink", "neighbour-loss", "replica-damage"]
+)
+def test_drill_of_lost_nodes_continues_in_the_same_attempt(tmp_path: Path, kind: str) -> None:
+    answer = drill(tmp_path, "--count", "1", "--seed", "11", "--kinds", kind)
+    (fault,) = answer["faults"]
+    assert (fault["kind"], fault["ok"], fault["recovery"]) == (kind, True, "in place")
+    assert answer["broken"] == []
+    assert answer["uncompared"] == 0
+    assert not list(tmp_path.glob("holdfast-drill-*")), "the temporary run must be deleted"
+
+
+@pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.timeout(SLOW_S)
 def test_drill_with_200_faults_breaks_no_invariant(tmp_path: Path) -> None:

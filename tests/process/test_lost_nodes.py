@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.process.local_runs import LocalRun
+from tests.process.local_runs import LocalRun, wait_until
+from tests.support.agent_ranks import waiting_ranks
 from tests.support.played_nodes import PlayedJob, tensors_at
 
 from holdfast.contracts.disk.journal import Event, EventKind, read_journal
@@ -31,6 +32,13 @@ def events(job: PlayedJob, kind: EventKind) -> list[Event]:
 
 def launches(job: PlayedJob) -> list[dict[str, object]]:
     return [event.data for event in events(job, EventKind.LAUNCH_STARTED)]
+
+
+def ranks_of(job: PlayedJob, launch: int) -> dict[int, int] | None:
+    """The process of each node's rank by node, once all train."""
+    beats = [beat for beat in job.run.beats(job.attempt) if beat.launch == launch]
+    found = {b.node: rank.pid for b in beats for rank in b.ranks if rank.phase == "train"}
+    return found if len(found) == job.run.spec.resources.nodes else None
 
 
 def uninterrupted(folder: Path, ranks: int) -> LocalRun:
@@ -63,6 +71,17 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
     assert (first["world_size"], second["world_size"]) == (2, 2)
     assert (second["way"], second["lost"], second["joined"]) == ("spare", ["n1"], ["n2"])
     assert_equal_bits(job.run, uninterrupted(tmp_path, 2), STEPS)
+
+
+def test_the_ranks_that_continue_were_loaded_while_they_waited(tmp_path: Path) -> None:
+    settings = {**SETTINGS, "steps": 100_000, "supervision": {"standby_after_s": 0}}
+    with PlayedJob(tmp_path, nodes=2, spares=1, **settings) as job:
+        job.run.wait_for_step(job.attempt, 30)
+        standbys = wait_until(lambda: waiting_ranks(job.run, count=3), "a standby on each node")
+        job.kill_node(0)
+        found = wait_until(lambda: ranks_of(job, 2), "the ranks of the second launch")
+    assert found.keys() == {1, 2}, "the node that is left, and the spare one"
+    assert set(found.values()) < standbys
 
 
 def test_an_elastic_run_continues_on_fewer_nodes(tmp_path: Path) -> None:

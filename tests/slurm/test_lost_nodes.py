@@ -22,6 +22,8 @@ from holdfast.lineage.index import Index
 from holdfast.workers.runs import operator
 from holdfast.workers.runs.pending import allow_hosts_again
 from holdfast.workers.schedulers import slurm_client
+from holdfast_bench.live_drills.kinds import KINDS, Recovery
+from holdfast_bench.live_drills.runner import drill_live
 
 ALL_NODES = {"executor": "slurm", "nodes": 4, "gpus_per_node": 1, "partition": "spot"}
 # From the scheduler's report of the loss to the submission of the next attempt.
@@ -187,6 +189,28 @@ def test_another_node_leads_when_the_leading_node_is_lost(
     assert view.cause is Cause.OPERATOR, view.evidence
     second = lines_of(run, EventKind.LAUNCH_STARTED)[1]
     assert (second["way"], second["lost"], second["world_size"]) == ("spare", [leading], 2)
+
+
+@pytest.mark.more
+@pytest.mark.timeout(600)
+def test_a_drill_of_a_run_on_several_nodes_expects_it_to_continue(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    resources = {**ALL_NODES, "nodes": 2, "spare_nodes": 1}
+    run = run_on_all(tmp_path / "root", resources=resources, elastic={"choices": [1, 2]})
+    found = []
+    with supervised(run):
+        first = wait_until(run.paths.list_attempts, "an attempt")[0]
+        run.wait_for_step(first, 5)
+        for kind in ("node-loss-spare", "kill-agent"):
+            result = drill_live(run.paths, [KINDS[kind]], 1, seed=3, tell=print)
+            assert result.broken == []
+            found += [(one.kind, one.ok, one.recovery) for one in result.faults]
+    assert found == [(kind, True, Recovery.IN_PLACE) for kind in ("node-loss-spare", "kill-agent")]
+    (view,) = run.history().attempts
+    assert view.cause is Cause.OPERATOR, view.evidence
+    _, second, third = lines_of(run, EventKind.LAUNCH_STARTED)
+    assert (second["way"], third["way"]) == ("spare", "shrink")
 
 
 @pytest.mark.slow

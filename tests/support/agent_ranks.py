@@ -109,8 +109,8 @@ def ranks_of(run: LocalRun, attempt: AttemptPaths, launch: int) -> dict[int, lis
     return wait_until(look, f"the ranks of launch {launch}")
 
 
-def waiting_ranks(run: LocalRun, but: Iterable[int] = ()) -> set[int]:
-    """The pids of the warm standbys' ranks, once all of them have started.
+def waiting_ranks(run: LocalRun, but: Iterable[int] = (), count: int = 0) -> set[int]:
+    """The pids of the warm standbys' ranks, once all of them have started: `count`, if given.
 
     Ranks that were warm standbys and train now look the same; exclude them with `but`.
     """
@@ -121,7 +121,7 @@ def waiting_ranks(run: LocalRun, but: Iterable[int] = ()) -> set[int]:
             if is_rank and environment.STANDBY_PIPE in process.environ():
                 found.add(process.pid)
     found -= set(but)
-    return found if len(found) == run.spec.gpus else set()
+    return found if len(found) == (count or run.spec.gpus) else set()
 
 
 def committed(run: LocalRun) -> dict[int, Manifest]:

@@ -9,10 +9,12 @@ import shutil
 import signal
 import sqlite3
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from tests.support.runs import DIGEST, RunFolder, build_sample_runs
 
@@ -22,22 +24,29 @@ from holdfast.contracts.errors import ServiceError, SpecError
 from holdfast.contracts.records.attempt import Claim, Submission, write_document
 from holdfast.contracts.records.history import load_events, load_history
 from holdfast.contracts.records.tally import LaunchSpan, Span
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.nodes.processes import name_process
 from holdfast_bench.drills import faults
-from holdfast_bench.drills.campaign import Campaign, Plan
+from holdfast_bench.drills.campaign import Campaign, Plan, steps_for
 from holdfast_bench.drills.comparison import Comparison
 from holdfast_bench.drills.ettr import Calibration, Trained, calibrate, compare, mean_of
+from holdfast_bench.drills.node_job import NodeJob
+from holdfast_bench.drills.node_rehearsal import SCENARIOS
 from holdfast_bench.drills.prediction import Costs
 from holdfast_bench.drills.recorded_run import Cut, RecordedRun
-from holdfast_bench.drills.report import read_result, render_report, spread
+from holdfast_bench.drills.replica_memory import damage_copies
+from holdfast_bench.drills.report import OWN_JOBS, read_result, render_report, spread
 from holdfast_bench.drills.steps import Records, Reference, Step, difference, gaps
 from holdfast_bench.live_drills import faults as live_faults
 from holdfast_bench.live_drills import invariants
+from holdfast_bench.live_drills.fault_context import FaultContext
 from holdfast_bench.live_drills.invariants import Broken
 from holdfast_bench.live_drills.kinds import KINDS, Recovery, draw_faults, select_kinds
+from holdfast_bench.live_drills.lost_nodes import plan_without
 from holdfast_bench.live_drills.place import LaunchPlace
 from holdfast_bench.live_drills.results import DrillResult, FaultResult
+from holdfast_bench.live_drills.runner import chance_of
 from holdfast_bench.live_drills.target_run import TargetRun
 
 NEWEST = "step-00000200.a0003.l01"
@@ -333,7 +342,8 @@ def test_fault_kinds_are_drawn_equally_often_and_by_the_seed() -> None:
 
 
 def test_each_fault_kind_has_an_implementation() -> None:
-    assert set(faults.FAULTS) == set(KINDS)
+    assert faults.FAULTS.keys() | SCENARIOS.keys() == set(KINDS)
+    assert {name for name, kind in KINDS.items() if kind.has_own_job} == SCENARIOS.keys()
     live = {kind.name for kind in KINDS.values() if kind.is_for_live}
     assert set(live_faults.FAULTS) == live
 
@@ -413,6 +423,93 @@ def test_each_fault_is_taken_once_and_in_order() -> None:
     assert one.take(0) is None
 
 
+@pytest.fixture
+def job(tmp_path: Path) -> NodeJob:
+    """A job of four nodes and a spare one, whose agents are not started."""
+    resources = {"executor": "slurm", "nodes": 4, "gpus_per_node": 1, "spare_nodes": 1}
+    elastic = {"choices": [2, 4]}
+    spec = RunSpec(name="r", command=("train.py",), resources=resources, elastic=elastic)
+    return NodeJob(spec, tmp_path / "runs", tmp_path, {})
+
+
+def lose_node(job: NodeJob, node: int, nodes: int) -> None:
+    with JournalWriter(job.attempt.node_journal(0)) as journal:
+        journal.append(EventKind.NODE_LOST, attempt=1, node=node, host=f"n{node}")
+        journal.append(EventKind.LAUNCH_STARTED, attempt=1, launch=node, nodes=nodes)
+
+
+def test_a_run_on_several_nodes_continues_in_place_without_the_lost_ones(job: NodeJob) -> None:
+    target = TargetRun(job.paths)
+    ways = []
+    for node, nodes in ((2, 4), (3, 2), (1, 2)):
+        target.look()
+        ways.append(plan_without(target, f"n{node}").way)
+        lose_node(job, node, nodes)
+    # A spare node, then half of the nodes, then the one that the smaller size left over.
+    assert ways == ["spare", "shrink", "spare"]
+    target.look()
+    assert plan_without(target, "n0").way == ""
+
+
+def test_a_killed_agent_ends_the_attempt_only_if_it_cannot_continue(
+    job: NodeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with subprocess.Popen(["sleep", "60"]) as agent:
+        target = TargetRun(job.paths)
+        monkeypatch.setattr(target, "agent", lambda: psutil.Process(agent.pid))
+        context = FaultContext(target, chance_of(1, 1))
+        assert f"process {agent.pid}" in live_faults.kill_agent(context)
+    assert agent.returncode == -signal.SIGKILL
+    assert context.recovery is Recovery.IN_PLACE
+    assert KINDS["kill-agent"].recovery is Recovery.NEW_ATTEMPT, "that of a run on one node"
+
+
+def test_a_run_leaves_the_faults_with_jobs_of_their_own_for_later() -> None:
+    one = campaign(6, names=["kill-rank", "node-loss-spare", "neighbour-loss"])
+    in_run = [one.take(0, begun=True) for _ in range(2)]
+    assert [found and found[1].name for found in in_run] == ["kill-rank"] * 2
+    assert one.take(0, begun=True) is None
+    later = [one.take(0) for _ in range(4)]
+    assert all(found and found[1].has_own_job for found in later)
+    assert len({found[0] for found in later if found}) == 4
+
+
+def test_a_campaign_of_jobs_alone_needs_no_long_uninterrupted_run() -> None:
+    alone = [KINDS["node-loss-spare"], KINDS["neighbour-loss"]]
+    both = [*alone, KINDS["kill-rank"]]
+    assert steps_for(alone, 1) == steps_for(both, 1) - KINDS["kill-rank"].steps
+
+
+def test_copies_are_damaged_in_the_memory_of_the_neighbour_alone() -> None:
+    """Two processes hold the same bytes, as a flusher and its neighbour do, beside others."""
+    program = (
+        "import mmap, os, random, sys; "
+        "m = mmap.mmap(-1, 8 * 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS); "
+        "m[:] = random.Random(1).randbytes(8 * 4096); "
+        "print('ready', flush=True); sys.stdin.readline(); "
+        "print(m[:] == random.Random(1).randbytes(8 * 4096), flush=True)"
+    )
+    with contextlib.ExitStack() as stack:
+        holders = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", program],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for _ in range(2)
+        ]
+        for holder in holders:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "ready\n"
+        owner, neighbour = (psutil.Process(holder.pid) for holder in holders)
+        assert damage_copies(owner, neighbour) >= 8
+        answers = [holder.communicate("\n", 30)[0] for holder in holders]
+    assert answers == ["True\n", "False\n"]
+
+
 def test_a_fault_that_needs_more_steps_waits_for_another_run() -> None:
     one = campaign(4, names=["prefect-down"])
     room = one.steps_max - KINDS["prefect-down"].steps
@@ -485,5 +582,8 @@ def test_the_report_combines_several_drills() -> None:
     assert "After 2 of 2 faults, every invariant held." in page
     assert "each of 3 small training runs at a time" in page
     assert "Measured 0.500, predicted 0.926" in page
+    assert OWN_JOBS not in page
+    result.faults.append(replace(fault, kind="node-loss-spare"))
+    assert OWN_JOBS in render_report([result], "a machine")
     with pytest.raises(SpecError, match="not the output of a drill"):
         read_result({"faults": [{"kind": "hang"}]})

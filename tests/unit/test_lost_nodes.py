@@ -140,6 +140,18 @@ def test_only_one_node_takes_a_term(nodes: list[AgentContext]) -> None:
     assert newest.is_end
 
 
+def test_a_term_that_is_being_written_does_not_count_yet(nodes: list[AgentContext]) -> None:
+    attempt = nodes[0].attempt
+    attempt.terms.mkdir()
+    (attempt.terms / ".0002.json.1a2b").touch()
+    assert newest_term(attempt) is None
+    assert renew(nodes[0]) == 2
+    (attempt.terms / ".0003.json.1a2b").touch()
+    newest = newest_term(attempt)
+    assert newest is not None
+    assert newest.number == 2
+
+
 @pytest.mark.parametrize("why", ["spare", "left out", "heartbeats"])
 def test_a_node_that_a_launch_does_not_need_takes_no_term(
     nodes: list[AgentContext], why: str, monkeypatch: pytest.MonkeyPatch

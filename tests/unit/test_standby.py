@@ -7,13 +7,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from holdfast.contracts import environment
+from holdfast.trainer.process.place import AGENT_STORE
 from holdfast.trainer.process.program import program_argv
 from holdfast.trainer.process.standby import changed_variables
 from holdfast.trainer.rank_start import set_up_interpreter
+from holdfast.workers.agent.launch.command import place_environment
 
 # Preload a small module instead of the large libraries, to save time.
 STANDBY = """
@@ -94,6 +98,31 @@ def test_a_standby_sets_the_command_line_of_the_program(
     assert program_argv() == ["train.py", "--lr", "1"]
     assert sys.argv == ["train.py", "--lr", "1"]
     assert sys.path[0] == str(tmp_path)
+
+
+def test_a_rank_of_a_torchrun_without_others_takes_its_place_from_the_agent(
+    tmp_path: Path,
+) -> None:
+    request = SimpleNamespace(nodes=4, ranks_per_node=2)
+    context: Any = SimpleNamespace(request=request, node=3, nodes=4)
+    place = tmp_path / "place"
+    place.write_text(json.dumps(place_environment(context, "n0", 4000)))
+    alone = {"LOCAL_RANK": "1", "RANK": "1", "WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    variables = {**os.environ, **alone, AGENT_STORE: "True", environment.PLACE: str(place)}
+    program = tmp_path / "program.py"
+    program.write_text("import json, os; print(json.dumps(dict(os.environ)))")
+    command = [sys.executable, "-m", "holdfast.trainer.rank_start", str(program)]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    names = ("RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE")
+    assert [found[name] for name in names] == ["7", "7", "8", "1", "3", "4"]
+    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("n0", "4000")
+    assert (found[environment.NODE], found[environment.NODES]) == ("3", "4")
+    # Rank 0 has the store, not a torchrun, and no library reads this variable when it is loaded.
+    assert found[AGENT_STORE] == "False"
+    assert environment.PLACE not in found
+    assert changed_variables(found, {**found, AGENT_STORE: "True"}) == []
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ class FakeNode:
     def race(self, shared: str, number: int) -> bool:
         return self.wins_races
 
-    def start(self, launch: int, address: str, port: int) -> None:
+    def start(self, launch: int, address: str, port: int, *, is_alone: bool = False) -> None:
         self._launch, self._looks, self._killed = launch, 0, False
 
     def report(self) -> NodeReport:

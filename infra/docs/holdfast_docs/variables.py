@@ -156,6 +156,11 @@ VARIABLES: Final = (
         f"{environment.FLUSH_TIMEOUT_DEFAULT_S:g}",
     ),
     Variable(
+        environment.PLACE,
+        Setter.AGENT,
+        "path of the file with a rank's place, if each node has a torchrun without the others",
+    ),
+    Variable(
         environment.STANDBY_PIPE,
         Setter.AGENT,
         "path of the standby pipe, on which a warm standby waits for its start",

@@ -49,6 +49,8 @@ FLUSH_TIMEOUT_DEFAULT_S: Final = 1800.0
 FLUSH_TIMEOUT_MAX_S: Final = 1e9
 # The pipe from which a warm standby reads the signal to start.
 STANDBY_PIPE: Final = "HOLDFAST_STANDBY_PIPE"
+# The file with the place of a rank whose torchrun runs on one node of several.
+PLACE: Final = "HOLDFAST_PLACE"
 
 # The addresses that people set, each with the schemes that act and an example.
 _ADDRESSES: Final[Mapping[str, tuple[str, str]]] = {

@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from types import ModuleType
 
 from holdfast.contracts import environment
-from holdfast.trainer.process import child_signals, standby
+from holdfast.trainer.process import child_signals, place, standby
 
 
 def main(command: Sequence[str]) -> None:
@@ -32,6 +32,9 @@ def main(command: Sequence[str]) -> None:
     standby_pipe = os.environ.pop(environment.STANDBY_PIPE, None)
     if standby_pipe is not None:
         standby.wait(standby_pipe)
+    given_place = os.environ.pop(environment.PLACE, None)
+    if given_place is not None:
+        place.take_place(given_place)
     run_program(command)
 
 

@@ -13,7 +13,6 @@ import random
 import shutil
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -34,8 +33,10 @@ from holdfast_bench.drills.ettr import (
     last_step_of,
     mean_of,
 )
+from holdfast_bench.drills.node_rehearsal import NodeRehearsal
 from holdfast_bench.drills.recorded_run import Cut, RecordedRun
 from holdfast_bench.drills.rehearsal import TestbedRehearsal
+from holdfast_bench.drills.steps import Reference
 from holdfast_bench.drills.testbed import RANKS, Testbed, throw_away
 from holdfast_bench.live_drills.kinds import Kind, draw_faults
 from holdfast_bench.live_drills.results import DrillResult, FaultResult
@@ -103,7 +104,8 @@ class Campaign:
         self.is_cut = threading.Event()
         faults = draw_faults(plan.kinds, plan.count, plan.seed)
         self.steps_max = steps_for(faults, plan.at_once)
-        self._left = deque(enumerate(faults))
+        self._left = list(enumerate(faults))
+        self._taking = threading.Lock()
         self._began = time.monotonic()
 
     def run(self, folder: Path) -> None:
@@ -116,8 +118,10 @@ class Campaign:
                 place.mkdir()
                 testbed = throw_away(place, with_small_disk=needs_disk, number=number)
                 testbeds.append(opened.enter_context(testbed))
-            self.tell(f"the uninterrupted run: {self.steps_max} steps")
-            reference = testbeds[0].train_reference(self.steps_max)
+            reference: Reference = {}
+            if any(not kind.has_own_job for kind in self.plan.kinds):
+                self.tell(f"the uninterrupted run: {self.steps_max} steps")
+                reference = testbeds[0].train_reference(self.steps_max)
             pool = opened.enter_context(ThreadPoolExecutor(len(testbeds)))
             # Runs before the pool waits for its threads, and before the testbeds end.
             opened.callback(self.is_cut.set)
@@ -138,23 +142,26 @@ class Campaign:
             self.result.ettr = compare(mean_of(self.calibrations), self.trained).as_json()
         self.result.wall_s = time.monotonic() - self._began
 
-    def take(self, at: int) -> tuple[int, Kind] | None:
-        """Return the next fault and its number, if there is one for a run at step `at`."""
+    def take(self, at: int, *, begun: bool = False) -> tuple[int, Kind] | None:
+        """Return the next fault and its number, if there is one for a run at step `at`.
+
+        A run that has `begun` leaves the faults that have jobs of their own for later.
+        """
         wrong = sum(1 for one in self.result.faults if not one.ok)
         is_late = time.monotonic() >= self._began + self.plan.within_s
         if self.is_cut.is_set() or is_late or wrong > self.plan.failures_max:
             return None
-        with contextlib.suppress(IndexError):
-            number, kind = self._left.popleft()
-            if at + kind.steps <= self.steps_max:
-                return number, kind
-            self._left.appendleft((number, kind))
+        with self._taking:
+            mine = [one for one in self._left if not (begun and one[1].has_own_job)]
+            if mine and at + mine[0][1].steps <= self.steps_max:
+                self._left.remove(mine[0])
+                return mine[0]
         return None
 
 
 def steps_for(faults: Sequence[Kind], at_once: int) -> int:
     """Return the steps that a run may train while its share of the faults is rehearsed."""
-    steps = [kind.steps for kind in faults]
+    steps = [0, *(kind.steps for kind in faults if not kind.has_own_job)]
     share = max(max(steps), sum(steps) // at_once)
     return min(REFERENCE_STEPS_MAX, REFERENCE_STEPS + share)
 
@@ -173,7 +180,21 @@ class Lane:
             if self._campaign.plan.calibrates:
                 self._calibrate()
             while (fault := self._campaign.take(0)) is not None:
-                self._drill_run(fault)
+                number, kind = fault
+                if kind.has_own_job:
+                    self._drill_job(number, kind)
+                else:
+                    self._drill_run(fault)
+
+    def _drill_job(self, number: int, kind: Kind) -> None:
+        """Rehearse one fault on a job of several nodes."""
+        campaign = self._campaign
+        chance = chance_of(campaign.plan.seed, number)
+        rehearsal = NodeRehearsal(self._testbed, chance, campaign.result, self._url, campaign.tell)
+        fault, paths = rehearsal.rehearse(kind, campaign.is_cut.is_set)
+        if not fault.ok:
+            self._keep_run(paths)
+        shutil.rmtree(paths.directory, ignore_errors=True)
 
     def _begin_run(self) -> RecordedRun:
         target = self._testbed.begin_run()
@@ -194,7 +215,7 @@ class Lane:
             done.append(rehearsal.rehearse(kind))
             at = context.target.newest.step if context.target.newest else 0
             is_full = len(done) == FAULTS_PER_RUN or not done[-1].ok
-            following = None if is_full else campaign.take(at)
+            following = None if is_full else campaign.take(at, begun=True)
         is_whole = rehearsal.finish() and done[-1].ok
         testbed.end_attempts()
         with contextlib.suppress(HoldfastError):

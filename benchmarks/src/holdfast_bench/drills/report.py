@@ -13,6 +13,7 @@ from typing import Any, Final
 from holdfast.contracts.disk.durable import write_bytes
 from holdfast.contracts.errors import SpecError
 from holdfast_bench.drills.ettr import Ettr, sum_of
+from holdfast_bench.drills.node_steps import NODES
 from holdfast_bench.drills.testbed import INTERVAL_STEPS, RANKS, SNAPSHOT_STEPS, STEP_S
 from holdfast_bench.live_drills import invariants
 from holdfast_bench.live_drills.invariants import Broken
@@ -36,6 +37,10 @@ INVARIANTS: Final = (
 COMPARED: Final = (
     "After each fault, the drill checked every invariant. It compared every step with an "
     "uninterrupted run: sample ids, loss and weights, bit for bit."
+)
+OWN_JOBS: Final = (
+    f"Each loss of single nodes had a job of its own, of {NODES} nodes with a rank each, on this "
+    "machine and without a supervisor."
 )
 HEADINGS: Final = (
     "kind",
@@ -103,6 +108,7 @@ def render_report(results: Sequence[DrillResult], machine_text: str) -> str:
         *(f"{_opening(result)}\n" for result in results),
         COMPARED,
         "",
+        *([f"{OWN_JOBS}\n"] if any(KINDS[one.kind].has_own_job for one in faults) else []),
         f"**After {count - wrong} of {count} faults, every invariant held.**",
         "",
         "This page is the output of:",

@@ -30,6 +30,7 @@ from holdfast.contracts.states import Cause
 from holdfast.flows import detached
 from holdfast.workers.runs.run_folders import create_run
 from holdfast.workers.schedulers import executor_for
+from holdfast_bench.drills import replica_memory
 from holdfast_bench.drills.cloud import CLOUD, CloudService
 from holdfast_bench.drills.prefect_server import PrefectServer
 from holdfast_bench.drills.recorded_run import RecordedRun
@@ -72,6 +73,7 @@ class Testbed:
     _prefect: PrefectServer | None = None
     _flow: subprocess.Popen[bytes] | None = None
     _runs: list[RunPaths] = field(default_factory=list)
+    _jobs: int = 0
 
     @property
     def environment(self) -> dict[str, str]:
@@ -79,22 +81,33 @@ class Testbed:
         own = {"HOLDFAST_HOME": str(self.home), "HOLDFAST_ROOT": str(self.root)}
         return {**os.environ, **own}
 
-    def train_reference(self, steps: int, windows: Sequence[tuple[int, int]] = ()) -> Reference:
-        """Train `steps` steps without interruption and without delay.
+    def train_reference(
+        self,
+        steps: int,
+        windows: Sequence[tuple[int, int]] = (),
+        *,
+        ranks: int = RANKS,
+        directory: Path | None = None,
+        interval: int = STEPS_UNBOUNDED,
+    ) -> Reference:
+        """Train `steps` steps on `ranks` ranks without interruption and without delay.
 
-        Training skips the data of `windows`, pairs of first step and number of steps. Raises
-        `ServiceError` if the program fails.
+        Training skips the data of `windows`, pairs of first step and number of steps. It saves into
+        `directory` every `interval` steps, and resumes from what is there. Raises `ServiceError` if
+        the program fails.
         """
         folder = Path(tempfile.mkdtemp(prefix="reference-", dir=self.folder))
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}"]
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
         command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
         command += [f"--log-dir={folder / 'logs'}", *PROGRAM]
-        settings = self._settings(folder / "records", steps=steps, step_s=0.0, windows=[*windows])
+        settings = self.settings(folder / "records", steps=steps, step_s=0.0, windows=[*windows])
         variables = {
             **self.environment,
             "OMP_NUM_THREADS": "1",
-            environment.CONFIG: json.dumps({**settings, "directory": str(folder / "run")}),
-            environment.CHECKPOINT_INTERVAL: str(STEPS_UNBOUNDED),
+            environment.CONFIG: json.dumps(
+                {**settings, "directory": str(directory or folder / "run")}
+            ),
+            environment.CHECKPOINT_INTERVAL: str(interval),
             environment.CHECKPOINT_SNAPSHOTS: "off",
         }
         with open(folder / "output.log", "wb") as log:
@@ -120,13 +133,13 @@ class Testbed:
         number = len(self._runs) + 1
         self.on_nan = ON_NAN[(self.number + number) % len(ON_NAN)]
         name = f"drill-{number:02d}"
-        records = self._records_of(name)
+        records = self.records_of(name)
         records.mkdir()
         spec = RunSpec.model_validate(
             {
                 "name": name,
                 "command": PROGRAM,
-                "config": self._settings(records, steps=STEPS_UNBOUNDED, step_s=STEP_S),
+                "config": self.settings(records, steps=STEPS_UNBOUNDED, step_s=STEP_S),
                 "environment": {"OMP_NUM_THREADS": "1"},
                 "launch": {"working_directory": str(self.folder)},
                 "resources": {"gpus_per_node": RANKS},
@@ -155,13 +168,24 @@ class Testbed:
         return RecordedRun(paths=paths, records=Records(records))
 
     def move_run(self, paths: RunPaths, place: Path) -> None:
-        """Move an ended run into the new folder `place`, with its supervisor's log and records."""
+        """Move an ended run into the new folder `place`, with its records and processes' logs."""
         place.mkdir(parents=True)
-        for one in (paths.directory, self._log_of(paths), self._records_of(paths.name)):
+        own = (self._log_of(paths), self.agents_of(paths.name), self.records_of(paths.name))
+        for one in (paths.directory, *(path for path in own if path.exists())):
             shutil.move(one, place / one.name)
 
-    def _records_of(self, name: str) -> Path:
+    def new_job(self) -> str:
+        """Return the name of a new job of several nodes, for which no supervisor is started."""
+        self._jobs += 1
+        return f"nodes-{self._jobs:02d}"
+
+    def records_of(self, name: str) -> Path:
+        """Return the folder of the steps of a run."""
         return self.folder / f"records-{name}"
+
+    def agents_of(self, name: str) -> Path:
+        """Return the folder of the output of a job's agents."""
+        return self.folder / f"agents-{name}"
 
     def _log_of(self, paths: RunPaths) -> Path:
         return self.folder / f"flow-{paths.name}.log"
@@ -229,7 +253,8 @@ class Testbed:
             self._flow.wait(END_S)
 
     @staticmethod
-    def _settings(records: Path, **more: Any) -> dict[str, Any]:
+    def settings(records: Path, **more: Any) -> dict[str, Any]:
+        """Return the program's `[config]`."""
         poison = str(Records(records).poison)
         return {
             "records": str(records),
@@ -279,6 +304,8 @@ def small_disk(place: Path) -> Iterator[None]:
 def find_missing(folder: Path) -> dict[str, str]:
     """Return the kinds of fault that cannot be rehearsed under `folder`, with the reasons."""
     missing = {}
+    if unwritable := replica_memory.why_not():
+        missing["replica-damage"] = unwritable
     if "HOLDFAST_DATABASE_URL" in os.environ:
         missing["database-down"] = (
             "$HOLDFAST_DATABASE_URL is set, so the drill has no database of its own"

@@ -24,6 +24,7 @@ from holdfast.workers.nodes.heartbeats import read_heartbeats
 from holdfast.workers.nodes.processes import descendants
 from holdfast_bench.live_drills.fault_context import FaultContext
 from holdfast_bench.live_drills.kinds import FREE_S, HELD_S, SUSPENDED_S, Recovery
+from holdfast_bench.live_drills.lost_nodes import kill_all, plan_without, processes_on
 from holdfast_bench.live_drills.place import place_of
 from holdfast_bench.live_drills.target_run import TargetRun
 
@@ -67,8 +68,15 @@ def kill_torchrun(context: FaultContext) -> str:
 
 def kill_agent(context: FaultContext) -> str:
     agent = context.target.agent()
+    _expect_loss_of_lead(context)
     agent.kill()
     return f"SIGKILL to the agent, process {agent.pid}"
+
+
+def _expect_loss_of_lead(context: FaultContext) -> None:
+    """An attempt of several nodes may continue in place without the node that leads it."""
+    if plan_without(context.target, context.target.lead_host()).way:
+        context.recovery = Recovery.IN_PLACE
 
 
 def kill_flusher(context: FaultContext) -> str:
@@ -82,11 +90,31 @@ def lose_node(context: FaultContext) -> str:
     agent, controller = context.target.agent(), context.target.controller()
     above = [controller] if controller else []
     tree = {p.pid: p for p in [*above, agent, *descendants(agent)]}
-    for number in (signal.SIGSTOP, signal.SIGKILL):
-        for process in tree.values():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
+    _expect_loss_of_lead(context)
+    kill_all(tree.values())
     return f"SIGKILL to all {len(tree)} processes of the attempt"
+
+
+def lose_one_of_several(way: str) -> Callable[[FaultContext], str]:
+    """Return a fault that ends a node of a Slurm run, which then continues in this `way`."""
+
+    def act(context: FaultContext) -> str:
+        target = context.target
+        beats = read_heartbeats(target.attempt)
+        host = context.chance.choice(sorted({beat.host for beat in beats}))
+        plan = plan_without(target, host)
+        if plan.way != way:
+            raise ServiceError(
+                f"{target.paths.name} would not continue by {way}: {plan.way or plan.reason}"
+            )
+        found = processes_on(target.paths, host)
+        if not found:
+            raise ServiceError(f"{target.paths.name}: {host} has no process on this machine")
+        context.acted_at = time.time()
+        kill_all(found)
+        return f"SIGKILL to all {len(found)} processes of the run on {host}; {plan.reason}"
+
+    return act
 
 
 def suspend_all(context: FaultContext) -> str:
@@ -306,6 +334,8 @@ FAULTS: Final[Mapping[str, Callable[[FaultContext], str]]] = {
     "straggler": hold_up,
     "suspended": suspend_all,
     "node-loss": lose_node,
+    "node-loss-spare": lose_one_of_several("spare"),
+    "node-loss-shrink": lose_one_of_several("shrink"),
     "corrupt-checkpoint": corrupt_checkpoint,
     "oom": refuse_memory,
 }

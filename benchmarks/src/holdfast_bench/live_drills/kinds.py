@@ -29,10 +29,14 @@ class Recovery(StrEnum):
 
 
 class Loss(StrEnum):
-    """The most that a fault may cost: nothing, or the steps since a snapshot or a checkpoint."""
+    """The most that a fault may cost: nothing, or the steps since a snapshot or a checkpoint.
+
+    `COPY` is the newest snapshot of which a neighbour holds a copy.
+    """
 
     NOTHING = "nothing"
     SNAPSHOT = "snapshot"
+    COPY = "copy"
     CHECKPOINT = "checkpoint"
 
 
@@ -43,7 +47,8 @@ class Kind:
     `causes` are the expected causes of an attempt that it ends. `reported_by` are the journal lines
     that may report it first; empty if the journal does not report it. `is_for_live` is whether it
     can be rehearsed on a real run, because it leaves nothing behind and affects no other run.
-    `steps` is the maximum number of steps that a temporary run trains meanwhile.
+    `steps` is the maximum number of steps that a temporary run trains meanwhile. `has_own_job` is
+    whether a drill without a run rehearses it on a job of several nodes, which ends after it.
     """
 
     name: str
@@ -54,6 +59,7 @@ class Kind:
     reported_by: frozenset[EventKind] = frozenset()
     is_for_live: bool = True
     steps: int = 300
+    has_own_job: bool = False
 
 
 def _kinds(*kinds: Kind) -> dict[str, Kind]:
@@ -146,6 +152,42 @@ KINDS: Final = _kinds(
         reported_by=frozenset(
             {EventKind.NODE_LOST, EventKind.NODE_SILENT, EventKind.ATTEMPT_ENDED}
         ),
+    ),
+    Kind(
+        name="node-loss-spare",
+        summary="every process of one of four nodes is killed, and a spare node takes its place",
+        recovery=Recovery.IN_PLACE,
+        loss=Loss.CHECKPOINT,
+        reported_by=frozenset({EventKind.NODE_LOST}),
+        has_own_job=True,
+    ),
+    Kind(
+        name="node-loss-shrink",
+        summary="every process of one of four nodes is killed, and fewer nodes continue",
+        recovery=Recovery.IN_PLACE,
+        loss=Loss.CHECKPOINT,
+        reported_by=frozenset({EventKind.NODE_LOST}),
+        has_own_job=True,
+    ),
+    Kind(
+        name="neighbour-loss",
+        summary="one of four nodes is killed, and its neighbour commits its snapshot; then two "
+        "neighbours are killed",
+        recovery=Recovery.IN_PLACE,
+        loss=Loss.COPY,
+        reported_by=frozenset({EventKind.NODE_LOST}),
+        is_for_live=False,
+        has_own_job=True,
+    ),
+    Kind(
+        name="replica-damage",
+        summary="the copy of a node's snapshots is damaged in its neighbour's memory, and the node "
+        "is killed",
+        recovery=Recovery.IN_PLACE,
+        loss=Loss.CHECKPOINT,
+        reported_by=frozenset({EventKind.NODE_LOST}),
+        is_for_live=False,
+        has_own_job=True,
     ),
     Kind(
         name="disk-full",

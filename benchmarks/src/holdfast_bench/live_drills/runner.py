@@ -198,6 +198,8 @@ class Rehearsal:
         owners = [p for p in (target.controller(), target.flow()) if p is not None]
         with contextlib.suppress(HoldfastError):
             owners.append(target.agent())
+        # Of other nodes, this machine has processes only where a cluster runs on it.
+        owners += target.job_processes()
         place = target.newest.place if target.newest else None
         found = process_list.orphans(target.paths, owners, place)
         return [Broken(invariants.NO_ORPHANS, f"process {process}") for process in found]

@@ -6,6 +6,7 @@ line) and from parent processes. No process is found by its program's name.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -19,16 +20,25 @@ from holdfast.contracts.disk.journal import Event, EventKind, read_journal
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.errors import ServiceError
 from holdfast.contracts.node.flusher_process import MODULE
-from holdfast.contracts.records.attempt import Submission, read_claim, read_document
+from holdfast.contracts.records.attempt import (
+    Submission,
+    Term,
+    newest_term,
+    read_claim,
+    read_document,
+)
 from holdfast.workers.nodes.heartbeats import read_heartbeats
-from holdfast.workers.nodes.processes import ProcessName, find_process
+from holdfast.workers.nodes.processes import ProcessName, boot_id, find_process
 from holdfast_bench.live_drills.place import LaunchPlace, place_of
+from holdfast_bench.live_drills.process_list import marked_processes
 
 # On a busy machine, a start takes minutes.
 WAIT_S: Final = 300.0
 POLL_S: Final = 0.05
 # A restarted run counts as training after this many steps.
 STEPS_STEADY: Final = 3
+# The job of a process of Slurm.
+JOB: Final = "SLURM_JOB_ID"
 T = TypeVar("T")
 
 
@@ -165,13 +175,42 @@ class TargetRun:
     # --- processes ------------------------------------------------------------------------
 
     def agent(self) -> psutil.Process:
-        """Return the agent that claimed the newest attempt. Raises `ServiceError` if it is gone."""
-        claim = read_claim(self.attempt)
-        name = claim and ProcessName(claim.pid, claim.process_start_s, claim.boot_id)
-        process = find_process(name) if name else None
+        """Return the agent that leads the newest attempt. Raises `ServiceError` if it is gone."""
+        term = newest_term(self.attempt)
+        process = self._agent_of(term) if term else self._claimant()
         if process is None:
             raise ServiceError(f"{self.paths.name}: its agent is not a process of this machine")
         return process
+
+    def _claimant(self) -> psutil.Process | None:
+        claim = read_claim(self.attempt)
+        name = claim and ProcessName(claim.pid, claim.process_start_s, claim.boot_id)
+        return find_process(name) if name else None
+
+    def _agent_of(self, term: Term) -> psutil.Process | None:
+        """Return the agent that has taken a term, by its heartbeat."""
+        for beat in read_heartbeats(self.attempt):
+            if beat.node == term.node and beat.boot_id == boot_id():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    return psutil.Process(beat.agent_pid)
+        return None
+
+    def lead_host(self) -> str:
+        """Return the name of the node that leads the newest attempt, or ''."""
+        found = newest_term(self.attempt) or read_claim(self.attempt)
+        return found.host if found else ""
+
+    def job_processes(self) -> list[psutil.Process]:
+        """Return the newest attempt's processes on this machine that Slurm owns."""
+        claim = read_claim(self.attempt)
+        if claim is None or self.attempt.outcome.exists():
+            return []
+        found = []
+        for one in marked_processes(self.paths):
+            with contextlib.suppress(psutil.Error):
+                if one.process.environ().get(JOB) == claim.job_id:
+                    found.append(one.process)
+        return found
 
     def ranks(self) -> dict[int, psutil.Process]:
         """Return by rank the processes in the heartbeats that descend from the agent.

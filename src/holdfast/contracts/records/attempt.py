@@ -453,10 +453,12 @@ def read_claim(paths: AttemptPaths) -> Claim | None:
 def newest_term(attempt: AttemptPaths) -> Term | None:
     """Return the newest term after the first; None if node 0 has led from the beginning."""
     try:
-        numbers = sorted(int(name.split(".")[0]) for name in os.listdir(attempt.terms))
+        names = (name.removesuffix(".json") for name in os.listdir(attempt.terms))
     except FileNotFoundError:
         return None
-    return read_document(Term, attempt.term(numbers[-1])) if numbers else None
+    # A term that is being written has another name until it is complete.
+    number = max((int(name) for name in names if name.isdecimal()), default=0)
+    return read_document(Term, attempt.term(number)) if number else None
 
 
 def close_claim(paths: AttemptPaths) -> bool:

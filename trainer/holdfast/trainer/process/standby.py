@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Final
 
+from holdfast.trainer.process.place import AGENT_STORE
+
 # The modules that a program with a session has loaded before its first step.
 PRELOADED: Final = ("torch", "torch.distributed", "holdfast.trainer.session.session")
 # Variables that these libraries read when they are loaded.
@@ -20,8 +22,8 @@ READ_WHEN_LOADED: Final = (
     *("LD_", "MALLOC_", "MKL_", "NCCL_", "NPY_", "NUMPY_", "NVIDIA_", "OMP_", "ONEDNN_"),
     *("OPENBLAS_", "PYTHON", "PYTORCH_", "ROCR_", "TORCH", "TRITON_", "VECLIB_"),
 )
-# Variables that the libraries set while they are loaded.
-SET_WHEN_LOADED: Final = frozenset({"TORCHINDUCTOR_CACHE_DIR"})
+# Variables that the libraries set while they are loaded, or that the agent gives after that.
+SET_WHEN_LOADED: Final = frozenset({"TORCHINDUCTOR_CACHE_DIR", AGENT_STORE})
 UNUSED_EXIT_CODE: Final = 75
 
 

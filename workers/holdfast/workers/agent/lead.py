@@ -296,9 +296,23 @@ class Lead:
         self.launches.append(ended.record(number, started_at))
         return ended
 
+    @property
+    def _is_alone(self) -> bool:
+        """True if each node's torchrun runs without the others, as its warm standby does.
+
+        Those of an attempt's first launch find each other.
+        """
+        if self.program is not None or self._supervision.standby_after_s == "off":
+            return False
+        return self.context.nodes_of_job > 1 and bool(self.launches)
+
     def _start(self, node: LedNode, *, number: int, address: str, port: int) -> object:
-        place = self.group.place_of(node)
-        return node.start(number, address, port, *([place] if place is not None else []))
+        more: dict[str, Any] = {}
+        if (place := self.group.place_of(node)) is not None:
+            more["place"] = place
+        if self._is_alone:
+            more["is_alone"] = True
+        return node.start(number, address, port, **more)
 
     def _watch(self) -> str:
         """Wait for the launch's end, at most until a stop's deadline; return the kind of ending."""
@@ -355,7 +369,7 @@ class Lead:
         self._agreement.pursue_save()
         self._neighbours.look()
         reports = self.group.reports.values()
-        self._standby_plan.look(self.group.nodes, reports, len(self.launches))
+        self._standby_plan.look(self.group.nodes, self.group.spares, reports, len(self.launches))
 
     def _all_have_left(self) -> bool:
         """Return True if every rank of every node has stopped as agreed and exited."""
@@ -477,7 +491,6 @@ class Lead:
         lost, self.nodes = self.group.lost, plan.nodes
         joined = self.group.rearrange(plan.nodes)
         self._change = {"way": plan.way, "nodes": plan.nodes, "lost": lost, "joined": joined}
-        self._standby_plan.forget()
         return True
 
     def _may_restart(self, ended: Ended) -> bool:

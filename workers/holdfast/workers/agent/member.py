@@ -204,7 +204,9 @@ def _reply(runtime: NodeRuntime, reporter: Reporter, question: dict[str, Any]) -
     if kind == "start":
         # A node 0 without places does not send one.
         place = NodePlace(**question["place"]) if question.get("place") else None
-        runtime.start(question["launch"], question["address"], question["port"], place)
+        here = question["address"], question["port"]
+        is_alone = bool(question.get("is_alone"))
+        runtime.start(question["launch"], *here, place, is_alone=is_alone)
     elif kind == "prepare":
         runtime.prepare(question["launch"], question["address"], question["port"])
     elif kind == "report":

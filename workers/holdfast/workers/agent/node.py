@@ -146,8 +146,19 @@ class LedNode(NodePort, Protocol):
 
     name: str
 
-    def start(self, launch: int, address: str, port: int, place: NodePlace | None = None) -> object:
-        """Start torchrun for a new launch. `place` is given if the node's place changes."""
+    def start(
+        self,
+        launch: int,
+        address: str,
+        port: int,
+        place: NodePlace | None = None,
+        *,
+        is_alone: bool = False,
+    ) -> object:
+        """Start torchrun for a new launch. `place` is given if the node's place changes.
+
+        If `is_alone`, torchrun runs without those of other nodes, and the ranks meet at `port`.
+        """
         ...
 
     def protect(self, launch: int, node: int, holder: int) -> object:
@@ -165,7 +176,10 @@ class LedNode(NodePort, Protocol):
         ...
 
     def prepare(self, launch: int, address: str, port: int) -> object:
-        """Start a warm standby for a later launch, if there is enough memory for it."""
+        """Start a warm standby for a later launch, if there is enough memory for it.
+
+        With an empty `address`, it gets its place and its port when the launch begins.
+        """
         ...
 
     def check_root(

@@ -52,9 +52,16 @@ class RemoteNode:
         return self._peer.waiting_s
 
     def start(
-        self, launch: int, address: str, port: int, place: NodePlace | None = None
+        self,
+        launch: int,
+        address: str,
+        port: int,
+        place: NodePlace | None = None,
+        *,
+        is_alone: bool = False,
     ) -> Future[None]:
         facts: dict[str, Any] = {"launch": launch, "address": address, "port": port}
+        facts["is_alone"] = is_alone
         if place is not None:
             facts["place"] = asdict(place)
         return self._peer.ask("start", _nothing, **facts)

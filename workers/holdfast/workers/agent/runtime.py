@@ -18,10 +18,16 @@ from holdfast.contracts.spec.secrets import plain_part
 from holdfast.workers.agent.context import AgentContext, NodePlace
 from holdfast.workers.agent.guard import adopt_orphans, is_running, kill_all_below
 from holdfast.workers.agent.health.checks import HealthChecks
-from holdfast.workers.agent.launch.command import Handles
+from holdfast.workers.agent.launch.command import Handles, place_environment
 from holdfast.workers.agent.launch.flusher_supervisor import AgentFlusherSupervisor
 from holdfast.workers.agent.launch.torchrun import Torchrun
-from holdfast.workers.agent.launch.warm_standby import WarmStandby, has_memory_for
+from holdfast.workers.agent.launch.warm_standby import (
+    LOOPBACK,
+    Place,
+    WarmStandby,
+    free_port,
+    has_memory_for,
+)
 from holdfast.workers.agent.node import CopyRound, CrashReport, NodeReport
 from holdfast.workers.agent.notices.watch import NoticeWatch
 from holdfast.workers.agent.watch.heartbeat import Heartbeat, earlier_times, oom_kills
@@ -68,6 +74,7 @@ class NodeRuntime(StatusPort):
         self._refusal: RankFailure | None = None
         self._standby: WarmStandby | None = None
         self._released: WarmStandby | None = None
+        self._place: Place | None = None
         self._oom_kills_before = 0
         self._salvaged_journaled = self._failed_journaled = 0
         self._is_stopping = self._is_told = False
@@ -86,7 +93,15 @@ class NodeRuntime(StatusPort):
     def race(self, shared: str, number: int) -> bool:
         return race(self.context.run.directory / shared, number)
 
-    def start(self, launch: int, address: str, port: int, place: NodePlace | None = None) -> None:
+    def start(
+        self,
+        launch: int,
+        address: str,
+        port: int,
+        place: NodePlace | None = None,
+        *,
+        is_alone: bool = False,
+    ) -> None:
         if place is not None:
             self._move(place, launch)
         self.flusher_supervisor.forget(launch - 1)
@@ -100,9 +115,9 @@ class NodeRuntime(StatusPort):
         self.heartbeat.launch = launch
         self._oom_kills_before = oom_kills()
         self._refusal = None
-        self._torchrun = self._release_standby(launch, port)
+        self._torchrun = self._release_standby(launch, address, port)
         if self._torchrun is None:
-            self._launch(launch, address, port)
+            self._launch(launch, address, port, is_alone=is_alone)
 
     @property
     def is_training(self) -> bool:
@@ -121,11 +136,21 @@ class NodeRuntime(StatusPort):
         self._watch.move(place.node * self._placed.request.ranks_per_node)
         self.heartbeat.move(self._placed)
 
-    def _launch(self, launch: int, address: str, port: int) -> None:
+    def _launch(self, launch: int, address: str, port: int, *, is_alone: bool) -> None:
         """Start torchrun. What this node lacks for it is reported like a failure of the ranks."""
         try:
+            if is_alone:
+                self._place = Place()
+                self._place.write(place_environment(self._placed, address, port))
+                ports = self.context.request.supervision.port_range
+                address, port = LOOPBACK, free_port(ports)
             self._torchrun = Torchrun(
-                self._placed, launch, address=address, port=port, handles=self._handles()
+                self._placed,
+                launch,
+                address=address,
+                port=port,
+                handles=self._handles(),
+                place=self._place.path if self._place else "",
             )
         except HoldfastError as error:
             context = self._placed
@@ -156,15 +181,14 @@ class NodeRuntime(StatusPort):
     def _handles(self) -> Handles:
         return Handles(self._status_handle, self.flusher_supervisor.place)
 
-    def _release_standby(self, launch: int, port: int) -> Torchrun | None:
+    def _release_standby(self, launch: int, address: str, port: int) -> Torchrun | None:
         """Return the torchrun of a warm standby for this launch and port; end any other standby."""
         standby = self._standby
-        wanted = (launch, port)
-        if standby is None or not standby.is_alive or (standby.launch, standby.port) != wanted:
+        if standby is None or not standby.is_alive or not standby.fits(launch, port):
             self._discard_standby()
             return None
         self._standby, self._released = None, standby
-        return standby.release()
+        return standby.release(self._placed, address, port)
 
     def _discard_standby(self) -> None:
         if self._standby is not None:
@@ -266,6 +290,9 @@ class NodeRuntime(StatusPort):
         if self._released is not None:
             self._released.close()
             self._released = None
+        if self._place is not None:
+            self._place.close()
+            self._place = None
 
     def drain(self, timeout_s: float, lost: Collection[int] = (), *, mirror: bool = False) -> bool:
         flushed = self.flusher_supervisor.flushed

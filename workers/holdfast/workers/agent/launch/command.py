@@ -120,6 +120,23 @@ def _write_limit(request: Request) -> dict[str, str]:
     return {} if limit is None else {environment.CHECKPOINT_WRITE_LIMIT: str(limit)}
 
 
+def place_environment(context: AgentContext, address: str, port: int) -> dict[str, str]:
+    """Return what the ranks of a node need to know if its torchrun runs without the others."""
+    request = context.request
+    size = str(request.nodes * request.ranks_per_node)
+    return {
+        "first_rank": str(context.node * request.ranks_per_node),
+        "WORLD_SIZE": size,
+        "ROLE_WORLD_SIZE": size,
+        "GROUP_RANK": str(context.node),
+        "GROUP_WORLD_SIZE": str(request.nodes),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        environment.NODE: str(context.node),
+        environment.NODES: str(context.nodes),
+    }
+
+
 def _threads(request: Request) -> dict[str, str]:
     """Return the threads of each rank, if the spec says how many CPU cores it has."""
     cores = request.resources.cpus_per_gpu

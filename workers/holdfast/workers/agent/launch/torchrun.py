@@ -123,11 +123,14 @@ class Torchrun:
         port: int,
         handles: Handles,
         standby_pipe: str = "",
+        place: str = "",
     ) -> None:
         """Start torchrun. With a `standby_pipe` each rank loads its libraries and waits for a byte.
 
-        Raises `SecretError` before anything is started if a secret reference has no value here, and
-        `InterfaceError` if this node lacks the spec's network interface.
+        With the path `place`, torchrun runs without those of other nodes, and each rank reads its
+        place there before it starts the program. Raises `SecretError` before anything is started if
+        a secret reference has no value here, and `InterfaceError` if this node lacks the spec's
+        network interface.
         """
         given = resolve_environment(context.request.environment, context.run)
         references = references_in(context.request.environment)
@@ -144,9 +147,12 @@ class Torchrun:
         self._failed_at: float | None = None
         self._is_silent_death = False
         make_directory(self._logs)
+        # A lost node may have left those of its warm standby here.
+        self._former = set(self._logs.iterdir())
+        is_alone = bool(place)
         command = build_command(
-            context.request,
-            node=context.node,
+            context.request.model_copy(update={"nodes": 1}) if is_alone else context.request,
+            node=0 if is_alone else context.node,
             launch=launch,
             address=address,
             port=port,
@@ -160,6 +166,8 @@ class Torchrun:
             variables |= meeting_environment(context, address, port)
         if standby_pipe:
             variables[environment.STANDBY_PIPE] = standby_pipe
+        if place:
+            variables[environment.PLACE] = place
         self._log = LocalLog(self._logs / "torchrun.log")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "holdfast.workers.agent.guard", *command],
@@ -175,6 +183,11 @@ class Torchrun:
     def pid(self) -> int:
         """The guard's process id. torchrun and its ranks are below it."""
         return self._process.pid
+
+    def move(self, context: AgentContext) -> None:
+        """Take the place of `context` in the launch. The logs stay, and get links there."""
+        self._context = context
+        make_directory(log_directory(context, self._launch))
 
     @property
     def is_whole(self) -> bool:
@@ -278,10 +291,11 @@ class Torchrun:
         ended = self._peers_ended()
         report = self._log.tail(REPORT_BYTES)
         found: dict[int, RankFailure] = {}
+        first = self._context.node * self._context.request.ranks_per_node
         for match in _FAILURE.finditer(report):
             local = int(match["local"])
             code = int(match["code"])
-            failure = self._failure(int(match["rank"]), local, code, match)
+            failure = self._failure(first + local, local, code, match)
             if code < 0 and failure.pid in ended:
                 if not failure.traceback:
                     continue
@@ -289,7 +303,6 @@ class Torchrun:
                 failure = dataclasses.replace(failure, exit_code=1)
             found[local] = failure
         if not found:
-            first = self._context.node * self._context.request.ranks_per_node
             for local in range(self._ranks):
                 failure = self._failure(first + local, local, self._own_code(), {"pid": "0"})
                 if failure.traceback or self._program.launcher == "none":
@@ -337,7 +350,8 @@ class Torchrun:
 
     def _rank_folder(self, local: int) -> Path | None:
         """Return torchrun's own folder for a local rank: `<id>_<random>/attempt_0/<local>`."""
-        return next(iter(sorted(self._logs.glob(f"*/attempt_0/{local}"))), None)
+        folders = sorted(self._logs.glob(f"*/attempt_0/{local}"))
+        return next((one for one in folders if one.parents[1] not in self._former), None)
 
     def _link_logs(self) -> None:
         """Link each rank's output under the name that `paths.rank_log` defines."""

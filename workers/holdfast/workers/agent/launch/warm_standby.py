@@ -1,17 +1,22 @@
 """A second torchrun on a node, whose ranks are loaded and wait for the next launch.
 
 It holds no GPU. The kernel kills it first when memory runs out, so it never costs a training rank.
+
+In a job of several nodes, each standby is a torchrun on one node alone, whose ranks read their
+place when the launch begins. So spare nodes have standbys too, and the loss of nodes ends no other
+node's standby.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import shutil
 import socket
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -21,7 +26,7 @@ from holdfast.contracts.disk.journal import EventKind, read_journal
 from holdfast.contracts.errors import AgreementError
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.guard import descendants
-from holdfast.workers.agent.launch.command import Handles, log_directory
+from holdfast.workers.agent.launch.command import Handles, log_directory, place_environment
 from holdfast.workers.agent.launch.torchrun import Torchrun
 from holdfast.workers.agent.node import LedNode, NodeReport
 
@@ -43,7 +48,8 @@ class StandbyPlan:
     ) -> int:
         """Return the port for launch `number`: the standbys' if every node has one, else a new one.
 
-        A node whose standby has another port ends that standby and starts torchrun normally.
+        A node whose standby has another port ends that standby and starts torchrun normally. In a
+        job of several nodes, standbys have ports of their own.
         """
         ready = [report.standby for report in reports]
         is_ready = self._port and len(ready) == len(nodes) and set(ready) == {number}
@@ -53,12 +59,12 @@ class StandbyPlan:
         self._since, self._is_decided = 0.0, False
         return port
 
-    def forget(self) -> None:
-        """Use no standby for the next launch, in which nodes have other places."""
-        self._port = 0
-
     def look(
-        self, nodes: Sequence[LedNode], reports: Collection[NodeReport], restarts: int
+        self,
+        nodes: Sequence[LedNode],
+        spares: Sequence[LedNode],
+        reports: Collection[NodeReport],
+        restarts: int,
     ) -> None:
         """Start a warm standby on every node after `standby_after_s` of training.
 
@@ -75,8 +81,10 @@ class StandbyPlan:
         self._is_decided = True
         if restarts >= supervision.restarts_in_place or not self._may_load_ahead():
             return
-        self._port, address = free_port(supervision.port_range), self._address()
-        for node in reversed(nodes):
+        address = ""
+        if self._context.nodes_of_job == 1:
+            self._port, address = free_port(supervision.port_range), self._address()
+        for node in (*spares, *reversed(nodes)):
             node.prepare(self._number + 1, address, self._port)
 
     def _may_load_ahead(self) -> bool:
@@ -113,6 +121,23 @@ def free_port(ports: range | None) -> int:
 # The memory of torch in one process, and of torchrun. With less free, a node has no standby.
 BYTES_PER_PROCESS: Final = 512 << 20
 OOM_FIRST: Final = 1000
+LOOPBACK: Final = "127.0.0.1"
+
+
+class Place:
+    """A file in memory with the place of a node's ranks in a launch, which they read at `path`."""
+
+    def __init__(self) -> None:
+        self._handle = os.memfd_create("holdfast-place", os.MFD_CLOEXEC)
+        # The kernel lets only this user's processes open it.
+        self.path = f"/proc/{os.getpid()}/fd/{self._handle}"
+
+    def write(self, variables: Mapping[str, str]) -> None:
+        os.pwrite(self._handle, json.dumps(dict(variables)).encode(), 0)
+
+    def close(self) -> None:
+        """Free the file, after the ranks have read it."""
+        os.close(self._handle)
 
 
 class WarmStandby:
@@ -121,17 +146,20 @@ class WarmStandby:
     def __init__(
         self, context: AgentContext, launch: int, address: str, port: int, handles: Handles
     ) -> None:
+        """Start it. With an empty `address`, it gets its place and `port` from `release`."""
         self.launch, self.port = launch, port
+        self._place = Place() if not address else None
         self._ranks = context.request.ranks_per_node
         self._logs = log_directory(context, launch)
         self._standby_pipe, self._release_fd = os.pipe2(os.O_CLOEXEC)
         self._torchrun = Torchrun(
             context,
             launch,
-            address=address,
-            port=port,
+            address=address or LOOPBACK,
+            port=port or free_port(context.request.supervision.port_range),
             handles=handles,
             standby_pipe=f"/proc/{os.getpid()}/fd/{self._standby_pipe}",
+            place=self._place.path if self._place else "",
         )
         _weigh(self.pid, OOM_FIRST)
 
@@ -144,8 +172,18 @@ class WarmStandby:
     def is_alive(self) -> bool:
         return self._torchrun.is_whole
 
-    def release(self) -> Torchrun:
-        """Let the ranks start the program. One that is still loading starts when it has loaded."""
+    def fits(self, launch: int, port: int) -> bool:
+        """Return True if a launch whose ranks meet at `port` can use this standby."""
+        return self.launch == launch and (self._place is not None or self.port == port)
+
+    def release(self, context: AgentContext, address: str, port: int) -> Torchrun:
+        """Let the ranks start the program. One that is still loading starts when it has loaded.
+
+        `context` has the place of the node in the launch.
+        """
+        if self._place is not None:
+            self._place.write(place_environment(context, address, port))
+            self._torchrun.move(context)
         own = int(Path("/proc/self/oom_score_adj").read_text())
         for number in (self.pid, *descendants(self.pid)):
             _weigh(number, own)
@@ -156,6 +194,8 @@ class WarmStandby:
         """Close the standby pipe, after its ranks have exited."""
         os.close(self._standby_pipe)
         os.close(self._release_fd)
+        if self._place is not None:
+            self._place.close()
 
     def discard(self) -> None:
         """End a warm standby that is not needed, and delete its logs."""
