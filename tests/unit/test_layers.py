@@ -17,6 +17,7 @@ import grimp
 import pytest
 import typer
 from tests.support.runs import build_sample_runs
+from tests.support.statements import statements
 
 from holdfast.cli.commands import COMMANDS
 from holdfast.cli.main import all_commands
@@ -87,7 +88,7 @@ def imports_of(part: str) -> list[tuple[str, str]]:
     """(place, module) of every import in a part, those inside functions too."""
     found = []
     for path in sorted((CHECKOUT / PARTS[part]).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        for node in statements(ast.parse(path.read_text(), str(path))):
             place = f"{path.relative_to(CHECKOUT)}:{getattr(node, 'lineno', 0)}"
             found += [(place, name) for name in imported(node)]
     return found
@@ -247,7 +248,11 @@ def test_modules_that_start_quickly_import_no_large_libraries(
         ("--help", {"torch", "prefect", "sqlalchemy", "submitit", "pydantic"}),
         (
             "runs",
-            {"torch", "prefect", "submitit", "fastapi", "sqlalchemy.orm"},
+            {
+                *("torch", "prefect", "submitit", "fastapi", "sqlalchemy.orm"),
+                # One of the two runs is live, and its attempt has not ended.
+                *("holdfast.workers.decisions.causes", "holdfast.workers.runs.attempts"),
+            },
         ),
     ],
 )
