@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 from holdfast.cli.main import app
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.spec.resources import Resources
-from holdfast.contracts.spec.run_spec import Elastic, RunSpec
+from holdfast.contracts.spec.run_spec import RunSpec
+from holdfast.contracts.spec.sections import Elastic
 from holdfast.workers.runs.run_folders import create_run
 
 PROGRAM = Path(__file__).with_name("shape_program.py")

@@ -17,7 +17,8 @@ from holdfast.contracts.disk.digests import canonical_json, command_digest, docu
 from holdfast.contracts.spec.checkpoint import Checkpointing
 from holdfast.contracts.spec.node_share import NodeShare, share_of
 from holdfast.contracts.spec.resources import Resources
-from holdfast.contracts.spec.run_spec import Launch, RunSpec
+from holdfast.contracts.spec.run_spec import RunSpec
+from holdfast.contracts.spec.sections import Launch
 
 
 def make_spec(**changes: Any) -> RunSpec:

@@ -15,6 +15,7 @@ from pathlib import Path
 import grimp
 import pytest
 from tests.support.runs import build_sample_runs
+from tests.support.statements import statements
 
 from holdfast.cli.commands import COMMANDS
 from holdfast.cli.main import all_commands
@@ -85,7 +86,7 @@ def imports_of(part: str) -> list[tuple[str, str]]:
     """(place, module) of every import in a part, those inside functions too."""
     found = []
     for path in sorted((CHECKOUT / PARTS[part]).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        for node in statements(ast.parse(path.read_text(), str(path))):
             place = f"{path.relative_to(CHECKOUT)}:{getattr(node, 'lineno', 0)}"
             found += [(place, name) for name in imported(node)]
     return found
@@ -124,8 +125,8 @@ def test_the_tools_see_the_parts_in_all_folders_of_the_package() -> None:
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    """Imports within functions count too, and imports for annotations do not."""
-    graph = grimp.build_graph("holdfast", exclude_type_checking_imports=True)
+    """Imports within functions and imports for annotations count too."""
+    graph = grimp.build_graph("holdfast")
     imports = {one: graph.find_modules_directly_imported_by(one) for one in graph.modules}
     assert len(imports) > 500
     circle: list[str] = []
@@ -245,7 +246,11 @@ def test_modules_that_start_quickly_import_no_large_libraries(
         ("--help", {"torch", "prefect", "sqlalchemy", "submitit", "pydantic"}),
         (
             "runs",
-            {"torch", "prefect", "submitit", "fastapi", "sqlalchemy.orm"},
+            {
+                *("torch", "prefect", "submitit", "fastapi", "sqlalchemy.orm"),
+                # One of the two runs is live, and its attempt has not ended.
+                *("holdfast.workers.decisions.causes", "holdfast.workers.runs.attempts"),
+            },
         ),
     ],
 )

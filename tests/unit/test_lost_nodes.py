@@ -157,11 +157,17 @@ def test_a_node_that_a_launch_does_not_need_takes_no_term(
     nodes: list[AgentContext], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(succession, "FOLLOW_WAIT_S", 4.0)
+    writer, now = HeartbeatWriter(nodes[0].attempt), [time.monotonic()]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if why == "heartbeats":
+            writer.write([])
+
+    played = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep, time=time.time)
+    monkeypatch.setattr(succession, "time", played)
     if why == "left out":
         renew(nodes[0])
-    if why == "heartbeats":
-        writer = HeartbeatWriter(nodes[0].attempt)
-        monkeypatch.setattr(time, "sleep", lambda _: writer.write([]))
     assert next_lead(nodes[2], runtime(1, is_training=why != "spare"), 0) is None
     newest = newest_term(nodes[0].attempt)
     assert (newest.node if newest is not None else None) == (0 if why == "left out" else None)

@@ -32,7 +32,8 @@ from holdfast.contracts.records.attempt import (
     write_document,
 )
 from holdfast.contracts.records.history import load_history
-from holdfast.contracts.spec.run_spec import Cost, RunSpec
+from holdfast.contracts.spec.run_spec import RunSpec
+from holdfast.contracts.spec.sections import Cost
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows.supervisor import carry
 from holdfast.workers import schedulers

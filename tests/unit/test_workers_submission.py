@@ -37,6 +37,7 @@ from holdfast.contracts.states import AttemptState, Cause, RunState
 from holdfast.workers import schedulers
 from holdfast.workers.agent.claim import claim
 from holdfast.workers.agent.context import load_context
+from holdfast.workers.nodes import heartbeats
 from holdfast.workers.runs import attempts, endings, run_folders
 from holdfast.workers.runs.reconcile import reconcile
 from holdfast.workers.schedulers import Executor, JobStatus
@@ -328,7 +329,7 @@ def test_a_job_whose_agents_write_heartbeats_is_not_lost(
     clock.now += ABSENCE_S
     beat = SimpleNamespace(time=clock.now + skew_s, host="n1", ranks=())
     with monkeypatch.context() as patch:
-        patch.setattr(endings, "read_heartbeats", lambda _: [beat])
+        patch.setattr(heartbeats, "read_heartbeats", lambda _: [beat])
         for _ in range(3):
             # The node's clock may be wrong by any time, but each heartbeat has another one.
             assert not flow.reconcile().attempts[0].state.is_terminal

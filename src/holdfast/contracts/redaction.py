@@ -14,14 +14,35 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, cast
+
+
+class _LazyPattern:
+    """A regular expression that is compiled when it is first used.
+
+    Compiling all of them takes a moment, and most commands hide nothing.
+    """
+
+    def __init__(self, text: str, flags: int) -> None:
+        self._text, self._flags = text, flags
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(re.compile(self._text, self._flags), name)
+        # The next use finds the method here, without this function.
+        setattr(self, name, method)
+        return method
+
+
+def _pattern(text: str, flags: int = 0) -> re.Pattern[str]:
+    return cast(re.Pattern[str], _LazyPattern(text, flags))
+
 
 HIDDEN: Final = "•••"
 SECRET_CHARACTERS_MIN: Final = 6
 # More than the longest recognised secret together with its name.
 AROUND_BYTES: Final = 20 * 1024
 # Names whose value is hidden whatever it is. The words of the name are in lower case.
-_SECRET_NAME: Final = re.compile(
+_SECRET_NAME: Final = _pattern(
     r"token|.*(?:password|passwd|secret|apikey)s?"
     r"|(?:.*_)?(?:pwd|passphrase|jwt|dsn|credential|authtoken|accesskey|secretkey)s?"
     r"|(?:.*_)?(?:api|access|secret|private|ssh|signing|encryption|account|auth|service|license"
@@ -33,81 +54,81 @@ _SECRET_NAME: Final = re.compile(
     # `client_secret_value`, but not `client_secret_file`.
     r"|(?:.*_)?secret_(?:.*_)?(?!(?:file|path|dir|directory|folder|name|id|url|error)$)[a-z]+"
 )
-_SECRET_VARIABLE: Final = re.compile(r".+_(?:PASS|PAT|AUTH|TOKEN)")
+_SECRET_VARIABLE: Final = _pattern(r".+_(?:PASS|PAT|AUTH|TOKEN)")
 # Names whose value is hidden if it looks random: `HF_TOKENS`, `OPENAI_KEY` and `hf_token`, but also
 # `max_tokens`, `METRIC_KEY` and `pad_token`.
-_PERHAPS_SECRET_NAME: Final = re.compile(r"(?:.*_)?tokens|.+_token")
-_PERHAPS_SECRET_VARIABLE: Final = re.compile(r".+_KEY")
+_PERHAPS_SECRET_NAME: Final = _pattern(r"(?:.*_)?tokens|.+_token")
+_PERHAPS_SECRET_VARIABLE: Final = _pattern(r".+_KEY")
 # `prefect_secret` is the key of a reference, and its value is a name.
 _NO_SECRET: Final = frozenset(("PWD", "OLDPWD", "SSH_AUTH", "prefect_secret"))
-_WORD: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
+_WORD: Final = _pattern(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 # Assignments, including `os.environ["NAME"] = "…"`.
-_ASSIGNED: Final = re.compile(
+_ASSIGNED: Final = _pattern(
     r"(?<![A-Za-z0-9_.-])-{0,2}(?P<name>[A-Za-z][A-Za-z0-9_.-]{0,99})"
     r"""(?P<quote>["']?)\]?(?P<between>\s{0,3}[=:]\s{0,3})"""
 )
 # `os.environ.setdefault("NAME", "…")`, and a command as a list of strings.
-_LISTED: Final = re.compile(
+_LISTED: Final = _pattern(
     r"""(?:[A-Za-z_]\(\s{0,3}["']|["']-{1,2})(?P<name>[A-Za-z][A-Za-z0-9_.-]{0,99})["']"""
     r"""\s{0,3},\s{0,3}(?=["'])"""
 )
-_OPTION: Final = re.compile(r"(?<!\S)--?(?P<name>[A-Za-z][A-Za-z0-9_-]{0,99})\s{1,3}(?!\s)")
+_OPTION: Final = _pattern(r"(?<!\S)--?(?P<name>[A-Za-z][A-Za-z0-9_-]{0,99})\s{1,3}(?!\s)")
 _QUOTED: Final = r""""[^"\n]{1,4096}"|'[^'\n]{1,4096}'"""
 # A value without quotes ends at the end of its word. In a URL, it ends at the next parameter.
-_WORD_VALUE: Final = re.compile(rf"""{_QUOTED}|[^\s"']{{1,4096}}""")
+_WORD_VALUE: Final = _pattern(rf"""{_QUOTED}|[^\s"']{{1,4096}}""")
 # A list or a table, which may be truncated. A reference contains no secret and is not hidden.
-_GROUP_VALUE: Final = re.compile(
+_GROUP_VALUE: Final = _pattern(
     r"""\[[^\]]{1,4096}\][^\s"']{0,4096}|\[[^\n]{1,4096}"""
     r"""|(?!\{\s{0,3}["']?(?:from_file|from_env|prefect_secret)\b)"""
     r"""(?:\{[^}]{1,4096}\}[^\s"']{0,4096}|\{[^\n]{1,4096})"""
 )
-_EMPTY: Final = re.compile(r"[\[{]\s{0,9}[\]}]")
-_URL_VALUE: Final = re.compile(rf"""{_QUOTED}|[^\s"'&]{{1,4096}}""")
+_EMPTY: Final = _pattern(r"[\[{]\s{0,9}[\]}]")
+_URL_VALUE: Final = _pattern(rf"""{_QUOTED}|[^\s"'&]{{1,4096}}""")
 # The next option after a secret option, which is not its value.
-_NEXT_OPTION: Final = re.compile(r"--?|-[A-Za-z]|--[a-z][a-z0-9_.-]*(?:=[\s\S]*)?")
+_NEXT_OPTION: Final = _pattern(r"--?|-[A-Za-z]|--[a-z][a-z0-9_.-]*(?:=[\s\S]*)?")
 _LOGIN_OPTIONS: Final = frozenset(("-u", "--user", "-U", "--proxy-user"))
-_LOGIN: Final = re.compile(
+_LOGIN: Final = _pattern(
     r"""(?<!\S)(?:-u|-U|--user|--proxy-user)(?:\s{1,3}|=)["']?"""
     r"""[^\s:"'/]{1,256}:(?P<value>[^\s"']{1,1024})"""
 )
-_URL: Final = re.compile(
+_URL: Final = _pattern(
     r"[A-Za-z][A-Za-z0-9+.-]{1,20}://(?P<user>[^/\s:@]{0,256}):(?P<value>[^/\s@]{1,1024})@"
 )
-_URL_TOKEN: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{1,20}://(?P<value>[^/\s:@]{20,1024})@")
-_SAID: Final = re.compile(
+_URL_TOKEN: Final = _pattern(r"[A-Za-z][A-Za-z0-9+.-]{1,20}://(?P<value>[^/\s:@]{20,1024})@")
+_SAID: Final = _pattern(
     r"(?i)\b(?:password|passphrase|token|secret|key)\s{1,3}(?:is|was)\s{1,3}[\"']?"
     r"(?P<value>[^\s\"']{8,1024})"
 )
-_WANDB_LOGIN: Final = re.compile(
+_WANDB_LOGIN: Final = _pattern(
     r"\bwandb\s{1,3}login\s{1,3}(?:--\S{1,99}\s{1,3}){0,4}(?P<value>[0-9a-f]{40})\b"
 )
-_BEARER: Final = re.compile(r"(?i)\b(?:bearer|basic)\s+(?P<value>[A-Za-z0-9+/._~-]{12,4096}=*)")
-_HEADER: Final = re.compile(
+_BEARER: Final = _pattern(r"(?i)\b(?:bearer|basic)\s+(?P<value>[A-Za-z0-9+/._~-]{12,4096}=*)")
+_HEADER: Final = _pattern(
     r"(?im)^[^\n:]{0,40}\b(?:authorization|x-api-key|cookie|set-cookie):"
     r"\s*(?P<value>[^\n\"']{4,4096})"
 )
-_KNOWN: Final = re.compile(
+_KNOWN: Final = _pattern(
     r"(?<![A-Za-z0-9])(?P<value>"
     r"hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}"
     r"|sk-[A-Za-z0-9_-]{20,}|xox[abeoprs]-[A-Za-z0-9-]{10,}|A(?:KIA|SIA)[A-Z0-9]{16}"
     r"|AIza[\w-]{30,}|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{40,}|dapi[0-9a-f]{32}|dckr_pat_[\w-]{20,}"
     r"|hold_[0-9a-f]{8}_[\w-]{43}|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]{8,})"
 )
-_KEY_BEGIN: Final = re.compile(r"-----BEGIN [A-Z0-9 ]{0,30}PRIVATE KEY-----")
+_KEY_BEGIN: Final = _pattern(r"-----BEGIN [A-Z0-9 ]{0,30}PRIVATE KEY-----")
 _KEY_END: Final = "-----END"
 _KEY_CHARACTERS_MAX: Final = 16 * 1024
 # The lines of a private key whose end is missing.
-_KEY_LINES: Final = re.compile(
+_KEY_LINES: Final = _pattern(
     r"(?:(?:\s|\\[rn]){0,8}(?:(?:Proc-Type|DEK-Info): ?[^\n]{1,200}|[A-Za-z0-9+/=]{16,}"
     r"|[A-Za-z0-9+/=]{1,15}(?=[\s\\\"'.]|\Z)(?! [A-Za-z(])))*"
 )
 # A text without any of these contains no secret, except known values.
-_ANY: Final = re.compile(r"[=:@ ]|[a-z]_[A-Za-z0-9]|[a-z]-[A-Za-z0-9]|dapi|A[KS]IA|AIza|eyJ")
-_NUMBER: Final = re.compile(r"[-+]?[0-9][0-9_.,]*(?:e[-+]?[0-9]+)?%?", re.IGNORECASE)
+_ANY: Final = _pattern(r"[=:@ ]|[a-z]_[A-Za-z0-9]|[a-z]-[A-Za-z0-9]|dapi|A[KS]IA|AIza|eyJ")
+_NUMBER: Final = _pattern(r"[-+]?[0-9][0-9_.,]*(?:e[-+]?[0-9]+)?%?", re.IGNORECASE)
 # A word of letters and digits of this length looks random.
-_RANDOM_PART: Final = re.compile(r"[A-Za-z0-9+/=]{8,}")
-_LETTER: Final = re.compile(r"[A-Za-z]")
-_DIGIT: Final = re.compile(r"[0-9]")
+_RANDOM_PART: Final = _pattern(r"[A-Za-z0-9+/=]{8,}")
+_LETTER: Final = _pattern(r"[A-Za-z]")
+_DIGIT: Final = _pattern(r"[0-9]")
 _OPENING: Final = frozenset("[{")
 _PUNCTUATION: Final = ",;(){}[]"
 _REFERENCES: Final = frozenset(("from_file", "from_env", "prefect_secret"))

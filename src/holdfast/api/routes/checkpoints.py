@@ -34,7 +34,7 @@ from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import DamagedCheckpointError, SpecError
 from holdfast.contracts.records.known_damage import refuse_damaged
 from holdfast.contracts.spec.checkpoint import Keep
-from holdfast.contracts.spec.run_spec import Cost
+from holdfast.contracts.spec.sections import Cost
 from holdfast.lineage.queries import reports
 from holdfast.workers.checkpoints import exports, verification
 from holdfast.workers.runs import operator

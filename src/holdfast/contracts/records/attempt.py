@@ -47,9 +47,9 @@ from holdfast.contracts.spec.checkpoint import Checkpointing
 from holdfast.contracts.spec.node_share import gpus_of
 from holdfast.contracts.spec.part import RECORDED
 from holdfast.contracts.spec.resources import Resources
-from holdfast.contracts.spec.run_spec import Launch, RunSpec
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.spec.secrets import EnvironmentValue
-from holdfast.contracts.spec.sections import Health, Program, Supervision
+from holdfast.contracts.spec.sections import Health, Launch, Program, Supervision
 from holdfast.contracts.spec.written import SPEC, forget_defaults, keys_of
 from holdfast.contracts.states import AttemptState, Cause
 

@@ -1,15 +1,16 @@
-"""The sections `alerts`, `health`, `program` and `supervision` of a run spec."""
+"""The sections of a run spec, except `checkpoint` and `resources`."""
 
 from __future__ import annotations
 
 import re
 from typing import Annotated, Final, Literal
 
-from pydantic import Field, Strict, field_validator, model_validator
+from pydantic import Field, Strict, ValidationInfo, field_validator, model_validator
 
 from holdfast.contracts.node.handshake import parse_ports
-from holdfast.contracts.spec.part import SpecPart
+from holdfast.contracts.spec.part import SpecPart, is_recorded
 from holdfast.contracts.spec.secrets import OnlyReference
+from holdfast.contracts.spec.slurm_options import problem_with_setup
 from holdfast.contracts.states import Cause
 
 # `alerts` of a run spec: limits that people want to know about, and targets of notifications.
@@ -329,3 +330,207 @@ class Supervision(SpecPart):
     def port_range(self) -> range | None:
         """The ports that nodes may use to reach each other; None for any."""
         return parse_ports(self.ports)
+
+
+# `launch`, `elastic`, `cost` and `blocks` of a run spec.
+
+# The torchrun options that a spec must not contain, because Holdfast sets them itself.
+
+_OPTION: Final = re.compile(r"--([a-z][a-z0-9-]*)(=.*)?", re.DOTALL)
+_SIZE: Final = "set resources.nodes and resources.gpus_per_node"
+_MEETING: Final = "leave it out: node 0's agent chooses where the ranks meet at each launch"
+_PROGRAM: Final = "set command"
+_LOGS: Final = "leave it out: Holdfast writes the output to the run's folder, see holdfast logs"
+_ENDINGS: Final = "leave it out: the agent restarts and ends the ranks"
+REFUSED: Final = {
+    "nnodes": _SIZE,
+    "nproc-per-node": "set resources.nproc_per_node",
+    "node-rank": _SIZE,
+    "rdzv-backend": _MEETING,
+    "rdzv-endpoint": _MEETING,
+    "rdzv-id": _MEETING,
+    "rdzv-conf": _MEETING,
+    "standalone": _MEETING,
+    "local-addr": _MEETING,
+    "master-addr": _MEETING,
+    "master-port": _MEETING,
+    "max-restarts": _ENDINGS,
+    "monitor-interval": _ENDINGS,
+    "signals-to-handle": _ENDINGS,
+    "shutdown-timeout": _ENDINGS,
+    "log-dir": _LOGS,
+    "redirects": _LOGS,
+    "tee": _LOGS,
+    "local-ranks-filter": _LOGS,
+    "module": _PROGRAM,
+    "no-python": _PROGRAM,
+    "run-path": _PROGRAM,
+}
+
+
+def problem_with_torchrun(option: str) -> str:
+    """Return why `launch.torchrun` must not contain `option`; empty if it may.
+
+    torchrun accepts underscores for hyphens and unique beginnings of names.
+    """
+    # Only underscores in the option's name are replaced, not those in its value, such as a path.
+    found = _OPTION.fullmatch(option.replace("_", "-", option.partition("=")[0].count("_")))
+    if found is None:
+        return f"option {option!r}: expected one option with its value, as in --numa-binding=node"
+    # argparse accepts unique beginnings, so `--nno` would reach torchrun as `--nnodes`.
+    refused = next((name for name in REFUSED if name.startswith(found[1])), None)
+    return "" if refused is None else f"option {option!r} is not for torchrun: {REFUSED[refused]}"
+
+
+class Launch(SpecPart):
+    """How a node starts the program."""
+
+    python: str = Field(
+        default="",
+        description="Python interpreter of the job's environment: a name on `PATH`, or a path. A "
+        "relative path starts at the working directory, and is refused in a container. Empty: "
+        "that of the agent",
+    )
+    setup: tuple[str, ...] = Field(
+        default=(),
+        description="lines of bash to run before the program, such as `module load cuda`. If one "
+        "fails, the launch fails. A line that may fail ends with `|| true`",
+    )
+    container: tuple[str, ...] = Field(
+        default=(),
+        description="srun arguments that select a container, such as `--container-image`",
+    )
+    srun: tuple[str, ...] = Field(
+        default=(),
+        description="further srun arguments. Options for heterogeneous jobs (`--het-group`) are "
+        "refused",
+    )
+    node_setup: tuple[str, ...] = Field(
+        default=(),
+        description="lines of bash that every node runs before the program, inside a container, "
+        "such as `ulimit -l unlimited`. If one fails, the launch fails",
+    )
+    wrapper: tuple[str, ...] = Field(
+        default=(),
+        description='command that starts the job on each node, such as `["numactl", '
+        '"--interleave=all"]` or `["apptainer", "exec", "--nv", "image.sif"]`. `python` and its '
+        "arguments follow",
+    )
+    network_interface: (
+        Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@-]{0,14}$")] | None
+    ) = Field(
+        default=None,
+        description="network interface of each node for the traffic between nodes, such as "
+        "`ib0`. Agents and ranks meet at its addresses, and NCCL and gloo use it. None: the "
+        "address of the host name, and the choice of NCCL and gloo",
+    )
+    torchrun: tuple[str, ...] = Field(
+        default=(),
+        description="further torchrun options, such as `--numa-binding=node`. Options that "
+        "Holdfast sets itself are refused",
+    )
+    export: Literal["all", "none"] = Field(
+        default="all",
+        description="environment that a Slurm job starts with. `all` is that of the submitter, "
+        "`none` is a new login's",
+    )
+    working_directory: str = Field(
+        default=".",
+        description="working directory of the program, relative to the folder of the spec",
+    )
+    code: Literal["in_place", "snapshot"] = Field(
+        default="in_place",
+        description="`in_place` runs the code where it is. `snapshot` copies the working "
+        "directory into the run, at most 512 MiB, and runs the copy. It copies the files that git "
+        "tracks or does not ignore, with those of submodules, or all files except caches where "
+        "there is no git",
+    )
+
+    @field_validator("container", "srun")
+    @classmethod
+    def _one_component(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        # Recorded specs are passed over: a rule that became stricter must not end a live run, see
+        # decision 44.
+        several = [option for option in value if option.startswith(("--het-group", "--pack-group"))]
+        if several and not is_recorded(info):
+            raise ValueError(
+                f"{several[0]!r}: Holdfast does not start heterogeneous jobs; leave the option out"
+            )
+        return value
+
+    @field_validator("setup")
+    @classmethod
+    def _setup_has_no_options(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        problem = problem_with_setup(value)
+        if problem and not is_recorded(info):
+            raise ValueError(problem)
+        return value
+
+    @field_validator("torchrun")
+    @classmethod
+    def _torchrun_options_are_not_holdfasts(
+        cls, value: tuple[str, ...], info: ValidationInfo
+    ) -> tuple[str, ...]:
+        problems = [problem for option in value if (problem := problem_with_torchrun(option))]
+        if problems and not is_recorded(info):
+            raise ValueError("; ".join(problems))
+        return value
+
+
+class Elastic(SpecPart):
+    """The GPU counts that a relaunch may use."""
+
+    min_gpus: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="fewest GPUs that a relaunch may use. None: the smallest count in the spec",
+    )
+    max_gpus: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="most GPUs that a relaunch may use. None: the largest count in the spec",
+    )
+    choices: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        default=(),
+        description="allowed counts. Empty: every count from `min_gpus` to `max_gpus` that is "
+        "at most `gpus_per_node` or a multiple of it",
+    )
+    on_preemption: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        default=(), description="counts after the 1st, 2nd, … preemption. The last one repeats"
+    )
+    grow: bool = Field(
+        default=False,
+        description="if more GPUs become free while an attempt runs, save, stop and relaunch "
+        "with them. Only Slurm reports free GPUs",
+    )
+    grow_after_s: Annotated[float, Field(gt=0)] = Field(
+        default=600.0,
+        description="seconds for which the GPUs must have been free, and for which the attempt "
+        "must have run. It doubles each time a grown attempt is preempted, up to 32 "
+        "times the value",
+    )
+
+
+class Cost(SpecPart):
+    """Prices of GPU time."""
+
+    gpu_hour: Annotated[float, Field(ge=0)] | None = Field(
+        default=None, description="price that you pay for one GPU hour"
+    )
+    on_demand_per_gpu_hour: Annotated[float, Field(ge=0)] | None = Field(
+        default=None, description="price of one GPU hour that is never preempted, for comparison"
+    )
+    currency: str = Field(default="USD", description="currency of both prices")
+
+
+class Blocks(SpecPart):
+    """Blocks of Prefect, by name. Their values are the defaults of the spec's other parts."""
+
+    cluster: str | None = Field(
+        default=None,
+        description="block of the type `holdfast-cluster`, with defaults of `resources` and "
+        "`launch.setup`",
+    )
+    storage: str | None = Field(
+        default=None,
+        description="block of the type `holdfast-storage`, with the folder of the runs and "
+        "defaults of `checkpoint.directory` and `checkpoint.mirror`",
+    )

@@ -1,4 +1,7 @@
-"""The endings and changes of state of attempts, from the outcome, the claim and the scheduler."""
+"""The endings and changes of state of attempts, from the outcome, the claim and the scheduler.
+
+What only an ending needs is imported then, because most looks at an attempt find none.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ from typing import Any, Final
 
 import xxhash
 
-from holdfast.contracts.account.timeline import goodput_of
 from holdfast.contracts.disk.file_locks import locked
 from holdfast.contracts.disk.filesystems import delay_s, is_there, revalidate
 from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter
@@ -39,12 +41,8 @@ from holdfast.contracts.records.history import AttemptView, RunHistory
 from holdfast.contracts.records.history_cache import load_tallied
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import ATTEMPT_MOVES, AttemptState
-from holdfast.workers.decisions.causes import classify, is_certain
 from holdfast.workers.decisions.sizes import is_single
-from holdfast.workers.nodes.heartbeats import newest_step, read_heartbeats
 from holdfast.workers.nodes.processes import boot_id
-from holdfast.workers.runs.attempts import cancel_leftovers
-from holdfast.workers.runs.manifests import newest_committed
 from holdfast.workers.runs.restarts import first_of
 from holdfast.workers.schedulers import JobStatus, executor_for
 
@@ -100,6 +98,8 @@ class Observation:
         """
         if self.request is None or self.request.executor != "slurm":
             return True
+        from holdfast.workers.decisions.causes import is_certain
+
         if outcome.state is AttemptState.COMPLETED or is_certain(outcome):
             return True
         return self.status is not None and self.status.has_ended
@@ -116,6 +116,8 @@ def complete_goodput(paths: RunPaths, journal: JournalWriter) -> None:
 
 def _journal_goodput(history: RunHistory, number: int, journal: JournalWriter) -> None:
     """Journal the goodput of the run up to the end of attempt `number`."""
+    from holdfast.contracts.account.timeline import goodput_of
+
     count = [view.number for view in history.attempts].index(number) + 1
     goodput = goodput_of(
         history, until=history.attempts[count - 1].ended_at or time.time(), attempts=count
@@ -223,6 +225,8 @@ def _is_over(attempt: AttemptPaths, seen: Observation) -> bool:
 
 def _digest_of_beats(attempt: AttemptPaths) -> str:
     """Return a digest that changes with each heartbeat; '' if there are none."""
+    from holdfast.workers.nodes.heartbeats import read_heartbeats
+
     marks = [(beat.host, beat.time) for beat in read_heartbeats(attempt)]
     return xxhash.xxh3_64_hexdigest(repr(marks).encode()) if marks else ""
 
@@ -249,6 +253,8 @@ def _end(
     load: Callable[[], RunHistory],
 ) -> bool:
     """Journal the attempt's ending once; return False if a job has just claimed the attempt."""
+    from holdfast.workers.runs.attempts import cancel_leftovers
+
     with _ending_lock(attempt):
         # Read again under the lock, because another process may have written the line meanwhile.
         own = _events_of(load(), attempt.number)
@@ -352,6 +358,10 @@ def _ending_data(
     paths: RunPaths, attempt: AttemptPaths, seen: Observation, own: list[Event]
 ) -> dict[str, Any]:
     """Return the `attempt_ended` line's data: the ending, and the facts that readers need."""
+    from holdfast.workers.decisions.causes import classify
+    from holdfast.workers.nodes.heartbeats import newest_step, read_heartbeats
+    from holdfast.workers.runs.manifests import newest_committed
+
     losses = [str(event.data["host"]) for event in own if event.kind is EventKind.NODE_LOST]
     lost_hosts = list(dict.fromkeys(losses))
     ending = classify(
