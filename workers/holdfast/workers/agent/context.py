@@ -14,6 +14,7 @@ from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.errors import AgreementError, NotFoundError
 from holdfast.contracts.node import clocks
 from holdfast.contracts.records.attempt import Request, read_document
+from holdfast.workers.agent.launch.loaded_torchrun import LoadedTorchrun
 from holdfast.workers.schedulers.slurm_client import expand_hosts
 
 LAUNCHES_MAX: Final = 1000
@@ -33,7 +34,7 @@ class AgentContext:
     """One agent's place in the attempt. `started_at` is Unix seconds.
 
     `hosts` are the names of all nodes in order, or empty if the scheduler does not say. `switch` is
-    the path of switches above this node, or '' if unknown.
+    the path of switches above this node, or '' if unknown. `torchrun` loads for the first launch.
     """
 
     request: Request
@@ -46,6 +47,7 @@ class AgentContext:
     started_at: float
     hosts: tuple[str, ...] = ()
     switch: str = ""
+    torchrun: LoadedTorchrun | None = None
 
     @property
     def is_lead(self) -> bool:
