@@ -30,7 +30,8 @@ readonly CLUSTER_PACKAGES=(
     munged:munge mariadbd:mariadb-server initdb:postgresql
     gcc:gcc strace:strace node:nodejs npm:npm chromium:chromium
     fusermount3:fuse3 pkg-config:pkg-config /usr/include/fuse3/fuse.h:libfuse3-dev
-    debootstrap:debootstrap buildah:buildah glusterfsd:glusterfs-server redis-server:redis-server
+    debootstrap:debootstrap mkfs.xfs:xfsprogs buildah:buildah
+    glusterfsd:glusterfs-server redis-server:redis-server
 )
 # Their checkers read files in infra. They are unpacked into .setup/checkers, because installing
 # them would start services.

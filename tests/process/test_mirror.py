@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import tempfile
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.mirrors import (
@@ -36,6 +39,8 @@ from holdfast.trainer.mirror.upload import Retries, commit, missing_files, read_
 
 QUICK = Retries(pauses_s=[0.05] * 5)
 ONCE = Retries(pauses_s=())
+# XFS accepts no smaller file system.
+XFS_BYTES = 320 * 1024 * 1024
 # Number of requests of an upload of `SIZES`; the tests kill the uploader at each of them.
 REQUESTS = 14
 # The request that joins the parts to one object, and the one that publishes the manifest.
@@ -55,10 +60,13 @@ def location(request: pytest.FixtureRequest, s3: ObjectStore, proxy: Proxy, tmp_
     return f"{request.param}://{tmp_path}/mirror/r.{UID}"
 
 
-def send(store: MirrorStore, directory: Path, retries: Retries = ONCE) -> int:
+def send(
+    store: MirrorStore, directory: Path, retries: Retries = ONCE, former: Path | None = None
+) -> int:
     upload = read_upload(directory, None)
     assert upload is not None
-    sent = send_files(store, upload, retries=retries)
+    known = None if former is None else read_manifest(former)
+    sent = send_files(store, upload, retries=retries, former=known)
     assert missing_files(store, upload, retries=retries) == []
     commit(store, upload, retries=retries)
     return sent
@@ -133,6 +141,71 @@ def test_damaged_or_uncommitted_mirror_copies_are_refused(location: str, tmp_pat
     assert upload is not None
     with pytest.raises(MirrorError, match="another checkpoint of that name"):
         commit(store, upload, retries=ONCE)
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("file", marks=pytest.mark.more),
+        pytest.param("s3", marks=pytest.mark.more),
+        pytest.param("xfs", marks=pytest.mark.root),
+    ]
+)
+def copying(request: pytest.FixtureRequest, s3: ObjectStore, proxy: Proxy, tmp_path: Path) -> Any:
+    """A mirror, and whether it can copy parts of its own files."""
+    if request.param == "s3":
+        yield f"s3://{BUCKET}/{tmp_path.name}/r.{UID}", True
+    elif request.param == "file":
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+            yield f"file://{folder}/r.{UID}", False
+    else:
+        image, mount = tmp_path / "image", tmp_path / "mount"
+        mount.mkdir()
+        with open(image, "wb") as stream:
+            stream.truncate(XFS_BYTES)
+        for command in (f"mkfs.xfs -q {image}", f"mount -o loop {image} {mount}"):
+            subprocess.run(command.split(), check=True, timeout=60)
+        try:
+            yield f"file://{mount}/r.{UID}", True
+        finally:
+            subprocess.run(["umount", mount], check=True, timeout=60)
+
+
+def test_parts_of_the_former_checkpoint_are_copied_within_the_mirror(
+    copying: tuple[str, bool], tmp_path: Path
+) -> None:
+    """The frozen part is not sent again, unless the mirror's own copy of it is damaged."""
+    location, is_able = copying
+    store = open_store(location)
+    frozen = [os.urandom(4 * PART_BYTES) for _ in range(2)]
+    tail = PART_BYTES + 17
+
+    def checkpoint(step: int) -> Path:
+        content = frozen[0] + os.urandom(PART_BYTES) + frozen[1] + os.urandom(tail)
+        files = {"a": content, "small": b"small"}
+        return make_checkpoint(tmp_path / "r", step, contents=files)
+
+    first, second, third = map(checkpoint, (1, 2, 3))
+    whole = 10 * PART_BYTES + 17 + 5
+    assert send(store, first) == whole
+    # Two of the eight frozen parts begin or end within a block of 4 MiB that has changed.
+    shared = 6 * PART_BYTES if is_able else 0
+    assert send(store, second, former=first) == whole - shared
+    assert mirror.verify(store, second.name)["ok"]
+    # A copy that another one damaged has the right size only.
+    key = checkpoint_key(second.name, "a")
+    store.delete([key])
+    (tmp_path / "other").write_bytes(os.urandom(whole - 5))
+    entry = make_checkpoint(tmp_path / "x", 9, contents={"a": (tmp_path / "other").read_bytes()})
+    manifest = read_manifest(entry)
+    assert manifest is not None
+    store.put_file(key, tmp_path / "other", manifest.files[0])
+    assert send(store, third, former=second) == whole
+    assert mirror.verify(store, third.name)["ok"]
+    # The former one was deleted meanwhile.
+    store.delete([key])
+    fourth = checkpoint(4)
+    assert send(store, fourth, former=second) == whole
+    assert mirror.verify(store, fourth.name)["ok"]
 
 
 def kill(children: list[BaseProcess]) -> None:

@@ -20,6 +20,7 @@ from holdfast.contracts.records.history import load_events
 from holdfast.contracts.states import AttemptState
 from holdfast.trainer.mirror import __main__ as mirror
 from holdfast.trainer.mirror.open_store import open_store
+from holdfast.trainer.mirror.store import PART_BYTES
 from holdfast.trainer.slots.slots import SlotState
 from holdfast.workers.checkpoints import deletion, retention
 from holdfast.workers.checkpoints.deletion import location_of
@@ -61,6 +62,29 @@ def test_replacement_of_a_killed_flusher_finishes_the_mirror_copy(
         assert told(run, EventKind.MIRRORED) == [NAME]
         assert read_record(run / "checkpoints" / NAME) is not None
         assert mirror.verify(open_store(tiers.location("r", UID)), NAME)["ok"]
+        rank.close()
+    finally:
+        flusher_supervisor.close()
+
+
+def test_flusher_sends_no_bytes_that_the_mirror_has(
+    s3: ObjectStore, proxy: Proxy, tmp_path: Path
+) -> None:
+    run = tmp_path / "r"
+    tiers = Tiers(mirror=f"s3://{BUCKET}/{tmp_path.name}")
+    environment = {**s3.environment(proxy.port), **tiers.to_environment()}
+    flusher_supervisor = SlotHolder(socket_name(), environment=environment, run=run)
+    frozen = os.urandom(2 * PART_BYTES)
+    try:
+        rank = FakeRank(flusher_supervisor, run, data_bytes=3 * PART_BYTES)
+        for step in (7, 8):
+            content = frozen + bytes([step]) * 1000
+            wait_for(rank.stage(step, content), SlotState.DONE)
+            assert flusher_supervisor.drain(WAIT_S, mirror=True)["unmirrored"] == []
+        copies = [e.data for e in load_events(RunPaths(run)) if e.kind is EventKind.MIRRORED]
+        own = [one["bytes"] - one["sent_bytes"] for one in copies]
+        assert own == [0, 2 * PART_BYTES]
+        assert mirror.verify(open_store(tiers.location("r", UID)), NAME.replace("7", "8"))["ok"]
         rank.close()
     finally:
         flusher_supervisor.close()

@@ -20,13 +20,22 @@ PART_BYTES = 5 * 1024 * 1024
 SIZES = {"small": 1000, "empty": 0, "pp0/large": PART_BYTES + 17}
 
 
-def make_checkpoint(run: Path, step: int, sizes: Mapping[str, int] | None = None) -> Path:
-    """A committed checkpoint with random bytes; returns its directory."""
+def make_checkpoint(
+    run: Path,
+    step: int,
+    sizes: Mapping[str, int] | None = None,
+    contents: Mapping[str, bytes] | None = None,
+) -> Path:
+    """A committed checkpoint with these or random bytes; returns its directory."""
     name = CheckpointName(step, 1, 1)
     directory = run / "checkpoints" / str(name)
     entries = []
-    for path, size in (SIZES if sizes is None else sizes).items():
-        content, checksum = os.urandom(size), FileChecksum(size)
+    if contents is None:
+        sizes = SIZES if sizes is None else sizes
+        contents = {path: os.urandom(size) for path, size in sizes.items()}
+    for path, content in contents.items():
+        size = len(content)
+        checksum = FileChecksum(size)
         checksum.update(content)
         (directory / path).parent.mkdir(parents=True, exist_ok=True)
         (directory / path).write_bytes(content)

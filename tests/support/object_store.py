@@ -96,6 +96,8 @@ def _command(folder: Path, config: Path, ports: list[int]) -> list[str]:
         f"-s3.localSocket={folder / 's3.sock'}",
         "-volume.max=20",
         "-master.volumeSizeLimitMB=64",
+        # A part is then one chunk, and the entity tag of a copied one is its MD5, as on S3.
+        "-filer.maxMB=32",
         "-filer",
         "-s3",
         f"-s3.config={config}",

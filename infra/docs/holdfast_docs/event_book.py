@@ -158,6 +158,7 @@ FIELDS: Final[Mapping[str, Field]] = {
     "saved": Field(NUMBER, "`on_demand_cost` minus `cost`"),
     "scheduler_state": Field(STRING, "the scheduler's name of the job's state"),
     "seconds": Field(NUMBER, "seconds that the copy took"),
+    "sent_bytes": Field(INTEGER, "bytes that node 0 sent; the mirror copied the rest itself"),
     "settings": Field(TABLE, "`value` and `source` of each key that the program can give too"),
     "all_silent_s": Field(NUMBER, "seconds for which every rank has been silent"),
     "silent": Field(TABLES, "silent ranks, each with step, phase and seconds of silence"),
@@ -364,7 +365,7 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
         "rank 0, or after a lost node the agent",
         (*_LAUNCH, "checkpoint", "step", "error"),
     ),
-    Kind.MIRRORED: EventEntry("the mirror has a checkpoint", "flusher", _COPY),
+    Kind.MIRRORED: EventEntry("the mirror has a checkpoint", "flusher", (*_COPY, "sent_bytes")),
     Kind.MIRROR_FAILED: EventEntry(
         "a checkpoint was not copied to the mirror",
         "flusher",

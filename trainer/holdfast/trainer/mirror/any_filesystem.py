@@ -21,6 +21,7 @@ from holdfast.trainer.mirror.store import (
     CALL_TIMEOUT_S,
     PART_BYTES,
     EntryCheck,
+    FormerFile,
     checked_parts,
     wrap_errors,
 )
@@ -41,7 +42,10 @@ class FsspecStore:
             self._fs, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False)
         self._pool = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="mirror")
 
-    def put_file(self, key: str, path: Path, entry: FileEntry) -> None:
+    def put_file(
+        self, key: str, path: Path, entry: FileEntry, former: FormerFile | None = None
+    ) -> int:
+        del former  # Such a store has no call that copies a part.
         target = self._at(key)
         temporary = f"{target}{UNFINISHED}"
         self._call(f"creating the folder of {key}", self._make_parent, target)
@@ -59,6 +63,7 @@ class FsspecStore:
             self._forget(stream, temporary)
             raise
         self._call(f"renaming {key}", self._fs.mv, temporary, target)
+        return 0
 
     def put_new(self, key: str, content: bytes) -> bool:
         target = self._at(key)

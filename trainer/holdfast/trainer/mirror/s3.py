@@ -12,18 +12,27 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
 import hashlib
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts import environment
 from holdfast.contracts.disk.manifest import FileEntry
 from holdfast.contracts.errors import MirrorError
-from holdfast.trainer.mirror.store import CALL_TIMEOUT_S, PART_BYTES, PARTS_AT_ONCE, checked_parts
+from holdfast.trainer.mirror.store import (
+    CALL_TIMEOUT_S,
+    PART_BYTES,
+    PARTS_AT_ONCE,
+    FormerFile,
+    checked_parts,
+)
 
 CONNECT_TIMEOUT_S: Final = 10.0
 READ_TIMEOUT_S: Final = 60.0
@@ -46,6 +55,24 @@ class S3Error(MirrorError):
         self.code = code
 
 
+@dataclass(frozen=True)
+class _Part:
+    """A part of a file. `source` is an object with the same bytes at `at`, "" if there is none."""
+
+    key: str
+    upload: str
+    number: int
+    at: int
+    content: bytes
+    source: str
+    etag: str = ""
+    copied: int = 0
+
+    @property
+    def address(self) -> dict[str, Any]:
+        return {"Key": self.key, "UploadId": self.upload, "PartNumber": self.number}
+
+
 class S3Store:
     """A prefix in a bucket. Its methods may be called from several threads."""
 
@@ -54,17 +81,23 @@ class S3Store:
         self._bucket, _, place = url.partition("://")[2].partition("/")
         self._root = f"{place.strip('/')}/" if place.strip("/") else ""
         self._fs = _connect(url)
+        # False once the store has shown that it cannot copy parts of its own objects.
+        self._copies = True
         self._pool = ThreadPoolExecutor(PARTS_AT_ONCE, thread_name_prefix="mirror")
 
-    def put_file(self, key: str, path: Path, entry: FileEntry) -> None:
+    def put_file(
+        self, key: str, path: Path, entry: FileEntry, former: FormerFile | None = None
+    ) -> int:
         parts = checked_parts(path, entry)
         first = next(parts)
+        copied = 0
         if len(first) == entry.bytes:
             # `parts` checks the bytes against the entry when it reaches the end of the file.
             self._put(key, b"".join((first, *parts)))
         else:
-            self._put_parts(key, first, parts)
+            copied = self._put_parts(key, chain((first,), parts), former)
         self._confirm(key, entry.bytes)
+        return copied
 
     def put_new(self, key: str, content: bytes) -> bool:
         try:
@@ -164,31 +197,37 @@ class S3Store:
             "put_object", Key=self._root + key, Body=content, ContentMD5=_md5(content), **conditions
         )
 
-    def _put_parts(self, key: str, first: bytes, rest: Iterator[bytes]) -> None:
-        """Send parts as they are read, some in parallel. The object exists if all are correct."""
+    def _put_parts(self, key: str, parts: Iterable[bytes], former: FormerFile | None) -> int:
+        """Send parts as they are read, some in parallel. The object exists if all are correct.
+
+        Returns the bytes that the store copied from `former`.
+        """
         # An earlier upload of this file that was killed cannot be continued.
         # Parts of a killed upload cost space until they are aborted, and no listing of objects
         # shows them.
         self._abort_all(key, lambda found: found == key)
         upload = self._call("create_multipart_upload", Key=self._root + key)["UploadId"]
-        done: list[dict[str, Any]] = []
-        under_way: deque[Future[dict[str, Any]]] = deque()
+        done: list[_Part] = []
+        under_way: deque[Future[_Part]] = deque()
+        at = 0
         try:
-            part: bytes | None = first
-            number = 1
-            while part is not None:
-                under_way.append(self._pool.submit(self._put_part, key, upload, number, part))
+            for number, content in enumerate(parts, start=1):
+                source = former.key if former is not None and at in former.parts else ""
+                part = _Part(self._root + key, upload, number, at, content, source)
+                under_way.append(self._pool.submit(self._put_part, part))
+                at += len(content)
                 if len(under_way) >= PARTS_AT_ONCE:
                     done.append(under_way.popleft().result())
-                part = next(rest, None)
-                number += 1
             done += [future.result() for future in under_way]
             self._call(
                 "complete_multipart_upload",
                 Key=self._root + key,
                 UploadId=upload,
-                MultipartUpload={"Parts": done},
+                MultipartUpload={
+                    "Parts": [{"PartNumber": part.number, "ETag": part.etag} for part in done]
+                },
             )
+            return sum(part.copied for part in done)
         except BaseException:
             for future in under_way:
                 future.cancel()
@@ -196,18 +235,41 @@ class S3Store:
                 self._abort(key, upload)
             raise
 
-    def _put_part(self, key: str, upload: str, number: int, content: bytes) -> dict[str, Any]:
+    def _put_part(self, part: _Part) -> _Part:
+        """Copy a part within the store or send it. Return it with its entity tag."""
+        if part.source and self._copies and (etag := self._copy_part(part)):
+            return dataclasses.replace(part, content=b"", etag=etag, copied=len(part.content))
         answer = self._call(
             "upload_part",
-            Key=self._root + key,
-            UploadId=upload,
-            PartNumber=number,
-            Body=content,
+            **part.address,
+            Body=part.content,
             # The store compares the MD5 and refuses a part that was damaged on the way. fsspec's
             # `put_file` sends none, see decision 13.
-            ContentMD5=_md5(content),
+            ContentMD5=_md5(part.content),
         )
-        return {"PartNumber": number, "ETag": answer["ETag"]}
+        return dataclasses.replace(part, content=b"", etag=answer["ETag"])
+
+    def _copy_part(self, part: _Part) -> str:
+        """Let the store copy a part of another object. Return its entity tag, "" if it is not ours.
+
+        S3's entity tag of a part is the MD5 of its bytes, unless a key of KMS encrypts them.
+        """
+        try:
+            answer = self._call(
+                "upload_part_copy",
+                **part.address,
+                CopySource={"Bucket": self._bucket, "Key": self._root + part.source},
+                CopySourceRange=f"bytes={part.at}-{part.at + len(part.content) - 1}",
+            )
+        except S3Error as error:
+            # The other object may be deleted meanwhile. After any other error, or with other tags,
+            # this process sends all parts: that is never wrong.
+            self._copies = error.code in _NOT_THERE
+            return ""
+        etag = str(answer.get("CopyPartResult", {}).get("ETag", ""))
+        md5 = hashlib.md5(part.content, usedforsecurity=False).hexdigest()
+        self._copies = etag.strip('"') == md5
+        return etag if self._copies else ""
 
     def _abort(self, key: str, upload: str) -> None:
         self._call("abort_multipart_upload", Key=self._root + key, UploadId=upload)

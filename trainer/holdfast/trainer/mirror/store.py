@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
-from holdfast.contracts.disk.digests import Content, new_checksum
+from holdfast.contracts.disk.digests import DIGEST_HEX, Content, new_checksum
 from holdfast.contracts.disk.manifest import FileEntry
 from holdfast.contracts.errors import DamagedCheckpointError, MirrorError
 
@@ -22,13 +23,25 @@ PARTS_AT_ONCE: Final = 4
 CALL_TIMEOUT_S: Final = 120.0
 
 
+@dataclass(frozen=True)
+class FormerFile:
+    """An object that the mirror has, and the starts of the parts in which a new file equals it."""
+
+    key: str
+    parts: frozenset[int]
+
+
 class MirrorStore(Protocol):
     """One location in a mirror. Every call is bounded in time and raises `MirrorError`."""
 
-    def put_file(self, key: str, path: Path, entry: FileEntry) -> None:
+    def put_file(
+        self, key: str, path: Path, entry: FileEntry, former: FormerFile | None = None
+    ) -> int:
         """Copy a file in parts and accept it only if its bytes match `entry`.
 
-        Raises `DamagedCheckpointError` if the file at `path` differs. Nothing is then stored.
+        The store may copy parts of `former` itself if it can show that they have the same bytes.
+        Returns the number of these bytes, which were not sent. Raises `DamagedCheckpointError` if
+        the file at `path` differs. Nothing is then stored.
         """
 
     def put_new(self, key: str, content: bytes) -> bool:
@@ -62,6 +75,22 @@ def part_bytes_for(size_bytes: int) -> int:
     while size_bytes > part * PARTS_MAX:
         part *= 2
     return part
+
+
+def equal_parts(entry: FileEntry, former: FileEntry) -> frozenset[int]:
+    """Return the starts of the full parts of a file that have the digests of `former`'s blocks."""
+    part, block = part_bytes_for(entry.bytes), entry.block_bytes
+    if not block or block != former.block_bytes:
+        return frozenset()
+
+    def digests(one: FileEntry, start: int) -> str:
+        # A part may begin or end within a block.
+        first, last = start // block, -(-(start + part) // block)
+        return one.blocks[first * DIGEST_HEX : last * DIGEST_HEX]
+
+    ends_max = min(entry.bytes, former.bytes)
+    starts = range(0, ends_max - part + 1, part)
+    return frozenset(at for at in starts if digests(entry, at) == digests(former, at))
 
 
 class EntryCheck:

@@ -18,7 +18,7 @@ from holdfast.contracts.disk.manifest import FileEntry, Manifest
 from holdfast.contracts.disk.mirrors import checkpoint_folder, checkpoint_key, tombstone_key
 from holdfast.contracts.disk.paths import MANIFEST
 from holdfast.contracts.errors import MirrorError
-from holdfast.trainer.mirror.store import MirrorStore
+from holdfast.trainer.mirror.store import FormerFile, MirrorStore, equal_parts
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -66,9 +66,12 @@ def read_upload(
     return Upload(files=place, manifest=manifest, content=content, own=frozenset(ours))
 
 
-def send_files(store: MirrorStore, upload: Upload, *, retries: Retries) -> int:
-    """Send those files of this node that the mirror lacks, and return their bytes.
+def send_files(
+    store: MirrorStore, upload: Upload, *, retries: Retries, former: Manifest | None = None
+) -> int:
+    """Copy those files of this node that the mirror lacks, and return the bytes that were sent.
 
+    Parts that equal those of `former`, a checkpoint in the mirror, need not be sent.
     Raises `MirrorError` if the mirror refuses or does not answer, `DamagedCheckpointError` if a
     file here differs from the committed one, and `OSError` if it cannot be read.
     """
@@ -81,9 +84,19 @@ def send_files(store: MirrorStore, upload: Upload, *, retries: Retries) -> int:
         # An object is complete or absent, so the size is enough, see decision 13.
         if there.get(key) == entry.bytes:
             continue
-        retries.do(store.put_file, key, upload.files / entry.path, entry)
+        known = _former_file(entry, former)
         sent += entry.bytes
+        sent -= retries.do(store.put_file, key, upload.files / entry.path, entry, known)
     return sent
+
+
+def _former_file(entry: FileEntry, former: Manifest | None) -> FormerFile | None:
+    """Return the file of `former` that has parts of this one, or None."""
+    files = former.files if former is not None else ()
+    other = next((one for one in files if one.path == entry.path), None)
+    if former is None or other is None or not (parts := equal_parts(entry, other)):
+        return None
+    return FormerFile(checkpoint_key(former.name, other.path), parts)
 
 
 def missing_files(store: MirrorStore, upload: Upload, *, retries: Retries) -> list[str]:

@@ -21,13 +21,13 @@ from typing import Any, Final
 from holdfast.contracts.disk.durable import make_directory
 from holdfast.contracts.disk.file_locks import locked
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
-from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.manifest import Manifest, read_manifest
 from holdfast.contracts.disk.mirrors import MirrorRecord, Tiers, read_record, write_record
 from holdfast.contracts.disk.paths import MANIFEST, CheckpointName, RunPaths
 from holdfast.contracts.errors import HoldfastError, MirrorError
 from holdfast.contracts.plain_text import counted
 from holdfast.trainer.mirror.open_store import open_store
-from holdfast.trainer.mirror.store import MirrorStore
+from holdfast.trainer.mirror.store import PART_BYTES, MirrorStore
 from holdfast.trainer.mirror.upload import (
     Retries,
     Upload,
@@ -50,6 +50,8 @@ ROUNDS_MAX: Final = 10
 ROUND_PAUSE_S: Final = 60.0
 ERROR_CHARACTERS_MAX: Final = 2000
 NAMED_MAX: Final = 20
+# Older checkpoints that are looked at for one in the mirror.
+FORMER_MAX: Final = 8
 # Checkpoints that stay on a node's own disk for a restart on the same node.
 NODE_COPIES_MAX: Final = 2
 
@@ -67,6 +69,7 @@ class Task:
     due_at: float = 0.0
     rounds: int = 0
     is_sent: bool = False
+    sent: int = 0
     peers_wait_s: float = PEERS_WAIT_S
     made: float = field(default_factory=time.monotonic)
 
@@ -183,8 +186,9 @@ class MirrorWorker:
         store = self._store_of(upload)
         if not task.is_sent:
             # A flusher that was replaced may still be sending the same files.
+            former = self._former(task, upload)
             with self._alone(task.run):
-                send_files(store, upload, retries=Retries())
+                task.sent += send_files(store, upload, retries=Retries(), former=former)
             task.is_sent = True
             self._clear_node(task)
         if self._node != 0:
@@ -200,6 +204,18 @@ class MirrorWorker:
             raise MirrorError(
                 f"the mirror lacks {counted(len(missing), 'file')} of other nodes: {lacking}"
             )
+
+    def _former(self, task: Task, upload: Upload) -> Manifest | None:
+        """Return the newest checkpoint before this one of which the mirror has a copy, or None."""
+        if not any(entry.bytes > PART_BYTES for entry in upload.entries):
+            return None
+        older = [one for one in task.run.list_checkpoints() if one.name < upload.name]
+        for directory in reversed(older[-FORMER_MAX:]):
+            # A damaged one says nothing about this copy.
+            with contextlib.suppress(HoldfastError, OSError):
+                if read_record(directory) is not None:
+                    return read_manifest(directory)
+        return None
 
     def _try_again_later(self, task: Task, pause_s: float) -> None:
         task.due_at = time.monotonic() + pause_s
@@ -217,6 +233,7 @@ class MirrorWorker:
         if (task.directory / MANIFEST).exists():
             write_record(task.directory, record)
         facts: dict[str, Any] = {"url": url, "bytes": record.bytes, "seconds": seconds}
+        facts["sent_bytes"] = task.sent
         self._journal(task, EventKind.MIRRORED, **facts)
 
     def _failed(self, task: Task, problem: str, *, is_passing: bool) -> None:
