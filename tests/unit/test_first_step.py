@@ -179,3 +179,14 @@ def test_a_launch_that_needs_more_starts_torchrun_itself(
 
 def test_a_missing_request_is_left_to_the_agent(tmp_path: Path) -> None:
     assert LoadedTorchrun.of(tmp_path / "request.json") is None
+
+
+def test_a_request_that_leads_out_of_the_run_is_left_to_the_agent(
+    tmp_path: Path, attempt: dict[str, Any]
+) -> None:
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(attempt))
+    path = tmp_path / "run" / "attempts" / "0001" / "request.json"
+    path.parent.mkdir(parents=True)
+    path.symlink_to(other)
+    assert LoadedTorchrun.of(path) is None

@@ -1,7 +1,7 @@
 """A torchrun that loads its libraries while the agent loads its own, for the first launch.
 
 It has no ranks before a launch starts it. Its guard ends it with the agent. This module is loaded
-before the agent, so it uses the standard library only.
+before the agent, so it imports little.
 """
 
 from __future__ import annotations
@@ -15,10 +15,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from holdfast.contracts.disk.reading import read_bounded
+from holdfast.contracts.errors import HoldfastError
+
 GUARD: Final = "holdfast.workers.agent.guard"
 STARTER: Final = "holdfast.workers.agent.loaded_start"
 TORCHRUN: Final = "torch.distributed.run"
 END_WAIT_S: Final = 30.0
+# What reading a value of another type than expected raises.
+MALFORMED: Final = (LookupError, TypeError, AttributeError)
 
 
 class LoadedTorchrun:
@@ -51,8 +56,8 @@ class LoadedTorchrun:
     def of(cls, request_path: Path) -> LoadedTorchrun | None:
         """Return a torchrun for an attempt, or None if its first launch must start one itself."""
         # The agent reads the request again and reports what is wrong.
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
-            request = json.loads(request_path.read_bytes())
+        with contextlib.suppress(HoldfastError, OSError, ValueError, *MALFORMED):
+            request = json.loads(read_bounded(request_path, below=request_path.parents[2]))
             if request["program"]["launcher"] != "torchrun" or request["launch"]["node_setup"]:
                 return None
             # The launch gives the whole environment, with the values of references to secrets.
