@@ -66,6 +66,7 @@ STARTED = (
     "holdfast.trainer.rank_start",
     "holdfast.trainer.shape",
     "holdfast.workers.agent.guard",
+    "holdfast.workers.agent.loaded_start",
     "holdfast.workers.agent.main",
     "holdfast.workers.agent.program_start",
     "holdfast.workers.agent.restart",

@@ -25,6 +25,10 @@ from holdfast.workers.runs.reconcile import reconcile
 from holdfast.workers.runs.run_folders import require_own
 
 LOG_TAIL_BYTES: Final = 4096
+# Files in which Prefect finds its settings, apart from the environment. The last two belong to
+# other programs too.
+PREFECT_FILES: Final = ("~/.prefect/profiles.toml", "prefect.toml")
+SHARED_FILES: Final = (".env", "pyproject.toml")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +58,27 @@ class Started:
 
 
 def has_service() -> bool:
-    """Return whether the environment or the active profile configures a Prefect API."""
+    """Return whether the environment or the active profile configures a Prefect API.
+
+    Loading Prefect takes more than a second, so it is asked only if something configures it.
+    """
     if os.environ.get("PREFECT_API_URL"):
         return True
+    if not _is_prefect_configured():
+        return False
     from holdfast.flows.deployments import api_url
 
     return bool(api_url())
+
+
+def _is_prefect_configured() -> bool:
+    """Return True if a variable or a file may contain a setting of Prefect."""
+    if any(name.upper().startswith("PREFECT_") for name in os.environ):
+        return True
+    if any(Path(name).expanduser().exists() for name in PREFECT_FILES):
+        return True
+    shared = [path for path in map(Path, SHARED_FILES) if path.is_file()]
+    return any(b"prefect" in path.read_bytes().lower() for path in shared)
 
 
 def require_resumer() -> None:

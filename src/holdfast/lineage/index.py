@@ -1,16 +1,21 @@
-"""The index for long-lived processes: it reconnects, and it replaces a damaged SQLite file."""
+"""The index for long-lived processes: it reconnects, and it replaces a damaged SQLite file.
+
+sqlalchemy is loaded at the first use, so that a supervisor submits its first job before that.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import DamagedIndexError, LineageError
-from holdfast.lineage.database.transactions import Database, open_database, replace_damaged
-from holdfast.lineage.ingest.following import IndexProgress
-from holdfast.lineage.ingest.run_ingest import ingest_run
+
+if TYPE_CHECKING:
+    from holdfast.lineage.database.transactions import Database
+    from holdfast.lineage.ingest.following import IndexProgress
 
 
 class Index:
@@ -30,6 +35,8 @@ class Index:
 
     def open(self) -> Database:
         """Return the open database. Raises `LineageError` if it cannot be used."""
+        from holdfast.lineage.database.transactions import open_database
+
         with self._lock:
             if self._database is not None and self._database.is_damaged:
                 self._replace_file()
@@ -48,6 +55,9 @@ class Index:
         What was seen of a live run is remembered, so that the next update costs as much as what is
         new. A damaged file is replaced directly. After another failure, the connection is closed.
         """
+        from holdfast.lineage.ingest.following import IndexProgress
+        from holdfast.lineage.ingest.run_ingest import ingest_run
+
         progress = self._progress.setdefault(paths.directory, IndexProgress())
         try:
             with progress.lock:
@@ -69,6 +79,8 @@ class Index:
                 self._database = None
 
     def _replace_file(self) -> None:
+        from holdfast.lineage.database.transactions import replace_damaged
+
         assert self._database is not None
         url = self._database.engine.url
         self.close()

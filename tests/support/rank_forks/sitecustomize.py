@@ -4,7 +4,11 @@ import gc
 import sys
 from pathlib import Path
 
-if sys.orig_argv[1:3] == ["-m", "torch.distributed.run"]:
+TORCHRUN = "torch.distributed.run"
+# torchrun, or the module that loads it before a launch starts it.
+LOADED = ["-m", "holdfast.workers.agent.loaded_start", TORCHRUN]
+
+if sys.orig_argv[1:3] == ["-m", TORCHRUN] or sys.orig_argv[1:4] == LOADED:
     # The collector and the end of this process would inspect all objects of torch: 2 s of a core.
     gc.disable()
     sys.path.append(str(Path(__file__).parents[3]))

@@ -14,6 +14,7 @@ from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.errors import AgreementError, NotFoundError
 from holdfast.contracts.node import clocks
 from holdfast.contracts.records.attempt import Request, read_document
+from holdfast.workers.agent.launch.loaded_torchrun import LoadedTorchrun
 from holdfast.workers.schedulers.slurm_client import expand_hosts
 from holdfast.workers.schedulers.slurm_restarts import restart_count
 
@@ -35,7 +36,7 @@ class AgentContext:
 
     `hosts` are the names of all nodes in order, or empty if the scheduler does not say. `switch` is
     the path of switches above this node, or '' if unknown. `restarts` is how often Slurm had
-    restarted the job when this process began.
+    restarted the job when this process began. `torchrun` loads for the first launch.
     """
 
     request: Request
@@ -49,6 +50,7 @@ class AgentContext:
     hosts: tuple[str, ...] = ()
     switch: str = ""
     restarts: int = 0
+    torchrun: LoadedTorchrun | None = None
 
     @property
     def is_lead(self) -> bool:

@@ -43,7 +43,6 @@ from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import ATTEMPT_MOVES, AttemptState
 from holdfast.workers.decisions.sizes import is_single
 from holdfast.workers.nodes.processes import boot_id
-from holdfast.workers.runs.restarts import first_of
 from holdfast.workers.schedulers import JobStatus, executor_for
 
 # How long an outcome waits for the scheduler's final state.
@@ -415,6 +414,8 @@ def job_log_tail(attempt: AttemptPaths) -> str:
     # The job of a successor or restart was submitted before there was the attempt's folder.
     logs = run.successor(number).logs if number else attempt.logs
     if request is not None and request.restart_of:
+        from holdfast.workers.runs.restarts import first_of
+
         logs = first_of(run, request).logs
     found = sorted(logs.glob("*.err"))
     try:

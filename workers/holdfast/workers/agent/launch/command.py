@@ -14,6 +14,7 @@ from holdfast.contracts.records.attempt import Request
 from holdfast.contracts.spec.written import OF_PROGRAM, keys_of
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.health.interface import interface_environment
+from holdfast.workers.agent.launch.loaded_torchrun import TORCHRUN
 from holdfast.workers.nodes.setup_lines import after_setup
 
 RANK_START: Final = "holdfast.trainer.rank_start"
@@ -62,7 +63,7 @@ def build_command(
         *after_setup("launch.node_setup", request.launch.node_setup),
         sys.executable,
         "-m",
-        "torch.distributed.run",
+        TORCHRUN,
         f"--nnodes={request.nodes}",
         f"--nproc-per-node={request.ranks_per_node}",
         f"--node-rank={node}",

@@ -32,6 +32,7 @@ from holdfast.workers.agent.launch.command import (
     log_directory,
     meeting_environment,
 )
+from holdfast.workers.agent.launch.loaded_torchrun import GUARD, TORCHRUN
 from holdfast.workers.agent.watch.flight_recorder import recorder_environment
 from holdfast.workers.agent.watch.kernel_view import ignores
 from holdfast.workers.decisions.causes import RankFailure
@@ -52,9 +53,14 @@ LAST_COPY_S: Final = 2.0
 class LocalLog:
     """Give `handle` to a process as its output, and call `close` when the process has ended."""
 
-    def __init__(self, path: Path) -> None:
-        """`path` receives a copy, appended about once a second."""
-        self._file = os.fdopen(os.memfd_create(path.name, os.MFD_CLOEXEC), "r+b", buffering=0)
+    def __init__(self, path: Path, handle: int | None = None) -> None:
+        """`path` receives a copy, appended about once a second. `handle` is the log, if it exists.
+
+        The log's descriptor is closed with this object.
+        """
+        if handle is None:
+            handle = os.memfd_create(path.name, os.MFD_CLOEXEC)
+        self._file = os.fdopen(handle, "r+b", buffering=0)
         self._path, self._copied = path, 0
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._copy_on, name="log-copy", daemon=True)
@@ -168,9 +174,16 @@ class Torchrun:
             variables[environment.STANDBY_PIPE] = standby_pipe
         if place:
             variables[environment.PLACE] = place
-        self._log = LocalLog(self._logs / "torchrun.log")
+        log, loaded = self._logs / "torchrun.log", context.torchrun
+        if loaded is not None and loaded.is_ready and not standby_pipe:
+            self._log = LocalLog(log, loaded.log)
+            # The words before are Python's, which runs already.
+            words = command[command.index(TORCHRUN) + 1 :]
+            self._process = loaded.start(words, variables)
+            return
+        self._log = LocalLog(log)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "holdfast.workers.agent.guard", *command],
+            [sys.executable, "-m", GUARD, *command],
             stdin=subprocess.PIPE,
             stdout=self._log.handle,
             stderr=self._log.handle,

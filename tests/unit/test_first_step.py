@@ -1,0 +1,192 @@
+"""What is loaded before the first step, and when."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.flows import start
+from holdfast.workers.agent.launch import loaded_torchrun
+from holdfast.workers.agent.launch.loaded_torchrun import LoadedTorchrun
+
+WAIT_S = 120.0
+PROGRAM = """
+import json, os, sys
+def main():
+    print("begins", flush=True)
+    with open("began.tmp", "w") as file:
+        json.dump([sys.argv[1:], os.environ.get("GIVEN"), os.environ.get("BEFORE")], file)
+    os.rename("began.tmp", "began")
+print("loaded", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "unwanted"),
+    [
+        ("holdfast.flows.detached", {"prefect", "sqlalchemy"}),
+        ("holdfast.flows.supervisor.carry", {"prefect", "sqlalchemy", "submitit", "torch"}),
+        ("holdfast.workers.executors.local_launch", {"holdfast.workers.agent.lead", "prefect"}),
+        ("holdfast.workers.agent.main", {"pydantic"}),
+    ],
+)
+def test_what_a_process_before_the_first_step_does_not_load(
+    module: str, unwanted: set[str]
+) -> None:
+    code = f"import sys, {module}; print(sorted({unwanted!r} & {{*sys.modules}}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]", f"{module} loads more than it needs"
+
+
+@pytest.fixture
+def nothing_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    # Prefect creates its home when it is loaded.
+    import_module("holdfast.flows.deployments")
+    for name in [one for one in os.environ if one.upper().startswith("PREFECT_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_prefect_is_not_asked_for_an_api_where_nothing_configures_it(
+    nothing_configured: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "holdfast.flows.deployments", None)
+    (nothing_configured / "pyproject.toml").write_text("[project]\nname = 'training'\n")
+    assert not start.has_service()
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("home/.prefect/profiles.toml", 'active = "local"'),
+        ("prefect.toml", "[api]\nurl = 'http://127.0.0.1:4200/api'"),
+        (".env", "PREFECT_API_URL=http://127.0.0.1:4200/api"),
+        ("pyproject.toml", "[tool.prefect.api]\nurl = 'http://127.0.0.1:4200/api'"),
+    ],
+)
+def test_prefect_is_asked_for_an_api_where_a_file_may_name_one(
+    path: str, text: str, nothing_configured: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from holdfast.flows import deployments
+
+    monkeypatch.setattr(deployments, "api_url", lambda: "http://127.0.0.1:4200/api")
+    file = nothing_configured / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    assert start.has_service()
+
+
+def test_prefect_is_asked_for_an_api_where_a_variable_may_name_one(
+    nothing_configured: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from holdfast.flows import deployments
+
+    monkeypatch.setattr(deployments, "api_url", lambda: "http://127.0.0.1:4200/api")
+    monkeypatch.setenv("PREFECT_PROFILE", "local")
+    assert start.has_service()
+
+
+@pytest.fixture
+def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A request whose torchrun is a small module."""
+    (tmp_path / "small_torchrun.py").write_text(PROGRAM)
+    monkeypatch.setattr(loaded_torchrun, "TORCHRUN", "small_torchrun")
+    return {
+        "program": {"launcher": "torchrun"},
+        "launch": {"node_setup": ""},
+        "working_directory": str(tmp_path),
+        "environment": {"BEFORE": "1", "TOKEN": {"secret": "env:NAME"}},
+    }
+
+
+@pytest.fixture
+def loaded(tmp_path: Path, attempt: dict[str, Any]) -> Iterator[LoadedTorchrun]:
+    one = _load(tmp_path, attempt)
+    assert one is not None
+    yield one
+    one.discard()
+
+
+def _load(folder: Path, attempt: dict[str, Any]) -> LoadedTorchrun | None:
+    path = folder / "request.json"
+    path.write_text(json.dumps(attempt))
+    return LoadedTorchrun.of(path)
+
+
+def _wait_for(loaded: LoadedTorchrun, text: str) -> None:
+    give_up = time.monotonic() + WAIT_S
+    while text.encode() not in os.pread(loaded.log, 4096, 0):
+        assert time.monotonic() < give_up, f"the log has no {text!r}"
+        time.sleep(0.01)
+
+
+def test_a_loaded_torchrun_begins_with_the_launch(tmp_path: Path, loaded: LoadedTorchrun) -> None:
+    _wait_for(loaded, "loaded")
+    assert loaded.is_ready
+    assert not (tmp_path / "began").exists(), "it began before the launch"
+    guard = loaded.start(["--nnodes=1", "train.py"], {"GIVEN": "2", "PATH": os.environ["PATH"]})
+    assert guard.wait(WAIT_S) == 0
+    began = json.loads((tmp_path / "began").read_text())
+    assert began == [["--nnodes=1", "train.py"], "2", None], "it has another environment"
+    assert not loaded.is_ready, "another launch may not use it"
+
+
+def test_a_loaded_torchrun_without_a_launch_ends_and_begins_nothing(
+    tmp_path: Path, attempt: dict[str, Any]
+) -> None:
+    loaded = _load(tmp_path, attempt)
+    assert loaded is not None
+    loaded.discard()
+    assert not loaded.is_ready
+    assert not (tmp_path / "began").exists()
+
+
+def test_a_loaded_torchrun_that_has_ended_is_not_used(
+    tmp_path: Path, attempt: dict[str, Any]
+) -> None:
+    (tmp_path / "small_torchrun.py").write_text("raise ImportError('no torch here')")
+    loaded = _load(tmp_path, attempt)
+    assert loaded is not None
+    give_up = time.monotonic() + WAIT_S
+    while loaded.is_ready and time.monotonic() < give_up:
+        time.sleep(0.01)
+    assert not loaded.is_ready
+    loaded.discard()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"program": {"launcher": "none"}},
+        {"launch": {"node_setup": "module load cuda"}},
+        {"program": None},
+    ],
+)
+def test_a_launch_that_needs_more_starts_torchrun_itself(
+    changed: dict[str, Any], tmp_path: Path, attempt: dict[str, Any]
+) -> None:
+    assert _load(tmp_path, attempt | changed) is None
+
+
+def test_a_missing_request_is_left_to_the_agent(tmp_path: Path) -> None:
+    assert LoadedTorchrun.of(tmp_path / "request.json") is None
+
+
+def test_a_request_that_leads_out_of_the_run_is_left_to_the_agent(
+    tmp_path: Path, attempt: dict[str, Any]
+) -> None:
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(attempt))
+    path = tmp_path / "run" / "attempts" / "0001" / "request.json"
+    path.parent.mkdir(parents=True)
+    path.symlink_to(other)
+    assert LoadedTorchrun.of(path) is None
