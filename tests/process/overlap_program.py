@@ -36,12 +36,12 @@ LATER = 6
 
 def slow_down(seconds: float) -> None:
     """Let each piece of a late copy take at least `seconds`."""
-    move = copying._move_all
+    move_all = copying._move_all
 
-    def slow(moves: Any, most: int = copying.MOVE_BYTES, write: Any = None) -> None:
+    def slow(moves: Any, most: int = copying.MOVE_BYTES, move: Any = None) -> None:
         if most == copying.LATE_MOVE_BYTES:
             time.sleep(seconds)
-        move(moves, most, write)
+        move_all(moves, most, move)
 
     copying._move_all = slow
 

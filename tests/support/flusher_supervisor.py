@@ -139,7 +139,11 @@ class SlotHolder:
                 return
             message, handles = found
             for handle in handles:
-                self.kept[message["launch"], message["rank"], message["slot"]] = handle
+                key = message["launch"], message["rank"], message["slot"]
+                former = self.kept.pop(key, None)
+                if former is not None:
+                    os.close(former)
+                self.kept[key] = handle
             self.heard.append(message)
             if message["kind"] == "full":
                 freed_bytes, detail = self.free_space()
