@@ -13,7 +13,7 @@ import torch
 from holdfast.trainer.staging import copying
 from holdfast.trainer.staging.copying import LATE_BYTES_MIN, LATE_MOVE_BYTES, Copier
 
-WAIT_S = 20.0
+WAIT_S = 120.0
 NUMBERS = 5_000_000  # 20 MB: several pieces
 
 

@@ -247,7 +247,7 @@ def write_limit(env: Mapping[str, str] = os.environ) -> int | None:
     given = env.get(environment.CHECKPOINT_WRITE_LIMIT)
     if not given:
         return None
-    found = _size_bytes(f"{given}B" if given.isascii() and given.isdigit() else given)
+    found = _size_bytes(f"{given}B" if given.isascii() and given.isdecimal() else given)
     if not found:
         raise SpecError(
             f"{environment.CHECKPOINT_WRITE_LIMIT}={given!r}: expected bytes per second, or a size "

@@ -65,7 +65,7 @@ class Copier:
         if self._threads > 1:
             self._pool = ThreadPoolExecutor(self._threads - 1, thread_name_prefix="holdfast-copy")
         self._beside: _Beside | None = None
-        self._words: tuple[list[int], Words] | None = None
+        self._words: tuple[list[int], WordPlaces] | None = None
 
     def copy(self, sources: Sequence[torch.Tensor], left_out: Collection[int] = ()) -> None:
         """Copy each source into its view, except those at the indices `left_out`.
@@ -158,10 +158,10 @@ class Copier:
             self._beside = _Beside(self._move_bytes)
         return self._beside
 
-    def _words_of(self, indices: list[int]) -> Words:
+    def _words_of(self, indices: list[int]) -> WordPlaces:
         """Return where the words of these tensors lie, cached: nearly all saves have the same."""
         if self._words is None or self._words[0] != indices:
-            self._words = indices, Words([self._places[index][1] for index in indices])
+            self._words = indices, WordPlaces([self._places[index][1] for index in indices])
         return self._words[1]
 
     def _move(self, moves: list[_Move]) -> None:
@@ -229,7 +229,7 @@ class _Beside:
                 # `finish` raises it.
                 work.problem = error
             finally:
-                # Whoever waits compares words of the image.
+                # `finish` then compares words of the image.
                 work.done.set()
 
 
@@ -246,7 +246,7 @@ class LateCopy:
         self,
         sources: Sequence[torch.Tensor],
         moves: Sequence[_Move],
-        words: Words,
+        words: WordPlaces,
         beside: _Beside,
         pieces: deque[list[_Move]],
         help_with: Callable[[deque[list[_Move]]], None],
@@ -306,7 +306,7 @@ class Trial:
         )
 
 
-class Words:
+class WordPlaces:
     """Where words of tensors lie: the first, and one at least in every `SAMPLE_BYTES`.
 
     The last word is within the last bytes, which a copy reads last.
