@@ -277,10 +277,12 @@ class NodeRehearsal:
         return len(before)
 
     def _flusher(self, node: int) -> psutil.Process:
-        for process in self._job.processes_on(node):
-            if MODULE in process.cmdline():
-                return process
-        raise ServiceError(f"n{node} has no flusher")
+        # Processes that the flusher has forked have its arguments until they run another program.
+        agent = self._job.processes_on(node)[0]
+        found = [process for process in agent.children() if MODULE in process.cmdline()]
+        if not found:
+            raise ServiceError(f"n{node} has no flusher")
+        return found[0]
 
     # --- checks -------------------------------------------------------------------------
 
