@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer import call
 
 from holdfast.contracts.errors import CheckpointError
-from holdfast.trainer.frameworks.lightning.files import model_checkpoints
+from holdfast.trainer.frameworks.lightning.data import TrainingData
+from holdfast.trainer.frameworks.lightning.files import StrategyFiles, model_checkpoints
+from holdfast.trainer.frameworks.lightning.metrics import EpochMetrics
+from holdfast.trainer.frameworks.session import FrameworkSession
 from holdfast.trainer.state.objects import RankLimited
-
-if TYPE_CHECKING:
-    from holdfast.trainer.frameworks.lightning.fit import TrainerFit
 
 FORMAT: Final = 1
 # Tensors of at most this many elements become plain numbers. A new best score or a new metric then
@@ -50,10 +50,25 @@ class LoopPlace(StrEnum):
     BETWEEN_EPOCHS = "between_epochs"
 
 
+class FitState(Protocol):
+    """What the state of a trainer is taken from and given to: `TrainerFit`, as seen from here."""
+
+    trainer: Any
+    session: FrameworkSession | None
+    place: LoopPlace
+    is_capturing: bool
+    data: TrainingData
+    metrics: EpochMetrics
+    files: StrategyFiles
+
+    def resume_at(self, place: LoopPlace, trainer_state: Mapping[str, Any]) -> None:
+        """Continue the loops at `place`. Their counters are restored already."""
+
+
 class SharedState(RankLimited):
     """The state of a trainer that is the same on all ranks."""
 
-    def __init__(self, fit: TrainerFit) -> None:
+    def __init__(self, fit: FitState) -> None:
         self._fit = fit
         # Whether a checkpoint had this state.
         self.is_restored = False
@@ -119,7 +134,7 @@ class SharedState(RankLimited):
 class RankState:
     """The state of a trainer that differs between ranks."""
 
-    def __init__(self, fit: TrainerFit) -> None:
+    def __init__(self, fit: FitState) -> None:
         self._fit = fit
 
     def state_dict(self) -> dict[str, Any]:
@@ -169,7 +184,7 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     return value
 
 
-def _loops_of(fit: TrainerFit) -> dict[str, Any]:
+def _loops_of(fit: FitState) -> dict[str, Any]:
     fit.is_capturing = True
     try:
         state: dict[str, Any] = fit.trainer.fit_loop.state_dict()

@@ -32,7 +32,7 @@ from holdfast.workers.agent.launch.command import (
     log_directory,
     meeting_environment,
 )
-from holdfast.workers.agent.launch.loaded_torchrun import GUARD, TORCHRUN
+from holdfast.workers.agent.launch.loaded_torchrun import GUARD, TORCHRUN, LoadedTorchrun
 from holdfast.workers.agent.watch.flight_recorder import recorder_environment
 from holdfast.workers.agent.watch.kernel_view import ignores
 from holdfast.workers.decisions.causes import RankFailure
@@ -174,8 +174,14 @@ class Torchrun:
             variables[environment.STANDBY_PIPE] = standby_pipe
         if place:
             variables[environment.PLACE] = place
-        log, loaded = self._logs / "torchrun.log", context.torchrun
-        if loaded is not None and loaded.is_ready and not standby_pipe:
+        self._start(command, variables, None if standby_pipe else context.torchrun)
+
+    def _start(
+        self, command: list[str], variables: Mapping[str, str], loaded: LoadedTorchrun | None
+    ) -> None:
+        """Start the guard with torchrun below it, or let the torchrun that is loaded begin."""
+        log = self._logs / "torchrun.log"
+        if loaded is not None and loaded.is_ready:
             self._log = LocalLog(log, loaded.log)
             # The words before are Python's, which runs already.
             words = command[command.index(TORCHRUN) + 1 :]
@@ -187,7 +193,7 @@ class Torchrun:
             stdin=subprocess.PIPE,
             stdout=self._log.handle,
             stderr=self._log.handle,
-            cwd=context.request.working_directory,
+            cwd=self._context.request.working_directory,
             env=variables,
             start_new_session=True,
         )
