@@ -24,6 +24,7 @@ from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.errors import PreflightError
 from holdfast.contracts.states import Cause, RunState
 from holdfast.workers.runs import preflight
+from holdfast.workers.runs.manifests import newest_committed
 from holdfast.workers.schedulers import executor_for, slurm_client
 
 TWO_NODES = {"executor": "slurm", "nodes": 2, "gpus_per_node": 1, "partition": "spot"}
@@ -79,6 +80,7 @@ def test_a_lost_node_of_a_run_on_a_full_cluster(slurm: SlurmCluster, tmp_path: P
         with supervised(run):
             first = wait_until(run.paths.list_attempts, "an attempt")[0]
             run.wait_for_step(first, 5)
+            wait_until(lambda: newest_committed(run.paths, 1), "a checkpoint", 60)
             if not is_new():
                 wait_until(lambda: run.events(EventKind.SUCCESSOR_SUBMITTED), "the successor", 60)
             fill_queue(slurm)

@@ -7,7 +7,7 @@ from typing import Final
 
 # Control characters except tab and newline, and characters that change the writing direction.
 _CONTROL: Final = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]+"
 )
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;:]*m")
 
@@ -21,8 +21,9 @@ def plain(text: object) -> str:
     return _CONTROL.sub(_escape, str(text))
 
 
-def _escape(control: re.Match[str]) -> str:
-    return control[0].encode("unicode_escape").decode("ascii")
+def _escape(controls: re.Match[str]) -> str:
+    # A whole run at once: a sparse file has millions of them.
+    return controls[0].encode("unicode_escape").decode("ascii")
 
 
 def counted(number: int, noun: str) -> str:
