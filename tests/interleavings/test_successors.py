@@ -37,7 +37,7 @@ def _places(first: str, second: str, flavour: str) -> Iterator[str]:
 
 
 def _chosen(
-    situations: Situations, first: str, second: str, most: int, flavour: str = STANDBY
+    situations: Situations, first: str, second: str, most: int, flavour: str
 ) -> Iterator[Schedule]:
     """Yield schedules in which the first actor is held at `most` drawn calls, and at none."""
     for name in _places(first, second, flavour):
@@ -52,24 +52,17 @@ def _chosen(
 
 
 @pytest.mark.more
+@pytest.mark.parametrize(("flavour", "most"), [(STANDBY, (6, 2)), (EXPEDITE, (3, 1))])
 @pytest.mark.parametrize("other", MEETS)
-def test_a_supervisor_with_a_successor(
-    situations: Situations, other: str, record_property: Record
+def test_a_supervisor_with_a_successor_or_a_restart(
+    situations: Situations,
+    other: str,
+    flavour: str,
+    most: tuple[int, int],
+    record_property: Record,
 ) -> None:
     chosen = [
-        *_chosen(situations, "supervisor", other, 6),
-        *_chosen(situations, other, "supervisor", 2),
-    ]
-    assert play_all(situations, chosen, record_property) == ""
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("other", MEETS)
-def test_a_supervisor_of_a_job_that_slurm_restarts(
-    situations: Situations, other: str, record_property: Record
-) -> None:
-    chosen = [
-        *_chosen(situations, "supervisor", other, 3, EXPEDITE),
-        *_chosen(situations, other, "supervisor", 1, EXPEDITE),
+        *_chosen(situations, "supervisor", other, most[0], flavour),
+        *_chosen(situations, other, "supervisor", most[1], flavour),
     ]
     assert play_all(situations, chosen, record_property) == ""

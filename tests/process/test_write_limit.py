@@ -81,9 +81,15 @@ def test_a_stop_that_waits_for_the_flusher_lifts_the_limit(
 
 
 def test_without_ranks_nothing_is_limited(flusher: SlotHolder, tmp_path: Path) -> None:
+    began = time.monotonic()
     rank = begun(flusher, tmp_path / "r")
     rank.connection.close()
     wait_for(rank.slots[0], SlotState.DONE)
+    assert time.monotonic() - began < LIMITED_S
+    (path,) = RunPaths(tmp_path / "r").list_checkpoints()
+    manifest = read_manifest(path)
+    assert manifest is not None
+    assert (manifest.step, find_damage(path, manifest)) == (3, [])
     rank.close()
 
 

@@ -293,18 +293,11 @@ class NodeRehearsal:
         history = load_history(paths)
         place = target.newest.place if target.newest else None
         strays = process_list.orphans(paths, owners, place)
-        broken = [
+        return [
             *invariants.check_checkpoints(paths, events),
-            *invariants.check_resumes(paths, events),
-            *invariants.check_endings(history.attempts, history.events),
-            *invariants.check_commands(events),
+            *invariants.check_records(self._url, paths, events, history),
             *(Broken(invariants.NO_ORPHANS, f"process {process}") for process in strays),
         ]
-        try:
-            broken += invariants.check_index(self._url, paths)
-        except HoldfastError as error:
-            broken.append(Broken(invariants.INDEX_IS_DISK, str(error)))
-        return broken
 
     def _check_end(self) -> Iterator[Broken]:
         """Check that the stopped attempt saved its last step."""

@@ -18,9 +18,14 @@ from holdfast.contracts.disk.damage import find_damage
 from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.disk.manifest import read_manifest
 from holdfast.contracts.disk.paths import MANIFEST, CheckpointName, RunPaths
-from holdfast.contracts.errors import DamagedCheckpointError
+from holdfast.contracts.errors import DamagedCheckpointError, HoldfastError
 from holdfast.contracts.records.attempt import Submission, read_claim, read_document
-from holdfast.contracts.records.history import AttemptView, excluded_checkpoints, load_events
+from holdfast.contracts.records.history import (
+    AttemptView,
+    RunHistory,
+    excluded_checkpoints,
+    load_events,
+)
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.lineage.database.transactions import Database, open_database
 from holdfast.lineage.ingest.disk import survey
@@ -183,6 +188,21 @@ def check_commands(events: Iterable[Event]) -> list[Broken]:
     if len(seen) <= 1:
         return []
     return [Broken(ONE_COMMAND, f"{len(seen)} digests: {', '.join(map(str, seen))}")]
+
+
+def check_records(
+    url: str, paths: RunPaths, events: Sequence[Event], history: RunHistory
+) -> list[Broken]:
+    """Check resumes, endings, commands, and the index at `url` against the disk."""
+    broken = [
+        *check_resumes(paths, events),
+        *check_endings(history.attempts, history.events),
+        *check_commands(events),
+    ]
+    try:
+        return broken + check_index(url, paths)
+    except HoldfastError as error:
+        return [*broken, Broken(INDEX_IS_DISK, str(error))]
 
 
 def check_index(url: str, paths: RunPaths) -> list[Broken]:

@@ -166,19 +166,12 @@ class Rehearsal:
         target = self._target
         target.look()
         paths, events, history = target.paths, target.events, load_history(target.paths)
-        broken = [
+        return [
             *self._check_checkpoints(),
-            *invariants.check_resumes(paths, events),
             *invariants.check_submissions(paths, events),
-            *invariants.check_endings(history.attempts, history.events),
-            *invariants.check_commands(events),
+            *invariants.check_records(self._url, paths, events, history),
             *self._check_orphans(),
         ]
-        try:
-            broken += invariants.check_index(self._url, paths)
-        except HoldfastError as error:
-            broken.append(Broken(invariants.INDEX_IS_DISK, str(error)))
-        return broken
 
     def _check_checkpoints(self) -> list[Broken]:
         """Check the checkpoints, and repeat the check if one is missing.
