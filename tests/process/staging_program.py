@@ -51,7 +51,7 @@ def kill_after(seconds: float) -> None:
 
 
 def main(given: dict[str, Any]) -> None:
-    """Train; `bare` without a session, to see what the program needs itself."""
+    """Train; `bare` ends before the first save, to see what the program needs itself."""
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     # A checkpoint has the random states.
@@ -60,10 +60,6 @@ def main(given: dict[str, Any]) -> None:
     np.random.seed(5)
     model = Kept(given["bytes"])
     optimizer = make_optimizer(model)
-    if given.get("bare"):
-        for step in range(1, given["steps"] + 1):
-            train(model, optimizer, step)
-        return
     options = {"interval": given.get("interval", 1), "snapshots": given.get("snapshots", "off")}
     more = {name: given[name] for name in ("staging", "overlap") if name in given}
     with Session(model, optimizer, directory=given["directory"], **options, **more) as session:
@@ -72,6 +68,8 @@ def main(given: dict[str, Any]) -> None:
             if step == given.get("kill_step") and rank == given.get("kill_rank", 0):
                 kill_after(given["kill_s"])
             train(model, optimizer, step)
+            if given.get("bare"):
+                os._exit(0)
             if grow := given.get("grow"):
                 grown(model, optimizer, step, grow)
 
