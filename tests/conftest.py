@@ -109,7 +109,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def session_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A home for tests that set none, so that none writes into the home of whoever runs them.
+    """A home for tests that set none, so that none writes into the home of the account.
 
     The cluster of the Slurm tests stays up, and then a test of any folder may keep its answers.
     """
