@@ -54,7 +54,11 @@ class PlayedController:
     def drain(self, *drained: str) -> None:
         """Drain these hosts, and do the supervisor's turns until it has seen that."""
         self._show(drained)
-        wait_until(lambda: self.tend() or self._job.attempt.drained.exists(), "the drain", 30)
+        wait_until(self._is_told, "the drain", 30)
+
+    def _is_told(self) -> bool:
+        self.tend()
+        return self._job.attempt.drained.exists()
 
     def _show(self, drained: Sequence[str] = ()) -> None:
         self._play(
