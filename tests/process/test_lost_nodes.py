@@ -41,9 +41,9 @@ def ranks_of(job: PlayedJob, launch: int) -> dict[int, int] | None:
     return found if len(found) == job.run.spec.resources.nodes else None
 
 
-def uninterrupted(folder: Path, ranks: int) -> LocalRun:
+def uninterrupted(folder: Path, ranks: int, **settings: Any) -> LocalRun:
     """A run of as many ranks that loses nothing."""
-    run = LocalRun(folder / "whole", gpus=ranks, **{**SETTINGS, "sleep_s": 0.0})
+    run = LocalRun(folder / "whole", gpus=ranks, **{**SETTINGS, "sleep_s": 0.0, **settings})
     run.submit()
     assert run.wait_for_end().state is AttemptState.COMPLETED
     return run
@@ -151,4 +151,4 @@ def test_two_spare_nodes_replace_two_lost_ones(tmp_path: Path, is_later: bool) -
     begun = launches(job)[1:]
     assert [name for one in begun for name in one["lost"]] == ["n1", "n2"]
     assert {one["world_size"] for one in begun} == {3}
-    assert_equal_bits(job.run, uninterrupted(tmp_path, 3), STEPS)
+    assert_equal_bits(job.run, uninterrupted(tmp_path, 3, batch=6), STEPS)
