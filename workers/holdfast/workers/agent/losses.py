@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from holdfast.contracts.disk.journal import Event, EventKind, read_journal
 from holdfast.contracts.disk.paths import AttemptPaths
@@ -10,6 +10,7 @@ from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.records.attempt import LaunchRecord
 from holdfast.contracts.records.history import load_history
 from holdfast.workers.agent.context import AgentContext
+from holdfast.workers.decisions.drained_nodes import DrainPlan, may_leave, plan_departure
 from holdfast.workers.decisions.lost_nodes import NodePlan, plan_nodes
 from holdfast.workers.runs.feasibility import Feasibility
 
@@ -35,6 +36,30 @@ def plan_without(
     except (HoldfastError, OSError) as error:
         # The supervisor reports why the run's records cannot be read.
         return NodePlan(reason=f"lost nodes: {', '.join(lost)}; {error}")
+
+
+def plan_without_drained(
+    context: AgentContext,
+    *,
+    drained: Mapping[str, str],
+    training: Sequence[str],
+    spares: Sequence[str],
+) -> DrainPlan:
+    """Return how the attempt leaves its drained hosts; the sizes are those of `plan_without`."""
+    try:
+        history = load_history(context.run)
+        if not may_leave(history.spec, context.request):
+            return DrainPlan(reason=f"the run needs its nodes: {', '.join(drained)}")
+        return plan_departure(
+            history.spec,
+            drained=drained,
+            training=training,
+            spares=spares,
+            restarts_max=context.request.supervision.restarts_in_place,
+            fits=Feasibility.of(history).allows,
+        )
+    except (HoldfastError, OSError) as error:
+        return DrainPlan(reason=f"drained nodes: {', '.join(drained)}; {error}")
 
 
 def launches_before(attempt: AttemptPaths, launch: int) -> tuple[list[LaunchRecord], float]:
