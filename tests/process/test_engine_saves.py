@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import signal
@@ -103,6 +104,36 @@ def are_slots_mapped(engine: CheckpointEngine, timeout_s: float) -> bool:
 
 def directory_of(folder: Path, step: int) -> Path:
     return folder / "r" / "checkpoints" / f"step-{step:08d}.a0003.l02"
+
+
+def test_no_garbage_is_collected_while_a_save_blocks_training(
+    engine: CheckpointEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass over all objects of a program with a large model would take as long as the copy."""
+    passes: list[int] = []
+    fill = StagedSlot.fill
+
+    def counted(*args: Any, **more: Any) -> Any:
+        before = len(passes)
+        done = fill(*args, **more)
+        assert [[] for _ in range(10)]
+        filled.append(len(passes) - before)
+        return done
+
+    filled: list[int] = []
+    engine.prepare(make_state())
+    monkeypatch.setattr(StagedSlot, "fill", counted)
+    former = gc.get_threshold()
+    gc.callbacks.append(lambda phase, _: passes.append(1))
+    gc.set_threshold(1)
+    try:
+        engine.save(make_state(), {}, step=1, **FACTS)
+    finally:
+        gc.set_threshold(*former)
+        gc.callbacks.pop()
+    assert filled == [0]
+    assert passes
+    assert gc.isenabled()
 
 
 def test_values_of_every_type_are_saved_and_loaded_unchanged(

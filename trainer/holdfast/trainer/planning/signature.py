@@ -110,12 +110,14 @@ class Signature:
         prints = self._prints
         if flat.keys() != prints.keys():
             return False
-        return all(
-            prints[key] is None
-            if type(value) in _OF_ONE_SIZE
-            else _fingerprint(value) == prints[key]
-            for key, value in flat.items()
-        )
+        for key, value in flat.items():
+            # Not by functions: this is most of the time of a small state.
+            if type(value) in _OF_ONE_SIZE:
+                if prints[key] is not None:
+                    return False
+            elif _fingerprint(value) != prints[key]:
+                return False
+        return True
 
     def find_changes(self, flat: Mapping[str, Any]) -> str | None:
         """Describe what of `flat` no longer fits the plan, with a few keys, or return None."""

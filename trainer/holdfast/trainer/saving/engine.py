@@ -28,6 +28,7 @@ from holdfast.trainer.planning.layout import Layout, local_part
 from holdfast.trainer.planning.ranks import all_or_none, check_memory, plan_together
 from holdfast.trainer.planning.signature import flatten
 from holdfast.trainer.process import devices
+from holdfast.trainer.process.collector import pause_collection
 from holdfast.trainer.ranks.collective import Group, HierarchicalGroup, problem_of, tree_over
 from holdfast.trainer.ranks.identity import Identity
 from holdfast.trainer.ranks.topology import describe_mesh
@@ -425,6 +426,7 @@ class CheckpointEngine:
             place=place,
         )
 
+    @pause_collection()
     def _fill(
         self,
         staged: StagedSlot,

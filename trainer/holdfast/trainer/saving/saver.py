@@ -20,6 +20,7 @@ from holdfast.contracts.node.reporting import report
 from holdfast.trainer.metrics import Recorder, that_fit
 from holdfast.trainer.planning.rank_rows import describe_rank
 from holdfast.trainer.planning.ranks import raise_problems
+from holdfast.trainer.process.collector import pause_collection
 from holdfast.trainer.ranks.collective import ControlGroup, attempt, problem_of
 from holdfast.trainer.ranks.rank_context import RankContext
 from holdfast.trainer.saving.engine import CheckpointEngine
@@ -251,6 +252,7 @@ class Saver:
         if found == PlanStatus.CHANGED and not self.has_saved:
             self.prepare()
 
+    @pause_collection()
     def look(self) -> PlanStatus:
         """Capture the state for this boundary and return whether the plan fits it."""
         self._captured = None
