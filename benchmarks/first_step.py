@@ -5,6 +5,7 @@ Run `python benchmarks/first_step.py [--pairs N] [--real-time]`. Both start the 
 after a checkpoint and started again, `torchrun` by its command and Holdfast by `holdfast relaunch`.
 The job under torchrun loads its checkpoint with `torch.load`. CPU seconds are those of all
 processes that the command started, up to the first step, because wall seconds depend on the load.
+Python keeps its compiled modules, as in an installation, even if `PYTHONDONTWRITEBYTECODE` is set.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ JOB: Final = {"step_s": 0.05, "save_steps": 20, "snapshot_steps": 5, "width": 64
 STEPS_BEFORE_STOP: Final = 25
 WAIT_S_MAX: Final = 120.0
 POLL_S: Final = 0.02
+NOT_INHERITED: Final = frozenset({"PREFECT_API_URL", "PYTHONDONTWRITEBYTECODE"})
 # This variable identifies all processes of a job, in any session.
 MARK: Final = "PEERS_JOB"
 
@@ -44,7 +46,7 @@ class Job:
         own = {MARK: str(settings), "OMP_NUM_THREADS": "1"}
         own |= {"HOLDFAST_HOME": str(folder / "home"), "HOLDFAST_ROOT": str(folder / "runs")}
         self._environment = {
-            **{name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"},
+            **{name: value for name, value in os.environ.items() if name not in NOT_INHERITED},
             **own,
         }
         (folder / "run.yaml").write_text(json.dumps(self._spec(settings)))

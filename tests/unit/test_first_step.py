@@ -18,8 +18,10 @@ from holdfast.workers.agent.launch.loaded_torchrun import LoadedTorchrun
 
 WAIT_S = 120.0
 PROGRAM = """
-import json, os, sys
+import gc, json, os, sys
+assert not gc.isenabled()
 def main():
+    assert gc.isenabled()
     print("begins", flush=True)
     with open("began.tmp", "w") as file:
         json.dump([sys.argv[1:], os.environ.get("GIVEN"), os.environ.get("BEFORE")], file)
@@ -43,6 +45,29 @@ def test_what_a_process_before_the_first_step_does_not_load(
     code = f"import sys, {module}; print(sorted({unwanted!r} & {{*sys.modules}}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]", f"{module} loads more than it needs"
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_collector_pauses_while_a_session_is_imported(before: bool) -> None:
+    code = f"""
+import gc, sys
+if not {before}:
+    gc.disable()
+while_imported = []
+class Recorder:
+    def find_spec(self, name, *_):
+        while_imported.append(gc.isenabled())
+sys.meta_path.insert(0, Recorder())
+from holdfast.trainer import ElasticSampler, Session
+seen = [while_imported[-1], gc.isenabled()]
+try:
+    from holdfast.trainer import Missing
+except ImportError:
+    seen.append(gc.isenabled())
+print(seen)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str([False, before, before])
 
 
 @pytest.fixture

@@ -32,5 +32,9 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return getattr(import_module(f"holdfast.trainer.{_MODULES[name]}"), name)
+        from holdfast.trainer.process.collector import pause_collection
+
+        # The imports make many objects and no garbage.
+        with pause_collection():
+            return getattr(import_module(f"holdfast.trainer.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {__all__}")

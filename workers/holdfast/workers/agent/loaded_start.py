@@ -9,6 +9,7 @@ Standard library only, apart from the module.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -19,7 +20,12 @@ UNUSED_EXIT_CODE = 75
 
 def main(name: str, pipe: str, file: str) -> None:
     """Run `main` of the module `name`. Ends with `UNUSED_EXIT_CODE` if it is not needed."""
-    module = import_module(name)
+    # The imports make many objects and no garbage.
+    gc.disable()
+    try:
+        module = import_module(name)
+    finally:
+        gc.enable()
     try:
         with open(pipe, "rb", buffering=0) as stream:
             is_wanted = bool(stream.read(1))
