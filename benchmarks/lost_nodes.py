@@ -18,6 +18,7 @@ import dataclasses
 import json
 import os
 import resource
+import shutil
 import statistics
 import tempfile
 import threading
@@ -265,11 +266,12 @@ def make_context(folder: Path, nodes: int, spares: int, lines: int) -> AgentCont
         request = build_request(record, spec, attempt=number, gpus=nodes * RANKS, reason="first")
         write_document(run.spec, record)
         write_document(attempt.request, Request.model_validate(request.model_dump()))
-        for node in range(nodes + spares):
-            with JournalWriter(attempt.node_journal(node)) as journal:
-                for step in range(lines):
-                    facts = {"attempt": number, "checkpoint": "step-1", "step": step}
-                    journal.append(EventKind.COMMITTED, durable=False, **facts)
+        with JournalWriter(attempt.node_journal(0)) as journal:
+            for step in range(lines):
+                facts = {"attempt": number, "checkpoint": "step-1", "step": step}
+                journal.append(EventKind.COMMITTED, durable=False, **facts)
+        for node in range(1, nodes + spares):
+            shutil.copyfile(attempt.node_journal(0), attempt.node_journal(node))
     create_document(run.attempt(2).claim, _claim())
     environment = {"SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURMD_NODENAME": "n0"}
     hosts = tuple(f"n{number}" for number in range(nodes + spares))
