@@ -50,7 +50,7 @@ from holdfast.workers.agent.context import AgentContext, NodePlace, load_context
 from holdfast.workers.agent.lead import Lead, Succeeded
 from holdfast.workers.agent.runtime import NodeRuntime
 from holdfast.workers.agent.stops.signals import SignalBox
-from holdfast.workers.agent.succession import QUIET_BEATS, QUIET_S_MIN
+from holdfast.workers.agent.succession import quiet_s
 from holdfast.workers.nodes.heartbeats import interval_s
 from holdfast.workers.runs.request import build_request
 
@@ -302,7 +302,7 @@ def measure(nodes: int, spares: int, lines: int, reads: Reads) -> dict[str, Any]
         figures[f"{what}_cpu_s"] = round(cpu_s, 1)
         figures[f"{what}_reads"] = _reads_of(found)
     every_s = interval_s(job.context.request.supervision.heartbeat_s, nodes + spares)
-    figures["quiet_s"] = round(max(QUIET_S_MIN, QUIET_BEATS * every_s), 2)
+    figures["quiet_s"] = round(quiet_s(every_s), 2)
     return figures
 
 

@@ -33,7 +33,9 @@ POLL_S: Final = 0.2
 POLL_S_PER_NODE: Final = 0.0005
 # Lower places take the term earlier.
 TURN_S: Final = 2.0
-QUIET_BEATS: Final = 1.5
+# How late a heartbeat may be. With many nodes, they are seconds apart already.
+LATE_BEATS_MAX: Final = 0.5
+LATE_S_MAX: Final = 2.0
 QUIET_S_MIN: Final = 1.0
 # For how long a node that cannot lead waits for another one to do so.
 FOLLOW_WAIT_S: Final = 90.0
@@ -82,6 +84,14 @@ def renew(context: AgentContext, *, is_end: bool = False) -> int:
     return number
 
 
+def quiet_s(every_s: float) -> float:
+    """Return for how long a lead that writes heartbeats every `every_s` seconds has written none.
+
+    A lead that is alive after all cannot continue without the next term.
+    """
+    return max(QUIET_S_MIN, every_s + min(LATE_BEATS_MAX * every_s, LATE_S_MAX))
+
+
 def next_lead(
     context: AgentContext,
     runtime: NodeRuntime,
@@ -100,7 +110,7 @@ def next_lead(
     every_s = interval_s(context.request.supervision.heartbeat_s, nodes)
     turn_s = TURN_S * max(0, runtime.place.node - 1)
     stamp, began = heartbeat_stamp(context.attempt), time.monotonic()
-    claim_at = began + max(QUIET_S_MIN, QUIET_BEATS * every_s) + turn_s
+    claim_at = began + quiet_s(every_s) + turn_s
     # The first in turn reads while the heartbeats are watched.
     asks_at, is_asked = claim_at if turn_s else began, False
     while time.monotonic() < began + FOLLOW_WAIT_S:
