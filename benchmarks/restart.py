@@ -1,10 +1,13 @@
-"""Seconds from the death of a rank to the first new step, and the number of repeated steps.
+"""Seconds from the death of a rank or a node to the first new step, and repeated steps.
 
-Run `python benchmarks/restart.py [--kills N] [--train-s S]`. It runs the small program of the
-drills on two ranks, and sends SIGKILL to one rank after every S seconds of training. It compares
-three ways to start the program: an agent with a warm standby, an agent without one, and `torchrun
---max-restarts` alone. All save every 20 steps. The faults alternate and all three train meanwhile,
-so that other load on the machine affects all of them.
+Run `python benchmarks/restart.py [--kills N] [--train-s S] [--node-losses N]`. It runs the small
+program of the drills on two ranks, and sends SIGKILL to one rank after every S seconds of training.
+It compares three ways to start the program: an agent with a warm standby, an agent without one, and
+`torchrun --max-restarts` alone. All save every 20 steps. The faults alternate and all three train
+meanwhile, so that other load on the machine affects all of them.
+
+`--node-losses` then rehearses the loss of one node of four so often with a spare node, and so often
+without one, as `holdfast drill` does. Each has a job of its own.
 """
 
 from __future__ import annotations
@@ -39,6 +42,9 @@ from holdfast.flows.supervisor.submission import submit_next
 from holdfast.workers.nodes.processes import descendants
 from holdfast.workers.runs.run_folders import create_run
 from holdfast.workers.schedulers import executor_for
+from holdfast_bench.drills.campaign import Plan, drill_throw_away
+from holdfast_bench.live_drills.kinds import select_kinds
+from holdfast_bench.live_drills.results import DrillResult
 
 PROGRAM: Final = ("-m", "holdfast_bench.drills.program")
 RANKS: Final = 2
@@ -49,6 +55,7 @@ SNAPSHOT_STEPS: Final = 5
 RECOVERY_S_MAX: Final = 120.0
 POLL_S: Final = 0.01
 SEED: Final = 7
+NODE_LOSSES: Final = ("node-loss-spare", "node-loss-shrink")
 
 
 class HungError(RuntimeError):
@@ -230,7 +237,7 @@ class Jobs:
         try:
             return self._made[name].kill_rank()
         except HungError as error:
-            print(error, file=sys.stderr, flush=True)
+            report(str(error))
         self.hung[name] += 1
         self._made[name].end()
         self._made[name] = WAYS[name](self._folder / f"{name}-{self.hung[name]}")
@@ -251,10 +258,36 @@ def summary(recoveries: list[dict[str, float]], hung: int) -> dict[str, Any]:
     return {**middle, "longest": longest, "kills": len(recoveries) + hung, "hung": hung}
 
 
+def lose_nodes(count: int, folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the recoveries from `count` losses of a node in each way to continue."""
+    folder.mkdir()
+    kinds = select_kinds(NODE_LOSSES, is_live=False, missing=())
+    result = DrillResult(seed=SEED)
+    plan = Plan(kinds=kinds, count=count * len(kinds), seed=SEED)
+    kept = Path(tempfile.gettempdir(), f"{folder.parent.name}-broken")
+    drill_throw_away(plan, result, folder, report, kept=kept)
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in NODE_LOSSES}
+    wrong = dict.fromkeys(NODE_LOSSES, 0)
+    for one in result.faults:
+        if not one.ok or one.first_step_s is None:
+            wrong[one.kind] += 1
+            continue
+        times = {"first_step": one.first_step_s, "steps_lost": float(one.steps_lost or 0)}
+        if one.noticed_s is not None:
+            times["noticed"] = one.noticed_s
+        found[one.kind].append(times)
+    return {name: summary(found[name], wrong[name]) for name in NODE_LOSSES}
+
+
+def report(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=7)
     parser.add_argument("--train-s", type=float, default=20.0)
+    parser.add_argument("--node-losses", type=int, default=0)
     given = parser.parse_args()
     # On SIGTERM, end the jobs too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
@@ -263,16 +296,20 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="holdfast-restart-") as folder:
         jobs = Jobs(Path(folder))
         try:
-            jobs.start()
+            if given.kills:
+                jobs.start()
             for _ in range(given.kills):
                 for name in WAYS:
                     time.sleep(given.train_s / len(WAYS) + chance.uniform(0.0, 1.0))
                     if recovery := jobs.kill_rank(name):
                         found[name].append(recovery)
-                        print(name, recovery, file=sys.stderr, flush=True)
+                        report(f"{name} {recovery}")
         finally:
             jobs.end()
-    print(json.dumps({name: summary(found[name], jobs.hung[name]) for name in WAYS}))
+        ways = {name: summary(found[name], jobs.hung[name]) for name in WAYS if given.kills}
+        if given.node_losses:
+            ways |= lose_nodes(given.node_losses, Path(folder) / "nodes")
+    print(json.dumps(ways))
     return 0
 
 

@@ -107,6 +107,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         )
 
 
+@pytest.fixture(scope="session", autouse=True)
+def session_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A home for tests that set none, so that none writes into the home of the account.
+
+    The cluster of the Slurm tests stays up, and then a test of any folder may keep its answers.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOLDFAST_HOME", str(tmp_path_factory.mktemp("home")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[PostgresServer]:
     """A PostgreSQL server of this test session; each test creates its own database on it."""

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tests.api.conftest import Served
 
-from holdfast.api import session_audit
-from holdfast.api.session_audit import OTHERS, SessionAudit
+from holdfast.api import sessions
+from holdfast.api.sessions import OTHER_ADDRESSES, SessionAudit
 
 FAILURES = 200
 
@@ -46,8 +46,8 @@ def test_many_addresses_share_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
         audit.refused(f"10.0.{number // 256}.{number % 256}", 401)
     audit.flush()
     seen = lines(tmp_path)
-    assert len(seen) == session_audit.ADDRESSES_MAX + 1
-    others = {"address": OTHERS, "count": 10_000 - session_audit.ADDRESSES_MAX}
+    assert len(seen) == sessions.AUDITED_ADDRESSES_MAX + 1
+    others = {"address": OTHER_ADDRESSES, "count": 10_000 - sessions.AUDITED_ADDRESSES_MAX}
     assert others.items() <= seen[-1].items()
 
 
@@ -55,7 +55,7 @@ def test_the_count_is_written_after_the_window(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
-    monkeypatch.setattr(session_audit, "WINDOW_S", 0.2)
+    monkeypatch.setattr(sessions, "AUDIT_WINDOW_S", 0.2)
     audit = SessionAudit()
     for _ in range(3):
         audit.refused("10.0.0.1", 401)
@@ -66,7 +66,7 @@ def test_the_count_is_written_after_the_window(
 
 def test_the_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
-    monkeypatch.setattr(session_audit, "FILE_BYTES_MAX", 2000)
+    monkeypatch.setattr(sessions, "AUDIT_BYTES_MAX", 2000)
     audit = SessionAudit()
     for number in range(100):
         audit.record("log in", "10.0.0.1", outcome="done", by=f"user {number}")

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from holdfast.contracts.disk.paths import MANIFEST
 from holdfast.contracts.errors import CheckpointError, SpecError
-from holdfast.trainer.frameworks.accelerate.folders import Folders, read_link
+from holdfast.trainer.frameworks.accelerate.accelerator import Folders, read_link
 from holdfast.trainer.frameworks.accelerate.loaders import Loader
 
 SAMPLES: Final = 60

@@ -41,9 +41,9 @@ def ranks_of(job: PlayedJob, launch: int) -> dict[int, int] | None:
     return found if len(found) == job.run.spec.resources.nodes else None
 
 
-def uninterrupted(folder: Path, ranks: int) -> LocalRun:
+def uninterrupted(folder: Path, ranks: int, **settings: Any) -> LocalRun:
     """A run of as many ranks that loses nothing."""
-    run = LocalRun(folder / "whole", gpus=ranks, **{**SETTINGS, "sleep_s": 0.0})
+    run = LocalRun(folder / "whole", gpus=ranks, **{**SETTINGS, "sleep_s": 0.0, **settings})
     run.submit()
     assert run.wait_for_end().state is AttemptState.COMPLETED
     return run
@@ -134,3 +134,21 @@ def test_another_node_leads_when_node_0_is_lost(tmp_path: Path, spares: int) -> 
     assert (second["way"], second["lost"]) == ("spare" if spares else "shrink", ["n0"])
     if spares:
         assert_equal_bits(job.run, uninterrupted(tmp_path, 2), STEPS)
+
+
+@pytest.mark.parametrize("is_later", [False, True])
+def test_two_spare_nodes_replace_two_lost_ones(tmp_path: Path, is_later: bool) -> None:
+    """Both are lost at once, or the second right after the first, while the others restart."""
+    with PlayedJob(tmp_path, nodes=3, spares=2, batch=6, **SETTINGS) as job:
+        job.run.wait_for_step(job.attempt, 30)
+        job.kill_node(1)
+        if is_later:
+            wait_until(lambda: events(job, EventKind.LAUNCH_ENDED), "the end of the launch")
+        job.kill_node(2)
+        assert [job.wait(node) for node in (0, 3, 4)] == [0, 0, 0]
+    outcome = job.run.outcome(job.attempt)
+    assert (outcome.state, outcome.last_step) == (AttemptState.COMPLETED, STEPS)
+    begun = launches(job)[1:]
+    assert [one["lost"] for one in begun] in ([["n1", "n2"]], [["n1"], ["n2"]])
+    assert {one["world_size"] for one in begun} == {3}
+    assert_equal_bits(job.run, uninterrupted(tmp_path, 3, batch=6), STEPS)

@@ -32,8 +32,7 @@ from holdfast.trainer.ranks.identity import Identity
 from holdfast.trainer.saving.engine import CheckpointEngine
 from holdfast.trainer.saving.late import Overlap
 from holdfast.trainer.slots.modes import Staging
-from holdfast.trainer.slots.on_disk import ImageFile
-from holdfast.trainer.slots.slots import SlotState
+from holdfast.trainer.slots.slots import ImageFile, SlotState
 
 PROGRAM: Final = Path(__file__).with_name("staging_program.py")
 WAIT_S: Final = 300.0

@@ -167,6 +167,38 @@ def test_an_attempt_continues_on_a_spare_node_and_then_on_fewer_nodes(
 
 @pytest.mark.more
 @pytest.mark.timeout(400)
+def test_an_attempt_leaves_a_node_that_is_drained(
+    slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without this, the nodes are looked at once a minute.
+    monkeypatch.setattr(slurm_client, "CAPACITY_AGE_S", 1.0)
+    resources = {**ALL_NODES, "nodes": 2, "spare_nodes": 1}
+    run = run_on_all(tmp_path / "root", resources=resources, elastic={"choices": [2]})
+    with supervised(run):
+        first = wait_until(run.paths.list_attempts, "an attempt")[0]
+        run.wait_for_step(first, 5)
+        leading = run.claim(first).host
+        drained = next(beat.host for beat in run.beats(first) if beat.host != leading)
+        slurm.run("scontrol", "update", f"nodename={drained}", "state=drain", "reason=bad DIMM")
+        try:
+            wait_until(lambda: len(lines_of(run, EventKind.LAUNCH_STARTED)) > 1, "a launch", 90)
+            step = run.wait_for_step(first, 1)
+            run.wait_for_step(first, step + 10)
+        finally:
+            slurm.run("scontrol", "update", f"nodename={drained}", "state=resume")
+    (view,) = run.history().attempts
+    assert view.cause is Cause.OPERATOR, view.evidence
+    second = lines_of(run, EventKind.LAUNCH_STARTED)[1]
+    assert (second["way"], second["drained"], second["world_size"]) == ("spare", [drained], 2)
+    assert (second["lost"], second["reason"]) == ([], f"{drained} (bad DIMM)")
+    ended = lines_of(run, EventKind.LAUNCH_ENDED)[0]
+    resumed = lines_of(run, EventKind.RESUMED)[1]
+    assert (ended["ending"], resumed["step"]) == ("drained", ended["last_step"]), "steps were lost"
+    assert not lines_of(run, EventKind.NODE_LOST)
+
+
+@pytest.mark.more
+@pytest.mark.timeout(400)
 def test_another_node_leads_when_the_leading_node_is_lost(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:

@@ -134,3 +134,7 @@ def test_a_relative_folder_is_the_same_for_processes_that_start_elsewhere(
     (tmp_path / "else").mkdir()
     monkeypatch.chdir(tmp_path / "else")
     assert read() == tmp_path / "mine"
+
+
+def test_no_test_uses_the_home_of_the_account() -> None:
+    assert not holdfast_home().is_relative_to(Path.home() / ".holdfast")

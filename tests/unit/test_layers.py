@@ -17,8 +17,7 @@ import pytest
 from tests.support.runs import build_sample_runs
 from tests.support.statements import statements
 
-from holdfast.cli.commands import COMMANDS
-from holdfast.cli.main import all_commands
+from holdfast.cli.main import COMMANDS, all_commands
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 # Part → its folder.

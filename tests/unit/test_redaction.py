@@ -123,6 +123,9 @@ SHOWN_BESIDE: Final = (
 PLAIN_TEXTS: Final = (
     "METRIC_KEY=eval_accuracy",
     "export SORT_KEY=step_10",
+    "METRIC_KEY=eval_accuracy SORT_KEY=creationtime",
+    "X_KEY=eval_accuracy X_KEY=validation-loss X_KEY=Accuracy X_KEY=loss",
+    "FEATURE_KEY: embeddings",
     "next_token: world",
     "the token is missing",
     "the password is empty, the key is step_00000100",
@@ -197,6 +200,9 @@ def test_texts_without_secrets_are_unchanged(text: str) -> None:
         # The names of people's passwords do not need a random value.
         ("DB_PASS=correcthorse", f"DB_PASS={HIDDEN}"),
         ("WANDB_API_KEY=abcdefgh", f"WANDB_API_KEY={HIDDEN}"),
+        ("X_KEY=hunterhunter", f"X_KEY={HIDDEN}"),
+        ("export X_KEY='hunterhunter'; python t.py", f"export X_KEY='{HIDDEN}'; python t.py"),
+        ("X_KEY=hunterhunter;env", f"X_KEY={HIDDEN}"),
     ],
 )
 def test_secrets_without_an_assignment_or_digits_are_redacted(text: str, shown: str) -> None:
@@ -247,6 +253,13 @@ def test_every_type_of_value_under_a_secret_key_is_hidden(key: str, value: Any) 
 def test_settings_that_are_not_secrets_are_shown(shown: dict[str, Any]) -> None:
     assert redact(shown) == shown
     assert secrets_of(shown) == ()
+
+
+def test_a_password_of_letters_under_the_name_of_a_key_is_hidden() -> None:
+    spec = {"environment": {"X_KEY": "hunterhunter", "METRIC_KEY": "perplexities"}}
+    shown = {"environment": {"X_KEY": HIDDEN, "METRIC_KEY": "perplexities"}}
+    assert redact(spec) == shown
+    assert secrets_of(spec) == ("hunterhunter",)
 
 
 def test_redaction_knows_every_kind_of_secret_reference() -> None:

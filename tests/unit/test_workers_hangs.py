@@ -225,6 +225,14 @@ def test_a_suspicion_is_cleared_when_the_ranks_report_again(simulation: Simulati
     assert cleared.data["dumps"] == suspected.data["dumps"]
 
 
+def test_ranks_of_a_node_that_has_not_reported_yet_count_as_started(
+    simulation: Simulation,
+) -> None:
+    # A node is lost right after the launch began, before the others have reported.
+    nodes: list[Any] = [SimpleNamespace(name="n0"), SimpleNamespace(name="n3")]
+    assert simulation.watch.silent_s(nodes, {}) == 0.0
+
+
 def test_ranks_that_exit_slowly_are_not_suspected(simulation: Simulation) -> None:
     gone = {"top": (), "problem": "no such process"}
     leaving = Rank("done", times=None, stack=lambda s: gone)

@@ -15,7 +15,7 @@ from tests.support.histories import record_of, spec_of
 
 from holdfast import trainer
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
-from holdfast.contracts.errors import RunConflictError
+from holdfast.contracts.errors import RunConflictError, SpecError
 from holdfast.contracts.records.attempt import Request, RunRecord
 from holdfast.contracts.spec.checkpoint import Checkpointing
 from holdfast.contracts.spec.part import RECORDED
@@ -148,6 +148,25 @@ def test_the_trainer_says_which_value_counts(
     }
     found.announce(lambda *kind, **data: events.append(data), 1)
     assert capfd.readouterr().out == "", "only rank 0 says it"
+
+
+@pytest.mark.parametrize("staging", ["single", "disk"])
+def test_a_program_that_saves_memory_is_refused_where_neighbours_hold_copies(
+    staging: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = {"executor": "slurm", "nodes": 2, "gpus_per_node": 4}
+    for neighbour in (False, True):
+        spec = spec_of(resources=two, checkpoint={"neighbour": neighbour})
+        request = build_request(record_of(spec), spec, attempt=1, gpus=spec.gpus, reason="x")
+        for name, value in environment_of(request).items():
+            if name.startswith("HOLDFAST_CHECKPOINT_"):
+                monkeypatch.setenv(name, value)
+        if not neighbour:
+            assert Settings.of(None, None, staging=staging).staging.mode == staging
+    assert Settings.of(None, None, staging="memory").staging.slots == 2
+    given = rf"checkpoint\.staging is '{staging}' \(program\), .* is true: expected 'memory'"
+    with pytest.raises(SpecError, match=given):
+        Settings.of(None, None, staging=staging)
 
 
 def test_a_session_without_snapshots_says_so(

@@ -77,6 +77,7 @@ FIELDS: Final[Mapping[str, Field]] = {
     "delay_s": Field(NUMBER, "seconds to wait before the next attempt"),
     "detail": Field(STRING, "details from the source"),
     "digest": Field(STRING, "SHA-256 of all names, types, shapes and bytes of the tensors"),
+    "drained": Field(STRINGS, "drained nodes that the attempt has left"),
     "dumps": Field(STRINGS, "files with the stacks of ranks"),
     "ended_at": Field(NUMBER, "Unix seconds"),
     "ending": Field(STRING, "how the launch ended, such as `left`, `crashed` or `stopped`"),
@@ -199,7 +200,7 @@ FIELDS: Final[Mapping[str, Field]] = {
     "url": Field(STRING, "location in the mirror"),
     "value": Field(NUMBER, "the measured value, in the unit of the limit"),
     "waited_s": Field(NUMBER, "seconds until all nodes agreed"),
-    "way": Field(STRING, "how the attempt continues without lost nodes: `spare` or `shrink`"),
+    "way": Field(STRING, "how the attempt continues on other nodes: `spare` or `shrink`"),
     "window": Field(NUMBERS, "losses that the limit is computed from, oldest first"),
     "world_size": Field(INTEGER, "number of ranks"),
 }
@@ -319,9 +320,9 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
         ("attempt", "job_id", "host", "pid"),
     ),
     Kind.LAUNCH_STARTED: EventEntry(
-        "a launch started, after a loss of nodes with `way`, `nodes`, `lost` and `joined`",
+        "a launch started, after a loss or drain of nodes with `way`, `nodes`, `lost` and `joined`",
         "agent",
-        (*_LAUNCH, "world_size", "way", "nodes", "lost", "joined"),
+        (*_LAUNCH, "world_size", "way", "nodes", "lost", "joined", "drained", "reason"),
     ),
     Kind.LAUNCH_ENDED: EventEntry(
         "a launch ended",

@@ -9,7 +9,7 @@ from typing import Any, Final
 from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast.api import prometheus
-from holdfast.api.measures import Measures
+from holdfast.api.services import Measures
 from holdfast_docs.markdown import code, sentence, table
 
 # A live run that has a value for each metric. Only names, types, help and labels are shown.

@@ -140,6 +140,11 @@ VARIABLES: Final = (
         "`checkpoint.staging_directory` of the spec. Without an agent, you can set it",
     ),
     Variable(
+        environment.CHECKPOINT_NEIGHBOUR,
+        Setter.AGENT,
+        "`checkpoint.neighbour`, if it is not false",
+    ),
+    Variable(
         environment.CHECKPOINT_WRITE_LIMIT,
         Setter.AGENT,
         "`checkpoint.write_limit` of the spec. Without an agent, you can set it",

@@ -5,20 +5,43 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from fastapi import Request
+from prometheus_client import CollectorRegistry, Histogram
 
 from holdfast.api.hub import Hub
 from holdfast.api.jobs import Jobs
-from holdfast.api.measures import Measures
 from holdfast.api.security import AccessPolicy
-from holdfast.api.session_audit import SessionAudit
-from holdfast.api.sessions import LoginThrottle, Sessions
+from holdfast.api.sessions import LoginThrottle, SessionAudit, Sessions
 from holdfast.api.store import IndexStore
 from holdfast.api.tokens import TokenStore
 from holdfast.api.watch import Watch
 from holdfast.contracts.disk.paths import RunPaths
+
+BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+METHODS: Final = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS"})
+
+
+class Measures:
+    """Metrics that the server keeps about itself: response times since it started."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._answers = Histogram(
+            "holdfast_http_answer_seconds",
+            "seconds until the response started, by method and status class",
+            ["method", "status"],
+            buckets=BUCKETS_S,
+            registry=self.registry,
+        )
+
+    def answered(self, method: str, status: int, seconds: float) -> None:
+        """Record one response. Unknown methods share one label, which bounds their number."""
+        # A label for each method that a client invents would grow without limit.
+        known = method if method in METHODS else "other"
+        self._answers.labels(known, f"{status // 100}xx").observe(seconds)
+
 
 # Starts what a request to a run needs; the second argument says whether the run continues. Returns
 # facts about the supervisor.

@@ -1,4 +1,7 @@
-"""Browser sessions and the login throttle."""
+"""Browser sessions, the login throttle, and the record of logins.
+
+Nobody can fill up the record by failing to log in.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,17 @@ import hmac
 import secrets
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
+from holdfast.api.problems import LOG
 from holdfast.api.tokens import Token, TokenStore
+from holdfast.contracts.disk.file_locks import locked
+from holdfast.contracts.disk.journal import EventKind, JournalWriter, journal_lock
+from holdfast.contracts.disk.paths import holdfast_home
+from holdfast.contracts.errors import ForeignFileError
 
 COOKIE: Final = "holdfast_session"
 CSRF_HEADER: Final = "x-holdfast-csrf"
@@ -20,6 +29,12 @@ SESSIONS_MAX: Final = 10_000
 TRIES_MAX: Final = 10
 TRIES_WINDOW_S: Final = 60.0
 ADDRESSES_MAX: Final = 10_000
+AUDIT_WRITER: Final = "api"
+AUDIT_WINDOW_S: Final = 60.0
+AUDITED_ADDRESSES_MAX: Final = 20
+OTHER_ADDRESSES: Final = "other addresses"
+AUDIT_BYTES_MAX: Final = 8 << 20
+AUDIT_LOCK_S: Final = 5.0
 
 
 @dataclass(frozen=True)
@@ -108,3 +123,66 @@ def same(given: str, expected: str) -> bool:
 def _key(text: str) -> bytes:
     # Only the digest is kept, so the server's memory has no cookie that works.
     return hashlib.sha256(text.encode()).digest()
+
+
+class SessionAudit:
+    """Records logins, failed logins and logouts in the journal of the Holdfast home.
+
+    Anyone who reaches the port can fail to log in. So the first failure from an address within
+    `AUDIT_WINDOW_S` seconds is one line, and the others are counted in a second line after that
+    time. Beyond `AUDITED_ADDRESSES_MAX` addresses, one line counts for all others. A file of
+    `AUDIT_BYTES_MAX` bytes is moved to `api.1.jsonl`, replacing an older one.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._refused: Counter[tuple[str, int]] = Counter()
+        self._timer: threading.Timer | None = None
+
+    def record(self, action: str, address: str, **facts: Any) -> None:
+        """Write one line. A failed write does not stop the action."""
+        path = holdfast_home() / "journal" / f"{AUDIT_WRITER}.jsonl"
+        try:
+            # The file is bounded, because anyone who reaches the port can add lines.
+            _rotate(path)
+            with JournalWriter(path) as journal:
+                journal.append(EventKind.AUDIT, action=action, address=address, **facts)
+        except (OSError, ForeignFileError) as error:
+            LOG.warning("cannot write the audit line (%s): %s from %s", error, action, address)
+
+    def refused(self, address: str, status: int) -> None:
+        with self._lock:
+            if self._timer is None:
+                self._timer = threading.Timer(AUDIT_WINDOW_S, self.flush)
+                self._timer.daemon = True
+                self._timer.start()
+            known = (address, status)
+            if known not in self._refused and len(self._refused) >= AUDITED_ADDRESSES_MAX:
+                known = (OTHER_ADDRESSES, status)
+            self._refused[known] += 1
+            is_first = self._refused[known] == 1 and known[0] is not OTHER_ADDRESSES
+        # Outside of the lock, which a slow disk would otherwise hold.
+        if is_first:
+            self.record("log in", address, outcome=f"refused: {status}")
+
+    def flush(self) -> None:
+        """Write the counts of the failed logins that have no line yet."""
+        with self._lock:
+            refused, self._refused = self._refused, Counter()
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+        for (address, status), count in refused.items():
+            more = count if address is OTHER_ADDRESSES else count - 1
+            if more:
+                outcome = f"refused: {status}, {more} more within {AUDIT_WINDOW_S:.0f} s"
+                self.record("log in", address, outcome=outcome, count=more)
+
+
+def _rotate(path: Path) -> None:
+    if not path.exists() or path.stat().st_size < AUDIT_BYTES_MAX:
+        return
+    with locked(journal_lock(path), AUDIT_LOCK_S) as is_locked:
+        # Another server may have moved the file meanwhile.
+        if is_locked and path.exists() and path.stat().st_size >= AUDIT_BYTES_MAX:
+            path.replace(path.with_name(f"{AUDIT_WRITER}.1.jsonl"))

@@ -1,4 +1,4 @@
-"""`holdfast pin|unpin|prune|delete|verify`: keep, delete and verify checkpoints, delete runs."""
+"""`holdfast pin|unpin|prune|verify|export`: commands for checkpoints. `delete` deletes runs."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from holdfast.contracts.disk.paths import checkpoint_id, has_spec, plain_checkpo
 from holdfast.contracts.errors import ForeignFileError, NotFoundError
 from holdfast.contracts.plain_text import counted
 from holdfast.contracts.spec.checkpoint import Keep
+from holdfast.workers.checkpoints import exports
+from holdfast.workers.checkpoints.exports import Dtype, ExportFormat
 
 CheckpointArgument = Annotated[
     str,
@@ -165,6 +167,52 @@ def verify(
         raise typer.Exit(1)
 
 
+def export(
+    checkpoint: CheckpointArgument,
+    to: Annotated[
+        ExportFormat,
+        typer.Option(
+            "--to", help="The format. torch and safetensors write a file, others a folder."
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The file or folder to write. It must not exist.")
+    ],
+    include: Annotated[
+        list[str] | None,
+        typer.Option("--include", help="A key or a prefix of keys, such as model. Repeatable."),
+    ] = None,
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--rename",
+            metavar="SAVED=WRITTEN",
+            help="Rename keys, as in model.a.*=model.b.*. Repeatable.",
+        ),
+    ] = None,
+    dtype: Annotated[
+        Dtype | None, typer.Option("--dtype", help="Convert floating-point tensors to this type.")
+    ] = None,
+    root: RootOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint as torch, safetensors, Hugging Face or plain DCP files.
+
+    Every byte is compared with the manifest. By default, safetensors and hf contain the weights
+    only, and torch and dcp also contain the optimizer. Use --include to choose the keys.
+    """
+    facts = exports.export(
+        directory_of(checkpoint, root),
+        to,
+        output.expanduser(),
+        writer="cli",
+        include=include or (),
+        rename=rename or (),
+        dtype=dtype,
+    )
+    answer(facts, as_json, _render_export)
+
+
 def directory_of(checkpoint: str, root: str | None) -> Path:
     """Return the directory of a checkpoint, given as an id or a path.
 
@@ -238,3 +286,10 @@ def _render_verify(facts: dict[str, Any]) -> None:
         say(f"  {line}")
     if facts["checkpoint"] != facts["path"]:
         say(f"  in {facts['path']}")
+
+
+def _render_export(facts: dict[str, Any]) -> None:
+    say(
+        f"{facts['checkpoint']} → {facts['path']}: {counted(facts['tensors'], 'tensor')}, "
+        f"{bytes_text(facts['bytes'])} ({facts['format']})"
+    )

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -27,6 +27,7 @@ from holdfast.contracts.errors import HoldfastError, NotFoundError
 from holdfast.contracts.plain_text import counted
 from holdfast.contracts.records.checkpoint_choice import choose_checkpoint
 from holdfast.contracts.records.history import load_history
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.workers.checkpoints.trainer_call import ask_trainer, interpreter_of
 from holdfast.workers.nodes.root_probe import ADVICE, describe, find_problems
 
@@ -252,6 +253,8 @@ PARTS: Final = {
     "device": "total",
     "staging": "staging",
 }
+# In the answer, beside these parts.
+ON_DISK: Final = "staging_on_disk"
 
 
 def examine(run: str, gpus: int, checkpoint: str | None, root: str | None) -> dict[str, Any]:
@@ -284,12 +287,21 @@ def examine(run: str, gpus: int, checkpoint: str | None, root: str | None) -> di
         "counts": [size for size in sizes if problem_with(spec, size) is None],
         "secrets": secrets.report(paths, spec),
         "warnings": warnings_of_defaults(spec),
-        "bytes_per_rank": {part: shape[part] for part in PARTS},
+        "bytes_per_rank": bytes_by_staging(spec, {part: shape[part] for part in PARTS}),
     }
 
 
+def bytes_by_staging(spec: RunSpec, parts: Mapping[str, int]) -> dict[str, int]:
+    """Return the bytes of a rank, whose `staging` has two images, by `checkpoint.staging`."""
+    # The trainer of the job may have another version, so its answer is the same for every spec.
+    mode, two = spec.checkpoint.staging, parts["staging"]
+    in_memory = {"memory": two, "single": two // 2, "disk": 0}[mode]
+    return {**parts, "staging": in_memory, ON_DISK: two if mode == "disk" else 0}
+
+
 def render(facts: dict[str, Any]) -> None:
-    memory = facts["bytes_per_rank"]
+    memory = dict(facts["bytes_per_rank"])
+    on_disk = memory.pop(ON_DISK)
     fits = "fits" if facts["ok"] else "does not fit"
     say(f"{facts['checkpoint']} {fits} {counted(facts['gpus'], 'GPU')}")
     for line in facts["secrets"]:
@@ -301,6 +313,8 @@ def render(facts: dict[str, Any]) -> None:
         return
     say("memory of the largest rank, without activations")
     print_facts({f"  {PARTS[part]}": bytes_text(size) for part, size in memory.items()})
+    if on_disk:
+        say(f"and {bytes_text(on_disk)} of staging on the node's disk")
 
 
 def _choose(paths: RunPaths, checkpoint: str | None, root: str | None) -> str:

@@ -1,24 +1,145 @@
 """The `holdfast` command.
 
-`cli.exit_status` lists the exit statuses. Standard error shows the reason and the next step,
-as one JSON object with --json.
+The module of a command is imported when the command is used, so `holdfast --help` and `--version`
+import none of them. `cli.shared.exit_status` lists the exit statuses. Standard error shows the
+reason and the next step, as one JSON object with --json.
 """
 
 from __future__ import annotations
 
+import keyword
 import os
 import sys
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any, Final
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
-from holdfast.cli.commands import CommandGroup
 from holdfast.cli.shared.exit_status import MISUSE, REFUSED
 from holdfast.cli.shared.output import echo, prepare_streams, print_error, print_usage, warn
 from holdfast.contracts.disk.paths import refuse_others_home
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.version import holdfast_version
+
+# Command → its module, and the first paragraph of its help.
+COMMANDS: Final = {
+    "init": (
+        "init",
+        "Write a spec, its schema, a program and a prefect.yaml. No file is overwritten.",
+    ),
+    "schema": (
+        "init",
+        "Print the JSON Schema of a run spec, with which an editor completes and checks its keys.",
+    ),
+    "simulate": (
+        "simulate",
+        (
+            "Play a run on a trace of free GPUs; print its end, ETTR and cost for each size and "
+            "interval."
+        ),
+    ),
+    "submit": (
+        "submit",
+        "Submit a run, or attach to the live one that has the same name and spec.",
+    ),
+    "fork": ("submit", "Start a new run, under another name, from a committed checkpoint."),
+    "supervise": (
+        "supervise",
+        "Start a supervisor for a live run that has none. A run that has one is not changed.",
+    ),
+    "wait": (
+        "wait",
+        "Wait until every RUN has ended, or with --for running, until its ranks train.",
+    ),
+    "runs": ("views", "List the runs under the root and in the index, newest first."),
+    "checkpoints": ("views", "List a run's checkpoints, oldest first, and why each one is kept."),
+    "lineage": (
+        "views",
+        "Show a run's lineage: its attempts and checkpoints, their origins and descendants.",
+    ),
+    "show": ("show", "Show a run: its state, its attempts with their causes, and its use of time."),
+    "events": ("events", "Print the events in a run's journal, oldest first."),
+    "logs": (
+        "logs",
+        "Print a rank's output: standard output and standard error of each launch, in order.",
+    ),
+    "relaunch": (
+        "operate",
+        "Continue a run in a new attempt. A live run saves a checkpoint first.",
+    ),
+    "stop": ("operate", "Stop a run after a last checkpoint. `relaunch` continues it."),
+    "pause": ("operate", "Release a run's GPUs after a last checkpoint. `resume` continues it."),
+    "resume": (
+        "operate",
+        "Continue a paused run. `relaunch --gpus` continues it on another number of GPUs.",
+    ),
+    "cancel": ("operate", "Cancel a run after a last checkpoint. Its checkpoints are kept."),
+    "pin": ("checkpoints", "Keep a checkpoint regardless of the keep rules."),
+    "unpin": (
+        "checkpoints",
+        "Remove a checkpoint's pin, so that the keep rules apply to it again.",
+    ),
+    "prune": (
+        "checkpoints",
+        "Delete the checkpoints that no keep rule, pin or use keeps. Their manifests remain.",
+    ),
+    "delete": (
+        "checkpoints",
+        "Delete a run that has ended, with its folder and all its checkpoints.",
+    ),
+    "verify": ("checkpoints", "Read every byte of a checkpoint and compare it with the manifest."),
+    "export": (
+        "checkpoints",
+        "Write a checkpoint as torch, safetensors, Hugging Face or plain DCP files.",
+    ),
+    "import": ("imports", "Make weights of another program the first checkpoint of a new run."),
+    "serve": ("serve", "Serve the web UI and the API until interrupted."),
+    "reindex": ("database", "Rebuild the index of all runs under ROOT from disk."),
+    "deploy": ("deploy", "Create or update Prefect's deployments and their work pool."),
+    "bench": (
+        "bench",
+        "Compare saves and loads with this machine's limits. It takes about ten minutes.",
+    ),
+    "drill": (
+        "drill",
+        "Inject faults into a run and check the invariants. The exit status is 1 if one is broken.",
+    ),
+    "token": ("serve", "Manage the tokens of a server."),
+    "db": ("database", "Manage the schema of the index."),
+    "doctor": ("doctor", "Check whether this machine and its services can run jobs."),
+}
+
+
+class CommandGroup(TyperGroup):
+    """The commands of `COMMANDS`."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        for name, (_, summary) in COMMANDS.items():
+            self.commands[name] = TyperCommand(name, help=summary)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that `args` begin with, for its use or its completion."""
+        if args[0] in COMMANDS:
+            self.load(args[0])
+        return super().resolve_command(ctx, args)
+
+    def load(self, name: str) -> None:
+        """Import the module of a command, and put the command in the place of its summary.
+
+        It is the module's function or group of this name, with `_` added to a keyword.
+        """
+        module = import_module(f"holdfast.cli.{COMMANDS[name][0]}")
+        found = getattr(module, f"{name}_" if keyword.iskeyword(name) else name)
+        part = typer.Typer()
+        if isinstance(found, typer.Typer):
+            part.add_typer(found, name=name)
+        else:
+            part.command(name)(found)
+        self.commands[name] = typer.main.get_group(part).commands[name]
+
 
 app = typer.Typer(
     name="holdfast",

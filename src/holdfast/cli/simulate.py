@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from holdfast.cli.shared.arguments import refuse_unused
+from holdfast.cli.shared.arguments import Overrides, refuse_unused
 from holdfast.cli.shared.index import locate_run
 from holdfast.cli.shared.output import (
     AsJson,
@@ -23,7 +23,6 @@ from holdfast.cli.shared.output import (
     say,
     seconds_text,
 )
-from holdfast.cli.submit import Overrides
 from holdfast.cli.views import print_stretches
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.plain_text import counted

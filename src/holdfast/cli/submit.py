@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli.shared.arguments import refuse_unused
+from holdfast.cli.shared.arguments import Overrides, refuse_unused
 from holdfast.cli.shared.exit_status import INTERRUPTED
 from holdfast.cli.shared.follow import follow_run
 from holdfast.cli.shared.index import choose_root, locate_checkpoint, look_at, user_name
@@ -26,10 +26,6 @@ from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.spec.written import settings_of
 from holdfast.contracts.states import RunState
 
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the spec. Repeatable."),
-]
 Wait = Annotated[bool, typer.Option("--wait", help="Show progress until the run has ended.")]
 
 

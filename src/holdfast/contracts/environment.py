@@ -39,6 +39,8 @@ CHECKPOINT_OVERLAP: Final = "HOLDFAST_CHECKPOINT_OVERLAP"
 CHECKPOINT_STAGING: Final = "HOLDFAST_CHECKPOINT_STAGING"
 # The directory on each node's own disk for the images of `checkpoint.staging = "disk"`.
 STAGING_DIRECTORY: Final = "HOLDFAST_STAGING_DIRECTORY"
+# Set where the spec has `checkpoint.neighbour`, which the program's own staging must fit.
+CHECKPOINT_NEIGHBOUR: Final = "HOLDFAST_CHECKPOINT_NEIGHBOUR"
 # `checkpoint.write_limit` of the spec, for the ranks and their flusher.
 CHECKPOINT_WRITE_LIMIT: Final = "HOLDFAST_CHECKPOINT_WRITE_LIMIT"
 # `supervision.numerics` of the spec, as JSON.
@@ -69,6 +71,7 @@ KEYS_OF_VARIABLES: Final[Mapping[str, str]] = {
     CHECKPOINT_OVERLAP: "checkpoint.overlap",
     CHECKPOINT_STAGING: "checkpoint.staging",
     STAGING_DIRECTORY: "checkpoint.staging_directory",
+    CHECKPOINT_NEIGHBOUR: "checkpoint.neighbour",
     CHECKPOINT_WRITE_LIMIT: "checkpoint.write_limit",
     CHECKPOINT_MIRROR: "checkpoint.mirror",
     CHECKPOINT_LOCAL: "checkpoint.local",

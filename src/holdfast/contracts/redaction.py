@@ -59,6 +59,16 @@ _SECRET_VARIABLE: Final = _pattern(r".+_(?:PASS|PAT|AUTH|TOKEN)")
 # `max_tokens`, `METRIC_KEY` and `pad_token`.
 _PERHAPS_SECRET_NAME: Final = _pattern(r"(?:.*_)?tokens|.+_token")
 _PERHAPS_SECRET_VARIABLE: Final = _pattern(r".+_KEY")
+# The value of such a variable is also hidden if it is one long word, such as a password, except for
+# names and words of a choice. Several words, as in `eval_accuracy`, are a choice too.
+_CHOICE_VARIABLE: Final = _pattern(
+    r"(?:.*_)?(?:METRICS?|MONITOR|LOSS|SORT|ORDER|GROUP|CACHE|PRIMARY|FOREIGN|PARTITION|INDEX"
+    r"|COLUMN|FEATURE|LABEL|TARGET|IMAGE|TEXT|INPUT|OUTPUT)_KEY"
+)
+_CHOICES: Final = frozenset(("accuracy", "perplexity", "precision", "timestamp", "throughput"))
+_LONG_WORD: Final = _pattern(
+    r"(?<![^,;(){}\[\]&|])(?P<word>[A-Za-z]{8,})(?=={0,2}(?:[,;(){}\[\]&|]|$))"
+)
 # `prefect_secret` is the key of a reference, and its value is a name.
 _NO_SECRET: Final = frozenset(("PWD", "OLDPWD", "SSH_AUTH", "prefect_secret"))
 _WORD: Final = _pattern(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
@@ -139,7 +149,8 @@ class _Name(Enum):
 
     PLAIN = 0
     PERHAPS_SECRET = 1
-    SECRET = 2
+    PERHAPS_PASSWORD = 2
+    SECRET = 3
 
 
 @functools.lru_cache(maxsize=4096)
@@ -154,6 +165,8 @@ def _judge(name: str) -> _Name:
     variable = "_".join(words) if plain.isupper() else ""
     if _SECRET_NAME.fullmatch(low) or _SECRET_VARIABLE.fullmatch(variable):
         return _Name.SECRET
+    if _PERHAPS_SECRET_VARIABLE.fullmatch(variable) and not _CHOICE_VARIABLE.fullmatch(variable):
+        return _Name.PERHAPS_PASSWORD
     if _PERHAPS_SECRET_NAME.fullmatch(low) or _PERHAPS_SECRET_VARIABLE.fullmatch(variable):
         return _Name.PERHAPS_SECRET
     return _Name.PLAIN
@@ -162,7 +175,9 @@ def _judge(name: str) -> _Name:
 def is_secret(name: str, value: str) -> bool:
     """Return True if the value of a key, a variable or an option with this name is a secret."""
     judged = _judge(name)
-    return judged is _Name.SECRET or (judged is _Name.PERHAPS_SECRET and _is_random(value))
+    if judged in {_Name.PLAIN, _Name.SECRET}:
+        return judged is _Name.SECRET
+    return _is_random(value) or (judged is _Name.PERHAPS_PASSWORD and _is_password(value))
 
 
 def secrets_of(spec: Mapping[str, Any]) -> tuple[str, ...]:
@@ -299,7 +314,7 @@ def _find_named(text: str) -> Iterator[tuple[int, int]]:
         if is_secret(match["name"], value) and not _is_spoken(match, value):
             yield span
             until[judged] = span[1]
-        elif judged is _Name.PERHAPS_SECRET:
+        elif judged is not _Name.SECRET:
             until[judged] = span[1]
     for match in itertools.chain(_LISTED.finditer(text), _OPTION.finditer(text)):
         if _judge(match["name"]) is _Name.PLAIN:
@@ -338,6 +353,11 @@ def _is_random(value: str) -> bool:
     """Return True for a text with a long word of letters and digits, which looks like a secret."""
     parts = (match[0] for match in _RANDOM_PART.finditer(value))
     return any(_LETTER.search(part) and _DIGIT.search(part) for part in parts)
+
+
+def _is_password(value: str) -> bool:
+    """Return True for a text with a long word that is none of the usual choices."""
+    return any(match["word"].lower() not in _CHOICES for match in _LONG_WORD.finditer(value))
 
 
 def _is_hidden(name: str, value: Any) -> bool:

@@ -52,7 +52,7 @@ from holdfast.workers.decisions.growth import CapacityObservation, find_growth
 from holdfast.workers.decisions.places import ReturnWatch, place_of
 from holdfast.workers.decisions.policy import Decision, decide, wait_after_refusal
 from holdfast.workers.nodes.heartbeats import HeartbeatWatch, clock_problems, read_heartbeats
-from holdfast.workers.runs import operator, restarts, successors
+from holdfast.workers.runs import drained_nodes, operator, restarts, successors
 from holdfast.workers.runs.attempts import (
     Absences,
     abandon_reservation,
@@ -505,6 +505,7 @@ class Supervisor:
         self._limits.look(history, journal)
         self._grow(history)
         restarts.tend(history, journal)
+        drained_nodes.tend(history)
         if message := successors.tend(history, journal, now=now):
             self.log.info("%s", message)
 

@@ -1,4 +1,4 @@
-"""Arguments that several commands share: runs, with shell completion, and points in time."""
+"""Arguments that several commands share: runs, overrides of a spec, and points in time."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ from holdfast.cli.shared.index import choose_root, locate_run
 from holdfast.contracts.disk.paths import LATEST, RunPaths, list_runs
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.records.checkpoint_choice import BEST
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the spec. Repeatable."),
+]
 
 # Options that would do nothing in a call are refused, as keys of a spec are.
 

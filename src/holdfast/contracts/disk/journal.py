@@ -66,7 +66,7 @@ _TEXT: Final = frozenset(
     }
 )
 _TEXTS: Final = frozenset(
-    {"evidence", "hosts", "excluded", "skipped", "exclude", "dumps", "unhealthy_hosts"}
+    {"evidence", "hosts", "excluded", "skipped", "exclude", "dumps", "unhealthy_hosts", "drained"}
 )
 _STATES: Final = frozenset(AttemptState)
 # Required facts, by kind.

@@ -189,6 +189,8 @@ class AttemptPaths:
     # Which nodes have led the attempt after node 0, and the channels of each.
     terms = _Entry("terms")
     stop = _Entry("stop.json")
+    # Which nodes of the job the scheduler's operators drain, and their reasons.
+    drained = _Entry("drained.json")
     outcome = _Entry("outcome.json")
     # The lock for writing the attempt's single `attempt_ended` line.
     ending_lock = _Entry(".ending.lock")

@@ -74,12 +74,12 @@ def failed_saves(events: Iterable[Event]) -> list[dict[str, Any]]:
 
 
 def _restart_text(event: Event, crashed: dict[Any, dict[str, Any]]) -> str:
-    """Return the text for another launch after a crash, else an empty string.
+    """Return the text for another launch after a crash or a drain, else an empty string.
 
-    `crashed` maps each attempt to its last crashed launch. The function updates it.
+    `crashed` maps each attempt to the last launch that ended so. The function updates it.
     """
     facts = event.data
-    if event.kind is EventKind.LAUNCH_ENDED and facts.get("ending") == "crashed":
+    if event.kind is EventKind.LAUNCH_ENDED and facts.get("ending") in {"crashed", "drained"}:
         crashed[facts.get("attempt")] = facts
     before = None
     if event.kind is EventKind.LAUNCH_STARTED:
@@ -89,10 +89,14 @@ def _restart_text(event: Event, crashed: dict[Any, dict[str, Any]]) -> str:
     step = before.get("last_step")
     at = "" if step is None else f" at step {step}"
     what = "was restarted in place"
+    keys = ("lost", "joined", "drained")
+    lost, joined, drained = (", ".join(map(str, facts.get(key) or ())) for key in keys)
     if facts.get("way"):
-        lost, joined = (", ".join(map(str, facts.get(key) or ())) for key in ("lost", "joined"))
         on = f"with {joined}" if joined else f"on {facts.get('nodes')} nodes"
-        what = f"continued {on}, without {lost}"
+        what = f"continued {on}, without {lost or drained}"
+    if drained:
+        why = facts.get("reason") or drained
+        return f"launch {before.get('launch')} stopped{at}, drained: {why}, and {what}"
     return f"launch {before.get('launch')} crashed{at} and {what}"
 
 

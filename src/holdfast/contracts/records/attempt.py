@@ -7,6 +7,7 @@
 - `terms/NNNN.json` says which node leads after the loss of others, and `terms/NNNN-ends.json` that
   none can.
 - `stop.json` is a request to end the attempt.
+- `drained.json` says which of the job's nodes are drained, and why.
 - `missing.json` is written while the job or its outcome cannot be found.
 - `outcome.json` is written by the agent of node 0 when the attempt has ended.
 """
@@ -310,6 +311,12 @@ class StopFile(Document):
     detail: Text = ""
 
 
+class DrainedNodes(Document):
+    """`drained.json`: the nodes of the job that start no more jobs, by host, and the reasons."""
+
+    hosts: dict[Name, Text]
+
+
 class LaunchRecord(Document):
     """One launch of torchrun inside an attempt."""
 
@@ -321,7 +328,9 @@ class LaunchRecord(Document):
     command_digest: Name | None = None
     first_step: Step | None = None
     last_step: Step | None = None
-    ending: Name = Field(default="", description="completed, stopped, crashed, hung or killed")
+    ending: Name = Field(
+        default="", description="completed, stopped, crashed, hung, killed or drained"
+    )
     cause: Cause | None = Field(default=None, description="why it crashed or hung")
 
 

@@ -133,7 +133,16 @@ def _staging_of(given: object) -> tuple[Setting, Staging]:
         given = repr(given)
     where = choose(STAGING, given, default=IN_MEMORY)
     directory = os.environ.get(environment.STAGING_DIRECTORY, "")
-    return where, _parsed(where, lambda value: Staging.parse(value, directory))
+    found = _parsed(where, lambda value: Staging.parse(value, directory))
+    # Only the program can still bring them together: a spec with both is refused.
+    neighbour = os.environ.get(environment.CHECKPOINT_NEIGHBOUR)
+    if neighbour and found.mode != IN_MEMORY:
+        raise SpecError(
+            f"{STAGING} is {found.mode!r} ({where.source}), and checkpoint.neighbour of the spec "
+            f"is {neighbour.lower()}: expected 'memory', because the copies of a neighbour need up "
+            "to four times the memory of a node's checkpoint files; leave one of them out"
+        )
+    return where, found
 
 
 @dataclass(frozen=True)

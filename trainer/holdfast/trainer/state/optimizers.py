@@ -469,7 +469,9 @@ def _gather_one(
         if key in found:
             raise_twice(key)
         # A fast path: nearly all values are of these types, and every save runs this loop.
-        if forms is None and type(value) in SIMPLE and type(name) is str and not is_sharded:
+        kind = type(value)
+        is_ready = kind is DTensor or (kind in SIMPLE and not is_sharded)
+        if forms is None and is_ready and type(name) is str:
             found[key] = value
             continue
         if type(name) is not str:

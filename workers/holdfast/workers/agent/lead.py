@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ from holdfast.contracts.records.attempt import LaunchRecord, Outcome
 from holdfast.contracts.records.history import goes_on_after_numerics, stopped_for_numerics
 from holdfast.contracts.states import Cause
 from holdfast.workers.agent.context import LAUNCHES_MAX, AgentContext, NodePlace, take_number
+from holdfast.workers.agent.departure import Departure
 from holdfast.workers.agent.health.watch import HealthWatch
 from holdfast.workers.agent.launch.warm_standby import StandbyPlan
 from holdfast.workers.agent.losses import (
@@ -177,6 +178,9 @@ class Lead:
         self._announced: StopRequest | None = None
         self._hangs = HangWatch(context.request, context.attempt, journal)
         self._agreement = StopAgreement(self.group, journal, context.attempt.number, self._note)
+        self._departure = Departure(
+            context, self.group, self._agreement, self._listener, self._note
+        )
         self._neighbours = Neighbours(context, self.group, journal, lambda: runtime.step_s)
         self._standby_plan = StandbyPlan(context, self.group.address, self._note)
 
@@ -236,6 +240,10 @@ class Lead:
     def _launch_until_done(self) -> None:
         for _ in range(LAUNCHES_MAX):
             ended = self.last = self._run_launch(take_number(self.context.attempt))
+            if ended.ending == "drained" and self.stop_request is None:
+                if not self._depart(ended):
+                    break
+                continue
             if ended.ending not in {"crashed", "hung"} or self.stop_request is not None:
                 break
             if not self._may_go_on(ended):
@@ -271,6 +279,7 @@ class Lead:
     def _run_launch(self, number: int) -> Ended:
         started_at = time.time()
         self._agreement.begin()
+        self._departure.begin()
         port = self._standby_plan.take_port(number, self.group.nodes, self.group.reports.values())
         address = self.group.address()
         self._hangs.begin(number, self.world_size)
@@ -292,6 +301,8 @@ class Lead:
         trained_until = time.time()
         silent_s = self._hangs.silent_s(self.group.nodes, self.group.reports)
         ended = self._end_launch(ending, number)
+        if self._has_departed(ended):
+            ended = replace(ended, ending="drained")
         self._journal.append(
             EventKind.LAUNCH_ENDED,
             attempt=self.context.attempt.number,
@@ -341,7 +352,8 @@ class Lead:
             if ending := self._find_ending():
                 return ending
             if (stop_request := self.stop_request) is None:
-                self._plan_ahead()
+                if ending := self._leave_drained():
+                    return ending
                 continue
             if self._all_have_left():
                 # torchrun itself takes seconds to exit, which the grace may not allow.
@@ -351,6 +363,26 @@ class Lead:
                 return "killed"
             if self.program is None:
                 self._agreement.pursue_stop(ends_at)
+
+    def _leave_drained(self) -> str:
+        """Stop the ranks if there are drained nodes to leave; return the ending once they have."""
+        departure = self._departure
+        if self.program is None and not self._agreement.is_reached and not self.group.is_silent:
+            departure.look()
+        if departure.plan is None:
+            self._plan_ahead()
+            return ""
+        if self._all_have_left():
+            return "left"
+        if departure.is_overdue:
+            return "killed"
+        departure.pursue()
+        return ""
+
+    def _has_departed(self, ended: Ended) -> bool:
+        """Return True if the launch ended to leave drained nodes."""
+        is_asked = self._departure.plan is not None and self.stop_request is None
+        return is_asked and ended.ending in {"stopped", "killed"}
 
     def _find_ending(self) -> str:
         """Return how the launch ended by itself, or '' if it has not."""
@@ -489,6 +521,29 @@ class Lead:
             report.registered for report in self.group.reports.values()
         )
         return kill_at(stop_request, self._supervision, has_session=has_session)
+
+    # --- drained nodes ----------------------------------------------------------------------
+
+    def _depart(self, ended: Ended) -> bool:
+        """Continue without the drained nodes; return False if it cannot, after a loss of others."""
+        plan, is_lost = self._departure.plan, bool(self.group.lost)
+        assert plan is not None
+        self.group.release(plan.leave)
+        if is_lost:
+            return self._may_go_on(ended)
+        # Before a node that was left can take the term.
+        self.group.term = renew(self.context)
+        self.nodes = plan.nodes
+        joined = self.group.rearrange(plan.nodes)
+        self._change = {
+            "way": plan.way,
+            "nodes": plan.nodes,
+            "lost": [],
+            "joined": joined,
+            "drained": list(plan.leave),
+            "reason": plan.why,
+        }
+        return True
 
     # --- endings ----------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from holdfast.contracts.disk.journal import Event, EventKind, read_journal
@@ -17,9 +17,10 @@ from holdfast.contracts.records.attempt import (
     newest_term,
     read_document,
 )
-from holdfast.contracts.records.history import RunHistory, load_identity, read_events
+from holdfast.contracts.records.history import RunHistory, load_history, load_identity, read_events
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.workers.agent.context import AgentContext
+from holdfast.workers.decisions.drained_nodes import DrainPlan, may_leave, plan_departure
 from holdfast.workers.decisions.lost_nodes import NodePlan, plan_nodes
 from holdfast.workers.runs.feasibility import Feasibility
 
@@ -52,6 +53,30 @@ def plan_without(
     except (HoldfastError, OSError) as error:
         # The supervisor reports why the run's records cannot be read.
         return NodePlan(reason=f"lost nodes: {', '.join(lost)}; {error}")
+
+
+def plan_without_drained(
+    context: AgentContext,
+    *,
+    drained: Mapping[str, str],
+    training: Sequence[str],
+    spares: Sequence[str],
+) -> DrainPlan:
+    """Return how the attempt leaves its drained hosts; the sizes are those of `plan_without`."""
+    try:
+        history = load_history(context.run)
+        if not may_leave(history.spec, context.request):
+            return DrainPlan(reason=f"the run needs its nodes: {', '.join(drained)}")
+        return plan_departure(
+            history.spec,
+            drained=drained,
+            training=training,
+            spares=spares,
+            restarts_max=context.request.supervision.restarts_in_place,
+            fits=Feasibility.of(history).allows,
+        )
+    except (HoldfastError, OSError) as error:
+        return DrainPlan(reason=f"drained nodes: {', '.join(drained)}; {error}")
 
 
 def _feasibility(run: RunPaths, record: RunRecord, spec: RunSpec) -> Feasibility:

@@ -293,6 +293,17 @@ class NodeGroup:
         self.forget_reports()
         return joined
 
+    def release(self, hosts: Collection[str]) -> None:
+        """End the agents of nodes that take no further part. Those that train must have stopped."""
+        for node in (*self._present(), *self.spares):
+            if node.name in hosts:
+                with contextlib.suppress(ConnectionError):
+                    await_result(node.finish(), self._give_up_at())
+        idle = [spare.name for spare in self.spares if spare.name in hosts]
+        self.spares = [spare for spare in self.spares if spare.name not in hosts]
+        self.dropped += idle
+        self.lost += [node.name for node in self._present() if node.name in hosts]
+
     def gather(self, host: ChannelHost) -> None:
         """Wait for the other nodes, unless a stop is requested meanwhile.
 

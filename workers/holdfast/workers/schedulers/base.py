@@ -208,6 +208,14 @@ class Executor(ABC):
             raise SchedulerUnavailableError(found.problem)
         return None if found is None else found.free_gpus(exclude)
 
+    def drained(self, request: Request, submission: Submission) -> dict[str, str]:
+        """Return the job's nodes that their operator drains, with the reasons.
+
+        The scheduler's answer may be a minute old. Raises `SchedulerError` without an answer.
+        """
+        del request, submission
+        return {}
+
     def held_after_end(self, request: Request, submission: Submission) -> dict[str, int]:
         """Return the GPUs by host that an ended job still holds while Slurm cleans up its nodes."""
         del request, submission

@@ -38,7 +38,13 @@ from holdfast.workers.schedulers.base import (
     JobStart,
     JobStatus,
 )
-from holdfast.workers.schedulers.slurm_capacity import Room, gpus_under_qos, room_of, wanted_of
+from holdfast.workers.schedulers.slurm_capacity import (
+    Room,
+    drained_hosts,
+    gpus_under_qos,
+    room_of,
+    wanted_of,
+)
 from holdfast.workers.schedulers.slurm_client import JobLine, bare_state, translate
 
 SBATCH_TIMEOUT_S: Final = 60
@@ -369,6 +375,14 @@ class SlurmExecutor(Executor):
         limits, in_use = slurm_client.qos_limits(qos, ask), slurm_client.jobs_in_qos(qos, ask)
         user = account_name(os.getuid())
         return gpus_under_qos(limits, in_use, user, sum(held.values()))
+
+    def drained(self, request: Request, submission: Submission) -> dict[str, str]:
+        _require_cluster(request)
+        line = slurm_answers.listed_jobs().get(submission.job_id)
+        if line is None or line.name != request.job_name:
+            return {}
+        shared = partial(slurm_answers.shared_call, age_s=slurm_answers.CAPACITY_AGE_S)
+        return drained_hosts(slurm_client.show_nodes(shared), slurm_client.expand_hosts(line.nodes))
 
     def held_after_end(self, request: Request, submission: Submission) -> dict[str, int]:
         try:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from holdfast.contracts.plain_text import plain_line
 from holdfast.contracts.spec.node_share import gpu_kind, gpus_of
 from holdfast.contracts.spec.resources import Resources
 from holdfast.workers.schedulers.slurm_client import (
@@ -180,6 +181,27 @@ def _states_of(node: Mapping[str, str]) -> set[str]:
     shown = node.get("State", "").upper()
     states = {state.strip(_STATE_MARKS) for state in shown.split("+")}
     return states | ({"NOT_RESPONDING"} if _SILENT_MARK in shown else set())
+
+
+# States of a node that runs its jobs and starts no others.
+_DRAINED: Final = frozenset({"DRAIN", "DRAINED", "DRAINING"})
+_GONE: Final = frozenset({"DOWN", "FAIL", "FAILING", "NO_RESPOND", "NOT_RESPONDING"})
+_SET_BY: Final = re.compile(r"\s*\[[^\[\]]*@[^\[\]]*\]$")
+REASON_MAX: Final = 300
+
+
+def drained_hosts(nodes: Sequence[Mapping[str, str]], hosts: Collection[str]) -> dict[str, str]:
+    """Return those of `hosts` that are drained, with the reason that their operator gave.
+
+    A node that is down is none of them, because its agents no longer answer.
+    """
+    found = {}
+    for node in nodes:
+        states, name = _states_of(node), node.get("NodeName", "")
+        if name in hosts and states & _DRAINED and not states & _GONE:
+            reason = _SET_BY.sub("", node.get("Reason", ""))
+            found[name] = plain_line(reason)[:REASON_MAX]
+    return found
 
 
 def _partitions_of(node: Mapping[str, str]) -> set[str]:

@@ -15,20 +15,17 @@ import deepspeed
 import torch
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.constants import BUFFER_NAMES, OPTIMIZER_STATE_DICT, PARAM_GROUPS
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader, RepeatingLoader
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from packaging.version import Version
 from torch.utils.data import DistributedSampler, RandomSampler
 
 from holdfast.contracts.disk.reading import is_mine
 from holdfast.contracts.errors import CheckpointError, SpecError
 from holdfast.trainer.data.sampler import ElasticDistributedSampler
-from holdfast.trainer.frameworks.deepspeed.engine import (
-    WEIGHTS_STAGE,
-    WHOLE_STAGE,
-    check_engine,
-    why_fixed,
-)
 from holdfast.trainer.ranks.collective import ControlGroup
 from holdfast.trainer.session.file_session import FileSession
 from holdfast.trainer.staging.file_writers import Writer, bytes_writer, torch_writer
@@ -47,6 +44,11 @@ from holdfast.trainer.state.file_state import SavedFiles
 # first, and mixes up their step counters. All of this is restored here.
 
 MODULE: Final = "module"
+# Without ZeRO, every rank has the complete state.
+WHOLE_STAGE: Final = 0
+WEIGHTS_STAGE: Final = 3
+# The tensors per parameter that `deepspeed.checkpoint.ds_to_universal` converts.
+CONVERTED: Final = {"exp_avg", "exp_avg_sq"}
 
 
 def load_converted(engine: Any, saved: SavedFiles, ranks: ControlGroup) -> tuple[Any, Any]:
@@ -393,3 +395,58 @@ class DeepSpeedSession(FileSession):
 
     def _ends_step(self, _number: int, _parts: int) -> bool:
         return bool(self._engine.global_steps > self.step)
+
+
+# What an adapter must know of an engine: whether it is supported, and what limits it.
+
+
+def check_engine(engine: Any) -> None:
+    """Raise `SpecError` with every reason why Holdfast cannot save and resume `engine`."""
+    if not isinstance(engine, DeepSpeedEngine):
+        raise SpecError(
+            f"a {type(engine).__name__}: expected the engine, the first value that "
+            "deepspeed.initialize returns"
+        )
+    if problems := _problems(engine):
+        raise SpecError(f"this DeepSpeed engine is not supported: {'; '.join(problems)}", problems)
+
+
+def _problems(engine: Any) -> list[str]:
+    writer = engine.checkpoint_engine
+    checks = {
+        "its module is an engine too; call deepspeed.initialize once": isinstance(
+            engine.module, DeepSpeedEngine
+        ),
+        "pipeline parallelism": isinstance(engine, PipelineEngine),
+        "no optimizer; pass one, or its configuration, to deepspeed.initialize": (
+            engine.optimizer is None
+        ),
+        "mixture-of-experts layers": bool(engine.has_moe_layers),
+        "tensor parallelism": engine.mp_world_size > 1,
+        "sequence parallelism": engine.sequence_parallel_size > 1,
+        "optimizer state on NVMe": bool(engine.zero_nvme_offload_optimizer()),
+        "zero_optimization.elastic_checkpoint": bool(engine.zero_elastic_checkpoint()),
+        "checkpoint.use_node_local_storage": bool(engine.use_node_local_storage()),
+        f"the checkpoint writer {type(writer).__name__}; remove checkpoint.writer and "
+        "datastates_ckpt from its configuration, because Holdfast writes in the background": (
+            type(writer) is not TorchCheckpointEngine
+        ),
+    }
+    return [problem for problem, is_found in checks.items() if is_found]
+
+
+def why_fixed(engine: Any) -> str:
+    """Return why other ranks cannot load the engine's state, "" if they can."""
+    if engine.zero_optimization_stage() == WHOLE_STAGE:
+        return ""
+    inner = engine.optimizer.optimizer
+    kept = {key for state in inner.state.values() for key in state} - {"step"}
+    if kept and kept != CONVERTED:
+        return (
+            f"DeepSpeed converts only {', '.join(sorted(CONVERTED))} of an optimizer, and "
+            f"{type(inner).__name__} has {', '.join(sorted(kept))}"
+        )
+    is_frozen = any(not parameter.requires_grad for parameter in engine.module.parameters())
+    if is_frozen and engine.zero_optimization_stage() == WEIGHTS_STAGE:
+        return "DeepSpeed does not convert the frozen parameters of ZeRO stage 3"
+    return ""

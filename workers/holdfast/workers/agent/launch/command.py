@@ -151,11 +151,12 @@ def _written(request: Request) -> dict[str, str]:
     """Return the variables of the written keys that the program can give too, and the sources."""
     sources = request.sources_of_checkpoint
     values = dict(keys_of(request.checkpoint, written=False, where="checkpoint."))
-    directory = request.checkpoint.staging_directory
+    directory, neighbour = request.checkpoint.staging_directory, request.checkpoint.neighbour
     return {
         environment.SOURCES: json.dumps(sources),
         **{name: str(values[key]) for key, name in OF_PROGRAM.items() if key in sources},
         **({environment.STAGING_DIRECTORY: directory} if directory else {}),
+        **({environment.CHECKPOINT_NEIGHBOUR: str(neighbour)} if neighbour else {}),
     }
 
 

@@ -99,17 +99,18 @@ class StopAgreement:
         reports = group.reports.values()
         self._serial = self.early_save.pursue(group.nodes, reports, self._serial)
 
-    def pursue_stop(self, kill_at: float) -> None:
+    def pursue_stop(self, kill_at: float, *, counts: bool = True) -> None:
         """Bring all ranks to one step. Failed tries are repeated, up to a maximum.
 
         Nodes must answer in a part of what is left until `kill_at` (Unix seconds) for all tries.
+        A try that does not count leaves as many for a stop request.
         """
         if self.is_reached or self._tries >= AGREE_TRIES_MAX or time.monotonic() < self._again_at:
             return
         group = self._group
         if self.early_save.is_under_way(group.reports.values()) or group.is_silent:
             return
-        self._tries += 1
+        self._tries += counts
         wait_s = max(ANSWER_S_MIN, min(AGREE_WAIT_S, (kill_at - clocks.now()) / 4))
         try:
             self._agree(wait_s)

@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
@@ -56,6 +56,11 @@ class StopListener:
         if self._failure is not None:
             raise self._failure
         return self._stop_request
+
+    @property
+    def drained(self) -> Mapping[str, str]:
+        """The job's nodes that are drained, with the reasons of their operator."""
+        return self._stops.drained
 
     @property
     def late_deadline(self) -> float:

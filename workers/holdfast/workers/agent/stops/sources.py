@@ -16,7 +16,7 @@ from holdfast.contracts.disk.journal import Event, EventKind, read_journal
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.errors import HoldfastError, SchedulerError
 from holdfast.contracts.node import clocks
-from holdfast.contracts.records.attempt import StopFile, read_document
+from holdfast.contracts.records.attempt import DrainedNodes, StopFile, read_document
 from holdfast.contracts.spec.sections import Supervision
 from holdfast.contracts.states import Cause
 from holdfast.workers.agent.context import AgentContext
@@ -163,6 +163,8 @@ class StopWatch:
         self._file: StopFile | None = None
         self._changes: tuple[int, ...] = ()
         self._looks = 0
+        # The job's nodes that are drained, with the reasons.
+        self.drained: Mapping[str, str] = {}
         # By how much Slurm's clock is ahead of this node's. Slurm's times are by its own clock.
         self._lead_of_slurm_s = 0.0
         self._forecast: FlushForecast | None = None
@@ -206,6 +208,7 @@ class StopWatch:
         self._file_at = now
         if self._file_poll_s == SHARED_FILE_POLL_S and not self._may_have_file():
             return None
+        self._look_for_drains()
         path = self._context.attempt.stop
         try:
             asked = read_document(StopFile, path) if is_there(path) else None
@@ -227,6 +230,14 @@ class StopWatch:
             deadline=deadline,
             detail=f"{asked.action} by {asked.by}" + (f": {asked.detail}" if asked.detail else ""),
         )
+
+    def _look_for_drains(self) -> None:
+        """Read which nodes are drained. A file that cannot be read changes nothing."""
+        path = self._context.attempt.drained
+        if self._context.nodes_of_job > 1 and is_there(path):
+            with contextlib.suppress(HoldfastError):
+                found = read_document(DrainedNodes, path)
+                self.drained = {} if found is None else found.hosts
 
     def _may_have_file(self) -> bool:
         """Return False if the attempt's folder has not changed since the last two looks.

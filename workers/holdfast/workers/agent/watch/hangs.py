@@ -228,6 +228,9 @@ class HangWatch:
 
         It counts without the proof that ends ranks, for a launch that ends otherwise.
         """
+        if any(node.name not in reports for node in nodes):
+            # The launch ends before each node has reported, so its ranks have just started.
+            return 0.0
         awake_s = time.monotonic() - self._awake_since
         statuses = self._statuses(nodes, reports, awake_s) if nodes else []
         silent = silence.suspects(statuses, self._silence_limits)

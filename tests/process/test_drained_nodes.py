@@ -1,0 +1,147 @@
+"""An operator drains nodes of an attempt, which leaves them at a step boundary."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.process.local_runs import wait_until
+from tests.process.test_lost_nodes import (
+    SETTINGS,
+    STEPS,
+    assert_equal_bits,
+    events,
+    launches,
+    uninterrupted,
+)
+from tests.support.played_nodes import PlayedJob
+
+from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.records.attempt import Submission, write_document
+from holdfast.contracts.states import AttemptState
+from holdfast.workers.runs import drained_nodes
+from holdfast.workers.schedulers import slurm_client
+
+pytestmark = [pytest.mark.more, pytest.mark.timeout(300)]
+
+REASON = "bad DIMM"
+
+
+class PlayedController:
+    """Answers of Slurm about the job and its nodes, for this process."""
+
+    def __init__(self, folder: Path, job: PlayedJob, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._job, self._folder = job, folder
+        self._folder.mkdir()
+        name = job.run.history().attempts[0].request
+        assert name is not None
+        hosts = [f"n{node}" for node in range(len(job.agents))]
+        row = f"77|RUNNING|None|{','.join(hosts)}|2026-01-01T00:00:00|N/A|n0|{name.job_name}"
+        self._play("squeue", row)
+        self._hosts = hosts
+        self._show()
+        monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+        monkeypatch.setattr(slurm_client, "CAPACITY_AGE_S", 0.0)
+        write_document(
+            job.attempt.submission,
+            Submission(job_id="77", executor="slurm", submitted_at=time.time()),
+        )
+
+    def drain(self, *drained: str) -> None:
+        """Drain these hosts, and do the supervisor's turns until it has seen that."""
+        self._show(drained)
+        wait_until(self._is_told, "the drain", 30)
+
+    def _is_told(self) -> bool:
+        self.tend()
+        return self._job.attempt.drained.exists()
+
+    def _show(self, drained: Sequence[str] = ()) -> None:
+        self._play(
+            "scontrol",
+            "\n".join(
+                f"NodeName={host} State=MIXED+DRAIN Reason={REASON} [root@2026-11-28T01:00:00]"
+                if host in drained
+                else f"NodeName={host} State=MIXED"
+                for host in self._hosts
+            ),
+        )
+
+    def tend(self) -> None:
+        """Do what the supervisor does in each turn."""
+        drained_nodes.tend(self._job.run.history())
+
+    def _play(self, command: str, answer: str) -> None:
+        path = self._folder / command
+        path.write_text(f"#!/bin/sh\ncat <<'END'\n{answer}\nEND\n")
+        path.chmod(0o755)
+
+
+def notes(job: PlayedJob) -> list[str]:
+    texts = [str(event.data["text"]) for event in events(job, EventKind.NOTE)]
+    return [text for text in texts if "after a drain" in text]
+
+
+def assert_left_at_a_boundary(job: PlayedJob, **expected: Any) -> None:
+    """The second launch began after the last step of the first one, without the drained node."""
+    outcome = job.run.outcome(job.attempt)
+    assert (outcome.state, outcome.last_step) == (AttemptState.COMPLETED, STEPS)
+    first, second = outcome.launches
+    assert (first.ending, second.ending) == ("drained", "completed")
+    assert second.first_step == (first.last_step or 0) + 1, "steps were lost"
+    started = launches(job)[1]
+    assert {key: started[key] for key in expected} == expected
+    assert (started["lost"], started["reason"]) == ([], f"n1 ({REASON})")
+    assert events(job, EventKind.NODE_LOST) == []
+
+
+def test_a_spare_node_takes_the_place_of_a_drained_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with PlayedJob(tmp_path, nodes=2, spares=1, **SETTINGS) as job:
+        slurm = PlayedController(tmp_path / "slurm", job, monkeypatch)
+        job.run.wait_for_step(job.attempt, 30)
+        slurm.tend()
+        assert not job.attempt.drained.exists()
+        slurm.drain("n1")
+        assert job.wait(1) == 0, "its agent ends before the attempt"
+        assert not job.attempt.outcome.exists()
+        assert (job.wait(0), job.wait(2)) == (0, 0)
+    assert_left_at_a_boundary(job, way="spare", drained=["n1"], joined=["n2"], world_size=2)
+    assert len(notes(job)) == 1
+    assert_equal_bits(job.run, uninterrupted(tmp_path, 2), STEPS)
+
+
+def test_an_elastic_run_leaves_a_drained_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elastic = {"choices": [1, 2]}
+    with PlayedJob(tmp_path, nodes=2, elastic=elastic, **SETTINGS) as job:
+        slurm = PlayedController(tmp_path / "slurm", job, monkeypatch)
+        job.run.wait_for_step(job.attempt, 30)
+        slurm.drain("n1")
+        assert [job.wait(node) for node in (1, 0)] == [0, 0]
+    assert_left_at_a_boundary(job, way="shrink", drained=["n1"], joined=[], nodes=1)
+
+
+def test_a_drain_that_cannot_be_followed_is_noted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with PlayedJob(tmp_path, nodes=2, spares=1, **SETTINGS) as job:
+        slurm = PlayedController(tmp_path / "slurm", job, monkeypatch)
+        job.run.wait_for_step(job.attempt, 10)
+        # The node that leads, and the spare node, whose agent ends.
+        slurm.drain("n0", "n2")
+        assert job.wait(2) == 0
+        wait_until(lambda: notes(job), "the note", 30)
+        slurm.tend()
+        assert (job.wait(0), job.wait(1)) == (0, 0)
+    outcome = job.run.outcome(job.attempt)
+    assert [one.ending for one in outcome.launches] == ["completed"]
+    assert notes(job) == [
+        f"release after a drain: drained nodes: n0 ({REASON}); n0 leads the attempt"
+    ]
