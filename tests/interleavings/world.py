@@ -19,6 +19,7 @@ from unittest import mock
 from tests.interleavings.agents import Agent
 from tests.interleavings.cluster import Cluster, Job, Node
 from tests.interleavings.hooks import Hooks, installed
+from tests.interleavings.several_nodes import JobOfNodes
 from tests.interleavings.stage import Actor, Stage, current
 
 from holdfast.cli import operate
@@ -56,9 +57,14 @@ FLAVOURS: Final[dict[str, dict[str, Any]]] = {
     "standby": {"resources": {"standby": "successor"}, "elastic": {}},
     # Slurm restarts the job after a node failure. No other size may be used.
     "expedite": {"resources": {"standby": "expedite"}, "elastic": {}},
+    # Jobs of several nodes, each with its agent, see `several_nodes.py`.
+    "spares": {"resources": {"nodes": 2, "spare_nodes": 2}, "elastic": {}},
+    "shrinks": {"resources": {"nodes": 4}},
     # It uses every node of its partition, and no other size.
     "whole": {"resources": {"nodes": 4}, "elastic": {}},
 }
+# The flavours whose jobs have an agent on each node.
+OF_NODES: Final = frozenset({"spares", "shrinks"})
 
 
 def spec_of(flavour: str, folder: Path) -> dict[str, Any]:
@@ -154,7 +160,7 @@ class World:
         self.paths = RunPaths(self.root / NAME)
         self.stage = Stage(start)
         self.cluster = Cluster(self.stage, self._start_agent, self._signal_agent)
-        self.agents: dict[str, tuple[Agent, Actor]] = {}
+        self.agents: dict[str, tuple[Agent | JobOfNodes, Actor]] = {}
         self.supervisors: list[Actor] = []
         self.hooks = Hooks(self.root, self.cluster.run, self.start_supervisor)
         self.hooks.stage = self.stage
@@ -179,7 +185,10 @@ class World:
             self.cluster.schedule()
 
     def _start_agent(self, job: Job) -> None:
-        self.add_agent(job)
+        if self.flavour in OF_NODES:
+            self.agents[job.id] = JobOfNodes.start(self, job)
+        else:
+            self.add_agent(job)
 
     def add_agent(self, job: Job, step: int | None = None) -> Agent:
         """Start the agent of a job, or the one that trained when the situation was recorded."""
@@ -196,7 +205,9 @@ class World:
         if job.id not in self.agents:
             return
         agent, actor = self.agents[job.id]
-        if name == "SIGKILL":
+        if isinstance(agent, JobOfNodes):
+            agent.signal(name)
+        elif name == "SIGKILL":
             actor.is_killed, agent.trains = True, False
         elif agent.is_waiting:
             # It handles no signal yet.
@@ -339,7 +350,7 @@ class World:
         return job.id in {one.job_id for one in self.history().attempts}
 
     @property
-    def trainers(self) -> list[Agent]:
+    def trainers(self) -> list[Agent | JobOfNodes]:
         return [agent for agent, _ in self.agents.values() if agent.trains]
 
     def watch(self) -> None:
@@ -347,6 +358,9 @@ class World:
         trainers = [agent.job.id for agent in self.trainers]
         if len(trainers) > 1:
             self._break(f"two live jobs: {', '.join(trainers)} train at once")
+        for agent in self.trainers:
+            if isinstance(agent, JobOfNodes) and len(agent.whole) > 1:
+                self._break(f"two launches of job {agent.job.id} train at once: {agent.whole}")
 
     def _break(self, text: str) -> None:
         if text not in self.broken:

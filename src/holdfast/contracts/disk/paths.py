@@ -240,6 +240,10 @@ class AttemptPaths:
         """Return the file of a term. Its exclusive creation makes a node the attempt's lead."""
         return self.terms / f"{number:04d}.json"
 
+    def term_end(self, number: int) -> Path:
+        """Return the file that says that no node continues after the lead of a term is lost."""
+        return self.terms / f"{number:04d}-ends.json"
+
     def channel_of(self, number: int) -> Path:
         """Return the file by which nodes find the lead of a term."""
         return self.channel if number == 1 else self.directory / f"channel-{number:04d}.json"

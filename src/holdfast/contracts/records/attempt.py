@@ -4,7 +4,8 @@
 - `submitting.json` is written before each submission.
 - `submission.json` is written once the scheduler has accepted the job.
 - `claim.json` is created by the agent of node 0 before it trains.
-- `terms/NNNN.json` says which node leads after the loss of others.
+- `terms/NNNN.json` says which node leads after the loss of others, and `terms/NNNN-ends.json` that
+  none can.
 - `stop.json` is a request to end the attempt.
 - `drained.json` says which of the job's nodes are drained, and why.
 - `missing.json` is written while the job or its outcome cannot be found.
@@ -285,7 +286,8 @@ class Claim(Document):
 class Term(Document):
     """`terms/NNNN.json`, created exclusively: this node leads the attempt from now on.
 
-    Node 0 leads first, without such a file. After a term with `is_end`, no node may lead.
+    Node 0 leads first, without such a file. After a term with `is_end`, no node may lead. With
+    `is_end`, `terms/NNNN-ends.json` has the node that found that none can continue after term NNNN.
     """
 
     number: Number
@@ -461,13 +463,23 @@ def read_claim(paths: AttemptPaths) -> Claim | None:
 
 def newest_term(attempt: AttemptPaths) -> Term | None:
     """Return the newest term after the first; None if node 0 has led from the beginning."""
+    return read_terms(attempt)[0]
+
+
+def read_terms(attempt: AttemptPaths) -> tuple[Term | None, frozenset[int]]:
+    """Return the newest term, see `newest_term`, and the terms after which no node continues.
+
+    Costs a listing and one read, however many nodes and launches there are.
+    """
     try:
-        names = (name.removesuffix(".json") for name in os.listdir(attempt.terms))
+        names = [name.removesuffix(".json") for name in os.listdir(attempt.terms)]
     except FileNotFoundError:
-        return None
+        return None, frozenset()
     # A term that is being written has another name until it is complete.
     number = max((int(name) for name in names if name.isdecimal()), default=0)
-    return read_document(Term, attempt.term(number)) if number else None
+    parts = [name.removesuffix("-ends") for name in names if name.endswith("-ends")]
+    ends = frozenset(int(part) for part in parts if part.isdecimal())
+    return read_document(Term, attempt.term(number)) if number else None, ends
 
 
 def close_claim(paths: AttemptPaths) -> bool:

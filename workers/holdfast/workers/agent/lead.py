@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -16,11 +16,16 @@ from holdfast.contracts.node.rank_status import NOWHERE
 from holdfast.contracts.records.attempt import LaunchRecord, Outcome
 from holdfast.contracts.records.history import goes_on_after_numerics, stopped_for_numerics
 from holdfast.contracts.states import Cause
-from holdfast.workers.agent.context import LAUNCHES_MAX, AgentContext, take_number
+from holdfast.workers.agent.context import LAUNCHES_MAX, AgentContext, NodePlace, take_number
 from holdfast.workers.agent.departure import Departure
 from holdfast.workers.agent.health.watch import HealthWatch
 from holdfast.workers.agent.launch.warm_standby import StandbyPlan
-from holdfast.workers.agent.losses import launches_before, lost_numbers, plan_without
+from holdfast.workers.agent.losses import (
+    events_of_leads,
+    launches_before,
+    lost_numbers,
+    plan_without,
+)
 from holdfast.workers.agent.neighbours import Neighbours
 from holdfast.workers.agent.node import CrashReport, LedNode, NodeReport
 from holdfast.workers.agent.node_group import NodeGroup
@@ -208,7 +213,8 @@ class Lead:
         assert self._host is not None
         attempt = self.context.attempt
         number, report = runtime.heartbeat.launch, runtime.report()
-        self.launches, started_at = launches_before(attempt, number)
+        events = events_of_leads(attempt)
+        self.launches, started_at = launches_before(events, number)
         ended = Ended(
             ending="crashed", exit_code=None, reports=(report,), crash_report=CrashReport()
         )
@@ -222,7 +228,7 @@ class Lead:
             last_step=ended.completed if ended.gained else None,
         )
         self.launches.append(ended.record(number, started_at))
-        left = set(range(self.context.nodes_of_job)) - lost_numbers(attempt)
+        left = set(range(self.context.nodes_of_job)) - lost_numbers(events)
         self.group.gather_left(self._host, left - {self.context.node}, number, JOIN_WAIT_S)
         self.group.lost.insert(0, before.host)
         self.group.term = before.term
@@ -284,7 +290,10 @@ class Lead:
             world_size=self.world_size,
             **self._change,
         )
-        self.group.ask_all(partial(self._start, number=number, address=address, port=port))
+        places = self.group.places()
+        self.group.ask_all(
+            partial(self._start, number=number, address=address, port=port, places=places)
+        )
         self._change = {}
         self._neighbours.begin(number)
         self.group.forget_reports()
@@ -317,10 +326,18 @@ class Lead:
             return False
         return self.context.nodes_of_job > 1 and bool(self.launches)
 
-    def _start(self, node: LedNode, *, number: int, address: str, port: int) -> object:
+    def _start(
+        self,
+        node: LedNode,
+        *,
+        number: int,
+        address: str,
+        port: int,
+        places: Mapping[str, NodePlace],
+    ) -> object:
         more: dict[str, Any] = {}
-        if (place := self.group.place_of(node)) is not None:
-            more["place"] = place
+        if places:
+            more["place"] = places[node.name]
         if self._is_alone:
             more["is_alone"] = True
         return node.start(number, address, port, **more)

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 from holdfast.contracts.disk.journal import Event, EventKind, read_journal
-from holdfast.contracts.disk.paths import AttemptPaths
-from holdfast.contracts.errors import HoldfastError
-from holdfast.contracts.records.attempt import LaunchRecord
-from holdfast.contracts.records.history import load_history
+from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
+from holdfast.contracts.errors import HoldfastError, reading_run
+from holdfast.contracts.records.attempt import (
+    LaunchRecord,
+    RunRecord,
+    Term,
+    newest_term,
+    read_document,
+)
+from holdfast.contracts.records.history import RunHistory, load_history, load_identity, read_events
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.decisions.drained_nodes import DrainPlan, may_leave, plan_departure
 from holdfast.workers.decisions.lost_nodes import NodePlan, plan_nodes
 from holdfast.workers.runs.feasibility import Feasibility
+
+_OF_OTHER_NODES: Final = re.compile(r"(?:node-(?!0000\.)|mirror-)\d+\.jsonl")
 
 
 def plan_without(
@@ -20,18 +32,23 @@ def plan_without(
 ) -> NodePlan:
     """Return how the attempt continues, which trained on `nodes` nodes, without the lost ones.
 
-    The sizes are those that a relaunch may have: by the spec, and by the newest checkpoint.
+    The sizes are those that a relaunch may have: by the spec, and by the newest checkpoint. What
+    the run's journals say of checkpoints is read only for a smaller size.
     """
     try:
-        history = load_history(context.run)
-        fits = Feasibility.of(history).allows
+        record, spec = load_identity(context.run)
+
+        @functools.cache
+        def feasibility() -> Feasibility:
+            return _feasibility(context.run, record, spec)
+
         return plan_nodes(
-            history.spec,
+            spec,
             nodes=nodes,
             lost=lost,
             spares=spares,
             restarts_max=context.request.supervision.restarts_in_place,
-            fits=fits,
+            fits=lambda gpus: feasibility().allows(gpus),
         )
     except (HoldfastError, OSError) as error:
         # The supervisor reports why the run's records cannot be read.
@@ -62,11 +79,41 @@ def plan_without_drained(
         return DrainPlan(reason=f"drained nodes: {', '.join(drained)}; {error}")
 
 
-def launches_before(attempt: AttemptPaths, launch: int) -> tuple[list[LaunchRecord], float]:
-    """Return the records of the launches before `launch`, and when that one started."""
+def _feasibility(run: RunPaths, record: RunRecord, spec: RunSpec) -> Feasibility:
+    """Return the sizes that the newest checkpoint allows, without the journals of single nodes.
+
+    Only those of the run, of rank 0 and of node 0 say which checkpoints count.
+    """
+    with reading_run(run.directory):
+        journals = [one for one in run.list_journals() if not _OF_OTHER_NODES.fullmatch(one.name)]
+        events = read_events(journals)
+        history = RunHistory(paths=run, record=record, spec=spec, attempts=(), events=events)
+        return Feasibility.of(history)
+
+
+def events_of_leads(attempt: AttemptPaths) -> list[Event]:
+    """Return the events in the journals of all nodes that have led, in the order of their times.
+
+    Only leads record launches and lost nodes that others must know of.
+    """
+    newest = newest_term(attempt)
+    terms = [
+        read_document(Term, attempt.term(number))
+        for number in range(2, newest.number + 1 if newest is not None else 0)
+    ]
+    leads = {0, *(term.node for term in terms if term is not None)}
+    found = [event for node in leads for event in read_journal(attempt.node_journal(node))[0]]
+    return sorted(found, key=lambda event: event.time)
+
+
+def launches_before(events: Iterable[Event], launch: int) -> tuple[list[LaunchRecord], float]:
+    """Return the records of the launches before `launch`, and when that one started.
+
+    `events` are those of the leads.
+    """
     begun: dict[int, Event] = {}
     found: list[LaunchRecord] = []
-    for event in _events(attempt):
+    for event in events:
         number = int(event.data.get("launch") or 0)
         if event.kind is EventKind.LAUNCH_STARTED:
             begun[number] = event
@@ -76,9 +123,9 @@ def launches_before(attempt: AttemptPaths, launch: int) -> tuple[list[LaunchReco
     return sorted(found, key=lambda one: one.number), started_at
 
 
-def lost_numbers(attempt: AttemptPaths) -> set[int]:
-    """Return the numbers of the nodes that leads have reported lost."""
-    lost = [event for event in _events(attempt) if event.kind is EventKind.NODE_LOST]
+def lost_numbers(events: Iterable[Event]) -> set[int]:
+    """Return the numbers of the nodes that leads have reported lost. `events` are theirs."""
+    lost = [event for event in events if event.kind is EventKind.NODE_LOST]
     return {int(event.data.get("node") or 0) for event in lost}
 
 
@@ -92,10 +139,3 @@ def _record(event: Event, started_at: float) -> LaunchRecord:
         last_step=data.get("last_step"),
         ending=str(data.get("ending", "")),
     )
-
-
-def _events(attempt: AttemptPaths) -> list[Event]:
-    """Return the events in the journals of all nodes, in the order of their times."""
-    paths = sorted(attempt.journal.glob("node-*.jsonl"))
-    found = [event for path in paths for event in read_journal(path)[0]]
-    return sorted(found, key=lambda event: event.time)

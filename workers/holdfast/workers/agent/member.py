@@ -16,7 +16,13 @@ from holdfast.contracts.errors import AgreementError
 from holdfast.contracts.node.agreement import answer_from_status_table
 from holdfast.contracts.node.channel import ChannelMember, DismissedError
 from holdfast.contracts.node.clocks import Timeout
-from holdfast.contracts.records.attempt import Term, newest_term, read_claim
+from holdfast.contracts.records.attempt import (
+    Term,
+    newest_term,
+    read_claim,
+    read_document,
+    read_terms,
+)
 from holdfast.workers.agent.claim import wait_for_claim
 from holdfast.workers.agent.context import AgentContext, NodePlace
 from holdfast.workers.agent.leading import end_job, take_over
@@ -258,9 +264,7 @@ def _without_lead(
     runtime.drain(ORPHAN_DRAIN_S, lost=(0,), mirror=True)
     if context.attempt.outcome.exists():
         return None, host
-    found = None
-    if _may_continue(context, runtime, host):
-        found = next_lead(context, runtime, lead)
+    found = next_lead(context, runtime, lead, lambda: _may_continue(context, runtime, host))
     if found is None or found.node == context.node:
         with JournalWriter(context.attempt.node_journal(context.node)) as journal:
             journal.append(
@@ -270,11 +274,19 @@ def _without_lead(
                 host=host,
                 detail=str(error),
             )
-    newest = newest_term(context.attempt)
-    is_led = newest is not None and newest.number > runtime.place.term
-    if found is None and not context.attempt.outcome.exists() and not is_led:
+    if found is None and not context.attempt.outcome.exists() and _ends_job(context, runtime):
         end_job(context)
     return found, host
+
+
+def _ends_job(context: AgentContext, runtime: NodeRuntime) -> bool:
+    """Return False if another node leads the attempt, or has found that it ends and so ends it."""
+    newest, ends = read_terms(context.attempt)
+    number = runtime.place.term
+    if newest is not None and newest.number > number:
+        return False
+    found = read_document(Term, context.attempt.term_end(number)) if number in ends else None
+    return found is None or found.node == context.node
 
 
 def _may_continue(context: AgentContext, runtime: NodeRuntime, lost_host: str) -> bool:

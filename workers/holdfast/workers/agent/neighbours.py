@@ -45,10 +45,12 @@ class Neighbours:
         if len(names) < 2:
             self._note_once("there is no other node to copy snapshots to")
             return
-        holders = dict(zip(names, choose_neighbours(self._group.switches), strict=True))
+        places = {name: place for place, name in enumerate(names)}
+        holders = choose_neighbours(self._group.switches)
 
         def protect(node: LedNode) -> object:
-            return node.protect(launch, names.index(node.name), holders[node.name])
+            place = places[node.name]
+            return node.protect(launch, place, holders[place])
 
         self._group.ask_all(protect)
         self._nodes, self._state, self._began = len(names), CopyState(), time.monotonic()

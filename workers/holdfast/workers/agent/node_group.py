@@ -252,12 +252,15 @@ class NodeGroup:
         """The places of the lost nodes in the current launch."""
         return [place for place, one in enumerate(self._remotes, 1) if one.name in self.lost]
 
-    def place_of(self, node: LedNode) -> NodePlace | None:
-        """Return a node's place in the next launch; None while no place has changed."""
+    def places(self) -> dict[str, NodePlace]:
+        """Return the places of all nodes in the next launch, by name; {} while none has changed."""
         if not self._is_rearranged:
-            return None
+            return {}
         names = [self._here.name, *(remote.name for remote in self._remotes)]
-        return NodePlace(node=names.index(node.name), nodes=len(names), term=self.term)
+        return {
+            name: NodePlace(node=place, nodes=len(names), term=self.term)
+            for place, name in enumerate(names)
+        }
 
     def set_aside_spares(self) -> None:
         """Let the nodes beyond those of the spec wait, once all have joined and are healthy."""

@@ -4,25 +4,38 @@ Terms are numbered files, created exclusively. Node 0 has term 1, the claim. A l
 term before it continues without lost nodes, and before it writes the outcome. A node that took part
 in the newest term's launch may take the next one when that lead is lost. So of two nodes that each
 believe the other to be lost, only one continues, and the other neither trains nor ends the attempt.
+
+Only the node that would take the term reads whether the attempt can continue. If it cannot, that
+node leaves a file. The others read nothing but the terms.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Final
 
 from holdfast.contracts.disk.durable import make_directory
 from holdfast.contracts.errors import HoldfastError
-from holdfast.contracts.records.attempt import Term, create_document, newest_term
+from holdfast.contracts.records.attempt import (
+    Term,
+    create_document,
+    newest_term,
+    read_terms,
+)
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.runtime import NodeRuntime
 from holdfast.workers.nodes.heartbeats import heartbeat_stamp, interval_s
 
 FIRST: Final = 1
 POLL_S: Final = 0.2
+# With a thousand nodes, the run's storage lists the terms two thousand times a second.
+POLL_S_PER_NODE: Final = 0.0005
 # Lower places take the term earlier.
 TURN_S: Final = 2.0
-QUIET_BEATS: Final = 1.5
+# How late a heartbeat may be. With many nodes, they are seconds apart already.
+LATE_BEATS_MAX: Final = 0.5
+LATE_S_MAX: Final = 2.0
 QUIET_S_MIN: Final = 1.0
 # For how long a node that cannot lead waits for another one to do so.
 FOLLOW_WAIT_S: Final = 90.0
@@ -35,7 +48,12 @@ class SupersededError(HoldfastError):
 def take_term(context: AgentContext, number: int, *, is_end: bool = False) -> bool:
     """Create term `number` for this node. Return False if another node has it."""
     make_directory(context.attempt.terms)
-    term = Term(
+    term = _term(context, number, is_end=is_end)
+    return create_document(context.attempt.term(number), term)
+
+
+def _term(context: AgentContext, number: int, *, is_end: bool) -> Term:
+    return Term(
         number=number,
         node=context.node,
         host=context.host,
@@ -43,7 +61,12 @@ def take_term(context: AgentContext, number: int, *, is_end: bool = False) -> bo
         taken_at=time.time(),
         is_end=is_end,
     )
-    return create_document(context.attempt.term(number), term)
+
+
+def _announce_end(context: AgentContext, number: int) -> None:
+    """Tell the other nodes that the attempt cannot continue after term `number`."""
+    make_directory(context.attempt.terms)
+    create_document(context.attempt.term_end(number), _term(context, number, is_end=True))
 
 
 def renew(context: AgentContext, *, is_end: bool = False) -> int:
@@ -61,30 +84,56 @@ def renew(context: AgentContext, *, is_end: bool = False) -> int:
     return number
 
 
-def next_lead(context: AgentContext, runtime: NodeRuntime, lead: int) -> Term | None:
+def quiet_s(every_s: float) -> float:
+    """Return for how long a lead that writes heartbeats every `every_s` seconds has written none.
+
+    A lead that is alive after all cannot continue without the next term.
+    """
+    return max(QUIET_S_MIN, every_s + min(LATE_BEATS_MAX * every_s, LATE_S_MAX))
+
+
+def next_lead(
+    context: AgentContext,
+    runtime: NodeRuntime,
+    lead: int,
+    may_continue: Callable[[], bool] = lambda: True,
+) -> Term | None:
     """Return the term that follows the loss of node `lead`, which may be this node's own.
 
-    Lower places come first. Returns None if the lost node still leads without this one, or if no
-    node takes the term in time.
+    Lower places come first. `may_continue()` reads whether the attempt can continue. The first node
+    in turn calls it, and the others only when it has done nothing. Returns None if the attempt
+    cannot continue, if the lost node still leads without this one, or if no node takes the term in
+    time.
     """
     may_lead = runtime.is_training
-    every_s = interval_s(context.request.supervision.heartbeat_s, context.nodes_of_job)
+    nodes = context.nodes_of_job
+    every_s = interval_s(context.request.supervision.heartbeat_s, nodes)
     turn_s = TURN_S * max(0, runtime.place.node - 1)
     stamp, began = heartbeat_stamp(context.attempt), time.monotonic()
-    claim_at = began + max(QUIET_S_MIN, QUIET_BEATS * every_s) + turn_s
+    claim_at = began + quiet_s(every_s) + turn_s
+    # The first in turn reads while the heartbeats are watched.
+    asks_at, is_asked = claim_at if turn_s else began, False
     while time.monotonic() < began + FOLLOW_WAIT_S:
-        newest = newest_term(context.attempt)
+        newest, ends = read_terms(context.attempt)
         number = newest.number if newest is not None else FIRST
         if newest is not None and newest.is_end:
             return None
         if newest is not None and number > runtime.place.term and newest.node != lead:
             return newest
+        if number in ends:
+            return None
         # A later term of the lost lead left this node out.
         may_lead = may_lead and number == runtime.place.term
+        if not is_asked and number == runtime.place.term and time.monotonic() >= asks_at:
+            is_asked = True
+            if not may_continue():
+                _announce_end(context, number)
+                return None
+            continue
         if may_lead and time.monotonic() >= claim_at:
             if heartbeat_stamp(context.attempt) != stamp:
                 return None
             if take_term(context, number + 1):
                 return newest_term(context.attempt)
-        time.sleep(POLL_S)
+        time.sleep(max(POLL_S, POLL_S_PER_NODE * nodes))
     return None
