@@ -162,5 +162,5 @@ def test_the_alert_of_a_departure_has_the_reason() -> None:
     ]
     (alert,) = noticed(events)
     assert alert["text"] == (
-        "launch 1 stopped at step 7, drained: n1 (bad DIMM), and continued with n2, without n1"
+        "launch 1 left drained nodes at step 7: n1 (bad DIMM); it continued with n2"
     )

@@ -91,12 +91,12 @@ def _restart_text(event: Event, crashed: dict[Any, dict[str, Any]]) -> str:
     what = "was restarted in place"
     keys = ("lost", "joined", "drained")
     lost, joined, drained = (", ".join(map(str, facts.get(key) or ())) for key in keys)
-    if facts.get("way"):
-        on = f"with {joined}" if joined else f"on {facts.get('nodes')} nodes"
-        what = f"continued {on}, without {lost or drained}"
+    on = f"with {joined}" if joined else f"on {facts.get('nodes')} nodes"
     if drained:
-        why = facts.get("reason") or drained
-        return f"launch {before.get('launch')} stopped{at}, drained: {why}, and {what}"
+        which = facts.get("reason") or drained
+        return f"launch {before.get('launch')} left drained nodes{at}: {which}; it continued {on}"
+    if facts.get("way"):
+        what = f"continued {on}, without {lost}"
     return f"launch {before.get('launch')} crashed{at} and {what}"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from holdfast.contracts.disk.journal import Event, EventKind, read_journal
@@ -12,12 +12,11 @@ from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.errors import HoldfastError, reading_run
 from holdfast.contracts.records.attempt import (
     LaunchRecord,
-    RunRecord,
     Term,
     newest_term,
     read_document,
 )
-from holdfast.contracts.records.history import RunHistory, load_history, load_identity, read_events
+from holdfast.contracts.records.history import RunHistory, load_identity, read_events
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.decisions.drained_nodes import DrainPlan, may_leave, plan_departure
@@ -36,19 +35,14 @@ def plan_without(
     the run's journals say of checkpoints is read only for a smaller size.
     """
     try:
-        record, spec = load_identity(context.run)
-
-        @functools.cache
-        def feasibility() -> Feasibility:
-            return _feasibility(context.run, record, spec)
-
+        spec, fits = _sizes(context.run)
         return plan_nodes(
             spec,
             nodes=nodes,
             lost=lost,
             spares=spares,
             restarts_max=context.request.supervision.restarts_in_place,
-            fits=lambda gpus: feasibility().allows(gpus),
+            fits=fits,
         )
     except (HoldfastError, OSError) as error:
         # The supervisor reports why the run's records cannot be read.
@@ -64,31 +58,38 @@ def plan_without_drained(
 ) -> DrainPlan:
     """Return how the attempt leaves its drained hosts; the sizes are those of `plan_without`."""
     try:
-        history = load_history(context.run)
-        if not may_leave(history.spec, context.request):
+        spec, fits = _sizes(context.run)
+        if not may_leave(spec, context.request):
             return DrainPlan(reason=f"the run needs its nodes: {', '.join(drained)}")
         return plan_departure(
-            history.spec,
+            spec,
             drained=drained,
             training=training,
             spares=spares,
             restarts_max=context.request.supervision.restarts_in_place,
-            fits=Feasibility.of(history).allows,
+            fits=fits,
         )
     except (HoldfastError, OSError) as error:
         return DrainPlan(reason=f"drained nodes: {', '.join(drained)}; {error}")
 
 
-def _feasibility(run: RunPaths, record: RunRecord, spec: RunSpec) -> Feasibility:
-    """Return the sizes that the newest checkpoint allows, without the journals of single nodes.
+def _sizes(run: RunPaths) -> tuple[RunSpec, Callable[[int], bool]]:
+    """Return the spec, and whether the newest checkpoint allows a number of GPUs.
 
-    Only those of the run, of rank 0 and of node 0 say which checkpoints count.
+    The journals are read when a size is first asked for, without those of single nodes: only those
+    of the run, of rank 0 and of node 0 say which checkpoints count.
     """
-    with reading_run(run.directory):
-        journals = [one for one in run.list_journals() if not _OF_OTHER_NODES.fullmatch(one.name)]
-        events = read_events(journals)
-        history = RunHistory(paths=run, record=record, spec=spec, attempts=(), events=events)
-        return Feasibility.of(history)
+    record, spec = load_identity(run)
+
+    @functools.cache
+    def feasibility() -> Feasibility:
+        with reading_run(run.directory):
+            found = [one for one in run.list_journals() if not _OF_OTHER_NODES.fullmatch(one.name)]
+            events = read_events(found)
+            history = RunHistory(paths=run, record=record, spec=spec, attempts=(), events=events)
+            return Feasibility.of(history)
+
+    return spec, lambda gpus: feasibility().allows(gpus)
 
 
 def events_of_leads(attempt: AttemptPaths) -> list[Event]:
