@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -56,6 +57,17 @@ def test_a_late_copy_has_the_bytes_of_its_beginning() -> None:
     assert copy.is_done
     for view, source in zip(views, sources, strict=True):
         assert torch.equal(view, source)
+
+
+def test_the_thread_beside_training_yields_to_it() -> None:
+    sources = tensors(1)
+    before = threading.enumerate()
+    copier = Copier([torch.empty_like(sources[0])], threads=1)
+    assert copier.begin({0: sources[0]}).finish()
+    (beside,) = [one for one in threading.enumerate() if one not in before]
+    assert beside.native_id is not None
+    nice = os.getpriority(os.PRIO_PROCESS, beside.native_id)
+    assert nice == os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) + copying.YIELDS
 
 
 def test_the_one_who_waits_copies_too(monkeypatch: pytest.MonkeyPatch) -> None:

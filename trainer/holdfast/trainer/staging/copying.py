@@ -34,6 +34,9 @@ LATE_BYTES_MIN: Final = 64 * 1024
 LATE_SUM_MIN: Final = 1024 * 1024
 # The bytes of one `memmove` beside training. Each takes the interpreter lock once.
 LATE_MOVE_BYTES: Final = 8 * 1024 * 1024
+# The thread beside training has a nice value that is higher by this. So it gets a quarter of a core
+# that training wants too.
+YIELDS: Final = 5
 # At least one word of so many bytes is compared after a late copy. Each is a cache miss.
 SAMPLE_BYTES: Final = 1024 * 1024
 WORD_BYTES: Final = 8
@@ -227,7 +230,9 @@ class _Beside:
         # Training comes first, above all the rest of the boundary that wakes this thread.
         thread = threading.get_native_id()
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + 5)
+            os.setpriority(
+                os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + YIELDS
+            )
         while (work := self._work.get()) is not None:
             try:
                 _take_and_move(work.pieces, LATE_MOVE_BYTES, self._move_bytes)
