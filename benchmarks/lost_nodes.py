@@ -29,7 +29,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, cast
 
-from benchmarks.played_nodes import DRAIN_S, KILL_S, RANKS, START_S, HereNode
+from benchmarks.played_nodes import DRAIN_S, KILL_S, RANKS, START_S, HereNode, played_record
 
 from holdfast.contracts.disk import reading
 from holdfast.contracts.disk.durable import make_directory
@@ -39,7 +39,6 @@ from holdfast.contracts.node.channel import ChannelHost, ChannelMember
 from holdfast.contracts.records.attempt import (
     Claim,
     Request,
-    RunRecord,
     create_document,
     write_document,
 )
@@ -250,16 +249,7 @@ def make_context(folder: Path, nodes: int, spares: int, lines: int) -> AgentCont
         }
     )
     run = RunPaths(folder / "played")
-    record = RunRecord(
-        uid="0" * 32,
-        run="played",
-        name="played",
-        root=str(folder),
-        created_at=time.time(),
-        created_by="benchmark",
-        spec=spec.model_dump(mode="json"),
-        spec_digest=spec.digest,
-    )
+    record = played_record(folder, spec)
     for number in (1, 2):
         attempt = run.attempt(number)
         make_directory(attempt.directory)

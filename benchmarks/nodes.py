@@ -34,13 +34,14 @@ from benchmarks.played_nodes import (
     RANKS,
     START_S,
     HereNode,
+    played_record,
 )
 
 from holdfast.contracts.disk.durable import make_directory
 from holdfast.contracts.disk.journal import EventKind, JournalWriter, read_journal
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.node.channel import ChannelHost
-from holdfast.contracts.records.attempt import Request, RunRecord, write_document
+from holdfast.contracts.records.attempt import Request, write_document
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.workers.agent.context import AgentContext, load_context
 from holdfast.workers.agent.lead import Lead
@@ -162,16 +163,7 @@ def make_context(folder: Path, members: int) -> AgentContext:
         {"name": "played", "command": ["train.py"], "supervision": supervision}
     )
     run = RunPaths(folder / "played")
-    record = RunRecord(
-        uid="0" * 32,
-        run="played",
-        name="played",
-        root=str(folder),
-        created_at=time.time(),
-        created_by="benchmark",
-        spec=spec.model_dump(mode="json"),
-        spec_digest=spec.digest,
-    )
+    record = played_record(folder, spec)
     make_directory(run.attempt(1).directory)
     write_document(run.spec, record)
     request = build_request(record, spec, attempt=1, gpus=1, reason="first")

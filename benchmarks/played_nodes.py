@@ -19,6 +19,8 @@ from typing import Any, Final
 
 from holdfast.contracts.node.channel import ChannelMember
 from holdfast.contracts.node.rank_status import Proposal
+from holdfast.contracts.records.attempt import RunRecord
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.workers.agent.node import CrashReport, NodeReport
 from holdfast.workers.agent.watch.silence import RankStatus
 from holdfast.workers.decisions.causes import RankFailure
@@ -38,6 +40,20 @@ HEARTBEAT_S: Final = 2.0
 # An agent finds the end of its ranks within this time.
 NOTICED_S: Final = 0.25
 TIMES: Final = PhaseTimes(count=100, p50_s=STEP_S, p99_s=STEP_S * 1.1)
+
+
+def played_record(folder: Path, spec: RunSpec) -> RunRecord:
+    """Return the record of the run `played` in `folder`."""
+    return RunRecord(
+        uid="0" * 32,
+        run="played",
+        name="played",
+        root=str(folder),
+        created_at=time.time(),
+        created_by="benchmark",
+        spec=spec.model_dump(mode="json"),
+        spec_digest=spec.digest,
+    )
 
 
 @dataclass

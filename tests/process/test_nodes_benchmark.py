@@ -1,4 +1,4 @@
-"""The benchmark of node 0's lead runs to its end and prints every figure."""
+"""The benchmarks of node 0's lead and of lost nodes run to their end and print every figure."""
 
 from __future__ import annotations
 
@@ -41,3 +41,22 @@ def test_nodes_benchmark_prints_all_figures_as_json() -> None:
     # The flush of the last stop is part of it, and the wait for a secondary failure of a restart.
     assert figures["stop_s"] > 5.0
     assert figures["crash_to_start_s"] > 2.0
+
+
+@pytest.mark.more
+@pytest.mark.timeout(200)
+def test_lost_nodes_benchmark_prints_both_ways_to_continue() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.lost_nodes", "--nodes", "8", "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=True,
+    )
+    rows = json.loads(done.stdout)
+    assert [row["spares"] for row in rows] == [0, 1]
+    for row in rows:
+        assert 0 <= row["other_s"] < row["quiet_s"] <= row["lead_s"]
+        # The members whose lead is alive read nothing.
+        assert row["other_reads"][1] == 0
