@@ -23,7 +23,6 @@ from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.records.history import load_history
 from holdfast.workers.runs import operator
-from holdfast_bench.drills.context import TestbedContext
 from holdfast_bench.drills.ettr import (
     Calibration,
     Trained,
@@ -34,9 +33,8 @@ from holdfast_bench.drills.ettr import (
     mean_of,
 )
 from holdfast_bench.drills.node_rehearsal import NodeRehearsal
-from holdfast_bench.drills.recorded_run import Cut, RecordedRun
-from holdfast_bench.drills.rehearsal import TestbedRehearsal
-from holdfast_bench.drills.steps import Reference
+from holdfast_bench.drills.rehearsal import TestbedContext, TestbedRehearsal
+from holdfast_bench.drills.steps import Cut, RecordedRun, Reference
 from holdfast_bench.drills.testbed import RANKS, Testbed, throw_away
 from holdfast_bench.live_drills.kinds import Kind, draw_faults
 from holdfast_bench.live_drills.results import DrillResult, FaultResult

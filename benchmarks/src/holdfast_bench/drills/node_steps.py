@@ -11,7 +11,7 @@ from typing import Final
 from holdfast.contracts.disk.paths import CheckpointName
 from holdfast_bench.drills.steps import Step, difference, gaps
 from holdfast_bench.drills.testbed import STEPS_UNBOUNDED, Testbed
-from holdfast_bench.live_drills.place import LaunchPlace
+from holdfast_bench.live_drills.process_list import LaunchPlace
 
 NODES: Final = 4
 

@@ -22,16 +22,24 @@ VALUES_MIN: Final = 32
 WAIT_S: Final = 10.0
 
 
-def damage_copies(owner: psutil.Process, holder: psutil.Process) -> int:
-    """Invert a byte of each page of `owner`'s copies in `holder`'s memory; return their number.
+def pages_of(owner: psutil.Process) -> frozenset[bytes]:
+    """Return the pages of a flusher that a copy of its snapshots may have.
 
-    Both are flushers. Raises `OSError` if the system does not let this process write there.
+    Raises `OSError` if the system does not let this process read them.
     """
-    known = {content for _, content in _pages(owner.pid)}
+    return frozenset(content for _, content in _pages(owner.pid) if len(set(content)) >= VALUES_MIN)
+
+
+def damage_copies(owned: frozenset[bytes], holder: psutil.Process) -> int:
+    """Invert a byte of each page of `holder` that is in `owned`; return their number.
+
+    `holder` is a neighbour's flusher. Raises `OSError` if the system does not let this process
+    write there.
+    """
     damaged = 0
     with open(f"/proc/{holder.pid}/mem", "r+b", buffering=0) as memory:
         for at, content in _pages(holder.pid):
-            if content in known:
+            if content in owned:
                 memory.seek(at)
                 memory.write(bytes([content[0] ^ 0xFF]))
                 damaged += 1
@@ -52,7 +60,7 @@ def why_not() -> str:
 
 
 def _pages(pid: int) -> Iterator[tuple[int, bytes]]:
-    """Yield the address and the content of each page of a process that a copy may be a part of."""
+    """Yield the address and the content of each page of a process in memory without a name."""
     with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
         for start, end in _unnamed(pid):
             content = b""
@@ -61,9 +69,7 @@ def _pages(pid: int) -> Iterator[tuple[int, bytes]]:
                 memory.seek(start)
                 content = memory.read(end - start)
             for at in range(0, len(content) - PAGE + 1, PAGE):
-                page = content[at : at + PAGE]
-                if len(set(page)) >= VALUES_MIN:
-                    yield start + at, page
+                yield start + at, content[at : at + PAGE]
 
 
 def _unnamed(pid: int) -> Iterator[tuple[int, int]]:

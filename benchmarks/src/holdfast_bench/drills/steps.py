@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast_bench.live_drills.place import LaunchPlace
+from holdfast_bench.live_drills.process_list import LaunchPlace
+from holdfast_bench.live_drills.target_run import ProgressMark, TargetRun
 
 LOSS_TOLERANCE: Final = 1e-4
 _RECORD: Final = re.compile(r"a([0-9]+)\.l([0-9]+)\.rank([0-9]+)\.jsonl")
@@ -107,3 +109,31 @@ def gaps(steps: list[Step]) -> list[str]:
             found.append(f"{one.place} rank {one.rank}: step {one.step} after {last[key]}")
         last[key] = one.step
     return found
+
+
+class Cut(Exception):
+    """Raised to end the drill at once."""
+
+
+@dataclass(kw_only=True)
+class RecordedRun(TargetRun):
+    """A run with `records` of its steps. `is_cut` returns whether the drill must end."""
+
+    records: Records
+    is_cut: Callable[[], bool] = lambda: False
+    steps: list[Step] = field(default_factory=list)
+
+    def look(self) -> None:
+        """Read what is new in the journals and records. Raises `Cut` if the drill must end."""
+        if self.is_cut():
+            raise Cut
+        super().look()
+
+    def newest_step_of(self, place: LaunchPlace) -> int:
+        """Return the last step that any rank of the launch finished; -1 if there is none."""
+        return max((s.step for s in self.steps if s.place == place), default=-1)
+
+    def _read_steps(self) -> list[ProgressMark]:
+        new = self.records.read_new()
+        self.steps += new
+        return [ProgressMark(place=s.place, step=s.step, time=s.time) for s in new]

@@ -1,7 +1,9 @@
 """A temporary testbed for drills: a root, an index, a small training run and its supervisor.
 
 All files are in one temporary folder. The runs' root may be a small file system of its own, so
-that it can be filled.
+that it can be filled. On request, a testbed has a Prefect server that can be killed and restarted,
+and a cloud's metadata service on loopback, which announces preemptions. That one behaves like
+Google's: a request may wait until the value changes.
 """
 
 from __future__ import annotations
@@ -11,13 +13,19 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import parse_qs, urlsplit
 
 from holdfast.contracts import environment
 from holdfast.contracts.disk.filesystems import filesystem_of
@@ -31,10 +39,7 @@ from holdfast.flows import detached
 from holdfast.workers.runs.run_folders import create_run
 from holdfast.workers.schedulers import executor_for
 from holdfast_bench.drills import replica_memory
-from holdfast_bench.drills.cloud import CLOUD, CloudService
-from holdfast_bench.drills.prefect_server import PrefectServer
-from holdfast_bench.drills.recorded_run import RecordedRun
-from holdfast_bench.drills.steps import Records, Reference, reference_of
+from holdfast_bench.drills.steps import RecordedRun, Records, Reference, reference_of
 
 PROGRAM: Final = ("-m", "holdfast_bench.drills.program")
 RANKS: Final = 2
@@ -52,6 +57,152 @@ POLL_S: Final = 0.5
 SILENCE_S: Final = {"train": 6.0}
 REFERENCE_S_MAX: Final = 600.0
 END_S: Final = 180.0
+CLOUD: Final = "gcp"
+QUIET: Final = {"preempted": "FALSE", "maintenance-event": "NONE"}
+WAIT_S_MAX: Final = 60.0
+FLAVOR: Final = "Metadata-Flavor"
+CLOUD_END_S: Final = 10.0
+# On a busy machine, a start takes minutes.
+START_S_MAX: Final = 420.0
+SERVER_POLL_S: Final = 0.2
+ANSWER_S: Final = 2.0
+SERVER_END_S: Final = 30.0
+# Turn telemetry off.
+_QUIET: Final = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
+
+
+class PrefectServer:
+    """One server, which keeps its address over restarts, and its data in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = int(probe.getsockname()[1])
+
+    @property
+    def url(self) -> str:
+        """The API's address."""
+        return f"http://127.0.0.1:{self._port}/api"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment variables of its clients."""
+        return {**_QUIET, "PREFECT_HOME": str(self._folder), "PREFECT_API_URL": self.url}
+
+    def start(self) -> None:
+        """Start the server and wait until it responds. Raises `ServiceError` if it does not."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        command = [sys.executable, "-m", "prefect", "server", "start"]
+        command += ["--host", "127.0.0.1", "--port", str(self._port)]
+        with open(self._folder / "server.log", "ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                env={**os.environ, **self.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        give_up = time.monotonic() + START_S_MAX
+        while time.monotonic() < give_up and self._process.poll() is None:
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"{self.url}/health", timeout=ANSWER_S).close()
+                return
+            time.sleep(SERVER_POLL_S)
+        self.kill()
+        log_end = (self._folder / "server.log").read_text(errors="replace")[-1000:]
+        raise ServiceError(f"the Prefect server did not respond at {self.url}:\n{log_end}")
+
+    def kill(self) -> None:
+        """Send SIGKILL to all processes of its session."""
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(SERVER_END_S)
+        self._process = None
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore errors: an agent that ends closes its connections."""
+
+
+class CloudService:
+    """Serves from construction until `close`. `preempt` announces a preemption."""
+
+    def __init__(self) -> None:
+        self._values = dict(QUIET)
+        self._changed = threading.Condition()
+        self._is_over = False
+        self._server = _Server(("127.0.0.1", 0), self._handler())
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        """The value for `supervision.notices_url`."""
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def preempt(self) -> None:
+        """Announce that the machine will be taken away."""
+        self._set("preempted", "TRUE")
+
+    def calm(self) -> None:
+        """Withdraw the announcement, for the next machine."""
+        self._set("preempted", "FALSE")
+
+    def close(self) -> None:
+        """Stop the service and every waiting request."""
+        self._is_over = True
+        self._set("preempted", "FALSE")
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(CLOUD_END_S)
+
+    def _set(self, entry: str, value: str) -> None:
+        with self._changed:
+            self._values[entry] = value
+            self._changed.notify_all()
+
+    def _wait(self, entry: str, known: str | None, wait_s: float) -> str:
+        """Return the value when it differs from `known`, or after `wait_s` seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over or self._values[entry] != known, wait_s)
+            return self._values[entry]
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        service = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                parts = urlsplit(self.path)
+                query = {key: values[0] for key, values in parse_qs(parts.query).items()}
+                entry = parts.path.rpartition("/")[2]
+                if entry not in QUIET or self.headers.get(FLAVOR) != "Google":
+                    self.send_error(404)
+                    return
+                waits = query.get("wait_for_change") == "true"
+                wait_s = float(query.get("timeout_sec", WAIT_S_MAX)) if waits else 0.0
+                # The value is also its ETag.
+                value = service._wait(entry, query.get("last_etag"), min(wait_s, WAIT_S_MAX))
+                self.send_response(200)
+                for name, text in {FLAVOR: "Google", "ETag": value}.items():
+                    self.send_header(name, text)
+                self.send_header("Content-Length", str(len(value)))
+                self.end_headers()
+                self.wfile.write(value.encode())
+
+            def log_message(self, *_: Any) -> None:
+                """Do not log requests, because they are frequent."""
+
+        return Handler
 
 
 @dataclass

@@ -7,11 +7,15 @@ torch_checkpointing, if that is installed. At the end, a session writes with `wr
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 import torch
@@ -20,10 +24,8 @@ from holdfast.contracts.disk.manifest import read_manifest
 from holdfast.contracts.environment import CHECKPOINT_WRITE_LIMIT
 from holdfast_bench.limits.commits import newest_durable, wait_until_durable
 from holdfast_bench.limits.figures import LIMITED, PEER
-from holdfast_bench.limits.files import ready_pages
-from holdfast_bench.limits.order import balanced_order
-from holdfast_bench.limits.peers import TorchCheckpointing, installed_version
-from holdfast_bench.limits.ranks import Image, Memcpy, Program, Trained
+from holdfast_bench.limits.files import ready_pages, remove
+from holdfast_bench.limits.ranks import Image, Memcpy, Program, Trained, balanced_order
 from holdfast_bench.limits.saves import Saver
 
 STEP_COPIES: Final = 2.0
@@ -34,6 +36,90 @@ LOOK_S: Final = 0.02
 # The limited session writes at this share of the speed of the last write without a limit.
 LIMITED_SHARE: Final = 0.25
 LIMITED_PAIRS: Final = 3
+FOLDER: Final = Path(__file__).resolve().parents[4] / ".setup" / "bench-peers"
+# It starts a process that imports torch.
+START_S: Final = 120
+SAVE_TIMEOUT_S: Final = 240.0
+POLL_S: Final = 0.01
+
+
+def add_folder() -> None:
+    """Let this process import the peers that the checkout's set-up has installed."""
+    if FOLDER.is_dir() and str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))
+
+
+def installed_version() -> str | None:
+    """Return the version of torch_checkpointing, None if it is not installed."""
+    add_folder()
+    try:
+        return version(PEER)
+    except PackageNotFoundError:
+        return None
+
+
+class TorchCheckpointing:
+    """Saves of the live state of a program, as torch_checkpointing's tutorial makes them.
+
+    `infra/setup/bench_peers.sh` installs it into a folder of the checkout, because nothing else
+    needs it. Its class for loads at another rank count needs CUDA, so the state is saved without
+    it. Its direct writes fail on ext4, so they are off. It does not call fsync.
+    """
+
+    def __init__(self, program: Program, trained: Trained, directory: Path) -> None:
+        add_folder()
+        from torch_checkpointing import CheckpointManager
+        from torch_checkpointing.checkpoint_process import CheckpointProcessConfig
+        from torch_checkpointing.config import AsyncCheckpointSaverConfig
+        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+        self._program, self._trained, self._directory = program, trained, directory
+        self._numbers = itertools.count()
+        self._written: Any = None
+        process = CheckpointProcessConfig(subprocess_init_timeout_secs=START_S)
+        config = CheckpointManager.Config(
+            save=AsyncCheckpointSaverConfig(process_config=process),
+            storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
+        )
+        self._manager = CheckpointManager(config)
+        self._target = directory
+
+    def begin(self) -> None:
+        """Begin a save, as the training loop does between two steps."""
+        self._target = self._directory / f"peer-{next(self._numbers)}"
+        state = {
+            "model": self._trained.model.state_dict(),
+            "optimizer": self._trained.optimizer.state_dict(),
+        }
+        self._written = self._manager.save(str(self._target), state)
+
+    def wait_for_copy(self) -> None:
+        """Wait until the state may change, as before the optimizer's step."""
+        with self._manager.lock():
+            pass
+
+    @property
+    def is_written(self) -> bool:
+        """True once its process has written the files of this rank."""
+        return bool(self._written.done())
+
+    def wait_until_written(self) -> None:
+        """Wait for this rank's files. Raises what its process raised."""
+        self._written.result(SAVE_TIMEOUT_S)
+
+    def end(self) -> None:
+        """Wait until it is written, and remove it."""
+        self.wait_until_written()
+        # Its lock is released by another thread after that.
+        time.sleep(POLL_S)
+        self._program.meet()
+        if self._program.rank == 0:
+            remove(self._target)
+        self._program.meet()
+
+    def close(self) -> None:
+        """End its process."""
+        self._manager.close()
 
 
 class Overlapped(Protocol):

@@ -7,9 +7,21 @@ moment or an effect of the preceding operation affects all of them alike.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Final
 
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
+from torch.distributed.checkpoint.state_dict_saver import (
+    AsyncCheckpointerType,
+    AsyncSaveResponse,
+    async_save,
+)
+from torch.distributed.checkpoint.state_dict_saver import save as save_stock
+
+from holdfast.trainer.loading.reader import load_state
 from holdfast_bench.limits.files import (
     create_small,
     drop_cache,
@@ -20,13 +32,88 @@ from holdfast_bench.limits.files import (
     sizes_of,
     write_files,
 )
-from holdfast_bench.limits.loads import load_cold, load_stock
-from holdfast_bench.limits.order import balanced_order
-from holdfast_bench.limits.ranks import Image, Memcpy, Program, Trained
+from holdfast_bench.limits.ranks import Image, Memcpy, Program, Trained, balanced_order
 from holdfast_bench.limits.saves import Saver
-from holdfast_bench.limits.stock import MODES, StockSaver
 
 Act = Callable[[], None]
+MODES: Final = ("sync", "thread", "process")
+SAVE_TIMEOUT_S: Final = 240.0
+
+
+def load_cold(program: Program, trained: Trained, directory: Path) -> tuple[float, float]:
+    """Load with Holdfast. Return (seconds of the slowest rank, bytes that all ranks read)."""
+    state = trained.state()
+    return _measured(program, lambda: load_state(directory, state, group=dist.group.WORLD))
+
+
+def load_stock(program: Program, trained: Trained, directory: Path) -> tuple[float, float]:
+    """Load with stock DCP. Return (seconds of the slowest rank, bytes that all ranks read)."""
+    state = trained.state()
+    return _measured(program, lambda: load_with_dcp(state, checkpoint_id=directory))
+
+
+def _measured(program: Program, act: Callable[[], object]) -> tuple[float, float]:
+    before = bytes_read()
+    program.meet()
+    began = time.perf_counter()
+    act()
+    seconds = program.slowest(time.perf_counter() - began)
+    return seconds, program.together(bytes_read() - before)
+
+
+def bytes_read() -> int:
+    """Return the bytes that this process got from read calls, as the kernel counts them."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("rchar:")).split()[1])
+
+
+class StockSaver:
+    """Saves into a new directory each time and removes the one before."""
+
+    def __init__(self, program: Program, trained: Trained, directory: Path) -> None:
+        self._program, self._trained, self._directory = program, trained, directory
+        self._numbers = itertools.count()
+        self.newest = directory / "stock-none"
+
+    def save(self, mode: str, prefix: str) -> None:
+        """Save once in `mode`. Records `<prefix>.<mode>.blocked` and `.committed`.
+
+        As for Holdfast, collecting the state dict is part of the blocked time.
+        """
+        target = self._directory / f"stock-{next(self._numbers)}"
+        self._program.meet()
+        began = time.perf_counter()
+        wait = self._begin(mode, target)
+        held = time.perf_counter() - began
+        wait()
+        done = time.perf_counter() - began
+        self._program.note(
+            **{
+                f"{prefix}.{mode}.blocked": self._program.slowest(held),
+                f"{prefix}.{mode}.committed": self._program.slowest(done),
+            }
+        )
+        former, self.newest = self.newest, target
+        if self._program.rank == 0 and former.exists():
+            remove(former)
+        self._program.meet()
+
+    def close(self) -> None:
+        """Remove the last directory too."""
+        if self._program.rank == 0:
+            remove(self.newest)
+
+    def _begin(self, mode: str, target: Path) -> Callable[[], Any]:
+        """Start a save and return a function that waits for its end."""
+        state = self._trained.state()
+        if mode == "sync":
+            save_stock(state, checkpoint_id=target)
+            return lambda: None
+        kind = AsyncCheckpointerType(mode)
+        future = async_save(state, checkpoint_id=target, async_checkpointer_type=kind)
+        if isinstance(future, AsyncSaveResponse):
+            future = future.upload_completion
+        return lambda: future.result(SAVE_TIMEOUT_S)
 
 
 class Pairs:

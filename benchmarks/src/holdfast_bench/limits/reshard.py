@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from holdfast_bench.limits.files import read_files, ready_pages, share_out, sizes_of
-from holdfast_bench.limits.loads import load_cold
-from holdfast_bench.limits.pairs import cool
+from holdfast_bench.limits.pairs import cool, load_cold
 from holdfast_bench.limits.ranks import Image, Program, Trained
 from holdfast_bench.limits.saves import Saver
 

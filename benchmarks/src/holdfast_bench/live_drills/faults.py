@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final
 
 import psutil
 
@@ -20,12 +22,12 @@ from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.disk.manifest import read_manifest
 from holdfast.contracts.disk.paths import CheckpointName
 from holdfast.contracts.errors import ServiceError
+from holdfast.flows.start import start_here
 from holdfast.workers.nodes.heartbeats import read_heartbeats
 from holdfast.workers.nodes.processes import descendants
-from holdfast_bench.live_drills.fault_context import FaultContext
 from holdfast_bench.live_drills.kinds import FREE_S, HELD_S, SUSPENDED_S, Recovery
 from holdfast_bench.live_drills.lost_nodes import kill_all, plan_without, processes_on
-from holdfast_bench.live_drills.place import place_of
+from holdfast_bench.live_drills.process_list import place_of
 from holdfast_bench.live_drills.target_run import TargetRun
 
 FLOW_GAP_STEPS: Final = 10
@@ -41,6 +43,30 @@ LOOKS_EVERY: Final = 10
 MEMORY_LEFT_BYTES: Final = 8 << 20
 MEMORY_S_MAX: Final = 120.0
 MEMORY_PAUSE_S: Final = 0.1
+
+
+@dataclass
+class FaultContext:
+    """The run and the source of random numbers.
+
+    A fault sets `recovery` if the expected recovery differs from that of its kind, and `acted_at`
+    (Unix seconds) if it acts after a wait.
+    """
+
+    # The default limit of silence of a phase, and the time to confirm a hang.
+    hang_s_max: ClassVar[float] = 1200.0
+
+    target: TargetRun
+    chance: random.Random
+    recovery: Recovery | None = None
+    acted_at: float = 0.0
+
+    def start_flow(self) -> None:
+        """Start another supervisor for the run on this machine."""
+        start_here(self.target.paths)
+
+    def reap_flow(self) -> None:
+        """Forget the supervisor, which was killed. A live run has it from another process."""
 
 
 def signal_agent(number: signal.Signals) -> Callable[[FaultContext], str]:

@@ -31,7 +31,7 @@ from holdfast.lineage.database.transactions import Database, open_database
 from holdfast.lineage.ingest.disk import survey
 from holdfast.lineage.ingest.run_ingest import ingest_run
 from holdfast.lineage.queries import pages, run_queries
-from holdfast_bench.live_drills.place import place_of
+from holdfast_bench.live_drills.process_list import place_of
 
 COMMITTED_STAYS: Final = "no committed checkpoint is lost"
 BELIEVED_IS_WHOLE: Final = "no unfinished checkpoint is loaded"

@@ -13,7 +13,7 @@ from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.records.attempt import Request, read_document
 from holdfast.contracts.records.history import load_history
-from holdfast.workers.decisions.lost_nodes import NodePlan, plan_nodes
+from holdfast.workers.decisions.drained_nodes import NodePlan, plan_nodes
 from holdfast.workers.nodes.processes import descendants
 from holdfast.workers.runs.feasibility import Feasibility
 from holdfast_bench.live_drills.process_list import marked_processes

@@ -1,4 +1,4 @@
-"""The processes of a run, and the orphans among them."""
+"""The processes of a run, their launches, and the orphans among them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,30 @@ from typing import Final
 
 import psutil
 
+from holdfast.contracts.disk.journal import Event
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.environment import ATTEMPT, LAUNCH, RUN_DIRECTORY
-from holdfast_bench.live_drills.place import LaunchPlace
 
 # The flusher of a killed agent first commits the sealed steps.
 ORPHAN_S: Final = 20.0
 POLL_S: Final = 0.2
 _OURS: Final = ("holdfast.", "holdfast_bench.", "submitit.")
+
+
+@dataclass(frozen=True, order=True)
+class LaunchPlace:
+    """One launch of one attempt."""
+
+    attempt: int
+    launch: int
+
+    def __str__(self) -> str:
+        return f"a{self.attempt:04d}.l{self.launch:02d}"
+
+
+def place_of(event: Event) -> LaunchPlace:
+    """Return the launch of a journal line, with zeros for missing values."""
+    return LaunchPlace(int(event.data.get("attempt", 0)), int(event.data.get("launch", 0)))
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,9 @@ from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import HoldfastError, RunStateError
 from holdfast.contracts.records.history import load_history
 from holdfast.contracts.states import RunState
-from holdfast.lineage.database.engine import database_url
+from holdfast.lineage.database.sqlite_file import database_url
 from holdfast_bench.live_drills import invariants, process_list
-from holdfast_bench.live_drills.fault_context import FaultContext
-from holdfast_bench.live_drills.faults import FAULTS
+from holdfast_bench.live_drills.faults import FAULTS, FaultContext
 from holdfast_bench.live_drills.invariants import Broken
 from holdfast_bench.live_drills.kinds import Kind, Recovery, draw_faults
 from holdfast_bench.live_drills.results import DrillResult, FaultResult

@@ -29,8 +29,7 @@ from holdfast.contracts.records.attempt import (
 )
 from holdfast.workers.nodes.heartbeats import read_heartbeats
 from holdfast.workers.nodes.processes import ProcessName, boot_id, find_process
-from holdfast_bench.live_drills.place import LaunchPlace, place_of
-from holdfast_bench.live_drills.process_list import marked_processes
+from holdfast_bench.live_drills.process_list import LaunchPlace, marked_processes, place_of
 
 # On a busy machine, a start takes minutes.
 WAIT_S: Final = 300.0
