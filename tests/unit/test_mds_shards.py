@@ -1,0 +1,157 @@
+"""MDS shards: what MosaicML Streaming 0.13 wrote into `mds_shards`, and damaged copies of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.unit.test_streams import alone, flat, read
+from torch.utils.data import DataLoader
+
+from holdfast.contracts.errors import SpecError
+from holdfast.trainer import Session
+from holdfast.trainer.state import plain
+from holdfast.trainer.streams import MdsShards
+from holdfast.trainer.streams.convert import as_source
+
+WRITTEN = Path(__file__).parent / "mds_shards"
+SAMPLES = 7
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(WRITTEN, tmp_path / "mds"))
+
+
+def change(folder: Path, **changes: Any) -> None:
+    """Change the index's row of the first shard."""
+    index = json.loads((folder / "index.json").read_text())
+    index["shards"][0] |= changes
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+def samples_of(source: MdsShards) -> list[Any]:
+    return [sample for name in source.shards() for sample, _ in source.open(name, None)]
+
+
+def test_samples_are_those_that_were_written(folder: Path) -> None:
+    for source in (MdsShards(folder), MdsShards(f"file://{folder}/")):
+        samples = samples_of(source)
+        assert [sample.pop("f").tolist() for sample in samples] == [
+            [list(range(number + 1))] for number in range(SAMPLES)
+        ]
+        assert [sample.pop("h").tolist() for sample in samples] == [
+            [[number] * 2] * 2 for number in range(SAMPLES)
+        ]
+        assert all(sample["g"].dtype == np.int16 for sample in samples)
+        assert [sample.pop("g").tolist() for sample in samples] == [[0, 1, 2]] * SAMPLES
+        assert samples == [
+            {
+                "a": n, "b": "ü" * n, "c": b"\0" * n, "d": n / 2, "e": {"n": [n]}, "i": 10**n,
+                "j": n, "k": Decimal("1.50"),
+            }
+            for n in range(SAMPLES)
+        ]  # fmt: skip
+
+
+def test_columns_that_are_not_decoded_are_bytes(folder: Path) -> None:
+    encodings = json.loads((folder / "index.json").read_text())["shards"][0]["column_encodings"]
+    change(folder, column_encodings=["pkl", "jpeg", *encodings[2:]])
+    source = MdsShards(folder)
+    sample = next(source.open(source.shards()[0], 1))[0]
+    assert (sample["a"], sample["b"]) == ((1).to_bytes(8, "little"), "ü".encode())
+
+
+def test_a_stream_of_them_continues_at_any_step_and_any_size(folder: Path) -> None:
+    def loader() -> Any:
+        keyed = {"transform": lambda sample: sample["a"], "shuffle": True, "buffer": 2}
+        return alone(MdsShards(folder), batch=2, open_shards=2, **keyed)
+
+    whole = list(loader())
+    assert flat([whole]) == list(range(SAMPLES))
+    for steps in range(1, len(whole)):
+        begun = loader()
+        given = [batch for _, batch in zip(range(steps), begun, strict=False)]
+        resumed = loader()
+        row = plain.from_bytes(plain.to_bytes(begun.state_dict(), "row"))
+        assert resumed.resume(begun.facts(), [row]) == ""
+        assert given + list(resumed) == whole
+    keyed: Any = {"transform": lambda sample: sample["a"], "batch": 1}
+    two, saved = read(MdsShards(folder), 2, steps=1, **keyed)
+    one, again = read(MdsShards(folder), 1, saved=saved, steps=2, **keyed)
+    three, _ = read(MdsShards(folder), 3, saved=again, **keyed)
+    assert flat(two + one + three) == list(range(SAMPLES))
+
+
+@pytest.mark.timeout(120)
+def test_with_a_sampler_the_order_is_the_same_at_every_size(folder: Path, tmp_path: Path) -> None:
+    data = MdsShards(folder)
+    assert [data[number]["a"] for number in range(len(data))] == list(range(SAMPLES))
+    with pytest.raises(IndexError, match="expected a number below 7"):
+        data[SAMPLES]
+    with Session(torch.nn.Linear(1, 1), directory=tmp_path / "run", interval=100) as session:
+        sampler = session.sampler(len(data), 3, 2)
+        expected = [sorted(batch) for batch in session.sampler(len(data), 3, 2)]
+        indexed: Any = data
+        loader: Any = DataLoader(indexed, batch_sampler=sampler, collate_fn=list)
+        given = [batch for _, batch in zip(session.steps(2), loader, strict=False)]
+    assert [sorted(sample["a"] for sample in batch) for batch in given] == expected
+
+
+def test_damaged_shards_are_refused(folder: Path) -> None:
+    path = folder / "shard.00000.mds"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    with pytest.raises(SpecError, match=r"has 673 bytes, and index\.json says 674"):
+        MdsShards(folder).shards()
+    source = MdsShards(folder)
+    path.write_bytes(content)
+    name = source.shards()[0]
+    for at in (0, 5, 9):
+        path.write_bytes(content[:at] + b"\xff" + content[at + 1 :])
+        with pytest.raises(SpecError, match="its table of samples does not fit"):
+            list(source.open(name, None))
+    # The size of the first sample's text.
+    at = int.from_bytes(content[4:8], "little")
+    path.write_bytes(content[:at] + b"\xff" + content[at + 1 :])
+    with pytest.raises(SpecError, match="is damaged in sample 0"):
+        list(source.open(name, None))
+    path.unlink()
+    with pytest.raises(SpecError, match="was deleted since the launch began"):
+        list(source.open(name, None))
+    with pytest.raises(FileNotFoundError):
+        source.shards()
+
+
+def test_what_cannot_be_read_from_a_position_is_refused(folder: Path) -> None:
+    change(folder, compression="zstd", zip_data={"basename": "shard.00000.mds.zstd"})
+    assert len(samples_of(MdsShards(folder))) == SAMPLES
+    (folder / "shard.00000.mds").unlink()
+    with pytest.raises(SpecError, match="exists only compressed with zstd"):
+        MdsShards(folder).shards()
+    change(folder, format="jsonl")
+    with pytest.raises(SpecError, match="format jsonl 2; expected mds 2"):
+        MdsShards(folder).shards()
+    for file in ("../shard.00000.mds", "/shard.00000.mds"):
+        change(folder, format="mds", raw_data={"basename": file, "bytes": 674})
+        with pytest.raises(SpecError, match="expected a file of its folder"):
+            MdsShards(folder).shards()
+    rows = json.loads((WRITTEN / "index.json").read_text())["shards"]
+    (folder / "index.json").write_text(json.dumps({"shards": [*rows, rows[0]]}))
+    with pytest.raises(SpecError, match="names a shard twice"):
+        MdsShards(folder).shards()
+    (folder / "index.json").write_text("[]")
+    with pytest.raises(SpecError, match="is not an index of MDS shards"):
+        MdsShards(folder).shards()
+    (folder / "index.json").unlink()
+    with pytest.raises(FileNotFoundError):
+        MdsShards(folder).shards()
+    theirs = type("StreamingDataset", (), {"__module__": "streaming.base.dataset"})
+    with pytest.raises(TypeError, match=r"StreamingDataset: .*MdsShards\(folder\)"):
+        as_source(theirs())

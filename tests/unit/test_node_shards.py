@@ -1,0 +1,177 @@
+"""Pipelines of `torchdata.nodes`: exact as shards, and refused as a whole."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.test_streams import alone, flat, read
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+from torchdata import nodes
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader import sampler as samplers
+
+from holdfast.contracts.errors import CheckpointError
+from holdfast.trainer import Session
+from holdfast.trainer.state import plain
+from holdfast.trainer.streams import NodeShards
+from holdfast.trainer.streams.convert import as_source
+
+SIZES = {"a": 9, "b": 14, "c": 5, "d": 11}
+STATE_BYTES_MAX = 64 * 1024
+
+
+class Numbers:
+    """An iterable whose state is the very dict that it changes as it is read."""
+
+    def __init__(self, shard: str) -> None:
+        self.shard, self.state = shard, {"next": 0}
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        while self.state["next"] < SIZES[self.shard]:
+            self.state["next"] += 1
+            yield self.shard, self.state["next"] - 1
+
+    def state_dict(self) -> dict[str, int]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.state = dict(state)
+
+
+def plainly(shard: str) -> Any:
+    return nodes.IterableWrapper(Numbers(shard))
+
+
+def ahead(shard: str) -> Any:
+    listed = nodes.IterableWrapper([(shard, number) for number in range(SIZES[shard])])
+    mapped = nodes.ParallelMapper(listed, tuple, num_workers=2, method="thread")
+    return nodes.Prefetcher(mapped, prefetch_factor=3, snapshot_frequency=2)
+
+
+def batched(shard: str) -> Any:
+    """Batches in the pipeline, which are taken apart again."""
+    listed = nodes.IterableWrapper([(shard, number) for number in range(SIZES[shard])])
+    return nodes.Unbatcher(nodes.Batcher(listed, 4, drop_last=False))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("make", [plainly, ahead, batched])
+def test_pipelines_of_shards_continue_at_any_step(make: Any) -> None:
+    source = NodeShards(list(SIZES), make)
+    more = {"shuffle": True, "buffer": 4, "batch": 3, "open_shards": 2}
+    whole = list(alone(source, **more))
+    assert flat([whole]) == sorted((shard, n) for shard, size in SIZES.items() for n in range(size))
+    for steps in range(1, len(whole), 2):
+        begun = alone(source, **more)
+        given = [batch for _, batch in zip(range(steps), begun, strict=False)]
+        row = plain.to_bytes(begun.state_dict(), "row")
+        assert len(row) < STATE_BYTES_MAX
+        resumed = alone(source, **more)
+        assert resumed.resume(begun.facts(), [plain.from_bytes(row)]) == ""
+        assert given + list(resumed) == whole
+
+
+@pytest.mark.timeout(300)
+def test_a_resized_run_reads_each_sample_once() -> None:
+    source = NodeShards(list(SIZES), plainly)
+    begun, saved = read(source, 2, steps=3)
+    alone_, again = read(source, 1, saved=saved, steps=2)
+    rest, _ = read(source, 3, saved=again)
+    everything = sorted((shard, n) for shard, size in SIZES.items() for n in range(size))
+    assert flat(begun + alone_ + rest) == everything
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        StatefulDataLoader(range(4)),
+        nodes.Loader(nodes.IterableWrapper(range(4))),
+        nodes.IterableWrapper(range(4)),
+    ],
+)
+def test_a_whole_loader_is_refused_with_the_nearest_way(loader: Any) -> None:
+    with pytest.raises(TypeError, match=r"one number of ranks and loader workers.*per_rank=\{"):
+        as_source(loader)
+
+
+def pipeline(sampler: Any) -> Any:
+    """A loader of batches in the sampler's order, with random numbers of the training's generator.
+
+    With restart_on_stop_iteration, its resume would draw before the first step.
+    """
+    mapped = nodes.Mapper(nodes.SamplerWrapper(sampler), lambda number: (number, random.random()))
+    batches = nodes.Batcher(mapped, 3, drop_last=False)
+    return nodes.Loader(batches, restart_on_stop_iteration=False)
+
+
+@pytest.mark.timeout(120)
+def test_a_whole_pipeline_continues_in_per_rank_over_several_epochs(tmp_path: Path) -> None:
+    def launch(folder: str, total: int) -> list[Any]:
+        random.seed(3)
+        data: Any = range(10)
+        sampler: Any = DistributedSampler(data, num_replicas=1, rank=0, seed=4)
+        loader, found = pipeline(sampler), []
+        own: Any = {"per_rank": {"loader": loader}, "interval": 100}
+        with Session(torch.nn.Linear(1, 1), directory=tmp_path / folder, **own) as session:
+            batches = chain.from_iterable(repeat(loader))
+            for _, batch in zip(session.steps(total), batches, strict=False):
+                found.append((batch, random.random()))
+        return found
+
+    whole = launch("whole", 11)
+    assert [launch("run", total) for total in (2, 4, 7, 11)] == [
+        whole[:2], whole[2:4], whole[4:7], whole[7:]
+    ]  # fmt: skip
+
+
+def of_ranks(data: Any) -> Any:
+    return samplers.StatefulDistributedSampler(data, num_replicas=1, rank=0)
+
+
+@pytest.mark.parametrize("kind", [RandomSampler, samplers.RandomSampler, of_ranks])
+def test_a_pipeline_whose_order_is_not_in_its_state_is_refused(tmp_path: Path, kind: Any) -> None:
+    sampler = BatchSampler(kind(range(10)), 2, drop_last=False)
+    root = nodes.Prefetcher(nodes.SamplerWrapper(sampler), 2)
+    weighted = nodes.MultiNodeWeightedSampler({"a": root}, {"a": 1.0})
+    for node in (root, weighted):
+        with pytest.raises(CheckpointError, match=r"Sampler draws an order .*torch's Dist"):
+            Session(
+                torch.nn.Linear(1, 1),
+                directory=tmp_path / "run",
+                per_rank={"loader": nodes.Loader(node)},
+            )
+    in_order = SequentialSampler(range(10))
+    own = pipeline(in_order)
+    Session(torch.nn.Linear(1, 1), directory=tmp_path / "run", per_rank={"loader": own}).close()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stateful_loader_continues_in_the_epoch_that_the_program_sets(
+    tmp_path: Path, workers: int
+) -> None:
+    def launch(total: int) -> list[Any]:
+        data: Any = range(10)
+        sampler = samplers.StatefulDistributedSampler(data, num_replicas=1, rank=0, seed=3)
+        loader: Any = StatefulDataLoader(data, 3, sampler=sampler, num_workers=workers)
+        own: Any = {"per_rank": {"loader": loader}, "interval": 100}
+        found = []
+        with Session(torch.nn.Linear(1, 1), directory=tmp_path / "run", **own) as session:
+            for epoch in session.epochs(2):
+                sampler.set_epoch(epoch)
+                for batch in session.batches(loader):
+                    found.append(batch.tolist())
+                    if session.step + 1 == total:
+                        return found
+        return found
+
+    # The epochs have four steps.
+    given = launch(6) + launch(0)
+    assert sorted(chain.from_iterable(given[4:])) == list(range(10))

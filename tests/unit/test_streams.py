@@ -1,0 +1,468 @@
+"""Streams: the division of shards is pure, and each sample of an epoch is given once."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.contracts.errors import CheckpointError, SpecError
+from holdfast.trainer import Session
+from holdfast.trainer.data.order import SkipWindow
+from holdfast.trainer.session.streaming import source_of
+from holdfast.trainer.state import plain
+from holdfast.trainer.streams import Counted, Source, StreamDataset, TextLines
+from holdfast.trainer.streams.convert import as_source
+from holdfast.trainer.streams.division import (
+    Cursor,
+    LaneState,
+    divide,
+    joined,
+    last_steps,
+    next_width,
+    shares,
+)
+from holdfast.trainer.streams.loader import StreamLoader, StreamOptions
+from holdfast.trainer.streams.source import SHARDS_MAX, names_of
+
+T = TypeVar("T")
+WAIT_S = 60.0
+STATE_BYTES_MAX = 64 * 1024
+Batches = list[list[Any]]
+# What a checkpoint has: the facts, and the row of each rank.
+Saved = tuple[dict[str, Any], list[dict[str, Any]]]
+
+
+class Alone:
+    """The ranks of a program with one."""
+
+    def gather(self, compute: Callable[[], T]) -> list[T]:
+        return [compute()]
+
+    def largest(self, values: Sequence[int]) -> list[int]:
+        return list(values)
+
+
+class Together:
+    """Ranks that are threads, which exchange what they have in one list."""
+
+    def __init__(self, ranks: int) -> None:
+        self.barrier, self.values = threading.Barrier(ranks, timeout=WAIT_S), [None] * ranks
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        self.values[rank] = value
+        self.barrier.wait()
+        found = list(self.values)
+        self.barrier.wait()
+        return found
+
+
+class OneOf:
+    """One of the ranks that are threads."""
+
+    def __init__(self, together: Together, rank: int) -> None:
+        self._together, self._rank = together, rank
+
+    def gather(self, compute: Callable[[], T]) -> list[T]:
+        return self._together.exchange(self._rank, compute())
+
+    def largest(self, values: Sequence[int]) -> list[int]:
+        rows = self._together.exchange(self._rank, [int(value) for value in values])
+        return [max(column) for column in zip(*rows, strict=True)]
+
+
+class Place:
+    """A position of training that does not move by itself."""
+
+    def __init__(self) -> None:
+        self.next_step, self.skips = 1, ()
+
+
+def options_of(batch: int = 4, **more: Any) -> StreamOptions:
+    given: dict[str, Any] = {"seed": 1, "collate": list, "loader": {}, **more}
+    return StreamOptions(batch=batch, **given)
+
+
+def numbered(sizes: Sequence[int]) -> Source:
+    """Shards of the given sizes. A sample is the name of its shard and its number."""
+
+    def read(name: str) -> Iterator[tuple[str, int]]:
+        return iter([(name, number) for number in range(sizes[int(name)])])
+
+    return Counted([str(shard) for shard in range(len(sizes))], read)
+
+
+def alone(source: Source, **more: Any) -> StreamLoader:
+    place = more.pop("place", Place())
+    return StreamLoader(source, options_of(**more), part=0, parts=1, ranks=Alone(), place=place)
+
+
+def read(
+    source: Source,
+    ranks: int,
+    *,
+    saved: Saved | None = None,
+    steps: int | None = None,
+    **more: Any,
+) -> tuple[list[Batches], Saved]:
+    """Read the rest of an epoch, or `steps` batches, on ranks that are threads."""
+    together = Together(ranks)
+    batches: list[Batches] = [[] for _ in range(ranks)]
+    loaders: list[StreamLoader] = []
+    errors: list[BaseException] = []
+    for rank in range(ranks):
+        who: dict[str, Any] = {"part": rank, "parts": ranks, "ranks": OneOf(together, rank)}
+        loaders.append(StreamLoader(source, options_of(**more), place=Place(), **who))
+
+    def act(rank: int) -> None:
+        try:
+            if saved is not None:
+                loaders[rank].resume(saved[0], saved[1][rank::ranks])
+            for batch in loaders[rank]:
+                batches[rank].append(batch)
+                if len(batches[rank]) == steps:
+                    break
+        except BaseException as error:
+            errors.append(error)
+            together.barrier.abort()
+            raise
+
+    threads = [threading.Thread(target=act, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert not errors
+    # As a checkpoint has them.
+    rows = [plain.from_bytes(plain.to_bytes(one.state_dict(), "row")) for one in loaders]
+    return batches, (json.loads(json.dumps(loaders[0].facts())), rows)
+
+
+def flat(batches: list[Batches]) -> list[Any]:
+    return sorted(sample for rank in batches for batch in rank for sample in batch)
+
+
+cursors = st.builds(Cursor, place=st.integers(0, 50), before=st.integers(0, 9))
+rests = st.builds(
+    LaneState,
+    st.lists(cursors, max_size=20, unique_by=lambda one: one.place).map(tuple),
+    st.lists(st.integers(60, 200), max_size=60, unique=True).map(tuple),
+)
+
+
+@given(rests, st.integers(1, 20), st.integers(1, 60))
+def test_a_division_gives_each_shard_to_one_lane(rest: LaneState, ranks: int, width: int) -> None:
+    division = divide(rest, ranks, width)
+    lanes = [lane for group in division.groups for lane in group.lanes]
+    found = joined(lanes)
+    assert sorted(found.unopened) == sorted(rest.unopened)
+    assert sorted(found.opened, key=lambda one: one.place) == sorted(
+        rest.opened, key=lambda one: one.place
+    )
+    assert 1 <= len(lanes) <= max(1, min(width, len(rest.opened) + len(rest.unopened)))
+    assert division.is_last == (len(lanes) == 1)
+    assert len({len(group.lanes) for group in division.groups}) == 1
+    # Each rank is in one group, and groups are as equal as possible.
+    members = [group.members for group in division.groups]
+    assert [division.group_of(rank).number for rank in range(ranks)] == [
+        group.number for group in division.groups for _ in range(group.members)
+    ]
+    assert sum(members) == ranks
+    assert max(members) - min(members) <= 1
+    sizes = [len(lane.opened) + len(lane.unopened) for lane in lanes]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(st.integers(1, 30), st.integers(1, 30), st.data())
+def test_the_last_steps_give_each_rank_a_sample_and_leave_none(
+    ranks: int, batch: int, data: st.DataObject
+) -> None:
+    left = data.draw(st.integers(0, ranks * (batch + 1) - 1))
+    sizes = last_steps(left, ranks, batch)
+    assert sum(sizes) == (left if left >= ranks else 0)
+    assert all(min(shares(size, ranks)) >= 1 for size in sizes)
+    assert all(max(shares(size, ranks)) <= max(batch, 2) for size in sizes)
+
+
+@given(rests, st.integers(1, 60), st.booleans())
+def test_an_epoch_has_few_divisions(rest: LaneState, width: int, has_progress: bool) -> None:
+    after = next_width(width, rest, has_progress=has_progress)
+    assert 1 <= after <= width
+    assert after < width or width == 1 or (has_progress and len(rest.unopened) > 0) or rest.opened
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(st.integers(0, 25), min_size=1, max_size=9),
+    st.lists(st.integers(1, 4), min_size=3, max_size=3),
+    st.integers(1, 5),
+    st.sampled_from([{}, {"shuffle": True}, {"shuffle": True, "buffer": 4}, {"open_shards": 3}]),
+    st.integers(1, 40),
+)
+def test_each_sample_is_given_once_at_any_size_and_in_the_same_order_at_the_same(
+    sizes: list[int], worlds: list[int], batch: int, options: dict[str, Any], at: int
+) -> None:
+    everything = sorted((str(n), k) for n, size in enumerate(sizes) for k in range(size))
+    first, second, third = worlds
+    if len(everything) < first:
+        return
+    source, more = numbered(sizes), {"batch": batch, **options}
+    whole, _ = read(source, first, **more)
+    assert flat(whole) == everything
+    assert len({len(rank) for rank in whole}) == 1
+    assert all(batch for rank in whole for batch in rank)
+    steps = min(at, len(whole[0]))
+    begun, saved = read(source, first, steps=steps, **more)
+    assert begun == [rank[:steps] for rank in whole]
+    rest, _ = read(source, first, saved=saved, **more)
+    assert [a + b for a, b in zip(begun, rest, strict=True)] == whole
+    resized, again = read(source, second, saved=saved, steps=2, **more)
+    given = begun + resized
+    if all(row["epoch"] == 0 for row in again[1]):
+        given = given + read(source, third, saved=again, **more)[0]
+    found = flat(given)
+    assert len(set(found)) == len(found)
+    # Fewer samples than ranks may be left when a run grows within the last step of an epoch.
+    assert len(everything) - len(found) < max(second, third)
+
+
+def test_shuffling_depends_on_the_epoch_and_the_seed_and_not_on_the_reader() -> None:
+    source = numbered([20, 20, 20])
+    loader = alone(source, shuffle=True, buffer=8)
+    epochs = [[sample for batch in loader for sample in batch] for _ in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1])
+    assert epochs[0] != epochs[1]
+    other = [x for batch in alone(source, shuffle=True, buffer=8, seed=2) for x in batch]
+    assert sorted(other) == sorted(epochs[0])
+    assert other != epochs[0]
+    # A buffer larger than the data is one block of each shard.
+    large = [x for batch in alone(source, shuffle=True, buffer=10**6) for x in batch]
+    assert sorted(large) == sorted(epochs[0])
+
+
+def test_workers_give_the_same_batches_after_a_resume() -> None:
+    source = numbered([9, 14, 5, 11])
+    whole = list(alone(source, num_workers=2, shuffle=True, buffer=4, batch=3))
+    loader = alone(source, num_workers=2, shuffle=True, buffer=4, batch=3)
+    begun = [batch for _, batch in zip(range(5), loader, strict=False)]
+    resumed = alone(source, num_workers=2, shuffle=True, buffer=4, batch=3)
+    assert resumed.resume(loader.facts(), [loader.state_dict()]) == ""
+    assert begun + list(resumed) == whole
+    # Another number of workers divides the rest again.
+    other = alone(source, num_workers=0, shuffle=True, buffer=4, batch=3)
+    assert "workers 2 → 0" in other.resume(loader.facts(), [loader.state_dict()])
+    assert flat([begun, list(other)]) == flat([whole])
+
+
+def test_random_transforms_depend_on_the_sample_and_leave_the_program_s_numbers_alone() -> None:
+    def noisy(_: Any) -> float:
+        return float(random.random() + np.random.rand() + torch.rand(()).item())
+
+    first = [x for batch in alone(numbered([5, 6]), transform=noisy) for x in batch]
+    second = [x for batch in alone(numbered([5, 6]), transform=noisy, batch=3) for x in batch]
+    assert first == second
+    assert len(set(first)) == len(first)
+    torch.manual_seed(3)
+    random.seed(3)
+    expected = torch.rand(2).tolist(), random.random()
+    torch.manual_seed(3)
+    random.seed(3)
+    loader = iter(alone(numbered([5, 6]), transform=noisy))
+    next(loader)
+    assert (torch.rand(2).tolist(), random.random()) == expected
+
+
+def test_an_iteration_is_the_rest_of_an_epoch() -> None:
+    loader = alone(numbered([5, 5]), batch=2)
+    batches = iter(loader)
+    given = [next(batches), next(batches)]
+    assert loader.given == batches._num_yielded == 2  # type: ignore[attr-defined]
+    given += loader
+    assert flat([given]) == flat([list(loader)])
+    assert list(batches) == []
+    repeated = iter(alone(numbered([5, 5]), batch=2, repeat=True))
+    assert len([next(repeated) for _ in range(12)]) == 12
+
+
+def test_skipped_steps_leave_out_their_batches_once() -> None:
+    place = Place()
+    loader = iter(alone(numbered([20]), batch=2, place=place))
+    whole = list(alone(numbered([20]), batch=2))
+    found = [next(loader)]
+    place.next_step, place.skips = 2, (SkipWindow(2, 3),)  # type: ignore[assignment]
+    found += [next(loader), next(loader)]
+    assert found == [whole[0], whole[4], whole[5]]
+
+
+def test_the_state_is_small_at_any_position() -> None:
+    names = [f"shard-{number}" for number in range(SHARDS_MAX)]
+    source = Counted(names, lambda name: iter([name]))
+    loader = alone(source, batch=64, shuffle=True)
+    batches, sizes = iter(loader), []
+    for _ in range(20):
+        next(batches)
+        sizes.append(len(plain.to_bytes(loader.state_dict(), "row")))
+    assert max(sizes) < STATE_BYTES_MAX * 4 // 5
+    assert max(sizes) - min(sizes) < 100
+
+
+class Bare(torch.utils.data.IterableDataset[int]):
+    """A stream that names no shards."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+
+class Named(torch.utils.data.IterableDataset[int]):
+    """A stream that names its shards."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for shard in self.shards():
+            yield from (sample for sample, _ in self.open(shard, None))
+
+    def shards(self) -> list[str]:
+        return ["a", "b"]
+
+    def open(self, shard: str, position: Any) -> Iterator[tuple[str, int]]:
+        return iter([(f"{shard}{number}", number + 1) for number in range(position or 0, 3)])
+
+
+def test_a_stream_that_names_no_shards_is_refused_with_what_works() -> None:
+    with pytest.raises(TypeError, match=r"Bare: it does not name its shards.*shards\(\) and open"):
+        as_source(Bare())
+    assert flat([list(alone(as_source(Named()), batch=2))]) == [
+        "a0", "a1", "a2", "b0", "b1", "b2"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        ([], "no shards"),
+        (["a", "a"], "two shards have the name 'a'"),
+        ([1], "expected text"),
+        ([str(n) for n in range(SHARDS_MAX + 1)], "join some"),
+    ],
+)
+def test_names_that_do_not_work_are_refused(names: list[Any], problem: str) -> None:
+    with pytest.raises(SpecError, match=problem):
+        names_of(Counted(names, iter))
+
+
+def test_a_changed_stream_is_refused() -> None:
+    loader = alone(numbered([5, 5]), shuffle=True, buffer=4)
+    next(iter(loader))
+    saved: Any = (loader.facts(), [loader.state_dict()])
+    with pytest.raises(CheckpointError, match=r"shards 2 → 3.*Restore the shards"):
+        alone(numbered([5, 5, 5]), shuffle=True, buffer=4).resume(*saved)
+    with pytest.raises(CheckpointError, match=r"buffer 4 → 8.*former values"):
+        alone(numbered([5, 5]), shuffle=True, buffer=8).resume(*saved)
+
+
+def test_fewer_samples_than_ranks_are_refused() -> None:
+    with pytest.raises(SpecError, match="epoch 0 of the stream has no batch"):
+        list(alone(numbered([0, 0])))
+    with pytest.raises(SpecError, match="than a step"):
+        list(alone(numbered([3]), batch=4, drop_last=True))
+
+
+def test_lines_are_found_by_their_byte_and_a_changed_file_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"id": 1}\n{"id": 22}\n{"id": 3}')
+    source = TextLines([path], json.loads)
+    (name,) = source.shards()
+    pairs = list(source.open(name, None))
+    assert [sample["id"] for sample, _ in pairs] == [1, 22, 3]
+    assert [sample["id"] for sample, _ in source.open(name, pairs[0][1])] == [22, 3]
+    path.write_text("{}\n")
+    assert source.shards() != [name]
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        source.shards()
+
+
+@pytest.mark.timeout(120)
+def test_a_session_saves_and_restores_a_stream(tmp_path: Path) -> None:
+    def launch(total: int, source: Source, **more: Any) -> list[Any]:
+        model = torch.nn.Linear(1, 1)
+        with Session(model, directory=tmp_path / "run", interval=100, **more) as session:
+            loader = session.stream(source, 2, collate_fn=list, repeat=True)
+            return [batch for _, batch in zip(session.steps(total), loader, strict=False)]
+
+    source = numbered([3, 4, 5])
+    begun = launch(4, source)
+    whole = iter(alone(source, batch=2, seed=0, repeat=True))
+    assert begun + launch(9, source) == [next(whole) for _ in range(9)]
+    with pytest.raises(CheckpointError, match="the shards of the stream are not those"):
+        launch(12, numbered([3, 4]))
+    fresh = iter(alone(source, batch=2, seed=0, repeat=True))
+    assert launch(10, source, exclude="extra.stream") == [next(fresh)]
+
+
+@pytest.mark.timeout(120)
+def test_arguments_of_a_stream_are_checked_before_the_first_step(tmp_path: Path) -> None:
+    source = numbered([3, 4, 5])
+    with Session(torch.nn.Linear(1, 1), directory=tmp_path / "run", interval=100) as session:
+        with pytest.raises(SpecError, match="expected one of them"):
+            session.stream(source)
+        with pytest.raises(TypeError, match="expected further arguments of"):
+            session.stream(source, 2, sampler=None)
+        with pytest.raises(TypeError, match="does not name its shards"):
+            session.stream(Bare(), 2)
+        session.stream(source, 2)
+        with pytest.raises(CheckpointError, match="expected a name without dots"):
+            session.stream(source, 2)
+        for _ in session.steps(1):
+            with pytest.raises(Exception, match="make streams before the loop begins"):
+                session.stream(source, 2, name="late")
+
+
+def test_a_batch_that_was_looked_for_is_not_counted() -> None:
+    whole = flat([list(alone(numbered([5, 4]), batch=2))])
+    loader = alone(numbered([5, 4]), batch=2)
+    batches = iter(loader)
+    given_so_far: list[Any] = []
+    while loader.has_next():
+        state: Any = (loader.facts(), [loader.state_dict()])
+        other = alone(numbered([5, 4]), batch=2)
+        other.resume(*state)
+        assert flat([[*given_so_far, *other]]) == whole
+        given_so_far.append(next(batches))
+    assert not loader.has_next()
+    assert (loader.epoch, list(batches), loader.epoch) == (0, [], 1)
+    assert flat([given_so_far]) == whole
+
+
+def masked(samples: list[Any]) -> list[float]:
+    return [torch.rand(()).item() + random.random() + np.random.rand() for _ in samples]
+
+
+@pytest.mark.parametrize("buffer", [0, 4])
+def test_random_numbers_of_a_collator_are_the_same_after_a_resume(buffer: int) -> None:
+    options: dict[str, Any] = {"batch": 2, "shuffle": True, "buffer": buffer, "collate": masked}
+    whole = list(alone(numbered([7, 6]), **options))
+    loader = alone(numbered([7, 6]), **options)
+    begun = [next(iter(loader)) for _ in range(3)]
+    saved: Any = (loader.facts(), [loader.state_dict()])
+    torch.manual_seed(99)
+    random.seed(99)
+    other = alone(numbered([7, 6]), **options)
+    other.resume(*saved)
+    assert begun + list(other) == whole
+    assert len({str(batch) for batch in whole}) == len(whole)
+
+
+def test_a_dataset_of_a_source_gives_all_samples_to_loaders_without_an_adapter() -> None:
+    data = StreamDataset(Counted(["a", "b", "c"], lambda name: [name] * 2), transform=str.upper)
+    assert list(data) == ["A", "A", "B", "B", "C", "C"]
+    with pytest.raises(TypeError, match="pass its source here"):
+        source_of(data)

@@ -1,0 +1,86 @@
+"""Streams as the training data of a trainer: read by the session's loader, never skipped over.
+
+A trainer's epoch is one of the stream. With gradient accumulation, a step has the same number of
+batches everywhere: the last batches of an epoch that fill no step are completed by the first ones
+of the next. So no gradient is ever left between two steps, where a checkpoint would lose it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, Final
+
+from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
+from transformers import trainer as trainer_module
+
+from holdfast.contracts.errors import SpecError
+from holdfast.trainer.frameworks.streamed import is_stream, stream_arguments
+from holdfast.trainer.session.streaming import PASSED_ON
+from holdfast.trainer.streams.loader import StreamLoader
+
+_OF_LOADER: Final = ("batch_size", "num_workers", "collate_fn", "drop_last", *PASSED_ON)
+
+
+class StreamEpochs:
+    """The loader that the trainer iterates over, once for each of its epochs."""
+
+    def __init__(self, stream: StreamLoader, accumulation: int) -> None:
+        """`accumulation` is the number of batches of a step."""
+        self._stream, self._accumulation, self._epoch = stream, accumulation, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration, which is empty if the stream is beyond it."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        while self._stream.epoch <= self._epoch:
+            yield from self._next_step()
+
+    def _next_step(self) -> list[Any]:
+        """Return the batches of a step, or none if the epoch has ended after the step before."""
+        batches: list[Any] = []
+        while len(batches) < self._accumulation:
+            try:
+                batches.append(self._stream.next_of(self._stream.epoch))
+            except StopIteration:
+                if not batches:
+                    break
+        return batches
+
+
+def stream_of(loader: Any, args: Any) -> tuple[Any, dict[str, Any]] | None:
+    """Return the source and the arguments of a trainer's stream, or None for other data.
+
+    Raises `SpecError` for a stream that no resume could continue.
+    """
+    if not is_stream(loader):
+        return None
+    base = getattr(loader, "base_dataloader", loader)
+    dataset = base.dataset
+    if args.accelerator_config.dispatch_batches is False and hasattr(dataset, "_distributed"):
+        raise SpecError(
+            "accelerator_config={'dispatch_batches': False} lets Accelerate divide the dataset, "
+            "which the session does. Leave dispatch_batches out"
+        )
+    while isinstance(dataset, IterableDatasetShard):
+        dataset = dataset.dataset
+    given = {name: getattr(base, name, None) for name in _OF_LOADER}
+    is_global = isinstance(loader, DataLoaderDispatcher) and loader.split_batches
+    source, options = stream_arguments(
+        SimpleNamespace(dataset=dataset, **given),
+        batch="global_batch" if is_global else "batch_size",
+    )
+    return source, {**options, "drop_last": args.dataloader_drop_last}
+
+
+@contextlib.contextmanager
+def without_skips() -> Iterator[None]:
+    """Let the trainer read on in a resumed stream, in place of a skip of its first batches."""
+    module: Any = trainer_module
+    kept, module.skip_first_batches = module.skip_first_batches, lambda loader, _: loader
+    try:
+        yield
+    finally:
+        module.skip_first_batches = kept

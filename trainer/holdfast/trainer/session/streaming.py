@@ -1,0 +1,211 @@
+"""`Session.stream`: a loader over shards whose position is part of each checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from torch.utils.data import default_collate
+
+from holdfast.contracts.errors import SessionError, SpecError
+from holdfast.contracts.node.reporting import report
+from holdfast.trainer.arguments import check_seed, truth, whole
+from holdfast.trainer.data.order import local_batch
+from holdfast.trainer.data.position import Position
+from holdfast.trainer.ranks.collective import ControlGroup
+from holdfast.trainer.session.lifetime import Lifetime, while_open
+from holdfast.trainer.state.run_state import ProgramState, Streams
+from holdfast.trainer.streams.convert import as_source
+from holdfast.trainer.streams.dataset import StreamDataset
+from holdfast.trainer.streams.loader import StreamLoader, StreamOptions
+from holdfast.trainer.streams.source import SHARDS_MAX, Source
+
+# Arguments that are passed on to torch's DataLoader.
+PASSED_ON: Final = (
+    "multiprocessing_context",
+    "pin_memory",
+    "prefetch_factor",
+    "timeout",
+    "worker_init_fn",
+)
+NAME: Final = "stream"
+WORKERS_MAX: Final = 1024
+BUFFER_MAX: Final = 1 << 31
+
+
+class StreamMethods:
+    """The part of `Session` that makes streams."""
+
+    seed: int
+    _life: Lifetime
+    _position: Position
+    _ranks: ControlGroup
+    _state: ProgramState
+
+    @property
+    def step(self) -> int:
+        """The number of complete optimizer steps."""
+        return self._position.completed
+
+    @while_open
+    def stream(
+        self,
+        /,
+        source: Source | Any,
+        batch_size: int | None = None,
+        *,
+        global_batch: int | None = None,
+        shuffle: bool = False,
+        buffer: int = 1000,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        transform: Callable[[Any], Any] | None = None,
+        drop_last: bool = False,
+        repeat: bool = False,
+        open_shards: int = 1,
+        seed: int | None = None,
+        name: str = NAME,
+        **loader: Any,
+    ) -> StreamLoader:
+        """Returns a loader over shards, which continues exactly after a resume, at any size.
+
+        Use it in place of a DataLoader over an `IterableDataset`. Each batch is one step. Every
+        rank calls this with the same arguments, before its loop.
+
+        Args:
+            source: a `Source`, an object with its two methods, a `datasets.IterableDataset`, or a
+                `webdataset.WebDataset`.
+            batch_size: samples of each rank and step.
+            global_batch: in its place, the samples of all ranks in each step.
+            shuffle: shuffle the order of the shards, and the samples in blocks of `buffer`.
+            buffer: samples of a block, all of one shard. 0 and 1 shuffle the shards only.
+            num_workers: processes that read. Each reads other shards.
+            collate_fn: makes a batch of a list of samples, as for a DataLoader.
+            transform: applied to each sample that this rank gets, in the worker.
+            drop_last: leave out the last samples of an epoch if they fill no step of all ranks.
+            repeat: continue with the next epoch, without an end.
+            open_shards: shards that a worker reads in turn, one sample of each.
+            seed: of the order and the transforms, in place of the session's.
+            name: of the state in the checkpoint, for programs with several streams.
+            loader: `prefetch_factor`, `pin_memory`, `timeout`, `worker_init_fn` and
+                `multiprocessing_context`, as for a DataLoader.
+
+        Raises `TypeError` for a source that names no shards, `SpecError` for an argument,
+        `SessionError` after the first step or with a session of a framework's files, and
+        `CheckpointError` if the checkpoint's stream had other shards, seed or buffer.
+        """
+        streams = self._require_streams()
+        position = self._position
+        options = StreamOptions(
+            batch=_batch(batch_size, global_batch, position.world_size),
+            seed=self.seed if seed is None else check_seed(seed),
+            shuffle=truth(shuffle, "shuffle"),
+            buffer=whole(buffer, "buffer", most=BUFFER_MAX),
+            open_shards=whole(open_shards, "open_shards", least=1, most=SHARDS_MAX),
+            num_workers=whole(num_workers, "num_workers", most=WORKERS_MAX),
+            drop_last=truth(drop_last, "drop_last"),
+            repeat=truth(repeat, "repeat"),
+            collate=_function(collate_fn, "collate_fn") or default_collate,
+            transform=_function(transform, "transform"),
+            loader=_passed_on(loader),
+        )
+        if not isinstance(name, str):
+            raise TypeError(f"name={name!r}: expected text")
+        made = self._make(source, options)
+        self._report(made.note)
+        self._report(_continued(streams, name, made))
+        return made
+
+    def _require_streams(self) -> Streams:
+        """Return what saves streams. Raises `SessionError` if it is too late, or if nothing can."""
+        streams = self._state.streams
+        if streams is None:
+            raise SessionError(
+                "this session saves a framework's own files, which have no place for a stream; "
+                "use a dataset with an index and session.sampler"
+            )
+        if self._position.has_begun:
+            raise SessionError(
+                f"stream(): step {self.step} is complete; make streams before the loop begins, so "
+                "that each checkpoint has their position"
+            )
+        return streams
+
+    def _report(self, text: str) -> None:
+        if text and self._ranks.rank == 0:
+            report(f"holdfast: {text}")
+
+    def _make(self, source: Any, options: StreamOptions) -> StreamLoader:
+        """Make the loader on all ranks. All raise if one cannot, or if they differ."""
+        position = self._position
+        made: list[StreamLoader] = []
+
+        def make() -> dict[str, Any]:
+            made.append(
+                StreamLoader(
+                    source_of(source),
+                    options,
+                    part=position.rank,
+                    parts=position.world_size,
+                    ranks=self._ranks,
+                    place=position,
+                )
+            )
+            return made[0].facts()
+
+        facts = self._ranks.gather(make)
+        if other := [rank for rank, one in enumerate(facts) if one != facts[0]]:
+            raise SpecError(
+                f"the ranks {other[:8]} made another stream than rank 0: {facts[other[0]]}, and on "
+                f"rank 0 {facts[0]}. Every rank must name the same shards in the same order, and "
+                "pass the same arguments"
+            )
+        return made[0]
+
+
+def _continued(streams: Streams, name: str, made: StreamLoader) -> str:
+    """Let a stream continue after its saved state, if there is one. Return a line for people."""
+    saved = streams.add_rows(name, made)
+    if saved is not None:
+        return made.resume(saved.facts, saved.rows)
+    if others := streams.forgotten_rows():
+        return (
+            f"the stream {name!r} begins at its start, because the checkpoint has only "
+            f"{', '.join(others)}"
+        )
+    return ""
+
+
+def _passed_on(loader: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return arguments for torch's DataLoader. Raises `TypeError` for others."""
+    if unknown := sorted(set(loader) - {*PASSED_ON}):
+        raise TypeError(f"stream() got {unknown}: expected further arguments of {PASSED_ON}")
+    return loader
+
+
+def _function(given: Any, name: str) -> Any:
+    """Return a function of the program, or None. Raises `TypeError` for anything else."""
+    if given is not None and not callable(given):
+        raise TypeError(f"{name}={given!r}: expected a function, or None")
+    return given
+
+
+def _batch(batch_size: int | None, global_batch: int | None, parts: int) -> int:
+    """Return the samples of each rank and step. Raises `SpecError`."""
+    if (batch_size is None) == (global_batch is None):
+        raise SpecError(
+            f"batch_size={batch_size}, global_batch={global_batch}: expected one of them"
+        )
+    if global_batch is not None:
+        return local_batch(whole(global_batch, "global_batch", least=1), parts)
+    return whole(batch_size, "batch_size", least=1)
+
+
+def source_of(given: Any) -> Source:
+    """Return what a program gave `Session.stream` as a source. Raises `TypeError` for others."""
+    if isinstance(given, StreamDataset):
+        raise TypeError(
+            "source=StreamDataset: it is for the loaders of frameworks; pass its source here, and "
+            "its other arguments too"
+        )
+    return as_source(given)

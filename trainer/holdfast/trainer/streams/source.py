@@ -1,0 +1,106 @@
+"""Where a stream's samples come from: shards with names, each of which can be read from a position.
+
+`convert.as_source` turns what a program has into a `Source`.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from holdfast.contracts.errors import SpecError
+
+# More would make the state of a rank larger than 64 kB.
+SHARDS_MAX: Final = 250_000
+WHAT_WORKS: Final = (
+    "expected an object with shards() and open(shard, position), see Source; or "
+    "TextLines(paths) for a file of lines per shard; or a datasets.IterableDataset"
+)
+
+
+class Source(ABC):
+    """The samples of numbered shards. Any object with these two methods works as one.
+
+    Loader workers get a copy, so it must be picklable where workers are spawned.
+    """
+
+    @abstractmethod
+    def shards(self) -> Sequence[str]:
+        """Return the name of each shard, the same on all ranks and after each restart.
+
+        A checkpoint records a digest of the names. Put what must not change into a name, such as
+        the size of the file.
+        """
+
+    @abstractmethod
+    def open(self, shard: str, position: Any) -> Iterator[tuple[Any, Any]]:
+        """Iterate over the rest of a shard, as pairs of a sample and the position after it.
+
+        `position` is None at the shard's start, or a position that an earlier iterator returned. It
+        is plain data, such as a number of bytes or of samples, or a dict of such. If it is costly
+        to compute, return a function that returns it. It is called before the next sample is read,
+        or not at all.
+        """
+
+
+class TextLines(Source):
+    """Files of lines, such as JSON lines. A sample is `parse(line)`, a position is in bytes."""
+
+    def __init__(
+        self, paths: Sequence[str | Path], parse: Callable[[bytes], Any] = bytes.rstrip
+    ) -> None:
+        """`parse` gets each line as bytes, with its line break."""
+        self._paths, self._parse = [os.fspath(path) for path in paths], parse
+
+    def shards(self) -> Sequence[str]:
+        """Return the paths with the sizes of the files. Raises `OSError` if one is missing."""
+        return [f"{path} ({os.stat(path).st_size} bytes)" for path in self._paths]
+
+    def open(self, shard: str, position: Any) -> Iterator[tuple[Any, Any]]:
+        """Iterate over the lines from byte `position` on."""
+        with open(shard.rpartition(" (")[0], "rb") as file:
+            at = int(position or 0)
+            file.seek(at)
+            for line in file:
+                at += len(line)
+                yield self._parse(line), at
+
+
+class Counted(Source):
+    """Shards whose readers cannot seek. A position is a number of samples.
+
+    A resume reads each open shard from its start up to its position, so keep shards small.
+    """
+
+    def __init__(self, names: Sequence[str], read: Callable[[str], Iterable[Any]]) -> None:
+        """`read` gets a shard's name and iterates over its samples, the same at each call."""
+        self._names, self._read = list(names), read
+
+    def shards(self) -> Sequence[str]:
+        """Return the names."""
+        return self._names
+
+    def open(self, shard: str, position: Any) -> Iterator[tuple[Any, Any]]:
+        """Iterate over the samples after the first `position`."""
+        first = int(position or 0)
+        for number, sample in enumerate(self._read(shard)):
+            if number >= first:
+                yield sample, number + 1
+
+
+def names_of(source: Source) -> list[str]:
+    """Return the names of a source's shards. Raises `SpecError` if they cannot be used."""
+    names = list(source.shards())
+    if not names:
+        raise SpecError("the source has no shards; expected at least one, such as a file")
+    if wrong := [name for name in names if not isinstance(name, str)]:
+        raise SpecError(f"a shard's name is {wrong[0]!r}; expected text")
+    if len(set(names)) < len(names):
+        double = next(name for name in names if names.count(name) > 1)
+        raise SpecError(f"two shards have the name {double!r}; expected each name once")
+    if len(names) > SHARDS_MAX:
+        raise SpecError(f"{len(names)} shards: expected at most {SHARDS_MAX}; join some of them")
+    return names
