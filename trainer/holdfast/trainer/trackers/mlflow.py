@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final
+from urllib.parse import urlsplit
 
 from holdfast.trainer.trackers.tracker import TrackedRun, Tracker
 from holdfast.trainer.versions import require
@@ -22,6 +23,7 @@ class MlflowTracker(Tracker):
     """A run of MLflow. A fork is a child of the run that it was forked from."""
 
     name: ClassVar[str] = "mlflow"
+    keeps_at_once: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -38,6 +40,7 @@ class MlflowTracker(Tracker):
         self._experiment, self._uri, self._tags = experiment, tracking_uri, dict(tags or {})
         self._client: Any = None
         self._id = ""
+        self._url: str | None = None
 
     def open(self, run: TrackedRun) -> str:
         """Create or continue the MLflow run."""
@@ -47,7 +50,13 @@ class MlflowTracker(Tracker):
         experiment = self._find_experiment()
         self._id = run.known_id or self._find(experiment, run.uid) or self._create(experiment, run)
         self._client.update_run(self._id, status="RUNNING")
+        self._url = page_of(str(self._client.tracking_uri), experiment, self._id)
         return self._id
+
+    @property
+    def url(self) -> str | None:
+        """The run's page on the tracking server, or None if the store has none."""
+        return self._url
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record the metrics of a step."""
@@ -77,3 +86,14 @@ class MlflowTracker(Tracker):
             tags[PARENT_TAG] = run.parent_id
         made = self._client.create_run(experiment, tags={**self._tags, **tags}, run_name=run.name)
         return str(made.info.run_id)
+
+
+def page_of(tracking_uri: str, experiment: str, run: str) -> str | None:
+    """Return the address of a run's page. A folder or a database has none."""
+    parts = urlsplit(tracking_uri)
+    if parts.scheme not in {"http", "https"}:
+        return None
+    # Everyone who reads the run would read the password of the address.
+    host = parts.netloc.rpartition("@")[2]
+    path = f"{parts.path.rstrip('/')}/#/experiments/{experiment}/runs/{run}"
+    return f"{parts.scheme}://{host}{path}"

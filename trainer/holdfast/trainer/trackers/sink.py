@@ -4,37 +4,109 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from holdfast.contracts.disk.journal import EventKind
+from pydantic import Field
+
+from holdfast.contracts.disk.bounds import Count
+from holdfast.contracts.disk.durable import make_directory
+from holdfast.contracts.disk.journal import Event, EventKind
+from holdfast.contracts.disk.journal_follow import JournalPlace, follow
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.node.reporting import report
 from holdfast.contracts.plain_text import counted
-from holdfast.contracts.records.attempt import RunRecord, read_document
+from holdfast.contracts.records.attempt import Document, RunRecord, read_document, write_document
 from holdfast.contracts.records.history import load_events
 from holdfast.trainer.metrics import Recorder
 from holdfast.trainer.ranks.rank_context import RankContext
+from holdfast.trainer.trackers.logged import NONE, LoggedStep
 from holdfast.trainer.trackers.tracker import TrackedRun, Tracker
 
 QUEUE_MAX: Final = 100_000
 # A job that ends must not wait long for a service that does not answer.
 CLOSE_TIMEOUT_S: Final = 20.0
+# Between two looks for metrics that were reported for checkpoints.
+LOOK_S: Final = 10.0
 
 _Item = tuple[int, Mapping[str, float]]
+_Send = Callable[[int, Mapping[str, float]], None]
+Number = tuple[Count, Count]
+
+
+class TrackerPlace(Document):
+    """How far a tracker has the reported metrics: the last `opening` and `sequence` by journal."""
+
+    format: Count = 1
+    last: dict[str, Number] = Field(default_factory=dict)
+
+
+class ReportedMetrics:
+    """The metrics that were reported since a tracker last got some, by the journals of a run."""
+
+    def __init__(self, run: RunPaths, tracker: str) -> None:
+        self._run = run
+        self._file = run.deliveries / f"tracker-{tracker}.json"
+        self._last: dict[str, Number] | None = None
+        self._places: dict[Path, JournalPlace | None] = {}
+
+    def take(self) -> list[tuple[int, dict[str, float]]]:
+        """Return (step of the checkpoint, values) of what is new, in the order of each journal.
+
+        Raises `OSError` and `HoldfastError` for a file that cannot be read.
+        """
+        if self._last is None:
+            known = read_document(TrackerPlace, self._file)
+            self._last = dict(known.last) if known else {}
+        found: list[Event] = []
+
+        def take(event: Event) -> None:
+            if event.kind is EventKind.METRIC:
+                found.append(event)
+
+        places = {
+            path: follow(path, self._places.get(path), begin=lambda: None, take=take)
+            for path, _ in self._run.list_journals_of(())
+        }
+        self._places = places
+        taken = []
+        for event in found:
+            number = (event.opening, event.sequence)
+            # A journal is read again from its start if it was replaced.
+            if number > self._last.get(event.writer, (0, 0)):
+                self._last[event.writer] = number
+                step = event.data.get("step") or 0
+                taken.append((step, {event.data["metric"]: float(event.data["value"])}))
+        return taken
+
+    def keep(self) -> None:
+        """Record that the tracker has all that was taken. Without it, the next launch repeats it.
+
+        Raises `OSError` if it cannot be written.
+        """
+        make_directory(self._file.parent)
+        write_document(self._file, TrackerPlace(last=self._last or {}))
 
 
 class TrackerSink:
-    """Passes the metrics of one launch to an open tracker, in order."""
+    """Passes the metrics of one launch to an open tracker, in order.
 
-    def __init__(self, tracker: Tracker) -> None:
-        self._tracker = tracker
+    It also passes on what evaluations report for the run's checkpoints meanwhile. Steps that a
+    tracker has kept from an earlier launch are left out.
+    """
+
+    def __init__(self, tracker: Tracker, reported: ReportedMetrics, logged: LoggedStep) -> None:
+        self._tracker, self._reported, self._logged = tracker, reported, logged
+        skips = tracker.keeps_at_once and not tracker.has_dropped_later
+        self._has_until = logged.newest if skips else NONE
+        self._has_said = self._cannot_record = False
         self._queue: queue.Queue[_Item | None] = queue.Queue(QUEUE_MAX)
         self._is_orderly = False
         self._dropped = 0
-        self._has_reported = False
+        self._has_reported = self._has_missed = False
         self._thread = threading.Thread(
             target=self._work, name=f"holdfast-{tracker.name}", daemon=True
         )
@@ -58,19 +130,67 @@ class TrackerSink:
             self._report(f"it did not take all metrics within {CLOSE_TIMEOUT_S:.0f} s")
 
     def _work(self) -> None:
-        while (item := self._queue.get()) is not None:
+        look_at = time.monotonic()
+        while True:
             try:
-                self._tracker.log(*item)
-            # A tracker's library can raise anything, and training continues without it.
-            except Exception as error:
-                if not self._has_reported:
-                    self._report(f"metrics of step {item[0]} are missing: {error!r}")
-                self._has_reported = True
+                item = self._queue.get(timeout=max(0.0, look_at - time.monotonic()))
+            except queue.Empty:
+                self._pass_on_reported()
+                look_at = time.monotonic() + LOOK_S
+                continue
+            if item is None:
+                break
+            self._log_own(*item)
+        self._pass_on_reported()
+        self._logged.close()
         try:
             self._tracker.close(is_orderly=self._is_orderly)
         # As above.
         except Exception as error:
             self._report(f"it could not be closed: {error!r}")
+
+    def _log_own(self, step: int, values: Mapping[str, float]) -> None:
+        """Send metrics of the program, unless the tracker has those of this step already."""
+        if step <= self._has_until:
+            if not self._has_said:
+                self._report(
+                    f"it has the metrics until step {self._has_until} from an earlier launch, so "
+                    f"those of steps {step} to {self._has_until} are not sent again"
+                )
+            self._has_said = True
+            return
+        if not self._log(self._tracker.log, step, values) or not self._tracker.keeps_at_once:
+            return
+        try:
+            self._logged.record(step)
+        except OSError as error:
+            if not self._cannot_record:
+                self._report(f"repeated steps may come twice after a crash: {error}")
+            self._cannot_record = True
+
+    def _log(self, send: _Send, step: int, values: Mapping[str, float]) -> bool:
+        try:
+            send(step, values)
+        # A tracker's library can raise anything, and training continues without it.
+        except Exception as error:
+            if not self._has_reported:
+                self._report(f"metrics of step {step} are missing: {error!r}")
+            self._has_reported = True
+            return False
+        return True
+
+    def _pass_on_reported(self) -> None:
+        """Send the metrics that were reported for checkpoints, at the steps of these."""
+        try:
+            found = self._reported.take()
+            for step, values in found:
+                self._log(self._tracker.log_reported, step, values)
+            if found:
+                self._reported.keep()
+        except (OSError, HoldfastError) as error:
+            if not self._has_missed:
+                self._report(f"reported metrics of checkpoints may be missing: {error}")
+            self._has_missed = True
 
     def _report(self, problem: str) -> None:
         report(f"holdfast: {self._tracker.name}: {problem}", is_error=True)
@@ -81,15 +201,19 @@ def open_sink(
 ) -> TrackerSink | None:
     """Open the tracker for this launch and journal its id. Return None if it cannot be opened."""
     try:
-        found = tracker.open(describe_run(context, tracker.name, step))
+        facts: dict[str, Any] = {
+            "tracker_id": tracker.open(describe_run(context, tracker.name, step))
+        }
+        facts |= {"url": url} if (url := tracker.url) else {}
     # A tracker's library can raise anything, and training continues without it.
     except Exception as error:
         text = f"{tracker.name} could not be opened, so it gets no metrics: {error!r}"
         report(f"holdfast: {text}", is_error=True)
         recorder.event(EventKind.NOTE, text=text)
         return None
-    recorder.event(EventKind.TRACKED, tracker=tracker.name, tracker_id=found)
-    return TrackerSink(tracker)
+    recorder.event(EventKind.TRACKED, tracker=tracker.name, **facts)
+    logged = LoggedStep(context.run, tracker.name)
+    return TrackerSink(tracker, ReportedMetrics(context.run, tracker.name), logged)
 
 
 def describe_run(context: RankContext, tracker: str, step: int) -> TrackedRun:

@@ -20,6 +20,7 @@ class TensorBoardTracker(Tracker):
     """Event files of TensorBoard, in `directory` or in the run's folder `tensorboard`."""
 
     name: ClassVar[str] = "tensorboard"
+    has_dropped_later = True
 
     def __init__(self, directory: str | Path | None = None) -> None:
         """Raises `PreflightError` if tensorboard is missing or not supported."""

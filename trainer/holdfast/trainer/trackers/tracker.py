@@ -44,14 +44,28 @@ class Tracker(ABC):
     """
 
     name: ClassVar[str]
+    # True if the tracker itself drops the points after the step that a launch resumed from.
+    has_dropped_later = False
+    # True if what `log` has returned from outlives this process. A later launch then does not send
+    # these steps again.
+    keeps_at_once: ClassVar[bool] = False
 
     @abstractmethod
     def open(self, run: TrackedRun) -> str:
         """Create the tracker's run, or continue it. Return the tracker's id of it."""
 
+    @property
+    def url(self) -> str | None:
+        """The web page of the tracker's run once it is open, if there is one."""
+        return None
+
     @abstractmethod
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record the metrics of a step. A step can come again after a crash or a rollback."""
+        """Record the metrics of a step. With `keeps_at_once`, no step comes twice."""
+
+    def log_reported(self, step: int, values: Mapping[str, float]) -> None:
+        """Record what an evaluation reported for the checkpoint of `step`, at any time."""
+        self.log(step, values)
 
     @abstractmethod
     def close(self, *, is_orderly: bool) -> None:
