@@ -18,12 +18,11 @@ from holdfast.contracts.disk.filesystems import NODE_LOCAL, filesystem_of
 from holdfast.contracts.environment import problems_with_addresses
 from holdfast.contracts.errors import PreflightError, SchedulerError, SchedulerUnavailableError
 from holdfast.contracts.plain_text import counted
-from holdfast.contracts.spec.node_share import gpu_kind, gpus_of
-from holdfast.contracts.spec.resources import Resources
+from holdfast.contracts.spec.resources import Resources, gpu_kind, gpus_of
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.workers.nodes.root_probe import describe, find_problems
+from holdfast.workers.nodes.visible_gpus import problem_with_gpus
 from holdfast.workers.schedulers import slurm_client
-from holdfast.workers.schedulers.local import problem_with_gpus
 from holdfast.workers.schedulers.slurm_restarts import problem_with_cluster
 
 PYTHON_TIMEOUT_S: Final = 20.0

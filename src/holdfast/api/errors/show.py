@@ -1,0 +1,265 @@
+"""Why an attempt of a run failed: what its records say, merged. Reads files within bounds."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from holdfast.api.errors.difference import (
+    LaunchFacts,
+    compare_launches,
+    last_that_worked,
+    launches_of,
+)
+from holdfast.api.errors.files import ErrorFiles, ReadBudget
+from holdfast.api.errors.models import (
+    AttemptErrors,
+    ErrorEntry,
+    ErrorSource,
+    LaunchDifference,
+    RunErrors,
+)
+from holdfast.api.errors.records import (
+    BAD_ENDINGS,
+    BAD_STATES,
+    ErrorRecord,
+    LaunchEnd,
+    launch_ends,
+    of_journal,
+)
+from holdfast.api.errors.stacks import read_stacks
+from holdfast.api.errors.timeline import EqualErrors, failure_text, merge_errors, order_note
+from holdfast.contracts.disk.journal import Event
+from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
+from holdfast.contracts.errors import ForeignFileError, HoldfastError, NotFoundError
+from holdfast.contracts.node.flight import span_text
+from holdfast.contracts.records.alerts import signal_name
+from holdfast.contracts.records.attempt import Request, read_document
+from holdfast.contracts.redaction import redact, redact_text
+from holdfast.lineage.queries.views import AttemptView, RunView, iso
+from holdfast.workers.decisions.causes import RankFailure
+from holdfast.workers.nodes.heartbeats import NodeBeat, clock_problems, read_heartbeats
+
+ENTRIES_MAX: Final = 200
+TRACEBACKS_MAX: Final = 40
+TRACEBACK_CHARACTERS_MAX: Final = 20_000
+TEXT_CHARACTERS_MAX: Final = 1_000
+HOSTS_MAX: Final = 16
+ATTEMPTS_MAX: Final = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorSources:
+    """What is known of a run and of one of its attempts.
+
+    `events` are the attempt's lines of `records.KINDS`. Of all launches, `resumed` are the lines
+    about how they began, `committed` the names of their newest checkpoints, and `versions` those of
+    libraries, by attempt and launch.
+    """
+
+    view: RunView
+    known: Sequence[AttemptErrors]
+    attempt: int
+    events: Sequence[Event]
+    resumed: Sequence[Event]
+    committed: Sequence[str]
+    versions: Mapping[tuple[int, int], Mapping[str, Any]]
+
+
+def choose_attempt_of(
+    view: RunView, ended: Iterable[Event], attempt: int | None
+) -> tuple[list[AttemptErrors], int | None]:
+    """Return the attempts with errors, and `attempt` or the newest of them.
+
+    `ended` are lines about the ends of launches. Raises `NotFoundError` if the run has no such
+    attempt.
+    """
+    known = attempts_with_errors(view["attempts"], ended)
+    if attempt is None:
+        return known, known[-1].number if known else None
+    numbers = [one["number"] for one in view["attempts"]]
+    if attempt not in numbers:
+        last = f"the last one is {numbers[-1]}" if numbers else "it has none yet"
+        raise NotFoundError(f"{view['run']} has no attempt {attempt}; {last}")
+    return known, attempt
+
+
+def find_errors(paths: RunPaths, sources: ErrorSources, secrets: Sequence[str]) -> RunErrors:
+    """Return why an attempt failed, from what is known of it and from its files."""
+    number, events = sources.attempt, sources.events
+    row = next(one for one in sources.view["attempts"] if one["number"] == number)
+    attempt = paths.attempt(number)
+    budget, beats = ReadBudget(), _beats(attempt)
+    hosts = {**dict(enumerate(row["nodes"])), **{beat.node: beat.host for beat in beats}}
+    ends = launch_ends(events)
+    failed = failed_launches(ends, row)
+    records = of_journal(number, events, hosts)
+    if failed or row["state"] in BAD_STATES:
+        files = ErrorFiles(attempt, hosts, budget)
+        records += [record for end in failed for record in files.of_ranks(end)]
+        records += files.of_others()
+        records += _by_outcome(records, row, failed)
+    merged = merge_errors(records, {end.number: end for end in failed})
+    entries = [_entry(one, secrets, n < TRACEBACKS_MAX) for n, one in enumerate(merged)]
+    return RunErrors(
+        run=paths.name,
+        attempt=number,
+        attempts=list(sources.known[-ATTEMPTS_MAX:]),
+        first=next((one for one in reversed(entries) if one.is_first), None),
+        entries=entries[:ENTRIES_MAX],
+        left_out=max(0, len(entries) - ENTRIES_MAX),
+        unread=budget.unread,
+        order_note=order_note(merged, clock_problems(beats, time.time())),
+        stacks=read_stacks(attempt, events, secrets, ReadBudget()),
+        difference=_difference(paths, sources, failed, secrets) if entries else None,
+    )
+
+
+def attempts_with_errors(
+    attempts: Iterable[AttemptView], events: Iterable[Event]
+) -> list[AttemptErrors]:
+    """Return the attempts that failed, and those with a launch that crashed or hung."""
+    launches: dict[int, list[int]] = {}
+    for event in events:
+        number, launch = event.data.get("attempt"), event.data.get("launch")
+        if event.data.get("ending") in BAD_ENDINGS and type(launch) is int and number is not None:
+            launches.setdefault(number, []).append(launch)
+    found = []
+    for one in attempts:
+        bad = launches.get(one["number"]) or [
+            launch["number"] for launch in one["launches"] if launch["ending"] in BAD_ENDINGS
+        ]
+        if bad or one["state"] in BAD_STATES:
+            state, cause = one["state"], one["cause"]
+            found.append(
+                AttemptErrors(
+                    number=one["number"], state=state, cause=cause, launches=sorted({*bad})
+                )
+            )
+    return found
+
+
+def failed_launches(ends: Mapping[int, LaunchEnd], row: AttemptView) -> list[LaunchEnd]:
+    """Return the launches that failed: by their ends, or the last one of an attempt that failed."""
+    failed = [end for end in ends.values() if end.ending in BAD_ENDINGS]
+    if row["state"] not in BAD_STATES or not ends:
+        return failed
+    last = ends[max(ends)]
+    if last in failed:
+        return failed
+    return [*failed, replace(last, cause=last.cause or row["cause"] or "")]
+
+
+def _by_outcome(
+    records: Iterable[ErrorRecord], row: AttemptView, failed: Sequence[LaunchEnd]
+) -> list[ErrorRecord]:
+    """Return the error that the outcome has, unless a rank's own record says the same."""
+    rank, traceback = row["failed_rank"], row["traceback"]
+    if rank is None or not traceback or any(one.traceback for one in records if one.failure):
+        return []
+    kind, text = failure_text(1, traceback, traceback)
+    record = ErrorRecord(
+        attempt=row["number"],
+        launch=failed[-1].number if failed else 0,
+        source=ErrorSource.AGENT,
+        kind=kind,
+        text=text,
+        failure=RankFailure(rank=rank, exit_code=1, traceback=traceback),
+        traceback=traceback,
+    )
+    return [record]
+
+
+def _entry(error: EqualErrors, secrets: Sequence[str], has_traceback: bool) -> ErrorEntry:
+    leader, ranks = error.leader, error.ranks
+    code = leader.failure.exit_code if leader.failure else None
+    traceback = leader.traceback if has_traceback else ""
+    # Masked first: a part could begin or end inside a secret.
+    masked = redact_text(traceback, secrets)[-TRACEBACK_CHARACTERS_MAX:]
+    until = error.until if len(error.records) > 1 and error.until > leader.at else None
+    return ErrorEntry(
+        attempt=leader.attempt,
+        launch=leader.launch or None,
+        source=leader.source,
+        kind=leader.kind,
+        is_first=error.is_first,
+        is_secondary=error.is_secondary,
+        text=redact_text(error.text, secrets)[:TEXT_CHARACTERS_MAX],
+        ranks=span_text(ranks),
+        ranks_count=len(ranks),
+        hosts=error.hosts[:HOSTS_MAX],
+        signal=signal_name(-code) if code is not None and code < 0 else None,
+        exit_code=code if code is not None and code >= 0 else None,
+        at=iso(leader.at or None),
+        until=iso(until),
+        clock=leader.clock or None,
+        traceback=masked or None,
+        file=leader.file or None,
+    )
+
+
+def _difference(
+    paths: RunPaths, sources: ErrorSources, failed: Sequence[LaunchEnd], secrets: Sequence[str]
+) -> LaunchDifference | None:
+    """Return what differs between the last launch that failed and the last that worked before."""
+    launches = launches_of(sources.view["attempts"], sources.resumed)
+    mine = [one for one in launches if one.attempt == sources.attempt]
+    last = failed[-1].number if failed else None
+    one = next((one for one in mine if one.number == last), mine[-1] if mine else None)
+    if one is None:
+        return None
+    worked = last_that_worked(launches, one, sources.committed)
+    compared = [_with_more(paths, item, sources) for item in (one, worked) if item is not None]
+    attempts = {item.attempt for item in compared} if len(compared) > 1 else set()
+    requests = {attempt: _request(paths.attempt(attempt), secrets) for attempt in attempts}
+    return compare_launches(compared[0], compared[1] if worked else None, requests)
+
+
+def _with_more(paths: RunPaths, one: LaunchFacts, sources: ErrorSources) -> LaunchFacts:
+    """Return a launch with its versions and GPUs."""
+    gpus = {
+        beat.host: ", ".join(gpu.uuid for gpu in beat.gpus)
+        for beat in _beats(paths.attempt(one.attempt))
+        if beat.gpus
+    }
+    return replace(one, versions=sources.versions.get(one.key, {}), gpus=gpus)
+
+
+def _request(attempt: AttemptPaths, secrets: Sequence[str]) -> Mapping[str, Any]:
+    """Return an attempt's request as JSON, with its secrets masked; {} if it cannot be read."""
+    with contextlib.suppress(HoldfastError, OSError):
+        if request := read_document(Request, attempt.request):
+            masked: dict[str, Any] = redact(request.model_dump(mode="json"), secrets)
+            return masked
+    return {}
+
+
+def _beats(attempt: AttemptPaths) -> list[NodeBeat]:
+    try:
+        return read_heartbeats(attempt)
+    except (OSError, ForeignFileError):
+        return []
+
+
+def no_errors(run: str) -> RunErrors:
+    """Return the answer for a run of which no attempt has errors."""
+    return RunErrors(
+        run=run,
+        attempt=None,
+        attempts=[],
+        first=None,
+        entries=[],
+        left_out=0,
+        unread=0,
+        order_note="",
+        stacks=[],
+        difference=None,
+    )
+
+
+def versions_in(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[int, int], Mapping[str, Any]]:
+    """Return the versions that each launch's checkpoints record, by attempt and launch."""
+    return {(row["attempt"], row["launch"]): row["versions"] for row in rows if row.get("versions")}

@@ -1,0 +1,334 @@
+"""Which rank the others wait for in their collectives, by the ranks' flight records. Pure.
+
+In a process group the collectives finish in order. So each rank has one place in a group: the first
+collective that it called and that has not finished, or the one after its last. A rank waits for the
+members whose place is earlier. The ranks that others wait for, and that wait for nobody, are the
+cause. If every rank waits for another one, they wait in a circle.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Final
+
+from holdfast.contracts.node.flight import (
+    CollectiveCall,
+    GroupFlight,
+    RankFlight,
+    read_spans,
+)
+from holdfast.workers.agent.watch.stack_text import ranks_text
+
+NAMED_MAX: Final = 4
+NO_RECORD: Final = "no flight record"
+STARTED: Final = "started"
+SCHEDULED: Final = "scheduled"
+_NOWHERE: Final = -1
+# Each rank may give or get another number of elements.
+_UNEVEN: Final = ("all_to_all", "scatter", "gather", "all_gather_v", "reduce_scatter_v", "_oop")
+_ONE_ROOTED: Final = ("split", "new_window", "coalesced")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveBlame:
+    """What the records show. `ranks` are to blame, and `finding` is a sentence about them.
+
+    `is_missing` is True if they are where the others wait for them, and not in another collective.
+    """
+
+    ranks: tuple[int, ...]
+    finding: str
+    is_missing: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wait:
+    """Ranks that wait in a call of a group for one rank. `about` names the group."""
+
+    call: CollectiveCall
+    about: str
+    waiting: tuple[int, ...]
+    why: str
+
+
+@dataclass
+class _Group:
+    """A process group: its members, and what each of them did in it."""
+
+    about: str
+    members: tuple[int, ...]
+    calls: dict[int, GroupFlight] = field(default_factory=dict)
+
+
+@dataclass
+class _Waits:
+    """For each rank: one rank that it waits for, and the calls in which others wait for it."""
+
+    on: dict[int, int] = field(default_factory=dict)
+    calls: dict[int, list[_Wait]] = field(default_factory=lambda: defaultdict(list))
+
+
+def find_missing(
+    records: Sequence[RankFlight], world_size: int | None = None
+) -> CollectiveBlame | None:
+    """Return which rank the others wait for, or None if the records show no open collective.
+
+    `world_size` tells which ranks gave no record.
+    """
+    known = {one.rank: one for one in records if not one.problem}
+    expected = range(world_size) if world_size else sorted(one.rank for one in records)
+    silent = [rank for rank in expected if rank not in known]
+    groups = _groups(known)
+    waits = _Waits()
+    for group in groups:
+        _wait_in_group(group, known, waits)
+    _wait_in_transfers(known, waits)
+    found = _mismatch(groups) or _causes(waits, known) or _circle(waits) or _nobody(groups)
+    if found is None:
+        return None
+    if silent:
+        said = f"no flight record of {ranks_text(silent)}"
+        found = replace(found, finding=f"{found.finding}; {said}")
+    return found
+
+
+def _groups(known: Mapping[int, RankFlight]) -> list[_Group]:
+    """Return the groups. Two groups may have one name, so their members tell them apart."""
+    found: dict[tuple[str, str], _Group] = {}
+    for rank, record in known.items():
+        for one in record.groups:
+            key = (one.name, one.members)
+            if key not in found:
+                about = one.name if one.about in {"", "undefined"} else f"{one.about} ({one.name})"
+                found[key] = _Group(about=about, members=_members(one.members))
+            found[key].calls[rank] = one
+    for group in found.values():
+        group.members = group.members or tuple(sorted(group.calls))
+    return list(found.values())
+
+
+@lru_cache(maxsize=4096)
+def _members(text: str) -> tuple[int, ...]:
+    return read_spans(text)
+
+
+# --- who waits for whom ---------------------------------------------------------------------
+
+
+def _reach(call: GroupFlight | None) -> int:
+    """Return the number of the last collective that the rank has called in order."""
+    if call is None:
+        return _NOWHERE
+    return call.first.sequence if call.first else call.newest.sequence
+
+
+def _wait_in_group(group: _Group, known: Mapping[int, RankFlight], waits: _Waits) -> None:
+    """Add who waits for whom in one group. The cost is about that of sorting its members."""
+    open_ = {rank: one.first for rank, one in group.calls.items() if one.first is not None}
+    if not open_:
+        return
+    reach = {rank: _reach(group.calls.get(rank)) for rank in group.members}
+    slowest = min(group.members, key=lambda rank: reach[rank])
+    by_number = sorted(open_, key=lambda rank: open_[rank].sequence)
+    numbers = [open_[rank].sequence for rank in by_number]
+    for rank in by_number[bisect_right(numbers, reach[slowest]) :]:
+        waits.on.setdefault(rank, slowest)
+    ahead: dict[int, tuple[int, ...]] = {}
+    for rank in group.members:
+        # The ranks that have called a later collective, and the first of these calls.
+        first = bisect_right(numbers, reach[rank])
+        if first == len(numbers):
+            continue
+        if first not in ahead:
+            ahead[first] = tuple(sorted(by_number[first:]))
+        wait = _Wait(
+            call=open_[by_number[first]],
+            about=group.about,
+            waiting=ahead[first],
+            why=_why(group.calls.get(rank), known.get(rank)),
+        )
+        waits.calls[rank].append(wait)
+    _wait_for_start(group, open_, known, waits)
+
+
+def _wait_for_start(
+    group: _Group,
+    calls: Mapping[int, CollectiveCall],
+    known: Mapping[int, RankFlight],
+    waits: _Waits,
+) -> None:
+    """Add the ranks whose GPU has not started a collective that other GPUs run."""
+    last = max(call.sequence for call in calls.values())
+    at_last = {rank: call for rank, call in calls.items() if call.sequence == last}
+    started = tuple(sorted(rank for rank, call in at_last.items() if call.state == STARTED))
+    if not started:
+        return
+    for rank, call in at_last.items():
+        if call.state != SCHEDULED or not known[rank].is_timed:
+            continue
+        why = f"called{_at(call)}, not started by its GPU"
+        waits.calls[rank].append(
+            _Wait(call=at_last[started[0]], about=group.about, waiting=started, why=why)
+        )
+        for other in started:
+            waits.on.setdefault(other, rank)
+
+
+def _why(did: GroupFlight | None, record: RankFlight | None) -> str:
+    """Return why a rank is not where the others are."""
+    if record is None:
+        return NO_RECORD
+    if did is not None and did.first is not None:
+        return f"{_text(did.first)} is unfinished there and finished elsewhere"
+    if record.latest is None:
+        return "no call is open"
+    return f"never called, the last call is {_text(record.latest)}{_at(record.latest)}"
+
+
+def _wait_in_transfers(known: Mapping[int, RankFlight], waits: _Waits) -> None:
+    """Add who waits for the send or the receive of a peer that has not called it."""
+    for rank, record in known.items():
+        for one in record.transfers:
+            peer = known.get(one.peer)
+            answers = () if peer is None else peer.transfers
+            if any(a.peer == rank and a.sends is not one.sends for a in answers):
+                continue
+            waits.on.setdefault(rank, one.peer)
+            wanted = "receive" if one.sends else "send"
+            why = NO_RECORD if peer is None else f"no {wanted} for rank {rank} is open"
+            waits.calls[one.peer].append(
+                _Wait(call=one.call, about=f"group {one.group}", waiting=(rank,), why=why)
+            )
+
+
+# --- findings -------------------------------------------------------------------------------
+
+
+def _causes(waits: _Waits, known: Mapping[int, RankFlight]) -> CollectiveBlame | None:
+    """Return the ranks that others wait for and that wait for nobody."""
+    found = sorted(rank for rank in waits.calls if rank not in waits.on)
+    # A rank without a record may wait as well, so one with a record is the better answer.
+    found = [rank for rank in found if rank in known] or found
+    if not found:
+        return None
+    parts = []
+    for wait, ranks in _by_wait(found, waits):
+        others = _without(wait.waiting, found)
+        parts.append(
+            f"{ranks_text(ranks)} {_verb(ranks, 'is', 'are')} missing in {_text(wait.call)} of "
+            f"{wait.about} ({wait.why}): {ranks_text(others)} {_verb(others, 'waits', 'wait')}"
+            f"{_at(wait.call)}"
+        )
+    more = len(parts) - NAMED_MAX
+    said = parts[:NAMED_MAX] + ([f"{more} more like these"] if more > 0 else [])
+    return CollectiveBlame(ranks=tuple(found), finding="; ".join(said), is_missing=True)
+
+
+def _by_wait(found: Iterable[int], waits: _Waits) -> Iterator[tuple[_Wait, list[int]]]:
+    """Return for each way to be missing the ranks, with the wait of most others."""
+    groups: dict[tuple[str, int, str], tuple[_Wait, list[int]]] = {}
+    for rank in found:
+        wait = max(waits.calls[rank], key=lambda one: len(one.waiting))
+        key = (wait.about, wait.call.sequence, wait.why)
+        groups.setdefault(key, (wait, []))[1].append(rank)
+    yield from groups.values()
+
+
+def _without(ranks: Sequence[int], left_out: Iterable[int]) -> tuple[int, ...]:
+    out = set(left_out)
+    return tuple(rank for rank in ranks if rank not in out) or tuple(ranks)
+
+
+def _circle(waits: _Waits) -> CollectiveBlame | None:
+    """Return ranks of which each waits for the next, as by two groups in opposite orders."""
+    if not waits.on:
+        return None
+    at, seen = min(waits.on), dict[int, None]()
+    while at not in seen and at in waits.on:
+        seen[at] = None
+        at = waits.on[at]
+    order = list(seen)
+    ranks = tuple(sorted(order[order.index(at) :] if at in seen else order))
+    named = []
+    for rank in ranks[:NAMED_MAX]:
+        calls = [
+            one for other in ranks for one in waits.calls.get(other, ()) if rank in one.waiting
+        ]
+        if calls:
+            wait = calls[0]
+            named.append(f"rank {rank} in {_text(wait.call)} of {wait.about}{_at(wait.call)}")
+    said = f"{ranks_text(ranks)} wait for each other: {', '.join(named)}"
+    return CollectiveBlame(ranks=ranks, finding=said)
+
+
+def _nobody(groups: Sequence[_Group]) -> CollectiveBlame | None:
+    """Return the collective that all members have called and none finishes."""
+    waiting = [group for group in groups if any(one.first for one in group.calls.values())]
+    if not waiting:
+        return None
+    group = max(waiting, key=lambda one: len(one.calls))
+    call = next(one.first for one in group.calls.values() if one.first)
+    assert call is not None
+    said = (
+        f"{ranks_text(sorted(group.calls))} have called {_text(call)} of {group.about}"
+        f"{_at(call)}, and none finishes it: a link or a GPU"
+    )
+    return CollectiveBlame(ranks=(), finding=said)
+
+
+def _mismatch(groups: Sequence[_Group]) -> CollectiveBlame | None:
+    """Return the ranks whose call differs from that of most others, with the same number."""
+    for group in groups:
+        by_number: dict[int, dict[int, CollectiveCall]] = defaultdict(dict)
+        for rank, one in group.calls.items():
+            if one.first is not None:
+                by_number[one.first.sequence][rank] = one.first
+        for _, calls in sorted(by_number.items()):
+            kinds: dict[str, list[int]] = defaultdict(list)
+            for rank, call in calls.items():
+                kinds[_kind(call)].append(rank)
+            if len(kinds) > 1:
+                return _blame_odd(group, calls, sorted(kinds.values(), key=len))
+    return None
+
+
+def _blame_odd(
+    group: _Group, calls: Mapping[int, CollectiveCall], kinds: Sequence[Sequence[int]]
+) -> CollectiveBlame:
+    agrees = len(kinds[-1]) > len(kinds[-2])
+    odd = kinds[:-1] if agrees else kinds
+    parts = [
+        f"{ranks_text(ranks)} {_verb(ranks, 'calls', 'call')} "
+        f"{_full(calls[ranks[0]])}{_at(calls[ranks[0]])}"
+        for ranks in kinds[-NAMED_MAX:]
+    ]
+    said = f"the ranks call different collectives in {group.about}: {', '.join(parts)}"
+    return CollectiveBlame(ranks=tuple(sorted(rank for r in odd for rank in r)), finding=said)
+
+
+def _kind(call: CollectiveCall) -> str:
+    """Return what must be equal on all ranks of a group."""
+    if call.name.startswith(_ONE_ROOTED) or call.name.endswith("coalesced"):
+        return call.name
+    uneven = call.name.startswith(_UNEVEN) or call.name.endswith(_UNEVEN)
+    return f"{call.name} {'' if uneven else call.sizes} {call.dtypes}"
+
+
+def _text(call: CollectiveCall) -> str:
+    return f"{call.name} {call.sequence}"
+
+
+def _verb(ranks: Sequence[int], one: str, several: str) -> str:
+    return one if len(ranks) == 1 else several
+
+
+def _full(call: CollectiveCall) -> str:
+    return f"{_text(call)} of {call.sizes or 'no size'} {call.dtypes}".rstrip()
+
+
+def _at(call: CollectiveCall) -> str:
+    return f" at {call.place}" if call.place else ""
