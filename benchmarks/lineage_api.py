@@ -21,7 +21,7 @@ from holdfast.api.store import IndexStore
 from holdfast.api.tokens import Role, TokenStore
 from holdfast.api.watch import Watch
 from holdfast.cli.shared.collector import return_free_memory
-from holdfast.lineage.database.engine import URL_VARIABLE
+from holdfast.lineage.database.sqlite_file import URL_VARIABLE
 from holdfast.lineage.index import Index
 
 PREFIX: Final = "/api/v1"

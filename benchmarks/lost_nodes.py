@@ -113,6 +113,11 @@ class Node(HereNode):
         self.heartbeat.launch = launch
         self.job.begun[launch][self.number] = time.monotonic()
 
+    def expect(self, term: int) -> None:
+        if self.is_lost:
+            raise LostError
+        self.place = dataclasses.replace(self.place, term=term)
+
     def report(self) -> Any:
         if self.is_lost:
             raise LostError
@@ -156,6 +161,9 @@ class Node(HereNode):
             if kind == "start":
                 place = NodePlace(**question["place"]) if question.get("place") else None
                 self.start(question["launch"], "", 0, place)
+                member.reply()
+            elif kind == "expect":
+                self.expect(question["term"])
                 member.reply()
             else:
                 answer, took_s = self.do(kind, question)

@@ -150,7 +150,7 @@ def news(browser: Browser, site: testbed.Site, run: RunFolder) -> float:
             step = 90_000 + turn
             began = time.monotonic()
             run.commit(step, 1, at=time.time())
-            shown = f"{step // 1000}\u202f{step % 1000:03d}"
+            shown = f"{step:,}"
             page.get_by_role("link", name=shown, exact=True).wait_for()
             worst = max(worst, time.monotonic() - began)
     return worst

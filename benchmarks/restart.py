@@ -1,13 +1,17 @@
 """Seconds from the death of a rank or a node to the first new step, and repeated steps.
 
-Run `python benchmarks/restart.py [--kills N] [--train-s S] [--node-losses N]`. It runs the small
-program of the drills on two ranks, and sends SIGKILL to one rank after every S seconds of training.
+Run `python benchmarks/restart.py [--kills N] [--train-s S] [--node-losses N] [--queue N]
+[--real-time]`. It runs the small program of the drills on two ranks, and sends SIGKILL to one rank
+after every S seconds of training.
 It compares three ways to start the program: an agent with a warm standby, an agent without one, and
 `torchrun --max-restarts` alone. All save every 20 steps. The faults alternate and all three train
 meanwhile, so that other load on the machine affects all of them.
 
 `--node-losses` then rehearses the loss of one node of four so often with a spare node, and so often
 without one, as `holdfast drill` does. Each has a job of its own.
+
+`--queue` then loses the node of a job on a full Slurm cluster so often, see
+`benchmarks/full_queue.py`.
 """
 
 from __future__ import annotations
@@ -31,6 +35,10 @@ from statistics import median
 from typing import Any, Final
 
 import psutil
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from benchmarks.full_queue import lose_allocations
 
 from holdfast.contracts import environment
 from holdfast.contracts.disk.journal import EventKind
@@ -279,6 +287,15 @@ def lose_nodes(count: int, folder: Path) -> dict[str, dict[str, Any]]:
     return {name: summary(found[name], wrong[name]) for name in NODE_LOSSES}
 
 
+def lose_in_queue(count: int, folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the recoveries of runs on a full cluster, by the value of `resources.standby`."""
+    found = {}
+    for way, recoveries in lose_allocations(count, folder, report).items():
+        whole = [one for one in recoveries if one is not None]
+        found[f"queue_{way}"] = summary(whole, len(recoveries) - len(whole))
+    return found
+
+
 def report(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -288,7 +305,13 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=7)
     parser.add_argument("--train-s", type=float, default=20.0)
     parser.add_argument("--node-losses", type=int, default=0)
+    parser.add_argument("--queue", type=int, default=0)
+    parser.add_argument(
+        "--real-time", action="store_true", help="take priority over other processes (root)"
+    )
     given = parser.parse_args()
+    if given.real_time:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     # On SIGTERM, end the jobs too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     chance = random.Random(SEED)
@@ -309,6 +332,8 @@ def main() -> int:
         ways = {name: summary(found[name], jobs.hung[name]) for name in WAYS if given.kills}
         if given.node_losses:
             ways |= lose_nodes(given.node_losses, Path(folder) / "nodes")
+        if given.queue:
+            ways |= lose_in_queue(given.queue, Path(folder) / "queue")
     print(json.dumps(ways))
     return 0
 
