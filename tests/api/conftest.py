@@ -50,6 +50,13 @@ class Served:
         return httpx.Client(base_url=self.url, headers=headers, timeout=WAIT_S)
 
 
+def get(api: httpx.Client, path: str) -> Any:
+    """The answer of the API to a GET of `path`."""
+    answer = api.get(f"/api/v1{path}")
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
 @contextlib.contextmanager
 def serving(
     home: Path,

@@ -145,7 +145,7 @@ def test_printed_url_starts_a_session_and_redirects_without_the_token(served: Se
         assert client.get("/api/v1/session").json()["role"] == "operator"
     with served.stranger() as client:
         answer = client.get("/", params={"token": "hold_wrong"})
-        assert (answer.status_code, answer.headers["location"]) == (303, "/")
+        assert (answer.status_code, answer.headers["location"]) == (303, "/?refused=401")
         assert "set-cookie" not in answer.headers
         assert client.get("/api/v1/runs").status_code == 401
 
@@ -245,6 +245,7 @@ def test_secrets_of_a_spec_never_appear_in_responses_or_the_index(served: Served
                 *("runs/hidden/logs/0", "runs/hidden/lineage", "runs/hidden/openlineage"),
                 *(f"compare?a=hidden:{name}&b={other}", f"compare?b=hidden:{name}&a={other}"),
                 *("runs/hidden/storage", f"checkpoints/hidden:{name}"),
+                f"runs/hidden/log-files/download?file={log.relative_to(run.paths.directory)}",
             )
         ]
         size = log.stat().st_size

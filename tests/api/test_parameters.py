@@ -22,6 +22,35 @@ import torch
 from fastapi.routing import APIRoute
 from safetensors.torch import load_file
 from tests.api.conftest import Served, serving, wait_for
+from tests.api.filter_rows import (
+    ORDERS,
+    comparison_rows,
+    curve_rows,
+    filter_rows,
+    group_rows,
+    lineage_rows,
+    metric_rows,
+    of_total,
+    table_rows,
+)
+from tests.api.log_parameters import (
+    LOG,
+    download_rows,
+    log_file_rows,
+    log_part_rows,
+    log_rows,
+    log_search_rows,
+)
+from tests.api.mark_parameters import (
+    NEWEST,
+    OTHER,
+    acknowledge_rows,
+    annotate_rows,
+    pin_rows,
+    report_rows,
+    unpin_rows,
+)
+from tests.api.series_parameters import gpu_rows, heat_rows
 from tests.support.runs import T0, RunFolder, build_sample_runs, file_checksum
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 
@@ -34,12 +63,11 @@ from holdfast.contracts.disk.paths import MANIFEST, RunPaths
 from holdfast.contracts.records.attempt import StopFile, read_document
 from holdfast.contracts.records.history import load_events, load_history
 from holdfast.contracts.spec.run_spec import RunSpec
+from holdfast.contracts.states import AttemptState, Cause
 from holdfast.lineage.queries.pages import RunSort
 
 API: Final = "/api/v1"
-OLDEST, NEWEST = "gpt:step-00000050.a0001.l01", "gpt:step-00000200.a0003.l01"
-OTHER: Final = "gpt-b:step-00000150.a0001.l01"
-ORDERS: Final = ("relaunch", "stop", "pause", "resume", "cancel")
+OLDEST: Final = "gpt:step-00000050.a0001.l01"
 LOGS: Final = ((1, 1, "stdout"), (3, 1, "stdout"), (3, 2, "stdout"), (3, 2, "stderr"))
 WEIGHTS: Final = "weights:step-00000010.a0001.l01"
 Facts = dict[str, bool]
@@ -54,8 +82,14 @@ NEEDED: Final[Mapping[str, Any]] = {
     "path:path": "",
     "query:a": NEWEST,
     "query:b": OTHER,
+    "query:file": LOG,
+    "query:run": "gpt",
+    "query:text": "rank",
     "body:to": "dcp",
+    "body:id": "nothing",
     "body:name": "gpt-c",
+    "body:metrics": {"accuracy": 0.5},
+    "body:add": ["new"],
     "body:token": "hold_none",
 }
 LONG: Final = "x" * 5000
@@ -75,11 +109,26 @@ BAD: Final[Mapping[str, tuple[Any, ...]]] = {
     "query:search": (LONG[:201], "gpt\0"),
     "query:created_from": (-1, "nan", "inf", "soon", "", 1e13),
     "query:created_to": (-1, "nan", "inf", "soon", "", 1e13),
+    "query:created_within": (0, -1, "nan", "soon", "", 1e13),
+    "query:user": ("", LONG[:201], "ann\0"),
+    "query:cause": ("bad luck", "", "HANG"),
+    "query:partition": ("", LONG[:201], "a100\0"),
+    "query:tag": ("", "a b", LONG[:65], "-a", "night\0"),
+    "query:attention": SWITCHES,
+    "query:by": ("color", "", "USER"),
+    "query:format": ("xml", "", "CSV"),
     "query:sort": ("size", "", "CREATED"),
     "query:order": ("up", "", "ASC"),
     "query:after": ("", "x", "WyJhIl0", "\0", LONG),
     "query:limit": (*NUMBERS, 501),
     "GET /api/v1/runs/{run}/logs/{rank} query:limit": (*NUMBERS, 2**20 + 1),
+    "GET /api/v1/runs/{run}/log-files/part query:limit": (*NUMBERS, 2**20 + 1),
+    "query:file": ("", "nix", "../gpt/flow.log", "spec.json", "/etc/passwd", "flow.log\0", LONG),
+    "query:text": ("a\nb", "\0", LONG),
+    "query:errors": SWITCHES,
+    "query:rank": (-1, 1.5, "x", "", 10**30),
+    "query:folded": SWITCHES,
+    "query:opened": ("fold\0", LONG),
     "query:pinned": SWITCHES,
     "query:newest_first": SWITCHES,
     "query:step_from": (-1, 1.5, "x", "", 10**30),
@@ -91,9 +140,17 @@ BAD: Final[Mapping[str, tuple[Any, ...]]] = {
     "query:stream": ("stdin", ""),
     "query:launch": NUMBERS,
     "query:offset": (-1, 1.5, "x", "", 10**30),
+    "query:before": (-1, 1.5, "x", "", 10**30),
+    "query:value": ("loss", "", "STEP"),
+    "query:rank_from": (-1, 1.5, "x", "", 10**7, 10**30),
+    "query:rank_to": (-1, 1.5, "x", "", 4096, 10**7, 10**30),
+    "query:time_from": (-1, "nan", "inf", "soon", "", 1e13),
+    "query:time_to": (-1, "nan", "inf", "soon", "", 1e13),
+    "query:buckets": (*NUMBERS, 1001),
+    "query:node": (-1, 1.5, "x", "", 10**6, 10**30),
     "query:a": ("gpt", "gpt:nix", "", LONG[:251]),
     "query:b": ("gpt", "gpt:nix", "", LONG[:251]),
-    "query:run": ("", "nobody", "../gpt", LONG[:121]),
+    "query:run": ("", "nobody", "../gpt", LONG[:121], ["gpt"] * 9),
     "query:token": (LONG[:201],),
     "header:last-event-id": (LONG[:101],),
     "body:force": JSON_SWITCHES,
@@ -101,6 +158,10 @@ BAD: Final[Mapping[str, tuple[Any, ...]]] = {
     "body:dry_run": JSON_SWITCHES,
     "body:gpus": (0, -1, 1.5, "4", True, [], 10**30),
     "body:note": (5, None, [], LONG),
+    "body:add": ("a", [""], ["a b"], [5], None, [LONG[:65]], [f"t{n}" for n in range(33)]),
+    "body:remove": ("a", [""], ["a b"], [5], None, [LONG[:65]], [f"t{n}" for n in range(33)]),
+    "body:id": ("", "nothing", 5, None, [], "a\0", LONG + "x"),
+    "body:metrics": (5, None, [], {}, {"a": "high"}, {"a": True}, {"a": None}, {"": 1}),
     "body:to": ("zip", "", None, "DCP"),
     "body:include": ("model", [""], ["--output"], [5], ["a"] * 51),
     "body:dtype": ("int8", "", 16, "FLOAT16"),
@@ -194,8 +255,18 @@ def make_runs(root: Path) -> None:
     made.submit(1, 2, T0)
     for step in (10, 20, 30):
         made.commit(step, 1)
+    slurm: dict[str, Any] = {"resources": {"executor": "slurm", "partition": "a100"}}
+    slurm["tags"] = ["llm", "night"]
+    made = RunFolder(root, "preempted", "7" * 32, slurm, created_by="eve")
+    made.submit(1, 2, T0)
+    made.claim(1, T0 + 1)
+    made.finish(1, AttemptState.PREEMPTED, Cause.PREEMPTION, 5, T0 + 9)
     program = {"launch": {"working_directory": str(root.parent)}}
     (root.parent / "train.py").touch()
+    made, parent = RunFolder(root, "chain", "c" * 32), None
+    made.submit(1, 2, T0)
+    for step in range(10, 100, 10):
+        parent = f"chain:{made.commit(step, 1, parent=parent)}"
     made = RunFolder(root, "weights", "9" * 32, program)
     made.submit(1, 1, T0)
     made.claim(1, T0 + 1, "node-b")
@@ -258,12 +329,8 @@ def run_rows(w: World, route: str, key: str = "run") -> Facts:
     def names(**given: Any) -> list[str]:
         return [one[key] for one in w.get(route, **given)["items"]]
 
-    every, live = names(), sorted(f"o-{one}" for one in ORDERS)
-    first = w.get(route, limit=3)
+    every, first = names(), w.get(route, limit=3)
     found = {
-        "query:state": names(state="completed") == ["gpt"]
-        and {"gpt", "gpt-b"} < set(names(state=["completed", "running"])) < set(every),
-        "query:search": names(search="T-B") == ["gpt-b"],
         "query:sort": names(sort="name") == sorted(every) != every,
         "query:order": all(
             names(sort=one, order="asc") == names(sort=one, order="desc")[::-1]
@@ -272,10 +339,7 @@ def run_rows(w: World, route: str, key: str = "run") -> Facts:
         "query:after": names(limit=3, after=first["next"]) == every[3:6],
         "query:limit": [one[key] for one in first["items"]] == every[:3],
     }
-    if route == "/runs":
-        found["query:created_from"] = names(created_from=T0 + 1) == ["gpt-b"]
-        found["query:created_to"] = sorted(names(created_to=T0 - 1)) == live
-    return found
+    return found | filter_rows(names)
 
 
 def checkpoint_rows(w: World) -> Facts:
@@ -312,37 +376,6 @@ def event_rows(w: World) -> Facts:
         "query:newest_first": lines(newest_first=False) == every[::-1],
         "query:after": lines(limit=2, after=first["next"]) == every[2:4],
         "query:limit": first["items"] == every[:2],
-    }
-
-
-def metric_rows(w: World) -> Facts:
-    route = "/runs/{run}/metrics"
-
-    def points(**given: Any) -> list[dict[str, Any]]:
-        return [point for one in w.get(route, **given) for point in one["points"]]
-
-    return {
-        "path:run": w.differs(route, "run", "gpt", "gpt-b"),
-        "query:name": [any(one["values"] for one in points(name=n)) for n in ("loss", "x")]
-        == [True, False],
-        "query:points": len(points(points=1)) < len(points()),
-    }
-
-
-def log_rows(w: World) -> Facts:
-    route = "/runs/{run}/logs/{rank}"
-
-    def text(**given: Any) -> str:
-        return str(w.get(route, **given)["text"])
-
-    return {
-        "path:run": w.call(f"GET {API}{route}", run="gpt-b").status_code == 404,
-        "path:rank": "rank 1" in text(rank=1),
-        "query:attempt": text(attempt=1).startswith("attempt 1"),
-        "query:stream": "stderr" in text(stream="stderr"),
-        "query:launch": "launch 1" in text(launch=1) and "launch 2" in text(),
-        "query:offset": text(offset=19) == "rank 0 stdout\n",
-        "query:limit": text(limit=15) == "rank 0 stdout\n",
     }
 
 
@@ -419,21 +452,6 @@ def prune_rows(w: World) -> Facts:
     }
 
 
-def pin_rows(w: World) -> Facts:
-    w.post("/checkpoints/{checkpoint}/pin", note="for the paper")
-    line = w.told("gpt", EventKind.PINNED)
-    return {
-        "path:checkpoint": f"gpt:{line['checkpoint']}" == NEWEST,
-        "body:note": line["note"] == "for the paper",
-    }
-
-
-def unpin_rows(w: World) -> Facts:
-    w.post("/checkpoints/{checkpoint}/pin", checkpoint=OTHER)
-    done = w.post("/checkpoints/{checkpoint}/unpin", checkpoint=OTHER)
-    return {"path:checkpoint": done == {"checkpoint": OTHER, "pinned": False}}
-
-
 def verify_rows(w: World) -> Facts:
     job = w.done(w.post("/checkpoints/{checkpoint}/verify", 202, checkpoint=OTHER))
     return {"path:checkpoint": job["about"] == OTHER and job["result"]["ok"]}
@@ -466,6 +484,7 @@ def fork_rows(w: World) -> Facts:
         "checkpoint.budget": "500GB",
         "checkpoint.keep.last": 3,
         "checkpoint.keep.every_steps": 100,
+        "checkpoint.keep.doubling_steps": 1,
         "checkpoint.keep.every_hours": 6,
         "checkpoint.keep.ttl": "7d",
         "cost.gpu_hour": 2.5,
@@ -518,23 +537,29 @@ def of_attempt(route: str) -> Callable[[World], Facts]:
     }
 
 
-def of_total(route: str) -> Callable[[World], Facts]:
-    return lambda w: {
-        "query:state": w.get(route, state="completed") == w.get(route, search="a" * 32),
-        "query:search": w.differs(route, "search", "gpt-b", "gpt"),
-    }
-
-
-READS: Final = ("", "/attempts", "/lineage", "/openlineage", "/goodput", "/timeline", "/storage")
+READS: Final = ("", "/attempts", "/openlineage", "/goodput", "/timeline", "/storage")
 GETS: Final[Mapping[str, Callable[[World], Facts]]] = {
     **{f"/runs/{{run}}{one}": of_run(f"/runs/{{run}}{one}") for one in READS},
     "/runs": lambda w: run_rows(w, "/runs"),
+    "/runs/{run}/capacity": lambda w: {
+        # No Slurm answers here, and the local executor knows this machine.
+        "path:run": (w.get("/runs/{run}/capacity", run="preempted")["where"], "local")
+        == ("partition a100", w.get("/runs/{run}/capacity", run="weights")["where"])
+    },
     "/runs/{run}/checkpoints": checkpoint_rows,
     "/runs/{run}/events": event_rows,
     "/runs/{run}/metrics": metric_rows,
     "/runs/{run}/heartbeats": of_attempt("/runs/{run}/heartbeats"),
+    "/runs/{run}/errors": of_attempt("/runs/{run}/errors"),
+    "/runs/{run}/heat-map": heat_rows,
+    "/runs/{run}/gpus": gpu_rows,
     "/runs/{run}/logs": of_attempt("/runs/{run}/logs"),
+    "/runs/{run}/lineage": lineage_rows,
     "/runs/{run}/logs/{rank}": log_rows,
+    "/runs/{run}/log-files": log_file_rows,
+    "/runs/{run}/log-files/part": log_part_rows,
+    "/runs/{run}/log-files/search": log_search_rows,
+    "/runs/{run}/log-files/download": download_rows,
     "/checkpoints/{checkpoint}": lambda w: {
         "path:checkpoint": w.differs("/checkpoints/{checkpoint}", "checkpoint", OLDEST, NEWEST)
     },
@@ -553,13 +578,26 @@ GETS: Final[Mapping[str, Callable[[World], Facts]]] = {
     "/goodput": of_total("/goodput"),
     "/jobs/{job}": job_rows,
     "/session": lambda _: {},
+    "/attention": lambda _: {},
+    "/filters": lambda _: {},
+    "/queue": lambda _: {},
+    "/goodput/groups": group_rows,
+    "/tables/runs": table_rows,
+    "/tables/curves": curve_rows,
+    "/compare/runs": comparison_rows,
     "/events": stream_rows,
 }
 POSTS: Final[Mapping[str, Callable[[World], Facts]]] = {
     **{f"/runs/{{run}}/{one}": partial(order_rows, action=one) for one in ORDERS},
     "/runs/{run}/prune": prune_rows,
+    "/attention/acknowledge": acknowledge_rows,
+    "/runs/{run}/annotate": partial(annotate_rows, route="/runs/{run}/annotate", run="gpt-b"),
+    "/checkpoints/{checkpoint}/annotate": partial(
+        annotate_rows, route="/checkpoints/{checkpoint}/annotate", checkpoint=OTHER
+    ),
     "/checkpoints/{checkpoint}/pin": pin_rows,
     "/checkpoints/{checkpoint}/unpin": unpin_rows,
+    "/checkpoints/{checkpoint}/metrics": report_rows,
     "/checkpoints/{checkpoint}/verify": verify_rows,
     "/checkpoints/{checkpoint}/export": export_rows,
     "/checkpoints/{checkpoint}/fork": fork_rows,

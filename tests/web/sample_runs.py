@@ -18,6 +18,7 @@ from typing import Any, Final
 from unittest import mock
 
 from tests.support.runs import RunFolder
+from tests.support.series import sample_gpu, write_gpus, write_ranks
 
 from holdfast.contracts.disk.durable import make_directory
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
@@ -27,10 +28,13 @@ from holdfast.contracts.records.attempt import Submission, write_document
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows.supervisor.flow_lock import FlowLock
 from holdfast.workers.nodes.heartbeats import HeartbeatWriter, NodeBeat, RankBeat
+from holdfast.workers.nodes.series import RankTimes
 
 MINUTE: Final = 60.0
 HOUR: Final = 3600.0
 STEP_S: Final = 1.2
+# The width of a bucket of the series.
+BUCKET_S: Final = 20.0
 STATE_BYTES: Final = 1_083_000_000
 LIVE: Final = "gpt-90m"
 SUPERVISED: Final = (LIVE, "gpt-90m-8k", "llama-3b-instruct")
@@ -211,6 +215,25 @@ def write_live_run(root: Path, now: float) -> None:
     script.tell(now - 100 * MINUTE, "cli", EventKind.EXPORTED, **first(), **export)
     beat(script.run.paths, 3, script.step, now)
     write_logs(script, 3)
+    write_series(script.run.paths, 3, now - (NEWEST - 8_500) * STEP_S, now)
+
+
+def write_series(paths: RunPaths, number: int, start: float, end: float) -> None:
+    """The ranks and GPUs of the one node over time. The data of rank 5 were slow for a while."""
+    attempt, buckets = paths.attempt(number), int((end - start) / BUCKET_S)
+    slow = range(buckets // 2, buckets * 5 // 8)
+
+    def times(rank: int, bucket: int) -> RankTimes:
+        noise = math.sin(bucket * 12.9898 + rank) * 43758.5453 % 1 - 0.5
+        step_s = STEP_S * (1.6 if bucket in slow else 1.0) * (1 + noise / 25)
+        is_slow = rank == 5 and bucket in slow
+        data_s = 0.6 * step_s if is_slow else 0.02
+        return RankTimes(step_s, data_s, 0.0 if is_slow else max(0.0, step_s - 0.8 * STEP_S))
+
+    facts: dict[str, Any] = {"start": start, "width_s": BUCKET_S, "host": "gpu-03"}
+    write_ranks(attempt, times, buckets=buckets, count=8, **facts)
+    beats = (tuple(sample_gpu(index, bucket) for index in range(8)) for bucket in range(buckets))
+    write_gpus(attempt, beats, **facts)
 
 
 def first() -> dict[str, str]:
@@ -260,8 +283,11 @@ def beat(paths: RunPaths, number: int, step: int, now: float) -> None:
 
 
 def write_logs(script: RunScript, number: int) -> None:
-    """The output of two of the ranks."""
+    """The output of two of the ranks, of torchrun and of the agent."""
     attempt = script.run.paths.attempt(number)
+    make_directory(attempt.node_logs(0) / "l01")
+    (attempt.node_logs(0) / "l01" / "torchrun.log").write_text("rendezvous: 8 ranks on 1 node\n")
+    (attempt.logs / "4203_0_log.out").write_text(f"attempt {number}: launch 1 started\n")
     for rank in (0, 1):
         log = attempt.logs / "node-0000" / "l01" / f"rank-{rank:05d}.stdout.log"
         make_directory(log.parent)
@@ -317,6 +343,9 @@ def write_failed_run(root: Path, began: float) -> None:
         host="gpu-05",
         started_at=began + MINUTE,
     )
+    log = script.run.paths.attempt(1).rank_log(0, 1, 1, "stderr")
+    make_directory(log.parent)
+    log.write_text(f"UserWarning: the tokenizer is slow\n{TRACEBACK}")
     why = "the program's own error: another attempt would end the same way"
     decide(script, 1, began + 4 * MINUTE, None, why)
     script.tell(began + 4 * MINUTE + 1, "flow", EventKind.RUN_ENDED, state="failed", reason=why)

@@ -135,7 +135,7 @@ def test_heartbeats_update_steps_and_curves_and_silent_ranks_are_marked(
         expect(loss).to_contain_text("7.25")
         page.get_by_role("link", name="Runs", exact=True).first.click()
         row = page.get_by_role("row").filter(has=page.get_by_role("link", name=LIVE, exact=True))
-        expect(row).to_contain_text(f"{step:,}".replace(",", "\u202f"))
+        expect(row).to_contain_text(f"{step:,}")
         expect(row).to_contain_text("left")
         # The agent fell silent just after it heard from its ranks.
         beat(paths, 3, step, time.time() - 90)
@@ -320,3 +320,23 @@ def test_timeline_opened_before_the_first_attempt_fits_the_screen(
         box = timeline.bounding_box()
         assert box
         assert box["width"] < PHONE
+
+
+def test_errors_are_found_in_all_logs_and_shown_in_their_place(
+    site: Site, browser: Browser
+) -> None:
+    with testbed.page_of(browser, site, width=390) as (page, console_errors):
+        page.goto("/runs/bert-classifier/logs")
+        page.get_by_role("button", name="Find errors").press("Enter")
+        expect(page.get_by_text("2 lines found; searched all")).to_be_visible()
+        page.get_by_role("button", name="ValueError: Expected input").press("Enter")
+        expect(page.locator("mark")).to_have_text(re.compile("^ValueError: Expected input"))
+        expect(page.get_by_label(re.compile("^File"))).to_have_value(re.compile("stderr"))
+        page.get_by_role("button", name="First error").press("Enter")
+        expect(page.locator("mark")).to_have_text("Traceback (most recent call last):")
+        with page.expect_download() as downloading:
+            page.get_by_role("link", name="Download").click()
+        name = downloading.value.suggested_filename
+        assert name == "bert-classifier-attempts-0001-logs-node-0000-l01-rank-00001.stderr.log"
+        assert "ValueError" in downloading.value.path().read_text()
+        assert console_errors == []

@@ -130,10 +130,23 @@ describe("the lineage", () => {
 
   it("expands a fold by a key, and folds all again", async () => {
     const steps = Array.from({ length: 9 }, (_, index) => index + 1);
-    openPage("/runs/gpt/lineage", { "GET /runs/gpt/lineage": lineage(steps) });
+    const whole = lineage(steps);
+    const inside = (node: Node) => (node.step ?? 0) > 1 && (node.step ?? 0) < 9;
+    const folded: Node = { id: "fold:2…8", kind: "fold", run: "gpt", state: "committed", count: 7,
+      first_step: 2, last_step: 8, rolled_back: false };
+    const server = openPage("/runs/gpt/lineage", { "GET /runs/gpt/lineage": ({ query }) =>
+      query.opened ? whole : {
+        nodes: [...whole.nodes.filter((one) => !inside(one)), folded],
+        edges: [{ from: idOf(9), to: "fold:2…8", kind: "parent" },
+          { from: "fold:2…8", to: idOf(1), kind: "parent" }],
+        nodes_total: whole.nodes.length,
+      } });
     const fold = await screen.findByLabelText("fold 7 checkpoints, steps 2 – 8; expand");
+    expect(screen.getByText(/11 nodes, 5 shown/)).toBeTruthy();
     fireEvent.keyDown(fold, { key: " " });
     await screen.findByLabelText("checkpoint step 5, durable");
+    expect(server.requests("GET /runs/gpt/lineage").at(-1)?.query).toEqual(
+      { folded: "true", opened: "fold:2…8" });
     fireEvent.click(screen.getByText("Collapse all"));
     await screen.findByLabelText("fold 7 checkpoints, steps 2 – 8; expand");
     expect(screen.queryByLabelText("checkpoint step 5, durable")).toBeNull();

@@ -9,11 +9,15 @@ export const KINDS = [
   "decision", "operator_request", "order_state", "run_ended", "pinned", "unpinned",
   "checkpoint_deleted", "forked", "exported", "imported", "rolled_back", "numerics",
   "claimed", "launch_started", "launch_ended", "signal", "notice", "stop_agreed",
-  "stop_failed", "resumed", "staged", "committed", "save_failed", "mirrored", "mirror_failed",
-  "fetched", "verified", "node_lost", "tracked", "goodput", "hang_suspected",
-  "hang_cleared", "hang_confirmed", "straggler", "node_silent", "node_unhealthy", "limit_passed",
-  "metric_missing", "audit", "note",
+  "stop_failed", "loading", "resumed", "staged", "committed", "save_failed", "mirrored",
+  "mirror_failed", "fetched", "verified", "node_lost", "tracked", "goodput", "hang_suspected",
+  "hang_cleared", "hang_confirmed", "straggler", "node_silent", "node_slow", "link_slow",
+  "slowdown_tested", "node_unhealthy", "limit_passed", "alert_acknowledged", "metric_missing",
+  "metric", "annotated", "consumer", "audit", "note",
 ] as const;
+
+/** All kinds but notes, which are details for looking into one attempt and crowd the others. */
+export const WITHOUT_NOTES: readonly string[] = KINDS.filter((kind) => kind !== "note");
 
 const WORDS_MAX = 280;
 const DIGEST = /^[0-9a-f]{32,}$/;

@@ -1,12 +1,10 @@
-// Folds long chains of checkpoints in a lineage into one node each, so that ten thousand
-// checkpoints become a few dozen nodes. A fold contains only equal checkpoints without events:
-// pins, forks, exports, resumes, rollbacks and ends stay visible. Pure functions.
+// The lineage as it is drawn: its edges in the order of time. The server folds long chains of
+// checkpoints into one node each. Pure functions.
 import type { Graph, GraphEdge, GraphNode } from "./api/types";
-import { stageOfNode } from "./durability";
 
 export interface Fold extends GraphNode {
   kind: "fold";
-  members: string[];
+  count: number;
   first_step: number;
   last_step: number;
 }
@@ -14,9 +12,6 @@ export interface Fold extends GraphNode {
 export type Shown = GraphNode | Fold;
 export const isFold = (node: Shown): node is Fold => node.kind === "fold";
 
-/** An expanded fold shows about this many nodes, and the rest in smaller folds. */
-export const SHOWN_MAX = 24;
-const FOLD_MIN = 4;
 const ID = /^(.*):step-\d+\.a(\d+)\.l(\d+)$/;
 const ATTEMPT = /^(.*):attempt-(\d+)$/;
 
@@ -73,111 +68,27 @@ export function inTime({ nodes, edges }: Graph): GraphEdge[] {
   return found;
 }
 
-interface Chain {
-  before: string | null;
-  members: GraphNode[];
-}
-
-const look = (node: GraphNode): string =>
-  [stageOfNode(node), node.mirrored ?? false, node.rolled_back, node.run].join("|");
-
-/** The longest chains of checkpoints that are connected with their neighbours only. */
-export function chains(nodes: GraphNode[], edges: GraphEdge[]): Chain[] {
-  const next = new Map<string, string[]>();
-  const previous = new Map<string, string[]>();
-  const busy = new Set<string>();
-  const put = (map: Map<string, string[]>, key: string, value: string) =>
-    map.set(key, [...(map.get(key) ?? []), value]);
-  for (const edge of edges) {
-    if (edge.kind !== "parent") {
-      busy.add(edge.from).add(edge.to);
-      continue;
-    }
-    put(next, edge.from, edge.to);
-    put(previous, edge.to, edge.from);
-  }
-  const byId = new Map(nodes.map((node) => [node.id, node]));
-  const isDull = (node: GraphNode): boolean =>
-    node.kind === "checkpoint" && !node.pinned && !busy.has(node.id) &&
-    next.get(node.id)?.length === 1 && previous.get(node.id)?.length === 1;
-  const found: Chain[] = [];
-  const taken = new Set<string>();
-  for (const node of nodes) {
-    if (taken.has(node.id) || !isDull(node)) continue;
-    let start = node;
-    for (;;) {
-      const before = byId.get(previous.get(start.id)?.[0] ?? "");
-      if (!before || !isDull(before) || look(before) !== look(node) || before === node) break;
-      start = before;
-    }
-    const members: GraphNode[] = [];
-    let at: GraphNode | undefined = start;
-    while (at && isDull(at) && look(at) === look(node) && !taken.has(at.id)) {
-      taken.add(at.id);
-      members.push(at);
-      at = byId.get(next.get(at.id)?.[0] ?? "");
-    }
-    found.push({ before: previous.get(start.id)?.[0] ?? null, members });
-  }
-  return found;
-}
-
-function foldOf(members: GraphNode[]): Fold {
-  const [first, last] = [members[0], members.at(-1)];
-  return {
-    id: `fold:${first?.id}…${last?.id}`,
-    kind: "fold",
-    run: first?.run,
-    state: first?.state,
-    verified: first?.verified,
-    mirrored: first?.mirrored,
-    rolled_back: first?.rolled_back,
-    members: members.map((one) => one.id),
-    first_step: first?.step ?? 0,
-    last_step: last?.step ?? 0,
-  };
-}
-
-/** A chain as one fold or, if it is expanded, as its nodes or smaller folds. */
-function unfold(members: GraphNode[], open: ReadonlySet<string>): Shown[] {
-  if (members.length < FOLD_MIN) return members;
-  const fold = foldOf(members);
-  if (!open.has(fold.id)) return [fold];
-  if (members.length <= SHOWN_MAX) return members;
-  const size = Math.max(FOLD_MIN, Math.ceil(members.length / SHOWN_MAX));
-  const parts: Shown[] = [];
-  for (let from = 0; from < members.length; from += size) {
-    parts.push(...unfold(members.slice(from, from + size), open));
-  }
-  return parts;
-}
-
 export interface Folded {
   nodes: Shown[];
   edges: GraphEdge[];
 }
 
-/** The graph with its chains folded, except for those in `open`. */
-export function fold(graph: Graph, open: ReadonlySet<string>): Folded {
-  const edges = inTime(graph);
-  const place = new Map<string, string>();
-  const folds: Fold[] = [];
-  for (const { members } of chains(graph.nodes, edges)) {
-    for (const shown of unfold(members, open)) {
-      if (!isFold(shown)) continue;
-      folds.push(shown);
-      for (const member of shown.members) place.set(member, shown.id);
-    }
-  }
-  const nodes: Shown[] = [...graph.nodes.filter((node) => !place.has(node.id)), ...folds];
+/** The graph with its edges in the order of time, each of them once. */
+export function drawn(graph: Graph): Folded {
   const seen = new Set<string>();
-  const kept: GraphEdge[] = [];
-  for (const edge of edges) {
-    const [from, to] = [place.get(edge.from) ?? edge.from, place.get(edge.to) ?? edge.to];
-    const key = `${from}|${to}|${edge.kind}`;
-    if (from === to || seen.has(key)) continue;
+  const edges = inTime(graph).filter(({ from, to, kind }) => {
+    const key = `${from}|${to}|${kind}`;
+    if (from === to || seen.has(key)) return false;
     seen.add(key);
-    kept.push({ from, to, kind: edge.kind });
-  }
-  return { nodes, edges: kept };
+    return true;
+  });
+  return { nodes: graph.nodes, edges };
+}
+
+/** Whether a node is what an opened fold contained, or a part of it. */
+export function isIn(node: Shown, { run, first_step: first, last_step: last, rolled_back }: Fold) {
+  if (node.run !== run || node.rolled_back !== rolled_back) return false;
+  if (isFold(node)) return node.first_step >= first && node.last_step <= last;
+  return node.kind === "checkpoint" && node.step !== undefined && node.step >= first
+    && node.step <= last;
 }

@@ -4,11 +4,25 @@ const NONE = "–";
 const BYTES = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
 const SPANS: [number, string][] = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
 
-/** A whole number with thin spaces between groups of three digits. */
-export function count(value: number | null | undefined): string {
-  if (value == null || !Number.isFinite(value)) return NONE;
-  return Math.round(value).toString().replace(/\B(?=(\d{3})+$)/g, "\u202f");
+const formats = new Map<string, Intl.NumberFormat>();
+
+/** A number in the reader's own format. */
+function inLocale(value: number, options: Intl.NumberFormatOptions): string {
+  const key = JSON.stringify(options);
+  // Creating a format costs far more than using one.
+  const known = formats.get(key) ?? new Intl.NumberFormat(undefined, options);
+  formats.set(key, known);
+  return known.format(value);
 }
+
+/** A number with exactly `digits` decimals; a dash for a value that is no number. */
+export function decimal(value: unknown, digits: number): string {
+  if (typeof value !== "number" || !Number.isFinite(value)) return NONE;
+  return inLocale(value, { minimumFractionDigits: digits, maximumFractionDigits: digits });
+}
+
+/** A whole number, with its digits grouped as the reader's language does. */
+export const count = (value: number | null | undefined): string => decimal(value, 0);
 
 /** A number with four digits, for losses and rates. */
 export function figure(value: number | null | undefined): string {
@@ -17,7 +31,8 @@ export function figure(value: number | null | undefined): string {
   if (value === 0) return "0";
   const size = Math.abs(value);
   if (size >= 1e4 && size < 1e7) return count(value);
-  return size >= 1e6 || size < 1e-3 ? value.toExponential(2) : Number(value.toPrecision(4)) + "";
+  if (size >= 1e6 || size < 1e-3) return value.toExponential(2);
+  return inLocale(value, { maximumSignificantDigits: 4 });
 }
 
 export function bytes(value: number | null | undefined): string {
@@ -28,7 +43,7 @@ export function bytes(value: number | null | undefined): string {
     rest /= 1024;
     unit += 1;
   }
-  return `${unit === 0 ? rest : rest.toFixed(rest < 10 ? 2 : 1)} ${BYTES[unit]}`;
+  return `${decimal(rest, unit === 0 ? 0 : rest < 10 ? 2 : 1)} ${BYTES[unit]}`;
 }
 
 /** The two largest units of a duration in seconds: "2 h 5 min". */
@@ -36,7 +51,7 @@ export function span(seconds: number | null | undefined): string {
   if (seconds == null || !Number.isFinite(seconds)) return NONE;
   if (seconds < 0) return `−${span(-seconds)}`;
   if (seconds < 1) return seconds === 0 ? "0 s" : `${Math.max(1, Math.round(seconds * 1000))} ms`;
-  if (seconds < 10) return `${Number(seconds.toFixed(1))} s`;
+  if (seconds < 10) return `${inLocale(seconds, { maximumFractionDigits: 1 })} s`;
   let rest = Math.round(seconds);
   const words: string[] = [];
   for (const [size, unit] of SPANS) {
@@ -74,12 +89,12 @@ export function exact(then: number): string {
 
 export function percent(ratio: number | null | undefined): string {
   if (ratio == null || !Number.isFinite(ratio)) return NONE;
-  return `${(ratio * 100).toFixed(ratio >= 0.9995 || ratio === 0 ? 0 : 1)} %`;
+  return `${decimal(ratio * 100, ratio >= 0.9995 || ratio === 0 ? 0 : 1)} %`;
 }
 
 export function money(value: number | null | undefined, currency: string | null | undefined) {
   if (value == null) return NONE;
-  return `${value.toFixed(2)} ${currency ?? "USD"}`;
+  return `${decimal(value, 2)} ${currency ?? "USD"}`;
 }
 
 /** A readable form of `step-00001000.a0001.l01`. */

@@ -3,6 +3,7 @@ import { useEffect, useLayoutEffect, useRef } from "react";
 
 export const GO: Record<string, [string, string]> = {
   r: ["/", "Runs"],
+  q: ["/queue", "Queue"],
   n: ["/nodes", "Nodes"],
   s: ["/storage", "Storage"],
   c: ["/goodput", "Goodput and cost"],

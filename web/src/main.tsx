@@ -10,6 +10,7 @@ import { router } from "./router";
 import "./styles/base.css";
 import "./styles/shell.css";
 import "./styles/parts.css";
+import "./styles/tags.css";
 
 const PRELOAD_MS = 2_000;
 

@@ -29,7 +29,7 @@ export function timeLeft(run: Paced): number | null {
 
 /** The newest committed step that the run would resume from. */
 export function committedStep({ state, step, attempts }: Run): number | null {
-  // For a completed run, `step` is the last trained step.
-  if (state !== "completed") return step;
+  // For a completed run, `step` is the last trained step. An imported run has trained no step.
+  if (state !== "completed" || attempts.length === 0) return step;
   return attempts.findLast((one) => one.committed_step !== null)?.committed_step ?? null;
 }

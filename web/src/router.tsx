@@ -4,15 +4,15 @@ import {
   createRoute,
   createRouter,
 } from "@tanstack/react-router";
+import { curveSearch, runsOf, type CurveSearch } from "./curveView";
 import { lazyView } from "./lazy";
 import { Problem } from "./parts/basics";
 import { NotFound } from "./pages/NotFound";
 import { PREFIX } from "./prefix";
 import { Runs } from "./pages/Runs";
+import { readRunsSearch, text } from "./runsSearch";
 import { Shell } from "./shell";
-
-const text = (value: unknown): string | undefined =>
-  typeof value === "string" && value !== "" ? value : undefined;
+import { tableSearch } from "./tableSearch";
 
 const root = createRootRoute({
   component: Shell,
@@ -20,21 +20,11 @@ const root = createRootRoute({
   errorComponent: ({ error }) => <Problem error={error} />,
 });
 
-export interface RunsSearch {
-  search?: string;
-  state?: string;
-  focus?: string;
-}
-
 const runs = createRoute({
   getParentRoute: () => root,
   path: "/",
   component: Runs,
-  validateSearch: (given: Record<string, unknown>): RunsSearch => ({
-    search: text(given.search),
-    state: text(given.state),
-    focus: text(given.focus),
-  }),
+  validateSearch: readRunsSearch,
 });
 
 const run = createRoute({
@@ -54,17 +44,44 @@ const page = <P extends string>(
     component: lazyView(load, name),
   });
 
-const overview = page("/", () => import("./pages/run/Overview"), "Overview");
-const checkpoints = page("/checkpoints", () => import("./pages/run/Checkpoints"), "Checkpoints");
+const overview = createRoute({
+  getParentRoute: () => run,
+  path: "/",
+  component: lazyView(() => import("./pages/run/Overview"), "Overview"),
+  validateSearch: curveSearch,
+});
+const checkpoints = createRoute({
+  getParentRoute: () => run,
+  path: "/checkpoints",
+  component: lazyView(() => import("./pages/run/Checkpoints"), "Checkpoints"),
+  validateSearch: tableSearch,
+});
 const ranks = page("/ranks", () => import("./pages/run/Ranks"), "Ranks");
 const events = page("/events", () => import("./pages/run/Events"), "Events");
+
+interface LogsSearch {
+  file?: string;
+  attempt?: string;
+  /** The byte of the line to show. */
+  at?: number;
+}
 
 const logs = createRoute({
   getParentRoute: () => run,
   path: "/logs",
   component: lazyView(() => import("./pages/run/Logs"), "Logs"),
-  validateSearch: (given: Record<string, unknown>): { file?: string; attempt?: string } => ({
+  validateSearch: (given: Record<string, unknown>): LogsSearch => ({
     file: text(given.file),
+    at: typeof given.at === "number" && given.at >= 0 ? given.at : undefined,
+    attempt: typeof given.attempt === "number" ? String(given.attempt) : text(given.attempt),
+  }),
+});
+
+const errors = createRoute({
+  getParentRoute: () => run,
+  path: "/errors",
+  component: lazyView(() => import("./pages/run/Errors"), "Errors"),
+  validateSearch: (given: Record<string, unknown>): { attempt?: string } => ({
     attempt: typeof given.attempt === "number" ? String(given.attempt) : text(given.attempt),
   }),
 });
@@ -82,28 +99,66 @@ const checkpoint = createRoute({
   component: lazyView(() => import("./pages/Checkpoint"), "CheckpointPage"),
 });
 
+export interface CompareSearch extends CurveSearch {
+  /** The compared runs, `a,b`. */
+  runs?: string;
+  /** The compared checkpoints. */
+  a?: string;
+  b?: string;
+  what?: "checkpoints";
+  /** Whether equal facts are shown, too. */
+  all?: true;
+}
+
 const compare = createRoute({
   getParentRoute: () => root,
   path: "/compare",
   component: lazyView(() => import("./pages/Compare"), "Compare"),
-  validateSearch: (given: Record<string, unknown>): { a?: string; b?: string } => ({
+  validateSearch: (given: Record<string, unknown>): CompareSearch => ({
+    ...curveSearch(given),
+    over: undefined,
+    runs: runsOf(given.runs).join(",") || undefined,
     a: text(given.a),
     b: text(given.b),
+    what: given.what === "checkpoints" ? "checkpoints" : undefined,
+    all: given.all === true ? true : undefined,
   }),
 });
+
+export interface GoodputSearch {
+  user?: string;
+  partition?: string;
+  since?: string;
+  /** What the totals are grouped by, unless it is the user. */
+  by?: "partition";
+}
 
 const goodput = createRoute({
   getParentRoute: () => root,
   path: "/goodput",
   component: lazyView(() => import("./pages/Goodput"), "GoodputPage"),
+  validateSearch: (given: Record<string, unknown>): GoodputSearch => ({
+    user: text(given.user),
+    partition: text(given.partition),
+    since: text(given.since),
+    by: given.by === "partition" ? "partition" : undefined,
+  }),
+});
+
+const queue = createRoute({
+  getParentRoute: () => root,
+  path: "/queue",
+  component: lazyView(() => import("./pages/Queue"), "Queue"),
+  validateSearch: tableSearch,
 });
 
 const nodes = createRoute({
   getParentRoute: () => root,
   path: "/nodes",
   component: lazyView(() => import("./pages/Nodes"), "Nodes"),
-  validateSearch: (given: Record<string, unknown>): { host?: string } => ({
+  validateSearch: (given: Record<string, unknown>): { host?: string; sort?: string } => ({
     host: text(given.host),
+    sort: text(given.sort),
   }),
 });
 
@@ -111,20 +166,24 @@ const storage = createRoute({
   getParentRoute: () => root,
   path: "/storage",
   component: lazyView(() => import("./pages/Storage"), "Storage"),
+  validateSearch: (given: Record<string, unknown>): { sort?: string } =>
+    ({ sort: text(given.sort) }),
 });
 
 export const router = createRouter({
   routeTree: root.addChildren([
     runs,
-    run.addChildren([overview, checkpoints, ranks, logs, events, lineage]),
+    run.addChildren([overview, checkpoints, ranks, errors, logs, events, lineage]),
     checkpoint,
     compare,
     goodput,
+    queue,
     nodes,
     storage,
   ]),
   basepath: PREFIX || "/",
   defaultPreload: "intent",
+  defaultErrorComponent: ({ error }) => <Problem error={error} />,
   scrollRestoration: true,
 });
 

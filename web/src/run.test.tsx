@@ -1,7 +1,7 @@
 // @vitest-environment happy-dom
 import { fireEvent, screen, waitFor } from "@testing-library/react";
-import { describe, expect, it } from "vitest";
-import type { ActionDone, AttemptView, OperatorRequest, Segment } from "./api/schema";
+import { describe, expect, it, vi } from "vitest";
+import type { ActionDone, AttemptView, ConsumerView, OperatorRequest, Segment } from "./api/schema";
 import { attempt, ID, run } from "./samples";
 import { begin, button, openPage, problem, rowsOf, SESSION, stream, type Server } from "./testbed";
 
@@ -56,6 +56,18 @@ describe("the attempts of a run", () => {
     const [newest, oldest] = rowsOf("Orders");
     expect(newest).toContain(`2relaunch at 4 GPUs by miapending${detail}`);
     expect(oldest).toContain("1pause by miaovertakenby order 2");
+  });
+
+  it("have a list of the consumers of checkpoints", async () => {
+    const consumer: ConsumerView = {
+      name: "eval", event: "commit", checkpoint: ID, step: 200, state: "given_up", tries: 3,
+      start: 4, log: "/r/consumers/0004/output.log", reason: "it ended with exit status 7",
+      changed_at: at(10), metrics: {},
+    };
+    openPage("/runs/gpt", { "GET /runs/gpt": run({ consumers: [consumer] }) });
+    await screen.findByText("Consumers");
+    expect(rowsOf("Consumers")[0]).toContain(
+      "eval on commit200given upit ended with exit status 73/r/consumers/0004/output.log");
   });
 
   it("in several places have a row for each stretch, with its cost", async () => {
@@ -133,7 +145,7 @@ const done = (action: string, message: string): ActionDone =>
 describe("an operator's action", () => {
   it.each([
     ["Stop", "stop", "running", "saves a final checkpoint and ends"],
-    ["Pause", "pause", "running", "releases its GPUs until it is resumed"],
+    ["Pause", "pause", "running", "releases its 2 GPUs until the run is resumed"],
     ["Resume", "resume", "paused", "resumes from its newest checkpoint"],
   ] as const)("%s is confirmed, sent once, and answered", async (word, action, state, what) => {
     const server = openPage("/runs/gpt", {
@@ -188,7 +200,8 @@ describe("an operator's action", () => {
     const server = openPage("/runs/gpt",
       { "POST /runs/gpt/relaunch": done("relaunch", "Attempt 2 will have 4 GPUs.") });
     const dialog = await begin("Relaunch");
-    const size = dialog.getByLabelText<HTMLInputElement>("GPUs of the next attempt (1 to 16)");
+    const size = dialog.getByLabelText<HTMLInputElement>(
+      "GPUs of the next attempt (allowed: 1 to 16)");
     expect(size.value).toBe("2");
     expect(dialog.getByText(/Attempt 1 saves a final checkpoint/)).toBeTruthy();
     fireEvent.change(size, { target: { value: "4" } });
@@ -232,6 +245,48 @@ describe("an operator's action", () => {
     expect(await isDisabled("Pause")).toBe(true);
     expect(await isDisabled("Cancel")).toBe(true);
     expect(await isDisabled("Relaunch")).toBe(false);
+  });
+
+  it("that the run would refuse is disabled, with the reason beside it", async () => {
+    const refusals = { relaunch: "run gpt is completed; fork one of its checkpoints" };
+    openPage("/runs/gpt", { "GET /runs/gpt": run({ state: "completed", refusals }) });
+    expect((await button("Relaunch")).hasAttribute("disabled")).toBe(true);
+    expect(screen.getByText(refusals.relaunch)).toBeTruthy();
+  });
+
+  it("says its price: the steps at risk, and when the run trains again", async () => {
+    openPage("/runs/gpt", {
+      "GET /runs/gpt": run({ live_step: 260, step_s: 0.5 }),
+      "GET /runs/gpt/timeline": [segment(1, "queued", 0, 3), segment(1, "loading", 3, 4),
+        segment(1, "training", 4, 20)],
+    });
+    const dialog = await begin("Relaunch");
+    expect(dialog.getByText(/If it fails/).textContent).toContain("60 steps (30 s of training)");
+    const later = await dialog.findByText(/Training then continues/);
+    expect(later.textContent).toContain("about 4 min");
+  });
+
+  it("of a queued attempt promises no checkpoint", async () => {
+    openPage("/runs/gpt", { "GET /runs/gpt": run({ attempts: [attempt({})], state: "queued" }) });
+    const dialog = await begin("Stop");
+    expect(dialog.getByText(/removed from the queue/)).toBeTruthy();
+    expect(dialog.queryByText(/final checkpoint/)).toBeNull();
+  });
+
+  it("keeps its dialog open until the server has answered", async () => {
+    const answers: ((answer: Response) => void)[] = [];
+    const server = openPage("/runs/gpt");
+    const dialog = await begin("Stop");
+    vi.stubGlobal("fetch", (path: string, init: RequestInit = {}) =>
+      init.method === "POST" ? new Promise<Response>((resolve) => answers.push(resolve))
+        : server.fetch(path, init));
+    fireEvent.click(dialog.getByRole("button", { name: "Stop" }));
+    await dialog.findByText("Sending…");
+    fireEvent.keyDown(screen.getByRole("dialog"), { key: "Escape" });
+    expect(dialog.getByRole("button", { name: "Back" }).hasAttribute("disabled")).toBe(true);
+    expect(screen.getByRole("dialog")).toBeTruthy();
+    for (const answer of answers) answer(Response.json(done("stop", "Recorded.")));
+    await dialog.findByText("Recorded.");
   });
 
   it("is not offered to a reader", async () => {

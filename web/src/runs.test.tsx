@@ -1,9 +1,11 @@
 // @vitest-environment happy-dom
 import { fireEvent, screen, waitFor } from "@testing-library/react";
 import { describe, expect, it } from "vitest";
-import type { RunLine, RunPage, UnreadableRun } from "./api/schema";
-import { line } from "./samples";
-import { button, LOGGED_OUT, openPage, problem, rowsOf, SESSION } from "./testbed";
+import type {
+  ActionDone, OperatorRequest, RunDetail, RunLine, RunPage, UnreadableRun,
+} from "./api/schema";
+import { attempt, line, problemOf, run } from "./samples";
+import { begin, button, LOGGED_OUT, openPage, problem, rowsOf, SESSION } from "./testbed";
 
 const page = (items: RunLine[], more: Partial<RunPage> = {}): RunPage =>
   ({ items, next: null, unreadable: [], ...more });
@@ -21,7 +23,7 @@ describe("the list of runs", () => {
   it("shows the state, the cause and the progress of each run", async () => {
     openPage("/", { "GET /runs": page([GPT, VIT]) });
     await screen.findByText("vit");
-    expect(runs()[0]).toMatch(/^runninggptby mia.*250 of 1\u202f000/);
+    expect(runs()[0]).toMatch(/^runninggptby mia.*250 of 1,000/);
     expect(runs()[1]).toMatch(/^failedvitout of memory.*3 attempts/);
     expect(screen.queryByText(/cannot be read/)).toBeNull();
   });
@@ -62,6 +64,24 @@ describe("the list of runs", () => {
     expect(screen.getByLabelText<HTMLInputElement>("Search runs by name").value).toBe("vi");
   });
 
+  it("filters on the server, from and into the address", async () => {
+    const server = openPage("/?user=ann&since=day&cause=gone", { "GET /runs": page([GPT]) });
+    await screen.findByText("gpt");
+    const asked = () => server.requests("GET /runs").at(-1)?.query ?? {};
+    expect(asked()).toMatchObject({ user: "ann", cause: "gone", created_within: "86400" });
+    expect(screen.getByText("Filters (3)")).toBeTruthy();
+    // A value that no run has stays chosen.
+    expect(screen.getByLabelText<HTMLSelectElement>("Last cause").value).toBe("gone");
+    fireEvent.change(screen.getByLabelText("Last cause"), { target: { value: "node_failure" } });
+    await waitFor(() => expect(asked().cause).toBe("node_failure"));
+    fireEvent.change(screen.getByLabelText("Partition"), { target: { value: "a100" } });
+    fireEvent.click(screen.getByLabelText("Needs attention"));
+    await waitFor(() => expect(asked()).toMatchObject(
+      { user: "ann", cause: "node_failure", partition: "a100", attention: "true" }));
+    const link = screen.getByText("CSV").getAttribute("href") ?? "";
+    expect(link).toMatch(/tables\/runs\?.*user=ann.*format=csv/);
+  });
+
   it("lets the server sort, up, down and as before", async () => {
     const server = openPage("/", { "GET /runs": page([GPT]) });
     const asked = () => {
@@ -93,6 +113,19 @@ describe("the list of runs", () => {
       ["/runs/old: spec.json: permission denied", "/runs/older: spec.json: not JSON"]);
   });
 
+  it("shows the row of a run whose values are odd, and all others", async () => {
+    const odd = { ...VIT, goodput: { total_s: "long" } } as unknown as RunLine;
+    openPage("/", { "GET /runs": page([odd, GPT]) });
+    await screen.findByText("gpt");
+    expect(runs()[0]).toContain("vit");
+  });
+
+  it("sorts as the address says", async () => {
+    const server = openPage("/?sort=-step", { "GET /runs": page([GPT]) });
+    await button("Progress ▼");
+    expect(server.requests("GET /runs")[0]?.query).toMatchObject({ sort: "step", order: "desc" });
+  });
+
   it("says how to submit the first run", async () => {
     openPage("/", { "GET /runs": page([]) });
     await screen.findByText("No runs yet");
@@ -119,6 +152,112 @@ describe("the list of runs", () => {
   });
 });
 
+describe("what needs attention", () => {
+  const block = () => screen.findByRole("region", { name: "Needs attention" });
+
+  it("is on top, and is named in the run's row", async () => {
+    openPage("/", { "GET /runs": page([GPT, VIT]), "GET /attention": [
+      problemOf("unsupervised", { text: "no supervisor is running", action: "Relaunch it" }),
+      problemOf("node_slow", { level: "warn" })] });
+    expect((await block()).textContent).toMatch(
+      /^Needs attention: 1 urgent, 1 to watchno supervisorgpt: no supervisor is running/);
+    expect((await block()).textContent).toContain("What helps: Relaunch it.");
+    await waitFor(() => expect(runs()[0]).toMatch(/^runningno supervisorgpt/));
+    expect(runs()[1]).toMatch(/^failedvit/);
+  });
+
+  it("folds many problems of one kind", async () => {
+    const many = Array.from({ length: 5 }, (_, index) =>
+      problemOf("hung", { id: `hung:${index}`, run: `gpt-${index}` }));
+    openPage("/", { "GET /runs": page([GPT]), "GET /attention": [...many, problemOf("silent")] });
+    const summary = await screen.findByText(/5 runs, such as gpt-0/);
+    expect(summary.closest("details")?.querySelectorAll("li")).toHaveLength(5);
+    expect((await block()).querySelectorAll("section > ul > li")).toHaveLength(1);
+  });
+
+  it("is acknowledged with a note, and then says by whom", async () => {
+    const done = { by: "mia", at: "2026-01-01T10:00:00Z", note: "storage is called" };
+    const server = openPage("/", { "GET /runs": page([GPT]),
+      "GET /attention": [problemOf("saves_fail")],
+      "POST /attention/acknowledge": problemOf("saves_fail", { acknowledged: done }) });
+    const dialog = await begin("Acknowledge saves fail of gpt");
+    fireEvent.change(dialog.getByLabelText("Note for others (optional)"),
+      { target: { value: done.note } });
+    server.give({ "GET /attention": [problemOf("saves_fail", { acknowledged: done })] });
+    fireEvent.click(dialog.getByRole("button", { name: "Acknowledge" }));
+    await dialog.findByText("Acknowledged.");
+    expect(server.requests().map((one) => one.body)).toEqual(
+      [{ id: "uid-gpt:saves_fail:1", note: "storage is called" }]);
+    fireEvent.click(dialog.getByRole("button", { name: "Close" }));
+    await screen.findByText("Nothing new needs attention");
+    expect((await block()).textContent).toMatch(/1 acknowledged.*by mia, .*: storage is called/);
+  });
+
+  it("shows a reader no button", async () => {
+    openPage("/", { "GET /runs": page([GPT]), "GET /attention": [problemOf("hung")],
+      "GET /session": { ...SESSION, role: "reader" } });
+    await screen.findByText("hung", { selector: ".attention span" });
+    await waitFor(() => expect(screen.queryByText("Acknowledge")).toBeNull());
+  });
+});
+
+describe("several runs at once", () => {
+  const done = (name: string, action: string): ActionDone => ({ run: name, action, gpus: null,
+    message: `${name} will ${action}.`, state: "running", flow_run: null, url: null, pid: null });
+  const select = async (...names: string[]) => {
+    for (const name of names) fireEvent.click(await screen.findByLabelText(`Select ${name}`));
+  };
+  const live = { started_at: "2026-01-01T10:00:00Z" };
+  const vit = (fields: Partial<RunDetail> = {}) => run({ run: "vit", uid: "uid-vit", ...fields });
+
+  it("names each run's price, sends one order each, and shows each answer", async () => {
+    const server = openPage("/", {
+      "GET /runs": page([GPT, line("vit")]),
+      "GET /runs/gpt": run({ live_step: 212, attempts: [attempt(live)] }),
+      "GET /runs/vit": vit({ state: "failed", refusals: { pause: "The run has failed." } }),
+      "POST /runs/gpt/pause": done("gpt", "pause") });
+    await select("gpt", "vit");
+    const dialog = await begin("Pause…");
+    await dialog.findByText(/loses 12 steps/);
+    await dialog.findByText("Left out: The run has failed.");
+    const order: OperatorRequest = { number: 1, action: "pause", by: "mia", at: 0, gpus: null,
+      after_attempt: 1, state: "taken", detail: "the attempt saves" };
+    server.give({ "GET /runs/gpt": run({ requests: [order] }) });
+    fireEvent.click(dialog.getByRole("button", { name: "Pause 1 run" }));
+    await dialog.findByText("gpt will pause.");
+    await dialog.findByText("Order 1 (pause by mia): taken");
+    // All have answered, so nothing is left to send.
+    await waitFor(() => expect(dialog.queryByRole("button", { name: /^Pause/ })).toBeNull());
+    expect(server.requests().map((one) => one.request)).toEqual(["POST /runs/gpt/pause"]);
+  });
+
+  it("asks only the run again whose answer did not arrive", async () => {
+    const server = openPage("/", {
+      "GET /runs": page([GPT, line("vit")]),
+      "GET /runs/gpt": run({}), "GET /runs/vit": vit(),
+      "POST /runs/gpt/stop": done("gpt", "stop"), "POST /runs/vit/stop": "away" });
+    fireEvent.click(await screen.findByLabelText("Select all runs shown"));
+    await screen.findByText("2 selected");
+    const dialog = await begin("Stop…");
+    fireEvent.click(await dialog.findByRole("button", { name: "Stop 2 runs" }));
+    await dialog.findByText("No response.");
+    server.give({ "POST /runs/vit/stop": problem(409, "stop by mia is pending") });
+    fireEvent.click(await dialog.findByRole("button", { name: "Stop 1 run again" }));
+    await dialog.findByText("stop by mia is pending");
+    expect(server.requests().map((one) => one.request)).toEqual(
+      ["POST /runs/gpt/stop", "POST /runs/vit/stop", "POST /runs/vit/stop"]);
+    fireEvent.click(dialog.getByRole("button", { name: "Close" }));
+    fireEvent.click(await button("Clear"));
+    await waitFor(() => expect(screen.queryByRole("toolbar")).toBeNull());
+  });
+
+  it("is not offered to a reader", async () => {
+    openPage("/", { "GET /runs": page([GPT]), "GET /session": { ...SESSION, role: "reader" } });
+    await screen.findByText("gpt");
+    await waitFor(() => expect(screen.queryByLabelText("Select gpt")).toBeNull());
+  });
+});
+
 describe("the log-in", () => {
   const refused = problem(401, "A token is required.");
 
@@ -130,7 +269,7 @@ describe("the log-in", () => {
     fireEvent.change(await screen.findByLabelText("Token"), { target: { value: " hold_1 " } });
     fireEvent.click(await button("Log in"));
     expect((await screen.findByRole("alert")).textContent).toBe(
-      "You are not logged in.Unknown token.");
+      "Invalid token.Unknown token.");
     expect(server.requests().map((one) => one.body)).toEqual([{ token: "hold_1" }]);
     server.give(
       { "GET /session": SESSION, "POST /session": SESSION, "GET /runs": page([GPT]) });

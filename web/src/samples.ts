@@ -1,5 +1,7 @@
 // Values for the unit tests of the page.
-import type { CheckpointDetail, CheckpointRow, RunDetail, RunLine } from "./api/schema";
+import type {
+  AttentionItem, CheckpointDetail, CheckpointRow, ErrorEntry, RunDetail, RunErrors, RunLine,
+} from "./api/schema";
 import type { Attempt, Goodput, Launch } from "./api/types";
 
 /** The id of the sample checkpoint. */
@@ -36,7 +38,8 @@ const named = {
 /** A run in the list of runs. */
 export const line = (name: string, fields: Partial<RunLine> = {}): RunLine => ({
   ...named, run: name, uid: `uid-${name}`, path: `/runs/${name}`, attempts: 1, world_size: 8,
-  cause: null, job_id: null, updated_at: "2026-01-01T10:30:00Z", committed_at: null, spark: [],
+  cause: null, job_id: null, partition: null, updated_at: "2026-01-01T10:30:00Z",
+  committed_at: null, spark: [], tags: [],
   ...fields,
 });
 
@@ -45,8 +48,9 @@ export const run = (fields: Partial<RunDetail>): RunDetail => ({
   ...named, run: "gpt", uid: "uid-gpt", path: "/runs/gpt", spec: {}, command_digest: null,
   attempts: [attempt({ started_at: "2026-01-01T10:00:00Z" })], flow_run: null, on_disk: true,
   failed_saves: [], noticed: [], supervision: null, requests: [], gpus_min: 1, gpus_max: 16,
-  gpus_fitting: null, saves_by_holdfast: true,
-  successor: null, stretches: [],
+  gpus_fitting: null, gpus_allowed: null, saves_by_holdfast: true, refusals: {}, crashes: [],
+  successor: null, stretches: [], consumers: [], trackers: [], tags: [], note: null,
+  note_by: null, note_at: null,
   ...fields,
 });
 
@@ -58,11 +62,31 @@ export const checkpoint = (fields: Partial<CheckpointRow>): CheckpointRow => ({
   command_digest: null, blocked_s: 0.01, flush_s: 1.5, staged_at: "2026-01-01T10:09:58Z",
   committed_at: "2026-01-01T10:10:00Z", deleted_at: null, pinned: false, rolled_back: false,
   metrics: {}, versions: {}, topology: {}, pinned_by: null, pinned_at: null, pin_note: null,
-  deleted_by: null, verified_ok: null, verified_at: null, verified_by: null, mirrored_at: null,
+  tags: [], note: null, note_by: null, note_at: null, deleted_by: null, verified_ok: null,
+  verified_at: null, verified_by: null, mirrored_at: null, is_best: false,
   ...fields,
 });
 
 export const detail = (fields: Partial<CheckpointDetail>): CheckpointDetail => ({
   ...checkpoint({}), on_disk: true, mirror: null, has_mirror: false, manifest: null,
-  manifest_files: [], commands: {}, ...fields,
+  manifest_files: [], commands: {}, consumers: [], ...fields,
+});
+
+/** Something of the run `gpt` that needs a person. */
+export const problemOf = (kind: string, fields: Partial<AttentionItem> = {}): AttentionItem => ({
+  id: `uid-gpt:${kind}:1`, run: "gpt", uid: "uid-gpt", kind, level: "bad", since: null,
+  text: `it is ${kind}`, action: `end the ${kind}`, acknowledged: null, ...fields,
+});
+
+/** The errors of the run `gpt`, which has none. */
+export const errors = (fields: Partial<RunErrors>): RunErrors => ({
+  run: "gpt", attempt: null, attempts: [], first: null, entries: [], left_out: 0, unread: 0,
+  order_note: "", stacks: [], difference: null, ...fields,
+});
+
+/** An error of rank 0 in launch 1. */
+export const failure = (fields: Partial<ErrorEntry>): ErrorEntry => ({
+  attempt: 1, launch: 1, source: "rank", kind: "exception", is_first: false, is_secondary: false,
+  text: "rank 0: ValueError: no", ranks: "0", ranks_count: 1, hosts: [], signal: null,
+  exit_code: 1, at: null, until: null, clock: null, traceback: null, file: null, ...fields,
 });

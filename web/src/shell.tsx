@@ -14,6 +14,7 @@ import { useTheme, type Theme } from "./theme";
 
 const PAGES = [
   ["/", "Runs"],
+  ["/queue", "Queue"],
   ["/goodput", "Goodput"],
   ["/nodes", "Nodes"],
   ["/storage", "Storage"],
@@ -67,6 +68,8 @@ function ThemeChoice() {
 function Bar({ help }: { help: () => void }) {
   const { connection } = useConnection();
   const session = useSession();
+  // Without a session the page shows nothing live.
+  const isOut = connection !== "away" && isLoggedOut(session.data);
   const logOut = useLogOut();
   const [state, word] = WORDS[connection];
   return (
@@ -83,7 +86,9 @@ function Bar({ help }: { help: () => void }) {
         ))}
       </nav>
       <div className="end">
-        <span className="connection"><State state={state}>{word}</State></span>
+        <span className="connection">
+          <State state={isOut ? "waiting" : state}>{isOut ? "logged out" : word}</State>
+        </span>
         <ThemeChoice />
         <button type="button" onClick={help} aria-label="Keys">?</button>
         {session.data?.name ? (

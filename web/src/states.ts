@@ -55,7 +55,7 @@ export const PART_WORDS: Record<Part, string> = {
   training: "productive",
   lost: "lost work",
   blocked: "blocked by checkpointing",
-  flushing: "final save",
+  flushing: "final save and exit",
   loading: "loading checkpoint",
   starting: "start-up",
   queued: "queued",

@@ -2,7 +2,8 @@ import { describe, expect, it } from "vitest";
 import type { OperatorRequest, Run } from "./api/types";
 import { attempt, launch } from "./samples";
 import {
-  endOf, isCurrent, marksOf, noticesOf, reasonOf, restartsOf, stateOf, unsupervised,
+  crashWords, endOf, grouped, isCurrent, marksOf, noticesOf, reasonOf, restartsOf, stateOf,
+  unsupervised,
 } from "./story";
 
 const asked = (action: string, after: number): OperatorRequest =>
@@ -45,11 +46,27 @@ describe("a launch that failed inside an attempt", () => {
       [{ x: 150, word: "restart in place", tone: "warn" }]);
   });
 
+  it("names the rank that failed first", () => {
+    const crash = { attempt: 1, launch: 1, rank: 1, host: "gpu-3", signal: "signal 9 (SIGKILL)",
+      exit_code: null };
+    expect(restartsOf(one, [crash])[0]).toBe("launch 1 crashed at step 186 " +
+      "(rank 1 on gpu-3: killed by signal 9 (SIGKILL)), restarted in place from step 150");
+    expect(crashWords({ ...crash, signal: null, exit_code: 3 })).toBe(
+      "rank 1 on gpu-3: exit status 3");
+  });
+
   it("is shown with the attempts and not as a notice", () => {
     const notice = (kind: string) => ({ kind, attempt: 1, at: 0, text: kind, dumps: [] });
     const noticed = [notice("straggler"), notice("launch_started")];
     expect(noticesOf({ noticed }).map((one) => one.kind)).toEqual(["straggler"]);
   });
+});
+
+it("groups equal notices of an attempt, with the newest text", () => {
+  const hung = (attempt: number, at: number, text: string) => ({ attempt, at, text });
+  expect(grouped([hung(1, 1, "step 7 hung"), hung(1, 2, "step 9 hung"), hung(2, 3, "step 9 hung")]))
+    .toEqual([{ ...hung(2, 3, "step 9 hung"), times: 1 },
+      { ...hung(1, 2, "step 9 hung"), times: 2 }]);
 });
 
 describe("current notices", () => {

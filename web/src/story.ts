@@ -1,6 +1,6 @@
 // Descriptions of operators' requests and of the ends of attempts and launches. Pure functions.
-import type { Attempt, Launch, Noticed, OperatorRequest, Run } from "./api/types";
-import { count } from "./format";
+import type { Attempt, Crash, Launch, Noticed, OperatorRequest, Run } from "./api/types";
+import { count, runOf } from "./format";
 import { isLive, plain, type Tone } from "./states";
 
 // By action: the state while the request is pending, and that of an attempt that ended for it.
@@ -41,14 +41,31 @@ export function reasonOf(attempt: Attempt, requests: OperatorRequest[] | undefin
   return request ? `${endOf(attempt, requests)} by ${request.by}` : plain(attempt.cause);
 }
 
+/** Why an attempt was started at its size, in the supervisor's words; "" for the first one. */
+export function startOf({ reason }: Attempt): string {
+  if (!reason || reason === "first") return "";
+  return reason.startsWith("after ") ? `started ${reason}` : `started by ${reason}`;
+}
+
+/** Who failed first in a launch: its rank, host, signal or exit status; "" if unknown. */
+export function crashWords(crash: Crash | undefined): string {
+  if (!crash || crash.rank === null) return "";
+  const { rank, host, signal, exit_code: status } = crash;
+  const how = signal ? `killed by ${signal}` : status === null ? "failed" : `exit status ${status}`;
+  return `rank ${rank}${host ? ` on ${host}` : ""}: ${how}`;
+}
+
 /** Describes the launches that were followed by another one in the same attempt. */
-export function restartsOf({ launches }: Attempt): string[] {
+export function restartsOf({ number, launches }: Attempt, crashes: Crash[] = []): string[] {
   return launches.slice(1).flatMap((next, index) => {
     const before = launches[index];
     if (!before?.ending || before.ending === "completed") return [];
+    const who = crashWords(crashes.find((one) =>
+      one.attempt === number && one.launch === before.number));
     const at = before.last_step === null ? "" : ` at step ${count(before.last_step)}`;
     const from = next.first_step === null ? "" : ` from step ${count(next.first_step - 1)}`;
-    return [`launch ${before.number} ${before.ending}${at}, restarted in place${from}`];
+    const named = who ? ` (${who})` : "";
+    return [`launch ${before.number} ${before.ending}${at}${named}, restarted in place${from}`];
   });
 }
 
@@ -81,9 +98,30 @@ export function marksOf({ attempts, requests }: Asked): Mark[] {
   });
 }
 
+/** The step at which a run left the one that it was forked from. */
+export function forkMark({ forked_from: from }: Pick<Run, "forked_from">): Mark[] {
+  const step = /:step-0*(\d+)\.a\d+\.l\d+$/.exec(from ?? "")?.[1];
+  return step === undefined ? []
+    : [{ x: Number(step), word: `fork of ${runOf(from ?? "")}`, tone: "note" }];
+}
+
 /** The notices, without restarts in place, which the table of attempts shows. */
 export const noticesOf = ({ noticed }: Pick<Run, "noticed">): Noticed[] =>
   (noticed ?? []).filter((one) => one.kind !== "launch_started");
+
+/** Equal notices of one attempt as one, the newest, with their number. */
+export function grouped<T extends Pick<Noticed, "attempt" | "text" | "at">>(
+  notices: T[],
+): (T & { times: number })[] {
+  const found = new Map<string, T & { times: number }>();
+  for (const one of notices.toSorted((a, b) => b.at - a.at)) {
+    const key = `${one.attempt}|${one.text.replace(/\d+(\.\d+)?/g, "#")}`;
+    const newest = found.get(key);
+    if (newest) newest.times += 1;
+    else found.set(key, { ...one, times: 1 });
+  }
+  return [...found.values()];
+}
 
 /** Whether a notice is about the current attempt. */
 export function isCurrent({ attempt }: Pick<Noticed, "attempt">, run: Asked): boolean {

@@ -9,7 +9,7 @@ import type * as api from "./api/schema";
 import type { Page } from "./api/types";
 import { ClockProvider } from "./parts/basics";
 import { router } from "./router";
-import { detail, ID, run } from "./samples";
+import { detail, errors, ID, run } from "./samples";
 
 // Less than the limit of a test in vite.config.ts, so that the error says what was missing.
 const WAIT_MS = 30_000;
@@ -21,11 +21,34 @@ interface Answers {
   "POST /session": api.Session;
   "DELETE /session": null;
   "GET /runs": api.RunPage;
+  "GET /attention": api.AttentionItem[];
+  "GET /filters": api.FilterValues;
+  "GET /queue": api.WaitingRun[];
+  "GET /goodput": api.GoodputTotals;
+  "GET /goodput/groups": api.GoodputGroup[];
+  "POST /attention/acknowledge": api.AttentionItem;
   "GET /runs/gpt": api.RunDetail;
+  "GET /runs/vit": api.RunDetail;
+  "GET /runs/gpt/capacity": api.Capacity;
+  "GET /runs/vit/timeline": api.Segment[];
+  "POST /runs/vit/stop": api.ActionDone;
+  "POST /runs/vit/pause": api.ActionDone;
   "GET /runs/gpt/timeline": api.Segment[];
   "GET /runs/gpt/checkpoints": Page<api.CheckpointRow>;
   "GET /runs/gpt/metrics": api.Series[];
+  "GET /runs/vit/metrics": api.Series[];
+  "GET /runs/vit/checkpoints": Page<api.CheckpointRow>;
+  "GET /compare/runs": api.RunsComparison;
+  "GET /compare": api.Comparison;
   "GET /runs/gpt/lineage": api.Graph;
+  "GET /runs/gpt/errors": api.RunErrors;
+  "GET /runs/gpt/heat-map": api.HeatMap;
+  "GET /runs/gpt/gpus": api.GpuSeries;
+  "GET /runs/gpt/heartbeats": api.Heartbeats;
+  "GET /runs/gpt/log-files": api.RunLog[];
+  "GET /runs/gpt/log-files/part": api.RunLogPart;
+  "GET /runs/gpt/log-files/search": api.LogSearch;
+  "POST /runs/gpt/annotate": api.AnnotationDone;
   "POST /runs/gpt/relaunch": api.ActionDone;
   "POST /runs/gpt/stop": api.ActionDone;
   "POST /runs/gpt/pause": api.ActionDone;
@@ -35,10 +58,12 @@ interface Answers {
   [ANCESTRY]: api.Ancestor[];
   [PIN]: api.Pinned;
   [UNPIN]: api.Pinned;
+  [ANNOTATE]: api.AnnotationDone;
 }
 export const DETAIL = `GET /checkpoints/${ID}` as const;
 export const ANCESTRY = `GET /checkpoints/${ID}/ancestry` as const;
 export const PIN = `POST /checkpoints/${ID}/pin` as const;
+export const ANNOTATE = `POST /checkpoints/${ID}/annotate` as const;
 export const UNPIN = `POST /checkpoints/${ID}/unpin` as const;
 
 interface Asked {
@@ -69,10 +94,16 @@ export class Server {
   constructor(answers: Given) {
     this.answers = {
       "GET /session": SESSION,
+      "GET /attention": [],
+      "GET /filters": { users: ["ann", "mia"], causes: ["hang", "node_failure"],
+        partitions: ["a100"], tags: ["llm", "night"] },
       "GET /runs/gpt": run({}),
       "GET /runs/gpt/timeline": [],
+      "GET /runs/vit/timeline": [],
+      "GET /runs/gpt/capacity": { gpus_free: null, where: "local", problem: null },
       "GET /runs/gpt/checkpoints": { items: [], next: null },
       "GET /runs/gpt/metrics": [],
+      "GET /runs/gpt/errors": errors({}),
       [DETAIL]: detail({}),
       [ANCESTRY]: [],
       ...answers,

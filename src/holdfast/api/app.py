@@ -17,7 +17,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast.api import problems
 from holdfast.api.query_names import KNOWN_QUERY
-from holdfast.api.routes import actions, checkpoints, live, overview, page, runs, session
+from holdfast.api.routes import (
+    actions,
+    checkpoints,
+    curves,
+    errors,
+    live,
+    logs,
+    overview,
+    page,
+    runs,
+    series,
+    session,
+)
 from holdfast.api.schemas import Problem
 from holdfast.api.security import Guard
 from holdfast.api.services import Services
@@ -49,7 +61,7 @@ def create_app(services: Services, prefix: str = "") -> FastAPI:
     app.state.services = services
     problems.register(app)
     api = APIRouter(prefix=PREFIX, dependencies=[KNOWN_QUERY])
-    for module in (runs, checkpoints, overview, actions, session):
+    for module in (runs, series, logs, errors, checkpoints, overview, curves, actions, session):
         api.include_router(module.router)
     app.include_router(api)
     app.include_router(live.router)

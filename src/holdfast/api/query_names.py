@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Final, get_args, get_origin
 
 from fastapi import Depends, Request
+from fastapi.dependencies.models import Dependant
 from fastapi.exceptions import RequestValidationError
 
 
 def _refuse_ignored(request: Request) -> None:
     """Raise `RequestValidationError` for unknown and for repeated query parameters."""
-    known = {one.alias: one for one in request.scope["route"].dependant.query_params}
+    known = dict(_parameters(request.scope["route"].dependant))
     given = [name for name, _ in request.query_params.multi_items()]
     problems = []
     for name in dict.fromkeys(given):
@@ -21,6 +23,14 @@ def _refuse_ignored(request: Request) -> None:
             problems.append(_problem(name, f"Given {given.count(name)} times; expected one value"))
     if problems:
         raise RequestValidationError(problems)
+
+
+def _parameters(dependant: Dependant) -> Iterator[tuple[str, Any]]:
+    """Yield the query parameters of a route and of its dependencies, by name."""
+    for one in dependant.query_params:
+        yield one.alias, one
+    for other in dependant.dependencies:
+        yield from _parameters(other)
 
 
 def _problem(name: str, message: str) -> dict[str, Any]:

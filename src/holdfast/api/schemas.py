@@ -6,18 +6,22 @@ sizes are in bytes.
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated, Any, Final, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from holdfast.api.tokens import Role
+from holdfast.contracts.records.annotations import NOTE_CHARACTERS_MAX
 from holdfast.contracts.records.orders import OrderState
+from holdfast.contracts.spec.tags import TAG, TAGS_MAX
 from holdfast.lineage.queries import durability, reports, views
 from holdfast.workers.checkpoints import exports
 
 TOKEN_CHARACTERS_MAX: Final = 200
 
 T = TypeVar("T")
+Tag = Annotated[str, Field(pattern=f"^{TAG.pattern}$")]
 
 
 class Page(BaseModel, Generic[T]):
@@ -88,6 +92,21 @@ class WaitingSuccessor(BaseModel):
     submitted_at: float | None
 
 
+class Crash(BaseModel):
+    """The rank that failed first in a crashed launch.
+
+    `signal` names the signal that killed it, such as `signal 9 (SIGKILL)`. Otherwise `exit_code` is
+    its exit status.
+    """
+
+    attempt: int
+    launch: int
+    rank: int
+    host: str | None
+    signal: str | None
+    exit_code: int | None
+
+
 class FailedSave(BaseModel):
     """A save that was not committed; `at` is Unix seconds."""
 
@@ -156,12 +175,23 @@ class RunPage(Page[RunLine]):
     unreadable: list[UnreadableRun] = []
 
 
+class TrackerRun(BaseModel):
+    """The run of an experiment tracker; `url` is null if the tracker has no web page of it."""
+
+    tracker: str
+    tracker_id: str
+    url: str | None
+
+
 class RunDetail(views.RunView):
     """The output of `holdfast show RUN --json`, with the progress of the live attempt.
 
-    `steps_total` is null if the spec does not name the number of steps. `gpus_fitting` are the
-    allowed GPU counts at which the newest checkpoint can continue, or null if all of them are.
+    `steps_total` is null if neither the spec nor the program tells the number of steps.
+    `gpus_fitting` are the allowed GPU counts at which the newest checkpoint can continue, or null
+    if all of them are.
+    `gpus_allowed` are the GPU counts that the spec allows, or null if they are too many to list.
     `saves_by_holdfast` is false if the program has no Session, and null if that is not known yet.
+    `refusals` has the reason for each action that the run would refuse now.
     """
 
     on_disk: bool
@@ -175,23 +205,79 @@ class RunDetail(views.RunView):
     gpus_min: int | None
     gpus_max: int | None
     gpus_fitting: list[int] | None
+    gpus_allowed: list[int] | None
     saves_by_holdfast: bool | None
     successor: WaitingSuccessor | None
+    refusals: dict[str, str]
+    crashes: list[Crash]
+    trackers: list[TrackerRun]
 
 
 class CheckpointRow(views.CheckpointView, durability.DurabilityStatus):
-    """One row of `holdfast checkpoints RUN`, with the checkpoint's durability status."""
+    """One row of `holdfast checkpoints RUN`, with the checkpoint's durability status.
+
+    `is_best` is true for the one that `RUN:best` names, by the spec's `checkpoint.keep.best`.
+    """
+
+    is_best: bool
 
 
 class CheckpointDetail(CheckpointRow):
-    """One checkpoint, its manifest, and the commands that continue from it."""
+    """One checkpoint, its manifest, its consumers, and the commands that continue from it."""
 
     on_disk: bool
     mirror: str | None
     has_mirror: bool
     manifest: dict[str, Any] | None
     manifest_files: list[reports.FileView]
+    consumers: list[views.ConsumerView]
     commands: dict[str, str]
+
+
+class Acknowledged(BaseModel):
+    """Who acknowledged a problem, when, and with which note."""
+
+    by: str
+    at: str
+    note: str = ""
+
+
+class AttentionItem(BaseModel):
+    """Something that needs a person: its cause, since when it is known, and what helps.
+
+    `run` and `uid` are null for a problem of a root. `since` is null if only the present is known.
+    `id` stays the same until the problem is solved, also over restarts of the server.
+    """
+
+    id: str
+    run: str | None
+    uid: str | None
+    kind: str
+    level: Literal["bad", "warn"]
+    text: str
+    since: str | None
+    action: str
+    acknowledged: Acknowledged | None
+
+
+class WaitingRun(BaseModel):
+    """A run whose job is pending, or that waits between two attempts.
+
+    `since` is when the job was submitted, or when the last attempt ended. `starts_at` is Slurm's
+    forecast. `gpus` is the size of the job, and null before the first one.
+    """
+
+    run: str
+    uid: str
+    state: str
+    user: str
+    partition: str | None
+    gpus: int | None
+    job_id: str | None
+    since: str | None
+    reason: str | None
+    starts_at: str | None
+    action: str
 
 
 class NodeDetail(BaseModel):
@@ -265,6 +351,69 @@ class LogPart(BaseModel):
     ended: bool = Field(description="true once the attempt has ended and the log is complete")
 
 
+class LogKind(StrEnum):
+    """The process that wrote a log file."""
+
+    RANK = "rank"
+    TORCHRUN = "torchrun"
+    AGENT = "agent"
+    FLUSHER = "flusher"
+    SUPERVISOR = "supervisor"
+
+
+class LogPlace(BaseModel):
+    """A log file of a run. `file` is its path in the run's folder.
+
+    What does not apply is null: an agent has no rank, and the supervisor no attempt.
+    """
+
+    file: str
+    kind: LogKind
+    attempt: int | None
+    node: int | None
+    launch: int | None
+    rank: int | None
+    stream: str | None
+
+
+class RunLog(LogPlace):
+    """A log file and its size; `changed_at` is Unix seconds."""
+
+    bytes: int
+    changed_at: float
+
+
+class RunLogPart(BaseModel):
+    """A part of a log file. The next part begins at `next_offset`, even if it is not written yet.
+
+    `ended` is true once the attempt has ended and the log is complete.
+    """
+
+    run: str
+    file: str
+    offset: int
+    next_offset: int
+    bytes: int
+    text: str
+    ended: bool
+
+
+class LogMatch(LogPlace):
+    """A line that a search found, at the byte `offset`. Of a long line, a part is returned."""
+
+    offset: int
+    text: str
+
+
+class LogSearch(BaseModel):
+    """The lines that one request of a search found; `next` continues it, null at the end."""
+
+    matches: list[LogMatch]
+    next: str | None
+    searched_bytes: int
+    searched_files: int
+
+
 class Verdict(BaseModel):
     """A checkpoint that a prune keeps or deletes, and the reason."""
 
@@ -285,6 +434,18 @@ class Prune(BaseModel):
     bytes_kept: int
 
 
+class Capacity(BaseModel):
+    """The GPUs that are free now for the attempts of a run, at its first choice of resources.
+
+    `gpus_free` is null if they are not limited, or if the scheduler did not answer: `problem` is
+    the reason then. `where` names the partition, or the executor.
+    """
+
+    gpus_free: int | None
+    where: str
+    problem: str | None
+
+
 class ActionDone(BaseModel):
     """A recorded operator request; `message` explains what happens next."""
 
@@ -303,6 +464,24 @@ class Pinned(BaseModel):
 
     checkpoint: str
     pinned: bool
+
+
+class AnnotationDone(BaseModel):
+    """The tags and the note of a run, or of its `checkpoint`, after a change."""
+
+    run: str
+    checkpoint: str | None
+    tags: list[str]
+    note: str | None
+    note_by: str | None
+    note_at: str | None
+
+
+class Reported(BaseModel):
+    """Metrics that were recorded for a checkpoint."""
+
+    checkpoint: str
+    metrics: dict[str, float | str]
 
 
 class Forked(BaseModel):
@@ -366,10 +545,37 @@ class AskCancel(Ask):
     now: bool = False
 
 
+class AskAcknowledge(Body):
+    """Acknowledge the problem `id` of the list of what needs attention."""
+
+    id: Annotated[str, Field(min_length=1, max_length=5000, pattern=r"^[^\x00]*$")]
+    note: Annotated[str, Field(max_length=2000)] = ""
+
+
 class AskPin(Body):
     """Pin a checkpoint; `note` is the recorded reason."""
 
     note: Annotated[str, Field(max_length=2000)] = ""
+
+
+class AskAnnotate(Body):
+    """Change tags and the note. Without `note`, it stays as it is. An empty one removes it."""
+
+    add: Annotated[list[Tag], Field(max_length=TAGS_MAX)] = []
+    remove: Annotated[list[Tag], Field(max_length=TAGS_MAX)] = []
+    note: Annotated[str, Field(max_length=NOTE_CHARACTERS_MAX)] = ""
+
+
+class AskMetrics(Body):
+    """Metrics of a checkpoint by name. What is not finite is text: `nan`, `inf` or `-inf`."""
+
+    metrics: Annotated[
+        dict[
+            Annotated[str, Field(min_length=1, max_length=200)],
+            float | Literal["nan", "inf", "-inf"],
+        ],
+        Field(min_length=1, max_length=1000),
+    ]
 
 
 class AskFork(Body):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any, Final, cast
 from fastapi import Request
 from prometheus_client import CollectorRegistry, Histogram
 
+from holdfast.api.attention import Attention
+from holdfast.api.capacity import FreeGpus
 from holdfast.api.hub import Hub
 from holdfast.api.jobs import Jobs
 from holdfast.api.security import AccessPolicy
@@ -20,6 +23,7 @@ from holdfast.api.watch import Watch
 from holdfast.contracts.disk.paths import RunPaths
 
 BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+LOG_TURNS: Final = 2
 METHODS: Final = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS"})
 
 
@@ -70,9 +74,14 @@ class Services:
     session_audit: SessionAudit = field(default_factory=SessionAudit)
     jobs: Jobs = field(default_factory=Jobs)
     measures: Measures = field(default_factory=Measures)
+    attention: Attention = field(init=False)
+    free_gpus: FreeGpus = field(default_factory=FreeGpus)
+    # Searches and downloads of logs need the CPU, so few of them run at a time.
+    log_turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LOG_TURNS))
 
     def __post_init__(self) -> None:
         self.sessions = Sessions(self.tokens)
+        self.attention = Attention(self.store, self.roots, self.tokens.path.parent)
 
 
 def services_of(request: Request) -> Services:

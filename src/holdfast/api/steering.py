@@ -15,6 +15,7 @@ from holdfast.contracts.records.orders import fold_orders
 from holdfast.contracts.records.supervision import is_supervised
 from holdfast.contracts.states import AttemptState, RunState
 from holdfast.lineage.queries.views import RunView, unix_time
+from holdfast.workers.runs.operator import ACTIONS, problem_with_state
 
 # A flow that has just started imports Prefect before it takes the run's lock.
 STARTING_S: Final = 60.0
@@ -47,6 +48,29 @@ def requests_in(events: Sequence[Event], shown: RunView) -> list[OperatorRequest
         for order in orders
         if order.checkpoint is None
     ]
+
+
+def refusals(shown: RunView, *, is_on_disk: bool) -> dict[str, str]:
+    """Return the reason for each action that a run would refuse now; `shown` is its row."""
+    if not is_on_disk:
+        reason = "The run's folder does not exist, or its root is not mounted."
+        return dict.fromkeys(ACTIONS, reason)
+    last = shown["attempts"][-1] if shown["attempts"] else None
+    is_completed = last is not None and last["state"] == AttemptState.COMPLETED
+    # Evidence of a completed attempt says what its agent could not confirm.
+    may_lack_steps = last is not None and is_completed and bool(last["evidence"])
+    found = {
+        action: problem_with_state(
+            shown["run"],
+            action,
+            RunState(shown["state"]),
+            may_lack_steps=may_lack_steps,
+            # Whether a request is pending is known only on disk, so the run itself judges it.
+            is_pausing=action == "resume",
+        )
+        for action in ACTIONS
+    }
+    return {action: reason for action, reason in found.items() if reason}
 
 
 def read_supervision(paths: RunPaths, events: Sequence[Event], created_at: str) -> Supervision:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar
 
@@ -23,9 +23,12 @@ from holdfast.lineage.database.states import CheckpointState
 from holdfast.lineage.index import Index
 from holdfast.lineage.queries import (
     comparison,
+    consumers,
     durability,
+    folding,
     pages,
     reports,
+    run_comparison,
     run_queries,
     totals,
     views,
@@ -151,6 +154,17 @@ class IndexStore:
         found = pages.list_runs(index, where, sort=sort, order=order, after=after, limit=limit)
         return _page(found)
 
+    def list_all_runs(
+        self, where: RunFilter, sort: RunSort, order: SortOrder | None = None
+    ) -> list[views.RunRow]:
+        """Return all matching runs."""
+        return pages.list_runs(self.index.open(), where, sort=sort, order=order, limit=None).items
+
+    @in_one_read
+    def filter_values(self) -> pages.FilterValues:
+        """Return the values by which runs can be filtered."""
+        return pages.filter_values(self.index.open())
+
     @in_one_read
     def show_run(self, run: str) -> views.RunView:
         return run_queries.show_run(self.index.open(), self.find_run(run).uid, now=time.time())
@@ -208,6 +222,11 @@ class IndexStore:
         return isinstance(checkpoint, dict) and bool(checkpoint.get("mirror"))
 
     @in_one_read
+    def consumers_of(self, identity: str) -> list[views.ConsumerView]:
+        run, name = self.find_checkpoint(identity)
+        return consumers.consumers_of(self.index.open(), f"{run.uid}:{name}")
+
+    @in_one_read
     def list_files(self, identity: str) -> list[reports.FileView]:
         run, name = self.find_checkpoint(identity)
         return comparison.list_files(self.index.open(), f"{run.uid}:{name}")
@@ -221,6 +240,11 @@ class IndexStore:
     def compare(self, one: str, other: str) -> reports.Comparison:
         ids = [f"{run.uid}:{name}" for run, name in map(self.find_checkpoint, (one, other))]
         return comparison.compare(self.index.open(), *ids)
+
+    @in_one_read
+    def compare_runs(self, names: Sequence[str]) -> reports.RunsComparison:
+        uids = [self.find_run(name).uid for name in names]
+        return run_comparison.compare_runs(self.index.open(), uids)
 
     @in_one_read
     def list_events(
@@ -238,18 +262,28 @@ class IndexStore:
 
     def alert_events(self, run: str) -> list[Event]:
         """Return the newest events that `contracts.alerts` describes, oldest first."""
-        return self._newest(run, KINDS)
+        return self.newest_events(run, KINDS)
 
     def steering_events(self, run: str) -> list[Event]:
         """Return the newest operator requests and supervisor starts, oldest first."""
-        return self._newest(run, STEERING)
+        return self.newest_events(run, STEERING)
 
     @in_one_read
     def timeline(self, run: str) -> list[reports.Segment]:
         return run_queries.timeline(self.index.open(), self.find_run(run).uid, now=time.time())
 
-    def _newest(self, run: str, kinds: Sequence[EventKind]) -> list[Event]:
-        where = EventFilter(kinds=tuple(str(kind) for kind in kinds))
+    def read_spec(self, run: str) -> Mapping[str, Any]:
+        """Return the run's spec as the index has it. Raises `NotFoundError`."""
+        return run_queries.read_spec(self.index.open(), run)
+
+    def newest_events(
+        self, run: str, kinds: Sequence[EventKind], attempt: int | None = None
+    ) -> list[Event]:
+        """Return the newest `NEWEST_EVENTS_MAX` events of these kinds, oldest first.
+
+        With `attempt`, only those of that attempt count.
+        """
+        where = EventFilter(kinds=tuple(str(kind) for kind in kinds), attempt=attempt)
         page = self.list_events(run, where, newest_first=True, after=None, limit=NEWEST_EVENTS_MAX)
         return [
             Event(
@@ -268,13 +302,18 @@ class IndexStore:
         index, uid = self.index.open(), self.find_run(run).uid
         return durability.add_durability(index, uid, run_queries.lineage_graph(index, uid))
 
+    def folded_lineage(self, run: str, opened: Sequence[str]) -> views.Graph:
+        """Return the lineage with its long chains folded, see `folding`."""
+        return folding.fold(self.lineage(run), opened)
+
     def _with_durability(
         self, uid: str, rows: Sequence[views.CheckpointView]
     ) -> list[CheckpointRow]:
         names = [row["id"].rpartition(":")[2] for row in rows]
         known = durability.read_durability(self.index.open(), uid, names)
+        best = pages.best_of(self.index.open(), uid)
         return [
-            CheckpointRow(**row, **known.get(name, durability.NOT_DURABLE))
+            CheckpointRow(**row, **known.get(name, durability.NOT_DURABLE), is_best=name == best)
             for name, row in zip(names, rows, strict=True)
         ]
 
@@ -310,6 +349,9 @@ class IndexStore:
 
     def goodput_totals(self, where: RunFilter) -> totals.GoodputTotals:
         return totals.goodput_totals(self.index.open(), where)
+
+    def goodput_groups(self, where: RunFilter, by: totals.GroupBy) -> list[totals.GoodputGroup]:
+        return totals.goodput_groups(self.index.open(), where, by)
 
     def ping(self) -> None:
         """Raise `LineageError` if the index cannot be queried."""

@@ -8,20 +8,22 @@ the others. A second thread reconciles live runs with disk and scheduler, which 
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 from holdfast.api.hub import Hub
 from holdfast.api.problems import LOG
 from holdfast.api.store import IndexStore
+from holdfast.contracts.disk.bounds import STEP_MAX
 from holdfast.contracts.disk.journal import Event, read_journal
 from holdfast.contracts.disk.paths import RunPaths, has_spec, real_folder
 from holdfast.contracts.disk.visits import Visit, visit
-from holdfast.contracts.errors import LineageError
+from holdfast.contracts.errors import HoldfastError, LineageError
 from holdfast.contracts.plain_text import plain_line
 from holdfast.contracts.redaction import redact
 from holdfast.lineage.ingest.metrics import follow_metrics
@@ -40,16 +42,22 @@ JOIN_S: Final = 5.0
 PROBLEM_CHARACTERS_MAX: Final = 1000
 # In one round.
 LOGGED_MAX: Final = 20
+# The note of `session.steps`.
+_DECLARED: Final = re.compile(r"loops over (\d{1,18}) steps$")
 
 Stamp = tuple[tuple[str, int, int], ...]
 
 
 @dataclass(frozen=True)
 class LivePace:
-    """A live run's progress in its newest heartbeat; `step_s` is the median step duration."""
+    """A live run's progress in its newest heartbeat; `step_s` is the median step duration.
+
+    `steps_total` is the number of steps that the program declared, or None.
+    """
 
     step: int | None
     step_s: float | None
+    steps_total: int | None = None
 
 
 @dataclass
@@ -62,6 +70,8 @@ class _Seen:
     is_live: bool = True
     ref: RunRef | None = None
     offsets: dict[Path, int] = field(default_factory=dict)
+    steps_total: int | None = None
+    declared_for: tuple[int | None, int] | None = None
 
 
 class Watch:
@@ -270,7 +280,13 @@ class Watch:
         beat = _new_beat(seen, attempt) if seen.ref and attempt is not None else None
         if seen.ref is None or beat is None:
             return
-        pace = self._paces[seen.ref.uid] = pace_of(beat)
+        if seen.declared_for != (attempt, beat.launch):
+            # The program declares its steps before the first one.
+            seen.steps_total = declared_steps(seen.paths)
+            started = any(rank.step >= 0 for rank in beat.ranks)
+            seen.declared_for = (attempt, beat.launch) if started else None
+        pace = replace(pace_of(beat), steps_total=seen.steps_total)
+        self._paces[seen.ref.uid] = pace
         # New metrics do not change a journal, so they are ingested with each heartbeat.
         follow_metrics(self._store.index.open(), seen.paths, seen.ref.uid)
         data: dict[str, Any] = {
@@ -316,6 +332,23 @@ def pace_of(beat: NodeBeat) -> LivePace:
         step=max((rank.step for rank in beat.ranks if rank.step >= 0), default=None),
         step_s=(first.step_p50_s or first.step_time_s or None) if first else None,
     )
+
+
+def declared_steps(paths: RunPaths) -> int | None:
+    """Return the number of steps that the program of the newest attempt declared, or None.
+
+    The line is one of the first of rank 0's journal, and a later one replaces it.
+    """
+    newest = _newest_attempt(paths)
+    if newest is None:
+        return None
+    try:
+        events = read_journal(paths.attempt(newest).rank_journal)[0]
+    except (OSError, HoldfastError):
+        return None
+    texts = [str(e.data.get("text")) for e in events if e.data.get("promised")]
+    found = _DECLARED.search(texts[-1]) if texts else None
+    return int(found[1]) if found and int(found[1]) <= STEP_MAX else None
 
 
 def take_stamp(paths: RunPaths) -> Stamp:

@@ -88,10 +88,15 @@ export async function get<T>(path: string): Promise<T> {
   return (await response.json()) as T;
 }
 
-/** Returns `path` with the query parameters that have a value. */
-export function withQuery(path: string, query: Record<string, string | number | null | undefined>) {
-  const pairs = Object.entries(query).filter(([, value]) => value != null && value !== "");
-  const text = new URLSearchParams(pairs.map(([key, value]) => [key, String(value)])).toString();
+type Value = string | number | boolean | null | undefined;
+
+/** Returns `path` with the query parameters that have a value. A list repeats its parameter. */
+export function withQuery(path: string, query: Record<string, Value | readonly string[]>) {
+  const pairs = Object.entries(query).flatMap(([key, value]) =>
+    (Array.isArray(value) ? value as string[] : [value as Value])
+      .filter((one) => one != null && one !== "")
+      .map((one) => [key, String(one)]));
+  const text = new URLSearchParams(pairs).toString();
   return text ? `${path}?${text}` : path;
 }
 

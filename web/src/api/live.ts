@@ -61,7 +61,7 @@ interface Change {
 // A heartbeat changes these views of its run, and the list of runs. Journal lines and states change
 // all views of a run.
 const CHANGED_BY_BEATS = new Set(["show", "heartbeats", "metrics"]);
-const NEVER_CHANGED = new Set(["session", "compare"]);
+const NEVER_CHANGED = new Set(["session", "compare", "filters", "series"]);
 
 /** Invalidates queries whose data changed. Many changes at once cost one round of requests. */
 class Invalidator {

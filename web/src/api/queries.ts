@@ -1,11 +1,15 @@
 // The queries of each view, with their keys and polling.
-import { keepPreviousData, useInfiniteQuery, useQuery } from "@tanstack/react-query";
-import { get, withQuery } from "./client";
+import {
+  keepPreviousData, queryOptions, useInfiniteQuery, useQueries, useQuery,
+} from "@tanstack/react-query";
+import { BASE, get, withQuery } from "./client";
+import { readGoodput } from "../goodput";
+import { isLive } from "../states";
 import { pollMs } from "./live";
 import type {
-  Ancestor, Checkpoint, CheckpointDetail, Comparison, Event, GoodputTotals, Graph, Heartbeats,
-  LogFile, LogPart, NodeFault, NodeRow, Page, Run, RunPage, Segment, Series, StorageRow,
-  StorageTotals,
+  Ancestor, AttentionItem, Capacity, Checkpoint, CheckpointDetail, Comparison, Event, FilterValues,
+  Goodput, GoodputGroup, GoodputTotals, Graph, Heartbeats, LogSearch, NodeFault, NodeRow, Page, Run,
+  RunErrors, RunLog, RunLogPart, RunPage, Segment, Series, StorageRow, StorageTotals, WaitingRun,
 } from "./types";
 
 const PAGE = 50;
@@ -13,9 +17,17 @@ const HOSTS_PAGE = 500;
 const CHECKPOINTS_PAGE = 100;
 const CHECKPOINTS_DRAWN = 500;
 const BEAT_MS = 2_000;
+const LIVE_MS = 5_000;
+const ATTENTION_MS = 3_000;
+const FILTERS_MS = 60_000;
+const CAPACITY_MS = 10_000;
 
 const at = (run: string) => `/runs/${encodeURIComponent(run)}`;
 const refetchInterval = pollMs;
+
+/** One odd account of a run's time must not break the views of all others. */
+const withGoodput = <T extends { goodput: unknown }>(run: T): T & { goodput: Goodput | null } =>
+  ({ ...run, goodput: readGoodput(run.goodput) });
 
 /** The column by which the server sorts a list. */
 export interface Sort {
@@ -23,19 +35,66 @@ export interface Sort {
   order?: "asc" | "desc" | undefined;
 }
 
-export const useRuns = (where: { search?: string; state?: string } & Partial<Sort>) =>
+/** What the server filters runs by. */
+export interface RunWhere {
+  search?: string | undefined;
+  state?: string | undefined;
+  user?: string | undefined;
+  cause?: string | undefined;
+  partition?: string | undefined;
+  tag?: string | undefined;
+  attention?: boolean | undefined;
+  created_within?: number | undefined;
+}
+
+export const useRuns = (where: RunWhere & Partial<Sort>) =>
   useInfiniteQuery({
     queryKey: ["runs", where],
-    queryFn: ({ pageParam }) =>
-      get<RunPage>(withQuery("/runs", { ...where, after: pageParam, limit: PAGE })),
+    queryFn: async ({ pageParam }) => {
+      const page = await get<RunPage>(
+        withQuery("/runs", { ...where, after: pageParam, limit: PAGE }));
+      return { ...page, items: page.items.map(withGoodput) };
+    },
     initialPageParam: null as string | null,
     getNextPageParam: (page) => page.next,
     placeholderData: keepPreviousData,
     refetchInterval,
   });
 
-export const useRun = (run: string) =>
-  useQuery({ queryKey: ["run", run, "show"], queryFn: () => get<Run>(at(run)), refetchInterval });
+/** What needs a person. No event announces that a process was killed, so the page asks. */
+export const useAttention = () =>
+  useQuery({
+    queryKey: ["attention"],
+    queryFn: () => get<AttentionItem[]>("/attention"),
+    refetchInterval: ATTENTION_MS,
+  });
+
+/** The users, causes, partitions and tags by which runs can be filtered. */
+export const useFilterValues = () =>
+  useQuery({ queryKey: ["filters"], queryFn: () => get<FilterValues>("/filters"),
+    staleTime: FILTERS_MS });
+
+/** The GPUs that are free for a run now. Its scheduler's answer is a few seconds old at most. */
+export const useCapacity = (run: string) =>
+  useQuery({
+    queryKey: ["run", run, "capacity"],
+    queryFn: () => get<Capacity>(`${at(run)}/capacity`),
+    staleTime: CAPACITY_MS,
+    refetchInterval: CAPACITY_MS,
+  });
+
+export const runOptions = (run: string) => queryOptions({
+  queryKey: ["run", run, "show"],
+  queryFn: async () => withGoodput(await get<Run>(at(run))),
+  // Goodput and supervision change without any event.
+  refetchInterval: (query) => refetchInterval(query) ||
+    (query.state.data && isLive(query.state.data.state) ? LIVE_MS : false),
+});
+
+export const useRun = (run: string) => useQuery(runOptions(run));
+
+/** Several runs, in the same order. */
+export const useSeveralRuns = (runs: string[]) => useQueries({ queries: runs.map(runOptions) });
 
 const checkpointsOf = (run: string, limit: number, after: string | null = null) =>
   get<Page<Checkpoint>>(
@@ -68,9 +127,9 @@ export const useTimeline = (run: string) =>
     refetchInterval,
   });
 
-export const useEvents = (run: string, kind: string) =>
+export const useEvents = (run: string, kind: readonly string[]) =>
   useInfiniteQuery({
-    queryKey: ["run", run, "events", kind],
+    queryKey: ["run", run, "events", ...kind],
     queryFn: ({ pageParam }) =>
       get<Page<Event>>(withQuery(`${at(run)}/events`, { kind, after: pageParam, limit: PAGE * 2 })),
     initialPageParam: null as string | null,
@@ -93,23 +152,42 @@ export const useHeartbeats = (run: string, live: boolean) =>
     refetchInterval: live ? BEAT_MS : refetchInterval,
   });
 
-export const useLogFiles = (run: string, attempt: string | undefined) =>
+/** Why an attempt failed; by default, the newest that has errors. */
+export const useErrors = (run: string, attempt: string | undefined) =>
   useQuery({
-    queryKey: ["run", run, "logs", attempt ?? ""],
-    queryFn: () => get<LogFile[]>(withQuery(`${at(run)}/logs`, { attempt })),
+    queryKey: ["run", run, "errors", attempt ?? ""],
+    queryFn: () => get<RunErrors>(withQuery(`${at(run)}/errors`, { attempt })),
+    placeholderData: keepPreviousData,
     refetchInterval,
   });
 
-export const askLog = (
-  run: string,
-  rank: number,
-  query: Record<string, string | number | undefined>,
-) => get<LogPart>(withQuery(`${at(run)}/logs/${rank}`, query));
-
-export const useGraph = (run: string) =>
+export const useLogFiles = (run: string, attempt: string | undefined) =>
   useQuery({
-    queryKey: ["run", run, "lineage"],
-    queryFn: () => get<Graph>(`${at(run)}/lineage`),
+    queryKey: ["run", run, "logs", attempt ?? ""],
+    queryFn: () => get<RunLog[]>(withQuery(`${at(run)}/log-files`, { attempt })),
+    // The search stays open while another attempt's files are loaded.
+    placeholderData: keepPreviousData,
+    refetchInterval,
+  });
+
+type Asked = Record<string, string | number | undefined>;
+
+export const askLog = (run: string, query: Asked) =>
+  get<RunLogPart>(withQuery(`${at(run)}/log-files/part`, query));
+
+export const searchLogs = (run: string, query: Asked) =>
+  get<LogSearch>(withQuery(`${at(run)}/log-files/search`, query));
+
+/** The address of a whole log file. */
+export const logDownload = (run: string, file: string) =>
+  BASE + withQuery(`${at(run)}/log-files/download`, { file });
+
+/** The lineage with its long chains folded, except for the folds in `opened`. */
+export const useGraph = (run: string, opened: readonly string[]) =>
+  useQuery({
+    queryKey: ["run", run, "lineage", ...opened],
+    queryFn: () => get<Graph>(withQuery(`${at(run)}/lineage`, { folded: true, opened })),
+    placeholderData: keepPreviousData,
     refetchInterval,
   });
 
@@ -172,9 +250,27 @@ export const useStorageTotals = () =>
     refetchInterval,
   });
 
-export const useGoodputTotals = () =>
+export const useGoodputTotals = (where: RunWhere = {}) =>
   useQuery({
-    queryKey: ["goodput"],
-    queryFn: () => get<GoodputTotals>("/goodput"),
+    queryKey: ["goodput", where],
+    queryFn: () => get<GoodputTotals>(withQuery("/goodput", { ...where })),
+    placeholderData: keepPreviousData,
     refetchInterval,
+  });
+
+/** The totals by user or partition. */
+export const useGoodputGroups = (where: RunWhere, by: "user" | "partition") =>
+  useQuery({
+    queryKey: ["goodput", "groups", where, by],
+    queryFn: () => get<GoodputGroup[]>(withQuery("/goodput/groups", { ...where, by })),
+    placeholderData: keepPreviousData,
+    refetchInterval,
+  });
+
+export const useQueue = () =>
+  useQuery({
+    queryKey: ["queue"],
+    queryFn: () => get<WaitingRun[]>("/queue"),
+    // Time passes in a queue without any event.
+    refetchInterval: LIVE_MS,
   });

@@ -1,5 +1,12 @@
 // Generated from the OpenAPI document by infra/setup/page_types.py; do not edit.
 
+/** Who acknowledged a problem, when, and with which note. */
+export interface Acknowledged {
+  by: string;
+  at: string;
+  note: string;
+}
+
 /** A recorded operator request; `message` explains what happens next. */
 export interface ActionDone {
   run: string;
@@ -29,9 +36,32 @@ export interface Ancestor {
   rolled_back: boolean;
 }
 
+/** The tags and the note of a run, or of its `checkpoint`, after a change. */
+export interface AnnotationDone {
+  run: string;
+  checkpoint: string | null;
+  tags: string[];
+  note: string | null;
+  note_by: string | null;
+  note_at: string | null;
+}
+
 /** An operator's request. With `force`, it is sent even while another one is pending. */
 export interface Ask {
   force: boolean;
+}
+
+/** Acknowledge the problem `id` of the list of what needs attention. */
+export interface AskAcknowledge {
+  id: string;
+  note: string;
+}
+
+/** Change tags and the note. Without `note`, it stays as it is. An empty one removes it. */
+export interface AskAnnotate {
+  add: string[];
+  remove: string[];
+  note: string;
 }
 
 /** Cancel a run. With `now`, it ends without a last checkpoint. */
@@ -53,6 +83,11 @@ export interface AskFork {
   set: Record<string, number | boolean | string>;
 }
 
+/** Metrics of a checkpoint by name. What is not finite is text: `nan`, `inf` or `-inf`. */
+export interface AskMetrics {
+  metrics: Record<string, number | "nan" | "inf" | "-inf">;
+}
+
 /** Pin a checkpoint; `note` is the recorded reason. */
 export interface AskPin {
   note: string;
@@ -67,6 +102,14 @@ export interface AskPrune {
 export interface AskRelaunch {
   force: boolean;
   gpus?: number | null;
+}
+
+/** An attempt with errors, to choose from. `launches` are those that crashed or hung. */
+export interface AttemptErrors {
+  number: number;
+  state: string;
+  cause: string | null;
+  launches: number[];
 }
 
 /** One node of an attempt; `age_s` is the age of its heartbeat by the server's clock. */
@@ -116,7 +159,30 @@ export interface AttemptView {
   environment_digest: string | null;
 }
 
-/** One checkpoint, its manifest, and the commands that continue from it. */
+/** Something that needs a person: its cause, since when it is known, and what helps. `run` and `uid` are null for a problem of a root. `since` is null if only the present is known. `id` stays the same until the problem is solved, also over restarts of the server. */
+export interface AttentionItem {
+  id: string;
+  run: string | null;
+  uid: string | null;
+  kind: string;
+  level: "bad" | "warn";
+  text: string;
+  since: string | null;
+  action: string;
+  acknowledged: Acknowledged | null;
+}
+
+/** The GPUs that are free now for the attempts of a run, at its first choice of resources. `gpus_free` is null if they are not limited, or if the scheduler did not answer: `problem` is the reason then. `where` names the partition, or the executor. */
+export interface Capacity {
+  gpus_free: number | null;
+  where: string;
+  problem: string | null;
+}
+
+/** Why an attempt ended. The cause comes from records, never from an exit code alone. */
+export type Cause = "preemption" | "time_limit" | "node_failure" | "hang" | "host_oom" | "gpu_oom" | "storage_full" | "numerics" | "user_error" | "infrastructure" | "operator" | "unknown";
+
+/** One checkpoint, its manifest, its consumers, and the commands that continue from it. */
 export interface CheckpointDetail {
   id: string;
   run: string;
@@ -148,19 +214,25 @@ export interface CheckpointDetail {
   pinned_at: string | null;
   pin_note: string | null;
   deleted_by: string | null;
+  tags: string[];
+  note: string | null;
+  note_by: string | null;
+  note_at: string | null;
   verified_ok: boolean | null;
   verified_at: string | null;
   verified_by: string | null;
   mirrored_at: string | null;
+  is_best: boolean;
   on_disk: boolean;
   mirror: string | null;
   has_mirror: boolean;
   manifest: Record<string, unknown> | null;
   manifest_files: FileView[];
+  consumers: ConsumerView[];
   commands: Record<string, string>;
 }
 
-/** One row of `holdfast checkpoints RUN`, with the checkpoint's durability status. */
+/** One row of `holdfast checkpoints RUN`, with the checkpoint's durability status. `is_best` is true for the one that `RUN:best` names, by the spec's `checkpoint.keep.best`. */
 export interface CheckpointRow {
   id: string;
   run: string;
@@ -192,16 +264,21 @@ export interface CheckpointRow {
   pinned_at: string | null;
   pin_note: string | null;
   deleted_by: string | null;
+  tags: string[];
+  note: string | null;
+  note_by: string | null;
+  note_at: string | null;
   verified_ok: boolean | null;
   verified_at: string | null;
   verified_by: string | null;
   mirrored_at: string | null;
+  is_best: boolean;
 }
 
 /** The state of a checkpoint in the index. */
 export type CheckpointState = "committed" | "damaged" | "deleted";
 
-/** A comparison of two checkpoints; `config` contains the differences of their runs' specs. */
+/** A comparison of two checkpoints; `config` contains all keys of their runs' specs. */
 export interface Comparison {
   one: string;
   other: string;
@@ -209,6 +286,38 @@ export interface Comparison {
   facts: Fact[];
   config: Fact[];
   metrics: Fact[];
+}
+
+/** A consumer of one checkpoint, and what became of it. `event` is that of the spec. `log` is the file with the output of the last start, null before the first one. `metrics` are those that the consumer reported. */
+export interface ConsumerView {
+  name: string;
+  event: string;
+  checkpoint: string;
+  step: number;
+  state: string;
+  tries: number;
+  start: number;
+  log: string | null;
+  reason: string;
+  changed_at: string;
+  metrics: Record<string, number | string>;
+}
+
+/** The rank that failed first in a crashed launch. `signal` names the signal that killed it, such as `signal 9 (SIGKILL)`. Otherwise `exit_code` is its exit status. */
+export interface Crash {
+  attempt: number;
+  launch: number;
+  rank: number;
+  host: string | null;
+  signal: string | null;
+  exit_code: number | null;
+}
+
+/** A fact that differs between two launches. Null: it is not recorded, or not set. */
+export interface DifferingFact {
+  name: string;
+  before: string | null;
+  now: string | null;
 }
 
 export interface Edge {
@@ -221,8 +330,32 @@ export interface Edge {
 export interface Empty {
 }
 
+/** One error, or equal errors of several ranks. */
+export interface ErrorEntry {
+  attempt: number;
+  launch: number | null;
+  source: ErrorSource;
+  kind: string;
+  is_first: boolean;
+  is_secondary: boolean;
+  text: string;
+  ranks: string;
+  ranks_count: number;
+  hosts: string[];
+  signal: string | null;
+  exit_code: number | null;
+  at: string | null;
+  until: string | null;
+  clock: string | null;
+  traceback: string | null;
+  file: string | null;
+}
+
+/** Which record tells of an error. */
+export type ErrorSource = "rank" | "torchrun" | "agent" | "flusher" | "supervisor" | "journal";
+
 /** The kinds of journal lines. `holdfast_docs.event_book` describes each and its `data`. */
-export type EventKind = "supervised" | "attempt_reserved" | "attempt_submitted" | "attempt_state" | "attempt_ended" | "successor_submitted" | "successor_adopted" | "successor_withdrawn" | "decision" | "operator_request" | "order_state" | "run_ended" | "pinned" | "unpinned" | "checkpoint_deleted" | "forked" | "exported" | "imported" | "rolled_back" | "numerics" | "claimed" | "launch_started" | "launch_ended" | "signal" | "notice" | "stop_agreed" | "stop_failed" | "resumed" | "staged" | "committed" | "save_failed" | "mirrored" | "mirror_failed" | "fetched" | "verified" | "node_lost" | "tracked" | "goodput" | "hang_suspected" | "hang_cleared" | "hang_confirmed" | "straggler" | "node_silent" | "node_unhealthy" | "limit_passed" | "metric_missing" | "audit" | "note";
+export type EventKind = "supervised" | "attempt_reserved" | "attempt_submitted" | "attempt_state" | "attempt_ended" | "successor_submitted" | "successor_adopted" | "successor_withdrawn" | "decision" | "operator_request" | "order_state" | "run_ended" | "pinned" | "unpinned" | "checkpoint_deleted" | "forked" | "exported" | "imported" | "rolled_back" | "numerics" | "claimed" | "launch_started" | "launch_ended" | "signal" | "notice" | "stop_agreed" | "stop_failed" | "loading" | "resumed" | "staged" | "committed" | "save_failed" | "mirrored" | "mirror_failed" | "fetched" | "verified" | "node_lost" | "tracked" | "goodput" | "hang_suspected" | "hang_cleared" | "hang_confirmed" | "straggler" | "node_silent" | "node_slow" | "link_slow" | "slowdown_tested" | "node_unhealthy" | "limit_passed" | "alert_acknowledged" | "metric_missing" | "metric" | "annotated" | "consumer" | "audit" | "note";
 
 /** One journal line. */
 export interface EventView {
@@ -262,6 +395,25 @@ export interface FileView {
   checksum: string;
 }
 
+/** The values of runs by which they can be filtered, sorted, `FILTER_VALUES_MAX` of each. */
+export interface FilterValues {
+  users: string[];
+  causes: string[];
+  partitions: string[];
+  tags: string[];
+}
+
+/** Ranks that are at the same call in a process group, by their flight records. */
+export interface FlightGroup {
+  group: string;
+  ranks: string;
+  ranks_count: number;
+  call: string;
+  state: string;
+  place: string;
+  is_odd: boolean;
+}
+
 /** A new run that was forked from a checkpoint. */
 export interface Forked {
   run: string;
@@ -271,6 +423,12 @@ export interface Forked {
   flow_run?: string | null;
   url?: string | null;
   pid?: number | null;
+}
+
+/** The totals of one user or partition; `name` is null for Slurm's default partition. */
+export interface GoodputGroup {
+  name: string | null;
+  totals: GoodputTotals;
 }
 
 /** The goodput of all matching runs: seconds by part, GPU hours and lost steps. `ettr` is productive time divided by total time, or null if the total is 0. */
@@ -293,10 +451,37 @@ export interface GoodputTotals {
   money: Money[];
 }
 
-/** The output of `holdfast lineage RUN`: nodes are runs, attempts, checkpoints and paths. */
+/** The GPUs of a node over time. Bucket `n` begins at `start_s` + `n` × `bucket_s`. */
+export interface GpuSeries {
+  run: string;
+  attempt: number;
+  nodes: SeriesNode[];
+  node: number | null;
+  start_s: number;
+  bucket_s: number;
+  buckets: number;
+  gpus: GpuTrack[];
+  problems: string[];
+}
+
+/** A GPU over time: one number for each bucket, null without data. `ecc_errors` counts new uncorrected errors, and `xids` has the code of a new Xid error, 0 without one. */
+export interface GpuTrack {
+  index: number;
+  uuid: string;
+  memory_total_bytes: number | null;
+  utilisation_percent: (number | null)[];
+  memory_bytes: (number | null)[];
+  temperature_c: (number | null)[];
+  power_w: (number | null)[];
+  ecc_errors: (number | null)[];
+  xids: (number | null)[];
+}
+
+/** The output of `holdfast lineage RUN`. The nodes are runs, attempts, checkpoints, paths, and the consumers of checkpoints. */
 export interface Graph {
   nodes: Node[];
   edges: Edge[];
+  nodes_total?: number;
 }
 
 /** The health of the server. `ingest_lag_s` and `round_s` are seconds. */
@@ -319,6 +504,43 @@ export interface Heartbeats {
   clock_problems: string[];
 }
 
+/** The ranks that a node had last. */
+export interface HeatHost {
+  node: number;
+  host: string;
+  first_rank: number;
+  ranks: number;
+}
+
+/** A launch, and when its first bucket began, in Unix seconds. */
+export interface HeatLaunch {
+  launch: number;
+  start_s: number;
+}
+
+/** One value of each rank over time. Bucket `n` begins at `start_s` + `n` × `bucket_s`, in Unix seconds. `rows` has a text for each rank from `first_rank` on, with one character for each bucket. The character number `k` of `alphabet` stands for `lowest_s` × `ratio` to the power of `k` − 1, and number 0 for no value. */
+export interface HeatMap {
+  run: string;
+  attempt: number;
+  value: HeatValue;
+  start_s: number;
+  bucket_s: number;
+  buckets: number;
+  first_rank: number;
+  ranks_total: number;
+  alphabet: string;
+  lowest_s: number;
+  ratio: number;
+  rows: string[];
+  hosts: HeatHost[];
+  launches: HeatLaunch[];
+  worst: RankMeans[];
+  problems: string[];
+}
+
+/** What a heat map of the ranks shows, in seconds per step. `step` is the whole step, `data` the wait for the next batch, `others` the wait for other ranks, and `own` the step without the wait for others. */
+export type HeatValue = "step" | "data" | "others" | "own";
+
 /** A background job, such as a verification or an export. `result` is set once `state` is `done`. `created_at` and `ended_at` are Unix seconds. */
 export interface JobRow {
   id: string;
@@ -332,6 +554,21 @@ export interface JobRow {
   error: string | null;
   created_at: number;
   ended_at: number | null;
+}
+
+/** What differs between the launch that failed and the last one before it that worked. A launch worked if it finished a step that no launch before it had, or committed a checkpoint. */
+export interface LaunchDifference {
+  failed: LaunchName;
+  worked: LaunchName | null;
+  reached: string;
+  facts: DifferingFact[];
+  left_out: number;
+}
+
+/** A launch. `number` is null for an attempt without one. */
+export interface LaunchName {
+  attempt: number;
+  number: number | null;
 }
 
 /** One launch of torchrun inside an attempt. */
@@ -363,6 +600,22 @@ export interface LogIn {
   token: string;
 }
 
+/** The process that wrote a log file. */
+export type LogKind = "rank" | "torchrun" | "agent" | "flusher" | "supervisor";
+
+/** A line that a search found, at the byte `offset`. Of a long line, a part is returned. */
+export interface LogMatch {
+  file: string;
+  kind: LogKind;
+  attempt: number | null;
+  node: number | null;
+  launch: number | null;
+  rank: number | null;
+  stream: string | null;
+  offset: number;
+  text: string;
+}
+
 /** A part of a log. The next part begins at `next_offset`, even if it is not written yet. */
 export interface LogPart {
   run: string;
@@ -375,6 +628,14 @@ export interface LogPart {
   bytes: number;
   text: string;
   ended: boolean;
+}
+
+/** The lines that one request of a search found; `next` continues it, null at the end. */
+export interface LogSearch {
+  matches: LogMatch[];
+  next: string | null;
+  searched_bytes: number;
+  searched_files: number;
 }
 
 /** Totals in one currency; a value is null if no run in this currency has the price. */
@@ -401,6 +662,10 @@ export interface Node {
   path?: string;
   verified?: boolean | null;
   mirrored?: boolean;
+  count?: number;
+  first_step?: number;
+  last_step?: number;
+  consumer?: string;
 }
 
 /** The newest faults of a machine. */
@@ -488,6 +753,20 @@ export interface Prune {
   bytes_kept: number;
 }
 
+/** A rank's mean seconds per step in the range of time. */
+export interface RankMeans {
+  rank: number;
+  node: number;
+  host: string;
+  step_s: number | null;
+  data_s: number | null;
+  others_s: number | null;
+  own_s: number | null;
+  peers_s: number | null;
+  slow_share: number;
+  is_straggler: boolean;
+}
+
 /** One rank, from the newest heartbeat of its node. */
 export interface RankRow {
   rank: number;
@@ -503,10 +782,16 @@ export interface RankRow {
   cpu_percent: number | null;
 }
 
+/** Metrics that were recorded for a checkpoint. */
+export interface Reported {
+  checkpoint: string;
+  metrics: Record<string, number | string>;
+}
+
 /** What a token allows: `reader` may read, `operator` may also act. */
 export type Role = "reader" | "operator";
 
-/** The output of `holdfast show RUN --json`, with the progress of the live attempt. `steps_total` is null if the spec does not name the number of steps. `gpus_fitting` are the allowed GPU counts at which the newest checkpoint can continue, or null if all of them are. `saves_by_holdfast` is false if the program has no Session, and null if that is not known yet. */
+/** The output of `holdfast show RUN --json`, with the progress of the live attempt. `steps_total` is null if neither the spec nor the program tells the number of steps. `gpus_fitting` are the allowed GPU counts at which the newest checkpoint can continue, or null if all of them are. `gpus_allowed` are the GPU counts that the spec allows, or null if they are too many to list. `saves_by_holdfast` is false if the program has no Session, and null if that is not known yet. `refusals` has the reason for each action that the run would refuse now. */
 export interface RunDetail {
   run: string;
   name: string;
@@ -522,11 +807,16 @@ export interface RunDetail {
   goodput: Record<string, unknown>;
   stretches: StretchView[];
   attempts: AttemptView[];
+  consumers: ConsumerView[];
   forked_from: string | null;
   flow_run: string | null;
   created_by: string;
   created_at: string;
   ended_at: string | null;
+  tags: string[];
+  note: string | null;
+  note_by: string | null;
+  note_at: string | null;
   on_disk: boolean;
   failed_saves: FailedSave[];
   noticed: Noticed[];
@@ -538,8 +828,26 @@ export interface RunDetail {
   gpus_min: number | null;
   gpus_max: number | null;
   gpus_fitting: number[] | null;
+  gpus_allowed: number[] | null;
   saves_by_holdfast: boolean | null;
   successor: WaitingSuccessor | null;
+  refusals: Record<string, string>;
+  crashes: Crash[];
+  trackers: TrackerRun[];
+}
+
+/** Why an attempt failed, and the attempts of its run that have errors. `first` is the first cause of the last launch with errors. `order_note` says how far the order of `entries` is certain. `unread` and `left_out` count what bounds have left out. */
+export interface RunErrors {
+  run: string;
+  attempt: number | null;
+  attempts: AttemptErrors[];
+  first: ErrorEntry | null;
+  entries: ErrorEntry[];
+  left_out: number;
+  unread: number;
+  order_note: string;
+  stacks: StackDump[];
+  difference: LaunchDifference | null;
 }
 
 /** One row of the list of runs; a live run has its newest step and its seconds per step. */
@@ -561,6 +869,8 @@ export interface RunLine {
   created_by: string;
   created_at: string;
   ended_at: string | null;
+  tags: string[];
+  partition: string | null;
   updated_at: string;
   committed_at: string | null;
   steps_total: number | null;
@@ -568,6 +878,30 @@ export interface RunLine {
   spark: number[];
   live_step: number | null;
   step_s: number | null;
+}
+
+/** A log file and its size; `changed_at` is Unix seconds. */
+export interface RunLog {
+  file: string;
+  kind: LogKind;
+  attempt: number | null;
+  node: number | null;
+  launch: number | null;
+  rank: number | null;
+  stream: string | null;
+  bytes: number;
+  changed_at: number;
+}
+
+/** A part of a log file. The next part begins at `next_offset`, even if it is not written yet. `ended` is true once the attempt has ended and the log is complete. */
+export interface RunLogPart {
+  run: string;
+  file: string;
+  offset: number;
+  next_offset: number;
+  bytes: number;
+  text: string;
+  ended: boolean;
 }
 
 /** One page of runs. The first page also lists the folders of runs that cannot be read. Only the names of such runs are known, so they are listed only if the request filters by neither state nor time. A run that could be read earlier is also among the items, with its last known values. */
@@ -579,6 +913,21 @@ export interface RunPage {
 
 /** The state of a run, over all its attempts. */
 export type RunState = "queued" | "running" | "waiting" | "paused" | "completed" | "failed" | "cancelled";
+
+/** A comparison of runs. `left_out` is how many equal facts were too many to list. */
+export interface RunsComparison {
+  runs: string[];
+  facts: RunsFact[];
+  left_out: number;
+}
+
+/** One fact of several runs, in their order; `is_same` is null if it is unknown for one. `group` is arguments, settings, code, environment or outcome. An absent setting is null. */
+export interface RunsFact {
+  group: string;
+  name: string;
+  values: unknown[];
+  is_same: boolean | null;
+}
 
 /** A period in which an attempt did one thing; `part` is one of `contracts.goodput.PARTS`. */
 export interface Segment {
@@ -595,6 +944,12 @@ export interface Series {
   points: Point[];
 }
 
+/** A node whose GPUs have a series. */
+export interface SeriesNode {
+  node: number;
+  host: string;
+}
+
 /** The caller of this request and the CSRF token of its browser session. */
 export interface Session {
   name: string | null;
@@ -608,6 +963,31 @@ export interface Spread {
   last: number | null;
   low: number | null;
   high: number | null;
+}
+
+/** The stacks of one suspected hang, from all nodes, the largest group first. */
+export interface StackDump {
+  attempt: number;
+  launch: number | null;
+  number: number;
+  at: string | null;
+  state: string;
+  finding: string;
+  groups: StackGroup[];
+  flights: FlightGroup[];
+  flight_finding: string | null;
+  files: string[];
+  unread: number;
+}
+
+/** Ranks with the same stack. `frames` are those of the main thread, innermost first. */
+export interface StackGroup {
+  ranks: string;
+  ranks_count: number;
+  frames: string[];
+  waits: boolean;
+  is_odd: boolean;
+  problem: string | null;
 }
 
 /** The storage of a run's checkpoints, and what the next prune would delete. */
@@ -664,6 +1044,13 @@ export interface Supervision {
   pid: number | null;
 }
 
+/** The run of an experiment tracker; `url` is null if the tracker has no web page of it. */
+export interface TrackerRun {
+  tracker: string;
+  tracker_id: string;
+  url: string | null;
+}
+
 /** A run's folder that cannot be read, and the reason. */
 export interface UnreadableRun {
   run: string;
@@ -677,6 +1064,21 @@ export interface Verdict {
   step: number;
   bytes: number;
   reason: string;
+}
+
+/** A run whose job is pending, or that waits between two attempts. `since` is when the job was submitted, or when the last attempt ended. `starts_at` is Slurm's forecast. `gpus` is the size of the job, and null before the first one. */
+export interface WaitingRun {
+  run: string;
+  uid: string;
+  state: string;
+  user: string;
+  partition: string | null;
+  gpus: number | null;
+  job_id: string | null;
+  since: string | null;
+  reason: string | null;
+  starts_at: string | null;
+  action: string;
 }
 
 /** The job that waits in the queue to follow the attempt `after_attempt`. `submitted_at` is Unix seconds. It and `job_id` are null while no answer of Slurm is known. */

@@ -19,7 +19,7 @@ export type Goodput = Omit<api.GoodputTotals, "runs" | "ettr" | "money"> & {
 export type RunRow = Omit<api.RunLine, "goodput"> & { goodput: Goodput | null };
 /** One page of runs. The first one also lists the runs that cannot be read. */
 export type RunPage = Page<RunRow> & Pick<api.RunPage, "unreadable">;
-export type Run = Omit<api.RunDetail, "goodput"> & { goodput: Goodput };
+export type Run = Omit<api.RunDetail, "goodput"> & { goodput: Goodput | null };
 export type Attempt = api.AttemptView;
 export type Launch = api.LaunchView;
 
@@ -34,6 +34,7 @@ export type GraphEdge = api.Edge;
 export interface Graph {
   nodes: GraphNode[];
   edges: GraphEdge[];
+  nodes_total?: number;
 }
 
 /** A long action. `result` is set when `state` is "done". */
@@ -41,10 +42,19 @@ export type Job = Omit<api.JobRow, "result"> & {
   result: { ok?: boolean; damaged?: unknown[]; path?: string; bytes?: number } | null;
 };
 
+/** What the name of a log file says about it. */
+export type LogPlace = Omit<api.LogMatch, "offset" | "text">;
+
 export type Event = api.EventView;
 export type NodeBeat = api.AttemptNode;
 export type {
-  Ancestor, Comparison, Fact, GoodputTotals, Heartbeats, LogFile, LogPart, Money, NodeFault,
-  NodeRow, Noticed, OperatorRequest, Point, Prune, RankRow, Segment, Series, StorageRow,
+  Ancestor, AttentionItem, Capacity, Comparison, Crash, Fact, FilterValues, GoodputGroup,
+  GoodputTotals, Heartbeats, LogMatch, LogSearch, Money, NodeFault, NodeRow, Noticed,
+  OperatorRequest, Point, Prune, RankRow, RunLog, RunLogPart, RunsComparison, RunsFact, Segment,
+  Series, StorageRow,
   StorageTotals, Supervision, UnreadableRun, Verdict,
+  WaitingRun,
+} from "./schema";
+export type {
+  ErrorEntry, FlightGroup, LaunchDifference, LaunchName, RunErrors, StackDump, StackGroup,
 } from "./schema";

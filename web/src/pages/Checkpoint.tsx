@@ -11,6 +11,7 @@ import { ActionButton, type Action } from "../parts/Confirm";
 import { Copy, Empty, Facts, Loaded, Time, useTitle } from "../parts/basics";
 import { StageLine, StageState } from "../parts/Durability";
 import { stageOfCheckpoint } from "../durability";
+import { AnnotateButton, CheckpointTags, Note } from "../parts/Tags";
 import { plain } from "../states";
 
 const FILES_SHOWN = 200;
@@ -121,11 +122,54 @@ function Files({ one }: { one: CheckpointDetail }) {
   );
 }
 
+/** The programs that used this checkpoint, and what they reported. */
+function Consumers({ one }: { one: CheckpointDetail }) {
+  return (
+    <section className="section">
+      <h2>Consumers</h2>
+      <div className="table-wrap" tabIndex={0} role="region" aria-label="Consumers">
+        <table>
+          <thead>
+            <tr>
+              <th scope="col">Consumer</th>
+              <th scope="col">State</th>
+              <th scope="col">Metrics</th>
+              <th scope="col" className="number wide-only">Tries</th>
+              <th scope="col" className="wide-only">Log</th>
+            </tr>
+          </thead>
+          <tbody>
+            {one.consumers.map((use) => (
+              <tr key={use.name}>
+                <td>{use.name}<div className="second">on {use.event}</div></td>
+                <td>
+                  {plain(use.state)}, <Time at={use.changed_at} />
+                  {use.reason ? <div className="second">{use.reason}</div> : null}
+                </td>
+                <td>
+                  {Object.entries(use.metrics).map(([name, value]) => (
+                    <div key={name}>
+                      {name} {typeof value === "number" ? figure(value) : value}
+                    </div>
+                  ))}
+                </td>
+                <td className="number wide-only">{use.tries}</td>
+                <td className="mono wide-only">{use.log}</td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+    </section>
+  );
+}
+
 function Body({ one, mayAct }: { one: CheckpointDetail; mayAct: boolean }) {
   const commands = Object.entries(one.commands ?? {});
   const metrics = Object.entries(one.metrics);
   return (
     <>
+      <Note of={one} />
       <StageLine one={one} />
       <Facts
         facts={[
@@ -144,6 +188,7 @@ function Body({ one, mayAct }: { one: CheckpointDetail; mayAct: boolean }) {
           ["Checksum", one.checksum ? <code>{one.checksum}</code> : null],
         ]}
       />
+      {one.consumers.length > 0 ? <Consumers one={one} /> : null}
       {commands.length > 0 ? (
         <section className="section">
           <h2>Use this checkpoint</h2>
@@ -188,7 +233,12 @@ export function CheckpointPage() {
               <StageState stage={stageOfCheckpoint(one)} mirrored={Boolean(one.mirrored_at)} />
               {one.pinned ? <span>pinned</span> : null}
               {one.rolled_back ? <span className="muted">rolled back</span> : null}
+              <CheckpointTags tags={one.tags} />
               <div className="actions">
+                {mayAct && one.state !== "deleted" ? (
+                  <AnnotateButton name={checkpointWords(one.id)} of={one}
+                    path={`/checkpoints/${encodeURIComponent(one.id)}`} />
+                ) : null}
                 {mayAct && one.state !== "deleted" ? <Verify id={one.id} /> : null}
                 {mayAct ? actionsOf(one).map((action) => (
                   <ActionButton key={action.id ?? action.word} action={action} />

@@ -1,11 +1,14 @@
 // The use of time and the cost of all runs.
-import { Link } from "@tanstack/react-router";
+import { Link, useNavigate, useSearch } from "@tanstack/react-router";
 import { useMemo } from "react";
-import { useGoodputTotals, useRuns } from "../api/queries";
+import {
+  useFilterValues, useGoodputGroups, useGoodputTotals, useRuns, type RunWhere,
+} from "../api/queries";
 import type { Goodput, Money, RunRow } from "../api/types";
-import { count, money as priceOf, percent, span } from "../format";
+import { count, decimal, money as priceOf, percent, span } from "../format";
 import { GoodputBar, PartLegend } from "../parts/bars";
 import { Empty, Facts, Loaded, State, useTitle } from "../parts/basics";
+import { filterOf, isFiltered, pairs, Pick, SINCE } from "../parts/RunFilters";
 
 type Counted = RunRow & { goodput: Goodput };
 
@@ -29,26 +32,105 @@ function Line({ run }: { run: Counted }) {
       <td className="number wide-only">{span(goodput.total_s)}</td>
       <td className="number wide-only">{span(goodput.lost_s)}</td>
       <td className="number wide-only">{count(goodput.steps_lost)}</td>
-      <td className="number wide-only">{goodput.gpu_hours.toFixed(1)}</td>
+      <td className="number wide-only">{decimal(goodput.gpu_hours, 1)}</td>
       <td className="number wide-only">{priceOf(goodput.preemption_cost, goodput.currency)}</td>
       <td className="number">{priceOf(goodput.cost, goodput.currency)}</td>
     </tr>
   );
 }
 
-/** The totals over all runs, also of those that are not loaded below. */
-function Totals() {
+/** A run whose account of its time cannot be read, so it is in no total. */
+function Odd({ run }: { run: RunRow }) {
   return (
-    <Loaded query={useGoodputTotals()}>
+    <tr>
+      <td><Link to="/runs/$run" params={{ run: run.run }}>{run.run}</Link></td>
+      <td colSpan={8} className="muted">unreadable: not counted in the totals</td>
+    </tr>
+  );
+}
+
+function Filters() {
+  const { user, partition, since } = useSearch({ from: "/goodput" });
+  const navigate = useNavigate({ from: "/goodput" });
+  const values = useFilterValues().data;
+  const to = (name: "user" | "partition" | "since") => (value: string | undefined) =>
+    void navigate({ search: (old) => ({ ...old, [name]: value }) });
+  return (
+    <div className="toolbar" role="search">
+      <Pick label="User" value={user} values={pairs(values?.users)} pick={to("user")} />
+      <Pick label="Partition" value={partition} values={pairs(values?.partitions)}
+        pick={to("partition")} />
+      <Pick label="Submitted in" value={since} values={SINCE} pick={to("since")} />
+    </div>
+  );
+}
+
+/** The totals by user or partition. */
+function Groups({ where }: { where: RunWhere }) {
+  const { by = "user" } = useSearch({ from: "/goodput" });
+  const navigate = useNavigate({ from: "/goodput" });
+  return (
+    <section className="section">
+      <div className="section-head">
+        <h2>By {by}</h2>
+        <button type="button" className="plain" onClick={() => void navigate({
+          search: (old) => ({ ...old, by: by === "user" ? "partition" as const : undefined }) })}>
+          Show by {by === "user" ? "partition" : "user"}
+        </button>
+      </div>
+      <Loaded query={useGoodputGroups(where, by)}>
+        {(groups) => (
+          <div className="table-wrap" tabIndex={0} role="region" aria-label={`Goodput by ${by}`}>
+            <table>
+              <thead>
+                <tr>
+                  <th scope="col">{by === "user" ? "User" : "Partition"}</th>
+                  <th scope="col" className="number">Runs</th>
+                  <th scope="col" className="wide-only">Use of time</th>
+                  <th scope="col" className="number">Goodput</th>
+                  <th scope="col" className="number">GPU-hours</th>
+                  <th scope="col" className="number wide-only">Lost to preemption</th>
+                  <th scope="col" className="number">Cost</th>
+                </tr>
+              </thead>
+              <tbody>
+                {groups.map(({ name, totals }) => (
+                  <tr key={name ?? ""}>
+                    <td>{name ?? <span className="muted">default</span>}</td>
+                    <td className="number">{count(totals.runs)}</td>
+                    <td className="wide-only">
+                      <GoodputBar parts={{ ...totals, ettr: totals.ettr ?? 0 }} />
+                    </td>
+                    <td className="number">{percent(totals.ettr)}</td>
+                    <td className="number">{decimal(totals.gpu_hours, 1)}</td>
+                    <td className="number wide-only">
+                      {decimal(totals.preemption_gpu_hours, 1)}
+                    </td>
+                    <td className="number">{moneyOf(totals.money, "cost")}</td>
+                  </tr>
+                ))}
+              </tbody>
+            </table>
+          </div>
+        )}
+      </Loaded>
+    </section>
+  );
+}
+
+/** The totals over all matching runs, also of those that are not loaded below. */
+function Totals({ where }: { where: RunWhere }) {
+  return (
+    <Loaded query={useGoodputTotals(where)}>
       {(total) => (
         <section className="section">
           <Facts
             facts={[
-              ["Productive", percent(total.ettr)],
+              ["Goodput", percent(total.ettr)],
               ["Runs", count(total.runs)],
               ["Time of all runs", span(total.total_s)],
-              ["GPU-hours", total.gpu_hours.toFixed(1)],
-              ["GPU-hours lost to preemption", total.preemption_gpu_hours.toFixed(1)],
+              ["GPU-hours", decimal(total.gpu_hours, 1)],
+              ["GPU-hours lost to preemption", decimal(total.preemption_gpu_hours, 1)],
               ["Steps redone", count(total.steps_lost)],
               ["Cost", moneyOf(total.money, "cost")],
               ["Preemption cost", moneyOf(total.money, "preemption_cost")],
@@ -65,30 +147,35 @@ function Totals() {
 
 export function GoodputPage() {
   useTitle("Goodput and cost");
-  const list = useRuns({});
+  const { user, partition, since } = useSearch({ from: "/goodput" });
+  const where = filterOf({ user, partition, since });
+  const list = useRuns(where);
   const runs = useMemo(
-    () => list.data?.pages.flatMap((page) => page.items)
-      .filter((run): run is Counted => Boolean(run.goodput)),
+    () => list.data?.pages.flatMap((page) => page.items),
     [list.data],
   );
   return (
     <>
       <div className="head"><h1>Goodput and cost</h1></div>
+      <Filters />
       <Loaded query={{ data: runs, error: list.error }}>
         {(found) => found.length === 0 ? (
-          <Empty title="No runs yet">
+          <Empty title={
+            isFiltered({ user, partition, since }) ? "No matching runs" : "No runs yet"}>
             <p>This page shows the use of time and the cost of all runs.</p>
           </Empty>
         ) : (
           <>
-            <Totals />
+            <Totals where={where} />
+            <Groups where={where} />
+            <h2>By run</h2>
             <div className="table-wrap" tabIndex={0} role="region" aria-label="Goodput by run">
               <table>
                 <thead>
                   <tr>
                     <th scope="col">Run</th>
                     <th scope="col" className="wide-only">Use of time</th>
-                    <th scope="col" className="number">Productive</th>
+                    <th scope="col" className="number">Goodput</th>
                     <th scope="col" className="number wide-only">Time</th>
                     <th scope="col" className="number wide-only">Lost</th>
                     <th scope="col" className="number wide-only">Steps redone</th>
@@ -97,7 +184,9 @@ export function GoodputPage() {
                     <th scope="col" className="number">Cost</th>
                   </tr>
                 </thead>
-                <tbody>{found.map((run) => <Line key={run.uid} run={run} />)}</tbody>
+                <tbody>{found.map((run) => (run.goodput
+                  ? <Line key={run.uid} run={run as Counted} />
+                  : <Odd key={run.uid} run={run} />))}</tbody>
               </table>
             </div>
             {list.hasNextPage ? (

@@ -1,13 +1,29 @@
 // The login page.
 import { useMutation, useQueryClient } from "@tanstack/react-query";
+import { useSearch } from "@tanstack/react-router";
 import { useState } from "react";
-import { post } from "../api/client";
+import { ApiError, post } from "../api/client";
 import { Problem, useTitle } from "../parts/basics";
+
+const WRONG = "Invalid token.";
+// The server's reasons for which a token in the address did not log in, by status.
+const REFUSED: Record<number, string> = {
+  401: "The token in the address is unknown, or has expired or been revoked.",
+  429: "Too many wrong tokens came from this address. Try again in a minute.",
+};
+
+/** Why the token in the page's address was refused; null if there was none. */
+function useRefused(): string | null {
+  const { refused } = useSearch({ strict: false });
+  if (!refused) return null;
+  return REFUSED[refused] ?? `The server refused the token in the address: status ${refused}.`;
+}
 
 export function Login() {
   useTitle("Log in");
   const client = useQueryClient();
   const [token, setToken] = useState("");
+  const refused = useRefused();
   const login = useMutation({
     mutationFn: () => post("/session", { token: token.trim() }),
     onSuccess: () => client.resetQueries(),
@@ -35,7 +51,10 @@ export function Login() {
           value={token}
           onChange={(event) => setToken(event.target.value)}
         />
-        {login.isError ? <Problem error={login.error} /> : null}
+        {login.isError ? (
+          <Problem error={login.error} title={
+            login.error instanceof ApiError && login.error.status === 401 ? WRONG : undefined} />
+        ) : refused && !login.isPending ? <Problem error={refused} title={WRONG} /> : null}
         <button type="submit" className="primary" disabled={login.isPending}>Log in</button>
       </form>
     </div>

@@ -7,6 +7,7 @@ import { useCallback, useEffect, useMemo, useRef } from "react";
 import { count, when } from "../format";
 import { Empty, Loaded, Time, useTitle } from "../parts/basics";
 import { Table } from "../parts/Table";
+import { useTableSearch } from "../tableSearch";
 import { plain } from "../states";
 
 const faults = (row: NodeRow): string =>
@@ -64,10 +65,11 @@ export function Nodes() {
   const query = useNodes();
   const rows = useMemo(() => query.data?.pages.flatMap((page) => page.items), [query.data]);
   const { host } = useSearch({ from: "/nodes" });
+  const { sort, onSort } = useTableSearch();
   const navigate = useNavigate();
   const open = useCallback(
-    (one: NodeRow) => void navigate({ to: "/nodes", search: { host: one.host } }),
-    [navigate],
+    (one: NodeRow) => void navigate({ to: "/nodes", search: { host: one.host, sort } }),
+    [navigate, sort],
   );
   return (
     <>
@@ -81,7 +83,7 @@ export function Nodes() {
           <div className={host ? "split details-first" : undefined}>
             <div>
               <Table label="Nodes" rows={items} columns={COLUMNS} keyOf={(one) => one.host}
-                open={open} isWhole={!query.hasNextPage} />
+                open={open} isWhole={!query.hasNextPage} sort={sort} onSort={onSort} isLocal />
               {query.hasNextPage ? (
                 <p className="after"><button type="button" disabled={query.isFetchingNextPage}
                   onClick={() => void query.fetchNextPage()}>Show more</button></p>

@@ -1,40 +1,60 @@
 // The list of all runs.
 import { useNavigate, useSearch, Link } from "@tanstack/react-router";
 import type { ColumnDef } from "@tanstack/react-table";
-import { useCallback, useEffect, useMemo, useRef, useState } from "react";
-import { useRuns, type Sort } from "../api/queries";
+import { useCallback, useMemo } from "react";
+import { useAttention, useRuns, type Sort } from "../api/queries";
+import { useMayAct } from "../api/session";
 import type { RunRow, UnreadableRun } from "../api/types";
+import { lazyView } from "../lazy";
 import { count, figure, money, percent, when } from "../format";
+import { Attention, kindWords } from "../parts/Attention";
 import { GoodputBar, Progress, Spark } from "../parts/bars";
 import { Copy, Empty, Loaded, State, Time, useTitle } from "../parts/basics";
+import { filterOf, isFiltered, RunFilters } from "../parts/RunFilters";
+import { SELECT, SelectionProvider, useSelection } from "../parts/Selection";
 import { Table } from "../parts/Table";
-import { PREFIX } from "../prefix";
+import { RunTags } from "../parts/Tags";
+import { viewOf } from "../savedViews";
 import { plain } from "../states";
 import { stepOf, timeLeft } from "../progress";
 
-const STATES = ["running", "queued", "waiting", "paused", "completed", "failed", "cancelled"];
-const TYPING_MS = 250;
-
 function Name({ run }: { run: RunRow }) {
+  const given = useSearch({ from: "/" });
   const why = run.reason ?? (run.cause ? plain(run.cause) : "");
   return (
     <>
       <Link to="/runs/$run" params={{ run: run.run }}><strong>{run.run}</strong></Link>
       <div className="second clip" title={why}>
-        {why || `by ${run.created_by}`}
+        {why || `by ${run.created_by}${run.partition ? ` · partition ${run.partition}` : ""}`}
       </div>
       <div className="second narrow-only">
         {run.world_size ? `${run.world_size} ranks · ` : ""}
         {run.attempts} attempt{run.attempts === 1 ? "" : "s"}
-        {run.goodput ? ` · goodput ${percent(run.goodput.ettr)}` : ""}
+        {run.goodput && run.goodput.ettr > 0 ? ` · goodput ${percent(run.goodput.ettr)}` : ""}
       </div>
+      <RunTags tags={run.tags} within={viewOf(given)} />
+    </>
+  );
+}
+
+/** The state by the index, and what the server found on disk that contradicts it. */
+function RunState({ run }: { run: RunRow }) {
+  const found = useAttention().data?.filter((one) => one.uid === run.uid && one.level === "bad");
+  // Several nodes of one run may be silent.
+  const kinds = new Map(found?.map((one) => [one.kind, one.text]));
+  return (
+    <>
+      <State state={run.state} />
+      {[...kinds].map(([kind, text]) => (
+        <div key={kind} title={text}><State state="silent">{kindWords(kind)}</State></div>
+      ))}
     </>
   );
 }
 
 const COLUMNS: ColumnDef<RunRow, unknown>[] = [
   { id: "state", header: "State", accessorKey: "state",
-    cell: ({ row: { original } }) => <State state={original.state} /> },
+    cell: ({ row: { original } }) => <RunState run={original} /> },
   { id: "run", header: "Run", accessorKey: "run",
     cell: ({ row: { original } }) => <Name run={original} /> },
   { id: "step", header: "Progress", accessorKey: "step",
@@ -68,62 +88,6 @@ const COLUMNS: ColumnDef<RunRow, unknown>[] = [
     accessorFn: (run) => when(run.created_at) ?? 0,
     cell: ({ row: { original: run } }) => <Time at={run.created_at} /> },
 ];
-
-function Search() {
-  const { search = "", state = "", focus } = useSearch({ from: "/" });
-  const navigate = useNavigate({ from: "/" });
-  const box = useRef<HTMLInputElement>(null);
-  const timer = useRef<number | undefined>(undefined);
-  useEffect(() => {
-    if (focus === "search") box.current?.focus();
-  }, [focus]);
-  // Follow the address, unless the user is typing.
-  useEffect(() => {
-    if (box.current && timer.current === undefined) box.current.value = search;
-  }, [search]);
-  useEffect(() => () => clearTimeout(timer.current), []);
-  const type = (words: string) => {
-    clearTimeout(timer.current);
-    timer.current = window.setTimeout(() => {
-      timer.current = undefined;
-      // The user may have left this page meanwhile.
-      if (window.location.pathname !== `${PREFIX}/`) return;
-      void navigate({ search: (old) => ({ ...old, search: words || undefined }), replace: true });
-    }, TYPING_MS);
-  };
-  return (
-    <div className="toolbar" role="search">
-      <input
-        ref={box}
-        type="search"
-        aria-label="Search runs by name"
-        placeholder="Search by name ( / )"
-        defaultValue={search}
-        onChange={(event) => type(event.target.value)}
-        onKeyDown={(event) => {
-          if (event.key !== "Escape") return;
-          // Keep the search text, and let the list receive the keys.
-          event.preventDefault();
-          event.currentTarget.blur();
-        }}
-      />
-      <label>
-        State
-        <select
-          value={state}
-          onChange={(event) =>
-            void navigate({
-              search: (old) => ({ ...old, state: event.target.value || undefined }),
-            })
-          }
-        >
-          <option value="">all</option>
-          {STATES.map((one) => <option key={one}>{one}</option>)}
-        </select>
-      </label>
-    </div>
-  );
-}
 
 function NoRuns({ filtered }: { filtered: boolean }) {
   if (filtered) {
@@ -162,16 +126,37 @@ const USUAL: Sort = { sort: "live" };
 // The server's names for columns with another id.
 const SORTS: Record<string, string> = { run: "name" };
 
+const COLUMN_IDS = new Set(COLUMNS.map((one) => one.id));
+
+/** How the server sorts for the address. An unknown column counts as none. */
+function orderOf(sort: string | undefined): Sort {
+  const column = sort?.replace(/^-/, "");
+  if (!sort || !column || !COLUMN_IDS.has(column)) return USUAL;
+  return { sort: SORTS[column] ?? column, order: sort.startsWith("-") ? "desc" : "asc" };
+}
+
+const Bulk = lazyView(() => import("./Bulk"), "Bulk");
+const SELECTABLE = [SELECT, ...COLUMNS];
+
+/** The list, where an operator can select runs for one order. */
 export function Runs() {
+  return <SelectionProvider><List /></SelectionProvider>;
+}
+
+function List() {
   useTitle("Runs");
-  const { search, state } = useSearch({ from: "/" });
-  const navigate = useNavigate();
-  const [by, setBy] = useState(USUAL);
-  const query = useRuns({ search, state, ...by });
-  const sortBy = useCallback((column: string | null, descending: boolean) => setBy(
-    column === null ? USUAL
-      : { sort: SORTS[column] ?? column, order: descending ? "desc" : "asc" },
-  ), []);
+  const mayAct = useMayAct();
+  const hasSelected = useSelection().selected.size > 0;
+  const given = useSearch({ from: "/" });
+  const { sort } = given;
+  const navigate = useNavigate({ from: "/" });
+  const where = filterOf(given);
+  const order = orderOf(sort);
+  const query = useRuns({ ...where, ...order });
+  const sortBy = useCallback(
+    (next: string | undefined) => void navigate({ search: (old) => ({ ...old, sort: next }) }),
+    [navigate],
+  );
   const rows = useMemo(() => query.data?.pages.flatMap((page) => page.items), [query.data]);
   const open = useCallback(
     (run: RunRow) => void navigate({ to: "/runs/$run", params: { run: run.run } }),
@@ -180,13 +165,15 @@ export function Runs() {
   return (
     <>
       <div className="head"><h1>Runs</h1></div>
-      <Search />
+      <Attention />
+      <RunFilters where={where} order={order} />
       <Unreadable runs={query.data?.pages[0]?.unreadable ?? []} />
       <Loaded query={{ data: rows, error: query.error }}>
-        {(runs) => runs.length === 0 ? <NoRuns filtered={Boolean(search || state)} /> : (
+        {(runs) => runs.length === 0 ? <NoRuns filtered={isFiltered(given)} /> : (
           <>
-            <Table label="Runs" rows={runs} columns={COLUMNS} keyOf={(run) => run.uid}
-              open={open} onSort={sortBy} />
+            {hasSelected ? <Bulk /> : null}
+            <Table label="Runs" rows={runs} columns={mayAct ? SELECTABLE : COLUMNS}
+              keyOf={(run) => run.uid} open={open} onSort={sortBy} sort={sort} />
             {query.hasNextPage ? (
               <p><button type="button" disabled={query.isFetchingNextPage}
                 onClick={() => void query.fetchNextPage()}>Show more</button></p>

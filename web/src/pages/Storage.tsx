@@ -1,5 +1,5 @@
 // The checkpoints on storage: why they are kept, and what a prune would delete.
-import { Link } from "@tanstack/react-router";
+import { Link, useNavigate, useSearch } from "@tanstack/react-router";
 import { useQuery } from "@tanstack/react-query";
 import { useState } from "react";
 import { get } from "../api/client";
@@ -118,7 +118,9 @@ function Totals({ prunable }: { prunable: number | null }) {
 
 export function Storage() {
   useTitle("Storage");
-  const [sort, setSort] = useState("kept_bytes");
+  const given = useSearch({ from: "/storage" }).sort;
+  const sort = SORTS.some(([name]) => name === given) && given ? given : "kept_bytes";
+  const navigate = useNavigate({ from: "/storage" });
   const query = useStorage({ sort });
   const rows = query.data?.pages.flatMap((page) => page.items);
   // The prunable size is known for loaded rows only, so a total needs all rows.
@@ -138,7 +140,9 @@ export function Storage() {
             <div className="toolbar">
               <label>
                 Sort by
-                <select value={sort} onChange={(event) => setSort(event.target.value)}>
+                <select value={sort} 
+                  onChange={(event) =>
+                    void navigate({ search: { sort: event.target.value } })}>
                   {SORTS.map(([name, word]) => <option key={name} value={name}>{word}</option>)}
                 </select>
               </label>

@@ -1,4 +1,5 @@
-// A dialog that explains an action and asks for confirmation, with an optional field.
+// A dialog that explains an action and asks for confirmation, with an optional field. It stays open
+// until the server has answered: a closed dialog would hide whether the action was applied.
 import {
   Dialog, DialogDescription, DialogDismiss, DialogHeading, useDialogStore,
 } from "@ariakit/react";
@@ -19,6 +20,8 @@ export interface Action {
   /** The identity of a button whose label changes, such as pin and unpin. */
   id?: string;
   word: string;
+  /** The button's name for assistive technology, if several buttons have the same word. */
+  label?: string;
   title: string;
   path: string;
   body?: Record<string, unknown>;
@@ -49,7 +52,8 @@ export function ActionButton({ action: current }: { action: Action }) {
       const all = { ...action.body, ...own, ...(force ? { force } : {}) };
       return post<Record<string, unknown> | undefined>(action.path, all);
     },
-    onSuccess: () => client.invalidateQueries(),
+    // Not awaited: the answer is shown even if the page's other requests are slow.
+    onSuccess: () => void client.invalidateQueries(),
   });
   const show = () => {
     mutation.reset();
@@ -70,17 +74,19 @@ export function ActionButton({ action: current }: { action: Action }) {
         onClick={show}
         disabled={Boolean(current.disabled)}
         title={current.disabled ?? undefined}
+        aria-label={current.label}
       >
         {current.word}
       </button>
       <Dialog store={dialog} className="dialog" backdrop={<div className="backdrop" />}
-        unmountOnHide>
+        unmountOnHide hideOnEscape={!mutation.isPending}
+        hideOnInteractOutside={!mutation.isPending}>
         <DialogHeading render={<h2 />}>{action.title}</DialogHeading>
         <DialogDescription render={<div />}>{action.explanation}</DialogDescription>
         {error ? <Problem error={error} title={isUnanswered ? UNANSWERED : undefined} /> : null}
         {mutation.isSuccess ? (
           <div className="choices">
-            <p role="status">{action.done?.(answer) ?? message}</p>
+            <div role="status">{action.done?.(answer) ?? message}</div>
             <DialogDismiss>Close</DialogDismiss>
           </div>
         ) : (
@@ -105,7 +111,7 @@ export function ActionButton({ action: current }: { action: Action }) {
               </p>
             ) : null}
             <div className="choices">
-              <DialogDismiss>Back</DialogDismiss>
+              <DialogDismiss disabled={mutation.isPending}>Back</DialogDismiss>
               <button type="submit" className="primary" disabled={mutation.isPending}>
                 {mutation.isPending ? "Sending…"
                   : conflicts ? `${action.word} anyway` : action.word}

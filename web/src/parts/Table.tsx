@@ -8,8 +8,9 @@ import {
   type RowData,
   type SortingState,
 } from "@tanstack/react-table";
-import { useCallback, useEffect, useRef, useState } from "react";
+import { useCallback, useEffect, useMemo, useRef, useState } from "react";
 import { useListKeys } from "../keyboard";
+import { Guard } from "./guard";
 
 declare module "@tanstack/react-table" {
   interface ColumnMeta<TData extends RowData, TValue> {
@@ -28,8 +29,12 @@ interface Props<T> {
   columns: ColumnDef<T, unknown>[];
   keyOf: (row: T) => string;
   open?: (row: T) => void;
-  /** For tables that the server sorts. Otherwise the loaded rows are sorted. */
-  onSort?: (column: string | null, descending: boolean) => void;
+  /** For tables whose order is in the address. */
+  onSort?: (sort: string | undefined) => void;
+  /** The column by which the server sorts, after a minus sign if its order is descending. */
+  sort?: string | undefined;
+  /** True if the loaded rows are sorted here although the order is in the address. */
+  isLocal?: boolean;
   /** False while some rows are not loaded. */
   isWhole?: boolean;
   rowClass?: (row: T) => string | undefined;
@@ -38,24 +43,30 @@ interface Props<T> {
 const classOf = (meta?: { number?: boolean; wide?: boolean }) =>
   [meta?.number && "number", meta?.wide && "wide-only"].filter(Boolean).join(" ") || undefined;
 
+const sortingOf = (sort: string | undefined): SortingState =>
+  sort ? [{ id: sort.replace(/^-/, ""), desc: sort.startsWith("-") }] : [];
+
 const ARIA = { asc: "ascending", desc: "descending" } as const;
 
 export function Table<T>({
-  label, rows, columns, keyOf, open, onSort, isWhole = true, rowClass,
+  label, rows, columns, keyOf, open, onSort, sort, isLocal = !onSort, isWhole = true, rowClass,
 }: Props<T>) {
-  const [sorting, setSorting] = useState<SortingState>([]);
+  const [own, setOwn] = useState<SortingState>([]);
+  const given = useMemo(() => sortingOf(sort), [sort]);
+  const sorting = onSort ? given : own;
   const [selected, setSelected] = useState(-1);
   const body = useRef<HTMLTableSectionElement>(null);
   const table = useReactTable({
     data: rows,
     columns,
     state: { sorting },
-    manualSorting: Boolean(onSort),
-    enableSorting: Boolean(onSort) || isWhole,
+    manualSorting: !isLocal,
+    enableSorting: !isLocal || isWhole,
     onSortingChange: (change) => {
       const next = typeof change === "function" ? change(sorting) : change;
-      setSorting(next);
-      onSort?.(next[0]?.id ?? null, next[0]?.desc ?? false);
+      const [by] = next;
+      if (onSort) onSort(by && `${by.desc ? "-" : ""}${by.id}`);
+      else setOwn(next);
     },
     getRowId: keyOf,
     getCoreRowModel: getCoreRowModel(),
@@ -112,7 +123,9 @@ export function Table<T>({
             >
               {row.getVisibleCells().map((cell) => (
                 <td key={cell.id} className={classOf(cell.column.columnDef.meta)}>
-                  {flexRender(cell.column.columnDef.cell, cell.getContext())}
+                  <Guard instead={<span className="muted">unreadable</span>}>
+                    {flexRender(cell.column.columnDef.cell, cell.getContext())}
+                  </Guard>
                 </td>
               ))}
             </tr>

@@ -1,6 +1,7 @@
 // Basic components: states, times, facts, empty places and problems.
 import { createContext, useContext, useEffect, useState, type ReactNode } from "react";
 import { ApiError, AwayError } from "../api/client";
+import { useConnection } from "../api/live";
 import { exact, relative, when } from "../format";
 import { lookOf, plain, type Shape as ShapeName } from "../states";
 
@@ -61,6 +62,13 @@ export function ClockProvider({ children }: { children: ReactNode }) {
 }
 
 export const useNow = (): number => useContext(Clock);
+
+/** The time up to which the page knows the runs: now, or when the server last answered. */
+export function useKnownNow(): number {
+  const { connection, since } = useConnection();
+  const now = useNow();
+  return connection === "away" ? Math.min(now, since) : now;
+}
 
 /** A time relative to now, with the exact time as a tooltip and for assistive technology. */
 export function Time({ at }: { at: string | null | undefined }) {

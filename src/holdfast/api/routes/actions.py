@@ -7,10 +7,23 @@ from fastapi import APIRouter, Request
 from holdfast.api.access import AS_READER, Caller, Operator
 from holdfast.api.audit import audited
 from holdfast.api.routes.runs import RunId
-from holdfast.api.schemas import ActionDone, Ask, AskCancel, AskPrune, AskRelaunch, JobRow, Prune
+from holdfast.api.schemas import (
+    ActionDone,
+    AnnotationDone,
+    Ask,
+    AskAnnotate,
+    AskCancel,
+    AskPrune,
+    AskRelaunch,
+    JobRow,
+    Prune,
+)
 from holdfast.api.services import services_of
 from holdfast.api.watch import WRITER
+from holdfast.contracts.disk.paths import RunPaths, checkpoint_id
+from holdfast.contracts.records.annotations import annotate as change_annotation
 from holdfast.contracts.records.history import load_history
+from holdfast.lineage.queries.views import iso
 from holdfast.workers.checkpoints import deletion
 from holdfast.workers.runs import operator
 from holdfast.workers.runs.operator import Action
@@ -47,6 +60,33 @@ def resume(request: Request, run: RunId, body: Ask, caller: Operator) -> ActionD
 def cancel(request: Request, run: RunId, body: AskCancel, caller: Operator) -> ActionDone:
     """Cancel a run after a last checkpoint, or with `now` without one."""
     return _ask(request, run, "cancel", body, caller, now=body.now)
+
+
+@router.post("/runs/{run}/annotate")
+def annotate(request: Request, run: RunId, body: AskAnnotate, caller: Operator) -> AnnotationDone:
+    """Change the tags and the note of a run, which may have ended."""
+    return annotate_part(request, services_of(request).store.folder_of(run), None, body, caller)
+
+
+def annotate_part(
+    request: Request, paths: RunPaths, checkpoint: str | None, body: AskAnnotate, caller: Caller
+) -> AnnotationDone:
+    """Change the tags and the note of a run, or of one of its checkpoints."""
+    with audited(paths, "annotate", caller, checkpoint=checkpoint):
+        done = change_annotation(
+            paths,
+            checkpoint,
+            add=body.add,
+            remove=body.remove,
+            # An empty note that was given removes the former one.
+            note=body.note if "note" in body.model_fields_set else None,
+            by=caller.name,
+            via=WRITER,
+        )
+    services_of(request).watch.touch(paths)
+    identity = checkpoint and checkpoint_id(paths.name, checkpoint)
+    facts = {**done.facts, "note_at": iso(done.facts["note_at"])}
+    return AnnotationDone(run=paths.name, checkpoint=identity, **facts)
 
 
 @router.post("/runs/{run}/prune")

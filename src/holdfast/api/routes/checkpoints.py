@@ -14,24 +14,31 @@ from holdfast.api.access import AS_READER, Operator
 from holdfast.api.audit import audited
 from holdfast.api.jobs import Job
 from holdfast.api.problems import LOG, Refusal
+from holdfast.api.routes.actions import annotate_part
 from holdfast.api.schemas import (
+    AnnotationDone,
+    AskAnnotate,
     AskExport,
     AskFork,
+    AskMetrics,
     AskPin,
     CheckpointDetail,
     Empty,
     Forked,
     JobRow,
     Pinned,
+    Reported,
 )
 from holdfast.api.services import Services, services_of
 from holdfast.api.watch import WRITER
 from holdfast.contracts.disk.damage import find_damage
 from holdfast.contracts.disk.digests import document_digest
+from holdfast.contracts.disk.journal import JournalWriter
 from holdfast.contracts.disk.manifest import Manifest, read_manifest
 from holdfast.contracts.disk.mirrors import read_record
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import DamagedCheckpointError, SpecError
+from holdfast.contracts.records import reported
 from holdfast.contracts.records.known_damage import refuse_damaged
 from holdfast.contracts.spec.checkpoint import Keep
 from holdfast.contracts.spec.sections import Cost
@@ -74,6 +81,7 @@ def show_checkpoint(request: Request, checkpoint: CheckpointId) -> CheckpointDet
         "has_mirror": services_of(request).store.has_mirror(checkpoint),
         "manifest": manifest.model_dump(mode="json", exclude={"files"}) if manifest else None,
         "manifest_files": services_of(request).store.list_files(checkpoint),
+        "consumers": services_of(request).store.consumers_of(checkpoint),
         "commands": {
             "fork": f"holdfast fork {row['id']} --name NAME",
             "verify": f"holdfast verify {row['id']}",
@@ -109,6 +117,31 @@ def unpin(request: Request, checkpoint: CheckpointId, _: Empty, caller: Operator
         identity = operator.unpin(paths, name, by=caller.name, writer=WRITER)
     services.watch.touch(paths)
     return Pinned(checkpoint=identity, pinned=False)
+
+
+@router.post("/{checkpoint}/annotate")
+def annotate(
+    request: Request, checkpoint: CheckpointId, body: AskAnnotate, caller: Operator
+) -> AnnotationDone:
+    """Change the tags and the note of a committed checkpoint."""
+    return annotate_part(request, *_on_disk(services_of(request), checkpoint), body, caller)
+
+
+@router.post("/{checkpoint}/metrics")
+def report_metrics(
+    request: Request, checkpoint: CheckpointId, body: AskMetrics, caller: Operator
+) -> Reported:
+    """Record metrics of a committed checkpoint, such as the results of an evaluation."""
+    services = services_of(request)
+    paths, name = _on_disk(services, checkpoint)
+    values = reported.require_metrics(body.metrics)
+    with (
+        audited(paths, "metric", caller, checkpoint=name),
+        JournalWriter(paths.journal_of(WRITER)) as journal,
+    ):
+        reported.report(paths, name, values, by=caller.name, journal=journal)
+    services.watch.touch(paths)
+    return Reported(checkpoint=f"{paths.name}:{name}", metrics=body.metrics)
 
 
 @router.post("/{checkpoint}/verify", status_code=202)

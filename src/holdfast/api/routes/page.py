@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from pathlib import Path
 from typing import Annotated, Final
@@ -38,10 +37,13 @@ def open_page(
     """Serve the page. With `?token=`, log in first, then redirect to a URL without the token."""
     if token is None:
         return show_page(request)
-    response = RedirectResponse(prefix_of(request) + "/", 303, {"Cache-Control": "no-store"})
-    # With a wrong token, the page shows its login form.
-    with contextlib.suppress(Refusal):
+    home, headers = prefix_of(request) + "/", {"Cache-Control": "no-store"}
+    response = RedirectResponse(home, 303, headers)
+    try:
         begin_session(request, response, token)
+    except Refusal as refusal:
+        # With a wrong token, the page shows its login form and why.
+        return RedirectResponse(f"{home}?refused={refusal.status}", 303, headers)
     return response
 
 

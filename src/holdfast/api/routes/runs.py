@@ -9,8 +9,10 @@ from fastapi import APIRouter, Path, Query, Request
 from pydantic import StringConstraints
 
 from holdfast.api.access import AS_READER
-from holdfast.api.logs import PART_BYTES_MAX, Stream, list_logs, read_log
+from holdfast.api.logs.parts import PART_BYTES_MAX, Stream, list_logs, read_log
+from holdfast.api.routes.filters import NO_NUL, SortAs, Where, refuse_reversed
 from holdfast.api.schemas import (
+    Capacity,
     CheckpointRow,
     Heartbeats,
     LogFile,
@@ -23,16 +25,17 @@ from holdfast.api.schemas import (
     UnreadableRun,
 )
 from holdfast.api.services import services_of
-from holdfast.api.steering import read_supervision, requests_in
+from holdfast.api.steering import read_supervision, refusals, requests_in
 from holdfast.api.vitals import read_nodes
-from holdfast.api.watch import LivePace, Watch
+from holdfast.api.watch import LivePace, Watch, declared_steps
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.rank_logs import choose_attempt
 from holdfast.contracts.errors import QueryError
 from holdfast.contracts.plain_text import plain_line
-from holdfast.contracts.records.alerts import failed_saves, noticed
+from holdfast.contracts.records.alerts import crashes, failed_saves, noticed
 from holdfast.contracts.records.saving import saves_by_holdfast, trained_in_view
 from holdfast.contracts.records.topology import SavedTopology
+from holdfast.contracts.records.trackers import trackers_in
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.spec.steps_total import steps_total
 from holdfast.contracts.states import RunState
@@ -44,7 +47,6 @@ from holdfast.lineage.queries.pages import (
     EventFilter,
     RunFilter,
     RunSort,
-    SortOrder,
 )
 from holdfast.workers.checkpoints import deletion
 from holdfast.workers.decisions.sizes import allowed_sizes
@@ -52,25 +54,27 @@ from holdfast.workers.nodes.heartbeats import live_step
 from holdfast.workers.runs.feasibility import Feasibility
 from holdfast.workers.runs.restarts import waiting_facts
 
-NO_NUL: Final = r"^[^\x00]*$"
-
 RunId = Annotated[str, Path(max_length=120, description="The run's uid, folder name or name")]
 After = Annotated[
     str | None, Query(max_length=4096, description="The value of `next` from the previous page")
 ]
 Limit = Annotated[int, Query(ge=1, le=PAGE_MAX, description="The largest number of items")]
+# Which part of a log a request wants.
+FirstByte = Annotated[
+    int | None,
+    Query(ge=0, le=2**62, description="First byte to return; by default the end of the log"),
+]
+EndByte = Annotated[
+    int | None,
+    Query(ge=0, le=2**62, description="End here: the `offset` of the part that follows"),
+]
+PartBytes = Annotated[
+    int, Query(ge=1, le=PART_BYTES_MAX, description="The largest number of bytes")
+]
+PART_BYTES: Final = 64 * 1024
+
 Number = Annotated[int | None, Query(ge=1, le=1_000_000, description="The attempt's number")]
-States = Annotated[list[RunState] | None, Query(description="Any of these states")]
-Search = Annotated[
-    str | None,
-    Query(max_length=200, pattern=NO_NUL, description="Text in the name or folder, or the uid"),
-]
-Moment = Annotated[float | None, Query(ge=0, le=1e12, description="Unix seconds")]
 Step = Annotated[int | None, Query(ge=0, le=2**62)]
-SortAs = Annotated[
-    SortOrder | None,
-    Query(description="By default ascending for `name` and `state`, descending for all others"),
-]
 MetricName = Annotated[str, StringConstraints(max_length=100, pattern=NO_NUL)]
 
 SIZES_SHOWN_MAX = 64
@@ -81,25 +85,19 @@ router = APIRouter(prefix="/runs", tags=["runs"], dependencies=[AS_READER])
 @router.get("")
 def list_runs(
     request: Request,
-    state: States = None,
-    search: Search = None,
-    created_from: Moment = None,
-    created_to: Moment = None,
+    where: Where,
     sort: RunSort = "created",
     order: SortAs = None,
     after: After = None,
     limit: Limit = PAGE_DEFAULT,
 ) -> RunPage:
     """List runs, newest first by default."""
-    _refuse_reversed("created", created_from, created_to)
-    where = RunFilter(
-        states=tuple(state or ()), search=search, created_from=created_from, created_to=created_to
-    )
     services = services_of(request)
     page = services.store.list_runs(where, sort, after, limit, order)
-    lines = [_line(row, services.watch.pace(row["uid"])) for row in page.items]
-    is_first = after is None and not state and created_from is None and created_to is None
-    broken = _unreadable(services.watch, search) if is_first else []
+    lines = [run_line(row, services.watch.pace(row["uid"])) for row in page.items]
+    # Nothing but the names of unreadable runs is known, so no other filter can match them.
+    is_first = after is None and where == RunFilter(search=where.search)
+    broken = _unreadable(services.watch, where.search) if is_first else []
     return RunPage(items=lines, next=page.next, unreadable=broken)
 
 
@@ -116,7 +114,7 @@ def show_run(request: Request, run: RunId) -> RunDetail:
         "on_disk": paths.spec.is_file(),
         "failed_saves": failed_saves(alerts),
         "noticed": noticed(alerts),
-        "steps_total": steps_total(shown["spec"].get("config") or {}),
+        "steps_total": steps_total(shown["spec"].get("config") or {}) or declared_steps(paths),
         "live_step": live_step(paths) if is_live else None,
         "step_s": pace.step_s if pace else None,
         "supervision": read_supervision(paths, steering, shown["created_at"]) if is_live else None,
@@ -125,6 +123,9 @@ def show_run(request: Request, run: RunId) -> RunDetail:
         "successor": waiting_facts(paths) if is_live else None,
         **_gpu_range(shown["spec"]),
         "gpus_fitting": _fitting(shown["spec"], services.store.newest_on_branch(uid)),
+        "refusals": refusals(shown, is_on_disk=paths.spec.is_file()),
+        "crashes": crashes(alerts),
+        "trackers": trackers_in(store.newest_events(uid, (EventKind.TRACKED,))),
     }
     return cast(RunDetail, detail)
 
@@ -148,7 +149,7 @@ def list_checkpoints(
     limit: Limit = PAGE_DEFAULT,
 ) -> Page[CheckpointRow]:
     """List a run's checkpoints, oldest first, each with the reason it is kept or was deleted."""
-    _refuse_reversed("step", step_from, step_to)
+    refuse_reversed("step", step_from, step_to)
     where = CheckpointFilter(
         states=tuple(state or ()), pinned=pinned, step_from=step_from, step_to=step_to
     )
@@ -162,7 +163,7 @@ def list_events(
     request: Request,
     run: RunId,
     kind: Annotated[
-        list[EventKind] | None, Query(description="Any of these kinds", max_length=50)
+        list[EventKind] | None, Query(description="Any of these kinds", max_length=100)
     ] = None,
     attempt: Number = None,
     newest_first: bool = True,
@@ -176,9 +177,22 @@ def list_events(
 
 
 @router.get("/{run}/lineage")
-def show_lineage(request: Request, run: RunId) -> views.Graph:
+def show_lineage(
+    request: Request,
+    run: RunId,
+    folded: Annotated[
+        bool, Query(description="Replace each long chain of equal checkpoints by a node `fold`")
+    ] = False,
+    opened: Annotated[
+        list[Annotated[str, StringConstraints(max_length=500, pattern=NO_NUL)]] | None,
+        Query(description="Ids of folds to open, which become smaller folds", max_length=50),
+    ] = None,
+) -> views.Graph:
     """Return the lineage graph of a run: where it came from and what was derived from it."""
-    return services_of(request).store.lineage(run)
+    store = services_of(request).store
+    if opened and not folded:
+        raise QueryError("opened names folds; add folded=true")
+    return store.folded_lineage(run, opened or ()) if folded else store.lineage(run)
 
 
 @router.get("/{run}/openlineage")
@@ -230,6 +244,18 @@ def show_storage(request: Request, run: RunId) -> Prune:
     return Prune.model_validate(deletion.prune(paths, by="", dry_run=True))
 
 
+@router.get("/{run}/capacity")
+def show_capacity(request: Request, run: RunId) -> Capacity:
+    """Return the GPUs that are free now for the run, as its scheduler answers."""
+    services = services_of(request)
+    try:
+        spec = RunSpec.read(services.store.read_spec(services.store.find_run(run).uid))
+    except ValueError:
+        problem = "this version of Holdfast cannot read the run's spec"
+        return Capacity(gpus_free=None, where="", problem=problem)
+    return services.free_gpus.ask(spec.resources)
+
+
 @router.get("/{run}/logs")
 def list_run_logs(request: Request, run: RunId, attempt: Number = None) -> list[LogFile]:
     """List the ranks' log files of an attempt, by default the newest."""
@@ -246,13 +272,9 @@ def show_log(
     launch: Annotated[
         int | None, Query(ge=0, le=1_000_000, description="By default the newest launch")
     ] = None,
-    offset: Annotated[
-        int | None,
-        Query(ge=0, le=2**62, description="First byte to return; by default the end of the log"),
-    ] = None,
-    limit: Annotated[
-        int, Query(ge=1, le=PART_BYTES_MAX, description="The largest number of bytes")
-    ] = 64 * 1024,
+    offset: FirstByte = None,
+    before: EndByte = None,
+    limit: PartBytes = PART_BYTES,
 ) -> LogPart:
     """Return a part of a rank's log. To follow the log, repeat with `offset` = `next_offset`."""
     store = services_of(request).store
@@ -264,17 +286,10 @@ def show_log(
         stream=stream,
         launch=launch,
         offset=offset,
+        before=before,
         limit=limit,
         secrets=store.secrets(run),
     )
-
-
-def _refuse_reversed(name: str, first: float | None, last: float | None) -> None:
-    """Raise `QueryError` for a range that contains nothing."""
-    if first is not None and last is not None and first > last:
-        raise QueryError(
-            f"{name}_from {first:g} is after {name}_to {last:g}, so nothing can match; swap them"
-        )
 
 
 def _unreadable(watch: Watch, search: str | None) -> list[UnreadableRun]:
@@ -288,19 +303,24 @@ def _unreadable(watch: Watch, search: str | None) -> list[UnreadableRun]:
     ][:PAGE_MAX]
 
 
-def _line(row: views.RunRow, pace: LivePace | None) -> RunLine:
-    return RunLine(
-        **row, live_step=pace.step if pace else None, step_s=pace.step_s if pace else None
-    )
+def run_line(row: views.RunRow, pace: LivePace | None) -> RunLine:
+    if pace is None:
+        return RunLine(**row, live_step=None, step_s=None)
+    total = row["steps_total"] or pace.steps_total
+    line = RunLine(**row, live_step=pace.step, step_s=pace.step_s)
+    line["steps_total"] = total
+    return line
 
 
-def _gpu_range(spec: dict[str, Any]) -> dict[str, int | None]:
-    """Return the smallest and largest GPU count of the run; None if the spec cannot be parsed."""
+def _gpu_range(spec: dict[str, Any]) -> dict[str, Any]:
+    """Return the GPU counts that the run allows; None if the spec cannot be parsed."""
     try:
         parsed = RunSpec.read(spec)
     except ValueError:
-        return {"gpus_min": None, "gpus_max": None}
-    return {"gpus_min": parsed.gpus_min, "gpus_max": parsed.gpus_max}
+        return {"gpus_min": None, "gpus_max": None, "gpus_allowed": None}
+    sizes = allowed_sizes(parsed)
+    allowed = sizes if len(sizes) <= SIZES_SHOWN_MAX else None
+    return {"gpus_min": parsed.gpus_min, "gpus_max": parsed.gpus_max, "gpus_allowed": allowed}
 
 
 def _fitting(spec: dict[str, Any], newest: SavedTopology | None) -> list[int] | None:

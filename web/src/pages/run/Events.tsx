@@ -3,11 +3,12 @@ import { useParams } from "@tanstack/react-router";
 import { useMemo, useState } from "react";
 import { useEvents } from "../../api/queries";
 import type { Event } from "../../api/types";
-import { KINDS, factsOf } from "../../events";
+import { KINDS, WITHOUT_NOTES, factsOf } from "../../events";
 import { exact, when } from "../../format";
 import { Empty, Loaded, Time } from "../../parts/basics";
 import { plain } from "../../states";
 
+const ALL = "all";
 // The length of an exact time without the offset.
 const DATE_AND_TIME = 19;
 
@@ -30,7 +31,8 @@ function Line({ event }: { event: Event }) {
 export function Events() {
   const { run } = useParams({ from: "/runs/$run" });
   const [kind, setKind] = useState("");
-  const query = useEvents(run, kind);
+  const kinds = kind === "" ? WITHOUT_NOTES : kind === ALL ? [] : [kind];
+  const query = useEvents(run, kinds);
   const rows = useMemo(() => query.data?.pages.flatMap((page) => page.items), [query.data]);
   return (
     <>
@@ -38,7 +40,8 @@ export function Events() {
         <label>
           Kind
           <select value={kind} onChange={(event) => setKind(event.target.value)}>
-            <option value="">all</option>
+            <option value="">all but notes</option>
+            <option value={ALL}>all</option>
             {KINDS.map((one) => <option key={one} value={one}>{plain(one)}</option>)}
           </select>
         </label>
@@ -52,7 +55,7 @@ export function Events() {
                   <th scope="col">Time</th>
                   <th scope="col" className="wide-only">Kind</th>
                   <th scope="col" className="number wide-only">Attempt</th>
-                  <th scope="col">Facts</th>
+                  <th scope="col">Details</th>
                   <th scope="col" className="wide-only">Written by</th>
                 </tr>
               </thead>

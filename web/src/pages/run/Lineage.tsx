@@ -8,10 +8,12 @@ import { Link, useNavigate, useParams, useSearch } from "@tanstack/react-router"
 import { useCallback, useEffect, useMemo, useState, type KeyboardEvent } from "react";
 import { useCheckpoint, useGraph } from "../../api/queries";
 import type { GraphEdge } from "../../api/types";
-import { fold, isFold, type Folded, type Shown } from "../../fold";
+import { drawn, isFold, isIn, type Fold, type Folded, type Shown } from "../../fold";
 import { bytes, count } from "../../format";
 import { layOut, NODE_HEIGHT, type Layout, type Point } from "../../layout";
+import { evaluationsOf } from "../../parts/Evaluations";
 import { Empty, Facts, Loaded, Problem, Shape, Time } from "../../parts/basics";
+import { CheckpointTags, Note } from "../../parts/Tags";
 import { StageIcon, StageLegend, StageLine } from "../../parts/Durability";
 import { stageOfNode } from "../../durability";
 import { plain } from "../../states";
@@ -23,13 +25,15 @@ const numberIn = (id: string): number => Number(/:\D+(\d+)/.exec(id)?.[1]);
 const WORDS: Record<string, string> = {
   resumed_from: "resumed", forked_from: "forked", rolled_back: "rolled back to",
   exported_to: "exported", imported_from: "imported",
+  consumed_by: "used by",
 };
 
 function title(shown: Shown): string {
-  if (isFold(shown)) return `${count(shown.members.length)} checkpoints`;
+  if (isFold(shown)) return `${count(shown.count)} checkpoints`;
   // For a node of another run, only the id may be known.
   if (shown.kind === "attempt") return `attempt ${shown.number ?? numberIn(shown.id)}`;
   if (shown.kind === "checkpoint") return `step ${count(shown.step ?? numberIn(shown.id))}`;
+  if (shown.kind === "consumer") return shown.consumer ?? shown.id;
   return shown.id.length > 22 ? `…${shown.id.slice(-21)}` : shown.id;
 }
 
@@ -43,6 +47,7 @@ function subtitle(shown: Shown, run: string): string {
     shown.cause ? plain(shown.cause) : null,
     shown.world_size ? `${shown.world_size} rank${shown.world_size === 1 ? "" : "s"}` : null,
     shown.kind === "export" ? "export" : null,
+    shown.kind === "consumer" && shown.state ? plain(shown.state) : null,
     shown.kind === "source" ? "imported weights" : null,
     shown.kind === "run" ? "run" : null,
     shown.kind === "run" && shown.state ? plain(shown.state) : null,
@@ -88,6 +93,9 @@ const FIT = { padding: PADDING, maxZoom: 1, minZoom: 0.5 };
 // More cards than these are not readable at once, so the newest are shown first.
 const SEEN_MAX = 80;
 const SEEN_DOWN = 12;
+
+// The most folds that the server opens; the oldest is closed then.
+const OPEN_MAX = 50;
 
 const NODE_TYPES = { shown: GraphCard };
 
@@ -185,8 +193,11 @@ function Details({ id }: { id: string }) {
                 ["Ranks", count(one.world_size)],
                 ["Size", bytes(one.bytes)],
                 ["Deleted", one.deleted_at ? <Time at={one.deleted_at} /> : null],
+                ...evaluationsOf(one),
               ]}
             />
+            <CheckpointTags tags={one.tags} />
+            <Note of={one} />
             <p>
               <Link to="/checkpoints/$id" params={{ id }}>
                 Shards, digests and commands of this checkpoint
@@ -211,7 +222,7 @@ function seenFirst(nodes: GraphNodeType[], { isDown }: Layout): { id: string }[]
 interface CanvasProps {
   run: string;
   folded: Folded;
-  opened: string[];
+  opened: Fold | null;
   at: string | undefined;
   choose: (node: Shown) => void;
 }
@@ -236,10 +247,8 @@ function Canvas({ run, folded, opened, at, choose }: CanvasProps) {
   const flow = useReactFlow();
   useEffect(() => {
     // Move the view to the fold that was just expanded.
-    const wanted = new Set(opened);
-    const there = placed.nodes
-      .filter((one) => places?.has(one.id))
-      .filter((one) => wanted.has(isFold(one) ? (one.members[0] ?? "") : one.id));
+    if (!opened) return;
+    const there = placed.nodes.filter((one) => places?.has(one.id) && isIn(one, opened));
     if (there.length > 0) void flow.fitView({ ...FIT, nodes: there });
   }, [places, placed, opened, flow]);
   // For these keys, the library selects a card but does not report a click.
@@ -282,15 +291,15 @@ export function Lineage() {
   const { run } = useParams({ from: "/runs/$run" });
   const { at } = useSearch({ from: "/runs/$run/lineage" });
   const navigate = useNavigate({ from: "/runs/$run/lineage" });
-  const query = useGraph(run);
-  const [open, setOpen] = useState<ReadonlySet<string>>(new Set());
-  const [opened, setOpened] = useState<string[]>([]);
-  const folded = useMemo(() => (query.data ? fold(query.data, open) : null), [query.data, open]);
+  const [open, setOpen] = useState<string[]>([]);
+  const [opened, setOpened] = useState<Fold | null>(null);
+  const query = useGraph(run, open);
+  const folded = useMemo(() => query.data && drawn(query.data), [query.data]);
   const choose = useCallback(
     (node: Shown) => {
       if (isFold(node)) {
-        setOpen((old) => new Set([...old, node.id]));
-        setOpened(node.members);
+        setOpen((old) => [...old, node.id].slice(-OPEN_MAX));
+        setOpened(node);
       } else if (node.kind === "checkpoint" && node.state !== "staged") {
         void navigate({ search: { at: node.id } });
       } else if (node.kind === "run" && node.run) {
@@ -300,8 +309,8 @@ export function Lineage() {
     [navigate],
   );
   const foldAll = () => {
-    setOpen(new Set());
-    setOpened([]);
+    setOpen([]);
+    setOpened(null);
   };
   return (
     <Loaded query={query}>
@@ -311,10 +320,11 @@ export function Lineage() {
         <>
           <div className="toolbar">
             <span className="muted">
-              {count(graph.nodes.length)} nodes, {count(folded.nodes.length)} shown. A dashed card
+              {count(graph.nodes_total ?? graph.nodes.length)} nodes,{" "}
+              {count(folded.nodes.length)} shown. A dashed card
               contains checkpoints without events. Click it to expand them.
             </span>
-            {open.size > 0 ? (
+            {open.length > 0 ? (
               <button type="button" onClick={foldAll}>Collapse all</button>
             ) : null}
           </div>

@@ -1,141 +1,125 @@
-// The output of a rank, followed while the attempt runs.
+// The output of a run's processes: one file, followed while the attempt runs, and the search.
 import { useNavigate, useParams, useSearch } from "@tanstack/react-router";
-import { useEffect, useRef, useState, type ReactNode } from "react";
-import { askLog, useLogFiles, useRun } from "../../api/queries";
-import type { LogFile } from "../../api/types";
+import type { ReactNode } from "react";
+import { logDownload, useLogFiles, useRun } from "../../api/queries";
+import type { LogMatch, RunLog } from "../../api/types";
 import { bytes } from "../../format";
-import { Empty, Loaded, Problem } from "../../parts/basics";
+import { LOG_KINDS, placeOfLog } from "../../logs";
+import { Empty, Loaded } from "../../parts/basics";
+import { LogSearch, useLogSearch } from "./LogSearch";
+import { Log } from "./LogView";
 
-const FOLLOW_MS = 1_000;
-const KEPT_CHARACTERS = 1_000_000;
-const TAIL_BYTES = 128 * 1024;
-const AT_END_PX = 40;
-
-const keyOf = (one: LogFile) => `${one.rank}.${one.launch}.${one.stream}`;
-const wordsOf = (one: LogFile) =>
-  `rank ${one.rank} · launch ${one.launch} · ${one.stream} · ${bytes(one.bytes)}`;
-
-/** The tail of a file, and its new output while the view is open. */
-function useFollowed(run: string, file: LogFile): [string, boolean, unknown] {
-  const [text, setText] = useState("");
-  const [ended, setEnded] = useState(false);
-  const [error, setError] = useState<unknown>(null);
-  const { attempt, rank, launch, stream } = file;
-  useEffect(() => {
-    let current = true;
-    let timer: number | undefined;
-    let offset: number | undefined;
-    const ask = async () => {
-      try {
-        const limit = offset === undefined ? TAIL_BYTES : undefined;
-        const part = await askLog(run, rank, { attempt, launch, stream, offset, limit });
-        if (!current) return;
-        offset = part.next_offset;
-        if (part.text) setText((old) => (old + part.text).slice(-KEPT_CHARACTERS));
-        setEnded(part.ended);
-        setError(null);
-        if (part.ended && part.next_offset >= part.bytes) return;
-      } catch (reason) {
-        if (current) setError(reason);
-      }
-      if (current) timer = window.setTimeout(() => void ask(), FOLLOW_MS);
-    };
-    void ask();
-    return () => {
-      current = false;
-      clearTimeout(timer);
-    };
-  }, [run, attempt, rank, launch, stream]);
-  return [text, ended, error];
-}
-
-function Log({ run, file }: { run: string; file: LogFile }) {
-  const [text, ended, error] = useFollowed(run, file);
-  const place = useRef<HTMLPreElement>(null);
-  const follows = useRef(true);
-  useEffect(() => {
-    const element = place.current;
-    if (element && follows.current) element.scrollTop = element.scrollHeight;
-  }, [text]);
+/** Jumps to the first error of a file. */
+function FirstError({ run, file, show }: {
+  run: string;
+  file: RunLog;
+  show: (at: number) => void;
+}) {
+  const { found, search, stop } = useLogSearch(run);
+  const find = async () => {
+    const all = await search("errors", { errors: "true", file: file.file }, 1);
+    const first = all?.matches[0];
+    if (first) show(first.offset);
+  };
+  if (found?.isRunning) {
+    return (
+      <button type="button" onClick={stop}>
+        Stop: searched {bytes(found.searched)} of {bytes(file.bytes)}
+      </button>
+    );
+  }
   return (
     <>
-      {error ? <Problem error={error} /> : null}
-      <pre
-        className="log"
-        ref={place}
-        tabIndex={0}
-        role="region"
-        aria-label={wordsOf(file)}
-        onScroll={({ currentTarget: at }) => {
-          follows.current = at.scrollHeight - at.scrollTop - at.clientHeight < AT_END_PX;
-        }}
-      >
-        {text || "Empty"}
-      </pre>
-      <p className="muted" role="status">
-        {ended ? "End of log: the attempt has ended."
-          : "Following. Scroll up to stop."}
-      </p>
+      <button type="button" onClick={() => void find()}>First error</button>
+      <span role="status" className="muted">
+        {found?.error ? "The server did not search." : found?.matches.length === 0
+          ? "No error found" : ""}
+      </span>
     </>
   );
 }
 
 interface FilesProps {
   run: string;
-  files: LogFile[];
-  chosen?: string;
+  files: RunLog[];
+  /** Whether the files of another attempt are still shown. */
+  isOld: boolean;
   leading: ReactNode;
 }
 
-function Files({ run, files, chosen, leading }: FilesProps) {
+/** By default, the first rank's file of the newest launch; else what there is. */
+function usual(files: RunLog[]): RunLog | undefined {
+  const ranks = files.filter((one) => one.kind === "rank");
+  const newest = Math.max(...ranks.map((one) => one.launch ?? 0));
+  return ranks.find((one) => one.launch === newest && one.bytes > 0)
+    ?? files.find((one) => one.bytes > 0) ?? files[0];
+}
+
+function Files({ run, files, isOld, leading }: FilesProps) {
+  const { file: chosen, at } = useSearch({ from: "/runs/$run/logs" });
   const navigate = useNavigate({ from: "/runs/$run/logs" });
-  // By default, show the first rank of the newest launch.
-  const newest = Math.max(...files.map((one) => one.launch));
-  const usual = files.find((one) => one.launch === newest && one.bytes > 0) ?? files[0];
-  const file = files.find((one) => keyOf(one) === chosen) ?? usual;
+  const file = files.find((one) => one.file === chosen) ?? usual(files);
   if (!file) {
     return (
       <>
         <div className="toolbar">{leading}</div>
-        <Empty title="The ranks of this attempt have written no output">
-          <p>The output of the agent and torchrun is in the attempt's folder.</p>
-        </Empty>
+        <Empty title="No process of this attempt has written output" />
       </>
     );
   }
+  const show = (place: number | undefined) =>
+    void navigate({ search: (old) => ({ ...old, file: file.file, at: place }) });
+  const open = (match: LogMatch) => void navigate({ search: {
+    attempt: match.attempt === null ? undefined : String(match.attempt),
+    file: match.file,
+    at: match.offset,
+  } });
   return (
     <>
+      <LogSearch run={run} file={file} open={open} />
       <div className="toolbar">
         {leading}
         <label>
-          Stream
+          File
           <select
-            value={keyOf(file)}
+            value={file.file}
             onChange={(event) =>
-              void navigate({ search: (old) => ({ ...old, file: event.target.value }) })
+              void navigate({
+                search: (old) => ({ ...old, file: event.target.value, at: undefined }) })
             }
           >
-            {files.map((one) => (
-              <option key={keyOf(one)} value={keyOf(one)}>{wordsOf(one)}</option>
-            ))}
+            {LOG_KINDS.map((kind) => {
+              const some = files.filter((one) => one.kind === kind);
+              return some.length === 0 ? null : (
+                <optgroup key={kind} label={kind}>
+                  {some.map((one) => (
+                    <option key={one.file} value={one.file}>
+                      {placeOfLog(one)} · {bytes(one.bytes)}
+                    </option>
+                  ))}
+                </optgroup>
+              );
+            })}
           </select>
         </label>
+        <FirstError key={file.file} run={run} file={file} show={show} />
+        <a href={logDownload(run, file.file)} download>Download</a>
       </div>
-      <Log key={`${run}/${file.attempt}/${keyOf(file)}`} run={run} file={file} />
+      {isOld ? <p className="loading" role="status">Loading…</p> : (
+        <Log key={`${run}/${file.file}/${at ?? ""}`} run={run} file={file} at={at}
+          toEnd={() => show(undefined)} />
+      )}
     </>
   );
 }
 
 export function Logs() {
   const { run: name } = useParams({ from: "/runs/$run" });
-  const { file, attempt } = useSearch({ from: "/runs/$run/logs" });
+  const { attempt } = useSearch({ from: "/runs/$run/logs" });
   const navigate = useNavigate({ from: "/runs/$run/logs" });
   const attempts = useRun(name).data?.attempts ?? [];
   const query = useLogFiles(name, attempt);
-  if (attempts.length === 0) {
-    return <Empty title="No attempt yet"><p>There is no output yet.</p></Empty>;
-  }
-  const leading = (
+  const leading = attempts.length === 0 ? null : (
     <label>
       Attempt
       <select
@@ -151,7 +135,11 @@ export function Logs() {
   );
   return (
     <Loaded query={query}>
-      {(files) => <Files run={name} files={files} chosen={file} leading={leading} />}
+      {(files) => attempts.length === 0 && files.length === 0 ? (
+        <Empty title="No attempt yet"><p>There is no output yet.</p></Empty>
+      ) : (
+        <Files run={name} files={files} isOld={query.isPlaceholderData} leading={leading} />
+      )}
     </Loaded>
   );
 }

@@ -1,65 +1,34 @@
 // The overview of a run: notices, attempts over time, use of time and curves.
-import { useParams } from "@tanstack/react-router";
-import { useMemo, useState } from "react";
-import { stitch } from "../../curves";
-import { useMetrics, useNewestCheckpoints, useRun, useTimeline } from "../../api/queries";
+import { Link, useParams } from "@tanstack/react-router";
+import { useState } from "react";
+import { useNewestCheckpoints, useRun, useTimeline } from "../../api/queries";
 import type { OperatorRequest, Run } from "../../api/types";
-import { Chart } from "../../parts/Chart";
 import { GoodputBar, PartLegend } from "../../parts/bars";
-import { Copy, Empty, Loaded, Time } from "../../parts/basics";
-import { attemptOf, count, figure, isoOf, money, percent, span } from "../../format";
+import { Loaded, Time } from "../../parts/basics";
+import { attemptOf, count, decimal, isoOf, money, percent, span } from "../../format";
 import { plain } from "../../states";
-import { gpus, isCurrent, marksOf, noticesOf, unsupervised } from "../../story";
+import { gpus, grouped, isCurrent, noticesOf, unsupervised } from "../../story";
+import { Curves } from "./Curves";
+import { WhyItFailed } from "./Errors";
 import { Attempts, Timeline } from "./Timeline";
 
-const NOTICES_MAX = 5;
+const NOTICES_MAX = 10;
 const ROWS_MAX = 6;
-
-function Curves({ run }: { run: Run }) {
-  const query = useMetrics(run.run);
-  const curves = useMemo(() => query.data && stitch(query.data), [query.data]);
-  const marks = useMemo(() => marksOf(run), [run]);
-  return (
-    <Loaded query={{ data: curves, error: query.error }}>
-      {(all) => {
-        const drawn = all.filter((one) => one.x.length > 1);
-        if (drawn.length === 0) {
-          return (
-            <Empty title="No curves yet">
-              <p>Curves show the values that the program reports at its steps:</p>
-              <Copy text="session.log(loss=loss)" label="line that reports a loss" />
-            </Empty>
-          );
-        }
-        return (
-          <div className="curves">
-            {drawn.map((one) => (
-              <div key={one.name}>
-                <h3>
-                  {plain(one.name)}{" "}
-                  <strong>{figure(one.y.findLast((value) => value !== null))}</strong>
-                </h3>
-                <Chart x={one.x} y={one.y} label={plain(one.name)} xLabel="step" marks={marks} />
-              </div>
-            ))}
-          </div>
-        );
-      }}
-    </Loaded>
-  );
-}
 
 interface NoticeText {
   text: string;
   at: number;
   attempt: number | null;
+  times?: number;
 }
 
-function Notice({ notice: { text, at, attempt }, tone }: { notice: NoticeText; tone: string }) {
+function Notice({ notice, tone }: { notice: NoticeText; tone: string }) {
+  const { text, at, attempt, times = 1 } = notice;
   return (
     <p className={tone}>
       {text}{" "}
       <span className="muted">
+        {times > 1 ? `${count(times)} times, last in ` : ""}
         {attempt === null ? "" : `attempt ${attempt}, `}<Time at={isoOf(at)} />
       </span>
     </p>
@@ -69,13 +38,12 @@ function Notice({ notice: { text, at, attempt }, tone }: { notice: NoticeText; t
 /** The current notices. Those of earlier attempts are folded. */
 function Notices({ run }: { run: Run }) {
   const warning = unsupervised(run);
-  const saves = (run.failed_saves ?? []).slice(-NOTICES_MAX).map((one): NoticeText => ({
+  const saves = run.failed_saves.map((one): NoticeText => ({
     text: `The save of step ${count(one.step)} was not committed: ${one.error}`,
     at: one.at,
     attempt: attemptOf(one.checkpoint),
   }));
-  const notices = [...saves, ...noticesOf(run).slice(-NOTICES_MAX)]
-    .toSorted((one, other) => other.at - one.at);
+  const notices = grouped([...saves, ...noticesOf(run)]).slice(0, NOTICES_MAX);
   const [now, before] = [notices.filter((one) => isCurrent(one, run)),
     notices.filter((one) => !isCurrent(one, run))];
   return (
@@ -109,7 +77,7 @@ function AttemptsSection({ run }: { run: Run }) {
       <h2>Attempts</h2>
       <Timeline attempts={shown} segments={timeline.data ?? []}
         checkpoints={checkpoints.data ?? []} />
-      <Attempts attempts={shown} requests={run.requests ?? []} />
+      <Attempts attempts={shown} run={run} />
       {run.attempts.length > ROWS_MAX ? (
         <p className="after">
           <button type="button" onClick={() => setAll(!all)}>
@@ -160,6 +128,48 @@ function Orders({ requests }: { requests: OperatorRequest[] }) {
   );
 }
 
+/** The consumers of checkpoints that are not done yet, and the newest others. */
+function Consumers({ consumers }: { consumers: Run["consumers"] }) {
+  return (
+    <section className="section">
+      <h2>Consumers</h2>
+      <div className="table-wrap" tabIndex={0} role="region" aria-label="Consumers">
+        <table>
+          <thead>
+            <tr>
+              <th>Consumer</th>
+              <th className="number">Step</th>
+              <th>State</th>
+              <th className="number wide-only">Tries</th>
+              <th className="wide-only">Log</th>
+              <th className="number">Since</th>
+            </tr>
+          </thead>
+          <tbody>
+            {consumers.toReversed().map((one) => (
+              <tr key={`${one.name}${one.checkpoint}`}>
+                <td>{one.name}<span className="second"> on {one.event}</span></td>
+                <td className="number">
+                  <Link to="/checkpoints/$id" params={{ id: one.checkpoint }}>
+                    {count(one.step)}
+                  </Link>
+                </td>
+                <td>
+                  {plain(one.state)}
+                  {one.reason ? <div className="second">{one.reason}</div> : null}
+                </td>
+                <td className="number wide-only">{one.tries}</td>
+                <td className="mono wide-only">{one.log}</td>
+                <td className="number"><Time at={one.changed_at} /></td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+    </section>
+  );
+}
+
 /** What the run's time at each place of its resources cost. */
 function Places({ stretches }: { stretches: Run["stretches"] }) {
   const hasPrices = stretches.some((one) => one.cost !== null);
@@ -186,7 +196,7 @@ function Places({ stretches }: { stretches: Run["stretches"] }) {
                 <td>{one.first === one.last ? one.first : `${one.first}–${one.last}`}</td>
                 <td className="number wide-only">{span(one.ended_at - one.began_at)}</td>
                 <td className="number">{percent(one.ettr)}</td>
-                <td className="number wide-only">{one.gpu_hours.toFixed(1)}</td>
+                <td className="number wide-only">{decimal(one.gpu_hours, 1)}</td>
                 {hasPrices ? <td className="number">{money(one.cost, one.currency)}</td> : null}
                 {hasPrices ? (
                   <td className="number wide-only">{money(one.on_demand_cost, one.currency)}</td>
@@ -207,13 +217,15 @@ export function Overview() {
     <Loaded query={query}>
       {(run) => (
         <>
+          <WhyItFailed run={run} />
           <Notices run={run} />
           <AttemptsSection run={run} />
           {run.requests?.length ? <Orders requests={run.requests.slice(-ROWS_MAX)} /> : null}
+          {run.consumers.length > 0 ? <Consumers consumers={run.consumers} /> : null}
           <section className="section">
             <h2>Where the time went</h2>
-            <GoodputBar parts={run.goodput} />
-            <PartLegend parts={run.goodput} />
+            <GoodputBar parts={run.goodput ?? {}} />
+            <PartLegend parts={run.goodput ?? {}} />
           </section>
           {run.stretches.length > 1 ? <Places stretches={run.stretches} /> : null}
           <section className="section">

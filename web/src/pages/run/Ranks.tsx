@@ -5,6 +5,7 @@ import type { NodeBeat, RankRow } from "../../api/types";
 import { bytes, count, span } from "../../format";
 import { Empty, Loaded, State, Time } from "../../parts/basics";
 import { isLive, plain } from "../../states";
+import { RanksOverTime } from "./RanksOverTime";
 
 const SILENT_S = 30;
 
@@ -67,6 +68,15 @@ function Node({ node, live }: { node: NodeBeat; live: boolean }) {
 }
 
 export function Ranks() {
+  return (
+    <>
+      <RanksOverTime />
+      <Now />
+    </>
+  );
+}
+
+function Now() {
   const { run: name } = useParams({ from: "/runs/$run" });
   const live = isLive(useRun(name).data?.state ?? "");
   const query = useHeartbeats(name, live);

@@ -1,89 +1,35 @@
 // One run: its state, its facts and its actions, with one of its views below.
 import { Link, Outlet, useParams } from "@tanstack/react-router";
+import { Fragment } from "react";
 import { useMayAct } from "../../api/session";
 import { useRun } from "../../api/queries";
 import type { Run } from "../../api/types";
 import { count, money, percent, span } from "../../format";
-import { ActionButton, type Action } from "../../parts/Confirm";
 import { Facts, Loaded, State, Time, useTitle } from "../../parts/basics";
-import { isLive } from "../../states";
+import { AnnotateButton, Note, RunTags } from "../../parts/Tags";
 import { stateOf, unsupervised } from "../../story";
 import { committedStep, stepOf, timeLeft } from "../../progress";
+import { Actions } from "./actions";
 
 const TABS = [
   ["", "Overview"],
   ["/checkpoints", "Checkpoints"],
   ["/lineage", "Lineage"],
   ["/ranks", "Ranks & nodes"],
+  ["/errors", "Errors"],
   ["/logs", "Logs"],
   ["/events", "Events"],
 ] as const;
 
-/** Which sizes the next attempt may have: those that the newest checkpoint fits. */
-function sizeWords({ gpus_min: least, gpus_max: most, gpus_fitting: fitting }: Run): string {
-  const range = least && most ? ` (${least} to ${most})` : "";
-  return `GPUs of the next attempt${fitting ? ` (${fitting.join(", ")})` : range}`;
-}
-
-/** What happens to the current attempt before the next one starts. */
-function relaunchWords(run: Run): string {
-  const last = run.attempts.at(-1);
-  if (!last || last.ended_at !== null) return "No attempt is running.";
-  if (last.started_at === null) return `Attempt ${last.number} is removed from the queue.`;
-  return `Attempt ${last.number} ${endingWords(run, "ends")}`;
-}
-
-/** How a run ends that has begun: with a final checkpoint only if its ranks have a Session. */
-function endingWords(run: Run, ends: string): string {
-  const begun = run.attempts.some((one) => one.started_at !== null);
-  return begun && !run.saves_by_holdfast
-    ? `${ends}. No rank has opened a Session, so nothing is saved.`
-    : `saves a final checkpoint and ${ends}.`;
-}
-
-function actionsOf(run: Run): Action[] {
-  const base = `/runs/${encodeURIComponent(run.run)}`;
-  const live = isLive(run.state);
-  const size = run.attempts.at(-1)?.gpus;
-  const relaunch: Action = {
-    word: "Relaunch",
-    title: `Relaunch ${run.run}`,
-    path: `${base}/relaunch`,
-    field: { name: "gpus", label: sizeWords(run), type: "number", required: true,
-      initial: size ? String(size) : "" },
-    explanation: (
-      <p>
-        {relaunchWords(run)} The same command then resumes from the newest checkpoint at this size.
-      </p>
-    ),
-  };
-  const stop: Action = {
-    word: "Stop",
-    title: `Stop ${run.run}`,
-    path: `${base}/stop`,
-    disabled: live ? null : "The run is not live.",
-    explanation: <p>The run {endingWords(run, "ends")} Relaunch continues it.</p>,
-  };
-  const paused = run.state === "paused";
-  const pause: Action = paused
-    ? { id: "pause", word: "Resume", title: `Resume ${run.run}`, path: `${base}/resume`,
-        explanation: <p>The run resumes from its newest checkpoint when GPUs are
-          available.</p> }
-    : { id: "pause", word: "Pause", title: `Pause ${run.run}`, path: `${base}/pause`,
-        disabled: live ? null : "The run is not live.",
-        explanation: <p>The run {endingWords(run,
-          "releases its GPUs until it is resumed")}</p> };
-  const cancelling = stateOf(run) === "cancelling";
-  const cancel: Action = cancelling
-    ? { id: "cancel", word: "Cancel now", title: `Cancel ${run.run} now`, path: `${base}/cancel`,
-        body: { now: true },
-        explanation: <p>The run ends at once. It does not finish its final checkpoint, so the steps
-          since its newest committed checkpoint are lost.</p> }
-    : { id: "cancel", word: "Cancel", title: `Cancel ${run.run}`, path: `${base}/cancel`,
-        disabled: live ? null : "The run is not live.",
-        explanation: <p>The run {endingWords(run, "ends, and its GPUs are released")} Its committed
-          checkpoints are kept, and Relaunch continues it.</p> };
-  return [relaunch, pause, stop, cancel].map((one) => ({ ...one, forceable: true }));
+/** The run's own runs in experiment trackers, with links where they have a page. */
+function Trackers({ run: { trackers } }: { run: Run }) {
+  return trackers.map(({ tracker, tracker_id: id, url }, index) => (
+    <Fragment key={tracker}>
+      {index > 0 ? ", " : null}
+      {url ? <a href={url} target="_blank" rel="noreferrer">{tracker}</a>
+        : <span title={id}>{tracker}</span>}
+    </Fragment>
+  ));
 }
 
 function Head({ run }: { run: Run }) {
@@ -98,12 +44,18 @@ function Head({ run }: { run: Run }) {
         <State state={stateOf(run)} />
         {unsupervised(run) ? <State state="silent">no supervisor</State> : null}
         <span className="muted">{run.reason ?? `submitted by ${run.created_by}`}</span>
+        <RunTags tags={run.tags} />
         <div className="actions">
-          {mayAct ? actionsOf(run).map((one) => (
-            <ActionButton key={one.id ?? one.word} action={one} />
-          )) : <span className="muted">Read-only</span>}
+          {mayAct ? (
+            <>
+              <AnnotateButton name={run.run} path={`/runs/${encodeURIComponent(run.run)}`}
+                of={run} />
+              <Actions run={run} />
+            </>
+          ) : <span className="muted">Read-only</span>}
         </div>
       </div>
+      <Note of={run} />
       <Facts
         facts={[
           ["Step", step === null ? "none yet"
@@ -113,13 +65,17 @@ function Head({ run }: { run: Run }) {
           ["Attempts", count(run.attempts.length)],
           ["Successor", run.successor && (run.successor.job_id
             ? `job ${run.successor.job_id} queued` : "no answer from Slurm yet")],
-          ["Goodput", <>{percent(goodput.ettr)} <small>of {span(goodput.total_s)}</small></>],
-          ["Steps redone", count(goodput.steps_lost)],
+          ["Goodput", goodput
+            ? <>{percent(goodput.ettr)} <small>of {span(goodput.total_s)}</small></>
+            : "unreadable"],
+          ["Steps redone", goodput && count(goodput.steps_lost)],
           ["Committed step", run.saves_by_holdfast === false
             ? "never: the program has no Session" : count(committedStep(run))],
-          ["Cost", goodput.cost === null ? null : money(goodput.cost, goodput.currency)],
+          ["Cost", typeof goodput?.cost === "number"
+            ? money(goodput.cost, goodput.currency) : null],
           ["Started", <Time at={run.created_at} />],
           ["Ended", run.ended_at ? <Time at={run.ended_at} /> : null],
+          ["Tracker", run.trackers.length > 0 ? <Trackers run={run} /> : null],
           ["Forked from", run.forked_from ? (
             <Link to="/checkpoints/$id" params={{ id: run.forked_from }}>{run.forked_from}</Link>
           ) : null],

@@ -1,10 +1,10 @@
 // The attempts of a run as a timeline and as a table.
 import { useCallback, useState } from "react";
-import type { Attempt, Checkpoint, OperatorRequest, Segment } from "../../api/types";
-import { Empty, State, Time, useNow } from "../../parts/basics";
+import type { Attempt, Checkpoint, Run, Segment } from "../../api/types";
+import { Empty, State, Time, useKnownNow } from "../../parts/basics";
 import { count, exact, span, when } from "../../format";
 import { PART_WORDS, PARTS } from "../../states";
-import { endOf, reasonOf, restartsOf } from "../../story";
+import { endOf, gpus, reasonOf, restartsOf, startOf } from "../../story";
 import { segmentsOf, ticks } from "../../timeline";
 
 const ROW = 24;
@@ -56,7 +56,7 @@ interface Props {
 }
 
 export function Timeline({ attempts, segments, checkpoints }: Props) {
-  const now = useNow();
+  const now = useKnownNow();
   const [place, width] = useWidth();
   const rows = attempts.map((attempt) => (
     { attempt, segments: segmentsOf(attempt, segments, now) }));
@@ -97,7 +97,7 @@ export function Timeline({ attempts, segments, checkpoints }: Props) {
         {rows.map(({ attempt, segments }, row) => (
           <g key={attempt.number} transform={`translate(0 ${TOP + row * ROW})`}>
             <text x={0} y={ROW / 2 + 4}>
-              #{attempt.number} · {attempt.gpus} GPU{attempt.gpus === 1 ? "" : "s"}
+              #{attempt.number} · {gpus(attempt.gpus)}
             </text>
             {segments.map((one) => (
               <rect
@@ -137,10 +137,7 @@ export function Timeline({ attempts, segments, checkpoints }: Props) {
 }
 
 /** The table of attempts: their steps, and why each one ended, with the evidence. */
-export function Attempts({ attempts, requests }: {
-  attempts: Attempt[];
-  requests: OperatorRequest[];
-}) {
+export function Attempts({ attempts, run }: { attempts: Attempt[]; run: Run }) {
   return (
     <div className="table-wrap" tabIndex={0} role="region" aria-label="Attempts">
       <table>
@@ -158,7 +155,7 @@ export function Attempts({ attempts, requests }: {
         </thead>
         <tbody>
           {attempts.toReversed().map((one) => (
-            <AttemptRow key={one.number} attempt={one} requests={requests} />
+            <AttemptRow key={one.number} attempt={one} run={run} />
           ))}
         </tbody>
       </table>
@@ -179,15 +176,20 @@ function stepsOf({ first_step: first, last_step: last, ended_at: ended }: Attemp
 }
 
 /** The evidence for an attempt's end, in a row as wide as the table. */
-function Evidence({ attempt }: { attempt: Attempt }) {
-  const lines = [...restartsOf(attempt), ...attempt.evidence];
+function Evidence({ attempt, run }: { attempt: Attempt; run: Run }) {
+  const isLast = attempt.number === run.attempts.at(-1)?.number;
+  // The head of the page has the run's reason, which is the evidence of its last attempt.
+  const evidence = attempt.evidence.filter((line) => !isLast || !run.reason?.includes(line));
+  // A live attempt has its reason in a column.
+  const start = attempt.cause ? startOf(attempt) : "";
+  const lines = [...(start ? [start] : []), ...restartsOf(attempt, run.crashes), ...evidence];
   if (lines.length === 0 && !attempt.traceback) return null;
   return (
     <tr className="more">
       <td colSpan={COLUMNS}>
         {lines.map((line) => <div key={line} className="second breaks">{line}</div>)}
         {attempt.traceback ? (
-          <details>
+          <details open={isLast && attempt.state === "failed"}>
             <summary>Traceback of rank {attempt.failed_rank ?? "?"}</summary>
             <pre className="log">{attempt.traceback}</pre>
           </details>
@@ -197,8 +199,9 @@ function Evidence({ attempt }: { attempt: Attempt }) {
   );
 }
 
-function AttemptRow({ attempt, requests }: { attempt: Attempt; requests: OperatorRequest[] }) {
-  const now = useNow();
+function AttemptRow({ attempt, run }: { attempt: Attempt; run: Run }) {
+  const { requests } = run;
+  const now = useKnownNow();
   const why = reasonOf(attempt, requests);
   return (
     <>
@@ -206,7 +209,7 @@ function AttemptRow({ attempt, requests }: { attempt: Attempt; requests: Operato
         <td className="nowrap">
           #{attempt.number}
           <div className="second">
-            {attempt.gpus} GPU{attempt.gpus === 1 ? "" : "s"}
+            {gpus(attempt.gpus)}
             {attempt.job_id ? <span className="wide-only"> · job {attempt.job_id}</span> : ""}
           </div>
         </td>
@@ -231,7 +234,7 @@ function AttemptRow({ attempt, requests }: { attempt: Attempt; requests: Operato
         </td>
         <td className="number wide-only">{span(durationOf(attempt, now))}</td>
       </tr>
-      <Evidence attempt={attempt} />
+      <Evidence attempt={attempt} run={run} />
     </>
   );
 }

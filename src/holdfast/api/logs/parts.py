@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from itertools import islice
-from typing import Final, Literal
+from typing import Any, BinaryIO, Final, Literal
 
 from holdfast.api.schemas import LogFile, LogPart
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
@@ -42,38 +42,56 @@ def read_log(
     stream: Stream,
     launch: int | None,
     offset: int | None,
+    before: int | None = None,
     limit: int,
     secrets: Sequence[str] = (),
 ) -> LogPart:
     """Return up to `limit` bytes of a rank's log from `offset`, or the end of the log.
 
-    Without `launch`, the newest launch is read. A part ends with a complete line if possible, and
-    always with a complete character. Secrets are masked by the same number of bytes. Raises
+    With `before`, the part ends at that byte, which is the `offset` of another part. Without
+    `launch`, the newest launch is read. A part ends with a complete line if possible, and always
+    with a complete character. Secrets are masked by the same number of bytes. Raises
     `NotFoundError` if there is no such log.
     """
     log = _newest_log(paths, attempt, rank, stream, launch)
     with log.open() as file:
-        size = os.fstat(file.fileno()).st_size
-        start = max(0, size - limit) if offset is None else min(offset, size)
-        # Masked in the file's bytes before anything is cut, or a part could begin inside a secret.
-        content = read_masked(file, start, limit, secrets)
-    if offset is None and start:
-        # Begin with a complete line.
-        cut = content.find(b"\n") + 1
-        start, content = start + cut, content[cut:]
-    content = _whole(content, is_end=start + len(content) >= size)
+        part = read_part(file, offset=offset, before=before, limit=limit, secrets=secrets)
     return LogPart(
         run=paths.name,
         attempt=attempt.number,
         rank=rank,
         stream=stream,
         launch=log.launch,
-        offset=start,
-        next_offset=start + len(content),
-        bytes=size,
-        text=content.decode(errors="replace"),
         ended=attempt.outcome.exists(),
+        **part,
     )
+
+
+def read_part(
+    file: BinaryIO,
+    *,
+    offset: int | None,
+    before: int | None,
+    limit: int,
+    secrets: Sequence[str],
+) -> dict[str, Any]:
+    """Return a part of an open log, as `read_log` describes it, and the size of the log."""
+    size = os.fstat(file.fileno()).st_size
+    end = size if before is None else min(before, size)
+    start = max(0, end - limit) if offset is None else min(offset, end)
+    # Masked in the file's bytes before anything is cut, or a part could begin inside a secret.
+    content = read_masked(file, start, min(limit, end - start), secrets)
+    if offset is None and start:
+        # Begin with a complete line.
+        cut = content.find(b"\n") + 1
+        start, content = start + cut, content[cut:]
+    content = _whole(content, is_end=start + len(content) >= end)
+    return {
+        "offset": start,
+        "next_offset": start + len(content),
+        "bytes": size,
+        "text": content.decode(errors="replace"),
+    }
 
 
 def _newest_log(

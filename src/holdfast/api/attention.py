@@ -1,0 +1,308 @@
+"""What needs a person: live runs without a supervisor, that hang or fail again and again, and more.
+
+The index knows what a run's processes wrote. A process that was killed writes nothing, so the
+supervisor's lock and the heartbeats are read from disk. All clients share one answer, which is at
+most `FRESH_S` old. `findings` judges what the journals say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from pydantic import ValidationError
+
+from holdfast.api.acknowledgements import RootAcknowledgements, acknowledged_in
+from holdfast.api.capacity import find_full_roots
+from holdfast.api.findings import (
+    QUEUE,
+    SAVES,
+    Finding,
+    RunFacts,
+    advice,
+    finding,
+    findings,
+    pending_reason,
+    waiting_since,
+)
+from holdfast.api.schemas import Acknowledged, AttentionItem, WaitingRun
+from holdfast.api.steering import read_supervision
+from holdfast.api.store import IndexStore
+from holdfast.contracts.disk.journal import Event, EventKind
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.errors import HoldfastError, NotFoundError
+from holdfast.contracts.records.supervision import is_supervised
+from holdfast.contracts.spec.checkpoint import Checkpointing
+from holdfast.contracts.states import RunState
+from holdfast.lineage.queries.views import RunRow, iso, unix_time
+from holdfast.workers.nodes.heartbeats import (
+    BEATS_MISSED_MAX,
+    heartbeat_stamp,
+    live_step,
+    read_heartbeats,
+)
+
+FRESH_S: Final = 2.0
+# Beside the missed heartbeats, for the way of a file through shared storage.
+BEAT_EXTRA_S: Final = 1.0
+# With thousands of live runs, the first looks read a part of their journals each.
+READ_S: Final = 1.0
+ITEMS_MAX: Final = 200
+# The text of an error may be a page long.
+TEXT_CHARACTERS_MAX: Final = 500
+_LEVELS: Final = ("bad", "warn")
+
+
+@dataclass
+class _Known:
+    """What is known of a live run: its events up to `updated_at`, and its newest heartbeat."""
+
+    checkpointing: Checkpointing | None
+    updated_at: str = ""
+    state: str = ""
+    alerts: Sequence[Event] = ()
+    saves: Sequence[Event] = ()
+    queue: Sequence[Event] = ()
+    steering: Sequence[Event] = ()
+    acknowledged: dict[str, Acknowledged] = field(default_factory=dict)
+    stamp: tuple[object, ...] = ()
+    # By the monotonic clock of this host, because another host's clock wrote the heartbeat.
+    heard_at: float = 0.0
+    every_s: float = 0.0
+    # Unix seconds: when this server last saw a supervisor.
+    supervised_at: float | None = None
+
+
+class Attention:
+    """Computes the list for all clients. Thread-safe."""
+
+    def __init__(self, store: IndexStore, roots: tuple[Path, ...], folder: Path) -> None:
+        """Keep the acknowledgements of the roots' problems in `folder`."""
+        self._store, self._roots = store, roots
+        self._lock = threading.Lock()
+        self._known: dict[str, _Known] = {}
+        self._rows: list[RunRow] = []
+        self._items: list[AttentionItem] = []
+        self._looked_at = float("-inf")
+        self._of_roots = RootAcknowledgements(folder)
+        # Those that the index does not have yet, by the item's id.
+        self._new: dict[str, Acknowledged] = {}
+
+    def items(self) -> list[AttentionItem]:
+        """Return what needs a person, the most severe and oldest first. Raises `LineageError`."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._looked_at >= FRESH_S:
+                self._items = self._look(now)[:ITEMS_MAX]
+                self._looked_at = time.monotonic()
+            return self._items
+
+    def queue(self) -> list[WaitingRun]:
+        """Return the runs that wait for GPUs, longest first. Raises `LineageError`."""
+        self.items()
+        with self._lock:
+            found = [
+                _waiting(row, self._known[row["uid"]])
+                for row in self._rows
+                if row["state"] in {RunState.QUEUED, RunState.WAITING}
+            ]
+        return sorted(found, key=lambda one: (one.since is None, one.since or "", one.run))
+
+    def find(self, identity: str) -> AttentionItem:
+        """Return the item with this id. Raises `NotFoundError` if there is none now."""
+        for item in self.items():
+            if item.id == identity:
+                return item
+        raise NotFoundError(
+            f"id {identity[:200]!r} is not in the list of what needs attention; it may be solved, "
+            "so read GET /api/v1/attention again"
+        )
+
+    def acknowledge(self, item: AttentionItem, done: Acknowledged) -> AttentionItem:
+        """Show that somebody acknowledged `item`; for a root's problem, record it on disk."""
+        if item.uid is None:
+            done = self._of_roots.add(item.id, done)
+        with self._lock:
+            self._new[item.id] = done
+            shown = [
+                one.model_copy(update={"acknowledged": done}) if one.id == item.id else one
+                for one in self._items
+            ]
+            self._items = sorted(shown, key=_urgency)
+        return item.model_copy(update={"acknowledged": done})
+
+    def _look(self, now: float) -> list[AttentionItem]:
+        rows = self._store.live_runs()
+        known = {row["uid"]: self._known.get(row["uid"]) for row in rows}
+        self._known = {uid: one or self._begin(uid) for uid, one in known.items()}
+        self._rows = rows
+        found = [item for row in rows for item in self._of_known(row, now)]
+        found += self._of_storage(rows)
+        kept = {item.id for item in found}
+        self._new = {name: done for name, done in self._new.items() if name in kept}
+        return sorted(found, key=_urgency)
+
+    def _begin(self, uid: str) -> _Known:
+        # A newer version may have recorded keys that this one cannot read, see decision 44.
+        with contextlib.suppress(ValidationError, NotFoundError):
+            spec = self._store.read_spec(uid)
+            return _Known(Checkpointing.read(spec.get("checkpoint") or {}))
+        return _Known(None)
+
+    def _of_known(self, row: RunRow, now: float) -> list[AttentionItem]:
+        try:
+            return list(self._of_run(row, now))
+        except NotFoundError:
+            # The run was deleted since the list of live runs was read.
+            return []
+
+    def _of_run(self, row: RunRow, now: float) -> Iterable[AttentionItem]:
+        uid = row["uid"]
+        known, paths = self._known[uid], RunPaths(Path(row["path"]))
+        is_new = (known.updated_at, known.state) != (row["updated_at"], row["state"])
+        if is_new and time.monotonic() < now + READ_S:
+            self._read_events(row, known)
+        if not known.updated_at:
+            return
+        try:
+            found = [*self._unsupervised(row, paths, known), *self._silent(row, paths, known, now)]
+            step = live_step(paths)
+        except (OSError, HoldfastError):
+            # The list of runs says which folders cannot be read.
+            found, step = [], None
+        is_silent = any(one["kind"] == "silent" for one in found)
+        told = findings(_facts(row, known, step))
+        found += [one for one in told if not (is_silent and one["kind"] == "node_silent")]
+        for one in found:
+            identity = ":".join((uid, one["kind"], one["mark"]))
+            done = known.acknowledged.get(identity) or self._new.get(identity)
+            yield _item(one, identity, row["run"], uid, done)
+
+    def _read_events(self, row: RunRow, known: _Known) -> None:
+        """Read what the run's state needs, because each list costs queries."""
+        uid, waits = row["uid"], row["state"] in {RunState.QUEUED, RunState.WAITING}
+        known.alerts = self._store.alert_events(uid)
+        known.saves = () if waits else self._store.newest_events(uid, SAVES)
+        known.queue = self._store.newest_events(uid, QUEUE) if waits else ()
+        known.steering = self._store.steering_events(uid)
+        lines = self._store.newest_events(uid, (EventKind.ALERT_ACKNOWLEDGED,))
+        known.acknowledged = acknowledged_in(lines)
+        known.updated_at, known.state = row["updated_at"], row["state"]
+
+    def _unsupervised(self, row: RunRow, paths: RunPaths, known: _Known) -> list[Finding]:
+        if is_supervised(paths.flow_lock) is not False:
+            known.supervised_at = time.time()
+            return []
+        supervision = read_supervision(paths, known.steering, row["created_at"])
+        if supervision.is_alive is not False:
+            return []
+        last = f"; the last one ran on {supervision.host}" if supervision.host else ""
+        text = f"no supervisor is running, so the run does not continue after a failure{last}"
+        action = "Relaunch starts a new supervisor"
+        if supervision.is_remote:
+            action = f"check {supervision.host}, whose lock may not be visible here, then Relaunch"
+        starts = [event.time for event in known.steering if event.kind is EventKind.SUPERVISED]
+        mark = max(starts, default=0.0)
+        since = known.supervised_at
+        return [finding("unsupervised", "bad", text, since, action, mark=mark)]
+
+    def _silent(self, row: RunRow, paths: RunPaths, known: _Known, now: float) -> list[Finding]:
+        """Report an attempt that runs by the index, and whose agent writes no more heartbeats."""
+        newest = max((one.number for one in paths.list_attempts()), default=None)
+        if row["state"] != RunState.RUNNING or newest is None:
+            return []
+        attempt = paths.attempt(newest)
+        if attempt.outcome.exists():
+            return []
+        stamp = heartbeat_stamp(attempt)
+        if stamp != known.stamp:
+            beats = read_heartbeats(attempt)
+            known.stamp, known.heard_at = stamp, now
+            known.every_s = beats[0].every_s if beats else 0.0
+        silent_s = now - known.heard_at
+        if not known.every_s or silent_s <= BEATS_MISSED_MAX * known.every_s + BEAT_EXTRA_S:
+            return []
+        text = f"attempt {newest} sends no heartbeats; its agent or its node may be gone"
+        action = "check the node; Relaunch continues from the newest checkpoint"
+        since = time.time() - silent_s
+        return [finding("silent", "bad", text, since, action, mark=newest)]
+
+    def _of_storage(self, rows: Sequence[RunRow]) -> list[AttentionItem]:
+        """Report roots, of this server and of live runs, whose file system is nearly full."""
+        sizes: dict[Path, int] = dict.fromkeys(self._roots, 0)
+        for row in rows:
+            root, saves = Path(row["root"]), self._known[row["uid"]].saves
+            commits = [one.data.get("bytes") for one in saves if one.kind is EventKind.COMMITTED]
+            newest = commits[-1] if commits else 0
+            sizes[root] = sizes.get(root, 0) + (newest if isinstance(newest, int) else 0)
+        full = find_full_roots(sizes)
+        items = []
+        for root, one in full:
+            identity = f"{root}:{one['kind']}"
+            done = self._of_roots.get(identity)
+            items.append(_item(one, identity, None, None, done))
+        self._of_roots.keep(item.id for item in items)
+        return items
+
+
+def _facts(row: RunRow, known: _Known, step: int | None) -> RunFacts:
+    checkpointing = known.checkpointing
+    return RunFacts(
+        state=row["state"],
+        now=time.time(),
+        reason=row["reason"],
+        job_id=row["job_id"],
+        alerts=known.alerts,
+        saves=known.saves,
+        queue=known.queue,
+        committed_at=unix_time(row["committed_at"]),
+        step=step,
+        has_mirror=bool(checkpointing and checkpointing.mirror),
+        interval_s=_interval_s(checkpointing),
+    )
+
+
+def _waiting(row: RunRow, known: _Known) -> WaitingRun:
+    is_queued = row["state"] == RunState.QUEUED
+    why, starts_at = pending_reason(known.queue) if is_queued else ("", None)
+    action = advice(why, row["job_id"])[1] if is_queued else "Relaunch tries it now"
+    reason = why or row["reason"]
+    return WaitingRun(
+        run=row["run"],
+        uid=row["uid"],
+        state=row["state"],
+        user=row["created_by"],
+        partition=row["partition"],
+        gpus=row["world_size"],
+        job_id=row["job_id"] if is_queued else None,
+        since=iso(waiting_since(row["state"], known.queue)),
+        reason=reason[:TEXT_CHARACTERS_MAX] if reason else None,
+        starts_at=iso(starts_at),
+        action=action,
+    )
+
+
+def _interval_s(checkpointing: Checkpointing | None) -> float | None:
+    return checkpointing.interval_s if checkpointing is not None else None
+
+
+def _item(
+    one: Finding, identity: str, run: str | None, uid: str | None, done: Acknowledged | None
+) -> AttentionItem:
+    facts = {**one, "since": iso(one["since"]), "text": one["text"][:TEXT_CHARACTERS_MAX]}
+    del facts["mark"]
+    return AttentionItem.model_validate(
+        {**facts, "id": identity, "run": run, "uid": uid, "acknowledged": done}
+    )
+
+
+def _urgency(item: AttentionItem) -> tuple[bool, int, str, str]:
+    """Sort what is not acknowledged first, then by level, age and run."""
+    done = item.acknowledged is not None
+    # A problem whose beginning is unknown is the oldest.
+    return done, _LEVELS.index(item.level), item.since or "", item.run or ""

@@ -1,0 +1,145 @@
+// What needs a person, on top of the list of runs: grouped by kind, with who acknowledged it.
+import { Link } from "@tanstack/react-router";
+import { useAttention } from "../api/queries";
+import { useMayAct } from "../api/session";
+import type { AttentionItem } from "../api/types";
+import { count } from "../format";
+import { plain } from "../states";
+import { State, Time } from "./basics";
+import { ActionButton, type Action } from "./Confirm";
+
+/** So many problems of one kind are shown one by one; more are folded into a line. */
+const SAME_OPEN_MAX = 3;
+
+/** The names of the kinds in the list of runs. */
+export const KIND_WORDS: Record<string, string> = {
+  unsupervised: "no supervisor", silent: "no heartbeats", saves_fail: "saves fail",
+  checkpoint_old: "checkpoint too old", node_silent: "silent node", pending_long: "long pending",
+  waiting_long: "long waiting", metric_missing: "metric missing", node_slow: "slow node",
+  link_slow: "slow link",
+  storage_full: "storage full", budget_spent: "budget nearly spent",
+};
+
+export const kindWords = (kind: string): string => KIND_WORDS[kind] ?? plain(kind);
+
+const toneOf = (item: AttentionItem): string => (item.level === "bad" ? "silent" : "stopping");
+
+function acknowledgeOf(item: AttentionItem): Action {
+  return {
+    word: "Acknowledge",
+    label: `Acknowledge ${kindWords(item.kind)} of ${item.run ?? "the storage"}`,
+    title: `Acknowledge: ${kindWords(item.kind)}`,
+    path: "/attention/acknowledge",
+    body: { id: item.id },
+    field: { name: "note", label: "Note for others (optional)", type: "text", initial: "" },
+    explanation: (
+      <p className="breaks">
+        {item.run ? `${item.run}: ` : ""}{item.text}. Everyone sees that you acknowledged it. It
+        moves to the end of the list until it is solved.
+      </p>
+    ),
+    done: () => "Acknowledged.",
+  };
+}
+
+function Help({ item }: { item: AttentionItem }) {
+  return (
+    <div className="second muted">
+      What helps: {item.action}.
+      {item.kind === "storage_full" ? <>{" "}<Link to="/storage">Open Storage</Link></> : null}
+    </div>
+  );
+}
+
+function Line({ item, mayAct }: { item: AttentionItem; mayAct: boolean }) {
+  const { acknowledged: done } = item;
+  return (
+    <li>
+      <State state={done ? "waiting" : toneOf(item)}>{kindWords(item.kind)}</State>
+      <div className="breaks">
+        {item.run ? (
+          <><Link to="/runs/$run" params={{ run: item.run }}><strong>{item.run}</strong></Link>: </>
+        ) : null}
+        {item.text}
+        {item.since ? <span className="muted"> · <Time at={item.since} /></span> : null}
+        {done ? (
+          <div className="second muted">
+            Acknowledged by {done.by}, <Time at={done.at} />{done.note ? `: ${done.note}` : ""}
+          </div>
+        ) : <Help item={item} />}
+      </div>
+      {mayAct && !done ? <ActionButton action={acknowledgeOf(item)} /> : <span />}
+    </li>
+  );
+}
+
+/** The items of each kind and level, in the server's order. */
+export function groupsOf(items: AttentionItem[]): AttentionItem[][] {
+  const groups = new Map<string, AttentionItem[]>();
+  for (const item of items) {
+    const key = `${item.level} ${item.kind}`;
+    groups.set(key, [...(groups.get(key) ?? []), item]);
+  }
+  return [...groups.values()];
+}
+
+function Lines({ items, mayAct }: { items: AttentionItem[]; mayAct: boolean }) {
+  return <ul>{items.map((one) => <Line key={one.id} item={one} mayAct={mayAct} />)}</ul>;
+}
+
+/** "6 runs, such as gpt". */
+function namesOf(items: AttentionItem[]): string {
+  const runs = new Set(items.map((one) => one.run ?? "the storage"));
+  const [first] = runs;
+  return runs.size === 1 ? `${count(items.length)} times in ${first}`
+    : `${count(runs.size)} runs, such as ${first}`;
+}
+
+function Group({ items, mayAct }: { items: AttentionItem[]; mayAct: boolean }) {
+  const [first] = items;
+  if (!first || items.length <= SAME_OPEN_MAX) return <Lines items={items} mayAct={mayAct} />;
+  return (
+    <details>
+      <summary>
+        <State state={toneOf(first)}>{kindWords(first.kind)}</State>{" "}
+        {namesOf(items)}
+        {first.since ? <span className="muted"> · <Time at={first.since} /></span> : null}
+      </summary>
+      <Lines items={items} mayAct={mayAct} />
+    </details>
+  );
+}
+
+const title = (open: AttentionItem[]): string => {
+  const bad = open.filter((one) => one.level === "bad").length;
+  const levels = [bad && `${count(bad)} urgent`, open.length - bad &&
+    `${count(open.length - bad)} to watch`].filter(Boolean);
+  return open.length === 0 ? "Nothing new needs attention"
+    : `Needs attention: ${levels.join(", ")}`;
+};
+
+export function Attention() {
+  const { data: items, error } = useAttention();
+  const mayAct = useMayAct();
+  if (!items) {
+    return error ? <p className="muted">What needs attention could not be read.</p> : null;
+  }
+  if (items.length === 0) return null;
+  const open = items.filter((one) => !one.acknowledged);
+  const done = items.filter((one) => one.acknowledged);
+  return (
+    <section className={open.length > 0 ? "attention" : "attention calm"}
+      aria-label="Needs attention">
+      <h2>{title(open)}</h2>
+      {groupsOf(open).map((group) => (
+        <Group key={group[0]?.id} items={group} mayAct={mayAct} />
+      ))}
+      {done.length > 0 ? (
+        <details>
+          <summary>{count(done.length)} acknowledged</summary>
+          <Lines items={done} mayAct={mayAct} />
+        </details>
+      ) : null}
+    </section>
+  );
+}
